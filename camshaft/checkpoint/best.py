@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from camshaft.config.tree import nearest
+from camshaft.config.tree import nearest_keys
 from camshaft.errors import ConfigError
 
 
@@ -31,7 +31,7 @@ class BestStep:
         if self.metric is None:
             return False
         if self.metric not in metrics:
-            candidates = nearest(self.metric, sorted(metrics)) or sorted(metrics)
+            candidates = nearest_keys(self.metric, sorted(metrics)) or sorted(metrics)
             raise ConfigError(
                 f"trainer.best_metric={self.metric} is not a validation metric of this run; "
                 f"use trainer.best_metric={candidates[0]}, or one of: {', '.join(sorted(metrics))}"

@@ -34,12 +34,12 @@ def engine(argv: Sequence[str]) -> int:
         help="an entry of EngineConfig.options, for example fsdp_size=2; may be repeated",
     )
     options = parser.parse_args(argv)
-    from camshaft.config.command import as_tree
+    from camshaft.config.command import parse_options
     from camshaft.contracts.engine.ranks import check_engine_on_ranks
     from camshaft.contracts.engine.suite import RULES, check_engine
     from camshaft.engine import engine_class
 
-    always = {"options": as_tree(options.option)} if options.option else {}
+    always = {"options": parse_options(options.option)} if options.option else {}
     backend = engine_class(options.name)
 
     def check(folder: str, rules: Sequence[Rule], device: str) -> Iterator[Finding]:

@@ -56,7 +56,7 @@ def train(config: PPOConfig) -> int:
     ranks = sum(spec.world_size for spec in pool_specs(config))
     with session(config.trainer, ranks) as run, PPOParts(config) as parts:
         run.say(render_batch_table(batch_table(config, config.topology())))
-        for rule, (low, high) in config.algorithm.rollout_correction.rejections():
+        for rule, (low, high) in config.algorithm.rollout_correction.rejection_bounds():
             run.say(f"rollout_rs={rule} keeps values from {low:g} to {high:g}")
         trainer = PPOTrainer(config, parts)
         saved = trainer.prepare()

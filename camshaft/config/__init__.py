@@ -1,31 +1,31 @@
-"""Config: from YAML files and the command line to the config of one engine.
+"""Config of all commands: defaults, schema, loading, checks, and the config of each engine.
 
     from camshaft.config import load_ppo
     config = load_ppo(["actor_rollout_ref.actor.strategy=reference", "trainer.device=cpu", ...])
     config.actor_rollout_ref.actor.optim.lr
 
     ppo_trainer.yaml sft_trainer.yaml rm_trainer.yaml generation.yaml evaluation.yaml
-                        all defaults, with comments
-    schema/             types, bounds and descriptions: one file per section; `fields.py` has the base class of sections
-                        and shared value types, `fsdp.py` and `rollouts.py` the options of backends
-    engine.py           config and capabilities of one training engine, independent of roles
-    rollout.py          config and capabilities of one rollout
-    backends.py         registry of engines and rollouts with their capabilities
-    layout.py           resource pools, ranks and the controller
-    load.py             composition with Hydra, aliases, interpolation, validation
-    command.py          the same for the arguments of a command, including sweeps
-    checks.py           combinations of keys
-    backend_checks.py   engines and rollouts against their capabilities
-    files.py            files and folders on disk
-    derive.py           the config of each engine and rollout of a run
-    render.py           descriptions of keys, reference page, table of batch sizes, values without secrets
-    errors.py           problems of single keys, and the text of the error that lists them
-    tree.py             dotted keys
+                        default values with comments
+    schema/             types, bounds and descriptions of keys, one file per section. `fields.py` defines the base class
+                        of sections and shared value types, `fsdp.py` and `rollouts.py` the options of backends
+    engine.py           config, options and capabilities of a training engine
+    rollout.py          config, options and capabilities of a rollout
+    backends.py         registry of engines and rollouts
+    layout.py           resource pools, numbers of ranks, controller
+    load.py             composes files and overrides, renames aliases, resolves `${...}` and validates
+    command.py          loads configs from command-line arguments, including sweeps
+    checks.py           checks that involve several keys
+    backend_checks.py   checks of engines and rollouts against their capabilities
+    files.py            checks of files and folders on disk
+    derive.py           derives the config of each engine and rollout from the config of a run
+    render.py           renders descriptions of keys, the reference page, batch sizes, and values without secrets
+    errors.py           problems of keys, and the error message that lists them
+    tree.py             access to nested dicts by dotted key
 
-To add a key, add a line to the YAML file and one to the schema. Nothing here imports torch.
+To add a key, add its default to the YAML file and its field to the schema. This package does not import torch.
 """
 
-from camshaft.config.backends import unread_by
+from camshaft.config.backends import unread_keys
 from camshaft.config.command import compose
 from camshaft.config.derive import (
     actor_engine,
@@ -129,6 +129,6 @@ __all__ = [
     "sampling",
     "sft_engine",
     "show",
-    "unread_by",
+    "unread_keys",
     "without_secrets",
 ]

@@ -1,9 +1,10 @@
-"""Checks of the engines and rollouts of a run against their capabilities (`backends.py`).
+"""Checks of engines and rollouts against their capabilities (`backends.py`).
 
-    problems = [*ppo_engines(config)]        # or supervised_engines, rollout_problems
+    problems = [*check_ppo_engines(config)]        # or check_supervised_engines, check_rollout
 
-Three kinds of check: settings without an option of the backend, options that exclude each other, and layouts that do
-not fit the number of ranks. The options class of the backend defines the last two.
+The checks report settings that the backend does not support, options that are incompatible with each other, and
+parallel layouts that are incompatible with the number of ranks. The options class of the backend defines the last two
+kinds.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,16 +19,16 @@ from camshaft.config.backends import (
     select_options,
     targets,
 )
-from camshaft.config.derive import actor_engine_keys, model_of, model_of_rewards, responses_model
+from camshaft.config.derive import actor_engine_keys, engine_model, multi_response_engine_model, reward_engine_model
 from camshaft.config.engine import Conflict, EngineCapabilities, EngineModel, invalid_options
-from camshaft.config.errors import ABSENT, Problem, grouped, unknown_name
+from camshaft.config.errors import ABSENT, Problem, group_problems, unknown_name
 from camshaft.config.layout import PlacementConfig
 from camshaft.config.schema.fsdp import FSDPConfig, FSDPOptions
 from camshaft.config.schema.model import AnyModelConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import GeneratorConfig
 from camshaft.config.schema.supervised import SupervisedConfig
-from camshaft.config.tree import flat, shown
+from camshaft.config.tree import flatten_mappings, format_value
 from camshaft.errors import ConfigError
 from camshaft.plugins import names
 
@@ -38,23 +39,23 @@ WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
 @dataclass(frozen=True)
 class Role:
-    """One engine of a run, with the keys of its settings."""
+    """The engine of a role: its settings, and the config keys of these settings."""
 
     strategy: str
     strategy_key: str
     key: str
-    """Prefix of the keys of its section, with the dot; empty if the section is the entire config."""
+    """Prefix of the keys of its section, including the dot. Empty if the section is the entire config."""
     fsdp_key: str
     settings: Mapping[str, Any]
-    """The section's `engine_keys`, by option name."""
+    """Settings of the section that map to engine options (`engine_keys`), by option name."""
     engine_kwargs: Mapping[str, Any]
     model: EngineModel
     model_key: str = ""
     section: AnyModelConfig | None = None
-    """The section `model` of a trained engine, or None."""
+    """Section `model` of a trained engine. None for an engine that is not trained."""
 
     def key_of(self, option: str) -> str:
-        """Return the config key of a dotted engine option, or of a setting mentioned in an engine error message."""
+        """Return the config key of `Conflict.option`."""
         name, _, rest = option.partition(".")
         if not option:
             return self.strategy_key
@@ -63,18 +64,18 @@ class Role:
         return f"{self.key}engine_kwargs.{option}" if name in self.engine_kwargs else self.key_of_setting(option)
 
     def key_of_setting(self, option: str) -> str:
-        """Return the config key of a dotted name in `settings`."""
-        moved = {
+        """Return the config key of a dotted option in `settings`."""
+        keys = {
             "activation_offload": f"{self.model_key}.enable_activation_offload",
             "async_save": f"{self.key}checkpoint.async_save",
         }
-        if option in moved:
-            return moved[option]
+        if option in keys:
+            return keys[option]
         in_fsdp_config = option.partition(".")[0] in FSDPConfig.model_fields
         return f"{self.fsdp_key}.{option}" if in_fsdp_config else f"{self.key}{option}"
 
     def value_of(self, option: str) -> Any:
-        """Return the value of a dotted option, or ABSENT if it has none."""
+        """Return the value of a dotted option, or ABSENT if it is not set."""
         if not option:
             return self.strategy
         if option.startswith("model."):
@@ -87,26 +88,26 @@ class Role:
         return value
 
 
-def ppo_engines(config: PPOConfig) -> Iterator[Problem]:
-    """Check the engines of an RL run."""
-    yield from _engines(_ppo_roles(config), config.trainer)
+def check_ppo_engines(config: PPOConfig) -> Iterator[Problem]:
+    """Check the engines of all roles of an RL run."""
+    yield from _check_engines(_ppo_roles(config), config.trainer)
     if config.needs_reference():
-        yield from _layout_of_reference(config)
+        yield from _check_reference_layout(config)
 
 
-def supervised_engines(config: SupervisedConfig) -> Iterator[Problem]:
+def check_supervised_engines(config: SupervisedConfig) -> Iterator[Problem]:
     """Check the engine of a supervised run."""
     role = Role(
         config.strategy, "strategy", "", "fsdp_config", config.engine_keys(), config.engine_kwargs,
-        model_of(config.model), "model", config.model,
+        engine_model(config.model), "model", config.model,
     )  # fmt: skip
-    yield from _engines([([role], config.trainer.world_size)], config.trainer)
+    yield from _check_engines([([role], config.trainer.world_size)], config.trainer)
 
 
 def _ppo_roles(config: PPOConfig) -> list[tuple[list[Role], int]]:
-    """Return the engines grouped by strategy and model, with the number of ranks of each group."""
+    """Return the roles with an engine, and their number of ranks. Actor and reference form one group."""
     roles, critic, topology = config.actor_rollout_ref, config.critic, config.topology()
-    strategy, model = roles.actor.strategy, responses_model(roles.model)
+    strategy, model = roles.actor.strategy, multi_response_engine_model(roles.model)
     policy = [
         Role(
             strategy, f"{ACTOR}.strategy", f"{ACTOR}.", f"{ACTOR}.fsdp_config", actor_engine_keys(config),
@@ -124,21 +125,21 @@ def _ppo_roles(config: PPOConfig) -> list[tuple[list[Role], int]]:
     if config.needs_critic():
         role = Role(
             critic.strategy, "critic.strategy", "critic.", "critic.model.fsdp_config", critic.engine_keys(),
-            critic.engine_kwargs, responses_model(critic.model), "critic.model", critic.model,
+            critic.engine_kwargs, multi_response_engine_model(critic.model), "critic.model", critic.model,
         )  # fmt: skip
-        groups.append(([role], topology.of_critic().world_size))
+        groups.append(([role], topology.critic_topology().world_size))
     if config.needs_reward_engine():
         reward = config.reward_model
         role = Role(
             reward.strategy, "reward_model.strategy", "reward_model.", "reward_model.model.fsdp_config",
-            reward.engine_keys(), reward.engine_kwargs, model_of_rewards(config), "reward_model.model",
+            reward.engine_keys(), reward.engine_kwargs, reward_engine_model(config), "reward_model.model",
         )  # fmt: skip
-        groups.append(([role], topology.of_reward_model().world_size))
+        groups.append(([role], topology.reward_model_topology().world_size))
     return groups
 
 
 def layouts_are_valid(config: PPOConfig | SupervisedConfig) -> bool:
-    """Return True if the options of every engine are valid, so that its ranks per row are defined."""
+    """Return True if the options of every engine are valid, so that `ranks_per_row` can be computed."""
     if isinstance(config, SupervisedConfig):
         sections = [(config.strategy, config)]
     else:
@@ -159,35 +160,35 @@ def layouts_are_valid(config: PPOConfig | SupervisedConfig) -> bool:
 # -- engines --------------------------------------------------------------------------------------
 
 
-def _engines(groups: list[tuple[list[Role], int]], trainer: PlacementConfig) -> Iterator[Problem]:
-    """Check all engines; a strategy that several roles share is checked once."""
-    known: dict[str, EngineCapabilities] = {}
+def _check_engines(groups: list[tuple[list[Role], int]], trainer: PlacementConfig) -> Iterator[Problem]:
+    """Check the engines of all groups. An unknown strategy that several groups use is reported once."""
+    capabilities: dict[str, EngineCapabilities] = {}
     rejected: set[str] = set()
     for (first, *_), _ in groups:
-        if first.strategy not in known and first.strategy not in rejected:
+        if first.strategy not in capabilities and first.strategy not in rejected:
             try:
-                known[first.strategy] = engine_capabilities(first.strategy)
+                capabilities[first.strategy] = engine_capabilities(first.strategy)
             except ConfigError as error:
                 rejected.add(first.strategy)
-                yield _unknown(first.strategy_key, first.strategy, ENGINES, "camshaft.engines", error)
-    groups = [(group, ranks) for group, ranks in groups if group[0].strategy in known]
-    yield from _single_device([group[0] for group, ranks in groups if ranks > 1], known, trainer)
+                yield _unknown_backend(first.strategy_key, first.strategy, ENGINES, "camshaft.engines", error)
+    groups = [(group, ranks) for group, ranks in groups if group[0].strategy in capabilities]
+    yield from _check_single_process([group[0] for group, ranks in groups if ranks > 1], capabilities, trainer)
     for group, ranks in groups:
-        yield from _group(group, known[group[0].strategy], ranks)
+        yield from _check_group(group, capabilities[group[0].strategy], ranks)
 
 
-def _unknown(key: str, name: str, backends: Mapping[str, Any], group: str, error: ConfigError) -> Problem:
-    """Report a name without a backend, or a class that cannot be imported."""
+def _unknown_backend(key: str, name: str, backends: Mapping[str, Any], group: str, error: ConfigError) -> Problem:
+    """Return the problem of a name that is not registered, or of a class that cannot be imported."""
     if ":" in name:
         return Problem(key, name, f"{error}.")
     return unknown_name(key, name, names(targets(backends), group))
 
 
-def _single_device(
-    roles: list[Role], known: Mapping[str, EngineCapabilities], trainer: PlacementConfig
+def _check_single_process(
+    roles: list[Role], capabilities: Mapping[str, EngineCapabilities], trainer: PlacementConfig
 ) -> Iterator[Problem]:
-    """Report engines that support a single process in a run with several."""
-    keys = [role.strategy_key for role in roles if not known[role.strategy].multiple_ranks]
+    """Report engines that support only one rank in a run with several ranks."""
+    keys = [role.strategy_key for role in roles if not capabilities[role.strategy].multiple_ranks]
     if not keys:
         return
     replacement = next(name for name, backend in ENGINES.items() if backend.capabilities.multiple_ranks)
@@ -195,24 +196,24 @@ def _single_device(
     key = "trainer.nnodes" if trainer.nnodes > 1 else "trainer.n_gpus_per_node"
     value = trainer.nnodes if trainer.nnodes > 1 else trainer.n_gpus_per_node
     strategies = dict.fromkeys(role.strategy for role in roles if role.strategy_key in keys)
-    message = f"strategy={', '.join(strategies)} runs in one process. Set {fix}, or {key}=1."
+    message = f"strategy={', '.join(strategies)} supports only one process. Set {fix}, or {key}=1."
     yield Problem(key, value, message, tuple(keys))
 
 
-def _group(group: list[Role], capabilities: EngineCapabilities, world_size: int) -> Iterator[Problem]:
-    """Check engines with one strategy; a problem that several roles share is reported once."""
-    yield from _adapter(group[0], capabilities)
+def _check_group(group: list[Role], capabilities: EngineCapabilities, world_size: int) -> Iterator[Problem]:
+    """Check the engines of roles with the same strategy. A problem that several roles have is reported once."""
+    yield from _check_lora(group[0], capabilities)
     yield from _check_unsupported(group, capabilities)
     reported: set[str] = set()
     for role in group:
-        for problem in _options(role, capabilities, world_size):
+        for problem in _check_options(role, capabilities, world_size):
             if problem.message not in reported:
                 yield problem
             reported.add(problem.message)
 
 
 def _check_unsupported(group: list[Role], capabilities: EngineCapabilities) -> Iterator[Problem]:
-    """Report settings that the engine has no option for; the same setting of several roles is one problem."""
+    """Report settings that the engine does not support. The same setting in several roles is one problem."""
     options = capabilities.options.model_fields
     settings: dict[str, list[tuple[str, Any]]] = {}
     for role in group:
@@ -223,14 +224,18 @@ def _check_unsupported(group: list[Role], capabilities: EngineCapabilities) -> I
         name = option.partition(".")[0]
         supporting = (other for other, backend in ENGINES.items() if name in backend.capabilities.options.model_fields)
         message = (
-            f"strategy={group[0].strategy} does not support it. Set {group[0].strategy_key}={next(supporting)}, or "
+            f"strategy={group[0].strategy} does not support this key. Set {group[0].strategy_key}={next(supporting)}, "
+            "or omit the key."
         )
-        yield grouped([key for key, _ in uses], uses[0][1], f"{message}omit the key.")
+        yield group_problems([key for key, _ in uses], uses[0][1], message)
 
 
 def _requested_settings(role: Role) -> dict[str, Any]:
-    """Return the settings that differ from the behavior of every engine, by dotted option."""
-    default, settings = flat(FSDPOptions().model_dump()), flat(role.settings)
+    """Return the settings that require support by the engine, by dotted option.
+
+    Settings that equal their default, or that describe what every engine does, are omitted.
+    """
+    default, settings = flatten_mappings(FSDPOptions().model_dump()), flatten_mappings(role.settings)
     requested = {option: value for option, value in settings.items() if option in default and value != default[option]}
     if requested.get("fsdp_size") == 1:
         del requested["fsdp_size"]
@@ -241,8 +246,8 @@ def _requested_settings(role: Role) -> dict[str, Any]:
     return requested
 
 
-def _options(role: Role, capabilities: EngineCapabilities, world_size: int) -> Iterator[Problem]:
-    """Check `engine_kwargs`, options that exclude each other, and layouts that do not fit the ranks."""
+def _check_options(role: Role, capabilities: EngineCapabilities, world_size: int) -> Iterator[Problem]:
+    """Check the engine options of a role: their values, their combination, and the parallel layout."""
     schema = capabilities.options
     misplaced = [name for name in role.engine_kwargs if name in role.settings and name in schema.model_fields]
     for name in misplaced:
@@ -254,14 +259,14 @@ def _options(role: Role, capabilities: EngineCapabilities, world_size: int) -> I
         yield Problem(role.key_of(error.option), role.value_of(error.option), f"{error.message}.")
     if errors or misplaced:
         return
-    options = schema.of(values)
+    options = schema.from_dict(values)
     for conflict in options.layout_conflicts(world_size):
-        yield _problem(role, conflict, WORLD)
+        yield _to_problem(role, conflict, WORLD)
     for conflict in options.conflicts(role.model):
-        yield _problem(role, conflict, ())
+        yield _to_problem(role, conflict, ())
 
 
-def _problem(role: Role, conflict: Conflict, related: tuple[str, ...]) -> Problem:
+def _to_problem(role: Role, conflict: Conflict, related: tuple[str, ...]) -> Problem:
     fixes = []
     for fix in conflict.fixes:
         option, _, value = fix.partition("=")
@@ -270,34 +275,40 @@ def _problem(role: Role, conflict: Conflict, related: tuple[str, ...]) -> Proble
     return Problem(role.key_of(conflict.option), role.value_of(conflict.option), message, related)
 
 
-def _adapter(role: Role, capabilities: EngineCapabilities) -> Iterator[Problem]:
-    """Check the settings of LoRA, which the engine must support."""
+def _check_lora(role: Role, capabilities: EngineCapabilities) -> Iterator[Problem]:
+    """Check the LoRA settings of a role, and that the engine supports LoRA."""
     model, key = role.section, role.model_key
     if model is None:
         return
     if model.lora_adapter_path is not None and not model.lora_rank:
-        message = f"has no effect with {key}.lora_rank=0. Set {key}.lora_rank to the rank of that adapter."
+        message = f"has no effect with {key}.lora_rank=0. Set {key}.lora_rank to the rank of the adapter."
         yield Problem(f"{key}.lora_adapter_path", model.lora_adapter_path, message, (f"{key}.lora_rank",))
     if model.lora_rank and not model.target_modules:
-        message = f"selects no layer for adapters. Set {key}.target_modules=all-linear."
+        message = f"no layer is selected for LoRA adapters. Set {key}.target_modules=all-linear."
         yield Problem(f"{key}.target_modules", None, message, (f"{key}.lora_rank",))
     if model.lora_rank and not capabilities.supports_lora:
         message = f"strategy={role.strategy} does not support LoRA. Set {key}.lora_rank=0."
         yield Problem(f"{key}.lora_rank", model.lora_rank, message, (role.strategy_key,))
 
 
-def _layout_of_reference(config: PPOConfig) -> Iterator[Problem]:
-    """Check settings in which reference and actor must agree: they share an engine, or compare distributions."""
+def _check_reference_layout(config: PPOConfig) -> Iterator[Problem]:
+    """Check that the reference has the same parallel layout as the actor, if the run requires it.
+
+    With LoRA, both use the same engine. With an exact KL divergence, each rank compares the distributions of both.
+    """
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     if not config.needs_reference_model():
         cause = f"{MODEL}.lora_rank"
         reason = (
-            f"has no effect with {cause}={config.actor_rollout_ref.model.lora_rank}: the reference is the actor's "
-            "engine without its adapter."
+            f"has no effect with {cause}={config.actor_rollout_ref.model.lora_rank}, because the reference is the "
+            "actor's engine with its adapter disabled."
         )
     elif config.needs_full_kl_in_reward() or config.needs_full_kl_loss():
         cause = "algorithm.kl_penalty" if config.needs_full_kl_in_reward() else f"{ACTOR}.kl_loss_type"
-        reason = f"differs from the actor's, and {cause}=full compares the two on the same ranks."
+        reason = (
+            f"differs from the value of the actor, but {cause}=full requires the same layout, because it compares both "
+            "distributions on the same ranks."
+        )
     else:
         return
     settings = {
@@ -308,25 +319,25 @@ def _layout_of_reference(config: PPOConfig) -> Iterator[Problem]:
         ),
         "engine_kwargs": (ref.engine_kwargs, actor.engine_kwargs),
     }
-    for name, (of_ref, of_actor) in settings.items():
-        if of_ref != of_actor:
-            message = f"{reason} Omit the key, or set {ACTOR}.{name}={shown(of_ref)}."
-            yield Problem(f"{REF}.{name}", of_ref, message, (cause, f"{ACTOR}.{name}"))
+    for name, (ref_value, actor_value) in settings.items():
+        if ref_value != actor_value:
+            message = f"{reason} Omit the key, or set {ACTOR}.{name}={format_value(ref_value)}."
+            yield Problem(f"{REF}.{name}", ref_value, message, (cause, f"{ACTOR}.{name}"))
 
 
 # -- rollouts -------------------------------------------------------------------------------------
 
 
-def rollout_problems(section: str, rollout: GeneratorConfig, world_size: int) -> Iterator[Problem]:
-    """Check a rollout whose keys are in `section`."""
+def check_rollout(section: str, rollout: GeneratorConfig, world_size: int) -> Iterator[Problem]:
+    """Check the name, the options and the tensor-parallel size of a rollout whose keys are in `section`."""
     key = f"{section}.name"
     try:
         capabilities = rollout_capabilities(rollout.name)
     except ConfigError as error:
-        yield _unknown(key, rollout.name, ROLLOUTS, "camshaft.rollouts", error)
+        yield _unknown_backend(key, rollout.name, ROLLOUTS, "camshaft.rollouts", error)
         return
     try:
-        options = capabilities.options.of(rollout.engine_kwargs, world_size)
+        options = capabilities.options.from_dict(rollout.engine_kwargs, world_size)
     except ValueError as error:
         yield Problem(f"{section}.engine_kwargs", rollout.engine_kwargs, f"{error}.", (*WORLD, key))
         return
@@ -337,22 +348,22 @@ def rollout_problems(section: str, rollout: GeneratorConfig, world_size: int) ->
         yield Problem(name, getattr(rollout, conflict.option), message, (*WORLD, key))
 
 
-def adapter_of_rollout(config: PPOConfig) -> Iterator[Problem]:
-    """Check weight syncs that send the adapter without its base model."""
+def check_rollout_adapter(config: PPOConfig) -> Iterator[Problem]:
+    """Check `lora_weights=adapter`, with which a weight sync sends only the LoRA adapter."""
     model, rollout, key = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, f"{ROLLOUT}.lora_weights"
     if rollout.lora_weights == "merged":
         return
     if not model.lora_rank:
-        message = f"has no effect without an adapter, {MODEL}.lora_rank=0. Set {key}=merged."
+        message = f"has no effect with {MODEL}.lora_rank=0, because there is no adapter. Set {key}=merged."
         yield Problem(key, rollout.lora_weights, message, (f"{MODEL}.lora_rank",))
     try:
         supports_adapter = rollout_capabilities(rollout.name).supports_adapter
     except ConfigError:
         return
     if not supports_adapter:
-        others = next(name for name, backend in ROLLOUTS.items() if backend.capabilities.supports_adapter)
+        supporting = next(name for name, backend in ROLLOUTS.items() if backend.capabilities.supports_adapter)
         message = (
-            f"{ROLLOUT}.name={rollout.name} accepts complete weights only, no separate adapter. Set {key}=merged, or"
-            f" {ROLLOUT}.name={others}."
+            f"{ROLLOUT}.name={rollout.name} does not support separate LoRA adapters. Set {key}=merged, or"
+            f" {ROLLOUT}.name={supporting}."
         )
         yield Problem(key, rollout.lora_weights, message, (f"{ROLLOUT}.name",))

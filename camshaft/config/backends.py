@@ -1,10 +1,11 @@
-"""Registry of training engines and rollouts with their capabilities. Imports no backend and no torch.
+"""Registry of training engines and rollouts, and of their capabilities. It imports neither backends nor torch.
 
     engine_capabilities("fsdp").options                     # FSDPOptions
     rollout_capabilities("my_pkg.my_rollout:MyRollout")     # imports the class and reads its `capabilities`
 
-To add a backend, write its class and add one line here. A backend of another package needs no line: the config selects
-it as `package.module:Class` or by an entry point of `camshaft.engines` or `camshaft.rollouts`.
+To add a built-in backend, write its class and add it to `ENGINES` or `ROLLOUTS`. A backend in another package is not
+registered here. The config selects it by import path (`package.module:Class`), or by the name of an entry point in the
+group `camshaft.engines` or `camshaft.rollouts`.
 """
 
 from collections.abc import Mapping
@@ -23,7 +24,7 @@ Capabilities = TypeVar("Capabilities")
 
 @dataclass(frozen=True)
 class Backend(Generic[Capabilities]):
-    """A built-in backend: `module:Class`, and the `capabilities` of that class."""
+    """A built-in backend: its import path `module:Class`, and the `capabilities` of that class."""
 
     target: str
     capabilities: Capabilities
@@ -60,17 +61,17 @@ ROLLOUTS = {
 
 
 def targets(backends: Mapping[str, Backend[Any]]) -> dict[str, str]:
-    """Map names to `module:Class`, for `camshaft.plugins`."""
+    """Map names of backends to import paths, as `camshaft.plugins` expects."""
     return {name: backend.target for name, backend in backends.items()}
 
 
 def engine_capabilities(strategy: str) -> EngineCapabilities:
-    """Return the capabilities of an engine; raise a `ConfigError` if the engine does not exist."""
+    """Return the capabilities of an engine; raise a `ConfigError` if the name is unknown or cannot be imported."""
     return _capabilities(strategy, ENGINES, "camshaft.engines", EngineCapabilities())
 
 
 def rollout_capabilities(name: str) -> RolloutCapabilities:
-    """Return the capabilities of a rollout; raise a `ConfigError` if the rollout does not exist."""
+    """Return the capabilities of a rollout; raise a `ConfigError` if the name is unknown or cannot be imported."""
     return _capabilities(name, ROLLOUTS, "camshaft.rollouts", RolloutCapabilities())
 
 
@@ -91,22 +92,22 @@ def _capabilities(
 def select_options(
     schema: type[EngineOptions], keys: Mapping[str, Any], engine_kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return `EngineConfig.options`: the keys of a role that are fields of the schema, and `engine_kwargs`."""
+    """Return `EngineConfig.options`: `engine_kwargs`, and those keys of the role that are fields of the schema."""
     return {name: value for name, value in keys.items() if name in schema.model_fields} | dict(engine_kwargs)
 
 
 def ranks_per_row(strategy: str, keys: Mapping[str, Any], engine_kwargs: Mapping[str, Any]) -> int:
-    """Return the number of ranks that compute the same rows with this engine."""
+    """Return the model-parallel size of an engine: the number of ranks that process the same rows."""
     schema = engine_capabilities(strategy).options
-    return schema.of(select_options(schema, keys, engine_kwargs)).ranks_per_row()
+    return schema.from_dict(select_options(schema, keys, engine_kwargs)).ranks_per_row()
 
 
-def unread_by(rollout: str) -> tuple[str, ...]:
-    """Return the optional keys of the section `rollout` that this rollout does not read."""
+def unread_keys(rollout: str) -> tuple[str, ...]:
+    """Return the keys of the section `rollout` that the given rollout ignores."""
     reads = rollout_capabilities(rollout).reads
     return tuple(key for key in OPTIONAL_KEYS if key not in reads)
 
 
 def rollouts_that_read(key: str) -> tuple[str, ...]:
-    """Return the built-in rollouts that read an optional key."""
+    """Return the built-in rollouts that read a key of `OPTIONAL_KEYS`."""
     return tuple(name for name, backend in ROLLOUTS.items() if key in backend.capabilities.reads)

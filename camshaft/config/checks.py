@@ -1,26 +1,26 @@
-"""Checks of combinations of keys. Each check yields all problems and stops at none.
+"""Checks that involve several config keys. Every check yields all problems that it finds.
 
     problems = list(check(config))        # the config of any command
 
-Every problem lists the keys it depends on, so that `load.py` omits it if one of their values is invalid. Messages
-spell out batch arithmetic. Engines and rollouts are checked in `backend_checks.py`, files on disk in `files.py`.
+A problem lists the keys that it depends on, so that `load.py` can omit it if one of them has an invalid value. Messages
+about batch sizes include the arithmetic. `backend_checks.py` checks engines and rollouts, `files.py` files on disk.
 """
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from camshaft.config.backend_checks import (
-    adapter_of_rollout,
+    check_ppo_engines,
+    check_rollout,
+    check_rollout_adapter,
+    check_supervised_engines,
     layouts_are_valid,
-    ppo_engines,
-    rollout_problems,
-    supervised_engines,
 )
-from camshaft.config.engine import divisor
+from camshaft.config.engine import largest_divisor
 from camshaft.config.errors import Problem, check_name
-from camshaft.config.files import eval_files, generate_files, ppo_files, supervised_files
+from camshaft.config.files import check_eval_files, check_generate_files, check_ppo_files, check_supervised_files
 from camshaft.config.layout import GLOBAL_POOL, PlacementConfig, PoolConfig, Topology, pool_sizes
-from camshaft.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES, threshold
+from camshaft.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES, parse_threshold
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import CheckpointConfig, OptimSection
@@ -28,31 +28,31 @@ from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import CustomRewardConfig
 from camshaft.config.schema.roles import GeneratorConfig
 from camshaft.config.schema.supervised import SupervisedConfig
-from camshaft.config.tree import shown
+from camshaft.config.tree import format_value
 from camshaft.plugins import REWARDS, TRACKERS
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 REWARD, CORRECTION = "reward_model", "algorithm.rollout_correction"
 WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
 REQUIRED_CONTENTS = ("model", "optimizer", "extra")
-"""Checkpoint contents that resuming requires."""
+"""Checkpoint contents that are required to resume a run."""
 
 
 def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> Iterator[Problem]:
-    """Yield every problem between keys of a config whose single values are valid."""
+    """Yield every problem of a config. Its single values must be valid already."""
     if isinstance(config, GenerateConfig):
         yield from _check_placement(config.trainer)
         yield from _check_generator("rollout", config.rollout, config.trainer.world_size)
         yield from _check_scoring_function(config.custom_reward_function)
-        yield from generate_files(config)
+        yield from check_generate_files(config)
     elif isinstance(config, EvalConfig):
         yield from _check_scoring_function(config.custom_reward_function)
-        yield from eval_files(config)
+        yield from check_eval_files(config)
     elif isinstance(config, SupervisedConfig):
         yield from _check_placement(config.trainer)
-        yield from supervised_engines(config)
+        yield from check_supervised_engines(config)
         yield from _check_supervised(config)
-        yield from supervised_files(config)
+        yield from check_supervised_files(config)
     else:
         yield from _check_ppo(config)
 
@@ -62,8 +62,8 @@ def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
     yield from _check_placement(config.trainer, config.trainer.resource_pools, pools)
     yield from _check_names(config)
     yield from _check_scores(config)
-    yield from ppo_engines(config)
-    yield from adapter_of_rollout(config)
+    yield from check_ppo_engines(config)
+    yield from check_rollout_adapter(config)
     if layouts_are_valid(config):
         yield from _check_batches(config)
         yield from _check_global_micro_batches(config)
@@ -76,7 +76,7 @@ def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
     yield from _check_filter_groups(config)
     yield from _check_validation_sampling(config)
     yield from _check_run(config)
-    yield from ppo_files(config)
+    yield from check_ppo_files(config)
 
 
 # -- placement and names --------------------------------------------------------------------------
@@ -85,26 +85,31 @@ def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
 def _check_placement(
     trainer: PlacementConfig, pools: Mapping[str, PoolConfig] | None = None, used: Mapping[str, str] | None = None
 ) -> Iterator[Problem]:
-    """Check the resource pools and the controller; `used` maps keys to the pools they name."""
+    """Check the resource pools and the controller. `used` maps config keys to the names of the pools they select."""
     pools, used = pools or {}, used or {}
     if GLOBAL_POOL in pools:
-        message = "this name is reserved for trainer.nnodes and trainer.n_gpus_per_node. Rename the pool."
+        message = (
+            "this name is reserved for the pool that trainer.nnodes and trainer.n_gpus_per_node define. "
+            "Rename the pool."
+        )
         yield Problem(f"trainer.resource_pools.{GLOBAL_POOL}", pools[GLOBAL_POOL].model_dump(), message)
     for key, name in used.items():
         if name != GLOBAL_POOL and name not in pools:
             message = (
-                f"unknown pool; the pools are {', '.join((GLOBAL_POOL, *pools))}. Set {key}={GLOBAL_POOL}, or add the"
-                f" pool with '+trainer.resource_pools.{name}.n_gpus_per_node=1'."
+                f"unknown resource pool; the pools are {', '.join((GLOBAL_POOL, *pools))}. Set {key}={GLOBAL_POOL}, or "
+                f"add the pool with '+trainer.resource_pools.{name}.n_gpus_per_node=1'."
             )
             yield Problem(key, name, message)
     for name in pools:
         if name != GLOBAL_POOL and name not in used.values():
-            message = "no role uses this pool. Name it in actor_rollout_ref.resource_pool, critic.resource_pool or "
-            message += "reward_model.resource_pool, or remove it."
+            message = (
+                "no role uses this pool. Select it with actor_rollout_ref.resource_pool, critic.resource_pool or "
+                "reward_model.resource_pool, or remove it."
+            )
             yield Problem(f"trainer.resource_pools.{name}", pools[name].model_dump(), message)
     machines = max((pool_sizes(trainer, pools)[name].nnodes for name in used.values() if name in pools), default=1)
     if trainer.backend() == "local" and max(machines, trainer.nnodes) > 1:
-        message = "starts processes on this machine only. Set trainer.controller=ray."
+        message = "the local controller starts processes on this machine only. Set trainer.controller=ray."
         yield Problem("trainer.controller", trainer.controller, message, ("trainer.nnodes",))
 
 
@@ -123,10 +128,13 @@ def _check_trackers(trackers: Iterable[str]) -> Iterator[Problem]:
 
 
 def _check_generator(section: str, rollout: GeneratorConfig, world_size: int) -> Iterator[Problem]:
-    """Check name, options and sampling of a rollout whose keys are in `section`."""
-    yield from rollout_problems(section, rollout, world_size)
+    """Check the backend and the sampling parameters of a rollout whose keys are in `section`."""
+    yield from check_rollout(section, rollout, world_size)
     if rollout.n > 1 and not rollout.do_sample:
-        message = f"generates {rollout.n} equal responses with {section}.do_sample=false. Set {section}.do_sample=true."
+        message = (
+            f"greedy decoding generates {rollout.n} identical responses per prompt. Set {section}.do_sample=true, or "
+            f"{section}.n=1."
+        )
         yield Problem(f"{section}.n", rollout.n, message, (f"{section}.do_sample",))
 
 
@@ -140,67 +148,72 @@ def _check_batches(config: PPOConfig) -> Iterator[Problem]:
     yield from _check_mini_batches(config, f"{ACTOR}.ppo_mini_batch_size", actor, actor_dp, world_size)
     critic = config.critic.ppo_mini_batch_size
     if config.needs_critic() and (critic, critic_dp) != (actor, actor_dp):
-        critic_ranks = topology.of_critic().world_size
+        critic_ranks = topology.critic_topology().world_size
         yield from _check_mini_batches(config, "critic.ppo_mini_batch_size", critic, critic_dp, critic_ranks)
     ref_dp = config.ref_dp_size(topology)
     if config.needs_reference() and ref_dp != actor_dp:
         yield from _check_iteration_of_reference(config, ref_dp)
-    prompts, limit = config.generated_together(), config.data.train_max_samples
+    prompts, limit = config.prompts_per_generation_batch(), config.data.train_max_samples
     if limit != -1 and limit < prompts:
         key = "data.gen_batch_size" if config.algorithm.filter_groups.enable else "data.train_batch_size"
-        message = f"reads fewer prompts than one generation batch, {key}={prompts}. Set -1 or at least {prompts}."
+        message = (
+            f"loads fewer prompts than one generation batch contains ({key}={prompts}). Set "
+            f"data.train_max_samples=-1, or at least {prompts}."
+        )
         yield Problem("data.train_max_samples", limit, message, (key,))
 
 
 def _ranks(world_size: int, dp_size: int) -> str:
-    """Format '4 ranks', or '2 groups of 2 ranks'."""
+    """Describe the data-parallel ranks: '4 ranks', or '2 groups of 2 ranks' with model parallelism."""
     return f"{dp_size} ranks" if dp_size == world_size else f"{dp_size} groups of {world_size // dp_size} ranks"
 
 
 def _quotient(total: int, world_size: int, dp_size: int) -> str:
-    """Format the division of a batch over ranks with its remainder: '512 = 3 ranks x 170 + 2'."""
+    """Format the division of a batch by the data-parallel ranks, for example '512 = 3 ranks x 170 + 2'."""
     return f"{total} = {_ranks(world_size, dp_size)} x {total // dp_size} + {total % dp_size}"
 
 
 def _check_iteration_of_reference(config: PPOConfig, dp_size: int) -> Iterator[Problem]:
-    """Check that an iteration, which the reference processes at once, splits evenly over its ranks."""
+    """Check that the sequences of an iteration are divisible by the data-parallel size of the reference."""
     train, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     if train * n % dp_size:
         quotient = _quotient(train * n, config.topology().world_size, dp_size).partition(" = ")[2]
         message = (
-            f"does not split evenly over the reference's ranks: {train} prompts x rollout.n={n} = {train * n}"
-            f" sequences = {quotient}."
+            f"is not divisible by the data-parallel size of the reference: {train} prompts x rollout.n={n} = "
+            f"{train * n} sequences = {quotient}."
         )
         yield Problem("data.train_batch_size", train, message, (*WORLD, f"{ROLLOUT}.n"))
 
 
 def _check_mini_batches(config: PPOConfig, key: str, mini: int, dp_size: int, world_size: int) -> Iterator[Problem]:
-    """Check that mini-batches divide the iteration, and split evenly over the data-parallel ranks."""
+    """Check that an iteration is divisible into mini-batches, and a mini-batch into equal parts per rank."""
     train, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     related = ("data.train_batch_size", f"{ROLLOUT}.n")
     if mini > train:
-        message = f"is larger than the iteration, data.train_batch_size={train} prompts. Set {key}={train}."
+        message = f"exceeds data.train_batch_size={train}, the prompts of an iteration. Set {key}={train}."
         yield Problem(key, mini, message, related)
     elif train % mini:
         count, rest = divmod(train, mini)
         message = (
-            f"does not divide the iteration into mini-batches of equal size:\n"
-            f"data.train_batch_size={train} prompts x rollout.n={n} = {train * n} sequences;"
+            f"data.train_batch_size={train} is not divisible by this mini-batch size:\n"
+            f"{train} prompts x rollout.n={n} = {train * n} sequences per iteration;"
             f" {mini} x {n} = {mini * n} per mini-batch;\n"
             f"{train * n} = {count} x {mini * n} + {rest * n}.\n"
-            f"Set data.train_batch_size={count * mini} or {(count + 1) * mini}, or {key}={divisor(train, mini)}."
+            f"Set data.train_batch_size={count * mini} or {(count + 1) * mini}, or "
+            f"{key}={largest_divisor(train, mini)}."
         )
         yield Problem(key, mini, message, related)
     if mini * n % dp_size:
         quotient = _quotient(mini * n, world_size, dp_size).partition(" = ")[2]
         message = (
-            f"does not split evenly over the ranks: {mini} prompts x rollout.n={n} = {mini * n} sequences = {quotient}."
+            f"is not divisible by the data-parallel size: {mini} prompts x rollout.n={n} = {mini * n} sequences = "
+            f"{quotient}."
         )
         yield Problem(key, mini, message, (*WORLD, *related))
 
 
 def _check_global_micro_batches(config: PPOConfig) -> Iterator[Problem]:
-    """Check that the deprecated micro-batch sizes over all ranks split evenly, if they are used."""
+    """Check that the deprecated global micro-batch sizes in use are divisible by the data-parallel size."""
     section, critic, topology = config.actor_rollout_ref, config.critic, config.topology()
     actor, rollout, ref, reward = section.actor, section.rollout, section.ref, config.reward_model
     actor_dp, critic_dp = config.actor_dp_size(topology), config.critic_dp_size(topology)
@@ -219,19 +232,20 @@ def _check_global_micro_batches(config: PPOConfig) -> Iterator[Problem]:
             used["critic.forward_micro_batch_size"] = critic.forward_micro_batch_size, critic_dp
     if config.needs_reward_engine() and not reward.use_dynamic_bsz and reward.micro_batch_size_per_gpu is None:
         used[f"{REWARD}.micro_batch_size"] = reward.micro_batch_size, config.reward_dp_size(topology)
-    worlds = {"critic": topology.of_critic().world_size, REWARD: topology.of_reward_model().world_size}
+    worlds = {"critic": topology.critic_topology().world_size, REWARD: topology.reward_model_topology().world_size}
     for key, (size, dp_size) in used.items():
         if size % dp_size:
             world_size = worlds.get(key.partition(".")[0], topology.world_size)
             message = (
-                f"counts sequences over all ranks and does not split evenly: {_quotient(size, world_size, dp_size)}.\n"
-                f"Set {key}_per_gpu={max(1, size // dp_size)}, which counts sequences on one rank."
+                "counts sequences over all ranks and is not divisible by the data-parallel size: "
+                f"{_quotient(size, world_size, dp_size)}.\n"
+                f"Set {key}_per_gpu={max(1, size // dp_size)}, which counts the sequences on each rank."
             )
             yield Problem(key, size, message, WORLD)
 
 
 def _check_token_budgets(config: PPOConfig) -> Iterator[Problem]:
-    """Check that the longest sequence fits into every token budget, which is a hard limit."""
+    """Check that no token budget of a micro-batch is smaller than the longest sequence."""
     section, critic = config.actor_rollout_ref, config.critic
     prompt, response = config.data.max_prompt_length, section.rollout.response_length
     budgets: dict[str, int] = {}
@@ -247,7 +261,7 @@ def _check_token_budgets(config: PPOConfig) -> Iterator[Problem]:
     for key, budget in budgets.items():
         if budget < prompt + response:
             message = (
-                f"is less than the longest sequence: data.max_prompt_length={prompt} + rollout.response_length="
+                f"is smaller than the longest sequence: data.max_prompt_length={prompt} + rollout.response_length="
                 f"{response} = {prompt + response}. Set {key}={prompt + response} or more."
             )
             yield Problem(key, budget, message, ("data.max_prompt_length", f"{ROLLOUT}.response_length"))
@@ -256,13 +270,21 @@ def _check_token_budgets(config: PPOConfig) -> Iterator[Problem]:
 def _check_lengths(config: PPOConfig) -> Iterator[Problem]:
     rollout, data = config.actor_rollout_ref.rollout, config.data
     if rollout.prompt_length < data.max_prompt_length:
-        message = f"is less than data.max_prompt_length={data.max_prompt_length}. Set both to the same length."
+        message = (
+            f"is smaller than data.max_prompt_length={data.max_prompt_length}. Omit {ROLLOUT}.prompt_length, which "
+            "then has the same value."
+        )
         yield Problem(f"{ROLLOUT}.prompt_length", rollout.prompt_length, message, ("data.max_prompt_length",))
     if rollout.response_length > data.max_response_length:
-        message = f"exceeds data.max_response_length={data.max_response_length}. Set data.max_response_length instead."
+        message = (
+            f"exceeds data.max_response_length={data.max_response_length}. Increase data.max_response_length instead."
+        )
         yield Problem(f"{ROLLOUT}.response_length", rollout.response_length, message, ("data.max_response_length",))
     if data.max_prompt_id_length is not None and data.prompt_id_key is None:
-        message = "has no effect without data.prompt_id_key. Set data.prompt_id_key to the column of ids, or omit it."
+        message = (
+            "has no effect without data.prompt_id_key. Set data.prompt_id_key to the column of prompt IDs, or omit "
+            "data.max_prompt_id_length."
+        )
         yield Problem("data.max_prompt_id_length", data.max_prompt_id_length, message, ("data.prompt_id_key",))
 
 
@@ -282,14 +304,15 @@ def _check_scores(config: PPOConfig) -> Iterator[Problem]:
     yield from _check_token_budget_of_scores(config)
     if reward.model.input_tokenizer is None and config.data.return_raw_input_ids:
         message = (
-            f"has no effect with {REWARD}.model.input_tokenizer=null: the model reads the policy's token ids. Set "
-            f"data.return_raw_input_ids=false, or {REWARD}.model.input_tokenizer={config.tokenizer_path()}."
+            f"has no effect with {REWARD}.model.input_tokenizer=null, because the reward model then reads the policy's "
+            f"token IDs. Set data.return_raw_input_ids=false, or {REWARD}.model.input_tokenizer="
+            f"{config.tokenizer_path()}."
         )
         yield Problem("data.return_raw_input_ids", True, message, (f"{REWARD}.model.input_tokenizer",))
 
 
 def _check_scoring_function(custom: CustomRewardConfig) -> Iterator[Problem]:
-    """Check the name of a built-in function; a function of a file is checked when it is imported."""
+    """Check the name of a built-in scoring function. A function in a file is checked when it is imported."""
     if custom.path is not None:
         return
     if custom.function_name() == "format" and "pattern" in custom.reward_kwargs:
@@ -297,7 +320,7 @@ def _check_scoring_function(custom: CustomRewardConfig) -> Iterator[Problem]:
         try:
             re.compile(str(pattern))
         except re.error as error:
-            message = f"invalid regular expression: {error}. Quote the pattern as '...' if the shell changes it."
+            message = f"invalid regular expression: {error}. Put the pattern in single quotes if the shell changes it."
             yield Problem("custom_reward_function.reward_kwargs", {"pattern": pattern}, message)
     key, related = "custom_reward_function.name", ("custom_reward_function.path",)
     yield from check_name(key, custom.function_name(), REWARDS, "rewards", "module:function", related)
@@ -308,18 +331,19 @@ def _check_overlong_buffer(config: PPOConfig) -> Iterator[Problem]:
     if buffer.enable and not 1 <= buffer.len <= longest:
         key, limit = f"{REWARD}.overlong_buffer.len", f"{ROLLOUT}.response_length"
         message = (
-            f"must be between 1 and {limit}={longest}. Set {key}={max(1, longest // 4)}, a quarter of the response."
+            f"must be between 1 and {limit}={longest}. Set {key}={max(1, longest // 4)}, a quarter of the "
+            "response length."
         )
         yield Problem(key, buffer.len, message, (limit, f"{REWARD}.overlong_buffer.enable"))
 
 
 def _check_token_budget_of_scores(config: PPOConfig) -> Iterator[Problem]:
-    reward, longest = config.reward_model, config.longest_scored()
+    reward, longest = config.reward_model, config.max_scored_length()
     key, budget = f"{REWARD}.forward_max_token_len_per_gpu", reward.forward_max_token_len_per_gpu
     if not reward.use_dynamic_bsz or budget >= longest:
         return
     source = f"{REWARD}.max_length" if reward.max_length else "data.max_prompt_length + rollout.response_length"
-    message = f"is less than the longest scored sequence: {source} = {longest}. Set {key}={longest} or more."
+    message = f"is smaller than the longest scored sequence: {source} = {longest}. Set {key}={longest} or more."
     related = (f"{REWARD}.max_length", "data.max_prompt_length", f"{ROLLOUT}.response_length")
     yield Problem(key, budget, message, related)
 
@@ -332,16 +356,16 @@ def _check_estimator(config: PPOConfig) -> Iterator[Problem]:
     yield from check_name(key, estimator, ESTIMATORS, "estimators", "module:function")
     if estimator in GROUP_ESTIMATORS and n == 1:
         message = (
-            f"compares the responses to one prompt, and {ROLLOUT}.n=1 generates one."
-            f" Set {ROLLOUT}.n=8, or another estimator."
+            f"compares several responses to the same prompt, but {ROLLOUT}.n=1 generates only one."
+            f" Set {ROLLOUT}.n=8, or use another estimator."
         )
         yield Problem(key, estimator, message, (f"{ROLLOUT}.n",))
     warmup, enable = config.trainer.critic_warmup, config.critic.enable
     if warmup and not config.needs_critic():
-        message = f"algorithm.adv_estimator={estimator} has no critic to warm up. Set trainer.critic_warmup=0."
+        message = f"the run has no critic, because {key}={estimator} does not use one. Set trainer.critic_warmup=0."
         yield Problem("trainer.critic_warmup", warmup, message, (key, "critic.enable"))
     if enable is not None and estimator in ESTIMATORS and enable != (estimator == "gae"):
-        reason = "needs a critic" if estimator == "gae" else "reads no values"
+        reason = "requires a critic" if estimator == "gae" else "does not use a critic"
         message = f"algorithm.adv_estimator={estimator} {reason}. Set critic.enable=null."
         yield Problem("critic.enable", enable, message, (key,))
 
@@ -352,44 +376,47 @@ def _check_policy_loss(config: PPOConfig) -> Iterator[Problem]:
     yield from check_name(key, mode, POLICY_LOSSES, "policy_losses", "module:function")
     if mode == "gspo" and actor.loss_agg_mode != "seq-mean-token-mean":
         aggregation = f"{ACTOR}.loss_agg_mode"
-        message = f"{key}=gspo requires a mean over equally weighted responses. Set {aggregation}=seq-mean-token-mean."
+        message = f"{key}=gspo weights all responses equally. Set {aggregation}=seq-mean-token-mean."
         yield Problem(aggregation, actor.loss_agg_mode, message, (key,))
 
 
 def _check_correction(config: PPOConfig) -> Iterator[Problem]:
-    """Check that corrections have sampled tokens, and that every rejection rule has a valid threshold."""
+    """Check that rollout correction is used with sampling, and that every rejection rule has a valid threshold."""
     correction = config.algorithm.rollout_correction
     enabled = {f"{CORRECTION}.rollout_is": correction.rollout_is, f"{CORRECTION}.rollout_rs": correction.rollout_rs}
     for name, value in enabled.items():
         if value and not config.actor_rollout_ref.rollout.do_sample:
-            message = f"requires sampling, which {ROLLOUT}.do_sample=false disables. Set {name}=null."
+            message = f"requires sampling, but {ROLLOUT}.do_sample=false disables it. Set {name}=null."
             yield Problem(name, value, message, (f"{ROLLOUT}.do_sample",))
     rules, texts = correction.rollout_rs, correction.rollout_rs_threshold
     key, related = f"{CORRECTION}.rollout_rs_threshold", (f"{CORRECTION}.rollout_rs",)
     if rules and not texts:
         example = "2.0" if rules[0].endswith("k1") else "0.01"
-        message = f"missing threshold of {', '.join(rules)}. Set {key}={example}."
+        message = f"a threshold is required for {', '.join(rules)}. Set {key}={example}."
         yield Problem(key, None, message, related)
     elif texts and not rules:
         message = f"has no effect without {CORRECTION}.rollout_rs. Set {key}=null."
         yield Problem(key, texts, message, related)
     elif len(texts) not in (1, len(rules)):
-        message = f"has {len(texts)} values for {len(rules)} rules. Set one value for all rules, or one for each."
+        message = f"{len(texts)} values are set for {len(rules)} rules. Set one value for all rules, or one per rule."
         yield Problem(key, texts, message, related)
     elif len(texts) < len(rules) and len({rule.endswith("k1") for rule in rules}) == 2:
         values = ",".join("2.0" if rule.endswith("k1") else "0.01" for rule in rules)
-        message = f"is one value for both ratios (k1) and divergences (k2, k3). Set one for each: '{key}=[{values}]'."
+        message = (
+            "a single value cannot apply to both ratios (k1) and divergences (k2, k3). Set one "
+            f"value per rule: '{key}=[{values}]'."
+        )
         yield Problem(key, texts, message, related)
         return
     for rule, text in zip(rules, texts * len(rules) if len(texts) == 1 else texts, strict=False):
         try:
-            threshold(rule, text)
+            parse_threshold(rule, text)
         except ValueError as error:
-            yield Problem(key, text, f"threshold of {rule} {error}.", related)
+            yield Problem(key, text, f"the threshold of {rule} {error}.", related)
 
 
 def _check_bypass(config: PPOConfig) -> Iterator[Problem]:
-    """Check that the rollout's log-probs are of the distribution that the trainer computes."""
+    """Check that `bypass_mode` is used only if rollout and trainer compute log-probs of the same distribution."""
     correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
     key = f"{CORRECTION}.bypass_mode"
     if not correction.bypass_mode:
@@ -397,18 +424,23 @@ def _check_bypass(config: PPOConfig) -> Iterator[Problem]:
     for leaf, value in {"rollout_is": correction.rollout_is, "rollout_rs": correction.rollout_rs}.items():
         if value:
             related_key = f"{CORRECTION}.{leaf}"
-            message = f"skips the trainer log-probs that {leaf} compares with the rollout's. Set {related_key}=null."
+            message = (
+                f"{leaf} compares the log-probs of rollout and trainer, but bypass_mode skips those of the trainer. "
+                f"Set {related_key}=null."
+            )
             yield Problem(key, True, message, (related_key,))
     truncated = {"do_sample=true": not rollout.do_sample, "top_p=1.0": rollout.top_p < 1, "top_k=0": rollout.top_k > 0}
     for fix, is_truncated in truncated.items():
         if is_truncated:
             related_key = f"{ROLLOUT}.{fix.partition('=')[0]}"
-            message = f"requires samples of the full distribution, which {related_key} truncates. Set {ROLLOUT}.{fix}."
+            message = (
+                f"requires sampling from the full distribution, which {related_key} prevents. Set {ROLLOUT}.{fix}."
+            )
             yield Problem(key, True, message, (related_key,))
 
 
 def _check_filter_groups(config: PPOConfig) -> Iterator[Problem]:
-    """Check dynamic sampling, which drops groups of responses without a gradient."""
+    """Check dynamic sampling, which drops groups of responses that give no gradient."""
     filtering, data, estimator = config.algorithm.filter_groups, config.data, config.algorithm.adv_estimator
     key, related = "algorithm.filter_groups.enable", (f"{ROLLOUT}.n", "algorithm.adv_estimator")
     if not filtering.enable:
@@ -418,17 +450,20 @@ def _check_filter_groups(config: PPOConfig) -> Iterator[Problem]:
         return
     if estimator in ESTIMATORS and estimator not in GROUP_ESTIMATORS:
         message = (
-            "drops groups that have no gradient if an estimator compares responses, and algorithm.adv_estimator="
-            f"{estimator} does not. Set {key}=false, or algorithm.adv_estimator=grpo."
+            "drops prompts whose responses all have the same reward, which is useful only if the estimator compares "
+            f"the responses to a prompt. algorithm.adv_estimator={estimator} does not. Set {key}=false, or "
+            "algorithm.adv_estimator=grpo."
         )
         yield Problem(key, True, message, related)
     elif config.actor_rollout_ref.rollout.n == 1:
-        message = f"compares the responses to one prompt, and {ROLLOUT}.n=1 generates one. Set {ROLLOUT}.n=8."
+        message = (
+            f"compares several responses to the same prompt, but {ROLLOUT}.n=1 generates only one. Set {ROLLOUT}.n=8."
+        )
         yield Problem(key, True, message, related)
     if filtering.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
         message = (
-            "includes the KL penalty with algorithm.use_kl_in_reward=true, so that all rewards of a group differ. "
-            "Set algorithm.filter_groups.metric=seq_reward."
+            "includes the KL penalty with algorithm.use_kl_in_reward=true, so the rewards of a group always differ and "
+            "no prompt is dropped. Set algorithm.filter_groups.metric=seq_reward."
         )
         yield Problem("algorithm.filter_groups.metric", filtering.metric, message, ("algorithm.use_kl_in_reward",))
 
@@ -439,7 +474,10 @@ def _check_validation_sampling(config: PPOConfig) -> Iterator[Problem]:
         message = f"has no effect with {section}.temperature=0. Set {section}.temperature=1.0."
         yield Problem(f"{section}.do_sample", val.do_sample, message, (f"{section}.temperature",))
     if val.n > 1 and not val.do_sample:
-        message = f"generates {val.n} equal responses. Set {section}.do_sample=true {section}.temperature=1.0."
+        message = (
+            f"greedy decoding generates {val.n} identical responses per prompt. Set {section}.do_sample=true "
+            f"{section}.temperature=1.0."
+        )
         yield Problem(f"{section}.n", val.n, message, (f"{section}.do_sample",))
 
 
@@ -450,17 +488,22 @@ def _check_run(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
     yield from _check_training_files(config.data.train_files)
     if not config.data.val_files and (trainer.val_before_train or trainer.val_only or trainer.test_freq != -1):
-        message = "validation needs files. Set data.val_files, or trainer.val_before_train=false trainer.test_freq=-1."
+        message = (
+            "validation requires prompts. Set data.val_files, or disable validation with "
+            "trainer.val_before_train=false trainer.test_freq=-1."
+        )
         yield Problem("data.val_files", None, message, ("trainer.val_before_train", "trainer.test_freq"))
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
-        message = "requires a checkpoint. Set trainer.resume_from_path=<folder>, or trainer.resume_mode=auto."
+        message = (
+            "requires a checkpoint to resume from. Set trainer.resume_from_path=<folder>, or trainer.resume_mode=auto."
+        )
         yield Problem("trainer.resume_mode", "resume_path", message, ("trainer.resume_from_path",))
     if trainer.resume_mode != "resume_path" and trainer.resume_from_path is not None:
         message = f"has no effect with trainer.resume_mode={trainer.resume_mode}. Set trainer.resume_mode=resume_path."
         yield Problem("trainer.resume_from_path", trainer.resume_from_path, message, ("trainer.resume_mode",))
     yield from _check_best_metric(trainer.best_metric, trainer.test_freq)
     if trainer.use_legacy_worker_impl in ("enable", True):
-        message = "no legacy implementation exists. Omit the key."
+        message = "camshaft has no legacy implementation. Omit the key."
         yield Problem("trainer.use_legacy_worker_impl", trainer.use_legacy_worker_impl, message)
     roles = [(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)]
     roles += [("critic.optim", config.critic.optim)] if config.needs_critic() else []
@@ -473,7 +516,7 @@ def _check_run(config: PPOConfig) -> Iterator[Problem]:
 
 def _check_training_files(paths: Iterable[str]) -> Iterator[Problem]:
     if not paths:
-        yield Problem("data.train_files", None, "no training data. Set at least one file.")
+        yield Problem("data.train_files", None, "training requires at least one file. Set data.train_files=<file>.")
 
 
 def _check_best_metric(metric: str | None, test_freq: int) -> Iterator[Problem]:
@@ -484,7 +527,7 @@ def _check_best_metric(metric: str | None, test_freq: int) -> Iterator[Problem]:
 
 def _check_warmup(key: str, optim: OptimSection, total_steps: int | None) -> Iterator[Problem]:
     if total_steps is not None and optim.lr_warmup_steps >= total_steps:
-        message = f"the warm-up is not shorter than the run, trainer.total_training_steps={shown(total_steps)}."
+        message = f"must be less than trainer.total_training_steps={format_value(total_steps)}, the length of the run."
         yield Problem(f"{key}.lr_warmup_steps", optim.lr_warmup_steps, message, ("trainer.total_training_steps",))
 
 
@@ -494,7 +537,7 @@ def _check_contents(key: str, checkpoint: CheckpointConfig) -> Iterator[Problem]
     if missing:
         fix = ",".join([*REQUIRED_CONTENTS, *(["hf_model"] if "hf_model" in contents else [])])
         message = (
-            f"resuming requires {', '.join(REQUIRED_CONTENTS)}; missing {', '.join(missing)}."
+            f"{', '.join(missing)} must be saved, because resuming requires {', '.join(REQUIRED_CONTENTS)}."
             f" Set '{key}.save_contents=[{fix}]'."
         )
         yield Problem(f"{key}.save_contents", contents, message)
@@ -509,19 +552,22 @@ def _check_supervised(config: SupervisedConfig) -> Iterator[Problem]:
     yield from _check_trackers(trainer.logger)
     batch = data.train_batch_size
     if batch % dp_size:
-        message = f"does not split evenly over the ranks: {_quotient(batch, world_size, dp_size)}."
+        message = f"is not divisible by the data-parallel size: {_quotient(batch, world_size, dp_size)}."
         yield Problem("data.train_batch_size", batch, message, WORLD)
     if data.train_max_samples != -1 and data.train_max_samples < batch:
-        message = f"reads fewer rows than one step, data.train_batch_size={batch}. Set -1 or at least {batch}."
+        message = (
+            f"loads fewer rows than one step requires (data.train_batch_size={batch}). Set data.train_max_samples=-1, "
+            f"or at least {batch}."
+        )
         yield Problem("data.train_max_samples", data.train_max_samples, message, ("data.train_batch_size",))
-    longest = config.longest_row()
+    longest = config.max_row_length()
     if data.use_dynamic_bsz and data.max_token_len_per_gpu < longest:
-        what = "sequence" if longest == data.max_length else f"pair of sequences, {longest} tokens"
-        message = f"is less than the longest {what}: data.max_length={data.max_length}. Set {longest} or more."
+        kind = "sequence" if longest == data.max_length else f"pair of sequences ({longest} tokens)"
+        message = f"is smaller than the longest {kind}: data.max_length={data.max_length}. Set {longest} or more."
         yield Problem("data.max_token_len_per_gpu", data.max_token_len_per_gpu, message, ("data.max_length",))
     yield from _check_training_files(data.train_files)
     if not data.val_files and trainer.test_freq != -1:
-        message = "validation needs files. Set data.val_files, or trainer.test_freq=-1."
+        message = "validation requires data. Set data.val_files, or trainer.test_freq=-1."
         yield Problem("data.val_files", None, message, ("trainer.test_freq",))
     yield from _check_best_metric(trainer.best_metric, trainer.test_freq)
     yield from _check_warmup("optim", config.optim, trainer.total_training_steps)

@@ -1,8 +1,8 @@
-"""Compose validated configs from the arguments of a command.
+"""Compose and validate configs from command-line arguments.
 
     for config in compose(sys.argv[1:], PPOConfig): ...
 
-Hydra parses the arguments (overrides, `-m`, `--config-dir`, ...) and composes; `load.py` validates the result.
+Hydra parses the arguments (overrides, `-m`, `--config-dir`, ...) and composes the configs. `load.py` validates them.
 """
 
 import contextlib
@@ -28,47 +28,47 @@ from camshaft.config.load import (
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.supervised import SupervisedConfig
-from camshaft.config.tree import flatten, get, has, leaf_fields
+from camshaft.config.tree import flatten, get, has_key, leaf_fields
 from camshaft.errors import ConfigError
 
 _OVERRIDE = re.compile(r"(\+{0,2}[A-Za-z_$][\w$./@:-]*=|~[A-Za-z_])")
 _FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp")
 _PRINTS = ("--cfg", "-c", "--package", "-p")
-"""Options of Hydra that print the config; each takes a value."""
+"""Options of Hydra that print the config. Each of them takes a value."""
 _TAKES_VALUE = (*_FOLDERS, *_PRINTS, "--config-name", "-cn", "--info", "-i", "--experimental-rerun")
 
 Composed = list[tuple[dict[str, Any], list[str]]]
-"""The config of each job with `${...}` unresolved, and its overrides."""
+"""For each job, the config before `${...}` is resolved, and the overrides."""
 
 
 def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
-    """Compose and validate the configs that `argv` describes: one, or one per run of a sweep (`-m`).
+    """Return the validated configs that `argv` describes: one config, or one per job of a sweep (`-m`).
 
-    All configs of a sweep are validated before any is returned. `--cfg job` prints and validates the config and
-    returns none. Hydra only composes: it creates no folders, changes no directory and sets up no logging.
+    All configs of a sweep are validated before the function returns. With `--cfg job` the config is printed and
+    validated, and the result is empty. Hydra creates no folders, and does not change the working directory or logging.
     """
     arguments, config_name = list(argv), DEFAULTS[schema]
     _check_arguments(arguments)
     composed = _run_hydra(arguments, config_name)
-    silent = _without_printing(arguments)
-    only_print = silent != arguments
+    arguments_without_printing = _without_printing(arguments)
+    only_print = arguments_without_printing != arguments
     if only_print:
-        composed = _run_hydra(silent, config_name)
+        composed = _run_hydra(arguments_without_printing, config_name)
     configs = [from_container(tree, schema, keys_of(overrides)) for tree, overrides in composed]
     _check_folders(configs, composed)
     return [] if only_print else configs
 
 
 def _check_arguments(argv: Sequence[str]) -> None:
-    """Raise a `ConfigError` for an argument that is no option, no value of an option and no override."""
+    """Raise a `ConfigError` for an argument that is neither an option, nor a value of an option, nor an override."""
     for previous, argument in zip(["", *argv], argv, strict=False):
         is_override = "=" in argument or _OVERRIDE.match(argument)
         if not argument.startswith("-") and not is_override and previous not in _TAKES_VALUE:
-            raise ConfigError(f"'{argument}' is not an override. Use key=value, for example trainer.seed=7.")
+            raise ConfigError(f"'{argument}' is not an override. Write key=value, for example trainer.seed=7.")
 
 
 def _without_printing(argv: Sequence[str]) -> list[str]:
-    """Return the arguments without `--cfg job` and related options."""
+    """Return the arguments without the options that print the config, such as `--cfg job`."""
     return [
         argument
         for previous, argument in zip(["", *argv], argv, strict=False)
@@ -80,7 +80,7 @@ def _without_printing(argv: Sequence[str]) -> list[str]:
 
 
 def _check_folders(configs: Sequence[Config], composed: Composed) -> None:
-    """Raise a `ConfigError` if jobs of a sweep share an output folder and would overwrite each other."""
+    """Raise a `ConfigError` if several jobs of a sweep would write to the same folder."""
     for key in ("trainer.default_local_dir", "trainer.export_path", "data.output_path", "data.metrics_path"):
         folders = [folder for folder in (_folder_of(config, key) for config in configs) if folder]
         shared = next((folder for folder in folders if folders.count(folder) > 1), None)
@@ -102,18 +102,19 @@ def _folder_of(config: Config, key: str) -> str | None:
 
 
 def _separate_folders(key: str, shared: str, configs: Sequence[Config], composed: Composed) -> str:
-    """Return an override that makes the folder depend on the values in which the jobs differ."""
+    """Return an override that gives each job a separate folder, named after the values in which the jobs differ."""
     name, tree = "trainer.experiment_name", composed[0][0]
-    by_name = has(tree, key) and f"${{{name}}}" in str(get(tree, key))
+    by_name = has_key(tree, key) and f"${{{name}}}" in str(get(tree, key))
     target = name if by_name else key
     leaves = leaf_fields(type(configs[0]))
     values = [flatten(config.model_dump(), leaves) for config in configs]
     differing = [leaf for leaf in leaves if leaf != target and any(other[leaf] != values[0][leaf] for other in values)]
     overridden = {key for _, overrides in composed for key in keys_of(overrides)}
-    # Keys that merely depend on an overridden key are omitted; config groups set keys without an override.
+    # Omit keys that differ only because they are interpolated from an overridden key. A config group sets keys without
+    # an override; then all differing keys are used.
     swept = [leaf for leaf in differing if leaf in overridden] or differing
     if not swept:
-        return "different values: these jobs have equal configs."
+        return "different values, because the configs of these jobs are equal."
     folder = "_".join(f"{leaf.rpartition('.')[2]}_${{{leaf}}}" for leaf in swept)
     return f"'{target}={folder}'" if by_name else f"'{target}={shared}/{folder}'"
 
@@ -122,7 +123,7 @@ def _separate_folders(key: str, shared: str, configs: Sequence[Config], composed
 
 
 def _run_hydra(argv: list[str], config_name: str) -> Composed:
-    """Run `hydra.main` and return the composed configs with their overrides; empty if it only printed."""
+    """Run `hydra.main` and return the composed configs with their overrides. Empty if Hydra only printed."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
@@ -131,7 +132,9 @@ def _run_hydra(argv: list[str], config_name: str) -> Composed:
 
     def collect(composed: DictConfig) -> None:
         if os.getpid() != process:
-            raise ConfigError("hydra/launcher is not supported: sweeps run their jobs in this process. Omit the key.")
+            raise ConfigError(
+                "hydra/launcher is not supported, because the jobs of a sweep run in this process. Omit the key."
+            )
         configs.append((to_dict(composed), list(HydraConfig.get().overrides.task)))
 
     main = hydra.main(version_base="1.3", config_path=str(HOME), config_name=config_name)(collect)
@@ -143,7 +146,7 @@ def _run_hydra(argv: list[str], config_name: str) -> Composed:
 
 
 def _hydra_arguments(argv: list[str], scratch: str) -> list[str]:
-    """Return the arguments of Hydra: all overrides, then the options."""
+    """Return the arguments for Hydra: settings that keep it from writing files, the overrides, then the options."""
     overrides = [argument for argument in argv if _OVERRIDE.match(argument)]
     options = [argument for argument in argv if not _OVERRIDE.match(argument)]
     quiet = [
@@ -172,7 +175,7 @@ def _folder(option: str, following: str) -> str:
 
 @contextlib.contextmanager
 def _process_arguments(argv: list[str]) -> Iterator[None]:
-    """Set `sys.argv`, which Hydra reads, and HYDRA_FULL_ERROR, without which Hydra exits instead of raising."""
+    """Set `sys.argv`, which Hydra parses, and HYDRA_FULL_ERROR, so that Hydra raises errors instead of exiting."""
     previous, full = sys.argv, os.environ.get("HYDRA_FULL_ERROR")
     sys.argv, os.environ["HYDRA_FULL_ERROR"] = argv, "1"
     try:
@@ -185,11 +188,11 @@ def _process_arguments(argv: list[str]) -> Iterator[None]:
             os.environ["HYDRA_FULL_ERROR"] = full
 
 
-def as_tree(overrides: list[str]) -> dict[str, Any]:
-    """Parse overrides such as `["a=1", "b.c=true"]` into nested options, with the value syntax of a run."""
+def parse_options(overrides: list[str]) -> dict[str, Any]:
+    """Parse arguments such as `["a=1", "b.c=true"]` to a nested dict, with the value syntax of config overrides."""
     invalid = [override for override in overrides if not override.partition("=")[2] or override.startswith("=")]
     if invalid:
-        raise ConfigError(f"{invalid[0]} is not an option. Use KEY=VALUE, for example fsdp_size=2")
+        raise ConfigError(f"'{invalid[0]}' is not an option. Write KEY=VALUE, for example fsdp_size=2.")
     tree = OmegaConf.to_container(OmegaConf.from_dotlist(overrides))
     assert isinstance(tree, dict)
     return {str(key): value for key, value in tree.items()}

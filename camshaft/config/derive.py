@@ -1,10 +1,10 @@
-"""Derive the config of each engine and rollout from the config of a run, with pure functions.
+"""Pure functions that derive the config of each engine and rollout from the config of a run.
 
     topology = Topology(config.trainer.world_size)
     engine = build_engine(config.actor_rollout_ref.actor.strategy, actor_engine(config, topology, total_steps))
 
-`total_steps` is the length of the learning-rate schedule: iterations of the RL trainer, each of which can have several
-optimizer steps, or optimizer steps of a supervised run.
+`total_steps` is the length of the learning-rate schedule. It counts iterations in RL runs (an iteration can have
+several optimizer steps), and optimizer steps in supervised runs.
 """
 
 from dataclasses import dataclass
@@ -24,14 +24,14 @@ from camshaft.config.schema.supervised import RMConfig, SFTConfig, SupervisedCon
 from camshaft.config.schema.trainer import TrainerConfig
 
 EngineSection = ActorConfig | RefConfig | CriticConfig | RewardModelConfig | SupervisedConfig
-"""The section of a role that runs an engine."""
+"""Config section of a role that runs an engine."""
 ALL_LINEAR = "all-linear"
-"""The value of `target_modules` for every linear layer except the output head."""
+"""Value of `target_modules` that selects every linear layer except the output head."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Size limit of one forward pass on one rank, in sequences or in tokens."""
+    """Size limit of a micro-batch on each rank, either in sequences or in tokens."""
 
     sequences: int | None = None
     tokens: int | None = None
@@ -49,13 +49,17 @@ def actor_train(config: PPOConfig, topology: Topology) -> MicroBatch:
     )
 
 
-def log_prob(config: PPOConfig, topology: Topology, of: Literal["rollout", "ref"]) -> MicroBatch:
-    """Return the micro-batch size of log-probs: the actor's (`rollout`) or the reference's (`ref`)."""
-    section = config.actor_rollout_ref.rollout if of == "rollout" else config.actor_rollout_ref.ref
+def log_prob(config: PPOConfig, topology: Topology, key: Literal["rollout", "ref"]) -> MicroBatch:
+    """Return the micro-batch size for computing log-probs.
+
+    `rollout` selects the old log-probs, which the actor computes, and `ref` the log-probs of the reference. Each is
+    configured in the section of that name.
+    """
+    section = config.actor_rollout_ref.rollout if key == "rollout" else config.actor_rollout_ref.ref
     if section.log_prob_use_dynamic_bsz:
         return MicroBatch(tokens=section.log_prob_max_token_len_per_gpu)
     per_gpu, count_global = section.log_prob_micro_batch_size_per_gpu, section.log_prob_micro_batch_size
-    dp_size = config.actor_dp_size(topology) if of == "rollout" else config.ref_dp_size(topology)
+    dp_size = config.actor_dp_size(topology) if key == "rollout" else config.ref_dp_size(topology)
     return MicroBatch(micro_batch_per_rank(per_gpu, count_global, dp_size))
 
 
@@ -72,7 +76,7 @@ def critic_train(config: PPOConfig, topology: Topology) -> MicroBatch:
 
 
 def critic_infer(config: PPOConfig, topology: Topology) -> MicroBatch:
-    """Return the micro-batch size of value computation."""
+    """Return the micro-batch size for computing values with the critic."""
     critic = config.critic
     if critic.use_dynamic_bsz:
         return MicroBatch(tokens=critic.forward_max_token_len_per_gpu)
@@ -81,7 +85,7 @@ def critic_infer(config: PPOConfig, topology: Topology) -> MicroBatch:
 
 
 def reward_infer(config: PPOConfig, topology: Topology) -> MicroBatch:
-    """Return the micro-batch size of the reward model."""
+    """Return the micro-batch size for computing scores with the reward model."""
     reward = config.reward_model
     if reward.use_dynamic_bsz:
         return MicroBatch(tokens=reward.forward_max_token_len_per_gpu)
@@ -97,7 +101,7 @@ def supervised_train(config: SupervisedConfig) -> MicroBatch:
 
 
 def actor_engine(config: PPOConfig, topology: Topology, total_steps: int) -> EngineConfig:
-    """Return the config of the actor. Its learning-rate schedule starts after the iterations of `critic_warmup`."""
+    """Return the engine config of the actor. Its learning-rate schedule starts after the critic warm-up."""
     section = config.actor_rollout_ref
     actor, model = section.actor, section.model
     train, infer = actor_train(config, topology), log_prob(config, topology, "rollout")
@@ -105,7 +109,7 @@ def actor_engine(config: PPOConfig, topology: Topology, total_steps: int) -> Eng
     options = _options(actor.strategy, actor_engine_keys(config), actor)
     return _engine(
         config,
-        responses_model(model, model.random_init),
+        multi_response_engine_model(model, model.random_init),
         actor.fsdp_config.model_dtype,
         options,
         infer,
@@ -116,40 +120,40 @@ def actor_engine(config: PPOConfig, topology: Topology, total_steps: int) -> Eng
 
 
 def actor_engine_keys(config: PPOConfig) -> dict[str, Any]:
-    """Return `engine_keys` of the actor, including the key of its separate model section."""
+    """Return `engine_keys` of the actor, and `activation_offload`, which is in the section `model`."""
     section = config.actor_rollout_ref
     return section.actor.engine_keys() | {"activation_offload": section.model.enable_activation_offload}
 
 
 def ref_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
-    """Return the config of the reference: the actor's model, forward only."""
+    """Return the engine config of the reference: the model of the actor, without an optimizer."""
     section = config.actor_rollout_ref
     infer = log_prob(config, topology, "ref")
-    model = responses_model(section.model, section.model.random_init)
+    model = multi_response_engine_model(section.model, section.model.random_init)
     options = _options(section.actor.strategy, section.ref.engine_keys(), section.ref)
     return _engine(config, model, section.ref.fsdp_config.model_dtype, options, infer)
 
 
 def critic_engine(config: PPOConfig, topology: Topology, total_steps: int) -> EngineConfig:
-    """Return the config of the critic."""
+    """Return the engine config of the critic."""
     critic, fsdp = config.critic, config.critic.model.fsdp_config
     train, infer = critic_train(config, topology), critic_infer(config, topology)
     optim = _optim(critic.optim, total_steps)
     options = _options(critic.strategy, critic.engine_keys(), critic)
-    model = responses_model(critic.model, head="value")
+    model = multi_response_engine_model(critic.model, head="value")
     return _engine(config, model, fsdp.model_dtype, options, infer, train, optim, critic.grad_clip)
 
 
 def reward_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
-    """Return the config of the reward model, forward only."""
+    """Return the engine config of the reward model, without an optimizer."""
     reward, fsdp = config.reward_model, config.reward_model.model.fsdp_config
-    model = model_of_rewards(config)
+    model = reward_engine_model(config)
     options = _options(reward.strategy, reward.engine_keys(), reward)
     return _engine(config, model, fsdp.model_dtype, options, reward_infer(config, topology))
 
 
-def model_of_rewards(config: PPOConfig) -> EngineModel:
-    """Return the model of the reward model's engine."""
+def reward_engine_model(config: PPOConfig) -> EngineModel:
+    """Return the model of the engine that runs the reward model."""
     model = config.reward_model.model
     return EngineModel(
         path=model.path,
@@ -179,7 +183,7 @@ def _rollout_engine_config(
     rollout: GeneratorConfig,
     trainer: TrainerConfig | GenerateTrainerConfig,
 ) -> RolloutEngineConfig:
-    """Return the config of a rollout. Its limits apply to one rank."""
+    """Return the config of a rollout. Its limits apply to each rank."""
     return RolloutEngineConfig(
         model_path=model.path,
         dtype=rollout.dtype,
@@ -203,7 +207,7 @@ def _rollout_engine_config(
 
 
 def sampling(config: PPOConfig, validate: bool = False, greedy: bool = False) -> dict[str, Any]:
-    """Return the arguments of `SamplingParams` for training or validation; `greedy` disables sampling."""
+    """Return the arguments of `SamplingParams` for training or validation. `greedy` selects greedy decoding."""
     rollout = config.actor_rollout_ref.rollout
     arguments = _sampling(rollout, rollout.val_kwargs if validate else rollout)
     return arguments | {"do_sample": False} if greedy else arguments
@@ -226,7 +230,7 @@ def _sampling(rollout: GeneratorConfig, section: GeneratorConfig | ValKwargs) ->
 
 
 def generate_model(config: GenerateConfig) -> EngineModel:
-    """Return the model whose weights `camshaft generate` loads into its rollout."""
+    """Return the model whose weights `camshaft generate` syncs to its rollout."""
     model = config.model
     return EngineModel(
         path=model.path,
@@ -237,18 +241,21 @@ def generate_model(config: GenerateConfig) -> EngineModel:
 
 
 def sft_engine(config: SFTConfig, total_steps: int) -> EngineConfig:
-    """Return the config of the engine of `camshaft sft`."""
-    return _supervised_engine(config, model_of(config.model, config.model.random_init), total_steps)
+    """Return the engine config of `camshaft sft`."""
+    return _supervised_engine(config, engine_model(config.model, config.model.random_init), total_steps)
 
 
 def rm_engine(config: RMConfig, total_steps: int) -> EngineConfig:
-    """Return the config of the engine of `camshaft rm`: a reward model, or a causal model with a new reward head."""
-    model = model_of(config.model, config.model.random_init, "reward").model_copy(update={"new_head": True})
+    """Return the engine config of `camshaft rm`.
+
+    The model folder contains a reward model, or a causal language model, which gets a new reward head.
+    """
+    model = engine_model(config.model, config.model.random_init, "reward").model_copy(update={"new_head": True})
     return _supervised_engine(config, model, total_steps)
 
 
 def _supervised_engine(config: SupervisedConfig, model: EngineModel, total_steps: int) -> EngineConfig:
-    """Return the config of the engine of a supervised run. Its batch sizes apply to one rank."""
+    """Return the engine config of a supervised run. Its batch sizes apply to each rank."""
     train, fsdp = supervised_train(config), config.fsdp_config
     optim = _optim(config.optim, total_steps)
     options = _options(config.strategy, config.engine_keys(), config)
@@ -265,7 +272,7 @@ def _engine(
     optim: OptimConfig | None = None,
     grad_clip: float = 1.0,
 ) -> EngineConfig:
-    """Return an engine config; without `train`, `optim` and `grad_clip` the engine is forward only."""
+    """Return an engine config. Without `optim` the engine supports forward passes only."""
     return EngineConfig(
         model=model,
         optim=optim,
@@ -282,21 +289,21 @@ def _engine(
 
 
 def _options(strategy: str, keys: dict[str, Any], section: EngineSection) -> dict[str, Any]:
-    """Return `EngineConfig.options` of a role: the settings that the engine has options for, and `engine_kwargs`."""
+    """Return `EngineConfig.options` of a role: the keys that are options of the engine, and `engine_kwargs`."""
     return select_options(engine_capabilities(strategy).options, keys, section.engine_kwargs)
 
 
-def responses_model(
+def multi_response_engine_model(
     model: ResponsesModelConfig, random_init: bool = False, head: Literal["causal_lm", "value"] = "causal_lm"
 ) -> EngineModel:
-    """Return the model of a role that reads several responses per prompt."""
-    return model_of(model, random_init, head).model_copy(update={"use_prefix_grouper": model.use_prefix_grouper})
+    """Return the engine model of a role that processes several responses per prompt."""
+    return engine_model(model, random_init, head).model_copy(update={"use_prefix_grouper": model.use_prefix_grouper})
 
 
-def model_of(
+def engine_model(
     model: AnyModelConfig, random_init: bool = False, head: Literal["causal_lm", "value", "reward"] = "causal_lm"
 ) -> EngineModel:
-    """Return the model of a trained role, or of its reference."""
+    """Return the engine model of a trained role, or of the reference."""
     return EngineModel(
         path=model.path,
         head=head,

@@ -1,6 +1,6 @@
-"""Config errors: one `Problem` per wrong key, and the text of the error that lists them all.
+"""Config errors: a `Problem` per invalid key, and the error message that lists all problems.
 
-raise ConfigError(report([Problem("trainer.seed", "abc", "must be an integer >= 0")]))
+raise ConfigError(format_problems([Problem("trainer.seed", "abc", "must be an integer >= 0")]))
 """
 
 import difflib
@@ -12,40 +12,40 @@ from pydantic import ValidationError
 
 from camshaft.config.schema.fields import Section, describe
 from camshaft.config.tree import (
-    abbreviated,
     as_section,
     fields,
     flatten,
+    format_value,
     get,
-    has,
+    has_key,
+    keys_overlap,
     leaf_fields,
-    nearest,
-    overlap,
-    shown,
+    nearest_keys,
+    shorten,
 )
 from camshaft.plugins import find, names
 
 ABSENT = object()
-"""The value of a problem whose key has no value to show."""
+"""Value of a problem whose key has no value in the config."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """An invalid value of one key; the message states the reason and the fix."""
+    """An invalid value of a config key. The message states the reason and a fix."""
 
     key: str
     value: Any
     message: str
     related: tuple[str, ...] = ()
-    """Further keys that the problem depends on; it is not reported if one of them is invalid by itself."""
+    """Other keys that the problem depends on. If one of them has an invalid value, the problem is not reported."""
 
     def involves(self, keys: Iterable[str]) -> bool:
-        """Return True if the problem depends on one of `keys`."""
-        return any(overlap(involved, key) for key in keys for involved in (self.key, *self.related))
+        """Return True if the problem depends on at least one of `keys`."""
+        return any(keys_overlap(involved, key) for key in keys for involved in (self.key, *self.related))
 
 
-def grouped(keys: Sequence[str], value: Any, message: str) -> Problem:
-    """Report several keys with the same cause as one problem."""
+def group_problems(keys: Sequence[str], value: Any, message: str) -> Problem:
+    """Return one problem for several keys that have the same cause."""
     addition = f"\nThe same applies to {', '.join(keys[1:])}." if keys[1:] else ""
     return Problem(keys[0], value, message + addition, tuple(keys[1:]))
 
@@ -53,7 +53,7 @@ def grouped(keys: Sequence[str], value: Any, message: str) -> Problem:
 def unknown_name(
     key: str, name: str, choices: Sequence[str], form: str = "module:Class", related: tuple[str, ...] = ()
 ) -> Problem:
-    """Report a name that is neither built in nor an entry point; `choices` are the valid names."""
+    """Return the problem of a name that is neither built in nor an entry point. `choices` are the valid names."""
     close = difflib.get_close_matches(name, choices, n=1)
     hint = f" Did you mean {close[0]}?" if close else ""
     listed = f"one of {', '.join(choices)}, or " if choices else ""
@@ -68,17 +68,17 @@ def check_name(
     form: str = "module:Class",
     related: tuple[str, ...] = (),
 ) -> Iterator[Problem]:
-    """Report `name` unless it is built in, an entry point of `camshaft.<kind>`, or `package.module:attribute`."""
+    """Yield a problem unless `name` is a key of `built_in`, an entry point of `camshaft.<kind>` or an import path."""
     targets, group = dict.fromkeys(built_in, ""), f"camshaft.{kind}"
     if find(name, targets, group) is None:
         yield unknown_name(key, name, names(targets, group), form, related)
 
 
-def report(problems: Iterable[Problem]) -> str:
-    """Format the problems as one error text, each with its key and value."""
+def format_problems(problems: Iterable[Problem]) -> str:
+    """Format all problems as one error message that shows the key, the value and the reason of each problem."""
     blocks = []
     for problem in problems:
-        value = "" if problem.value is ABSENT else f" = {abbreviated(shown(problem.value))}"
+        value = "" if problem.value is ABSENT else f" = {shorten(format_value(problem.value))}"
         message = problem.message.replace("\n", "\n      ")
         blocks.append(f"  {problem.key}{value}\n      {message}")
     count = "1 error" if len(blocks) == 1 else f"{len(blocks)} errors"
@@ -87,15 +87,15 @@ def report(problems: Iterable[Problem]) -> str:
 
 
 def unknown_key(key: str, value: Any, schema: type[Section]) -> Problem:
-    """Report a key that the schema does not have, with the nearest keys."""
-    close = nearest(key, fields(schema))
+    """Return the problem of a key that is not in the schema, with suggestions for similar keys."""
+    close = nearest_keys(key, fields(schema))
     if close:
         return Problem(key, value, f"unknown key. Did you mean {' or '.join(close)}?")
     return Problem(key, value, f"unknown key. Keys begin with {', '.join(schema.model_fields)}.")
 
 
 def from_validation(error: ValidationError, tree: Mapping[str, Any], schema: type[Section]) -> list[Problem]:
-    """Convert the errors of pydantic to one problem per key."""
+    """Convert a validation error of pydantic to one problem per key."""
     keys = fields(schema)
     problems: dict[str, Problem] = {}
     for item in error.errors(include_url=False):
@@ -106,13 +106,13 @@ def from_validation(error: ValidationError, tree: Mapping[str, Any], schema: typ
                 problems[leaf] = unknown_key(leaf, value, schema)
             continue
         key = next((part for part in _prefixes(parts) if part in keys), ".".join(parts))
-        value = get(tree, key) if has(tree, key) else ABSENT
+        value = get(tree, key) if has_key(tree, key) else ABSENT
         problems[key] = Problem(key, value, f"must be {_expected(key, schema)}")
     return list(problems.values())
 
 
 def _prefixes(names: list[str]) -> list[str]:
-    """Return the dotted keys from the complete location down to its first name."""
+    """Return all prefixes of a location as dotted keys, the longest first."""
     return [".".join(names[:count]) for count in range(len(names), 0, -1)]
 
 

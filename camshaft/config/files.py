@@ -1,4 +1,4 @@
-"""Checks of the files and folders of a config, on the driver, before any process is started. Used by `checks.py`."""
+"""Checks of the files and folders that a config names. They run on the driver before any process is started."""
 
 import glob
 import json
@@ -18,71 +18,71 @@ from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.storage import is_url
 
 
-def ppo_files(config: PPOConfig) -> Iterator[Problem]:
+def check_ppo_files(config: PPOConfig) -> Iterator[Problem]:
     """Check data, models and the scoring function of an RL run."""
     trainer, model = config.trainer, config.actor_rollout_ref.model
-    yield from data_files("data.train_files", config.data.train_files)
-    yield from data_files("data.val_files", config.data.val_files)
-    yield from model_folder("actor_rollout_ref.model.path", model.path)
+    yield from check_data_files("data.train_files", config.data.train_files)
+    yield from check_data_files("data.val_files", config.data.val_files)
+    yield from check_model_folder("actor_rollout_ref.model.path", model.path)
     if config.data.tokenizer is not None:
-        yield from folder("data.tokenizer", config.data.tokenizer)
+        yield from check_folder("data.tokenizer", config.data.tokenizer)
     if config.needs_critic():
-        yield from model_folder("critic.model.path", config.critic.model.path)
-        yield from _critic_tokenizer(config)
+        yield from check_model_folder("critic.model.path", config.critic.model.path)
+        yield from _check_critic_tokenizer(config)
     models = {
         "actor_rollout_ref.model": model,
         **({"critic.model": config.critic.model} if config.needs_critic() else {}),
     }
     for key, section in models.items():
-        yield from adapter_folder(key, section)
+        yield from check_adapter_folder(key, section)
     if trainer.resume_from_path is not None:
-        yield from folder("trainer.resume_from_path", trainer.resume_from_path)
+        yield from check_folder("trainer.resume_from_path", trainer.resume_from_path)
     if config.needs_function():
-        yield from _reward_file(config.custom_reward_function)
+        yield from _check_reward_file(config.custom_reward_function)
     if config.needs_reward_engine():
-        yield from _reward_model(config)
+        yield from _check_reward_model(config)
 
 
-def supervised_files(config: SupervisedConfig) -> Iterator[Problem]:
+def check_supervised_files(config: SupervisedConfig) -> Iterator[Problem]:
     """Check data and model of a supervised run."""
-    yield from data_files("data.train_files", config.data.train_files)
-    yield from data_files("data.val_files", config.data.val_files)
-    yield from model_folder("model.path", config.model.path)
-    yield from adapter_folder("model", config.model)
+    yield from check_data_files("data.train_files", config.data.train_files)
+    yield from check_data_files("data.val_files", config.data.val_files)
+    yield from check_model_folder("model.path", config.model.path)
+    yield from check_adapter_folder("model", config.model)
 
 
-def generate_files(config: GenerateConfig) -> Iterator[Problem]:
-    """Check prompts, model and scoring function of `camshaft generate`; the run checks an existing output file."""
-    yield from data_files("data.path", config.data.path)
-    yield from model_folder("model.path", config.model.path)
+def check_generate_files(config: GenerateConfig) -> Iterator[Problem]:
+    """Check prompts, model and scoring function of `camshaft generate`. The run itself checks an existing output."""
+    yield from check_data_files("data.path", config.data.path)
+    yield from check_model_folder("model.path", config.model.path)
     if config.data.tokenizer is not None:
-        yield from folder("data.tokenizer", config.data.tokenizer)
+        yield from check_folder("data.tokenizer", config.data.tokenizer)
     output = config.data.output_path
     if os.path.isdir(output):
         yield Problem("data.output_path", output, f"is a folder. Set a file, for example {output}/responses.parquet.")
-    yield from _reward_file(config.custom_reward_function)
+    yield from _check_reward_file(config.custom_reward_function)
 
 
-def eval_files(config: EvalConfig) -> Iterator[Problem]:
-    """Check responses and scoring function of `camshaft eval`, whose output files must not exist."""
-    yield from data_files("data.path", config.data.path)
-    yield from _reward_file(config.custom_reward_function)
+def check_eval_files(config: EvalConfig) -> Iterator[Problem]:
+    """Check responses, scoring function and output files of `camshaft eval`. Existing output files are rejected."""
+    yield from check_data_files("data.path", config.data.path)
+    yield from _check_reward_file(config.custom_reward_function)
     outputs = {"data.output_path": config.data.output_path, "data.metrics_path": config.data.metrics_path}
     for key, output in outputs.items():
         if output is not None and os.path.exists(output):
             yield Problem(key, output, "already exists. Set another file, or remove it.")
         elif output is not None and not Path(output).absolute().parent.is_dir():
-            yield Problem(key, output, f"folder {Path(output).absolute().parent} does not exist. Create it.")
+            yield Problem(key, output, f"the folder {Path(output).absolute().parent} does not exist. Create it.")
 
 
-def _reward_file(custom: CustomRewardConfig) -> Iterator[Problem]:
+def _check_reward_file(custom: CustomRewardConfig) -> Iterator[Problem]:
     path = custom.path
     if path is not None and (path.endswith(".py") or "/" in path) and not os.path.isfile(path):
         yield _missing("custom_reward_function.path", path, "file")
 
 
-def data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:
-    """Check local files, folders and patterns; a URL is checked when it is fetched."""
+def check_data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:
+    """Check that local files and folders exist, and that patterns match files. URLs are checked when downloaded."""
     for path in paths:
         if is_url(path) or os.path.isfile(path):
             continue
@@ -97,13 +97,13 @@ def data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:
             yield Problem(key, path, f"no file matches{_working_folder(path)}.")
 
 
-def folder(key: str, path: str) -> Iterator[Problem]:
+def check_folder(key: str, path: str) -> Iterator[Problem]:
     """Check that a local folder exists."""
     if not is_url(path) and not os.path.isdir(path):
         yield _missing(key, path, "folder")
 
 
-def model_folder(key: str, path: str) -> Iterator[Problem]:
+def check_model_folder(key: str, path: str) -> Iterator[Problem]:
     """Check that a local folder exists and contains a model."""
     if is_url(path):
         return
@@ -119,11 +119,11 @@ def model_folder(key: str, path: str) -> Iterator[Problem]:
     yield _missing(key, path, "folder", hint)
 
 
-def adapter_folder(key: str, model: AnyModelConfig) -> Iterator[Problem]:
-    """Check the folder of the adapter that training starts from."""
+def check_adapter_folder(key: str, model: AnyModelConfig) -> Iterator[Problem]:
+    """Check that the folder of the initial LoRA adapter exists."""
     path = model.lora_adapter_path
     if path is not None and model.lora_rank:
-        yield from folder(f"{key}.lora_adapter_path", path)
+        yield from check_folder(f"{key}.lora_adapter_path", path)
 
 
 def _missing(key: str, path: str, kind: str, hint: str = "") -> Problem:
@@ -131,54 +131,59 @@ def _missing(key: str, path: str, kind: str, hint: str = "") -> Problem:
 
 
 def _working_folder(path: str) -> str:
-    """Format the folder that a relative path was looked up in."""
+    """Return a note with the working folder, in which a relative path was looked up."""
     return "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
 
 
-def _critic_tokenizer(config: PPOConfig) -> Iterator[Problem]:
-    """Check that critic and actor have the same vocabulary, because the critic reads the actor's token ids."""
-    key, of_critic, of_actor = (
+def _check_critic_tokenizer(config: PPOConfig) -> Iterator[Problem]:
+    """Check that critic and actor have the same vocabulary, because the critic reads the actor's token IDs."""
+    key, critic_tokenizer, actor_tokenizer = (
         "critic.model.tokenizer_path",
         config.critic.model.tokenizer_path,
         config.tokenizer_path(),
     )
-    if of_critic == of_actor:
+    if critic_tokenizer == actor_tokenizer:
         return
-    yield from folder(key, of_critic)
-    if _vocabularies_differ(of_critic, of_actor):
-        message = f"differs from the actor's tokenizer, whose token ids the critic reads. Set {key}={of_actor}."
-        yield Problem(key, of_critic, message, ("data.tokenizer", "actor_rollout_ref.model.path"))
+    yield from check_folder(key, critic_tokenizer)
+    if _vocabularies_differ(critic_tokenizer, actor_tokenizer):
+        message = (
+            "differs from the actor's tokenizer, but the critic reads the actor's token IDs. Set "
+            f"{key}={actor_tokenizer}."
+        )
+        yield Problem(key, critic_tokenizer, message, ("data.tokenizer", "actor_rollout_ref.model.path"))
 
 
-def _reward_model(config: PPOConfig) -> Iterator[Problem]:
-    """Check the model folder and that `input_tokenizer` matches the policy's tokenizer."""
-    model, of_policy, key = config.reward_model.model, config.tokenizer_path(), "reward_model.model.input_tokenizer"
-    yield from model_folder("reward_model.model.path", model.path)
+def _check_reward_model(config: PPOConfig) -> Iterator[Problem]:
+    """Check the model folder, and that `input_tokenizer` has the vocabulary of the policy's tokenizer."""
+    model, key = config.reward_model.model, "reward_model.model.input_tokenizer"
+    policy_tokenizer = config.tokenizer_path()
+    yield from check_model_folder("reward_model.model.path", model.path)
     related = ("reward_model.model.path", "data.tokenizer", "actor_rollout_ref.model.path")
     if model.input_tokenizer is None:
-        if _vocabularies_differ(model.path, of_policy):
+        if _vocabularies_differ(model.path, policy_tokenizer):
             message = (
-                f"means that the reward model reads the policy's token ids, but the tokenizers differ: {model.path} and"
-                f" {of_policy}. Set {key}={of_policy}, so that responses are passed as text."
+                "means that the reward model reads the policy's token IDs, but the tokenizers differ: "
+                f"{model.path} and {policy_tokenizer}. Set {key}={policy_tokenizer}, so that responses are decoded "
+                "to text."
             )
             yield Problem(key, None, message, related)
         return
-    yield from folder(key, model.input_tokenizer)
-    if _vocabularies_differ(model.input_tokenizer, of_policy):
-        message = f"must be the tokenizer of the responses. Set {key}={of_policy}."
+    yield from check_folder(key, model.input_tokenizer)
+    if _vocabularies_differ(model.input_tokenizer, policy_tokenizer):
+        message = f"must be the policy's tokenizer, because it decodes the responses. Set {key}={policy_tokenizer}."
         yield Problem(key, model.input_tokenizer, message, related)
 
 
 def _vocabularies_differ(path: str, other: str) -> bool:
-    """Return True if two tokenizer folders have different token ids; False if one has no `tokenizer.json`."""
+    """Return True if two tokenizer folders define different token IDs. False if one has no `tokenizer.json`."""
     vocabulary, other_vocabulary = _vocabulary(path), _vocabulary(other)
     return vocabulary is not None and other_vocabulary is not None and vocabulary != other_vocabulary
 
 
 def _vocabulary(path: str) -> Any:
-    """Return the entries of `tokenizer.json` that define token ids, or None if the file does not exist.
+    """Return the entries of `tokenizer.json` that define token IDs, or None if the file does not exist.
 
-    The other entries can change when transformers loads and saves the file, for example in an export.
+    Other entries are ignored, because they can change when transformers loads and saves the file.
     """
     file = Path(path) / "tokenizer.json"
     if not file.is_file():

@@ -1,11 +1,11 @@
-"""Placement and ranks: machines, devices, resource pools, and how a batch is split over ranks.
+"""Placement of a run: machines, devices, resource pools, and data-parallel sizes.
 
     config.trainer.backend()                  # "local" or "ray"
     config.pools()                            # the resource pool of each role of an RL run
-    config.topology().dp_size(2)              # data-parallel size if two ranks compute each row
+    config.topology().dp_size(2)              # the data-parallel size with a model-parallel size of 2
 
-Without `trainer.resource_pools` all roles share the devices of the run, with one process per device. A role in another
-pool has separate devices and computes in parallel with the others.
+By default all roles share the devices of the global pool, and each device runs one process. A role in a pool of
+`trainer.resource_pools` uses separate devices and computes in parallel with the other roles.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from camshaft.config.schema.fields import Section, Text
 from camshaft.errors import ConfigError
 
 GLOBAL_POOL = "global_pool"
-"""The pool that `trainer.nnodes` and `trainer.n_gpus_per_node` describe."""
+"""Name of the resource pool that `trainer.nnodes` and `trainer.n_gpus_per_node` define."""
 
 
 class PoolConfig(Section):
-    """The size of a resource pool. Pools are user-defined, so this default is not in the YAML files."""
+    """Size of a resource pool. Users define pools, so the default of `nnodes` is here and not in the YAML files."""
 
     nnodes: int = Field(default=1, ge=1, description="Number of machines.")
     n_gpus_per_node: int = Field(ge=1, description="Number of processes per machine. Each process uses one device.")
@@ -33,7 +33,7 @@ class PoolConfig(Section):
 
 
 class PlacementConfig(Section):
-    """Keys of the section `trainer` in every kind of run: machines, devices and controller."""
+    """Keys of the section `trainer` that all commands share: machines, devices and controller."""
 
     nnodes: int = Field(ge=1, description="Number of machines.")
     n_gpus_per_node: int = Field(ge=1, description="Number of processes per machine. Each process uses one device.")
@@ -48,7 +48,7 @@ class PlacementConfig(Section):
 
     @property
     def world_size(self) -> int:
-        """Number of ranks of the run, or of its global pool."""
+        """Number of ranks in the global pool."""
         return self.nnodes * self.n_gpus_per_node
 
     def backend(self) -> str:
@@ -68,7 +68,7 @@ class RayConfig(Section):
 
 
 def pool_sizes(trainer: PlacementConfig, pools: Mapping[str, PoolConfig]) -> dict[str, PoolConfig]:
-    """Return the size of the global pool and of every pool in `trainer.resource_pools`, by name."""
+    """Map the name of each resource pool, including the global pool, to its size."""
     return {
         GLOBAL_POOL: PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node),
         **pools,
@@ -77,34 +77,42 @@ def pool_sizes(trainer: PlacementConfig, pools: Mapping[str, PoolConfig]) -> dic
 
 @dataclass(frozen=True)
 class Topology:
-    """The number of ranks of each role. Ranks per row are a property of each role's engine."""
+    """Number of ranks of each role."""
 
     world_size: int = 1
-    """Ranks of the actor's pool, which roles without a pool share."""
+    """Number of ranks in the pool of the actor. Roles without a separate pool use the same ranks."""
     critic: int | None = None
+    """Number of ranks in the pool of the critic. None: the run has no critic."""
     reward_model: int | None = None
+    """Number of ranks in the pool of the reward model. None: the run has no reward model."""
 
     def dp_size(self, ranks_per_row: int = 1) -> int:
-        """Return the data-parallel size: the number of rank groups that compute different rows."""
+        """Return the data-parallel size, if groups of `ranks_per_row` ranks process the same rows."""
         return max(1, self.world_size // ranks_per_row)
 
-    def of_critic(self) -> "Topology":
+    def critic_topology(self) -> "Topology":
         """Return the topology of the critic's pool."""
         return Topology(self.critic or self.world_size)
 
-    def of_reward_model(self) -> "Topology":
+    def reward_model_topology(self) -> "Topology":
         """Return the topology of the reward model's pool."""
         return Topology(self.reward_model or self.world_size)
 
 
-def share(count_global: int, dp_size: int, what: str) -> int:
-    """Return the count per rank; raise a `ConfigError` if the global count is not divisible by `dp_size`."""
+def divide_evenly(count_global: int, dp_size: int, name: str) -> int:
+    """Return the count per data-parallel rank; raise a `ConfigError` if the global count is not divisible.
+
+    `name` describes the count in the error message.
+    """
     quotient, remainder = divmod(count_global, dp_size)
     if remainder or not quotient:
-        raise ConfigError(f"{what}: {count_global} do not split evenly over {dp_size} ranks")
+        raise ConfigError(f"{name}: {count_global} sequences are not divisible by {dp_size} data-parallel ranks")
     return quotient
 
 
 def micro_batch_per_rank(per_gpu: int | None, count_global: int, dp_size: int) -> int:
-    """Return the sequences per forward pass on one rank: `per_gpu`, or the share of the deprecated global count."""
-    return per_gpu if per_gpu is not None else share(count_global, dp_size, "sequences of a micro-batch")
+    """Return the number of sequences per forward pass on each rank.
+
+    This is `per_gpu`, or an equal share of the deprecated global count if `per_gpu` is None.
+    """
+    return per_gpu if per_gpu is not None else divide_evenly(count_global, dp_size, "micro-batch")

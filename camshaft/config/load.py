@@ -2,9 +2,9 @@
 
     config = load_ppo(["trainer.device=cpu", "algorithm.adv_estimator=grpo"])
 
-Hydra composes files and overrides, and the result is merged over the defaults, so a file may contain a few keys only
-and a deleted key falls back to its default. Then aliases are renamed, `${...}` is resolved, and all checks run. One
-`ConfigError` lists every problem. Programs use this module; `command.py` does the same for a command line.
+Hydra composes the config file and the overrides. The result is merged into the defaults, so a config file needs to
+contain only the keys that differ. Then aliases are renamed, `${...}` is resolved, and all checks run. A single
+`ConfigError` lists all problems. Python programs call this module; `command.py` loads configs for the command line.
 """
 
 import contextlib
@@ -22,15 +22,15 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from camshaft.config.backends import rollouts_that_read, unread_by
+from camshaft.config.backends import rollouts_that_read, unread_keys
 from camshaft.config.checks import check
-from camshaft.config.errors import Problem, from_validation, grouped, report
+from camshaft.config.errors import Problem, format_problems, from_validation, group_problems
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section, is_path
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.supervised import RMConfig, SFTConfig, SupervisedConfig
-from camshaft.config.tree import abbreviated, flatten, get, has, leaf_fields, nested, put, remove, shown
+from camshaft.config.tree import expand_keys, flatten, format_value, get, has_key, leaf_fields, put, remove, shorten
 from camshaft.errors import CamshaftError, ConfigError
 
 Config = TypeVar("Config", PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig)
@@ -43,7 +43,7 @@ DEFAULTS: dict[type[Section], str] = {
     GenerateConfig: "generation",
     EvalConfig: "evaluation",
 }
-"""The YAML file with the defaults of each schema."""
+"""Name of the YAML file that contains the defaults of each schema."""
 
 logger = logging.getLogger("camshaft.config")
 
@@ -52,31 +52,37 @@ _PATH = re.compile(r"(?!\w+\(|[\[{])(?!.*\$\{)[^,'\"]*/[^,'\"]*")
 
 
 def load_ppo(overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None) -> PPOConfig:
-    """Load the config of an RL run: defaults, then the file `config_name` in `config_dir`, then `overrides`."""
+    """Load the config of an RL run.
+
+    Args:
+        overrides: `key=value` strings. They take precedence over the config file.
+        config_dir: Folder of the config file. None uses the folder of the built-in config files.
+        config_name: Name of the config file without its extension. It takes precedence over the defaults.
+    """
     return _load(PPOConfig, overrides, config_dir, config_name)
 
 
 def load_sft(overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None) -> SFTConfig:
-    """Load the config of `camshaft sft`; arguments as in `load_ppo`."""
+    """Load the config of `camshaft sft`. The arguments are the same as for `load_ppo`."""
     return _load(SFTConfig, overrides, config_dir, config_name)
 
 
 def load_rm(overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None) -> RMConfig:
-    """Load the config of `camshaft rm`; arguments as in `load_ppo`."""
+    """Load the config of `camshaft rm`. The arguments are the same as for `load_ppo`."""
     return _load(RMConfig, overrides, config_dir, config_name)
 
 
 def load_generate(
     overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None
 ) -> GenerateConfig:
-    """Load the config of `camshaft generate`; arguments as in `load_ppo`."""
+    """Load the config of `camshaft generate`. The arguments are the same as for `load_ppo`."""
     return _load(GenerateConfig, overrides, config_dir, config_name)
 
 
 def load_eval(
     overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None
 ) -> EvalConfig:
-    """Load the config of `camshaft eval`; arguments as in `load_ppo`."""
+    """Load the config of `camshaft eval`. The arguments are the same as for `load_ppo`."""
     return _load(EvalConfig, overrides, config_dir, config_name)
 
 
@@ -88,14 +94,14 @@ def _load(schema: type[Config], overrides: Sequence[str], config_dir: str | None
 def from_container(
     container: Mapping[str, Any], schema: type[Config], set_keys: Collection[str] | None = None
 ) -> Config:
-    """Validate a nested dict; missing keys get their defaults.
+    """Validate a nested dict and return the config. Missing keys have their default values.
 
-    `set_keys` are the keys that the user set, if the dict also contains others.
+    `set_keys` lists the keys that the user set. None means that the user set all keys in the dict.
     """
     leaves = leaf_fields(schema)
-    written = nested(container, leaves)
-    user_keys = flatten(written, leaves).keys() if set_keys is None else set_keys
-    tree, problems = rename(written, raw_defaults(schema), user_keys, leaves)
+    expanded = expand_keys(container, leaves)
+    user_keys = flatten(expanded, leaves).keys() if set_keys is None else set_keys
+    tree, problems = rename_aliases(expanded, raw_defaults(schema), user_keys, leaves)
     values, unresolved = resolve(tree, schema)
     problems += unresolved
     config, invalid = _validate(values, schema, {problem.key for problem in problems})
@@ -108,7 +114,7 @@ def from_container(
         invalid_keys = [key for problem in problems for key in (problem.key, *problem.related)]
         problems += [problem for problem in check_results if not problem.involves(invalid_keys)]
     if problems:
-        raise ConfigError(report(problems))
+        raise ConfigError(format_problems(problems))
     _warn_without_effect(config, user_keys)
     _warn_unread_by_rollout(tree, frozenset(set_keys or ()))
     return config
@@ -125,7 +131,7 @@ def _default_file(schema: type[Section]) -> DictConfig:
 
 
 def raw_defaults(schema: type[Section]) -> dict[str, Any]:
-    """Return the defaults as written, with `${...}` unresolved."""
+    """Return the defaults as they are written in the YAML file, with `${...}` unresolved."""
     return to_dict(_default_file(schema))
 
 
@@ -136,37 +142,38 @@ def resolved_defaults(schema: type[Section]) -> Mapping[str, Any]:
 
 
 def resolve(tree: Mapping[str, Any], schema: type[Section]) -> tuple[dict[str, Any], list[Problem]]:
-    """Merge `tree` over the defaults and resolve `${...}`; a value that cannot be resolved gets its default.
+    """Merge `tree` into the defaults and resolve `${...}`.
 
-    A default that cannot be resolved depends on an invalid value, for which there is a problem already.
+    A value that cannot be resolved is reported as a problem and replaced by its default, so that the remaining checks
+    can run. A default that cannot be resolved is not reported: it refers to an invalid value that is reported already.
     """
     leaves, defaults = leaf_fields(schema), raw_defaults(schema)
-    written, problems = copy.deepcopy(_merge(defaults, tree)), []
+    merged, problems = copy.deepcopy(_merge(defaults, tree)), []
     for key, value in flatten(tree, leaves).items():
         if value == "???":
-            problems.append(Problem(key, value, "missing value. Set it."))
-            _reset(written, key, schema)
+            problems.append(Problem(key, value, f"a value is required. Set {key}=<value>."))
+            _reset(merged, key, schema)
     while True:
         try:
-            return to_dict(OmegaConf.create(written), resolve=True), problems
+            return to_dict(OmegaConf.create(merged), resolve=True), problems
         except OmegaConfBaseException as error:
-            key = _config_key(written, error.full_key or "", leaves)
+            key = _config_key(merged, error.full_key or "", leaves)
             if not key:
                 raise ConfigError(f"cannot compose the config: {error}") from error
-            if not has(defaults, key) or get(written, key) != get(defaults, key):
-                problems.append(Problem(key, get(written, key), str(error).splitlines()[0]))
-            _reset(written, key, schema)
+            if not has_key(defaults, key) or get(merged, key) != get(defaults, key):
+                problems.append(Problem(key, get(merged, key), str(error).splitlines()[0]))
+            _reset(merged, key, schema)
 
 
 def _merge(defaults: Any, tree: Any) -> Any:
-    """Return `tree` with the missing keys of every section from `defaults`."""
+    """Return `tree` with missing keys of every section added from `defaults`."""
     if not isinstance(defaults, Mapping) or not isinstance(tree, Mapping):
         return tree
     return {**defaults, **{name: _merge(defaults.get(name), value) for name, value in tree.items()}}
 
 
 def _config_key(tree: Mapping[str, Any], path: str, leaves: Collection[str]) -> str:
-    """Return the config key that contains an OmegaConf node: `a.b` for `a.b[0].c`."""
+    """Return the config key that contains the OmegaConf node at `path`, for example `a.b` for `a.b[0].c`."""
     key, node = "", tree
     while isinstance(node, Mapping) and key not in leaves:
         name = max((name for name in node if f"{path}.".startswith((f"{name}.", f"{name}["))), key=len, default=None)
@@ -177,13 +184,13 @@ def _config_key(tree: Mapping[str, Any], path: str, leaves: Collection[str]) -> 
 
 
 def _reset(tree: dict[str, Any], key: str, schema: type[Section]) -> None:
-    """Replace an invalid value by its default."""
+    """Replace the value of a key by its default."""
     defaults = resolved_defaults(schema)
-    put(tree, key, copy.deepcopy(get(defaults, key)) if has(defaults, key) else None)
+    put(tree, key, copy.deepcopy(get(defaults, key)) if has_key(defaults, key) else None)
 
 
 def to_dict(tree: DictConfig | ListConfig, resolve: bool = False) -> dict[str, Any]:
-    """Convert a composed config to a dict."""
+    """Convert an OmegaConf config to a dict."""
     container = OmegaConf.to_container(tree, resolve=resolve)
     assert isinstance(container, dict)
     return {str(key): value for key, value in container.items()}
@@ -211,7 +218,7 @@ ALIASES = {
     "optim.grad_clip": "grad_clip",
     "data.n_samples": "rollout.n",
 }
-"""Alias to key; the alias of a section applies to all keys in it."""
+"""Maps aliases to config keys. The alias of a section applies to all keys in the section."""
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 VALUE_ALIASES: dict[str, dict[str, str]] = {
@@ -224,27 +231,28 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
     "reward_model.model.fsdp_config.model_dtype": _DTYPES,
     "fsdp_config.model_dtype": _DTYPES,
 }
-"""Key to the aliases of its value, or of the items of its list."""
+"""Maps config keys to aliases of their values. For a list, the aliases apply to each item."""
 
 
-def rename(
+def rename_aliases(
     tree: Mapping[str, Any], defaults: Mapping[str, Any], set_keys: Collection[str], leaves: Collection[str]
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Rename aliases with a warning for each; a problem is an alias that contradicts its key.
+    """Replace aliases by config keys, and log a warning for each.
 
-    `set_keys` are the keys that the user set; any other key counts as unset if it equals `defaults`.
+    An alias is a problem if the user also set the config key to a different value. The user set a key if it is in
+    `set_keys`, or if its value differs from `defaults`.
     """
     renamed = copy.deepcopy(dict(tree))
     problems: list[Problem] = []
     for alias, key in ALIASES.items():
-        if not has(renamed, alias) or not any(leaf == key or leaf.startswith(f"{key}.") for leaf in leaves):
+        if not has_key(renamed, alias) or not any(leaf == key or leaf.startswith(f"{key}.") for leaf in leaves):
             continue
         logger.warning("config: '%s' is a deprecated alias; use '%s'", alias, key)
         for leaf, value in flatten({alias: get(renamed, alias)}, [alias] if key in leaves else leaves).items():
             problems += _move(renamed, leaf, key + leaf.removeprefix(alias), value, defaults, set_keys)
         remove(renamed, alias)
     for key, aliases in VALUE_ALIASES.items():
-        if has(renamed, key) and key in leaves:
+        if has_key(renamed, key) and key in leaves:
             put(renamed, key, _rename_value(key, get(renamed, key), aliases))
     return renamed, problems
 
@@ -252,10 +260,10 @@ def rename(
 def _move(
     tree: dict[str, Any], alias: str, key: str, value: Any, defaults: Mapping[str, Any], set_keys: Collection[str]
 ) -> list[Problem]:
-    if has(tree, key) and get(tree, key) != value:
-        set_by_user = key in set_keys or not has(defaults, key) or get(tree, key) != get(defaults, key)
+    if has_key(tree, key) and get(tree, key) != value:
+        set_by_user = key in set_keys or not has_key(defaults, key) or get(tree, key) != get(defaults, key)
         if set_by_user:
-            message = f"is an alias of {key}, which is set to {shown(get(tree, key))}. Set only one of the two."
+            message = f"is an alias of {key}, which is set to {format_value(get(tree, key))}. Set only one of the two."
             return [Problem(alias, value, message)]
     put(tree, key, value)
     return []
@@ -274,9 +282,9 @@ def _rename_value(key: str, value: Any, aliases: Mapping[str, str]) -> Any:
 
 
 def _validate(tree: dict[str, Any], schema: type[Config], reported: set[str]) -> tuple[Config, list[Problem]]:
-    """Return the config and the problems of single values; invalid values get their defaults for later checks.
+    """Return the config and the problems of single values, except for keys in `reported`.
 
-    Problems of the keys in `reported` are omitted.
+    Invalid values are replaced by their defaults, so that the remaining checks can run.
     """
     try:
         return schema.model_validate(tree), []
@@ -286,16 +294,16 @@ def _validate(tree: dict[str, Any], schema: type[Config], reported: set[str]) ->
     for problem in problems:
         if any(key == problem.key or key.startswith(f"{problem.key}.") for key in leaves):
             put(tree, problem.key, copy.deepcopy(get(resolved_defaults(schema), problem.key)))
-        elif has(tree, problem.key):
+        elif has_key(tree, problem.key):
             remove(tree, problem.key)
     return schema.model_validate(tree), [problem for problem in problems if problem.key not in reported]
 
 
 @dataclass(frozen=True)
 class NotImplementedValue:
-    """Values of keys that the specification has and camshaft does not implement.
+    """Values that the specification allows for some keys and that camshaft does not implement.
 
-    In the message, `{key}` is the first of the keys and `{section}` the section of that key.
+    In the message, `{key}` stands for the first key that has such a value, and `{section}` for the section of that key.
     """
 
     keys: tuple[str, ...]
@@ -320,13 +328,14 @@ NOT_IMPLEMENTED = (
             "fsdp_config.model_dtype",
         ),
         _is("bfloat16"),
-        "bfloat16 weights lose optimizer updates smaller than their rounding error: keep float32 weights and compute "
-        "in bfloat16. Set {key}=float32 {section}.mixed_precision.param_dtype=bfloat16.",
+        "training bfloat16 weights is not implemented, because optimizer updates that are smaller than the rounding "
+        "error of bfloat16 are lost. Keep float32 weights and compute in bfloat16. Set {key}=float32 "
+        "{section}.mixed_precision.param_dtype=bfloat16.",
     ),
     NotImplementedValue(
         ("actor_rollout_ref.hybrid_engine",),
         _is(False),
-        "actor and rollout on separate devices are not implemented. Set {key}=true.",
+        "running actor and rollout on separate devices is not implemented. Set {key}=true.",
     ),
 )
 
@@ -340,17 +349,17 @@ REMOTE_PATHS = frozenset(
         *("reward_model.model.path", "reward_model.model.input_tokenizer"),
     }
 )
-"""Keys that accept URLs of remote file systems: inputs, and the folder for copies of checkpoints."""
+"""Keys whose paths may be URLs of remote file systems: all inputs, and the folder for copies of checkpoints."""
 
 
 def check_implemented(tree: Mapping[str, Any], schema: type[Section]) -> Iterator[Problem]:
-    """Yield every value of a valid config that is not implemented; keys with the same cause are one problem."""
+    """Yield a problem for every valid value that is not implemented. Keys with the same cause are one problem."""
     leaves = leaf_fields(schema)
     for entry in NOT_IMPLEMENTED:
         keys = [key for key in entry.keys if key in leaves and entry.matches(get(tree, key))]
         if keys:
             message = entry.message.format(key=keys[0], section=keys[0].rpartition(".")[0])
-            yield grouped(keys, get(tree, keys[0]), message)
+            yield group_problems(keys, get(tree, keys[0]), message)
     remote: dict[str, list[str]] = {}
     for key, field in leaves.items():
         if is_path(field) and key not in REMOTE_PATHS:
@@ -359,13 +368,13 @@ def check_implemented(tree: Mapping[str, Any], schema: type[Section]) -> Iterato
                 if "://" in path:
                     remote.setdefault(path, []).append(key)
     for path, keys in remote.items():
-        if not any(path.startswith(f"{folder}/") for folder in remote):  # one problem for a folder and its contents
-            message = "must be a local path; only data, models and trainer.default_hdfs_dir accept a URL."
-            yield grouped(keys, path, message)
+        if not any(path.startswith(f"{folder}/") for folder in remote):  # report a folder and its contents only once
+            message = "must be a local path. Only data, models and trainer.default_hdfs_dir accept URLs."
+            yield group_problems(keys, path, message)
 
 
 def _check_disabled_correction(config: Config, schema: type[Config]) -> Iterator[Problem]:
-    """Report settings of a rollout correction that is disabled."""
+    """Report keys of the importance weights that are set although the weights are disabled."""
     section = "algorithm.rollout_correction"
     if not isinstance(config, PPOConfig) or config.algorithm.rollout_correction.rollout_is is not None:
         return
@@ -373,14 +382,14 @@ def _check_disabled_correction(config: Config, schema: type[Config]) -> Iterator
         key, related = f"{section}.{leaf}", (f"{section}.rollout_is",)
         value = get(config.model_dump(), key)
         if value != get(resolved_defaults(schema), key):
-            message = f"has no effect without {section}.rollout_is. Set {section}.rollout_is=token, or omit the key."
+            message = f"has no effect with {section}.rollout_is=null. Set {section}.rollout_is=token, or omit the key."
             yield Problem(key, value, message, related)
 
 
 def _warn_without_effect(
     config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig, user_keys: Collection[str]
 ) -> None:
-    """Log a warning for each compatibility setting without effect."""
+    """Log a warning for each key that is accepted for compatibility only and that the user set."""
     if isinstance(config, GenerateConfig | EvalConfig):
         return
     models = {"model": config.model} if isinstance(config, SupervisedConfig) else {
@@ -389,21 +398,21 @@ def _warn_without_effect(
     }  # fmt: skip
     for key, model in models.items():
         if not model.use_remove_padding:
-            logger.warning("config: %s.use_remove_padding=false has no effect: batches are never padded", key)
+            logger.warning("config: %s.use_remove_padding=false has no effect, because batches are never padded", key)
     if "trainer.use_legacy_worker_impl" in user_keys:
-        logger.warning("config: trainer.use_legacy_worker_impl has no effect: no legacy implementation exists")
+        logger.warning("config: trainer.use_legacy_worker_impl has no effect; camshaft has no legacy implementation")
 
 
 def _warn_unread_by_rollout(tree: Mapping[str, Any], set_keys: frozenset[str]) -> None:
     """Log a warning for each key that the user set and the selected rollout does not read."""
-    section = next((path for path in ("actor_rollout_ref.rollout", "rollout") if has(tree, path)), None)
-    if section is None or not has(tree, f"{section}.name"):
+    section = next((path for path in ("actor_rollout_ref.rollout", "rollout") if has_key(tree, path)), None)
+    if section is None or not has_key(tree, f"{section}.name"):
         return
-    for leaf in sorted(unread_by(str(get(tree, f"{section}.name")))):
+    for leaf in sorted(unread_keys(str(get(tree, f"{section}.name")))):
         key = f"{section}.{leaf}"
         if key in set_keys and (leaf, get(tree, key)) != ("tensor_model_parallel_size", 1):
-            value, readers = shown(get(tree, key)), ", ".join(rollouts_that_read(leaf))
-            logger.warning("config: %s=%s has no effect; it is read by %s.name=%s", key, value, section, readers)
+            value, readers = format_value(get(tree, key)), ", ".join(rollouts_that_read(leaf))
+            logger.warning("config: %s=%s has no effect; only %s.name=%s reads this key", key, value, section, readers)
 
 
 # -- Hydra ----------------------------------------------------------------------------------------
@@ -412,16 +421,16 @@ def _warn_unread_by_rollout(tree: Mapping[str, Any], set_keys: frozenset[str]) -
 def _compose(
     schema: type[Section], overrides: Sequence[str], config_dir: str | None = None, config_name: str | None = None
 ) -> dict[str, Any]:
-    """Compose a file and overrides; `${...}` is unresolved and nothing is validated."""
+    """Compose a config file and overrides, without resolving `${...}` and without validation."""
     import hydra
 
     folder = HOME if config_dir is None else Path(os.path.expanduser(config_dir)).absolute()
     name = config_name or DEFAULTS[schema]
     arguments = prepare_overrides(list(overrides), [str(folder)])
     if folder != HOME:
-        in_folder = os.path.isfile(folder / f"{name.removesuffix('.yaml')}.yaml")
-        arguments.append(f"hydra.searchpath=[file://{HOME if in_folder else folder}]")
-        folder = folder if in_folder else HOME
+        contains_config = os.path.isfile(folder / f"{name.removesuffix('.yaml')}.yaml")
+        arguments.append(f"hydra.searchpath=[file://{HOME if contains_config else folder}]")
+        folder = folder if contains_config else HOME
     with (
         as_config_errors(arguments),
         _separate_hydra(),
@@ -431,10 +440,10 @@ def _compose(
 
 
 def prepare_overrides(overrides: list[str], folders: list[str]) -> list[str]:
-    """Rewrite `key=value` as `++key=value`, so that Hydra accepts a misspelled key and the schema reports it.
+    """Rewrite `key=value` as `++key=value`, so that Hydra accepts unknown keys and the schema check reports them.
 
-    Hydra's own keys and config groups (folders next to the file) are unchanged. Paths are quoted, because Hydra's
-    grammar requires quotes for many characters in them (~ = # and accents).
+    Keys of Hydra and config groups (folders in `folders`) are unchanged. Paths are quoted, because the grammar of Hydra
+    requires quotes around characters such as ~ = # and accented letters.
     """
 
     def prepare(override: str) -> str:
@@ -449,13 +458,13 @@ def prepare_overrides(overrides: list[str], folders: list[str]) -> list[str]:
 
 
 def keys_of(overrides: Sequence[str]) -> set[str]:
-    """Return the keys that the overrides set."""
+    """Return the keys that `overrides` set."""
     return {override.lstrip("+").partition("=")[0] for override in overrides if not override.startswith("~")}
 
 
 @contextlib.contextmanager
 def _separate_hydra() -> Iterator[None]:
-    """Save and restore the global state of Hydra, for programs that use Hydra themselves."""
+    """Save and restore the global state of Hydra, so that calling programs can use Hydra too."""
     from hydra.core.global_hydra import GlobalHydra
 
     before = GlobalHydra.instance().hydra
@@ -468,7 +477,7 @@ def _separate_hydra() -> Iterator[None]:
 
 @contextlib.contextmanager
 def as_config_errors(overrides: Iterable[str]) -> Iterator[None]:
-    """Convert every exception of Hydra, which reads only `overrides` and config files, to a `ConfigError`."""
+    """Convert exceptions of Hydra to a `ConfigError`. Invalid `overrides` or config files cause all of them."""
     try:
         yield
     except CamshaftError:
@@ -478,24 +487,26 @@ def as_config_errors(overrides: Iterable[str]) -> Iterator[None]:
 
 
 def _hydra_message(error: Exception, overrides: Iterable[str]) -> str:
-    """Describe an exception of Hydra with its cause."""
+    """Format an exception of Hydra with its cause and the override that caused it, if known."""
     from hydra.errors import HydraException
 
     reason = f"\n  {error.__cause__}" if isinstance(error.__cause__, OmegaConfBaseException) else ""
     overrides = list(overrides)
     invalid = next((override for override in overrides if not _is_parsable(override)), None)
     if invalid is not None:
-        reason += f"\nin {abbreviated(invalid)}"
+        reason += f"\nin {shorten(invalid)}"
         reason += "\nQuote a value with special characters: \"key='value'\""
     elif not isinstance(error, HydraException | OmegaConfBaseException):
-        # overrides that `prepare_overrides` left to Hydra
+        # overrides that `prepare_overrides` did not rewrite
         candidates = [override for override in overrides if not override.startswith("++")] or overrides
-        reason += f"\n({type(error).__name__} in Hydra, caused by the file or by {abbreviated(' '.join(candidates))})"
-    return f"cannot compose the config: {abbreviated(str(error))}{reason}"
+        reason += (
+            f"\n({type(error).__name__} in Hydra, caused by the config file or by {shorten(' '.join(candidates))})"
+        )
+    return f"cannot compose the config: {shorten(str(error))}{reason}"
 
 
 def _is_parsable(override: str) -> bool:
-    """Return True if Hydra's grammar accepts the override and it has a key."""
+    """Return True if the grammar of Hydra accepts the override, and the override contains a key."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

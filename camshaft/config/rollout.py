@@ -1,8 +1,8 @@
-"""Config and capabilities of one rollout engine, independent of roles.
+"""Config, options and capabilities of a rollout backend.
 
     RolloutEngineConfig(model_path="models/tiny", max_model_len=256)
 
-A rollout declares what it supports in `RolloutCapabilities` and its options in a subclass of `RolloutOptions`.
+A rollout class declares its features in `RolloutCapabilities`, and its options in a subclass of `RolloutOptions`.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,40 +15,40 @@ from camshaft.config.engine import Conflict, Frozen, LoRAConfig, invalid_options
 
 
 class RolloutEngineConfig(Frozen):
-    """Model, memory and device of one generator."""
+    """Model, memory limits and device of a rollout backend."""
 
     model_path: str
-    """Folder with config.json and tokenizer; `load_weights` sets the weights."""
+    """Hugging Face model folder with config.json and tokenizer. `load_weights` sets the weights."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     device: str = "cpu"
     max_model_len: int = Field(default=1024, ge=2)
-    """Maximum length of prompt plus response in tokens."""
+    """Maximum sequence length (prompt and response together) in tokens."""
     max_num_seqs: int = Field(default=1024, ge=1)
-    """Maximum number of rows in a decode step."""
+    """Maximum number of sequences per decode step."""
     max_num_batched_tokens: int = Field(default=8192, ge=1)
-    """Maximum number of prompt tokens in a prefill; a longer prompt is computed separately."""
+    """Maximum number of prompt tokens per prefill step. A longer prompt is computed in a separate step."""
     free_cache_engine: bool = True
     """Free the KV cache in `sleep()`."""
     enforce_eager: bool = True
-    """Disable CUDA graphs and compilation; vllm, sglang, and torch on a GPU."""
+    """Run the model eagerly, without CUDA graphs and compilation (vllm, sglang, and torch on a GPU)."""
     tensor_model_parallel_size: int = Field(default=1, ge=1)
-    """Ranks per generator; this and the next three fields apply to vllm and sglang."""
+    """Tensor-parallel size. Like the next three fields, it applies to vllm and sglang only."""
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Fraction of device memory for weights and KV cache."""
     load_format: str = "dummy"
-    """`dummy...` starts with uninitialized weights; other formats load the weights of the folder."""
+    """Formats that start with `dummy` start with uninitialized weights; others load the weights from the folder."""
     enable_prefix_caching: bool = True
-    """Reuse the KV cache of equal prompt prefixes."""
+    """Reuse the KV cache of shared prompt prefixes."""
     lora: LoRAConfig | None = None
-    """Adapter that is synced separately from the base weights; None: complete weights are synced."""
+    """LoRA adapter that is synced separately from the base weights. None syncs complete weights."""
     update_weights_bucket_megabytes: int = Field(default=512, ge=1)
-    """Bucket size of a weight sync to another process."""
+    """Size in megabytes of the buckets in which weights are sent to another process."""
     seed: int = 0
     trust_remote_code: bool = False
     external_lib: str | None = None
     override_config: dict[str, Any] = Field(default_factory=dict)
     engine_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Options of the backend (vllm, sglang, server); 'torch' and 'hf' accept none."""
+    """Options of the rollout class (vllm, sglang, server). `RolloutCapabilities.options` validates them."""
 
 
 OPTIONAL_KEYS = (
@@ -59,43 +59,45 @@ OPTIONAL_KEYS = (
     "enable_prefix_caching",
     "update_weights_bucket_megabytes",
 )
-"""Keys of the section `rollout` that not every rollout reads."""
+"""Keys of the section `rollout` that some rollouts ignore."""
 
 
 class RolloutOptions(Frozen):
-    """Options of a rollout (`rollout.engine_kwargs`). This class accepts any option; the rollout validates them.
+    """Options of a rollout (`rollout.engine_kwargs`).
 
-    A subclass with fields and `model_config = ConfigDict(extra="forbid")` accepts only these.
+    This class accepts any option, and the rollout has to validate them. A subclass that declares fields and
+    `model_config = ConfigDict(extra="forbid")` accepts only these fields.
     """
 
     model_config = ConfigDict(extra="allow")
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], world_size: int = 1) -> Self:
-        """Validate `options`; a `ValueError` lists every error."""
+    def from_dict(cls, options: Mapping[str, Any], world_size: int = 1) -> Self:
+        """Validate `options` and return an instance; a `ValueError` lists all invalid options."""
         errors = invalid_options(cls, options)
         if errors:
             raise ValueError("; ".join(f"{error.option}: {error.message}" for error in errors))
         return cls.model_validate(options)
 
     def conflicts(self, tensor_parallel_size: int, world_size: int) -> Iterator[Conflict]:
-        """Yield settings that do not fit `world_size` ranks, named as keys of the section `rollout`."""
+        """Yield settings that are incompatible with `world_size` ranks, under their names in the section `rollout`."""
         return iter(())
 
 
 @dataclass(frozen=True)
 class RolloutCapabilities:
-    """Capabilities of a rollout: the class attribute `capabilities` of `BaseRollout`.
+    """Features of a rollout, declared in the class attribute `capabilities` of `BaseRollout`.
 
         class MyRollout(BaseRollout):
             capabilities = RolloutCapabilities(supports_adapter=True, reads=frozenset({"enforce_eager"}))
 
-    The config checks read it before a process is started.
+    The config checks read it on the driver before any process is started.
     """
 
     options: type[RolloutOptions] = RolloutOptions
-    """Schema of `rollout.engine_kwargs`; the default accepts any option."""
+    """Schema of `rollout.engine_kwargs`. The default accepts any option."""
     reads: frozenset[str] = frozenset(OPTIONAL_KEYS)
-    """The keys of `OPTIONAL_KEYS` that have an effect; a run that sets another one gets a notice."""
+    """Keys of `OPTIONAL_KEYS` that the rollout reads. A run that sets one of the other keys logs a warning."""
     supports_adapter: bool = False
-    """Supports `RolloutEngineConfig.lora`: base weights are synced once, the adapter at every weight sync."""
+    """True if the rollout supports `RolloutEngineConfig.lora`: the base weights are synced once, and the adapter at
+    every weight sync."""

@@ -1,7 +1,7 @@
-"""Dotted keys: the keys of a schema, access to nested dicts, and the nearest match to a misspelled key.
+"""Dotted keys: the keys of a schema, access to nested dicts by key, and suggestions for misspelled keys.
 
 leaf_fields(PPOConfig)["trainer.seed"].description
-nearest("trainer.sed", leaf_fields(PPOConfig))        # ["trainer.seed"]
+nearest_keys("trainer.sed", leaf_fields(PPOConfig))        # ["trainer.seed"]
 """
 
 import difflib
@@ -17,7 +17,7 @@ from camshaft.config.schema.fields import Section
 
 @cache
 def fields(schema: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
-    """Return every key of the schema in order, including sections."""
+    """Map every key of the schema to its field, in order. The keys of sections are included."""
     keys = {}
     for name, field in schema.model_fields.items():
         key = f"{prefix}{name}"
@@ -30,18 +30,18 @@ def fields(schema: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
 
 @cache
 def leaf_fields(schema: type[Section]) -> dict[str, FieldInfo]:
-    """Return every key that has a value, which excludes sections."""
+    """Map every key of the schema that has a value to its field. The keys of sections are excluded."""
     return {key: field for key, field in fields(schema).items() if as_section(field) is None}
 
 
 def as_section(field: FieldInfo) -> type[Section] | None:
-    """Return the section class of a key, or None if the key has a value."""
+    """Return the class of a section, or None if the field has a value."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def flatten(tree: Mapping[str, Any], leaves: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """Map dotted keys to the values of a nested dict. Empty mappings and the keys in `leaves` count as values."""
+    """Map dotted keys to the values of a nested dict. Empty mappings and mappings at the keys `leaves` are values."""
     leaves = set(leaves)
     values: dict[str, Any] = {}
     for name, value in tree.items():
@@ -53,25 +53,28 @@ def flatten(tree: Mapping[str, Any], leaves: Iterable[str], prefix: str = "") ->
     return values
 
 
-def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Map dotted keys to the values of a nested dict; no mapping counts as a value."""
+def flatten_mappings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Map dotted keys to the values of a nested dict. Every mapping is flattened, so empty mappings are dropped."""
     leaves: dict[str, Any] = {}
     for name, value in tree.items():
         if isinstance(value, Mapping):
-            leaves |= flat(value, f"{prefix}{name}.")
+            leaves |= flatten_mappings(value, f"{prefix}{name}.")
         else:
             leaves[f"{prefix}{name}"] = value
     return leaves
 
 
-def nested(tree: Mapping[Any, Any], leaves: Iterable[str], prefix: str = "") -> dict[str, Any]:
-    """Return a copy with dotted keys expanded: `{"a.b": 1}` becomes `{"a": {"b": 1}}`."""
+def expand_keys(tree: Mapping[Any, Any], leaves: Iterable[str], prefix: str = "") -> dict[str, Any]:
+    """Return a copy in which dotted keys are expanded: `{"a.b": 1}` becomes `{"a": {"b": 1}}`.
+
+    Mappings at the keys `leaves` are values and remain unchanged.
+    """
     leaves = set(leaves)
     expanded: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and key not in leaves:
-            inner = nested(value, leaves, f"{key}.")
+            inner = expand_keys(value, leaves, f"{key}.")
             for part, leaf in flatten({str(name): inner}, leaves).items():
                 put(expanded, part, leaf)
         else:
@@ -79,7 +82,7 @@ def nested(tree: Mapping[Any, Any], leaves: Iterable[str], prefix: str = "") -> 
     return expanded
 
 
-def has(tree: Mapping[str, Any], key: str) -> bool:
+def has_key(tree: Mapping[str, Any], key: str) -> bool:
     """Return True if a nested dict contains a dotted key."""
     node: Any = tree
     for name in key.split("."):
@@ -90,7 +93,7 @@ def has(tree: Mapping[str, Any], key: str) -> bool:
 
 
 def get(tree: Mapping[str, Any], key: str) -> Any:
-    """Return the value of an existing dotted key."""
+    """Return the value of a dotted key, which must exist."""
     node: Any = tree
     for name in key.split("."):
         node = node[name]
@@ -98,7 +101,7 @@ def get(tree: Mapping[str, Any], key: str) -> Any:
 
 
 def put(tree: dict[str, Any], key: str, value: Any) -> None:
-    """Set a dotted key; missing sections are created, and values in their place are replaced."""
+    """Set the value of a dotted key. Missing sections are created and replace values that are not sections."""
     *sections, last = key.split(".")
     for name in sections:
         if not isinstance(tree.get(name), dict):
@@ -108,7 +111,7 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 
 def remove(tree: dict[str, Any], key: str) -> None:
-    """Remove an existing dotted key, and the sections that become empty."""
+    """Remove a dotted key, which must exist, and the sections that become empty."""
     section, dot, last = key.rpartition(".")
     node = get(tree, section) if dot else tree  # the section of ".a" has an empty name
     del node[last]
@@ -116,39 +119,40 @@ def remove(tree: dict[str, Any], key: str) -> None:
         remove(tree, section)
 
 
-def nearest(key: str, candidates: Iterable[str], limit: int = 2) -> list[str]:
-    """Return the candidates most similar to `key`, by the complete key and by its last name.
+def nearest_keys(key: str, candidates: Iterable[str], limit: int = 2) -> list[str]:
+    """Return up to `limit` candidates that are most similar to `key`, as suggestions for a misspelled key.
 
-    A candidate that ends in `.key` is an exact match.
+    The similarity depends on the complete key and on its last component. A candidate that ends with `.` and `key` is an
+    exact match.
     """
     last = key.rpartition(".")[2]
-    initials = "".join(word[:1] for word in last.split("_"))  # matches learning_rate to lr
+    initials = "".join(word[:1] for word in last.split("_"))  # learning_rate is an exact match for lr
 
     def similarity(candidate: str) -> float:
         if candidate.endswith(f".{key}"):
             return 1.0
-        of_keys = difflib.SequenceMatcher(None, key, candidate).ratio()
+        key_ratio = difflib.SequenceMatcher(None, key, candidate).ratio()
         name = candidate.rpartition(".")[2]
-        of_names = 1.0 if name == initials != last[:1] else difflib.SequenceMatcher(None, last, name).ratio()
-        return (of_keys + 2 * of_names) / 3
+        name_ratio = 1.0 if name == initials != last[:1] else difflib.SequenceMatcher(None, last, name).ratio()
+        return (key_ratio + 2 * name_ratio) / 3
 
     scored = sorted(((similarity(candidate), candidate) for candidate in candidates), reverse=True)
     best = scored[0][0] if scored else 0.0
     return [candidate for score, candidate in scored[:limit] if score >= 0.7 and score > best - 0.08]
 
 
-def overlap(key: str, other: str) -> bool:
-    """Return True if two dotted keys are equal, or one is a section that contains the other."""
+def keys_overlap(key: str, other: str) -> bool:
+    """Return True if two dotted keys are equal, or if one is the key of a section that contains the other."""
     return key == other or key.startswith(f"{other}.") or other.startswith(f"{key}.")
 
 
-def shown(value: Any) -> str:
-    """Format a value as on the command line: true, null, strings without quotes."""
+def format_value(value: Any) -> str:
+    """Format a value as it is written on the command line: true, null, strings without quotes."""
     if isinstance(value, str):
         return value if value and value == value.strip() else json.dumps(value)
     return json.dumps(value, default=str)
 
 
-def abbreviated(text: str, limit: int = 500) -> str:
-    """Return the text; beyond `limit` characters, its beginning and its length."""
+def shorten(text: str, limit: int = 500) -> str:
+    """Return `text`, shortened to its beginning and its length if it has more than `limit` characters."""
     return text if len(text) <= limit else f"{text[: limit - 100]} ... ({len(text)} characters)"

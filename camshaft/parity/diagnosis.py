@@ -143,7 +143,7 @@ def _explain(search: _Experiment, case: ParityCase) -> list[Finding]:
         return again.findings
     if again.worst > search.limit:
         return _find_cause(replace(search, pair=pair, diagnosis=again))
-    sides = f"the engine in {case.computes_in()} and the rollout in {case.rollout_dtype}"
+    sides = f"the engine in {case.compute_dtype()} and the rollout in {case.rollout_dtype}"
     evidence = (
         f"With {sides} the largest difference is {search.diagnosis.worst:.1e}; in float32 it is {again.worst:.1e}."
     )

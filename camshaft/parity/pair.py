@@ -67,7 +67,7 @@ class ParityCase:
             options=options,
         )
 
-    def computes_in(self) -> str:
+    def compute_dtype(self) -> str:
         """Return the dtype of the engine's forward pass."""
         return (self.options.get("mixed_precision") or {}).get("param_dtype") or self.dtype
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from camshaft.config.command import as_tree
+from camshaft.config.command import parse_options
 from camshaft.engine import engine_class
 from camshaft.errors import ConfigError, EngineError, RolloutError
 from camshaft.models.loader import load_tokenizer, model_folder
@@ -101,8 +101,8 @@ def _case(options: argparse.Namespace) -> ParityCase:
         longest_prompt=options.prompt_length,
         seed=options.seed,
         trust_remote_code=options.trust_remote_code,
-        options=as_tree(options.option) if options.option else {},
-        engine_kwargs=as_tree(options.engine_kwarg) if options.engine_kwarg else {},
+        options=parse_options(options.option) if options.option else {},
+        engine_kwargs=parse_options(options.engine_kwarg) if options.engine_kwarg else {},
     )
 
 
@@ -111,7 +111,7 @@ def _settings(case: ParityCase) -> str:
     sampling = case.sampling
     return (
         f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, "
-        f"{case.computes_in()} and {case.rollout_dtype} on {case.device}"
+        f"{case.compute_dtype()} and {case.rollout_dtype} on {case.device}"
     )
 
 

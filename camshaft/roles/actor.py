@@ -44,7 +44,7 @@ class ActorWorker(TrainedRole):
         mode = self.actor.policy_loss.loss_mode
         self.policy_loss: PolicyLoss = load_function(mode, POLICY_LOSSES, "camshaft.policy_losses")
         self.engine = build_engine(self.actor.strategy, actor_engine(config, topology, total_steps))
-        self.computes_in = self.actor.fsdp_config.computes_in()
+        self.compute_dtype = self.actor.fsdp_config.compute_dtype()
 
     @property
     def temperature(self) -> float:

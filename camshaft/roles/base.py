@@ -127,7 +127,7 @@ class EngineRole(Worker):
 class TrainedRole(EngineRole):
     """Base class of roles whose model is trained and can be exported."""
 
-    computes_in: str
+    compute_dtype: str
     """Compute dtype of the engine, which can be lower than the dtype of the weights."""
 
     @contextmanager
@@ -156,7 +156,7 @@ class TrainedRole(EngineRole):
                 engine.named_weights(),
                 model,
                 local_path,
-                check=Probe(engine.infer_batch, self.computes_in),
+                check=Probe(engine.infer_batch, self.compute_dtype),
                 write=is_writer,
                 adapter=() if model.lora is None else engine.named_weights(adapter_only=True),
                 tokenizer=tokenizer,

@@ -26,7 +26,7 @@ class CriticWorker(TrainedRole):
         self.config, self.critic = config, config.critic
         self.mini_batch_size = config.critic_mini_batch_per_rank(topology)
         self.engine = build_engine(self.critic.strategy, critic_engine(config, topology, total_steps))
-        self.computes_in = self.critic.model.fsdp_config.computes_in()
+        self.compute_dtype = self.critic.model.fsdp_config.compute_dtype()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, data: DataProto) -> DataProto:

@@ -20,7 +20,7 @@ class SupervisedWorker(TrainedRole, ABC):
     def __init__(self, config: SupervisedConfig, engine: EngineConfig):
         super().__init__()
         self.engine = build_engine(config.strategy, engine)
-        self.computes_in = config.fsdp_config.computes_in()
+        self.compute_dtype = config.fsdp_config.compute_dtype()
 
     @abstractmethod
     def optimizer_step(self, data: DataProto) -> StepResult:

@@ -124,7 +124,7 @@ def correct(batch: DataProto, correction: RolloutCorrectionConfig) -> tuple[Data
         metrics |= _weight_metrics(flat, correction, weights)
     if correction.rollout_rs:
         kept = mask
-        for rule, bounds in correction.rejections():
+        for rule, bounds in correction.rejection_bounds():
             kept = kept & accepted(*flat, rule, bounds)
         columns["rollout_rs_mask"] = train.like(kept)
         metrics |= _rejection_metrics(train.like(mask), train.like(kept))

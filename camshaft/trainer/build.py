@@ -37,7 +37,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         self.tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
         self.loader = StatefulLoader(
             self._prompts(config, train=True),
-            config.generated_together(),
+            config.prompts_per_generation_batch(),
             total_epochs=config.trainer.total_epochs,
             shuffle=config.data.shuffle,
             seed=config.data_seed(),
@@ -69,7 +69,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             if config.needs_critic():
                 self.critic = spawn(critic_class, *arguments, pool=pool_of["critic"], name="critic")
             self.reward_model: RewardModelWorker | None = None
-            self.reward_model_ranks = topology.of_reward_model().world_size
+            self.reward_model_ranks = topology.reward_model_topology().world_size
             if config.reward_model.enable:
                 pool = pool_of["reward_model"]
                 self.reward_model = spawn(reward_class, config, topology, pool=pool, name="reward_model")

@@ -113,8 +113,8 @@ def _check_progress(config: PPOConfig, calls: int, num_informative: int, epoch_f
         return
     problem = (
         f"only {num_informative} of {target} prompts have responses that differ in {filtering.metric} after {calls} "
-        f"batches of {config.generated_together()} prompts, because the policy always or never solves the other "
-        "prompts; increase data.gen_batch_size or actor_rollout_ref.rollout.n, or use other data"
+        f"batches of {config.prompts_per_generation_batch()} prompts, because the policy always or never solves the "
+        "other prompts; increase data.gen_batch_size or actor_rollout_ref.rollout.n, or use other data"
     )
     limit = "algorithm.filter_groups.max_num_gen_batches"
     reason = (

@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from camshaft.config import GLOBAL_POOL, GenerateConfig, unread_by, without_secrets
+from camshaft.config import GLOBAL_POOL, GenerateConfig, unread_keys, without_secrets
 from camshaft.controller import spawn
 from camshaft.data import PromptOptions, ResponseFile, data_files, load_prompts
 from camshaft.dataproto import DataProto
@@ -164,7 +164,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
 def collect_settings(config: GenerateConfig, prompts: DataProto) -> dict[str, Any]:
     """Return all values that affect the responses: config values, and checksums of prompts, model and other files."""
     custom, sections = config.custom_reward_function, without_secrets(config)
-    ignored = {*PATH_KEYS, *SPEED_KEYS, *(f"rollout.{key}" for key in unread_by(config.rollout.name))}
+    ignored = {*PATH_KEYS, *SPEED_KEYS, *(f"rollout.{key}" for key in unread_keys(config.rollout.name))}
     values = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     values = {key: value for key, value in values.items() if key not in ignored}
     ids = prompts["prompts"]

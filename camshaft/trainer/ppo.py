@@ -53,11 +53,11 @@ class PPOTrainer:
         self.config, self.parts = config, parts
         self.actor, self.critic, self.rewards = parts.actor, parts.critic, parts.rewards
         self.kl = build_kl_controller(config.algorithm)
-        self.old_log_probs = config.old_log_probs()
+        self.old_log_probs = config.old_log_prob_source()
         self.actor_mini_batch, self.critic_mini_batch = config.actor_mini_batch(), config.critic_mini_batch()
         self.needs_greedy, self.needs_ref_log_prob = config.needs_greedy(), config.needs_ref_log_prob()
         correction = config.algorithm.rollout_correction
-        self.correction = correction if correction.is_on() else None
+        self.correction = correction if correction.is_enabled() else None
         self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
         self.global_step = 0
 
@@ -296,7 +296,7 @@ class PPOTrainer:
         exports = {
             name: partial(role.export, tokenizer=self.config.tokenizer_path())
             for name, role in (("actor", self.actor), ("critic", self.critic))
-            if role is not None and contents[name].with_hf_model()
+            if role is not None and contents[name].saves_hf_model()
         }
         self.parts.checkpoints.save(step, roles, state, keep, exports, self.best.step)
 

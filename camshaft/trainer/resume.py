@@ -17,7 +17,7 @@ from typing import Any
 
 from camshaft.checkpoint import Saved
 from camshaft.config import PPOConfig, SupervisedConfig, without_secrets
-from camshaft.config.tree import flatten, leaf_fields, shown
+from camshaft.config.tree import flatten, format_value, leaf_fields
 from camshaft.errors import CheckpointError
 
 RESUME_KEYS = ("trainer.resume_mode", "trainer.resume_from_path")
@@ -35,7 +35,7 @@ def config_record(config: PPOConfig | SupervisedConfig) -> dict[str, Any]:
 def list_changes(saved_values: Mapping[str, Any], config: PPOConfig | SupervisedConfig) -> list[str]:
     """Return the changed keys as overrides, each with its previous value."""
     return [
-        f"{key}={shown(value)} (was {shown(saved_values[key])})"
+        f"{key}={format_value(value)} (was {format_value(saved_values[key])})"
         for key, value in config_record(config).items()
         if key in saved_values and saved_values[key] != value
     ]

@@ -163,7 +163,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         """Save the state of the run as an atomic checkpoint."""
         roles = {"model": partial(self.model.save_checkpoint, global_step=self.global_step)}
         keep = {"model": self.config.trainer.max_ckpt_to_keep}
-        exports = {"model": self.model.export} if self.config.checkpoint.with_hf_model() else {}
+        exports = {"model": self.model.export} if self.config.checkpoint.saves_hf_model() else {}
         state = {
             "loader": self.loader.state_dict(),
             "best": self.best.state_dict(),

@@ -143,7 +143,7 @@ def test_stages_that_do_not_divide_the_ranks_are_rejected(command: Command, tmp_
     changes = {**PIPELINE, "+critic.engine_kwargs.pipeline_size": 3}
     run = command("ppo", *ppo_args(tmp_path, {**PPO, **changes}))
     assert run.status == 2
-    assert "2 ranks do not split into groups of 3 per row" in run.err
+    assert "world_size=2 is not divisible by the model-parallel size 3" in run.err
 
 
 def test_the_package_uses_no_private_name_of_camshaft() -> None:

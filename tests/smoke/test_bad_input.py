@@ -66,7 +66,11 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "mini-batch above the batch": (
         {"data.train_batch_size": 2},
-        ["ppo_mini_batch_size = 4", "larger than the iteration", "Set actor_rollout_ref.actor.ppo_mini_batch_size=2"],
+        [
+            "ppo_mini_batch_size = 4",
+            "exceeds data.train_batch_size=2",
+            "Set actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        ],
     ),
     "no such train file": (
         {"data.train_files": "/nowhere/train.parquet"},

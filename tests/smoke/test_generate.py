@@ -350,7 +350,10 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "a key of training": ({"trainer.total_epochs": 3}, ["trainer.total_epochs", "unknown key"]),
     "no responses": ({"rollout.n": 0}, ["rollout.n = 0", "integer >= 1"]),
-    "equal responses": ({"rollout.do_sample": False}, ["generates 2 equal responses", "Set rollout.do_sample=true"]),
+    "equal responses": (
+        {"rollout.do_sample": False},
+        ["generates 2 identical responses", "Set rollout.do_sample=true"],
+    ),
     "no such file": ({"data.path": "/nowhere/in.parquet"}, ["data.path = /nowhere/in.parquet", "file not found"]),
     "no such model": ({"model.path": "/nowhere/model"}, ["model.path = /nowhere/model", "folder not found"]),
     "a model on the hub": ({"model.path": "Qwen/Qwen2.5-0.5B"}, ["hf download Qwen/Qwen2.5-0.5B --local-dir"]),

@@ -30,7 +30,7 @@ from camshaft.config.engine import EngineConfig  # noqa: E402
 from camshaft.config.rollout import RolloutEngineConfig  # noqa: E402
 from camshaft.config.schema.fields import Section  # noqa: E402
 from camshaft.config.schema.fsdp import FSDPOptions  # noqa: E402
-from camshaft.config.tree import has, leaf_fields, remove  # noqa: E402
+from camshaft.config.tree import has_key, leaf_fields, remove  # noqa: E402
 from spec.fields import FIELD_TESTS, FIELDS  # noqa: E402
 from spec.keys import tests_of_key  # noqa: E402
 
@@ -78,7 +78,7 @@ def _disable_key(key: str) -> None:
 
     def resolve(tree: Mapping[str, Any], schema: type[Section]) -> Any:
         mutated = copy.deepcopy(dict(tree))
-        if schema is PPOConfig and has(mutated, key):
+        if schema is PPOConfig and has_key(mutated, key):
             remove(mutated, key)
         return real(mutated, schema)
 

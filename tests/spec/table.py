@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from camshaft.config import PPOConfig  # noqa: E402
 from camshaft.config.load import ALIASES, check_implemented, resolved_defaults  # noqa: E402
-from camshaft.config.tree import flatten, leaf_fields, nested, overlap  # noqa: E402
+from camshaft.config.tree import expand_keys, flatten, keys_overlap, leaf_fields  # noqa: E402
 from spec.fields import FIELD_TESTS, FIELDS  # noqa: E402
 from spec.keys import PROOFS, tests_of_key  # noqa: E402
 from spec.rows import DEVIATES, KEYS, METHODS, UNIMPLEMENTED, Unimplemented  # noqa: E402
@@ -76,9 +76,9 @@ def accepted() -> Iterator[Unimplemented]:
     """Yield the entries of UNIMPLEMENTED that the config accepts."""
     defaults = flatten(resolved_defaults(PPOConfig), LEAVES)
     for entry in UNIMPLEMENTED:
-        tree = nested(defaults | {entry.key: entry.value}, LEAVES)
+        tree = expand_keys(defaults | {entry.key: entry.value}, LEAVES)
         if not any(
-            overlap(entry.key, name)
+            keys_overlap(entry.key, name)
             for problem in check_implemented(tree, PPOConfig)
             for name in (problem.key, *problem.related)
         ):

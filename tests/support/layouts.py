@@ -41,11 +41,11 @@ FEATURES: dict[str, dict[str, Any]] = {
 
 REFUSED = {
     ("sp2", "tp2"): "both shard the attention heads",
-    ("tp2", "lora"): "adapters of tensor-parallel matrices",
-    ("offload", "offload_policy"): "Choose one of the two",
+    ("tp2", "lora"): "LoRA is not supported with tensor_parallel_size",
+    ("offload", "offload_policy"): "Set either offload_policy or the others",
     ("tp2", "compiled"): "does not compile",
     ("selective", "compiled"): "single operators",
-    ("selective", "wrap_by_size"): "units inside a layer",
+    ("selective", "wrap_by_size"): "gathers units inside a layer",
 }
 """Unsupported pairs, with a part of the error message at construction."""
 

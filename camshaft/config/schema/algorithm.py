@@ -11,11 +11,14 @@ from camshaft.config.schema.fields import Described, KLPenalty, Section, Text
 
 ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo")
 POLICY_LOSSES = ("vanilla", "gspo", "cispo")
-"""Built-in names. The functions are in `camshaft.algorithms`, which imports torch; a test compares the two."""
+"""Names of the built-in policy losses. Their functions, like those of `ESTIMATORS`, are in `camshaft.algorithms`.
+
+The config must not import torch, so the names are repeated here. A test checks that both lists are equal.
+"""
 
 EstimatorName = Annotated[Text, Described(f"one of {', '.join(ESTIMATORS)}, or package.module:function")]
 GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo")
-"""Estimators that compare the responses to one prompt with each other; they require rollout.n > 1."""
+"""Estimators that compare the responses to the same prompt. They require `rollout.n > 1`."""
 
 
 RejectionRule = Literal[
@@ -25,7 +28,7 @@ RejectionRule = Literal[
 
 
 def _as_list(value: Any) -> Any:
-    """Parse `a,b`, `[a, b]`, `a` or null into a tuple of strings; numbers keep their spelling."""
+    """Convert `a,b`, `[a, b]`, `a` or null to a tuple of strings. Numbers become strings too."""
     if value is None:
         return ()
     parts = value.split(",") if isinstance(value, str) else value if isinstance(value, Sequence) else (value,)
@@ -35,28 +38,28 @@ def _as_list(value: Any) -> Any:
 RejectionRules = Annotated[
     tuple[RejectionRule, ...],
     BeforeValidator(_as_list),
-    Described(f"null, or one or a list of {', '.join(get_args(RejectionRule))}"),
+    Described(f"null, or one or more of {', '.join(get_args(RejectionRule))}"),
 ]
 Thresholds = Annotated[
     tuple[str, ...],
     BeforeValidator(_as_list),
-    Described("null, or per rule a number or a low-high range such as 0.5-2.0"),
+    Described("null, or for each rule a number or a range such as 0.5-2.0"),
 ]
 
-_TWO = re.compile(r"(?<![eE])[-_]")
-"""Separator of low and high. Prefer `-`: the command line reads `_` as a digit separator (1.0_2 is 1.02)."""
+_RANGE_SEPARATOR = re.compile(r"(?<![eE])[-_]")
+"""Separator of the two numbers of a range. Prefer `-`, because the command line reads 1.0_2 as the number 1.02."""
 
 
-def threshold(rule: str, text: str) -> tuple[float, float]:
-    """Parse the threshold of one rejection rule into (low, high); raise ValueError if it is malformed.
+def parse_threshold(rule: str, text: str) -> tuple[float, float]:
+    """Return the (low, high) bounds that `text` describes for a rejection rule.
 
-    A ratio (k1) has two bounds; a single number `high` is shorthand for the range [1/high, high]. A divergence (k2, k3)
-    has only an upper bound.
+    A ratio (k1) has two bounds, and a single number `high` stands for the range [1/high, high]. A divergence (k2, k3)
+    has only an upper bound, so `low` is 0. Malformed text raises a `ValueError`.
     """
     ratio = rule.endswith("k1")
     try:
-        parts = [float(part) for part in _TWO.split(text.strip())]
-    except ValueError:  # also raised for an empty part, as before a leading minus
+        parts = [float(part) for part in _RANGE_SEPARATOR.split(text.strip())]
+    except ValueError:  # not a number, or an empty string before a leading minus sign
         parts = []
     parts = parts if all(math.isfinite(part) for part in parts) else []
     if ratio and len(parts) == 2 and 0 <= parts[0] < parts[1]:
@@ -71,7 +74,7 @@ def threshold(rule: str, text: str) -> tuple[float, float]:
 
 
 class RolloutCorrectionConfig(Section):
-    """Corrections for the mismatch between the rollout's and the trainer's log-probs; off by default."""
+    """Corrections for the mismatch between the log-probs of the rollout and the trainer. Disabled by default."""
 
     rollout_is: Literal["token", "sequence"] | None = Field(
         description="Truncated importance sampling: weight the policy loss by the ratio of trainer to rollout "
@@ -98,15 +101,15 @@ class RolloutCorrectionConfig(Section):
         "of recomputing them with the trainer."
     )
 
-    def is_on(self) -> bool:
-        """Return True if any correction is enabled."""
+    def is_enabled(self) -> bool:
+        """Return True if importance weights or rejection rules are configured."""
         return self.rollout_is is not None or bool(self.rollout_rs)
 
-    def rejections(self) -> tuple[tuple[str, tuple[float, float]], ...]:
-        """Return each rejection rule with its (low, high) bounds."""
+    def rejection_bounds(self) -> tuple[tuple[str, tuple[float, float]], ...]:
+        """Return each rejection rule and its (low, high) bounds."""
         texts = self.rollout_rs_threshold
         texts = texts * len(self.rollout_rs) if len(texts) == 1 else texts
-        return tuple((rule, threshold(rule, text)) for rule, text in zip(self.rollout_rs, texts, strict=True))
+        return tuple((rule, parse_threshold(rule, text)) for rule, text in zip(self.rollout_rs, texts, strict=True))
 
 
 class KLCtrlConfig(Section):

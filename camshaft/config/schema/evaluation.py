@@ -1,4 +1,4 @@
-"""Config of `camshaft eval`, which scores existing responses.
+"""Config of `camshaft eval`, a command that scores existing responses.
 
 config = load_eval(["data.path=responses.parquet"])
 config.custom_reward_function.function_name()          # "auto"

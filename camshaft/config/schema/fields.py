@@ -1,11 +1,12 @@
-"""Building blocks of the config schema: the base class of sections, shared value types, and their descriptions.
+"""Building blocks of the config schema: the base class of sections and the value types that sections share.
 
-A section is a subclass of `Section`. A key is an annotated attribute with `Field(description=...)` and no
-default (defaults live in the YAML files). `describe(field)` formats the type and bounds of a key for error
-messages and `camshaft config explain`.
+A section of the config is a subclass of `Section`. A key is an annotated attribute with `Field(description=...)`. Keys
+have no defaults in the schema, because the YAML files define them.
 
     class KLCtrlConfig(Section):
         kl_coef: float = Field(ge=0, description="Weight of the KL penalty.")
+
+`describe(field)` formats the type and the bounds of a key for error messages and `camshaft config explain`.
 """
 
 import os.path
@@ -22,25 +23,28 @@ from camshaft.config.engine import Frozen
 
 
 class Section(Frozen):
-    """Base class of all sections: frozen, no extra keys, strict types (`"8"` is not 8), no infinite numbers."""
+    """Base class of all sections.
+
+    Sections are frozen, reject unknown keys, NaN and infinite numbers, and do not convert types (`"8"` is not 8).
+    """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
 
 @dataclass(frozen=True)
 class Described:
-    """The description of a value, for keys whose Python type is not specific enough."""
+    """Description of the allowed values, for keys whose Python type is not specific enough."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class IsPath:
-    """Mark a key that names a file or a folder; `load.py` lists the keys that accept URLs."""
+    """Marker of a key whose value is a path. `REMOTE_PATHS` in `load.py` lists the keys that also accept URLs."""
 
 
 def _as_text(value: Any) -> Any:
-    """Convert numbers to strings: the command line parses `experiment_name=7` as a number."""
+    """Convert a number to a string, because the command line parses `experiment_name=7` as a number."""
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else value
 
 
@@ -53,7 +57,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 def _local(value: str) -> str:
-    """Strip `file://` and expand `~`."""
+    """Remove a `file://` prefix and expand `~`."""
     return os.path.expanduser(value.removeprefix("file://"))
 
 
@@ -101,12 +105,12 @@ KLPenalty = Literal["kl", "abs", "mse", "low_var_kl", "full"]
 
 
 def describe(field: FieldInfo) -> str:
-    """Describe type, bounds and allowed values of a key, for example 'an integer >= 1, or null'."""
+    """Describe the type, bounds and allowed values of a key, for example 'an integer >= 1, or null'."""
     return _describe(field.annotation, field.metadata)
 
 
 def is_path(field: FieldInfo) -> bool:
-    """Return True if the key names files or folders."""
+    """Return True if the value of the key is a path or a list of paths."""
     parts = [*field.metadata]
     for part in get_args(field.annotation):
         parts.extend(get_args(part))

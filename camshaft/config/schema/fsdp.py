@@ -1,9 +1,10 @@
-"""Section `fsdp_config` of every role, and the options of the FSDP engines that it is part of.
+"""Section `fsdp_config` of every role, and the options of the FSDP engines, which include it.
 
-    options = FSDPOptions.of({"fsdp_size": 2, "mixed_precision": {"param_dtype": "bfloat16"}})
+    options = FSDPOptions.from_dict({"fsdp_size": 2, "mixed_precision": {"param_dtype": "bfloat16"}})
     options.ranks_per_row()
 
-The fields have defaults for programs that build an engine without a config file; the YAML files repeat them.
+Unlike other sections, these classes define defaults, for programs that build an engine without a config file. The YAML
+files repeat the same values.
 """
 
 from collections.abc import Iterator
@@ -11,14 +12,14 @@ from typing import Literal
 
 from pydantic import Field
 
-from camshaft.config.engine import Conflict, EngineModel, EngineOptions, count_of_ranks, sum_of
+from camshaft.config.engine import Conflict, EngineModel, EngineOptions, format_division, largest_divisor
 from camshaft.config.schema.fields import DType, OffOrPositive, Section, Text
 
 ComputeDType = Literal["float32", "bfloat16"]
 
 
 class WrapPolicy(Section):
-    """Modules that FSDP shards as one unit; by default the model's decoder layers."""
+    """Selection of the modules that FSDP shards as one unit each. By default these are the decoder layers."""
 
     transformer_layer_cls_to_wrap: Text | None = Field(
         default=None,
@@ -34,7 +35,7 @@ class WrapPolicy(Section):
 
 
 class ForwardMixedPrecision(Section):
-    """Compute dtype of a frozen model."""
+    """Dtype in which a frozen model computes."""
 
     param_dtype: ComputeDType | None = Field(
         default=None, description="Dtype of the weights and activations during computation. null uses model_dtype."
@@ -42,7 +43,7 @@ class ForwardMixedPrecision(Section):
 
 
 class MixedPrecision(ForwardMixedPrecision):
-    """Compute dtypes; the optimizer updates weights in model_dtype."""
+    """Dtypes in which a trained model computes. The optimizer updates the weights in `model_dtype`."""
 
     reduce_dtype: ComputeDType | None = Field(
         default="float32", description="Dtype in which gradients are reduced across ranks. null uses param_dtype."
@@ -50,7 +51,7 @@ class MixedPrecision(ForwardMixedPrecision):
 
 
 class Sharding(Section):
-    """Sharding and memory, common to trained and frozen models."""
+    """Sharding and offloading keys that trained and frozen models share."""
 
     wrap_policy: WrapPolicy = Field(
         default=WrapPolicy(), description="Selection of the modules that are sharded as one unit each."
@@ -85,7 +86,7 @@ class Sharding(Section):
 
 
 class TrainedSharding(Sharding):
-    """Sharding and memory of a trained model."""
+    """Sharding and offloading keys of a trained model."""
 
     mixed_precision: MixedPrecision = Field(default=MixedPrecision(), description="Dtypes used during computation.")
     grad_offload: bool = Field(
@@ -107,22 +108,22 @@ class FSDPConfig(TrainedSharding):
 
     model_dtype: DType = Field(description="Dtype in which the weights are stored.")
 
-    def computes_in(self) -> str:
-        """Return the compute dtype, which can have a lower precision than the weights."""
+    def compute_dtype(self) -> str:
+        """Return the dtype in which the model computes. It can have a lower precision than the weights."""
         return self.mixed_precision.param_dtype or self.model_dtype
 
 
 class FSDPOptions(TrainedSharding, EngineOptions):
-    """Options of `FSDPEngine`: `fsdp_config`, and keys of the role that the engine reads."""
+    """Options of `FSDPEngine`: the keys of `fsdp_config`, and four keys of the role."""
 
     ulysses_sequence_parallel_size: int = Field(default=1, ge=1)
-    """Ranks that share the tokens of one micro-batch."""
+    """Number of ranks over which the tokens of a micro-batch are split."""
     use_torch_compile: bool = False
-    """Compile each unit with torch.compile."""
+    """Compile each FSDP unit with torch.compile."""
     activation_offload: bool = False
-    """Keep the activations that the backward pass needs in host memory."""
+    """Offload the activations that are saved for the backward pass to CPU memory."""
     async_save: bool = False
-    """Write checkpoints in the background, from a copy in host memory."""
+    """Write checkpoints in the background from a copy in CPU memory, while training continues."""
 
     def ranks_per_row(self) -> int:
         return self.ulysses_sequence_parallel_size * self.tensor_parallel_size
@@ -133,19 +134,25 @@ class FSDPOptions(TrainedSharding, EngineOptions):
             option = "tensor_parallel_size" if sequence == 1 else "ulysses_sequence_parallel_size"
             yield Conflict(
                 option,
-                f"{count_of_ranks(world_size)} not split into groups of ulysses_sequence_parallel_size={sequence} x "
-                f"tensor_parallel_size={tensor} = {sequence * tensor}: {sum_of(world_size, sequence * tensor)}",
+                f"world_size={world_size} is not divisible by ulysses_sequence_parallel_size={sequence} x "
+                f"tensor_parallel_size={tensor} = {sequence * tensor}: "
+                f"{format_division(world_size, sequence * tensor)}",
+                (f"{option}={largest_divisor(world_size, sequence * tensor)}",) if 1 in (sequence, tensor) else (),
             )
             return
         ranks = world_size // tensor
         shards = self.shards(world_size)
         if ranks % shards:
-            per_tensor = f" / tensor_parallel_size={tensor} = {ranks} ranks" if tensor > 1 else ""
-            message = f"{world_size} ranks{per_tensor} do not split into groups of {shards}: {sum_of(ranks, shards)}"
-            yield Conflict("fsdp_size", message)
+            quotient = f" / tensor_parallel_size={tensor} = {ranks}" if tensor > 1 else ""
+            division = format_division(ranks, shards)
+            message = f"world_size={world_size}{quotient} is not divisible by fsdp_size={shards}: {division}"
+            yield Conflict("fsdp_size", message, (f"fsdp_size={largest_divisor(ranks, shards)}",))
 
     def shards(self, world_size: int) -> int:
-        """Ranks that share one copy of the weights, or of this rank's part under tensor parallelism."""
+        """Return the size of a shard group: the ranks over which FSDP shards one copy of the weights.
+
+        With tensor parallelism, one copy is the tensor-parallel shard of the weights.
+        """
         ranks = world_size // self.tensor_parallel_size
         return ranks if self.fsdp_size == -1 else min(self.fsdp_size, ranks)
 
@@ -154,28 +161,29 @@ class FSDPOptions(TrainedSharding, EngineOptions):
         if self.offload_policy and (self.param_offload or self.grad_offload or self.optimizer_offload):
             yield Conflict(
                 "offload_policy",
-                "offload_policy keeps everything in host memory at all times; param_offload, grad_offload and "
-                "optimizer_offload move it between phases. Choose one of the two",
+                "offload_policy keeps parameters, gradients and optimizer state in CPU memory at all times, so "
+                "param_offload, grad_offload and optimizer_offload have no effect. Set either offload_policy or the "
+                "others",
             )
         if sequence > 1 and tensor > 1:
             yield Conflict(
                 "ulysses_sequence_parallel_size",
-                f"ulysses_sequence_parallel_size={sequence} with tensor_parallel_size={tensor}: both shard the "
-                "attention heads, and the combination is not supported",
+                f"ulysses_sequence_parallel_size={sequence} cannot be combined with tensor_parallel_size={tensor}, "
+                "because both shard the attention heads",
                 ("ulysses_sequence_parallel_size=1", "tensor_parallel_size=1"),
             )
         if self.use_torch_compile and tensor > 1:
             yield Conflict(
                 "use_torch_compile",
-                f"use_torch_compile with tensor_parallel_size={tensor}: torch does not compile the backward pass of "
-                "tensor-parallel matrices",
+                f"use_torch_compile cannot be combined with tensor_parallel_size={tensor}, because torch does not "
+                "compile the backward pass of tensor-parallel matrices",
                 ("use_torch_compile=false", "tensor_parallel_size=1"),
             )
         if tensor > 1 and model.lora is not None:
             yield Conflict(
                 "tensor_parallel_size",
-                f"LoRA with tensor_parallel_size={tensor}: adapters of tensor-parallel matrices are not supported; "
-                "weights are sharded over all ranks anyway",
+                f"LoRA is not supported with tensor_parallel_size={tensor}. FSDP shards the weights over all ranks "
+                "without tensor parallelism too",
                 ("tensor_parallel_size=1",),
             )
         if model.enable_gradient_checkpointing and model.gradient_checkpointing_mode == "selective":
@@ -184,18 +192,22 @@ class FSDPOptions(TrainedSharding, EngineOptions):
     def _selective_checkpointing(self) -> Iterator[Conflict]:
         option, fixes = "model.gradient_checkpointing_mode", ("model.gradient_checkpointing_mode=full",)
         if self.use_torch_compile:
-            reason = "a compiled layer has no single operators whose results could be kept"
-            message = f"use_torch_compile with gradient_checkpointing_mode=selective: {reason}"
+            message = (
+                "use_torch_compile cannot be combined with gradient_checkpointing_mode=selective, because selective "
+                "checkpointing stores the outputs of single operators and a compiled layer fuses its operators"
+            )
             yield Conflict(option, message, (*fixes, "use_torch_compile=false"))
         if self.wrap_policy.min_num_params:
-            setting = f"wrap_policy.min_num_params={self.wrap_policy.min_num_params}"
-            reason = "units inside a layer are gathered while the layer is recomputed, which selective does not support"
-            message = f"{setting} with gradient_checkpointing_mode=selective: {reason}"
+            message = (
+                f"wrap_policy.min_num_params={self.wrap_policy.min_num_params} cannot be combined with "
+                "gradient_checkpointing_mode=selective, because FSDP gathers units inside a layer while the layer is "
+                "recomputed, which selective checkpointing does not support"
+            )
             yield Conflict(option, message, (*fixes, "wrap_policy.min_num_params=0"))
 
 
 class FSDP1Options(FSDPOptions):
-    """Options of `FSDP1Engine`, the older wrapper, which supports fewer of them."""
+    """Options of `FSDP1Engine`, which wraps the older FSDP implementation and rejects some of them."""
 
     def conflicts(self, model: EngineModel) -> Iterator[Conflict]:
         yield from super().conflicts(model)

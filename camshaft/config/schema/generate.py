@@ -1,4 +1,4 @@
-"""Config of `camshaft generate`, which writes responses to a file of prompts.
+"""Config of `camshaft generate`, a command that generates responses to prompts and writes them to a file.
 
 config = load_generate(["data.path=in.parquet", "data.output_path=out.parquet", "model.path=models/tiny"])
 config.custom_reward_function.is_named()          # False
@@ -50,7 +50,7 @@ class GenerateDataConfig(Section):
 
 
 class GenerateModelConfig(Section):
-    """The language model."""
+    """Language model."""
 
     path: Path = Field(description="Hugging Face model folder (config.json, weights and tokenizer), or the URL of one.")
     external_lib: Modules | None = Field(
@@ -63,7 +63,7 @@ class GenerateModelConfig(Section):
 
 
 class GenerateTrainerConfig(PlacementConfig):
-    """Devices and seed."""
+    """Devices and random seed."""
 
     seed: int = Field(ge=0, lt=2**32, description="Random seed.")
 
@@ -79,5 +79,5 @@ class GenerateConfig(Section):
     ray_kwargs: RayConfig = Field(description="Settings of Ray, used with trainer.controller=ray.")
 
     def tokenizer_path(self) -> str:
-        """Return the path of the tokenizer of prompts and responses."""
+        """Return the path of the tokenizer for prompts and responses."""
         return self.data.tokenizer or self.model.path

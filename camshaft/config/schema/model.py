@@ -1,4 +1,4 @@
-"""Sections shared by all models: model, optimizer, sharding and checkpoints."""
+"""Sections that the trained roles share: model, optimizer and checkpoints."""
 
 from typing import Any, Literal
 
@@ -8,7 +8,7 @@ from camshaft.config.schema.fields import Betas, Contents, Modules, Names, OffOr
 
 
 class AnyModelConfig(Section):
-    """Hugging Face model, and how it is built."""
+    """Hugging Face model, gradient checkpointing and LoRA."""
 
     path: Path = Field(description="Hugging Face model folder (config.json, weights and tokenizer), or the URL of one.")
     external_lib: Modules | None = Field(
@@ -55,7 +55,7 @@ class AnyModelConfig(Section):
 
 
 class ResponsesModelConfig(AnyModelConfig):
-    """A model that reads several responses per prompt."""
+    """Model of a role that processes several responses per prompt."""
 
     use_prefix_grouper: bool = Field(
         description="Compute a prompt that several responses in a micro-batch share only once (prefix sharing). "
@@ -64,17 +64,20 @@ class ResponsesModelConfig(AnyModelConfig):
 
 
 class ModelConfig(AnyModelConfig):
-    """A language model."""
+    """Language model that can be initialized randomly."""
 
     random_init: bool = Field(description="Initialize the weights randomly from trainer.seed instead of loading them.")
 
 
 class PolicyModelConfig(ModelConfig, ResponsesModelConfig):
-    """The language model of actor, rollout and reference."""
+    """Language model of actor, rollout and reference."""
 
 
 class OptimSection(Section):
-    """Optimizer and learning-rate schedule. One schedule step is one trainer iteration."""
+    """Optimizer and learning-rate schedule.
+
+    The schedule advances once per iteration in RL runs, and once per optimizer step in supervised runs.
+    """
 
     optimizer: Text = Field(
         description="Optimizer: a class name in torch.optim, or an import path package.module:Class."
@@ -108,14 +111,14 @@ class OptimSection(Section):
     )
 
     def warmup_steps(self, total_steps: int) -> int:
-        """Return the number of warm-up iterations in a schedule of `total_steps`."""
+        """Return the number of warm-up steps of a schedule with `total_steps` steps."""
         if self.lr_warmup_steps >= 0:
             return self.lr_warmup_steps
         return int(self.lr_warmup_steps_ratio * total_steps)
 
 
 class CheckpointConfig(Section):
-    """Checkpoint contents and writing mode."""
+    """Checkpoint contents, and synchronous or asynchronous writing."""
 
     save_contents: Contents = Field(
         description="Contents of a checkpoint. model, optimizer and extra (random states and learning-rate schedule) "
@@ -125,6 +128,6 @@ class CheckpointConfig(Section):
         description="Write checkpoints in the background from a copy in CPU memory, while training continues."
     )
 
-    def with_hf_model(self) -> bool:
-        """Return True if every checkpoint contains a Hugging Face model folder."""
+    def saves_hf_model(self) -> bool:
+        """Return True if every checkpoint includes a Hugging Face model folder."""
         return "hf_model" in self.save_contents

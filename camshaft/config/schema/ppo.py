@@ -1,4 +1,4 @@
-"""Config of `camshaft ppo`. Values that depend on several sections are methods.
+"""Config of `camshaft ppo`. Methods compute the values that depend on several sections.
 
 config = load_ppo(["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=8"])
 config.needs_critic()                   # False
@@ -8,7 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from camshaft.config.layout import RayConfig, Topology, pool_sizes, share
+from camshaft.config.layout import RayConfig, Topology, divide_evenly, pool_sizes
 from camshaft.config.schema.algorithm import AlgorithmConfig
 from camshaft.config.schema.data import DataConfig
 from camshaft.config.schema.fields import Section
@@ -36,24 +36,24 @@ class PPOConfig(Section):
         return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
 
     def needs_greedy(self) -> bool:
-        """Return True if the estimator needs a greedy response to each prompt (ReMax)."""
+        """Return True if the advantage estimator needs a greedy response to each prompt (ReMax)."""
         return self.algorithm.adv_estimator == "remax"
 
-    def generated_together(self) -> int:
-        """Return the number of prompts per generation batch."""
+    def prompts_per_generation_batch(self) -> int:
+        """Return `data.gen_batch_size` if dynamic sampling is enabled and the key is set, else the train batch size."""
         size = self.data.gen_batch_size if self.algorithm.filter_groups.enable else None
         return size or self.data.train_batch_size
 
     def needs_reference(self) -> bool:
-        """Return True if the KL divergence from the reference policy is used."""
+        """Return True if the reward or the loss includes the KL divergence from the reference policy."""
         return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
 
     def needs_full_kl_in_reward(self) -> bool:
-        """Return True if the KL penalty in the reward is exact, over the whole vocabulary."""
+        """Return True if the KL penalty in the reward is computed exactly over the vocabulary."""
         return self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty == "full"
 
     def needs_full_kl_loss(self) -> bool:
-        """Return True if the KL loss is exact, over the whole vocabulary."""
+        """Return True if the KL loss is computed exactly over the vocabulary."""
         return self.actor_rollout_ref.actor.use_kl_loss and self.actor_rollout_ref.actor.kl_loss_type == "full"
 
     def needs_sampled_kl_loss(self) -> bool:
@@ -61,42 +61,45 @@ class PPOConfig(Section):
         return self.actor_rollout_ref.actor.use_kl_loss and not self.needs_full_kl_loss()
 
     def needs_ref_log_prob(self) -> bool:
-        """Return True if reference log-probs are computed before the update, for the reward or a sampled KL loss."""
+        """Return True if the reward or the KL loss requires reference log-probs of the sampled tokens."""
         return self.algorithm.use_kl_in_reward or self.needs_sampled_kl_loss()
 
     def needs_reference_model(self) -> bool:
-        """Return True if the reference is a separate model; with LoRA it is the actor's model without its adapter."""
+        """Return True if the reference is a separate model. With LoRA it is the actor with its adapter disabled."""
         return self.needs_reference() and self.actor_rollout_ref.model.lora_rank == 0
 
     def needs_function(self) -> bool:
-        """Return True if a scoring function is used; it is optional only with a reward model."""
+        """Return True if a scoring function is used. It is optional only if a reward model is enabled."""
         return not self.reward_model.enable or self.custom_reward_function.is_named()
 
     def needs_reward_engine(self) -> bool:
-        """Return True if the built-in reward model worker is used, not a user-defined one."""
+        """Return True if the run has a reward model that the built-in worker runs on an engine."""
         return self.reward_model.enable and self.reward_model.worker_cls is None
 
     def needs_raw_chat(self) -> bool:
-        """Return True if prompts keep their messages, on request or for a reward model with another template."""
-        reward = self.reward_model
-        needed = reward.enable and reward.model.input_tokenizer is not None and not self.data.return_raw_input_ids
-        return self.data.return_raw_chat or needed
+        """Return True if the batch includes the messages of the prompts.
 
-    def longest_scored(self) -> int:
-        """Return the maximum number of tokens that the reward model reads per row."""
-        longest = self.data.max_prompt_length + self.actor_rollout_ref.rollout.response_length
-        return self.reward_model.max_length or longest
+        This is the case if the user requests them, or if a reward model with a different chat template reads them.
+        """
+        reward = self.reward_model
+        has_other_template = reward.enable and reward.model.input_tokenizer is not None
+        return self.data.return_raw_chat or (has_other_template and not self.data.return_raw_input_ids)
+
+    def max_scored_length(self) -> int:
+        """Return the maximum length of a sequence that the reward model scores, in tokens."""
+        max_length = self.data.max_prompt_length + self.actor_rollout_ref.rollout.response_length
+        return self.reward_model.max_length or max_length
 
     def data_seed(self) -> int:
-        """Return the seed of the prompt shuffle."""
+        """Return the seed for shuffling the prompts."""
         return self.trainer.seed if self.data.seed is None else self.data.seed
 
     def tokenizer_path(self) -> str:
-        """Return the path of the tokenizer of prompts and responses."""
+        """Return the path of the tokenizer for prompts and responses."""
         return self.data.tokenizer or self.actor_rollout_ref.model.path
 
     def pools(self) -> dict[str, str]:
-        """Return the resource pool of each role in the run."""
+        """Map each role of the run to the name of its resource pool."""
         pools = {"actor_rollout_ref": self.actor_rollout_ref.resource_pool}
         if self.needs_critic():
             pools["critic"] = self.critic.resource_pool
@@ -122,39 +125,42 @@ class PPOConfig(Section):
 
     def critic_dp_size(self, topology: Topology) -> int:
         """Return the data-parallel size of the critic."""
-        return topology.of_critic().dp_size(self.critic.ranks_per_row())
+        return topology.critic_topology().dp_size(self.critic.ranks_per_row())
 
     def reward_dp_size(self, topology: Topology) -> int:
         """Return the data-parallel size of the reward model."""
-        return topology.of_reward_model().dp_size(self.reward_model.ranks_per_row())
+        return topology.reward_model_topology().dp_size(self.reward_model.ranks_per_row())
 
-    def old_log_probs(self) -> Literal["actor", "update", "rollout"]:
-        """Source of the old log-probs of the policy loss.
+    def old_log_prob_source(self) -> Literal["actor", "update", "rollout"]:
+        """Return the source of the old log-probs in the policy loss.
 
-        `rollout`: the log-probs of the generator (`rollout_correction.bypass_mode`). `update`: the forward pass of the
-        update itself, if a batch is a single optimizer step and nothing else reads them before it. `actor`: a forward
-        pass of the actor before the update. In steps of `trainer.critic_warmup` no update runs, so `update` has no
-        source there and a caller that needs the values computes them with the actor.
+        - `rollout`: the log-probs that the rollout returns (`rollout_correction.bypass_mode`).
+        - `update`: the forward pass of the update. This saves one forward pass, and requires that the iteration has a
+          single optimizer step and that nothing reads the old log-probs before it.
+        - `actor`: a separate forward pass of the actor before the update.
+
+        The actor is not updated during `trainer.critic_warmup`. A caller that needs old log-probs in these iterations
+        must compute them with the actor, even if the source is `update`.
         """
         actor, algorithm = self.actor_rollout_ref.actor, self.algorithm
         if algorithm.rollout_correction.bypass_mode:
             return "rollout"
         one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
-        read_earlier = algorithm.rollout_correction.is_on() or algorithm.use_kl_in_reward
+        read_earlier = algorithm.rollout_correction.is_enabled() or algorithm.use_kl_in_reward
         return "update" if one_step and not read_earlier else "actor"
 
     def actor_mini_batch(self) -> int:
-        """Return the sequences per actor optimizer step, over all ranks."""
+        """Return the number of sequences per optimizer step of the actor, summed over all ranks."""
         return self.actor_rollout_ref.actor.ppo_mini_batch_size * self.actor_rollout_ref.rollout.n
 
     def critic_mini_batch(self) -> int:
-        """Return the sequences per critic optimizer step, over all ranks."""
+        """Return the number of sequences per optimizer step of the critic, summed over all ranks."""
         return self.critic.ppo_mini_batch_size * self.actor_rollout_ref.rollout.n
 
     def actor_mini_batch_per_rank(self, topology: Topology) -> int:
-        """Return the sequences per actor optimizer step on one rank."""
-        return share(self.actor_mini_batch(), self.actor_dp_size(topology), "sequences of a mini-batch")
+        """Return the number of sequences per optimizer step of the actor on each data-parallel rank."""
+        return divide_evenly(self.actor_mini_batch(), self.actor_dp_size(topology), "actor mini-batch")
 
     def critic_mini_batch_per_rank(self, topology: Topology) -> int:
-        """Return the sequences per critic optimizer step on one rank."""
-        return share(self.critic_mini_batch(), self.critic_dp_size(topology), "sequences of a mini-batch")
+        """Return the number of sequences per optimizer step of the critic on each data-parallel rank."""
+        return divide_evenly(self.critic_mini_batch(), self.critic_dp_size(topology), "critic mini-batch")

@@ -10,7 +10,7 @@ from camshaft.config.schema.fsdp import ForwardFSDPConfig
 
 
 class RewardModelModelConfig(Section):
-    """The reward model."""
+    """Reward model."""
 
     input_tokenizer: Path | None = Field(
         description="Path of the policy's tokenizer, if the reward model uses a different tokenizer or chat template. "
@@ -29,7 +29,7 @@ class RewardModelModelConfig(Section):
 
 
 class OverlongBufferConfig(Section):
-    """Soft overlong penalty (DAPO), which grows linearly over the last tokens before the length limit."""
+    """Soft overlong penalty (DAPO): a penalty that grows linearly as a response approaches the length limit."""
 
     enable: bool = Field(
         description="Subtract the penalty from the scores of training responses. Validation scores are not penalized."
@@ -44,7 +44,7 @@ class OverlongBufferConfig(Section):
 
 
 class RewardModelConfig(Section):
-    """A model that scores whole responses, in addition to or instead of scoring functions."""
+    """Reward model that scores complete responses, in addition to a scoring function or instead of it."""
 
     resource_pool: Text = Field(
         description="Resource pool whose devices are used: global_pool, or a name defined in trainer.resource_pools."
@@ -95,19 +95,19 @@ class RewardModelConfig(Section):
     )
 
     def engine_keys(self) -> dict[str, Any]:
-        """Return the settings that an engine may have an option for, by the name of the option."""
+        """Map names of engine options to the values of this section."""
         return self.model.fsdp_config.model_dump() | {
             "ulysses_sequence_parallel_size": self.ulysses_sequence_parallel_size,
             "use_torch_compile": self.use_torch_compile,
         }
 
     def ranks_per_row(self) -> int:
-        """Return the number of ranks that share one row."""
+        """Return the number of ranks that process the same rows: the model-parallel size."""
         return ranks_per_row(self.strategy, self.engine_keys(), self.engine_kwargs)
 
 
 class CustomRewardConfig(Section):
-    """Selection of the scoring function, and settings that apply to all scoring functions."""
+    """Selection of the scoring function, and settings that apply to every scoring function."""
 
     path: Path | None = Field(
         description="Python file or module that defines the scoring function. null selects a built-in function."
@@ -136,6 +136,10 @@ class CustomRewardConfig(Section):
         return self.path is not None or self.name is not None
 
     def function_name(self) -> str:
-        """Return the name to load; without a path the default name is "auto", which selects by `data_source`."""
+        """Return the name of the function to load.
+
+        Without a path, the default name is replaced by "auto", the function that selects a built-in one by
+        `data_source`.
+        """
         name = self.name or "compute_score"
         return "auto" if self.path is None and name == "compute_score" else name

@@ -1,8 +1,8 @@
-"""Sections of the roles that run a model: actor, reference and rollout (in `actor_rollout_ref`), and critic.
+"""Sections `actor_rollout_ref` (actor, reference and rollout) and `critic`.
 
-Batch sizes: `ppo_mini_batch_size` counts prompts over all ranks; `..._per_gpu` counts sequences on one
-rank; the deprecated `ppo_micro_batch_size` and similar keys count sequences over all ranks. `render.py`
-prints the resulting batch sizes.
+Batch sizes have different units. `ppo_mini_batch_size` counts prompts, summed over all ranks. Keys that end in
+`_per_gpu` count sequences (or tokens) on each rank. The deprecated keys such as `ppo_micro_batch_size` count sequences,
+summed over all ranks. `camshaft.config.batch_table` computes the resulting batch sizes.
 """
 
 from typing import Annotated, Any, Literal
@@ -27,13 +27,13 @@ PolicyLossName = Annotated[Text, Described(f"one of {', '.join(POLICY_LOSSES)}, 
 
 
 class PolicyLossConfig(Section):
-    """Selection of the policy loss."""
+    """Policy loss."""
 
     loss_mode: PolicyLossName = Field(description="Policy loss. vanilla is the clipped PPO loss. See algorithms.md.")
 
 
 class ActorConfig(Section):
-    """Training of the policy."""
+    """Actor: training of the policy."""
 
     strategy: Text = Field(description="Training engine: a registered name, or an import path package.module:Class.")
     ppo_mini_batch_size: int = Field(
@@ -111,7 +111,7 @@ class ActorConfig(Section):
     checkpoint: CheckpointConfig = Field(description="Checkpoint contents, and synchronous or asynchronous writing.")
 
     def engine_keys(self) -> dict[str, Any]:
-        """Return the settings that an engine may have an option for, by the name of the option."""
+        """Map names of engine options to the values of this section."""
         return self.fsdp_config.model_dump() | {
             "ulysses_sequence_parallel_size": self.ulysses_sequence_parallel_size,
             "use_torch_compile": self.use_torch_compile,
@@ -119,20 +119,20 @@ class ActorConfig(Section):
         }
 
     def ranks_per_row(self) -> int:
-        """Return the number of ranks that share one row."""
+        """Return the number of ranks that process the same rows: the model-parallel size."""
         return ranks_per_row(self.strategy, self.engine_keys(), self.engine_kwargs)
 
     def clip_range(self) -> tuple[float, float]:
-        """Return (low, high); the probability ratio is clipped to [1 - low, 1 + high]."""
+        """Return the clip range (low, high). The probability ratio is clipped to [1 - low, 1 + high]."""
         low = self.clip_ratio if self.clip_ratio_low is None else self.clip_ratio_low
         high = self.clip_ratio if self.clip_ratio_high is None else self.clip_ratio_high
         return low, high
 
 
 class RefConfig(Section):
-    """The frozen reference policy of the KL divergence; it has the actor's model and strategy.
+    """Frozen reference policy for the KL divergence. It uses the model and the engine (`strategy`) of the actor.
 
-    With model.lora_rank > 0 the reference is the actor's engine without its adapter, and this section is not read.
+    With `model.lora_rank > 0` the reference is the actor with its adapter disabled, and this section is not read.
     """
 
     fsdp_config: ForwardFSDPConfig = Field(description="Weight dtype and sharding of the reference model.")
@@ -163,19 +163,19 @@ class RefConfig(Section):
     )
 
     def engine_keys(self) -> dict[str, Any]:
-        """Return the settings that an engine may have an option for, by the name of the option."""
+        """Map names of engine options to the values of this section."""
         return self.fsdp_config.model_dump() | {
             "ulysses_sequence_parallel_size": self.ulysses_sequence_parallel_size,
             "use_torch_compile": self.use_torch_compile,
         }
 
     def ranks_per_row(self, strategy: str) -> int:
-        """Return the number of ranks that share one row."""
+        """Return the number of ranks that process the same rows: the model-parallel size."""
         return ranks_per_row(strategy, self.engine_keys(), self.engine_kwargs)
 
 
 class ValKwargs(Section):
-    """Sampling in validation."""
+    """Sampling parameters in validation."""
 
     do_sample: bool = Field(description="Sample the validation responses. false uses greedy decoding.")
     temperature: float = Field(ge=0, description="Sampling temperature in validation. 0 uses greedy decoding.")
@@ -192,7 +192,7 @@ class ValKwargs(Section):
 
 
 class GeneratorConfig(Section):
-    """Settings of a generator, in training and in `camshaft generate`."""
+    """Settings of the rollout backend, in training and in `camshaft generate`."""
 
     name: Text = Field(description="Rollout backend: a registered name, or an import path package.module:Class.")
     n: int = Field(ge=1, description="Number of responses to generate per prompt.")
@@ -257,7 +257,7 @@ class GeneratorConfig(Section):
 
 
 class RolloutConfig(GeneratorConfig):
-    """Generation of responses in training."""
+    """Rollout: generation of the responses in training."""
 
     lora_weights: Literal["merged", "adapter"] = Field(
         description="Weights sent in a weight sync with model.lora_rank > 0. merged sends all weights with the "
@@ -286,7 +286,7 @@ class RolloutConfig(GeneratorConfig):
 
 
 class ActorRolloutRefConfig(Section):
-    """Actor, rollout and reference, which share one model."""
+    """Actor, rollout and reference policy, which use the same model."""
 
     resource_pool: Text = Field(
         description="Resource pool whose devices are used: global_pool, or a name defined in trainer.resource_pools."
@@ -303,7 +303,7 @@ class ActorRolloutRefConfig(Section):
 
 
 class CriticModelConfig(ResponsesModelConfig):
-    """The critic's model: a language model with a value head, one value per token."""
+    """Model of the critic: a language model with a value head that computes one value per token."""
 
     tokenizer_path: Path = Field(
         description="Path of the critic's tokenizer. It must map text to the same token IDs as the actor's tokenizer."
@@ -312,7 +312,7 @@ class CriticModelConfig(ResponsesModelConfig):
 
 
 class CriticConfig(Section):
-    """The value function, used if the advantage estimator needs it (gae or a custom one)."""
+    """Critic: training of the value function, if the advantage estimator reads values (gae or a custom one)."""
 
     enable: bool | None = Field(
         description="Train a critic. null trains one only with algorithm.adv_estimator=gae. Set true for a custom "
@@ -393,7 +393,7 @@ class CriticConfig(Section):
     checkpoint: CheckpointConfig = Field(description="Checkpoint contents, and synchronous or asynchronous writing.")
 
     def engine_keys(self) -> dict[str, Any]:
-        """Return the settings that an engine may have an option for, by the name of the option."""
+        """Map names of engine options to the values of this section."""
         return self.model.fsdp_config.model_dump() | {
             "ulysses_sequence_parallel_size": self.ulysses_sequence_parallel_size,
             "use_torch_compile": self.use_torch_compile,
@@ -402,5 +402,5 @@ class CriticConfig(Section):
         }
 
     def ranks_per_row(self) -> int:
-        """Return the number of ranks that share one row."""
+        """Return the number of ranks that process the same rows: the model-parallel size."""
         return ranks_per_row(self.strategy, self.engine_keys(), self.engine_kwargs)

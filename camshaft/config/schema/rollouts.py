@@ -1,8 +1,8 @@
 """Options of the built-in rollouts: schemas of `rollout.engine_kwargs`, and checks of tensor parallelism.
 
-options = ServerOptions.of({"vllm_server_base_url": "http://10.0.0.7:8000"}, world_size=1)
-options.vllm_server_base_url            # ("http://10.0.0.7:8000",), one for each rank
-options.arguments                       # arguments of the vLLM server that each rank starts
+options = ServerOptions.from_dict({"vllm_server_base_url": "http://10.0.0.7:8000"}, world_size=1)
+options.vllm_server_base_url            # ("http://10.0.0.7:8000",), one URL per rank
+options.arguments                       # arguments of the vLLM servers that the ranks start
 """
 
 from __future__ import annotations
@@ -13,67 +13,72 @@ from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, field_validator
 
-from camshaft.config.engine import Conflict, divisor, invalid_options
+from camshaft.config.engine import Conflict, invalid_options, largest_divisor
 from camshaft.config.rollout import RolloutOptions
 
 TENSOR_PARALLEL = "tensor_model_parallel_size"
 
 
 class OneDeviceOptions(RolloutOptions):
-    """No options; for rollouts that run on the device of their rank."""
+    """Schema without options, for rollouts in which each rank generates on its own device."""
 
     model_config = ConfigDict(extra="forbid")
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], world_size: int = 1) -> OneDeviceOptions:
+    def from_dict(cls, options: Mapping[str, Any], world_size: int = 1) -> OneDeviceOptions:
         if options:
-            raise ValueError("the rollout takes no options. Omit the key, or set it to {} in the file")
+            raise ValueError("the rollout accepts no options. Omit the key, or set it to {} in the config file")
         return cls()
 
     def conflicts(self, tensor_parallel_size: int, world_size: int) -> Iterator[Conflict]:
-        if tensor_parallel_size > 2:  # the default of 2 is for vllm and ignored here
-            yield Conflict(TENSOR_PARALLEL, "the rollout runs on one device", (f"{TENSOR_PARALLEL}=1", "name=vllm"))
+        if tensor_parallel_size > 2:  # the default is 2, which is meant for vllm, and is ignored
+            message = "the rollout does not support tensor parallelism"
+            yield Conflict(TENSOR_PARALLEL, message, (f"{TENSOR_PARALLEL}=1", "name=vllm"))
 
 
 class VLLMOptions(RolloutOptions):
-    """Options of vLLM; consecutive ranks form one generator."""
+    """Options of vLLM. Groups of consecutive ranks form one tensor-parallel engine."""
 
     def conflicts(self, tensor_parallel_size: int, world_size: int) -> Iterator[Conflict]:
         if world_size % tensor_parallel_size:
             yield Conflict(
                 TENSOR_PARALLEL,
-                f"{tensor_parallel_size} ranks form one generator, which does not divide the {world_size} ranks of the "
-                "run",
-                (f"{TENSOR_PARALLEL}={divisor(world_size, tensor_parallel_size)}",),
+                f"world_size={world_size} is not divisible by the {tensor_parallel_size} ranks that form one "
+                "vLLM engine",
+                (f"{TENSOR_PARALLEL}={largest_divisor(world_size, tensor_parallel_size)}",),
             )
 
 
 class SGLangOptions(RolloutOptions):
-    """Options of SGLang; each rank has a generator, and a run with one rank may give it several processes."""
+    """Options of SGLang. Each rank starts one engine; tensor parallelism requires a run with a single rank."""
 
     def conflicts(self, tensor_parallel_size: int, world_size: int) -> Iterator[Conflict]:
         if tensor_parallel_size > 1 and world_size > 1:
-            message = f"each of the {world_size} ranks has a separate generator with sglang"
+            message = f"sglang supports tensor parallelism only in a run with 1 rank, and this run has {world_size}"
             yield Conflict(TENSOR_PARALLEL, message, (f"{TENSOR_PARALLEL}=1",))
 
 
 class ServerOptions(RolloutOptions):
-    """Options of a vLLM server: the keys that camshaft reads, and `arguments` for the server that a rank starts."""
+    """Options of the vLLM server rollout.
+
+    camshaft reads the fields of this class. All other options are collected in `arguments` and passed to the servers
+    that the ranks start.
+    """
 
     model_config = ConfigDict(extra="forbid")
 
     vllm_server_base_url: tuple[str, ...] = ()
-    """URLs of running servers, one per rank, without a path; empty: each rank starts a server."""
+    """URLs of running servers without a path, one per rank. If empty, each rank starts a server."""
     vllm_server_timeout: float = Field(default=240.0, gt=0)
-    """Maximum startup time of a server in seconds, counted from the start of the run."""
+    """Time in seconds to wait until a server is ready."""
     timeout: float = Field(default=3600.0, gt=0)
-    """Timeout of one request in seconds; a request can cover a whole response."""
+    """Timeout of a request in seconds. A request can take as long as the generation of a complete response."""
     retry_timeout: float = Field(default=5.0, ge=0)
-    """Seconds during which a request is retried after a connection error or a server error."""
+    """Time in seconds during which a request is retried after a connection error or an HTTP 5xx status."""
     weight_transfer: Literal["shared_memory", "broadcast"] | None = None
-    """Transport of the weight sync; None: shared memory for a local server, broadcast for a remote one."""
+    """Transport of the weight sync. None selects shared memory for a local server and broadcast for a remote one."""
     arguments: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of the vLLM server that each rank starts."""
+    """Arguments of the vLLM servers that the ranks start."""
 
     @field_validator("vllm_server_base_url", mode="before")
     @classmethod
@@ -89,11 +94,14 @@ class ServerOptions(RolloutOptions):
             if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.path:
                 raise ValueError(f"'{url}' is not a server address; write it as http://127.0.0.1:8000")
         if len(set(urls)) < len(urls):
-            raise ValueError("a server is listed twice; each rank sends its own weights and requires a separate server")
+            raise ValueError(
+                "a server is listed twice, but each rank sends its weights to a separate server. List one server per "
+                "rank"
+            )
         return urls
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], world_size: int = 1) -> ServerOptions:
+    def from_dict(cls, options: Mapping[str, Any], world_size: int = 1) -> ServerOptions:
         names = cls.model_fields.keys() - {"arguments"}
         arguments = {name: value for name, value in options.items() if name not in names}
         values = {name: value for name, value in options.items() if name in names} | {"arguments": arguments}
@@ -110,8 +118,8 @@ class ServerOptions(RolloutOptions):
             )
         if urls and arguments:
             raise ValueError(
-                f"{', '.join(sorted(arguments))}: arguments for starting a server have no effect with "
-                "vllm_server_base_url. Remove them here and pass them to the running server"
+                f"{', '.join(sorted(arguments))}: arguments of a server that camshaft starts have no effect with "
+                "vllm_server_base_url. Remove them, and pass them to the running server instead"
             )
         return validated
 
@@ -119,6 +127,7 @@ class ServerOptions(RolloutOptions):
         if tensor_parallel_size > 1 and not self.vllm_server_base_url:
             yield Conflict(
                 TENSOR_PARALLEL,
-                "a server that a rank starts runs on the device of that rank; a larger one must be started by hand",
+                "a server that a rank starts runs on the device of that rank only. Start a tensor-parallel server "
+                "manually and set its URL",
                 (f"{TENSOR_PARALLEL}=1", "+engine_kwargs.vllm_server_base_url=http://HOST:PORT"),
             )

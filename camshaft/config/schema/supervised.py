@@ -1,4 +1,4 @@
-"""Sections shared by `camshaft sft` and `camshaft rm`, which train one model with one optimizer step per batch."""
+"""Config of `camshaft sft` and `camshaft rm`, which train one model with one optimizer step per batch."""
 
 from abc import abstractmethod
 from typing import Any, Literal
@@ -14,7 +14,7 @@ from camshaft.config.schema.model import CheckpointConfig, ModelConfig, OptimSec
 
 
 class SupervisedDataConfig(Section):
-    """Training files, length limit and batch sizes."""
+    """Training data, length limit and batch sizes."""
 
     train_files: Paths = Field(
         description="Parquet files with training data: a path, folder, glob pattern or URL, or a list of them. The "
@@ -88,7 +88,7 @@ class SupervisedTrainerConfig(PlacementConfig):
 
 
 class SupervisedConfig(Section):
-    """All keys common to `camshaft sft` and `camshaft rm`."""
+    """Keys that `camshaft sft` and `camshaft rm` share."""
 
     strategy: Text = Field(description="Training engine: a registered name, or an import path package.module:Class.")
     data: SupervisedDataConfig = Field(description="Training files, length limit and batch sizes.")
@@ -114,11 +114,11 @@ class SupervisedConfig(Section):
     ray_kwargs: RayConfig = Field(description="Settings of Ray, used with trainer.controller=ray.")
 
     @abstractmethod
-    def longest_row(self) -> int:
-        """Return the maximum number of tokens of a row."""
+    def max_row_length(self) -> int:
+        """Return the maximum number of tokens of a row, a sequence (sft) or a pair of sequences (rm)."""
 
     def engine_keys(self) -> dict[str, Any]:
-        """Return the settings that an engine may have an option for, by the name of the option."""
+        """Map names of engine options to the values of this config."""
         return self.fsdp_config.model_dump() | {
             "ulysses_sequence_parallel_size": self.ulysses_sequence_parallel_size,
             "use_torch_compile": self.use_torch_compile,
@@ -127,20 +127,20 @@ class SupervisedConfig(Section):
         }
 
     def ranks_per_row(self) -> int:
-        """Return the number of ranks that share one row."""
+        """Return the number of ranks that process the same rows: the model-parallel size."""
         return ranks_per_row(self.strategy, self.engine_keys(), self.engine_kwargs)
 
     def data_seed(self) -> int:
-        """Return the seed of the row shuffle."""
+        """Return the seed for shuffling the data."""
         return self.trainer.seed if self.data.seed is None else self.data.seed
 
     def export_path(self) -> str:
-        """Return the folder for the final model."""
+        """Return the folder that the final model is exported to."""
         return self.trainer.export_path or f"{self.trainer.default_local_dir}/huggingface"
 
 
 class SFTDataConfig(SupervisedDataConfig):
-    """Prompts with target responses, and batch sizes."""
+    """Prompts with target responses, length limit and batch sizes."""
 
     prompt_key: Text = Field(
         description="Column that contains the prompt, either a list of {role, content} messages or a string."
@@ -153,13 +153,12 @@ class SFTConfig(SupervisedConfig):
 
     data: SFTDataConfig = Field(description="Prompts with target responses, and batch sizes.")
 
-    def longest_row(self) -> int:
-        """Return the maximum number of tokens of a sequence."""
+    def max_row_length(self) -> int:
         return self.data.max_length
 
 
 class RMDataConfig(SupervisedDataConfig):
-    """Preference pairs, and batch sizes in pairs."""
+    """Preference pairs, length limit, and batch sizes in pairs."""
 
     prompt_key: Text | None = Field(
         description="Column that contains the prompt, either a list of {role, content} messages or a string. null if "
@@ -187,6 +186,5 @@ class RMConfig(SupervisedConfig):
         "centers the scores at 0. 0 disables the term.",
     )
 
-    def longest_row(self) -> int:
-        """Return the maximum number of tokens of a pair."""
+    def max_row_length(self) -> int:
         return 2 * self.data.max_length

@@ -49,7 +49,7 @@ class ServerRollout(BaseVLLMRollout):
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
         try:
-            options = ServerOptions.of(config.engine_kwargs, world_size())
+            options = ServerOptions.from_dict(config.engine_kwargs, world_size())
         except ValueError as error:
             raise RolloutError(f"engine_kwargs: {error}") from error
         self._process: ServerProcess | None = None

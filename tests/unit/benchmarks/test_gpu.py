@@ -113,7 +113,7 @@ def test_the_settings_of_the_large_model_are_a_config(tmp_path: Path) -> None:
     gpu_model.make_model(tmp_path, replace(TINY, longest_response=LARGE.longest))
     actual = config(tmp_path, **gpu_model.settings(LARGE, "cuda", "bfloat16"))
     actor = actual.actor_rollout_ref.actor
-    assert (actor.strategy, actor.fsdp_config.model_dtype, actor.fsdp_config.computes_in()) == (
+    assert (actor.strategy, actor.fsdp_config.model_dtype, actor.fsdp_config.compute_dtype()) == (
         "fsdp",
         "float32",
         "bfloat16",

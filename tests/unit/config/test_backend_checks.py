@@ -68,10 +68,10 @@ def test_setting_without_an_option_of_the_engine_is_rejected(words, sft_words, s
     text = _error([*words, f"{ACTOR}.{setting}"])
     assert "1 error in the config" in text
     assert f"{ACTOR}.{setting.partition('=')[0]} = " in text
-    assert f"strategy=reference does not support it. Set {ACTOR}.strategy=fsdp, or omit" in text
+    assert f"strategy=reference does not support this key. Set {ACTOR}.strategy=fsdp, or omit" in text
     text = _error([*sft_words, setting], load_sft)
     assert "1 error in the config" in text
-    assert "strategy=reference does not support it. Set strategy=fsdp" in text
+    assert "strategy=reference does not support this key. Set strategy=fsdp" in text
 
 
 @pytest.mark.parametrize("setting", UNSUPPORTED)
@@ -79,7 +79,7 @@ def test_unsupported_setting_of_the_critic_names_its_strategy(words, setting):
     setting = setting.replace("fsdp_config", "model.fsdp_config")
     text = _error([*words, f"critic.{setting}"])
     assert "1 error in the config" in text
-    assert "strategy=reference does not support it. Set critic.strategy=fsdp" in text
+    assert "strategy=reference does not support this key. Set critic.strategy=fsdp" in text
     load_ppo([*words, f"critic.{setting}", "algorithm.adv_estimator=reinforce_plus_plus"])
 
 
@@ -121,15 +121,24 @@ def test_several_ranks_need_an_engine_for_them(words, sft_words):
         (
             8,
             [f"{ACTOR}.ulysses_sequence_parallel_size=3"],
-            "8 ranks do not split into groups of ulysses_sequence_parallel_size=3 x tensor_parallel_size=1 = 3:"
-            " 8 = 2 x 3 + 2",
+            "world_size=8 is not divisible by ulysses_sequence_parallel_size=3 x tensor_parallel_size=1 = 3:"
+            f" 8 = 2 x 3 + 2. Set {ACTOR}.ulysses_sequence_parallel_size=2.",
         ),
-        (1, [f"{ACTOR}.fsdp_config.tensor_parallel_size=2"], "1 rank does not split into groups of"),
-        (8, [f"{ACTOR}.fsdp_config.fsdp_size=3"], "8 ranks do not split into groups of 3: 8 = 2 x 3 + 2"),
+        (
+            1,
+            [f"{ACTOR}.fsdp_config.tensor_parallel_size=2"],
+            "world_size=1 is not divisible by ulysses_sequence_parallel_size=1 x tensor_parallel_size=2 = 2:"
+            f" 1 = 0 x 2 + 1. Set {ACTOR}.fsdp_config.tensor_parallel_size=1.",
+        ),
+        (
+            8,
+            [f"{ACTOR}.fsdp_config.fsdp_size=3"],
+            f"world_size=8 is not divisible by fsdp_size=3: 8 = 2 x 3 + 2. Set {ACTOR}.fsdp_config.fsdp_size=2.",
+        ),
         (
             8,
             [f"{ACTOR}.fsdp_config.fsdp_size=3", f"{ACTOR}.fsdp_config.tensor_parallel_size=2"],
-            "8 ranks / tensor_parallel_size=2 = 4 ranks do not split into groups of 3: 4 = 1 x 3 + 1",
+            "world_size=8 / tensor_parallel_size=2 = 4 is not divisible by fsdp_size=3: 4 = 1 x 3 + 1",
         ),
         (8, ["critic.model.fsdp_config.fsdp_size=5"], "8 = 1 x 5 + 3"),
         (
@@ -140,12 +149,12 @@ def test_several_ranks_need_an_engine_for_them(words, sft_words):
         (
             1,
             [f"{ACTOR}.fsdp_config.offload_policy=true", f"{ACTOR}.fsdp_config.optimizer_offload=true"],
-            f"{ACTOR}.fsdp_config.offload_policy = true\n      offload_policy keeps everything in host memory",
+            f"{ACTOR}.fsdp_config.offload_policy = true\n      offload_policy keeps parameters, gradients and",
         ),
         (
             2,
             ["critic.model.fsdp_config.tensor_parallel_size=2", "critic.use_torch_compile=true"],
-            "critic.use_torch_compile = true\n      use_torch_compile with tensor_parallel_size=2",
+            "critic.use_torch_compile = true\n      use_torch_compile cannot be combined with tensor_parallel_size=2",
         ),
         (
             1,
@@ -163,7 +172,7 @@ def test_several_ranks_need_an_engine_for_them(words, sft_words):
                 f"{MODEL}.enable_gradient_checkpointing=true",
                 f"{MODEL}.gradient_checkpointing_mode=selective",
             ],
-            "wrap_policy.min_num_params=1000 with gradient_checkpointing_mode=selective: units inside a layer",
+            "wrap_policy.min_num_params=1000 cannot be combined with gradient_checkpointing_mode=selective",
         ),
     ],
 )
@@ -182,7 +191,8 @@ def test_engine_of_another_package_defines_its_layout(words):
     text = _error([*_on(words, 8, stages.replace("=2", "=3")), *OWN])
     assert "1 error in the config" in text
     assert (
-        f"{ACTOR}.strategy = {OWN_ENGINE}\n      8 ranks do not split into groups of 3 per row: 8 = 2 x 3 + 2." in text
+        f"{ACTOR}.strategy = {OWN_ENGINE}\n      world_size=8 is not divisible by the model-parallel size 3: "
+        "8 = 2 x 3 + 2." in text
     )
 
 
@@ -196,7 +206,7 @@ def test_options_of_an_engine_are_checked_by_its_schema(words):
     text = _error([*words, f"+{ACTOR}.engine_kwargs.fsdp_sze=2", f"{ACTOR}.strategy=fsdp"])
     assert "did you mean 'fsdp_size'?" in text
     text = _error([*words, f"+{ACTOR}.engine_kwargs.pipeline_stages=2"])
-    assert "unknown option; the backend has no options." in text
+    assert "unknown option; the backend accepts no options." in text
 
 
 def test_option_with_a_config_key_is_rejected_in_engine_kwargs(words, sft_words):
@@ -212,10 +222,12 @@ def test_unsupported_features_of_another_packages_engine_are_rejected(words):
         [*words, *OWN, f"{MODEL}.lora_rank=4"]
     )
     text = _error([*words, *OWN, f"{ACTOR}.fsdp_config.param_offload=true"])
-    assert f"strategy={OWN_ENGINE} does not support it. Set {ACTOR}.strategy=fsdp" in text
+    assert f"strategy={OWN_ENGINE} does not support this key. Set {ACTOR}.strategy=fsdp" in text
     undeclared = f"{ACTOR}.strategy=support.own_backends:UndeclaredEngine"
     load_ppo([*_on(words, 8), undeclared])
-    assert "does not support it" in _error([*_on(words, 8), undeclared, f"{ACTOR}.ulysses_sequence_parallel_size=2"])
+    assert "does not support this key" in _error(
+        [*_on(words, 8), undeclared, f"{ACTOR}.ulysses_sequence_parallel_size=2"]
+    )
 
 
 def test_engine_class_that_cannot_be_imported_is_rejected(words):
@@ -301,7 +313,7 @@ def test_every_sharded_engine_option_has_config_keys(words, sft_words):
     ]
     options = sft_engine(load_sft([*sft_words, *sft]), 10).options
     assert _flat(options) == EVERYTHING | OTHERS
-    parsed = FSDPOptions.of(options)
+    parsed = FSDPOptions.from_dict(options)
     assert _flat(parsed.model_dump()) == EVERYTHING | OTHERS  # every option has a key
 
 
@@ -322,20 +334,20 @@ def test_defaults_of_keys_and_engine_agree(words):
         ref_engine(config, Topology()).options,
         critic_engine(config, Topology(), 10).options,
     ):
-        assert FSDPOptions.of(options) == FSDPOptions()
+        assert FSDPOptions.from_dict(options) == FSDPOptions()
 
 
 def test_reference_inherits_layout_dtype_and_compilation_only(words):
     more = [*_typed(f"{ACTOR}.fsdp_config"), f"{ACTOR}.use_torch_compile=true", "algorithm.use_kl_in_reward=true"]
     more.append(f"{ACTOR}.ulysses_sequence_parallel_size=2")
-    ref = FSDPOptions.of(ref_engine(load_ppo(_on(words, 8, *more)), Topology(8)).options)
+    ref = FSDPOptions.from_dict(ref_engine(load_ppo(_on(words, 8, *more)), Topology(8)).options)
     assert (ref.mixed_precision.param_dtype, ref.use_torch_compile) == ("bfloat16", True)
     assert (ref.ulysses_sequence_parallel_size, ref.tensor_parallel_size) == (2, 1)
     assert not any((ref.param_offload, ref.grad_offload, ref.optimizer_offload, ref.activation_offload))
     overrides = [
         f"{REF}.fsdp_config.{name}" for name in ("param_offload=true", "fsdp_size=2", "reshard_after_forward=false")
     ]
-    ref = FSDPOptions.of(ref_engine(load_ppo(_on(words, 8, *more, *overrides)), Topology(8)).options)
+    ref = FSDPOptions.from_dict(ref_engine(load_ppo(_on(words, 8, *more, *overrides)), Topology(8)).options)
     assert (ref.param_offload, ref.fsdp_size, ref.reshard_after_forward) == (True, 2, False)
 
 
@@ -422,7 +434,7 @@ def test_reference_is_no_separate_model_with_an_adapter(words):
     assert config.ref_dp_size(Topology(4)) == config.actor_dp_size(Topology(4)) == 2
     text = _error(_on(words, 4, *shared, f"{REF}.ulysses_sequence_parallel_size=1"))
     assert "1 error in the config" in text
-    assert "the reference is the actor's engine without its adapter" in text
+    assert "the reference is the actor's engine with its adapter disabled" in text
 
 
 @pytest.mark.parametrize(
@@ -438,7 +450,7 @@ def test_exact_kl_requires_equal_layouts_of_actor_and_reference(words, switch, k
     load_ppo(_on(words, 4, switch, f"{key}=full", cut, f"{REF}.{size}=2"))
     text = _error(_on(words, 4, switch, f"{key}=full", cut, other))
     assert "1 error in the config" in text
-    assert f"{key}=full compares the two on the same ranks" in text
+    assert f"{key}=full requires the same layout" in text
     assert f"Omit the key, or set {ACTOR}.{size}=1." in text
     load_ppo(_on(words, 4, switch, f"{key}=abs", cut, other))  # other estimators allow different layouts
     load_ppo(_on(words, 4, f"{key}=full", cut, other))  # without a KL term nothing is compared
@@ -447,21 +459,24 @@ def test_exact_kl_requires_equal_layouts_of_actor_and_reference(words, switch, k
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ([f"{MODEL}.lora_adapter_path=/"], f"Set {MODEL}.lora_rank to the rank of that adapter."),
+        ([f"{MODEL}.lora_adapter_path=/"], f"Set {MODEL}.lora_rank to the rank of the adapter."),
         ([f"{MODEL}.lora_rank=4", f"{MODEL}.target_modules=[]"], f"Set {MODEL}.target_modules=all-linear."),
         ([f"{MODEL}.lora_rank=4", f"{MODEL}.lora_adapter_path=/nowhere"], "folder not found"),
         (["critic.model.lora_rank=4", "critic.model.lora_adapter_path=/nowhere"], "folder not found"),
         ([f"{MODEL}.lora_rank=-1"], "an integer >= 0"),
         (
             [f"{MODEL}.lora_rank=4", f"{ACTOR}.fsdp_config.tensor_parallel_size=2", *_on([], 2)],
-            "adapters of tensor-parallel matrices are not supported",
+            "LoRA is not supported with tensor_parallel_size=2",
         ),
         (
             [f"{ROLLOUT}.name=vllm", *BY_ITSELF],
-            f"without an adapter, {MODEL}.lora_rank=0. Set {ROLLOUT}.lora_weights=merged.",
+            f"{MODEL}.lora_rank=0, because there is no adapter. Set {ROLLOUT}.lora_weights=merged.",
         ),
         *(
-            ([f"{MODEL}.lora_rank=4", f"{ROLLOUT}.name={name}", *BY_ITSELF], f"name={name} accepts complete weights")
+            (
+                [f"{MODEL}.lora_rank=4", f"{ROLLOUT}.name={name}", *BY_ITSELF],
+                f"name={name} does not support separate LoRA",
+            )
             for name in ("hf", "process", "server", "sglang", "torch")
         ),
         ([f"{MODEL}.lora_rank=4", f"{ROLLOUT}.lora_weights=both"], "must be one of merged, adapter"),

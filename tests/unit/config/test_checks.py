@@ -5,7 +5,7 @@ import json
 import pytest
 
 from camshaft.config import load_ppo, load_sft, micro_batch_per_rank
-from camshaft.config.layout import share
+from camshaft.config.layout import divide_evenly
 from camshaft.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -49,7 +49,7 @@ def test_huge_numbers_are_rejected_quickly(words):
         "data.train_batch_size=1000000000000000003",
         "actor_rollout_ref.actor.ppo_mini_batch_size=99999999999999999",
     ]
-    assert "does not divide the iteration into mini-batches of equal size" in _error([*words, *huge])
+    assert "is not divisible by this mini-batch size" in _error([*words, *huge])
     huge = ["trainer.n_gpus_per_node=1000000000000000003", "actor_rollout_ref.rollout.tensor_model_parallel_size=64"]
     text = _error([*words, *huge, "actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.strategy=fsdp"])
     assert "Set actor_rollout_ref.rollout.tensor_model_parallel_size=1." in text
@@ -125,10 +125,10 @@ def test_run_needs_prompts_for_one_iteration(words):
 def test_per_gpu_micro_batch_overrides_the_global_one():
     assert micro_batch_per_rank(3, 64, 8) == 3
     assert micro_batch_per_rank(None, 64, 8) == 8
-    with pytest.raises(ConfigError, match="64 do not split evenly over 7 ranks"):
+    with pytest.raises(ConfigError, match="64 sequences are not divisible by 7 data-parallel ranks"):
         micro_batch_per_rank(None, 64, 7)
-    with pytest.raises(ConfigError, match="64 do not split evenly over 128 ranks"):
-        share(64, 128, "sequences")
+    with pytest.raises(ConfigError, match="64 sequences are not divisible by 128 data-parallel ranks"):
+        divide_evenly(64, 128, "sequences")
 
 
 # -- algorithm and sampling -----------------------------------------------------------------------
@@ -144,15 +144,16 @@ def test_group_estimators_need_several_responses(words, estimator):
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        ([f"{ROLLOUT}.n=4", f"{ROLLOUT}.do_sample=false"], "generates 4 equal responses"),
-        ([f"{ROLLOUT}.engine_kwargs={{a: 1}}"], "takes no options"),
+        ([f"{ROLLOUT}.n=4", f"{ROLLOUT}.do_sample=false"], "generates 4 identical responses"),
+        ([f"{ROLLOUT}.engine_kwargs={{a: 1}}"], "the rollout accepts no options"),
         (
             [f"{ROLLOUT}.tensor_model_parallel_size=4"],
             f"{ROLLOUT}.tensor_model_parallel_size=1, or {ROLLOUT}.name=vllm",
         ),
         (
             [f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=4"],
-            f"does not divide the 1 ranks of the run. Set {ROLLOUT}.tensor_model_parallel_size=1",
+            "world_size=1 is not divisible by the 4 ranks that form one vLLM engine. "
+            f"Set {ROLLOUT}.tensor_model_parallel_size=1",
         ),
         (
             [
@@ -162,7 +163,7 @@ def test_group_estimators_need_several_responses(words, estimator):
                 f"{ACTOR}.strategy=fsdp",
                 "critic.strategy=fsdp",
             ],
-            f"each of the 2 ranks has a separate generator with sglang. Set {ROLLOUT}.tensor_model_parallel_size=1",
+            f"only in a run with 1 rank, and this run has 2. Set {ROLLOUT}.tensor_model_parallel_size=1",
         ),
         (
             [f"{ROLLOUT}.name=server", f"{ROLLOUT}.tensor_model_parallel_size=2"],
@@ -173,18 +174,18 @@ def test_group_estimators_need_several_responses(words, estimator):
             "write it as http://127.0.0.1:8000.",
         ),
         ([f"{ROLLOUT}.name=server", f"{ROLLOUT}.engine_kwargs={{timeout: 0}}"], "timeout: Input should be greater"),
-        ([f"{ROLLOUT}.val_kwargs.n=4"], "generates 4 equal responses"),
+        ([f"{ROLLOUT}.val_kwargs.n=4"], "generates 4 identical responses"),
         ([f"{ROLLOUT}.val_kwargs.do_sample=true"], "has no effect with"),
-        (["algorithm.adv_estimator=reinforce_plus_plus", "trainer.critic_warmup=3"], "no critic to warm up"),
+        (["algorithm.adv_estimator=reinforce_plus_plus", "trainer.critic_warmup=3"], "the run has no critic"),
         ([f"{ROLLOUT}.prompt_length=100"], "data.max_prompt_length=512"),
         ([f"{ROLLOUT}.response_length=600"], "data.max_response_length=512"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_from_path=<folder>"),
         (["trainer.resume_from_path=/"], "trainer.resume_mode=resume_path"),
-        (["trainer.use_legacy_worker_impl=enable"], "no legacy implementation"),
-        (["trainer.use_legacy_worker_impl=true"], "no legacy implementation"),
-        ([f"{ACTOR}.optim.lr_warmup_steps=10", "trainer.total_training_steps=10"], "not shorter than the run"),
+        (["trainer.use_legacy_worker_impl=enable"], "camshaft has no legacy implementation"),
+        (["trainer.use_legacy_worker_impl=true"], "camshaft has no legacy implementation"),
+        ([f"{ACTOR}.optim.lr_warmup_steps=10", "trainer.total_training_steps=10"], "the length of the run"),
         (["data.val_files=null"], "trainer.val_before_train=false"),
-        (["data.train_files=[]"], "no training data"),
+        (["data.train_files=[]"], "training requires at least one file"),
         ([f"{ACTOR}.strategy=referense"], "Did you mean reference?"),
         ([f"{ROLLOUT}.name=trch"], "Did you mean torch?"),
         (["trainer.logger=[consol]"], "Did you mean console?"),
@@ -215,7 +216,10 @@ CORRECTION = "algorithm.rollout_correction"
         ([f"{CORRECTION}.rollout_rs=token_k1"], f"Set {CORRECTION}.rollout_rs_threshold=2.0."),
         ([f"{CORRECTION}.rollout_rs=seq_mean_k3"], f"Set {CORRECTION}.rollout_rs_threshold=0.01."),
         ([f"{CORRECTION}.rollout_rs_threshold=2.0"], f"Set {CORRECTION}.rollout_rs_threshold=null."),
-        ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=[2,3]"], "2 values for 1 rules"),
+        (
+            [f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=[2,3]"],
+            "2 values are set for 1 rules",
+        ),
         ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=0.5"], "a maximum ratio"),
         ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=0.9_0.5"], "a maximum ratio"),
         ([f"{CORRECTION}.rollout_rs=token_k3", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0"], "a maximum divergence"),
@@ -225,7 +229,7 @@ CORRECTION = "algorithm.rollout_correction"
         ([f"{CORRECTION}.rollout_rs=token_k1", f"{CORRECTION}.rollout_rs_threshold=-2"], "a maximum ratio"),
         (
             [f"{CORRECTION}.rollout_rs=[token_k1,seq_mean_k3]", f"{CORRECTION}.rollout_rs_threshold=2.0"],
-            f"Set one for each: '{CORRECTION}.rollout_rs_threshold=[2.0,0.01]'.",
+            f"Set one value per rule: '{CORRECTION}.rollout_rs_threshold=[2.0,0.01]'.",
         ),
         ([f"{CORRECTION}.rollout_is_threshold=3"], f"Set {CORRECTION}.rollout_is=token"),
         ([f"{CORRECTION}.rollout_is_batch_normalize=true"], f"Set {CORRECTION}.rollout_is=token"),
@@ -267,7 +271,7 @@ def test_invalid_correction_is_rejected_with_a_fix(words, more, expected):
 )
 def test_rejection_rules_are_a_list_or_comma_separated(words, rules, thresholds, expected):
     overrides = [f"{CORRECTION}.rollout_rs={rules}", f"{CORRECTION}.rollout_rs_threshold={thresholds}"]
-    assert list(load_ppo([*words, *overrides]).algorithm.rollout_correction.rejections()) == expected
+    assert list(load_ppo([*words, *overrides]).algorithm.rollout_correction.rejection_bounds()) == expected
 
 
 @pytest.mark.parametrize("value", ["auto", "disable", "false"])
@@ -354,10 +358,10 @@ def test_critic_must_read_the_token_ids_of_the_actor(words, tmp_path):
         (["data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=100"], "data.max_length=1024"),
         (["data.val_files=null", "trainer.test_freq=2"], "trainer.test_freq=-1"),
         (["trainer.best_metric=val/reward/mean", "trainer.test_freq=-1"], "trainer.test_freq=<steps>"),
-        (["data.train_files=null"], "no training data"),
+        (["data.train_files=null"], "training requires at least one file"),
         (["model.path=/nowhere"], "folder not found"),
         (["strategy=refrence"], "Did you mean reference?"),
-        (["optim.lr_warmup_steps=5", "trainer.total_training_steps=5"], "not shorter than the run"),
+        (["optim.lr_warmup_steps=5", "trainer.total_training_steps=5"], "the length of the run"),
         (["data.micro_batch_size=4"], "Did you mean data.micro_batch_size_per_gpu"),
     ],
 )
@@ -374,7 +378,7 @@ def test_supervised_run_needs_no_validation(sft_words):
 @pytest.mark.parametrize("name", ["torch", "hf"])
 def test_rollout_without_options_rejects_engine_kwargs(words, name):
     words = [*words, "+actor_rollout_ref.rollout.engine_kwargs.seed=3"]
-    with pytest.raises(ConfigError, match=r"the rollout takes no options\. Omit the key"):
+    with pytest.raises(ConfigError, match=r"the rollout accepts no options\. Omit the key"):
         load_ppo([*words, f"actor_rollout_ref.rollout.name={name}"])
     config = load_ppo([*words, "actor_rollout_ref.rollout.name=support.own_backends:OwnRollout"])
     assert config.actor_rollout_ref.rollout.engine_kwargs == {"seed": 3}
@@ -388,9 +392,9 @@ def test_checkpoint_without_required_contents_is_rejected(key: str, words):
     text = _error([*words, f"{key}=[model,hf_model]"])
     assert "1 error in the config" in text
     assert f"{key} = " in text
-    assert "resuming requires model, optimizer, extra; missing optimizer, extra." in text
+    assert "optimizer, extra must be saved, because resuming requires model, optimizer, extra." in text
     assert f"Set '{key}=[model,optimizer,extra,hf_model]'" in text
-    assert "missing optimizer, extra" not in _error([*words, f"{key}=[model,optimizer]"])
+    assert "extra must be saved" in _error([*words, f"{key}=[model,optimizer]"])
     load_ppo([*words, f"{key}=[model,optimizer,extra,hf_model]"])
 
 
@@ -400,7 +404,7 @@ def test_unknown_checkpoint_contents_are_rejected(words, sft_words):
     with pytest.raises(ConfigError) as caught:
         load_sft([*sft_words, "checkpoint.save_contents=[model,optimizer,extra,huggingface]"])
     assert "must be a list of model, optimizer, extra, hf_model" in str(caught.value)
-    with pytest.raises(ConfigError, match=r"missing model\."):
+    with pytest.raises(ConfigError, match=r"model must be saved"):
         load_sft([*sft_words, "checkpoint.save_contents=[optimizer,extra]"])
 
 

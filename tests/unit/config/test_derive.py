@@ -187,4 +187,4 @@ def test_only_a_trained_reward_model_may_have_a_new_head(words, sft_words):
 )
 def test_source_of_old_log_probs_follows_from_the_config(words, settings, source):
     config = load_ppo([*words, *(f"{key}={value}" for key, value in settings.items())])
-    assert config.old_log_probs() == source
+    assert config.old_log_prob_source() == source

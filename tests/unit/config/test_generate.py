@@ -69,7 +69,7 @@ def test_rollout_is_checked_as_in_training(words: list[str]) -> None:
     wrong = ["rollout.n=2", "rollout.do_sample=false", "rollout.name=torhc"]
     with pytest.raises(ConfigError) as raised:
         load_generate([*words, *wrong])
-    assert "2 equal responses with rollout.do_sample=false" in str(raised.value)
+    assert "generates 2 identical responses per prompt. Set rollout.do_sample=true" in str(raised.value)
     assert "Did you mean torch?" in str(raised.value)
     assert "actor_rollout_ref" not in str(raised.value)
     with pytest.raises(ConfigError, match=r"(?s)custom_reward_function.name = gsm9k.*Did you mean gsm8k"):

@@ -32,14 +32,14 @@ def test_several_machines_use_ray(words: list[str]) -> None:
 def test_single_device_engine_may_have_a_pool_of_one_rank(words: list[str]) -> None:
     pool = ["+trainer.resource_pools.c.n_gpus_per_node=1", "critic.resource_pool=c", "critic.strategy=reference"]
     load_ppo([*words, FSDP[0], "trainer.n_gpus_per_node=2", *pool])
-    with pytest.raises(ConfigError, match=r"strategy=reference runs in one process"):
+    with pytest.raises(ConfigError, match=r"strategy=reference supports only one process"):
         load_ppo([*words, FSDP[0], "trainer.n_gpus_per_node=2", "critic.strategy=reference"])
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["critic.resource_pool=c"], r"(?s)critic.resource_pool = c.*unknown pool; the pools are global_pool"),
+        (["critic.resource_pool=c"], r"(?s)critic.resource_pool = c.*unknown resource pool; the pools are global_pool"),
         (["+trainer.resource_pools.c.n_gpus_per_node=1"], "no role uses this pool"),
         (["+trainer.resource_pools.c.nodes=1"], "unknown key"),
         (["+trainer.resource_pools.global_pool.n_gpus_per_node=1"], "Rename the pool"),

@@ -271,7 +271,7 @@ def test_settings_without_effect_log_a_warning(words, caplog):
         assert not caplog.messages
         load_ppo([*words, "trainer.use_legacy_worker_impl=auto", "critic.model.use_remove_padding=false"])
     assert len(caplog.messages) == 2
-    assert any("no legacy implementation exists" in message for message in caplog.messages)
+    assert any("camshaft has no legacy implementation" in message for message in caplog.messages)
     assert any("critic.model.use_remove_padding" in message for message in caplog.messages)
 
 
@@ -293,7 +293,7 @@ def test_key_that_the_rollout_does_not_read_logs_a_warning(words, leaf, name, re
     section = "actor_rollout_ref.rollout"
     with caplog.at_level(logging.WARNING, "camshaft.config"):
         load_ppo([*words, f"{section}.tensor_model_parallel_size=1", f"{section}.name={name}", f"{section}.{leaf}"])
-    assert caplog.messages == [f"config: {section}.{leaf} has no effect; it is read by {section}.name={readers}"]
+    assert caplog.messages == [f"config: {section}.{leaf} has no effect; only {section}.name={readers} reads this key"]
 
 
 @pytest.mark.parametrize(("leaf", "is_read"), [("load_format=auto", True), ("gpu_memory_utilization=0.5", False)])
@@ -408,7 +408,7 @@ def test_jobs_of_a_sweep_need_separate_export_folders(sft_words, capfd):
 
 def test_equal_jobs_of_a_sweep_are_rejected(words, capfd):
     assert _run(["-m", *words, "trainer.seed=1,1"]) == (2, [])
-    assert "these jobs have equal configs" in capfd.readouterr().err
+    assert "the configs of these jobs are equal" in capfd.readouterr().err
 
 
 def test_an_invalid_config_stops_the_sweep_before_any_job(words, capfd):
@@ -443,7 +443,7 @@ def test_help_of_hydra_is_available(capfd):
 
 def test_argument_without_a_value_is_rejected(words, capfd):
     assert _run([*words, "foo"]) == (2, [])
-    assert capfd.readouterr().err == "'foo' is not an override. Use key=value, for example trainer.seed=7.\n"
+    assert capfd.readouterr().err == "'foo' is not an override. Write key=value, for example trainer.seed=7.\n"
 
 
 def test_supervised_run_has_a_separate_schema(sft_words):

@@ -10,10 +10,10 @@ from camshaft.errors import ConfigError
 
 def test_explain_shows_description_type_default_and_comment():
     text = explain("actor_rollout_ref.actor.ppo_mini_batch_size")
-    assert text.startswith("actor_rollout_ref.actor.ppo_mini_batch_size\n  Prompts per optimizer step")
+    assert text.startswith("actor_rollout_ref.actor.ppo_mini_batch_size\n  Number of prompts per optimizer step")
     assert "type        an integer >= 1" in text
     assert "default     256" in text
-    assert "prompts, over all ranks; rollout.n sequences each" in text
+    assert "prompts, summed over all ranks; each contributes rollout.n sequences" in text
 
 
 def test_explain_resolves_a_default_that_refers_to_another_key():
@@ -59,12 +59,14 @@ def test_comments_belong_to_the_key_on_their_line():
     remarks = comments(PPOConfig)
     assert remarks["data.truncation"] == "or left, right, middle"
     assert remarks["actor_rollout_ref.actor.optim.num_cycles"] == "cosine only"
-    assert remarks["actor_rollout_ref.actor.ppo_micro_batch_size"].startswith("Sequences per forward pass")
+    assert remarks["actor_rollout_ref.actor.use_dynamic_bsz"].startswith(
+        "Alternatively, limit micro-batches by tokens."
+    )
     assert set(remarks) <= set(fields(PPOConfig))
 
 
 def test_show_returns_the_file_of_defaults():
-    assert "train_batch_size: 1024 # prompts, over all ranks" in show()
+    assert "train_batch_size: 1024 # prompts, summed over all ranks" in show()
     assert "micro_batch_size_per_gpu: 4" in show("sft")
 
 

@@ -112,8 +112,11 @@ def test_batch_table_has_a_reward_column(on, words):
             ],
             ["reward_model.max_length = 2000", "Set reward_model.forward_max_token_len_per_gpu=2000 or more"],
         ),
-        (["reward_model.ulysses_sequence_parallel_size=2"], ["does not support it", "reward_model.strategy"]),
-        ([f"{MODEL}.fsdp_config.param_offload=true"], [f"{MODEL}.fsdp_config.param_offload", "does not support it"]),
+        (["reward_model.ulysses_sequence_parallel_size=2"], ["does not support this key", "reward_model.strategy"]),
+        (
+            [f"{MODEL}.fsdp_config.param_offload=true"],
+            [f"{MODEL}.fsdp_config.param_offload", "does not support this key"],
+        ),
         (["custom_reward_function.name=gsm"], ["custom_reward_function.name = gsm", "Did you mean gsm8k?"]),
     ],
 )
@@ -131,7 +134,7 @@ def test_reward_batches_must_split_evenly_over_ranks(on):
     assert "Set reward_model.micro_batch_size_per_gpu=1" in text
     text = error([*on, *many, f"{MODEL}.fsdp_config.tensor_parallel_size=3"])
     assert f"{MODEL}.fsdp_config.tensor_parallel_size = 3" in text
-    assert "strategy=reference runs in one process" in error([*on, *many, "reward_model.strategy=reference"])
+    assert "strategy=reference supports only one process" in error([*on, *many, "reward_model.strategy=reference"])
 
 
 def test_input_tokenizer_is_compared_with_the_policy(on, tmp_path):
@@ -144,7 +147,7 @@ def test_input_tokenizer_is_compared_with_the_policy(on, tmp_path):
     assert "the tokenizers differ" in text
     assert f"Set {INPUT}={tmp_path}/model" in text
     text = error([*on, f"{INPUT}={tmp_path}/rm"])
-    assert "must be the tokenizer of the responses" in text
+    assert "must be the policy's tokenizer" in text
 
 
 def test_only_the_name_of_a_custom_worker_is_checked(on):

@@ -4,7 +4,18 @@ import pytest
 
 from camshaft.config import PPOConfig
 from camshaft.config.schema.fields import describe
-from camshaft.config.tree import fields, flatten, has, leaf_fields, nearest, nested, overlap, put, remove, shown
+from camshaft.config.tree import (
+    expand_keys,
+    fields,
+    flatten,
+    format_value,
+    has_key,
+    keys_overlap,
+    leaf_fields,
+    nearest_keys,
+    put,
+    remove,
+)
 
 
 @pytest.mark.parametrize(
@@ -21,7 +32,7 @@ from camshaft.config.tree import fields, flatten, has, leaf_fields, nearest, nes
     ],
 )
 def test_nearest_key(typed, expected):
-    suggestion = nearest(typed, fields(PPOConfig))
+    suggestion = nearest_keys(typed, fields(PPOConfig))
     assert suggestion[:1] == ([expected] if expected else [])
 
 
@@ -35,7 +46,7 @@ def test_user_defined_mapping_is_a_leaf():
 
 def test_dotted_names_are_expanded_except_in_user_mappings():
     tree = {"a.b": 1, "a": {"c": 2, 3: 4}, "own": {"x.y": 5, 6: 7}}
-    assert nested(tree, ["own"]) == {"a": {"b": 1, "c": 2, "3": 4}, "own": {"x.y": 5, 6: 7}}
+    assert expand_keys(tree, ["own"]) == {"a": {"b": 1, "c": 2, "3": 4}, "own": {"x.y": 5, 6: 7}}
 
 
 def test_put_creates_and_remove_deletes_empty_sections():
@@ -44,20 +55,20 @@ def test_put_creates_and_remove_deletes_empty_sections():
     assert tree == {"a": 1, "b": {"c": {"d": 2}}}
     remove(tree, "b.c.d")
     assert tree == {"a": 1}
-    assert not has(tree, "a.b")
-    assert not has(tree, "b")
+    assert not has_key(tree, "a.b")
+    assert not has_key(tree, "b")
     put(tree, ".a", 3)
     remove(tree, ".a")
     assert tree == {"a": 1}
 
 
 def test_section_overlaps_its_keys():
-    assert all(overlap(*pair) for pair in [("a.b", "a"), ("a", "a.b"), ("a", "a")])
-    assert not overlap("a.bc", "a.b")
+    assert all(keys_overlap(*pair) for pair in [("a.b", "a"), ("a", "a.b"), ("a", "a")])
+    assert not keys_overlap("a.bc", "a.b")
 
 
 def test_values_are_formatted_as_on_the_command_line():
-    assert [shown(value) for value in (True, None, "text", " a", "", [1, "x"], 1e-6)] == [
+    assert [format_value(value) for value in (True, None, "text", " a", "", [1, "x"], 1e-6)] == [
         "true", "null", "text", '" a"', '""', '[1, "x"]', "1e-06",
     ]  # fmt: skip
 

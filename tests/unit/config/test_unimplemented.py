@@ -70,7 +70,7 @@ def test_pure_bfloat16_training_suggests_mixed_precision(words, section):
         load_ppo([*words, f"{ACTOR}.strategy=fsdp", f"{section}.model_dtype=bfloat16"])
     text = str(caught.value)
     assert "1 error in the config" in text
-    assert "keep float32 weights" in text
+    assert "Keep float32 weights" in text
     assert f"Set {section}.model_dtype=float32 {section}.mixed_precision.param_dtype=bfloat16" in text
     load_ppo([*words, f"{ACTOR}.strategy=fsdp", f"{section}.mixed_precision.param_dtype=bfloat16"])
 

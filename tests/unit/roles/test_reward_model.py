@@ -132,8 +132,8 @@ def test_overlong_rows_are_truncated_on_the_left_and_counted(home: Path) -> None
 
 
 def test_row_limit_defaults_to_prompt_plus_response_length(home: Path) -> None:
-    assert config_of(home).longest_scored() == 16 + 8
-    assert config_of(home, reward_model__max_length=9).longest_scored() == 9
+    assert config_of(home).max_scored_length() == 16 + 8
+    assert config_of(home, reward_model__max_length=9).max_scored_length() == 9
 
 
 # -- another tokenizer and template ---------------------------------------------------------------

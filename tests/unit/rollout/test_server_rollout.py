@@ -219,9 +219,11 @@ def test_other_http_server_is_rejected() -> None:
 
 
 def test_options_of_camshaft_and_vllm_are_separated() -> None:
-    options = ServerOptions.of({"vllm_server_timeout": 9, "swap_space": 2}, world_size=2)
+    options = ServerOptions.from_dict({"vllm_server_timeout": 9, "swap_space": 2}, world_size=2)
     assert (options.vllm_server_timeout, options.arguments) == (9.0, {"swap_space": 2})
-    assert ServerOptions.of({"vllm_server_base_url": "http://a:1/v1/"}, 1).vllm_server_base_url == ("http://a:1",)
+    assert ServerOptions.from_dict({"vllm_server_base_url": "http://a:1/v1/"}, 1).vllm_server_base_url == (
+        "http://a:1",
+    )
 
 
 @pytest.mark.parametrize(
@@ -230,14 +232,17 @@ def test_options_of_camshaft_and_vllm_are_separated() -> None:
         ({"vllm_server_base_url": "10.0.0.7:8000"}, "write it as http://127.0.0.1:8000"),
         ({"vllm_server_base_url": ["http://a:1"]}, "lists 1 server for 2 ranks"),
         ({"vllm_server_base_url": ["http://a:1", "http://a:1/"]}, "listed twice"),
-        ({"vllm_server_base_url": ["http://a:1", "http://b:1"], "swap_space": 2}, "swap_space: arguments for starting"),
+        (
+            {"vllm_server_base_url": ["http://a:1", "http://b:1"], "swap_space": 2},
+            "swap_space: arguments of a server that camshaft starts",
+        ),
         ({"vllm_server_timeout": 0}, "vllm_server_timeout: .*greater than 0"),
         ({"weight_transfer": "pigeon"}, "weight_transfer: .*'shared_memory' or 'broadcast'"),
     ],
 )
 def test_invalid_options_are_rejected(engine_kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        ServerOptions.of(engine_kwargs, world_size=2)
+        ServerOptions.from_dict(engine_kwargs, world_size=2)
     with pytest.raises(RolloutError, match="engine_kwargs: "):
         build_rollout("server", config(vllm_server_base_url="nowhere"))
 

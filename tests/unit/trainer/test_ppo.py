@@ -160,4 +160,4 @@ def test_a_standalone_validation_does_not_change_its_run(tmp_path: Path) -> None
     assert {name: logged[name] for name in standalone} == standalone
     refused = camshaft("ppo", *ppo_args(tmp_path, {"trainer.val_only": True, "data.val_files": "null"}))
     assert refused.status == 2
-    assert "validation needs files" in refused.err
+    assert "validation requires prompts" in refused.err
