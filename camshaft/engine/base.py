@@ -41,9 +41,9 @@ OUTPUTS_OF_HEAD: dict[str, tuple[Output, ...]] = {
 }
 """Outputs that a model supports, by its head; the first is the default.
 
-`distribution` holds the log-probs of the whole vocabulary for each token, without gradient. `full_kl` is the KL
-divergence sum_v p(v) (log p(v) - log q(v)) from p, the model's own distribution, to q. The batch's column `log_q` holds
-log q, the `distribution` of another model; a `preprocess_fn` may add it. The gradient flows through p only.
+`distribution` holds the log-probs of the whole vocabulary for each token, without gradient. `full_kl` is KL(p || q) =
+sum_v p(v) (log p(v) - log q(v)) of the model's distribution p. The batch's column `log_q` holds log q, the
+`distribution` of another model; a `preprocess_fn` may add it. The gradient flows through p only.
 """
 
 Batch = DataProto | Mapping[str, Any]

@@ -1,11 +1,12 @@
-"""Activation memory: gradient checkpointing and offload to host memory.
+"""Reduces activation memory: gradient checkpointing, and offloading of activations to host memory.
 
-    model.enable_gradient_checkpointing("selective")     # keeps matrix products and attention, recomputes the rest
-    with offloaded_activations("cuda"):
+    model.enable_gradient_checkpointing("selective")     # saves matrix products and attention, recomputes the rest
+    with offload_activations("cuda"):
         loss = run(model)                                # copies saved activations to host memory
     loss.backward()                                      # copies them back when the backward pass needs them
 
-Both leave all gradients bitwise the same. They can be combined, and work in a model that FSDP2 shards.
+Neither changes the gradients; they stay bitwise equal. Both can be combined, and both work in a model that FSDP2
+shards.
 """
 
 from collections.abc import Iterator
@@ -38,66 +39,69 @@ EXPENSIVE = frozenset(
         "torch_attn::_varlen_attn",
     }
 )
-"""Names of the torch operators of matrix products and attention, nearly all the work of a layer."""
+"""Names of the torch operators for matrix products and attention, which account for most of the compute of a layer."""
 
-SMALL = 1 << 16
-"""Tensors of fewer bytes are not copied to host memory."""
+MIN_OFFLOAD_BYTES = 1 << 16
+"""Default size in bytes below which a tensor is not copied to host memory."""
 
 
 def checkpointing_kwargs(mode: Mode) -> dict[str, Any]:
-    """Return the arguments of `torch.utils.checkpoint.checkpoint` for a mode."""
+    """Return the keyword arguments of `torch.utils.checkpoint.checkpoint` for `mode`."""
     if mode == "full":
         return {"use_reentrant": False}
     return {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _policy)}
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    keep = operator._schema.name in EXPENSIVE
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+    """Save the results of `EXPENSIVE` operators and recompute all others."""
+    is_expensive = operator._schema.name in EXPENSIVE
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-class _Kept(NamedTuple):
-    """A saved tensor in host memory; for a DTensor, the local shard of this rank."""
+class _OffloadedTensor(NamedTuple):
+    """An offloaded tensor: a copy in host memory, for a DTensor of the local shard."""
 
     host: Tensor
     device: torch.device
     layout: dict[str, Any] | None
-    """Arguments of `DTensor.from_local`; None for a plain tensor."""
+    """Arguments of `DTensor.from_local`; None for a regular tensor."""
 
 
 @contextmanager
-def offloaded_activations(device: torch.device | str, at_least: int = SMALL) -> Iterator[None]:
-    """Copy tensors that autograd saves on `device` to host memory; the backward pass may run outside of the context.
+def offload_activations(device: torch.device | str, min_bytes: int = MIN_OFFLOAD_BYTES) -> Iterator[None]:
+    """Copy the tensors on `device` that autograd saves inside the context to host memory.
 
-    Parameters and views of them are not copied: they are on the device anyway, and under FSDP2 they are gathered
-    layers that FSDP2 frees. Tensors below `at_least` bytes are not copied either. Copies are pinned and run on the
-    compute stream, so nothing waits for them and no memory is reused before they finish. A CPU as `device` copies too.
+    The backward pass copies them back and may run outside the context. Parameters and views of them are not copied:
+    they stay on the device anyway, or FSDP2 has gathered them and frees them itself. Tensors of fewer than `min_bytes`
+    bytes are not copied either. Copies use pinned memory and the compute stream, so the host does not wait for them,
+    and device memory is not reused before a copy has finished. `device` may also be a CPU, for tests.
     """
     target = torch.device(device)
 
-    def pack(tensor: Tensor) -> Tensor | _Kept:
+    def pack(tensor: Tensor) -> Tensor | _OffloadedTensor:
         parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
         if parameter or tensor.device.type != target.type or tensor.layout != torch.strided:
-            return tensor.detach()  # the tensor itself would keep alive the graph that keeps it
+            return tensor.detach()  # saving the tensor itself would create a reference cycle with its graph
         with torch.no_grad():
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if local.nbytes < at_least:
+            if local.nbytes < min_bytes:
                 return tensor.detach()
             host = torch.empty_like(local, device="cpu", pin_memory=target.type != "cpu")
             host.copy_(local, non_blocking=True)
-        return _Kept(host, local.device, _layout(tensor) if isinstance(tensor, DTensor) else None)
+        return _OffloadedTensor(host, local.device, _layout(tensor) if isinstance(tensor, DTensor) else None)
 
-    def unpack(kept: Tensor | _Kept) -> Tensor:
-        if not isinstance(kept, _Kept):
-            return kept
-        local = kept.host.to(kept.device, non_blocking=True)
-        return local if kept.layout is None else DTensor.from_local(local, **kept.layout)
+    def unpack(saved: Tensor | _OffloadedTensor) -> Tensor:
+        if not isinstance(saved, _OffloadedTensor):
+            return saved
+        local = saved.host.to(saved.device, non_blocking=True)
+        return local if saved.layout is None else DTensor.from_local(local, **saved.layout)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 
 def _layout(tensor: DTensor) -> dict[str, Any]:
+    """Return the arguments with which `DTensor.from_local` rebuilds `tensor` from its local shard."""
     return {
         "device_mesh": tensor.device_mesh,
         "placements": tensor.placements,

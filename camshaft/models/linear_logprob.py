@@ -1,12 +1,13 @@
-"""From hidden states to log-probabilities, entropy and KL divergence without holding the logits of all tokens.
+"""Fused output layer: log-probs, entropy and KL divergence from hidden states, without the logits of all tokens.
 
     log_probs, entropy = linear_logprob(hidden, lm_head.weight, targets, temperature=1.0, need_entropy=True)
     log_q = log_distribution(other_hidden, other_lm_head.weight)                # (M, V), materialized
     divergence = linear_full_kl(hidden, lm_head.weight, log_q, torch.arange(M))
 
-The output layer runs in tiles of some tokens by a part of the vocabulary, forward and again in the backward pass, which
-recomputes the logits. At most a few buffers of tile size exist at a time, and that size does not depend on the
-vocabulary. On a GPU the operators on a tile are one Triton kernel (`triton/linear_logprob.py`). Used by `packed.py`.
+`PackedModel` calls these functions. They compute the logits in tiles; a tile covers some of the tokens and a part of
+the vocabulary. The backward pass recomputes the logits tile by tile. At most a few buffers of tile size exist at a
+time, and the tile size does not grow with the vocabulary. On a GPU, one Triton kernel processes the logits of a tile
+(`triton/linear_logprob.py`).
 
 With z = (hidden weight^T + bias) / temperature and p = softmax(z), for the target y of each token:
 
@@ -14,13 +15,14 @@ With z = (hidden weight^T + bias) / temperature and p = softmax(z), for the targ
     entropy  = - sum_v p_v log p_v          d entropy  / dz_v = - p_v (log p_v + entropy)
     full_kl  = sum_v p_v (log p_v - log q_v)        d full_kl / dz_v = p_v (log p_v - log q_v - full_kl)
 
-Sums and results are in float32 or in the dtype of the inputs, whichever is wider.
+Sums and results are float32, or float64 for float64 inputs.
 
-A part r of the vocabulary has a logsumexp s_r, the logit of the target, and, with p normalized over the part, an
-entropy h_r and a divergence k_r. With s = logsumexp_r(s_r) and w_r = exp(s_r - s), the entropy is
-sum_r w_r (h_r - log w_r) and the divergence is sum_r w_r (k_r + log w_r), without cancellation of large numbers. The
-tiles of a token are combined in this way. With `part=VocabularyPart(group, first_row)`, each rank of the group holds
-some rows of the weight, and the ranks combine their results in one exchange for all tokens.
+Results are combined over parts of the vocabulary. For part r, let s_r be its logsumexp, and let h_r and k_r be its
+entropy and its divergence, with p normalized over the part. With s = logsumexp_r(s_r) and w_r = exp(s_r - s), the
+entropy is sum_r w_r (h_r - log w_r) and the divergence is sum_r w_r (k_r + log w_r). These sums avoid cancellation of
+large numbers. The tiles of a token are combined in this way, and so are the results of tensor-parallel ranks: with
+`shard=VocabularyShard(group, first_row)`, each rank holds some rows of the weight, and the ranks combine their results
+for all tokens in one collective.
 """
 
 import itertools
@@ -41,25 +43,25 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 class Tile(NamedTuple):
-    """Numbers of tokens and of vocabulary entries whose logits exist at a time."""
+    """Size of a tile: its numbers of tokens and of vocabulary entries."""
 
     tokens: int
     vocabulary: int
 
     @classmethod
-    def of(cls, hidden: Tensor) -> "Tile":
-        """Choose a tile that fits the cache of a CPU, or that fills an accelerator (this size is not measured yet).
+    def fit(cls, hidden: Tensor) -> "Tile":
+        """Choose a tile size for `hidden` (M, H); with fewer tokens, a tile spans more of the vocabulary.
 
-        With few tokens a tile spans more of the vocabulary.
+        On a CPU a tile fits the cache. On CUDA it is meant to fill the device, but this size has not been measured.
         """
-        most, numbers = (8192, 1 << 26) if hidden.is_cuda else (2048, 1 << 20)
-        tokens = min(most, max(1, len(hidden)))
-        return cls(tokens, numbers // tokens)
+        max_tokens, num_logits = (8192, 1 << 26) if hidden.is_cuda else (2048, 1 << 20)
+        tokens = min(max_tokens, max(1, len(hidden)))
+        return cls(tokens, num_logits // tokens)
 
 
 @dataclass(frozen=True)
-class VocabularyPart:
-    """The rows of the output layer on this rank: from `first_row` on; `group` holds all rows."""
+class VocabularyShard:
+    """This rank's rows of the output layer, starting at row `first_row`. The ranks of `group` hold all rows."""
 
     group: dist.ProcessGroup
     first_row: int
@@ -73,14 +75,14 @@ def linear_logprob(
     temperature: float = 1.0,
     need_entropy: bool = False,
     tile: Tile | None = None,
-    part: VocabularyPart | None = None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-prob (M,) of each target and, with `need_entropy`, the entropy (M,) of its distribution.
 
-    `hidden` is (M, H), `weight` (V, H), `bias` (V,) or None, `targets` (M,) int64. With `part`, weight and bias are the
-    rows of this rank; all other arguments and the gradient of `hidden` are equal on all ranks of the group.
+    `hidden` is (M, H), `weight` (V, H), `bias` (V,) or None, and `targets` (M,) int64. With `shard`, `weight` and
+    `bias` hold the rows of this rank; all other arguments and the gradient of `hidden` are equal on all its ranks.
     """
-    options = _Options.of(hidden, temperature, tile, part)
+    options = _Options.create(hidden, temperature, tile, shard)
     return _LinearLogProb.apply(hidden, weight, bias, targets, need_entropy, options)  # pyright: ignore[reportReturnType]
 
 
@@ -92,14 +94,14 @@ def linear_full_kl(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     tile: Tile | None = None,
-    part: VocabularyPart | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
-    """Return (M,) the exact sum_v p(v) (log p(v) - log q(v)) of each token; q is constant in the backward pass.
+    """Return (M,) KL(p || q) = sum_v p(v) (log p(v) - log q(v)) of each token; q receives no gradient.
 
-    `hidden` (M, H), `weight` (V, H) and `bias` define p. Row `rows[i]` of `log_q` (N, V), which is not sharded, has the
-    log q of token i; `rows` is (M,) int64. `part` as in `linear_logprob`.
+    `hidden` (M, H), `weight` (V, H) and `bias` define p. For token i, log q is row `rows[i]` of `log_q` (N, V); `rows`
+    is (M,) int64, and `log_q` is not sharded. `shard` has the same meaning as in `linear_logprob`.
     """
-    options = _Options.of(hidden, temperature, tile, part)
+    options = _Options.create(hidden, temperature, tile, shard)
     return _LinearFullKL.apply(hidden, weight, bias, log_q, rows, options)  # pyright: ignore[reportReturnType]
 
 
@@ -109,19 +111,19 @@ def log_distribution(
     weight: Tensor,
     bias: Tensor | None = None,
     temperature: float = 1.0,
-    part: VocabularyPart | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
-    """Return (M, V) log-probs of the whole vocabulary, without gradient; with `part`, on every rank of its group."""
+    """Return (M, V) log-probs of the whole vocabulary, without gradient; with `shard`, on every rank of its group."""
     logits = _logits(hidden, weight, bias)
     if temperature != 1.0:
         logits.div_(temperature)
-    if part is not None and len(hidden):
-        logits = _all_rows(logits.t(), part.group).t()
+    if shard is not None and len(hidden):
+        logits = _all_rows(logits.t(), shard.group).t()
     return logits.log_softmax(dim=1)
 
 
 def _all_rows(local: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenate the rows of all ranks, whose numbers of rows may differ."""
+    """Gather and concatenate the rows of all ranks. The number of rows may differ between ranks."""
     ranks = dist.get_world_size(group)
     counts = [torch.zeros(1, dtype=torch.int64, device=local.device) for _ in range(ranks)]
     dist.all_gather(counts, torch.tensor([len(local)], device=local.device), group=group)
@@ -136,15 +138,15 @@ def _all_rows(local: Tensor, group: dist.ProcessGroup) -> Tensor:
 class _Options(NamedTuple):
     temperature: float
     tile: Tile
-    part: VocabularyPart | None
+    shard: VocabularyShard | None
 
     @classmethod
-    def of(cls, hidden: Tensor, temperature: float, tile: Tile | None, part: VocabularyPart | None) -> "_Options":
+    def create(cls, hidden: Tensor, temperature: float, tile: Tile | None, shard: VocabularyShard | None) -> "_Options":
         if not temperature > 0:
             raise EngineError(
-                f"temperature={temperature} must be above 0; use 1.0 for the log-probs of greedy decoding"
+                f"temperature={temperature} is not above 0; for the log-probs of greedy decoding, use 1.0"
             )
-        return cls(temperature, tile or Tile.of(hidden), part)
+        return cls(temperature, tile or Tile.fit(hidden), shard)
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -176,12 +178,12 @@ class _LinearLogProb(torch.autograd.Function):
                 results.append(-(log_p.exp().mul_(log_p)).sum(dim=1))
             return results
 
-        def combine(shares: Tensor, of_parts: Tensor) -> list[Tensor]:
-            target_logits = of_parts[0].sum(dim=0)
-            return [target_logits, *((shares * h + torch.special.entr(shares)).sum(dim=0) for h in of_parts[1:])]
+        def combine(shares: Tensor, part_results: Tensor) -> list[Tensor]:
+            target_logits = part_results[0].sum(dim=0)
+            return [target_logits, *((shares * h + torch.special.entr(shares)).sum(dim=0) for h in part_results[1:])]
 
-        normalisers, target_logits, *rest = head.reduce_vocabulary(reduce, combine)
-        entropy = rest[0] if need_entropy else None
+        normalisers, target_logits, *entropies = head.reduce_vocabulary(reduce, combine)
+        entropy = entropies[0] if need_entropy else None
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropy)
         ctx.options = options
         return target_logits - normalisers, entropy
@@ -197,17 +199,17 @@ class _LinearLogProb(torch.autograd.Function):
         gradients = _Gradients(ctx.needs_input_grad, head)
         scaled = [None if each is None else each / ctx.options.temperature for each in (grad_log_probs, grad_entropy)]
         for logits, rows, vocabulary in head.tiles(backward=True):
-            of_rows = normalisers[rows], *(None if each is None else each[rows] for each in (entropy, *scaled))
+            row_statistics = normalisers[rows], *(None if each is None else each[rows] for each in (entropy, *scaled))
             if kernels is not None:
                 columns = head.unclamped_columns(targets[rows], vocabulary)
                 gradients.add(
                     rows,
                     vocabulary,
-                    kernels.logit_gradient(logits, columns, *of_rows, ctx.options.temperature, weight.dtype),
+                    kernels.logit_gradient(logits, columns, *row_statistics, ctx.options.temperature, weight.dtype),
                 )
             else:
                 columns = head.columns(targets[rows], vocabulary)
-                gradients.add(rows, vocabulary, _logit_gradient(head.scaled(logits), *columns, *of_rows))
+                gradients.add(rows, vocabulary, _logit_gradient(head.scaled(logits), *columns, *row_statistics))
         return *gradients.total(), None, None, None
 
 
@@ -220,7 +222,7 @@ def _logit_gradient(
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
-    """Compute the gradient of the scaled logits of a tile, in place."""
+    """Return the gradient with respect to the scaled logits of a tile; overwrites `logits`."""
     log_p = logits.sub_(normalisers[:, None])
     if grad_entropy is None:
         assert grad_log_probs is not None
@@ -231,8 +233,8 @@ def _logit_gradient(
         slope = log_p.add_(entropy[:, None]).mul_(grad_entropy[:, None])
         grad.mul_(slope if grad_log_probs is None else slope.add_(grad_log_probs[:, None])).neg_()
     if grad_log_probs is not None:
-        of_target = grad_log_probs if inside is None else grad_log_probs.where(inside, 0)
-        grad.scatter_add_(1, columns[:, None], of_target[:, None])
+        target_grad = grad_log_probs if inside is None else grad_log_probs.where(inside, 0)
+        grad.scatter_add_(1, columns[:, None], target_grad[:, None])
     return grad
 
 
@@ -241,8 +243,8 @@ class _LinearFullKL(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, log_q: Tensor, rows: Tensor, options: _Options
     ) -> Tensor:
-        if options.part is not None:
-            log_q = log_q[:, options.part.first_row : options.part.first_row + len(weight)]
+        if options.shard is not None:
+            log_q = log_q[:, options.shard.first_row : options.shard.first_row + len(weight)]
 
         head = _Head(hidden, weight, bias, options)
 
@@ -252,8 +254,8 @@ class _LinearFullKL(torch.autograd.Function):
             p = logits.sub_(normalisers[:, None]).exp()
             return [normalisers, logits.sub_(log_q[:, vocabulary].index_select(0, rows[tokens])).mul_(p).sum(dim=1)]
 
-        def combine(shares: Tensor, of_parts: Tensor) -> list[Tensor]:
-            return [(shares * of_parts[0] - torch.special.entr(shares)).sum(dim=0)]
+        def combine(shares: Tensor, part_results: Tensor) -> list[Tensor]:
+            return [(shares * part_results[0] - torch.special.entr(shares)).sum(dim=0)]
 
         normalisers, divergence = head.reduce_vocabulary(reduce, combine)
         ctx.save_for_backward(hidden, weight, bias, log_q, rows, normalisers, divergence)
@@ -276,7 +278,7 @@ class _LinearFullKL(torch.autograd.Function):
 
 
 class _Head(NamedTuple):
-    """The output layer, one tile at a time."""
+    """Computes the output layer tile by tile."""
 
     hidden: Tensor
     weight: Tensor
@@ -284,16 +286,17 @@ class _Head(NamedTuple):
     options: _Options
 
     def tiles(self, backward: bool = False) -> Iterator[tuple[Tensor, slice, slice]]:
-        """Yield the unscaled logits of each tile (a writable buffer), its slice of tokens and of the vocabulary.
+        """Yield for each tile its logits before the temperature, its slice of tokens and its slice of the vocabulary.
 
-        Forward iterates over the vocabulary for some tokens, backward over the tokens for a part of the vocabulary.
+        The logits are a buffer that the caller may overwrite. The inner loop runs over the vocabulary in the forward
+        pass, and over the tokens in the backward pass.
         """
         spans = (
             _spans(len(self.hidden), self.options.tile.tokens),
             _spans(len(self.weight), self.options.tile.vocabulary),
         )
-        for one, other in itertools.product(*(reversed(spans) if backward else spans)):
-            rows, vocabulary = (other, one) if backward else (one, other)
+        for outer, inner in itertools.product(*(reversed(spans) if backward else spans)):
+            rows, vocabulary = (inner, outer) if backward else (outer, inner)
             bias = None if self.bias is None else self.bias[vocabulary]
             yield _logits(self.hidden[rows], self.weight[vocabulary], bias), rows, vocabulary
 
@@ -308,46 +311,51 @@ class _Head(NamedTuple):
     ) -> list[Tensor]:
         """Reduce the logits of each token over the vocabulary of all ranks; the first result is the logsumexp.
 
-        `reduce` computes the results of a tile. `combine` merges the other results of several parts, (results, parts,
-        tokens), with the share of each part in the sum of exponentials, (parts, tokens).
+        `reduce(logits, rows, vocabulary)` returns the results of one tile, the logsumexp first. `combine` merges the
+        results of several parts of the vocabulary, except the logsumexp. Its arguments are the share of each part in
+        the sum of exponentials, (parts, tokens), and the results of all parts, (results, parts, tokens).
         """
         by_rows: dict[int, list[Tensor]] = {}
         for logits, rows, vocabulary in self.tiles():
             by_rows.setdefault(rows.start, []).append(torch.stack(reduce(logits, rows, vocabulary)))
         results = torch.cat([_merge(torch.stack(parts, dim=1), combine) for parts in by_rows.values()], dim=1)
-        part = self.options.part
-        if part is not None and len(self.hidden):
-            gathered = [torch.empty_like(results) for _ in range(dist.get_world_size(part.group))]
-            dist.all_gather(gathered, results, group=part.group)
+        shard = self.options.shard
+        if shard is not None and len(self.hidden):
+            gathered = [torch.empty_like(results) for _ in range(dist.get_world_size(shard.group))]
+            dist.all_gather(gathered, results, group=shard.group)
             results = _merge(torch.stack(gathered, dim=1), combine)
         return list(results)
 
     def unclamped_columns(self, targets: Tensor, vocabulary: slice) -> Tensor:
-        """Return the column of each target in this slice of the vocabulary; out of range for targets outside it."""
-        return targets - (vocabulary.start + (0 if self.options.part is None else self.options.part.first_row))
+        """Return the column of each target relative to this slice of the vocabulary; it may be out of range."""
+        return targets - (vocabulary.start + (0 if self.options.shard is None else self.options.shard.first_row))
 
     def columns(self, targets: Tensor, vocabulary: slice) -> tuple[Tensor, Tensor | None]:
-        """Return a valid column for each target, and a mask of the targets inside the slice; None if all are."""
+        """Return columns clamped to this slice of the vocabulary, and a mask of the targets inside it.
+
+        The mask is None if the slice is the whole vocabulary.
+        """
         count = vocabulary.stop - vocabulary.start
-        if self.options.part is None and count == len(self.weight):
+        if self.options.shard is None and count == len(self.weight):
             return targets, None
         columns = self.unclamped_columns(targets, vocabulary)
         return columns.clamp(0, count - 1), (columns >= 0) & (columns < count)
 
 
 class _Gradients:
-    """Accumulates the required gradients of hidden states, weight and bias from those of the logits."""
+    """Accumulates the gradients of hidden states, weight and bias over tiles, as far as autograd requires them."""
 
     def __init__(self, required: Sequence[bool], head: _Head):
         hidden, weight, bias, _ = self._head = head
         wide = torch.promote_types(hidden.dtype, torch.float32)
         self._hidden = torch.empty_like(hidden, dtype=wide) if required[0] else None
         self._weight = torch.empty_like(weight) if required[1] else None
-        self._sum: Tensor  # for the current rows of the weight: accumulated in float32 or wider, rounded once
+        # Weight gradient of the current slice of the vocabulary, accumulated in float32 or wider and rounded once.
+        self._sum: Tensor
         self._bias = torch.zeros_like(bias, dtype=wide) if bias is not None and required[2] else None
 
     def add(self, rows: slice, vocabulary: slice, grad: Tensor) -> None:
-        """Add a tile; tiles with the same slice of the vocabulary follow each other in the order of their tokens."""
+        """Add the logit gradient of a tile. Tiles of one slice of the vocabulary must be added in token order."""
         hidden, weight, _, _ = self._head
         if self._hidden is not None:
             _add_product(self._hidden[rows], grad, weight[vocabulary], first=vocabulary.start == 0)
@@ -362,28 +370,28 @@ class _Gradients:
             self._bias[vocabulary].add_(grad.sum(dim=0))
 
     def total(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients in the dtypes of the inputs, summed over all ranks for the hidden states."""
+        """Return the gradients in the dtypes of the inputs; that of the hidden states is summed over all ranks."""
         hidden, _, bias, options = self._head
-        if self._hidden is not None and options.part is not None and len(hidden):
-            dist.all_reduce(self._hidden, group=options.part.group)
-        of_hidden = None if self._hidden is None else self._hidden.to(hidden.dtype)
-        return of_hidden, self._weight, None if bias is None or self._bias is None else self._bias.to(bias.dtype)
+        if self._hidden is not None and options.shard is not None and len(hidden):
+            dist.all_reduce(self._hidden, group=options.shard.group)
+        grad_hidden = None if self._hidden is None else self._hidden.to(hidden.dtype)
+        return grad_hidden, self._weight, None if bias is None or self._bias is None else self._bias.to(bias.dtype)
 
 
 def _merge(results: Tensor, combine: Callable[[Tensor, Tensor], list[Tensor]]) -> Tensor:
-    """Merge (results, parts, tokens) of parts of the vocabulary into (results, tokens) of their union."""
+    """Merge the results of several parts of the vocabulary: (results, parts, tokens) -> (results, tokens)."""
     total = results[0].logsumexp(dim=0)
     shares = (results[0] - total).exp()
     return torch.stack([total, *combine(shares, results[1:])])
 
 
 def _spans(count: int, size: int) -> list[slice]:
-    """Split `count` items into slices of at most `size`; one empty slice for no items."""
+    """Split `count` items into slices of at most `size` items. Zero items give one empty slice."""
     return [slice(start, min(start + size, count)) for start in range(0, max(count, 1), size)]
 
 
 def _kernels(head: _Head) -> ModuleType | None:
-    """Return the Triton kernels on a GPU, except for float64 and an output layer with a bias."""
+    """Return the module of Triton kernels, or None if they do not support the device, the dtype or a bias."""
     if not supports_triton(head.hidden) or head.hidden.dtype == torch.float64 or head.bias is not None:
         return None
     from camshaft.models.triton import linear_logprob
@@ -392,7 +400,7 @@ def _kernels(head: _Head) -> ModuleType | None:
 
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the logits (C, V) in float32 or wider, in a new buffer, into which the caller may write."""
+    """Compute the logits (C, V) in float32 or wider, in a new buffer that the caller may overwrite."""
     if _half_on_cuda(hidden):
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # pyright: ignore[reportCallIssue]
     else:
@@ -401,7 +409,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _add_product(total: Tensor, grad: Tensor, factor: Tensor, first: bool) -> None:
-    """Add grad @ factor to `total`, in its dtype; the first tile overwrites `total`."""
+    """Add grad @ factor to `total` in the dtype of `total`; the first tile overwrites `total`."""
     if _half_on_cuda(factor):
         product = torch.mm(grad.to(factor.dtype), factor, out_dtype=torch.float32)  # pyright: ignore[reportCallIssue]
         total.copy_(product) if first else total.add_(product)
@@ -410,5 +418,5 @@ def _add_product(total: Tensor, grad: Tensor, factor: Tensor, first: bool) -> No
 
 
 def _half_on_cuda(tensor: Tensor) -> bool:
-    """Return True if `torch.mm` supports float32 results from these inputs, without rounding in between."""
+    """Return True if `torch.mm` can return float32 results for these half-precision inputs without rounding."""
     return tensor.is_cuda and tensor.dtype in HALF

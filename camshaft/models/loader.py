@@ -1,12 +1,12 @@
-"""Load a `PackedModel` and its tokenizer from a Hugging Face folder, and save them to one.
+"""Loads a `PackedModel` and its tokenizer from a Hugging Face folder, and saves them to one.
 
     model = load_model(EngineModel(path="models/tiny", head="value"), dtype="float32", device="cpu", seed=0)
     tokenizer = load_tokenizer("models/tiny")
     save_pretrained(model, "exported", tokenizer)     # AutoModelForTokenClassification reads it
 
-The weights of the folder and of the model must match by name and shape. The head of a value model, or of a reward model
-to train, may be missing and is then initialized from the seed. Only paths with a URL scheme (`hdfs://`, `s3://`, ...)
-are downloaded.
+Names and shapes of the weights in the folder must match those of the model. Only the head of a value model, or of a
+reward model that is to be trained, may be missing; it is then initialized from the seed. Paths with a URL scheme
+(`hdfs://`, `s3://`, ...) are downloaded. Nothing is downloaded from the Hugging Face hub.
 """
 
 import difflib
@@ -47,26 +47,26 @@ CLASSES: dict[Head, Any] = {
     "value": AutoModelForTokenClassification,
     "reward": AutoModelForSequenceClassification,
 }
-"""The Auto class of `transformers` for each head."""
+"""Auto class of `transformers` for each head."""
 
 
 def load_model(model: EngineModel, dtype: str, device: str, seed: int) -> PackedModel:
-    """Load the model that `model` describes, in eval mode on `device`, without changing the global random state."""
+    """Load the model that `model` describes, in eval mode on `device`. The global random state does not change."""
     folder, config = _load_packable_config(model)
-    # Built on the CPU, so that a seed gives the same weights whatever the device.
+    # The model is built on the CPU, so that a seed gives the same weights on every device.
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         if model.random_init:
             hf = _random_model(config, model, DTYPES[dtype])
         else:
             hf = _pretrained_model(folder, config, model, DTYPES[dtype])
-    return _packed(hf, model, seed).to(device).eval()
+    return _build_packed(hf, model, seed).to(device).eval()
 
 
 def stored_weights(model: EngineModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a folder by their names in `transformers`, tied ones once, in the dtype of the files.
+    """Yield the names in `transformers` and the weights of a model folder, in the dtype of its files.
 
-    Also works for models that do not support packing.
+    Tied weights are yielded once. The model need not support packing.
     """
     import_external(model.external_lib)
     folder = model_folder(model.path)
@@ -79,11 +79,11 @@ def skeleton(model: EngineModel, dtype: str) -> PackedModel:
     _, config = _load_packable_config(model)
     with torch.device("meta"):
         hf = _random_model(config, model, DTYPES[dtype])
-        return _packed(hf, model, seed=0).eval()
+        return _build_packed(hf, model, seed=0).eval()
 
 
 def _load_packable_config(model: EngineModel) -> tuple[Path, PreTrainedConfig]:
-    """Return folder and config of a model; raise `EngineError` if it does not support packing."""
+    """Return the folder and the config of a model; raise `EngineError` if the model does not support packing."""
     import_external(model.external_lib)
     folder = model_folder(model.path)
     config = load_config(folder, model.trust_remote_code, model.override_config)
@@ -95,7 +95,8 @@ def _load_packable_config(model: EngineModel) -> tuple[Path, PreTrainedConfig]:
     return folder, config
 
 
-def _packed(hf: PreTrainedModel, model: EngineModel, seed: int) -> PackedModel:
+def _build_packed(hf: PreTrainedModel, model: EngineModel, seed: int) -> PackedModel:
+    """Add the adapter to `hf` and wrap it in a `PackedModel`, with gradient checkpointing if configured."""
     if model.lora is not None:
         add_adapter(hf, model.lora, seed)
     packed = PackedModel(hf, model.head)
@@ -110,30 +111,33 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder; a missing pad token is set to the end-of-sequence token."""
+    """Load the tokenizer of a folder. If it has no pad token, the end-of-sequence token is used."""
     folder = local_folder(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(
-            f"{folder} has no tokenizer that transformers can read: {error}\n"
-            "Add tokenizer.json and tokenizer_config.json"
+            f"transformers cannot read a tokenizer from {folder}: {error}\n"
+            "Add tokenizer.json and tokenizer_config.json to the folder"
         ) from error
     # Without tokenizer files, transformers returns a tokenizer with special tokens only.
     if len(tokenizer) <= len(tokenizer.added_tokens_encoder):
-        raise EngineError(f"{folder} has no tokenizer: put tokenizer.json and tokenizer_config.json there")
+        raise EngineError(f"{folder} has no tokenizer; add tokenizer.json and tokenizer_config.json to the folder")
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
-            raise EngineError(f"the tokenizer in {folder} has neither pad_token nor eos_token; set one of them there")
+            raise EngineError(
+                f"the tokenizer in {folder} has neither a pad_token nor an eos_token; set one of them in "
+                "tokenizer_config.json"
+            )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
 
 
 def save_pretrained(model: PackedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Write a folder that transformers can load; the weights of `model` must not be sharded.
+    """Write `model` to a folder that transformers can load. The weights must not be sharded.
 
-    An adapter is merged into the written weights; `model` does not change. Call this on rank 0: in a process group,
-    transformers writes weights only there.
+    An adapter is merged into the written weights, without changing `model`. In a process group, call this on rank 0,
+    because transformers writes weights on that rank only.
     """
     with quiet_transformers():
         merged = dict(merged_weights(model.hf)) if adapter_layers(model.hf) else None
@@ -143,7 +147,7 @@ def save_pretrained(model: PackedModel, folder: str | Path, tokenizer: PreTraine
 
 
 def import_external(modules: str | None) -> None:
-    """Import a comma-separated list of modules, which may register models with transformers."""
+    """Import the modules of a comma-separated list. They may register models with transformers."""
     for name in (modules or "").split(","):
         if not name.strip():
             continue
@@ -151,28 +155,30 @@ def import_external(modules: str | None) -> None:
             importlib.import_module(name.strip())
         except ModuleNotFoundError as error:
             raise EngineError(
-                f"external_lib names '{name.strip()}', but there is no module '{error.name}'; "
-                "install its package or put its folder on PYTHONPATH"
+                f"external_lib={name.strip()} cannot be imported, because there is no module '{error.name}'; install "
+                "its package or add its folder to PYTHONPATH"
             ) from error
 
 
 def local_folder(path: str) -> Path:
-    """Resolve `path` to a local folder: a folder, the local copy of a URL, or a model in the Hugging Face cache."""
+    """Resolve `path` to a local folder. It may be a folder, a URL, or a model name in the Hugging Face cache."""
     folder = fetch(path)
     return folder if folder.is_dir() else _cached_folder(path)
 
 
 def model_folder(path: str) -> Path:
-    """Resolve `path` to a local folder that contains config.json."""
+    """Resolve `path` with `local_folder`; raise `EngineError` if the folder has no config.json."""
     folder = local_folder(path)
     if not (folder / "config.json").is_file():
         inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
-        raise EngineError(f"{folder} has no config.json (it holds {inside}); give a folder that save_pretrained wrote")
+        raise EngineError(
+            f"{folder} has no config.json (it contains {inside}); set the path to a folder that save_pretrained wrote"
+        )
     return folder
 
 
 def load_config(folder: Path, trust_remote_code: bool, override: Mapping[str, Any]) -> PreTrainedConfig:
-    """Load the config of a folder with the keys of `override` changed; raise `EngineError` for unknown keys."""
+    """Load the config of a folder and apply `override`; raise `EngineError` for unknown keys."""
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -183,33 +189,34 @@ def load_config(folder: Path, trust_remote_code: bool, override: Mapping[str, An
     names = {**{key: key for key in values}, **config.attribute_map}
     for key in override:
         if key not in names:
-            close = difflib.get_close_matches(key, names, n=1)
-            hint = f"; did you mean '{close[0]}'?" if close else f"; it has {', '.join(sorted(names))}"
-            raise EngineError(f"override_config: the {config.model_type} config has no '{key}'{hint}")
+            matches = difflib.get_close_matches(key, names, n=1)
+            hint = f"; did you mean '{matches[0]}'?" if matches else f"; its keys are {', '.join(sorted(names))}"
+            raise EngineError(f"override_config is invalid: a {config.model_type} config has no key '{key}'{hint}")
     changes = {names[key]: value for key, value in override.items()}
     if "num_hidden_layers" in changes and "layer_types" not in changes:
-        values.pop("layer_types", None)  # one entry per layer: derived again for the new number of layers
+        values.pop("layer_types", None)  # holds one entry per layer; the config class derives it again
     try:
         return type(config).from_dict({**values, **changes})
     except (StrictDataclassError, ValueError, TypeError) as error:
         raise EngineError(
-            f"override_config {dict(override)} does not fit a {config.model_type} model: {error}"
+            f"override_config={dict(override)} is invalid for a {config.model_type} model: {error}"
         ) from error
 
 
 def _cached_folder(name: str) -> Path:
+    """Return the folder of a model in the local Hugging Face cache."""
     try:
         return Path(snapshot_download(name, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError) as error:
-        advice = f", or fetch it first: hf download {name} --local-dir models/{name}" if name.count("/") == 1 else ""
+        hint = f", or download it first: hf download {name} --local-dir models/{name}" if name.count("/") == 1 else ""
         raise EngineError(
-            f"there is no folder '{name}' here and no such model in the local Hugging Face cache. "
-            f"Nothing is downloaded at this point: give the path of a folder with config.json{advice}"
+            f"'{name}' is neither a folder nor a model in the local Hugging Face cache, and models are not downloaded "
+            f"automatically; set the path to a folder with config.json{hint}"
         ) from error
 
 
 def _random_model(config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype) -> PreTrainedModel:
-    with _building(config, model.head):
+    with _convert_errors(config, model.head):
         return CLASSES[model.head].from_config(
             config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=model.trust_remote_code
         )
@@ -218,8 +225,8 @@ def _random_model(config: PreTrainedConfig, model: EngineModel, dtype: torch.dty
 def _pretrained_model(
     folder: Path, config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype | str, attention: str = PACKED
 ) -> PreTrainedModel:
-    # Mismatched sizes are ignored here, so that one error lists all problems with the weights.
-    with quiet_transformers(), _building(config, model.head):
+    # transformers ignores mismatched sizes, so that the error below lists all problems with the weights at once.
+    with quiet_transformers(), _convert_errors(config, model.head):
         hf, info = CLASSES[model.head].from_pretrained(
             folder,
             config=config,
@@ -230,35 +237,39 @@ def _pretrained_model(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
         )
-    drawn = ("score.", "classifier.") if model.head == "value" or model.new_head else ()
+    initialized = ("score.", "classifier.") if model.head == "value" or model.new_head else ()
     unused = () if model.head == "causal_lm" else ("lm_head.", "embed_out.")
-    problems = [f"{key} is missing" for key in sorted(info["missing_keys"]) if not key.startswith(drawn)]
+    problems = [f"{key} is missing" for key in sorted(info["missing_keys"]) if not key.startswith(initialized)]
     problems += [f"{key} is unknown" for key in sorted(info["unexpected_keys"]) if not key.startswith(unused)]
     problems += [
-        f"{key} is {tuple(actual)}, not {tuple(expected)}" for key, actual, expected in sorted(info["mismatched_keys"])
+        f"{key} has shape {tuple(actual)}, not {tuple(expected)}"
+        for key, actual, expected in sorted(info["mismatched_keys"])
     ]
     if problems:
         listed = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise EngineError(f"the weights in {folder} are not those of {type(hf).__name__} (head={model.head}): {listed}")
+        raise EngineError(
+            f"the weights in {folder} do not match {type(hf).__name__} (head={model.head}): {listed}; set the path and "
+            "head of the same model"
+        )
     return hf
 
 
 @contextmanager
-def _building(config: PreTrainedConfig, head: Head) -> Iterator[None]:
-    """Convert errors of transformers while building or reading a model to `EngineError` with a fix."""
+def _convert_errors(config: PreTrainedConfig, head: Head) -> Iterator[None]:
+    """Convert errors that transformers raises when it builds or reads a model to `EngineError`, with a fix."""
     try:
         yield
     except KeyError as error:
         if error.args != (PACKED,):
             raise
         raise EngineError(
-            f"{config.model_type} models do not use the attention interface of transformers, so '{PACKED}' is "
-            "unsupported; choose another model"
+            f"{config.model_type} models do not use the attention interface of transformers, so they do not support "
+            f"attn_implementation='{PACKED}'; choose another model"
         ) from error
     except (OSError, SafetensorError) as error:
         raise EngineError(
             f"cannot read the weights in {config.name_or_path}: {error}\n"
-            "For weights drawn from the seed set random_init=True"
+            "To initialize random weights instead, set random_init=True"
         ) from error
     except ValueError as error:
         raise EngineError(f"transformers cannot build a {config.model_type} model with head={head}: {error}") from error
@@ -266,7 +277,7 @@ def _building(config: PreTrainedConfig, head: Head) -> Iterator[None]:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence progress bars and the report of loaded weights; problems with weights raise an error instead."""
+    """Silence progress bars and warnings of transformers about weights; `_pretrained_model` raises errors instead."""
     level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()

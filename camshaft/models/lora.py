@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from camshaft.config.engine import LoRAConfig
 from camshaft.errors import EngineError
 from camshaft.fetch import fetch
-from camshaft.models.packed import NUMBER_HEADS, named_tensors
+from camshaft.models.packed import SCALAR_HEADS, named_tensors
 from camshaft.plugins import PROVIDED_BY
 
 Full = Callable[[Tensor], Tensor]
@@ -77,7 +77,7 @@ def add_adapter(hf: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
             part[ADAPTER].to(torch.promote_types(weight.dtype, torch.float32))
     # PEFT freezes all other parameters. The value or score head must be trained fully: a new head is random, and
     # a low-rank change of the decoder cannot compensate for that.
-    for name in NUMBER_HEADS:
+    for name in SCALAR_HEADS:
         if name in hf._modules:
             hf.get_submodule(name).requires_grad_(True)
     with torch.no_grad():
@@ -363,7 +363,7 @@ def _of_adapter(name: str) -> bool:
 
 
 def _of_head(name: str) -> bool:
-    return name.split(".")[0] in NUMBER_HEADS
+    return name.split(".")[0] in SCALAR_HEADS
 
 
 def _parameter_name(name: str) -> str:

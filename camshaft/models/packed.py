@@ -1,11 +1,11 @@
-"""A transformers model on packed rows with the outputs that reinforcement learning needs.
+"""A transformers model that is called on packed rows and returns the outputs that reinforcement learning needs.
 
     model = PackedModel(AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED), "causal_lm")
     out = model(tokens, Packing([5, 3]), at=torch.tensor([3, 4, 7]), outputs=("log_probs", "entropy"))
     out["log_probs"]            # (3,): log-probs of tokens[3], tokens[4], tokens[7], each given the tokens before it
 
-Engines wrap, shard and call a `PackedModel`; `loader.py` builds one from a folder. Weights keep their names in
-`transformers`: `model.hf.named_parameters()`.
+`loader.py` builds a `PackedModel` from a folder. Engines wrap, shard and call it. Weights keep their names in
+`transformers`, those of `model.hf.named_parameters()`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
 from camshaft.models.attention import PACKED, packed_kwargs, reject_unsupported
 from camshaft.models.cpu import replace_norms
-from camshaft.models.linear_logprob import VocabularyPart, linear_full_kl, linear_logprob, log_distribution
+from camshaft.models.linear_logprob import VocabularyShard, linear_full_kl, linear_logprob, log_distribution
 from camshaft.models.packing import Packing
 from camshaft.models.sequence import SequenceSplit
 
@@ -36,7 +36,7 @@ OUTPUTS: dict[Head, tuple[str, ...]] = {
     "value": ("values",),
     "reward": ("scores",),
 }
-"""Outputs of each head."""
+"""Outputs that each head supports."""
 
 LOGIT_FACTORS = {
     "cohere": ("logit_scale", 1),
@@ -45,26 +45,26 @@ LOGIT_FACTORS = {
     "granitemoe": ("logits_scaling", -1),
     "granitemoeshared": ("logits_scaling", -1),
 }
-"""Model types that multiply (1) or divide (-1) their logits by a number, and its config key."""
+"""Model types that scale their logits by a config value: (config key, 1 to multiply or -1 to divide)."""
 
-CHANGES_LOGITS = re.compile(r"^(final_|output_)?logits?_(soft_?cap|scal|mup)|^lm_head_mult")
-"""Config keys by which a model changes its logits after the output head."""
+LOGIT_KEYS = re.compile(r"^(final_|output_)?logits?_(soft_?cap|scal|mup)|^lm_head_mult")
+"""Matches the config keys of models that change their logits after the output layer."""
 
-NUMBER_HEADS = ("score", "classifier")
-"""Names in `transformers` of the layer that maps hidden states to one number."""
+SCALAR_HEADS = ("score", "classifier")
+"""Names in `transformers` of the layer that maps a hidden state to one number."""
 
 
 class OpaqueTensor:
-    """Hides a tensor argument from FSDP, which moves tensors to the device and casts them to the compute dtype."""
+    """Wraps a tensor argument so that FSDP neither moves it to the device nor casts it to the compute dtype."""
 
     def __init__(self, tensor: Tensor):
         self.tensor = tensor
 
 
 class PackedModel(nn.Module):
-    """A transformers model with one of three heads, called on packed rows.
+    """A transformers model with a language-model, value or reward head, called on packed rows.
 
-    With `sequence` set, the ranks of its group split the tokens of each call (`sequence.py`).
+    If `sequence` is set, the ranks of a sequence-parallel group split the tokens of each call (`sequence.py`).
     """
 
     sequence: SequenceSplit | None = None
@@ -78,16 +78,17 @@ class PackedModel(nn.Module):
         output = output_layer(hf, head)
         if head != "causal_lm" and isinstance(output, nn.Linear) and output.out_features != 1:
             raise EngineError(
-                f"a {head} head has one output, but that of {type(hf).__name__} has {output.out_features}; "
-                "load it with num_labels=1"
+                f"a {head} head must have one output, but that of {type(hf).__name__} has {output.out_features}; load "
+                "the model with num_labels=1"
             )
         self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
         self.supports_prefix_sharing = supports_prefix_sharing(hf.config)
 
     def enable_gradient_checkpointing(self, mode: Mode = "full") -> None:
-        """Recompute layers in the backward pass (in train mode).
+        """Recompute layers in the backward pass, in train mode only.
 
-        Mode "full" keeps only the input of each layer, "selective" also the results of matrix products and attention.
+        Mode "full" saves only the input of each layer. Mode "selective" also saves the results of matrix products and
+        attention.
         """
         if not self.hf.supports_gradient_checkpointing:
             raise EngineError(
@@ -107,15 +108,16 @@ class PackedModel(nn.Module):
     ) -> dict[str, Tensor]:
         """Compute `outputs` for the tokens at offsets `at` (M,) of the packed rows `tokens` (N,).
 
-        - "log_probs", "entropy" and "values" are (M,), computed from the hidden state before each token, so `at` must
-          not hold the first token of a row.
-        - "scores" are (B,), from the last token of each row; `at` has no effect on them.
+        - "log_probs", "entropy" and "values" are (M,). They are computed from the hidden state before each token, so
+          `at` must not contain the first token of a row.
+        - "scores" are (B,), computed from the last token of each row. They do not depend on `at`.
         - "distribution" is (M, V): the log-probs of the whole vocabulary, without gradient.
-        - "full_kl" is (M,): the KL divergence from `log_q` (N, V), the distributions of another model for the same
-          tokens. Only the rows `at` of `log_q` are read.
+        - "full_kl" is (M,): KL(p || q) of the model's distribution p. `log_q` (N, V) holds the log-probs of another
+          model for the same tokens; only its rows `at` are read.
 
-        All are float32, or float64 for a float64 model. Keep `at` on the CPU: its values are checked only there, since
-        a check on another device would wait for it. Sequence parallelism requires it, a sharded model `OpaqueTensor`.
+        Outputs are float32, or float64 for a float64 model. Keep `at` on the CPU. Its values are checked only there,
+        since a check on an accelerator would wait for the device, and sequence parallelism requires it. For a model
+        that FSDP shards, wrap `at` and `log_q` in `OpaqueTensor`.
         """
         at, log_q = unwrap(at), None if log_q is None else unwrap(log_q)
         self.check_inputs(tokens, packing, at, outputs)
@@ -125,7 +127,7 @@ class PackedModel(nn.Module):
             hidden = self._hidden(tokens, packing, before)
             return self.apply_head(hidden, tokens, at, outputs, temperature, log_q)
         share = split.share(before, len(tokens))
-        hidden = self._hidden(*split.padded(tokens, packing), share.offsets)
+        hidden = self._hidden(*split.pad(tokens, packing), share.offsets)
         local_at = at if self.head == "reward" else at[share.indices]
         local = self.apply_head(hidden, tokens, local_at, outputs, temperature, log_q)
         wide = {name: split.gather(share, local.pop(name))[0] for name in outputs if name == "distribution"}
@@ -133,7 +135,7 @@ class PackedModel(nn.Module):
         return dict(zip(local, gathered, strict=True)) | wide
 
     def _hidden(self, tokens: Tensor, packing: Packing, rows: Tensor) -> Tensor:
-        """Return the last hidden states at offsets `rows` of the tokens that this rank computes: all, or its chunk."""
+        """Return the last hidden states at offsets `rows` of this rank's tokens: all tokens, or this rank's chunk."""
         inputs = packed_kwargs(packing, tokens.device)
         if self.sequence is not None:
             chunk = self.sequence.chunk(len(tokens))
@@ -151,47 +153,54 @@ class PackedModel(nn.Module):
         temperature: float,
         log_q: Tensor | None,
     ) -> dict[str, Tensor]:
-        """Compute `outputs` from the last hidden states (M, H) before the tokens `at` (M,); other arguments as a call.
+        """Compute `outputs` from `hidden` (M, H), the last hidden states before the tokens `at` (M,).
 
-        A reward head takes the hidden states of the last token of each row. M may be 0: all parameters take part in the
-        graph then too, so that all ranks reduce the same gradients.
+        The other arguments are those of `forward`. For a reward head, `hidden` holds the states of the last token of
+        each row. M may be 0. Even then, all parameters are part of the autograd graph, so that all ranks reduce
+        gradients of the same parameters.
         """
         output = output_layer(self.hf, self.head)
         if self.head != "causal_lm":
-            return {OUTPUTS[self.head][0]: _one_number(output, hidden)}
+            return {OUTPUTS[self.head][0]: _scalar_output(output, hidden)}
         if not isinstance(output, nn.Linear):
             raise EngineError(
-                f"the output layer is a {type(output).__name__}, not an nn.Linear; "
-                "exclude lm_head from the layers that an adapter or a quantiser replaces"
+                f"the output layer is a {type(output).__name__}, not an nn.Linear; exclude lm_head from the layers "
+                "that an adapter or a quantizer replaces"
             )
-        weight, bias, part = _local_rows(output)
+        weight, bias, shard = _local_rows(output)
         temperature /= self.logit_factor
         results: dict[str, Tensor | None] = {}
         if "distribution" in outputs:
-            results["distribution"] = log_distribution(hidden, weight, bias, temperature, part)
+            results["distribution"] = log_distribution(hidden, weight, bias, temperature, shard)
         at = to_device(at, tokens.device)
         if "full_kl" in outputs:
             shape = (len(tokens), len(output.weight))
             if log_q is None or log_q.shape != shape:
                 actual = None if log_q is None else tuple(log_q.shape)
-                raise EngineError(f"full_kl needs `log_q` of shape {shape} (tokens, vocabulary), got {actual}")
-            results["full_kl"] = linear_full_kl(hidden, weight, log_q, at, bias, temperature, part=part)
+                raise EngineError(
+                    f"full_kl requires `log_q` of shape {shape} (tokens, vocabulary), got {actual}; pass the "
+                    "'distribution' of another model for the same batch"
+                )
+            results["full_kl"] = linear_full_kl(hidden, weight, log_q, at, bias, temperature, shard=shard)
         if results.keys() != set(outputs):
             results["log_probs"], results["entropy"] = linear_logprob(
-                hidden, weight, tokens[at], bias, temperature, need_entropy="entropy" in outputs, part=part
+                hidden, weight, tokens[at], bias, temperature, need_entropy="entropy" in outputs, shard=shard
             )
         return {name: tensor for name in outputs if (tensor := results[name]) is not None}
 
     def check_inputs(self, tokens: Tensor, packing: Packing, at: Tensor, outputs: Sequence[str]) -> None:
-        """Raise `EngineError` unless the arguments of a call fit each other and the head."""
+        """Raise `EngineError` if arguments of `forward` contradict each other or the head."""
         unknown = [name for name in outputs if name not in OUTPUTS[self.head]]
         if unknown or not outputs:
             raise EngineError(
-                f"a {self.head} model has outputs {', '.join(OUTPUTS[self.head])}, not {list(outputs)}; "
-                "request one of these, or set another EngineModel.head"
+                f"a model with head={self.head} supports the outputs {', '.join(OUTPUTS[self.head])}, got "
+                f"{list(outputs)}; request supported outputs, or set another EngineModel.head"
             )
         if tokens.ndim != 1 or packing.size != len(tokens):
-            raise EngineError(f"tokens of shape {tuple(tokens.shape)} do not match a packing of {packing.size} tokens")
+            raise EngineError(
+                f"tokens of shape {tuple(tokens.shape)} do not match a packing of {packing.size} tokens; concatenate "
+                "the packed rows to one tensor of shape (N,)"
+            )
         devices = {torch.device("cpu")} | ({tokens.device} if self.sequence is None else set())
         if at.ndim != 1 or at.dtype != torch.int64 or at.device not in devices:
             names = " or ".join(sorted(str(device) for device in devices))
@@ -200,19 +209,21 @@ class PackedModel(nn.Module):
             )
         if self.head != "reward" and at.device.type == "cpu" and len(at):
             if int(at.min()) < 0 or int(at.max()) >= len(tokens):
-                raise EngineError(f"`at` must lie in 0..{len(tokens) - 1}, got {int(at.min())}..{int(at.max())}")
-            first = at[torch.isin(at, packing.row_starts)]
-            if len(first):
                 raise EngineError(
-                    f"`at` contains {int(first[0])}, the first token of a row, which has no predecessor; "
-                    "clear loss_mask on the first token of each row"
+                    f"`at` must hold offsets in 0..{len(tokens) - 1}, got values in {int(at.min())}..{int(at.max())}"
+                )
+            first_tokens = at[torch.isin(at, packing.row_starts)]
+            if len(first_tokens):
+                raise EngineError(
+                    f"`at` contains offset {int(first_tokens[0])}, the first token of a row, which the model does not "
+                    "predict; set loss_mask to 0 on the first token of each row"
                 )
 
 
 def supports_prefix_sharing(config: PreTrainedConfig) -> bool:
-    """Return True if one computation of a prompt serves all of its responses, and the CPU kernel supports it.
+    """Return True if a prompt can be computed once for all of its responses, with the CPU kernel.
 
-    This requires a model without dropout, without a sliding window, and with keys as wide as values.
+    This requires a model without dropout and without a sliding window, whose key and value heads have equal widths.
     """
     text_config = config.get_text_config()
     values = text_config.to_dict()
@@ -222,53 +233,63 @@ def supports_prefix_sharing(config: PreTrainedConfig) -> bool:
 
 
 def output_layer(hf: PreTrainedModel, head: Head) -> nn.Module:
-    """Return the layer on top of the hidden states: to the vocabulary, or to a single number."""
+    """Return the layer that maps hidden states to logits, or to one number for a value or reward head."""
     if head == "causal_lm":
         output = hf.get_output_embeddings()
         if output is None:
-            raise EngineError(f"{type(hf).__name__} has no output layer to the vocabulary; load it as a causal LM")
+            raise EngineError(
+                f"{type(hf).__name__} has no output layer to the vocabulary; load the model as a causal language model"
+            )
         return output
-    for name in NUMBER_HEADS:
+    for name in SCALAR_HEADS:
         if name in hf._modules:
             return hf.get_submodule(name)
     raise EngineError(
-        f"{type(hf).__name__} has no layer called 'score' or 'classifier'; load it as a classification model"
+        f"{type(hf).__name__} has no layer named 'score' or 'classifier'; load the model as a classification model"
     )
 
 
 def named_tensors(hf: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and persistent buffers of a model, detached; tied parameters are yielded once."""
-    stored = hf.state_dict().keys()  # contains persistent buffers only
-    buffers = ((name, buffer) for name, buffer in hf.named_buffers() if name in stored)
+    persistent_names = hf.state_dict().keys()
+    buffers = ((name, buffer) for name, buffer in hf.named_buffers() if name in persistent_names)
     for name, tensor in itertools.chain(hf.named_parameters(), buffers):
         yield name, tensor.detach()
 
 
 def logit_factor(config: PreTrainedConfig) -> float:
-    """Return the factor that a model of this config applies to its logits; raise `EngineError` for other changes."""
+    """Return the factor by which models of this config scale their logits.
+
+    Raise `EngineError` if they change their logits in any other way.
+    """
     text_config = config.get_text_config()
     values = text_config.to_dict()
     factor_key, power = LOGIT_FACTORS.get(text_config.model_type, ("", 1))
     for key, value in values.items():
-        if key != factor_key and CHANGES_LOGITS.search(key) and value not in (None, 1.0):
+        if key != factor_key and LOGIT_KEYS.search(key) and value not in (None, 1.0):
             raise EngineError(
-                f"{text_config.model_type} models change their logits after the output head ({key}={value}), "
-                "which the fused log-probs do not support; choose another model family"
+                f"{text_config.model_type} models change their logits after the output layer ({key}={value}), which "
+                "the fused output layer does not support; choose another model family"
             )
     return float(values[factor_key]) ** power if factor_key else 1.0
 
 
 def _check_model(hf: PreTrainedModel) -> None:
-    """Raise `EngineError` if the model would compute packed rows wrongly; read its config, class and weights."""
+    """Raise `EngineError` if the config, class or weights show that the model does not support packed rows."""
     name = type(hf).__name__
     reject_unsupported(hf.config)
     if hf._is_stateful:
         raise EngineError(f"{name} has a recurrent state, which would leak between packed rows; choose another model")
     if not hf.is_backend_compatible():
-        raise EngineError(f"{name} does not use the attention interface, so it would ignore the boundaries of rows")
+        raise EngineError(
+            f"{name} does not use the attention interface of transformers, so its tokens would attend to other packed "
+            "rows; choose another model"
+        )
     sinks = next((weight for weight, _ in hf.named_parameters() if weight.endswith(".sinks")), None)
     if sinks is not None:
-        raise EngineError(f"{name} has attention sinks ({sinks}), which packed attention does not support")
+        raise EngineError(
+            f"{name} has attention sinks ({sinks}), which packed attention does not support; choose another model"
+        )
     if hf.config._attn_implementation != PACKED:
         raise EngineError(
             f"{name} was built with attn_implementation='{hf.config._attn_implementation}'; build it with '{PACKED}'"
@@ -276,27 +297,33 @@ def _check_model(hf: PreTrainedModel) -> None:
 
 
 def unwrap(argument: Tensor | OpaqueTensor) -> Tensor:
-    """Return the tensor of an argument that may be hidden from FSDP."""
+    """Return the tensor of an argument that may be wrapped in `OpaqueTensor`."""
     return argument.tensor if isinstance(argument, OpaqueTensor) else argument
 
 
-def _local_rows(output: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyPart | None]:
-    """Return weight and bias of the output layer; if its rows are sharded, those of this rank and their offset."""
+def _local_rows(output: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
+    """Return this rank's rows of the weight and bias of the output layer, and their shard of the vocabulary.
+
+    The shard is None if the layer is not sharded.
+    """
     weight, bias = output.weight, output.bias
     if not isinstance(weight, DTensor):
         return weight, bias, None
     mesh = weight.device_mesh
     if weight.placements != (Shard(0),):
-        raise EngineError(f"the output layer has placements {weight.placements} on {mesh}; shard it by rows, Shard(0)")
-    part = VocabularyPart(mesh.get_group(), mesh.get_local_rank() * -(-len(weight) // mesh.size()))
-    return weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias, part
+        raise EngineError(
+            f"the output layer has placements {weight.placements} on {mesh}, which are not supported; shard it by "
+            "rows with Shard(0)"
+        )
+    shard = VocabularyShard(mesh.get_group(), mesh.get_local_rank() * -(-len(weight) // mesh.size()))
+    return weight.to_local(), bias.to_local() if isinstance(bias, DTensor) else bias, shard
 
 
-def _one_number(layer: nn.Module, hidden: Tensor) -> Tensor:
-    """Map each row of `hidden` to one number in float32 or wider; half precision would round large values."""
+def _scalar_output(layer: nn.Module, hidden: Tensor) -> Tensor:
+    """Map each row of `hidden` to one number, in float32 or wider because half precision would round large values."""
     wide = torch.promote_types(hidden.dtype, torch.float32)
     if not isinstance(layer, nn.Linear):
         return layer(hidden).to(wide)[:, 0].clone()
     bias = None if layer.bias is None else layer.bias.to(wide)
-    # A copy, since an in-place operation on a view would drop the hooks by which FSDP detects the backward pass.
+    # Clone the view: an in-place operation on it would drop the hooks by which FSDP detects the backward pass.
     return nn.functional.linear(hidden.to(wide), layer.weight.to(wide), bias)[:, 0].clone()

@@ -1,10 +1,10 @@
-"""Layout of token sequences that are packed side by side in one row of tokens.
+"""Describes sequences that are packed one after the other into one tensor of tokens.
 
     packing = Packing([5, 3])                          # two rows, 8 tokens
     packing = Packing([5, 3, 2], prefix_of=[None, 0, 0])    # a prompt of 5 tokens, computed once for two responses
     out = model(tokens, packing, at, outputs=("log_probs",))
 
-Engines build a `Packing` per micro-batch; `PackedModel`, packed attention and its CPU kernel read it.
+Engines build one `Packing` per micro-batch. `PackedModel`, packed attention and its CPU kernel read it.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from camshaft.errors import EngineError
 
 
 class Packing:
-    """Lengths of packed segments, and the segments that continue another one (prefix sharing).
+    """Lengths of packed segments and, with prefix sharing, the prefix that a segment continues.
 
-    A segment is a row of the batch, a prefix that several rows share, or the rest of such a row. Segment i with
-    `prefix_of[i] = p` continues segment p: it attends to all of p, and its positions start at the length of p. It
-    follows p, and segments with the same prefix are neighbours.
+    A segment is a row of the batch, a prefix that several rows share, or the remaining tokens of such a row. If
+    `prefix_of[i] = p`, segment i continues segment p: its tokens attend to all of p, and its positions start at the
+    length of p. Segment i must come after p, and segments with the same prefix must be adjacent.
 
-    A regular class on purpose: `torch.compile` reads the fields of tuples and frozen dataclasses, and would recompile
-    a layer for every new number of segments.
+    This is a regular class because `torch.compile` reads the fields of tuples and frozen dataclasses, and would
+    recompile a layer for every new number of segments.
     """
 
     def __init__(self, lengths: Sequence[int], prefix_of: Sequence[int | None] | None = None):
         if not lengths or min(lengths) < 1:
-            raise EngineError(f"packed rows need at least one token each, got lengths {list(lengths)}; drop empty rows")
+            raise EngineError(
+                f"every packed row must hold at least one token, got lengths {list(lengths)}; drop empty rows"
+            )
         self.lengths = tuple(lengths)
         self.prefix_of = None if prefix_of is None else tuple(prefix_of)
 
@@ -52,28 +54,31 @@ class Packing:
 
     @cached_property
     def row_starts(self) -> Tensor:
-        """Start offsets of the segments without a prefix: tokens that no other token precedes."""
+        """Start offsets of the segments without a prefix, that is, of the tokens without a predecessor."""
         if self.prefix_of is None:
             return self.starts
         return self.starts[torch.tensor([prefix is None for prefix in self.prefix_of])]
 
     @cached_property
     def longest_context(self) -> int:
-        """Largest number of tokens that one token attends to."""
+        """Maximum number of tokens that one token attends to."""
         if self.prefix_of is None:
             return max(self.lengths)
         prefixes = (0 if prefix is None else self.lengths[prefix] for prefix in self.prefix_of)
         return max(length + prefix for length, prefix in zip(self.lengths, prefixes, strict=True))
 
     def position_ids(self) -> Tensor:
-        """(N,) position of each token in its row, counted from 0."""
+        """Return the position (N,) of each token in its row, counted from 0."""
         offsets = self.starts
         if self.prefix_of is not None:
             offsets = offsets - torch.tensor([0 if p is None else self.lengths[p] for p in self.prefix_of])
         return torch.arange(self.size) - torch.repeat_interleave(offsets, torch.tensor(self.lengths))
 
     def previous(self, at: Tensor) -> Tensor:
-        """(M,) offset of the token that precedes each token of `at`; the last one of the prefix at a continuation."""
+        """Return the offset (M,) of the token that precedes each token of `at` in its row.
+
+        The first token of a segment that continues a prefix is preceded by the last token of the prefix.
+        """
         if self.prefix_of is None:
             return at - 1
         before = torch.arange(-1, self.size - 1)

@@ -1,15 +1,16 @@
-"""Sequence parallelism (Ulysses): the ranks of a group split the tokens of a packed row, and the heads in attention.
+"""Sequence parallelism (Ulysses): a group of ranks splits the packed tokens, and the heads during attention.
 
-    packed.sequence = SequenceSplit(group)                     # `PackedModel.forward` returns the same on all ranks
-    out = packed(tokens, packing, at, ("log_probs",))          # every rank of the group passes the full row
-    loss_of(out).backward()                                    # then SUM the parameter gradients over the group
+    packed.sequence = SequenceSplit(group)                     # `PackedModel.forward` then returns equal results
+    out = packed(tokens, packing, at, ("log_probs",))          # every rank of the group passes all tokens
+    compute_loss(out).backward()                               # then sum the parameter gradients over the group
 
-All layers except attention work on single tokens, so each rank computes its chunk of the row. Around attention, an
-all-to-all exchanges a chunk of the tokens with all heads for all tokens with a part of the heads. Outputs per token are
-gathered, so every rank computes the same loss from all outputs. In the backward pass a rank continues with the gradient
-of its chunk only, and the sum of the parameter gradients over the ranks is the full gradient.
+Each rank holds one chunk of the packed tokens. All layers except attention process tokens independently, so each rank
+computes them for its chunk only. Before attention, an all-to-all exchanges one chunk with all heads for all tokens with
+some of the heads; after attention, a second one reverses this. Outputs per token are gathered, so that every rank
+computes the same loss from all outputs. In the backward pass, each rank uses only the gradient of its own chunk. The
+sum of the parameter gradients over the ranks is therefore the full gradient.
 
-`split_columns` and `join_columns` split the per-token columns of a batch into the same chunks.
+`split_columns` splits the per-token columns of a batch into the same chunks, and `join_columns` inverts it.
 """
 
 import math
@@ -28,14 +29,14 @@ from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.packing import Packing
 
-ROPE_BY_LONGEST = ("dynamic", "longrope")
-"""Rotary embeddings that depend on the longest position of the call, which one chunk does not contain."""
+ROPE_BY_MAX_POSITION = ("dynamic", "longrope")
+"""Types of rotary embeddings that depend on the largest position of a call, which a single chunk may not contain."""
 
 
 class SequenceSplit:
-    """This rank's chunk of a packed row, and the exchanges with the other ranks of its group.
+    """Splits packed tokens into one chunk per rank, and exchanges tensors between the ranks of `group`.
 
-    `device` is the device of exchanged tensors: "cpu" for gloo.
+    `device` is the device on which tensors are exchanged, "cpu" for gloo.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device | str = "cpu"):
@@ -46,22 +47,25 @@ class SequenceSplit:
     # -- tokens -----------------------------------------------------------------------------------
 
     def chunk(self, count: int) -> slice:
-        """Return this rank's chunk of `count` tokens; the last ranks may have fewer than the others, or none."""
+        """Return this rank's chunk of `count` tokens; the chunks of the last ranks may be shorter or empty."""
         width = -(-count // self.size)
         return slice(self.rank * width, (self.rank + 1) * width)
 
-    def padded(self, tokens: Tensor, packing: Packing) -> tuple[Tensor, Packing]:
-        """Pad packed rows to a number of tokens that the size of the group divides.
+    def pad(self, tokens: Tensor, packing: Packing) -> tuple[Tensor, Packing]:
+        """Pad the packed tokens to a multiple of the group size.
 
-        The padding is one more segment at the end, to which no other token attends.
+        The padding is an additional segment at the end, to which no other token attends.
         """
         if packing.prefix_of is not None:
-            raise EngineError("prefix sharing is not implemented for sequence parallelism; pack complete rows")
+            raise EngineError("prefix sharing is not implemented for sequence parallelism; pack rows without prefix_of")
         extra = -len(tokens) % self.size
         return F.pad(tokens, (0, extra)), Packing([*packing.lengths, extra]) if extra else packing
 
     def share(self, positions: Tensor, count: int) -> "Share":
-        """Assign `positions` (on the CPU, so that no rank waits) among `count` tokens to the ranks of the group."""
+        """Assign the output positions, offsets among `count` tokens, to the ranks whose chunks contain them.
+
+        `positions` must be on the CPU, so that no rank waits for its device.
+        """
         chunk = self.chunk(count)
         owner = positions.div(chunk.stop - chunk.start, rounding_mode="floor")
         order = owner.argsort(stable=True)
@@ -73,15 +77,15 @@ class SequenceSplit:
     # -- attention --------------------------------------------------------------------------------
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange (1, heads, chunk, D) of this rank's tokens for (1, heads / size, N, D) of all tokens.
+        """Exchange this rank's chunk with all heads, (1, heads, chunk, D), for all tokens with some of the heads.
 
-        Key and value heads are repeated if `size` does not divide their number: each rank receives those that its
-        query heads attend to. All three tensors are exchanged in one call.
+        Returns tensors of shape (1, heads / size, N, D), exchanged in one collective. Key and value heads are repeated
+        if their number is not divisible by `size`, so that each rank receives those that its query heads attend to.
         """
-        heads, groups = query.shape[1], key.shape[1]
+        heads, kv_heads = query.shape[1], key.shape[1]
         if heads % self.size:
             raise _indivisible_heads_error(f"{heads} query heads", self.size)
-        repeats = self.size // math.gcd(groups, self.size)
+        repeats = self.size // math.gcd(kv_heads, self.size)
         if repeats > 1:
             key, value = (tensor.repeat_interleave(repeats, dim=1) for tensor in (key, value))
         parts = [tensor[0].unflatten(0, (self.size, -1)) for tensor in (query, key, value)]
@@ -94,21 +98,22 @@ class SequenceSplit:
         return query, key, value
 
     def to_tokens(self, output: Tensor) -> Tensor:
-        """Exchange (1, N, heads / size, D) of all tokens for (1, chunk, heads, D) of this rank's tokens."""
+        """Invert `to_heads`: exchange (1, N, heads / size, D) for this rank's chunk, (1, chunk, heads, D)."""
         by_rank = output[0].unflatten(0, (self.size, -1))
         received = self._swap(by_rank.flatten(1)).view(by_rank.shape)
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     def _swap(self, parts: Tensor) -> Tensor:
-        """Send part r to rank r; return the received parts in the order of their ranks."""
+        """Send part r to rank r, and return the received parts in rank order."""
         return _Swap.apply(parts, self.group)  # pyright: ignore[reportReturnType]
 
     # -- outputs ----------------------------------------------------------------------------------
 
     def gather(self, share: "Share", *tensors: Tensor) -> list[Tensor]:
-        """Gather the entries of all ranks for each of `tensors`, in the order of the positions passed to `share()`.
+        """Gather each of `tensors` from all ranks, in the order of the positions passed to `share`.
 
-        The backward pass takes this rank's entries without a sum over ranks, as the module docstring explains.
+        The backward pass returns the gradient of this rank's entries without a sum over ranks, since every rank
+        computes the same loss.
         """
         gathered = _Gather.apply(self, share.counts, *tensors)
         if share.inverse is None:
@@ -117,7 +122,10 @@ class SequenceSplit:
         return [tensor.index_select(0, inverse) for tensor in gathered]  # pyright: ignore
 
     def all_gather(self, local: Tensor, counts: Sequence[int]) -> Tensor:
-        """Gather (sum(counts), ...) without gradient. Collectives need equal sizes, so shorter parts are padded."""
+        """Gather `counts[r]` entries from each rank r, without gradient; returns shape (sum(counts), ...).
+
+        Shorter tensors are padded, because the collective requires equal sizes.
+        """
         largest = max(counts)
         if not largest:
             return local.clone()
@@ -130,20 +138,20 @@ class SequenceSplit:
 
 @dataclass(frozen=True)
 class Share:
-    """The output positions in this rank's chunk; all tensors are on the CPU."""
+    """Output positions in this rank's chunk. All tensors are on the CPU."""
 
     indices: Tensor
-    """Their indices among all positions."""
+    """Indices of these positions among all output positions."""
     offsets: Tensor
-    """Their offsets in the chunk."""
+    """Offsets of these positions in the chunk."""
     counts: list[int]
-    """Number of positions per rank."""
+    """Number of output positions in the chunk of each rank."""
     inverse: Tensor | None
-    """Permutation from rank order to the order of positions; None if they are the same."""
+    """Permutation from rank order to the order of all output positions; None if both orders are equal."""
 
 
 class _Swap(torch.autograd.Function):
-    """An all-to-all of equal parts; its own inverse."""
+    """All-to-all exchange of parts of equal size. It is its own inverse, also in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -159,11 +167,11 @@ class _Swap(torch.autograd.Function):
 
 
 class _Gather(torch.autograd.Function):
-    """All ranks' entries of several tensors of one dtype, in one exchange; backward keeps this rank's entries."""
+    """Gathers several tensors of one dtype in one collective; the backward pass selects this rank's entries."""
 
     @staticmethod
     def forward(ctx: Any, split: SequenceSplit, counts: list[int], *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)  # outputs that the loss does not use need no backward pass
+        ctx.set_materialize_grads(False)  # skips the gradients of outputs that the loss does not use
         start = sum(counts[: split.rank])
         ctx.local = slice(start, start + counts[split.rank])
         gathered = split.all_gather(torch.stack(tensors, dim=1), counts)
@@ -182,19 +190,19 @@ def check_heads(config: PreTrainedConfig, size: int) -> None:
             f"the {text_config.num_attention_heads} query heads of this {text_config.model_type} model", size
         )
     ropes = text_config.to_dict().get("rope_parameters") or {}
-    kinds = [part.get("rope_type") for part in (ropes, *ropes.values()) if isinstance(part, dict)]
-    longest = [kind for kind in ROPE_BY_LONGEST if kind in kinds]
-    if size > 1 and longest:
+    rope_types = [part.get("rope_type") for part in (ropes, *ropes.values()) if isinstance(part, dict)]
+    unsupported_types = [rope_type for rope_type in ROPE_BY_MAX_POSITION if rope_type in rope_types]
+    if size > 1 and unsupported_types:
         raise EngineError(
-            f"rope_type={longest[0]} depends on the longest position of the call, which differs between the ranks of a "
-            "sequence-parallel group; use sequence-parallel size 1 for this model"
+            f"rope_type={unsupported_types[0]} depends on the largest position in a call, which differs between "
+            "sequence-parallel ranks; set ulysses_sequence_parallel_size=1 for this model"
         )
 
 
 def split_columns(data: DataProto, split: SequenceSplit) -> DataProto:
-    """Keep this rank's chunk of the flattened tokens of every `Ragged` column; other columns do not change.
+    """Select this rank's chunk of the flattened tokens of every `Ragged` column. Other columns do not change.
 
-    All rows are kept; some become shorter or empty. Chunks are the same as in `PackedModel.forward`.
+    The number of rows does not change, but rows become shorter or empty. The chunks are those of `PackedModel.forward`.
     """
     chunks = {name: _chunk(column, split) for name, column in data.columns.items() if isinstance(column, Ragged)}
     return DataProto(data.columns | chunks, data.meta_info)
@@ -231,6 +239,6 @@ def _gather_values(values: Tensor, counts: list[int], split: SequenceSplit) -> T
 
 def _indivisible_heads_error(heads: str, size: int) -> EngineError:
     return EngineError(
-        f"{heads} cannot be divided evenly over {size} sequence-parallel ranks; choose a size that divides the number "
-        "of heads"
+        f"{heads} cannot be split evenly over {size} sequence-parallel ranks; set ulysses_sequence_parallel_size to a "
+        "divisor of the number of heads"
     )

@@ -1,11 +1,11 @@
-"""Models small enough to train on a laptop in seconds, with a tokenizer of single characters.
+"""Creates models that train on a laptop in seconds, with a character-level tokenizer, for tests and examples.
 
-    folder = make_tiny_model("models/tiny")                      # qwen2, 64 wide, 2 layers, random weights
+    folder = make_tiny_model("models/tiny")                      # qwen2, hidden size 64, 2 layers, random weights
     folder = make_tiny_model("models/moe", family="mixtral", num_local_experts=4)
 
-The folder has the Hugging Face layout: config, safetensors, tokenizer with a chat template. Tests and examples use it.
-Each printable ASCII character is a token, so "12+30=" is six tokens, and a chat message adds three tokens to its text;
-other characters are dropped.
+The folder has the Hugging Face layout: config, safetensors, and a tokenizer with a chat template. Each printable ASCII
+character is one token, so "12+30=" has six tokens. Other characters are dropped. The chat template adds three tokens to
+the text of each message.
 """
 
 import dataclasses
@@ -22,24 +22,24 @@ from camshaft.models.loader import quiet_transformers
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + "\u0120\u010a"
-"""The last two are space and newline in the byte-level alphabet.
+"""Characters of the vocabulary; the last two represent space and newline in the byte-level alphabet.
 
-`AutoTokenizer` loads the tokenizer of a qwen2 folder with a class that assumes this alphabet and the name of PAD; with
-others it would return different token ids.
+`AutoTokenizer` loads the tokenizer of a qwen2 folder with a class that assumes this alphabet and the text of PAD. With
+another alphabet or PAD token, it would return different token ids.
 """
 
 VOCABULARY_ROWS = 112
-"""Rows of the embedding: the number of tokens, rounded up to a multiple of 16."""
+"""Number of rows of the embedding: the number of tokens, rounded up to a multiple of 16."""
 
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'][0] }}{{ message['content'] }}<|im_end|>{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>a{% endif %}"
 )
-"""One letter marks the role of a message: u(ser), a(ssistant), s(ystem)."""
+"""Chat template that writes the first letter of a message's role (u, a or s) before its text."""
 
 
 def make_tiny_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
-    """Write a tokenizer of single characters to `folder`; a sequence ends with <|im_end|>."""
+    """Write a character-level tokenizer to `folder` and return it. The end-of-sequence token is <|im_end|>."""
     vocabulary = {token: number for number, token in enumerate([PAD, START, END, *CHARACTERS])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore
@@ -64,13 +64,15 @@ def make_tiny_model(
     seed: int = 0,
     **config: Any,
 ) -> Path:
-    """Write a random causal language model and its tokenizer to `folder`, and return the folder.
+    """Write a causal language model with random weights and its tokenizer to `folder`, and return the folder.
 
-    `family` is a model type of transformers ("llama", "qwen3", "gemma3_text", ...); further keywords go to its
-    config. The weights depend only on the seed, and the global random state does not change.
+    `family` is a model type of transformers ("llama", "qwen3", "gemma3_text", ...), and other keyword arguments are
+    passed to its config. The weights depend only on `seed`. The global random state does not change.
     """
     if family not in CONFIG_MAPPING:
-        raise EngineError(f"transformers has no model type '{family}'; use for example qwen2, llama or qwen3")
+        raise EngineError(
+            f"transformers has no model type '{family}'; set family to qwen2, llama or qwen3, for example"
+        )
     folder = Path(folder)
     sizes = {
         "vocab_size": VOCABULARY_ROWS,
@@ -86,9 +88,9 @@ def make_tiny_model(
     tokenizer = make_tiny_tokenizer(folder)
     ids = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id, "bos_token_id": None}
     if "head_dim" not in {field.name for field in dataclasses.fields(CONFIG_MAPPING[family])}:
-        del sizes["head_dim"]  # derived there
-    built: PreTrainedConfig = CONFIG_MAPPING[family](**{**sizes, **ids, **config})
+        del sizes["head_dim"]  # this config derives it from hidden_size
+    model_config: PreTrainedConfig = CONFIG_MAPPING[family](**{**sizes, **ids, **config})
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
-        AutoModelForCausalLM.from_config(built, dtype=torch.float32).save_pretrained(folder)
+        AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).save_pretrained(folder)
     return folder

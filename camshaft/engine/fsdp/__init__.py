@@ -2,7 +2,7 @@
 
 engine.py            `FSDPEngine`, based on `fully_shard` (strategy `fsdp`)
 fsdp1.py             `FSDP1Engine`, based on `FullyShardedDataParallel` (strategy `fsdp1`)
-mesh.py              device meshes: copies x shards x tensor for weights, data x sequence x tensor for tokens
+mesh.py              device meshes: replicas x shards x tensor for weights, data x sequence x tensor for tokens
 parallelize.py       chooses the FSDP units and applies `fully_shard` to them
 tensor_parallel.py   shards the matrices of each layer
 weights.py           loads weights into shards and gathers shards

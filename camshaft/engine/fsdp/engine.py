@@ -27,7 +27,7 @@ from camshaft.engine.fsdp.mesh import Layout, Meshes
 from camshaft.engine.fsdp.tensor_parallel import apply_tensor_parallel
 from camshaft.engine.offload import HOST, Part
 from camshaft.engine.torch_engine import TorchEngine
-from camshaft.models.activations import offloaded_activations
+from camshaft.models.activations import offload_activations
 from camshaft.models.packed import PackedModel
 from camshaft.models.sequence import SequenceSplit, check_heads, join_columns, split_columns
 from camshaft.seat import Seat
@@ -85,7 +85,7 @@ class FSDPEngine(TorchEngine):
 
     def forward_context(self) -> AbstractContextManager[Any]:
         offload = self.options.activation_offload and torch.is_grad_enabled()
-        return offloaded_activations(self.device) if offload else nullcontext()
+        return offload_activations(self.device) if offload else nullcontext()
 
     def after_inference(self) -> None:
         for module in parallelize.fsdp_modules(self.module):

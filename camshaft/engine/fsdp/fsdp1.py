@@ -147,7 +147,7 @@ def wrap(packed: PackedModel, meshes: Meshes, options: FSDPOptions, device: torc
     """Wrap `packed`, which is on the meta device, and allocate its parameters on `device`."""
     units = set(units_of(packed, options.wrap_policy))
     reshard = options.reshard_after_forward
-    if meshes.layout.copies > 1:
+    if meshes.layout.replicas > 1:
         strategy = ShardingStrategy.HYBRID_SHARD if reshard else ShardingStrategy._HYBRID_SHARD_ZERO2
     else:
         strategy = ShardingStrategy.FULL_SHARD if reshard else ShardingStrategy.SHARD_GRAD_OP

@@ -5,7 +5,7 @@
 
 Consecutive ranks are tensor-parallel, then sequence-parallel, then data-parallel. The same ranks form two meshes:
 
-    weights:   copies x shards x tensor         FSDP gathers over `shards` and reduces over `copies` and `shards`
+    weights:   replicas x shards x tensor         FSDP gathers over `shards` and reduces over `replicas` and `shards`
     tokens:      data x sequence x tensor       data-parallel ranks process different rows
 
 Sequence-parallel ranks process the same rows, but hold different shards of the weights.
@@ -26,7 +26,7 @@ from camshaft.seat import Seat
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh axes. Both `copies * shards * tensor` and `data * sequence * tensor` equal `world`."""
+    """Sizes of the mesh axes. Both `replicas * shards * tensor` and `data * sequence * tensor` equal `world`."""
 
     world: int
     shards: int
@@ -41,8 +41,8 @@ class Layout:
         return cls(world, options.shards(world), sequence, tensor)
 
     @property
-    def copies(self) -> int:
-        """Number of copies of the weights. More than one copy is hybrid sharding."""
+    def replicas(self) -> int:
+        """Number of replicas of the weights. More than one replica is hybrid sharding."""
         return self.world // (self.shards * self.tensor)
 
     @property
@@ -61,7 +61,7 @@ class Meshes:
 
     layout: Layout
     weights: DeviceMesh
-    """Mesh with the axis `shards`, preceded by the axis `copies` if there are several copies."""
+    """Mesh with the axis `shards`, preceded by the axis `replicas` if there are several replicas."""
     tensor: DeviceMesh | None
     sequence: dist.ProcessGroup | None
     data: dist.ProcessGroup | None
@@ -76,10 +76,10 @@ class Meshes:
 
     @classmethod
     def _new(cls, layout: Layout, device_type: str) -> Meshes:
-        sizes = {"copies": layout.copies, "shards": layout.shards, "tensor": layout.tensor}
+        sizes = {"replicas": layout.replicas, "shards": layout.shards, "tensor": layout.tensor}
         axis_sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
         mesh = init_device_mesh(device_type, tuple(axis_sizes.values()), mesh_dim_names=tuple(axis_sizes))
-        weight_axes = tuple(name for name in ("copies", "shards") if name in axis_sizes)
+        weight_axes = tuple(name for name in ("replicas", "shards") if name in axis_sizes)
         tokens = init_device_mesh(
             device_type,
             (layout.data, layout.sequence, layout.tensor),

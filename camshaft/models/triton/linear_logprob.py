@@ -1,17 +1,18 @@
-"""Triton kernels for the logits of one tile of `linear_logprob.py`, each in one pass over memory.
+"""Triton kernels that process the logits of one tile of `models/linear_logprob.py` in a single pass over memory.
 
-    normalisers, chosen, entropy = reduce_tile(logits, columns, temperature=0.7, need_entropy=True)
+    normalisers, target_logits, entropy = reduce_tile(logits, columns, temperature=0.7, need_entropy=True)
     grad = logit_gradient(logits, columns, normalisers, entropy, grad_log_probs, grad_entropy, 0.7, torch.bfloat16)
 
-Matrix products use torch. Between them, torch operators would read and write a tile about ten times. By the count of
-bytes that takes longer than the products for a hidden size of some thousands. The forward kernel reads the tile once;
-the backward kernel reads it once and writes it once, in the dtype of the next product.
+Torch computes the matrix products. Without these kernels, torch operators would read and write each tile about ten
+times between the products. Estimated from the number of bytes, that takes longer than the products even if the hidden
+size is several thousand. The forward kernel reads the tile once. The backward kernel reads it once and writes the
+gradient once, in the dtype of the next product.
 
-`logits` (C, V) are contiguous float32 before the division by the temperature. `columns` (C,) int64 are the columns of
-the targets, which may be outside the tile. All other tensors are float32. The docstring of `linear_logprob.py`
-defines the mathematics.
+`logits` (C, V) are contiguous float32 logits before the division by the temperature. `columns` (C,) int64 are the
+columns of the targets, which may be outside the tile. All other tensors are float32. The module docstring of
+`models/linear_logprob.py` defines the formulas.
 
-Imported only on a GPU: importing Triton is slow, and CPU builds of torch do not include it.
+This module is imported only on a GPU, because importing Triton is slow and CPU builds of torch do not include it.
 """
 
 from typing import Any
@@ -22,14 +23,17 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCK_SIZE = 4096
-"""Vocabulary entries per block; a power of two."""
+"""Maximum number of vocabulary entries per block; a power of two."""
 
 WARPS = 8
-"""Warps per program: 16 numbers per thread, which fit into registers."""
+"""Warps per program. Each thread then processes 16 logits of a block, which fit into registers."""
 
 
 def reduce_tile(logits: Tensor, columns: Tensor, temperature: float, need_entropy: bool) -> list[Tensor]:
-    """Return per token the logsumexp, the logit of the target (0 outside of the tile), and the entropy if needed."""
+    """Return the logsumexp, the target logit and, with `need_entropy`, the entropy of each token, each (C,).
+
+    The target logit is 0 if the target is outside the tile.
+    """
     tokens, vocabulary = logits.shape
     results = logits.new_empty(3 if need_entropy else 2, tokens)
     if tokens:
@@ -49,12 +53,15 @@ def logit_gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return (C, V) in `dtype`, the gradient of the scaled logits. `normalisers` and `entropy` cover the vocabulary."""
+    """Return (C, V), the gradient with respect to the scaled logits, in `dtype`.
+
+    `normalisers` (logsumexp) and `entropy` are those of the whole vocabulary.
+    """
     tokens, vocabulary = logits.shape
     grad = torch.empty_like(logits, dtype=dtype)
-    none = torch.zeros_like(normalisers)
+    zeros = torch.zeros_like(normalisers)
     tensors = (normalisers, entropy, grad_log_probs, grad_entropy)
-    statistics = torch.stack([none if each is None else each for each in tensors])
+    statistics = torch.stack([zeros if tensor is None else tensor for tensor in tensors])
     if tokens:
         grid = (tokens, -(-vocabulary // _block(vocabulary)))
         _launch(_gradient_kernel, grid, logits, columns, statistics, grad, tokens, vocabulary, temperature)
@@ -73,8 +80,11 @@ def _block(vocabulary: int) -> int:
 def _reduce_kernel(
     logits, columns, results, num_tokens, vocabulary_size, temperature, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """One program per token. `total` is the sum of exp(z - top) and `moment` the sum of exp(z - top) (z - top), where
-    `top` is the largest z so far. The entropy is log(total) - moment / total; neither term is negative."""
+    """Reduce the logits z of one token per program.
+
+    `top` is the maximum of z so far, `total` the sum of exp(z - top), and `moment` the sum of exp(z - top) (z - top).
+    The entropy is log(total) - moment / total. It adds two terms that are not negative, so nothing cancels.
+    """
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * vocabulary_size
     top = -float("inf")
@@ -103,17 +113,17 @@ def _reduce_kernel(
 
 @triton.jit
 def _gradient_kernel(logits, columns, statistics, grad, num_tokens, vocabulary_size, temperature, BLOCK: tl.constexpr):
-    """One program per token and block of the vocabulary."""
+    """Compute the gradient of one token and one block of the vocabulary per program."""
     token = tl.program_id(0).to(tl.int64)
     normaliser = tl.load(statistics + token)
     entropy = tl.load(statistics + num_tokens + token)
-    of_log_prob = tl.load(statistics + 2 * num_tokens + token)
-    of_entropy = tl.load(statistics + 3 * num_tokens + token)
+    grad_log_prob = tl.load(statistics + 2 * num_tokens + token)
+    grad_entropy = tl.load(statistics + 3 * num_tokens + token)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocabulary_size
     z = tl.load(logits + token * vocabulary_size + at, mask=inside, other=-float("inf")) / temperature
     log_p = z - normaliser
     p = tl.exp(log_p)
-    slope = tl.where(p == 0, 0.0, p * (of_log_prob + of_entropy * (log_p + entropy)))
-    result = tl.where(at == tl.load(columns + token), of_log_prob, 0.0) - slope
+    slope = tl.where(p == 0, 0.0, p * (grad_log_prob + grad_entropy * (log_p + entropy)))
+    result = tl.where(at == tl.load(columns + token), grad_log_prob, 0.0) - slope
     tl.store(grad + token * vocabulary_size + at, result.to(grad.dtype.element_ty), mask=inside)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from camshaft.config import EngineModel
 from camshaft.errors import EngineError
-from camshaft.models.activations import offloaded_activations
+from camshaft.models.activations import offload_activations
 from camshaft.models.loader import load_model
 from camshaft.models.packed import PackedModel
 from camshaft.models.packing import Packing
@@ -134,7 +134,7 @@ class SavedTensorHooks:
 
         torch.autograd.graph.saved_tensors_hooks = hooks  # pyright: ignore
         try:
-            with offloaded_activations("cpu", at_least=1024):
+            with offload_activations("cpu", min_bytes=1024):
                 torch.autograd.graph.saved_tensors_hooks = original
                 yield
         finally:
@@ -176,7 +176,7 @@ def test_activation_offload_keeps_gradients_bitwise(recomputing: str) -> None:
 def test_saved_tensors_are_independent_of_later_changes() -> None:
     x = torch.randn(40, 40, requires_grad=True)
     for view in (lambda t: t, lambda t: t.t(), lambda t: t[::2], lambda t: t[:, 3:]):
-        with offloaded_activations("cpu", at_least=1):
+        with offload_activations("cpu", min_bytes=1):
             hidden = x * 1.0
             out = view(hidden).sin().square().sum()
         out.backward()
@@ -194,9 +194,9 @@ def test_nothing_keeps_the_graph_alive() -> None:
     gc.collect()
     gc.disable()
     try:
-        for at_least in (1, 1 << 30):
+        for min_bytes in (1, 1 << 30):
             x = torch.ones(8, requires_grad=True)
-            with offloaded_activations("cpu", at_least):
+            with offload_activations("cpu", min_bytes):
                 y = x.exp()
             reference = weakref.ref(y)
             del y
@@ -243,7 +243,7 @@ def tensor_parallel_gradients() -> bool:
     random = torch.Generator().manual_seed(0)
     up, down, x = (torch.randn(shape, generator=random) for shape in ((32, 64), (64, 32), (50, 32)))
     results = []
-    for offloaded in (nullcontext(), offloaded_activations("cpu", at_least=1)):
+    for offloaded in (nullcontext(), offload_activations("cpu", min_bytes=1)):
         weights = [distribute_tensor(up, mesh, [Shard(1)]), distribute_tensor(down, mesh, [Shard(0)])]
         first, second = (torch.nn.Parameter(w) for w in weights)
         with offloaded:

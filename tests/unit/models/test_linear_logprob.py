@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from camshaft.errors import EngineError
-from camshaft.models.linear_logprob import Tile, VocabularyPart, linear_full_kl, linear_logprob, log_distribution
+from camshaft.models.linear_logprob import Tile, VocabularyShard, linear_full_kl, linear_logprob, log_distribution
 
 M, H, V = 37, 8, 29
 
@@ -175,7 +175,7 @@ def test_gradient_of_a_half_precision_weight_accumulates_in_float32():
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
 def test_a_temperature_that_is_not_above_zero_is_an_error(temperature: float):
     hidden, weight, _, targets = inputs()
-    with pytest.raises(EngineError, match=r"temperature=.* must be above 0"):
+    with pytest.raises(EngineError, match=r"temperature=.* is not above 0"):
         linear_logprob(hidden, weight, targets, temperature=temperature)
 
 
@@ -278,9 +278,11 @@ def by_parts(starts: list[int], with_bias: bool, rows: int, factor: float) -> tu
     leaves = [(weight * factor)[shard].detach().requires_grad_(), bias[shard].detach().requires_grad_()][
         : 1 + with_bias
     ]
-    part = VocabularyPart(dist.group.WORLD, shard.start)
+    vocabulary_shard = VocabularyShard(dist.group.WORLD, shard.start)
     used = leaves[1] if with_bias else None
-    outputs = linear_logprob(hidden, leaves[0], targets, used, 0.7, need_entropy=True, tile=Tile(5, 6), part=part)
+    outputs = linear_logprob(
+        hidden, leaves[0], targets, used, 0.7, need_entropy=True, tile=Tile(5, 6), shard=vocabulary_shard
+    )
     mixture = torch.randn(2, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad((outputs[0] * mixture[0] + outputs[1] * mixture[1]).sum(), [hidden, *leaves])
     return [tensor.detach() for tensor in outputs], list(gradients)
@@ -311,8 +313,10 @@ def divergence_by_parts(starts: list[int], rows: int, factor: float) -> tuple[Te
     rank = dist.get_rank()
     shard = slice(starts[rank], starts[rank + 1])
     leaves = [(weight * factor)[shard].detach().requires_grad_(), bias[shard].detach().requires_grad_()]
-    part = VocabularyPart(dist.group.WORLD, shard.start)
-    divergence = linear_full_kl(hidden, leaves[0], log_q, picked, leaves[1], 0.7, tile=Tile(5, 6), part=part)
+    vocabulary_shard = VocabularyShard(dist.group.WORLD, shard.start)
+    divergence = linear_full_kl(
+        hidden, leaves[0], log_q, picked, leaves[1], 0.7, tile=Tile(5, 6), shard=vocabulary_shard
+    )
     mixture = torch.randn(rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     return divergence.detach(), list(torch.autograd.grad((divergence * mixture).sum(), [hidden, *leaves]))
 

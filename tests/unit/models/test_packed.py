@@ -228,7 +228,7 @@ def test_dropout_of_the_config_acts_in_train_mode_only():
     [("causal_lm", ("values",)), ("value", ("log_probs",)), ("value", ("scores",)), ("causal_lm", ())],
 )
 def test_outputs_of_another_head_are_an_error(head: Head, outputs: tuple[str, ...]):
-    with pytest.raises(EngineError, match=f"a {head} model has outputs"):
+    with pytest.raises(EngineError, match=f"a model with head={head} supports the outputs"):
         packed(head=head)(*inputs(), outputs)
 
 
@@ -237,8 +237,8 @@ def test_outputs_of_another_head_are_an_error(head: Head, outputs: tuple[str, ..
     [
         ([7], "7, the first token of a row"),
         ([0], "0, the first token of a row"),
-        ([23], r"must lie in 0..22, got 23..23"),
-        ([-1, 2], r"must lie in 0..22, got -1..2"),
+        ([23], r"must hold offsets in 0..22, got values in 23..23"),
+        ([-1, 2], r"must hold offsets in 0..22, got values in -1..2"),
     ],
 )
 def test_tokens_that_have_nothing_before_them_are_an_error(at: list[int], message: str):
@@ -292,12 +292,12 @@ def test_a_model_with_another_attention_implementation_is_rejected():
 
 def test_a_head_that_does_not_fit_is_rejected():
     causal = AutoModelForCausalLM.from_pretrained(folder_of("qwen2"), attn_implementation=PACKED)
-    with pytest.raises(EngineError, match="no layer called 'score' or 'classifier'"):
+    with pytest.raises(EngineError, match="no layer named 'score' or 'classifier'"):
         PackedModel(causal, "value")
     three = AutoModelForTokenClassification.from_pretrained(
         folder_of("qwen2"), attn_implementation=PACKED, num_labels=3
     )
-    with pytest.raises(EngineError, match="has 3; load it with num_labels=1"):
+    with pytest.raises(EngineError, match="has 3; load the model with num_labels=1"):
         PackedModel(three, "value")
     with pytest.raises(EngineError, match="no output layer to the vocabulary"):
         PackedModel(three, "causal_lm")

@@ -175,7 +175,7 @@ def test_heads_that_do_not_divide_are_rejected():
     check_heads(config, 4)
     with pytest.raises(
         EngineError,
-        match="the 4 query heads of this qwen2 model cannot be divided evenly over 3 sequence-parallel ranks;",
+        match="the 4 query heads of this qwen2 model cannot be split evenly over 3 sequence-parallel ranks;",
     ):
         check_heads(config, 3)
 
@@ -184,7 +184,7 @@ def test_length_dependent_rotary_embeddings_are_rejected():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     config = LlamaConfig(num_attention_heads=4, rope_parameters=rope)
     check_heads(config, 1)
-    with pytest.raises(EngineError, match="rope_type=dynamic depends on the longest position"):
+    with pytest.raises(EngineError, match="rope_type=dynamic depends on the largest position"):
         check_heads(config, 2)
 
 
@@ -193,7 +193,7 @@ def three_ranks(folder: str) -> None:
 
 
 def test_indivisible_heads_are_an_error_in_the_call():
-    with pytest.raises(EngineError, match="4 query heads cannot be divided evenly over 3 sequence-parallel ranks"):
+    with pytest.raises(EngineError, match="4 query heads cannot be split evenly over 3 sequence-parallel ranks"):
         run_ranks(three_ranks, 3, folder_of("qwen2"))
 
 

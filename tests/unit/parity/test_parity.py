@@ -204,8 +204,8 @@ def test_skipped_experiment_is_reported(name: str, message: str, folder: Path, m
     [
         (["--rollout", "trch"], "Did you mean 'torch'?"),
         (["--engine", "fdsp"], "Did you mean 'fsdp'?"),
-        (["--model", "/nowhere"], "--model: there is no folder '/nowhere'"),
-        (["--tokenizer", "/nowhere"], "--tokenizer: there is no folder '/nowhere'"),
+        (["--model", "/nowhere"], "--model: '/nowhere' is neither a folder nor a model"),
+        (["--tokenizer", "/nowhere"], "--tokenizer: '/nowhere' is neither a folder nor a model"),
         (["--limit", "0"], "--limit"),
         (["--limit", "nan"], "--limit"),
         (["--prompts", "0"], "--prompts"),

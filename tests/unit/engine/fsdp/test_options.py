@@ -132,7 +132,7 @@ def test_activations_of_a_training_step_go_to_host_memory(
     tmp_path: Path, offload: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered: list[int] = []
-    real = sharded.offloaded_activations
+    real = sharded.offload_activations
 
     @contextmanager
     def watched(device: torch.device) -> Iterator[None]:
@@ -140,7 +140,7 @@ def test_activations_of_a_training_step_go_to_host_memory(
         with real(device):
             yield
 
-    monkeypatch.setattr(sharded, "offloaded_activations", watched)
+    monkeypatch.setattr(sharded, "offload_activations", watched)
     harness, engine = built(tmp_path, activation_offload=offload)
     harness.infer(engine)
     assert not entered
