@@ -1,4 +1,4 @@
-"""The controller: one driver program calls roles that run on one or many ranks.
+"""The controller, with which one driver program calls roles that run on one or many ranks.
 
     from camshaft.controller import Dispatch, Worker, register, spawn, shutdown
 
@@ -6,22 +6,22 @@
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def scale(self, batch: DataProto) -> DataProto: ...
 
-    scaler = spawn(Scaler, world_size=2)      # a WorkerGroup; for a type checker, a Scaler
-    out = scaler.scale(batch)                 # split by seat, run on both ranks, merged in order
-    later = submit(scaler.scale, batch)       # returns at once: later.result(), or later.parts()
+    scaler = spawn(Scaler, world_size=2)      # a WorkerGroup that type checkers treat as a Scaler
+    out = scaler.scale(batch)                 # splits the batch, runs on both ranks, and concatenates the results
+    pending = submit(scaler.scale, batch)     # returns immediately; pending.result() waits
     shutdown(scaler)
 
     group.py           pools, worker groups, `spawn` and `submit`
     worker.py          the base class of roles, the placement of a rank, and the dispatch of calls to ranks
-    resources.py       the resources of a pool, compared with those of the machines
-    process_pool.py    base class of pools of processes: requests, answers, time limits, errors
-    executor.py        executes requests in a worker process, and joins its process group
+    resources.py       compares the resources that pools request with those of the machines
+    process_pool.py    the base class of pools of processes: requests, answers, time limits and errors
+    executor.py        executes requests in a worker process and joins the process group of its pool
     local.py           the backend for one machine
     ray.py             the backend for a Ray cluster
-    network.py         detects dead machines of a cluster; network interfaces
-    stacks.py          stack dumps of other processes
+    network.py         detects dead machines of a cluster and finds network interfaces
+    stacks.py          dumps the stacks of other processes
 
-Nothing in this package depends on reinforcement learning.
+This package does not depend on reinforcement learning.
 """
 
 from camshaft.controller.group import (

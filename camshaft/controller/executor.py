@@ -1,11 +1,11 @@
 """Execute the driver's requests in a worker process, which holds several roles and runs one request at a time.
 
     executor = Executor(rank_info)
-    answer = executor.answer(request)       # frames of a message, see `camshaft.subprocesses`
+    answer = executor.answer(request)       # both are frames of a message, see `camshaft.subprocesses`
 
-All backends whose ranks are processes run one executor per process. A request is the name of a method of `Executor`
-with its arguments; an exception is returned as a `Failure`. The log shows the name and rank of the running role in
-each line (`log_to_file`).
+Every worker process has one executor. A request consists of the name of a method of `Executor` and its arguments. An
+exception is returned as a `Failure`. Each line of the log contains the name and rank of the role that runs
+(`log_to_file`).
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from camshaft.seat import Seat
 from camshaft.subprocesses import Frames, pack, unpack
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(role)s %(name)s: %(message)s"
-"""Format of a worker's log; `role` is "critic/3" for rank 3 of the critic."""
+"""Format of a worker's log lines. `role` is "critic/3" for rank 3 of the critic."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a role, as sent to the driver."""
+    """An exception of a role in the form that is sent to the driver."""
 
     summary: str
     traceback: str
     at: float
-    """Wall clock time, which orders the failures of several ranks."""
+    """Wall clock time of the failure, by which the failures of several ranks are ordered."""
     pickled: bytes | None
-    """The exception, if it can be pickled."""
+    """The pickled exception, or None if it cannot be pickled."""
 
     def original(self) -> BaseException | None:
-        """Return the exception, if it can be unpickled here."""
+        """Return the exception, or None if it cannot be unpickled in this process."""
         if self.pickled is None:
             return None
         try:
             return pickle.loads(self.pickled)
-        except Exception:  # its class exists only on the worker; the text has its message
+        except Exception:  # the class may exist only on the worker; `summary` and `traceback` contain the message
             return None
 
 
 class Executor:
-    """The roles of this process."""
+    """Executor of the driver's requests, which owns the roles of this process."""
 
     def __init__(self, rank_info: RankInfo):
         self._rank_info = rank_info
@@ -66,7 +66,7 @@ class Executor:
         self._store: TCPStore | None = None
 
     def answer(self, frames: Frames) -> Frames:
-        """Run a request; returns its result or its failure."""
+        """Run a request and return its result or its failure."""
         try:
             request, *rest = unpack(frames)
             return pack((True, methodcaller(request, *rest)(self)))
@@ -79,7 +79,7 @@ class Executor:
         return os.getpid()
 
     def open_rendezvous(self) -> str:
-        """Start a rendezvous store on a free port; returns its address."""
+        """Start a rendezvous store on a free port and return its address."""
         self._store, address = open_store(self._rank_info)
         return address
 
@@ -96,11 +96,11 @@ class Executor:
     def seat_for(self, key: int, method: str) -> Seat:
         return self._roles[key][1].seat_for(method)
 
-    def call(self, key: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], keep: bool) -> Any:
+    def call(self, key: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], send_result: bool) -> Any:
         name, role = self._roles[key]
         _RoleFilter.role = f"{name}/{self._rank_info.rank}"
         result = methodcaller(method, *args, **kwargs)(role)
-        return result if keep else None
+        return result if send_result else None
 
     def drop(self, key: int) -> None:
         """Delete a role and free its memory."""
@@ -128,7 +128,7 @@ def _pickled(error: BaseException) -> bytes | None:
 
 
 class _RoleFilter(logging.Filter):
-    """Adds the running role to log records."""
+    """Logging filter that adds the running role to log records."""
 
     role = "-"
 
@@ -138,7 +138,7 @@ class _RoleFilter(logging.Filter):
 
 
 def log_to_file(rank_info: RankInfo) -> None:
-    """Redirect the output of this process and its children to the log file of its rank."""
+    """Redirect the output of this process and its child processes to the log file of its rank."""
     file = log_file(rank_info)
     _RoleFilter.role = f"{rank_info.pool}/{rank_info.rank}"
     if file is None:
@@ -157,16 +157,17 @@ def log_to_file(rank_info: RankInfo) -> None:
 
 
 def log_file(rank_info: RankInfo) -> Path | None:
-    """Return the log file of a rank."""
-    return (
-        None
-        if rank_info.log_folder is None
-        else Path(rank_info.log_folder) / f"{rank_info.pool}_rank{rank_info.rank}.log"
-    )
+    """Return the log file of a rank, or None if its output goes to that of the driver."""
+    if rank_info.log_folder is None:
+        return None
+    return Path(rank_info.log_folder) / f"{rank_info.pool}_rank{rank_info.rank}.log"
 
 
 def set_environment(rank_info: RankInfo, environment: dict[str, str]) -> None:
-    """Set the driver's environment variables and those of torchrun; share the cores among the ranks of the machine."""
+    """Set the driver's environment variables, those of torchrun, and the number of threads.
+
+    Unless OMP_NUM_THREADS is set, the ranks on this machine share its cores equally.
+    """
     os.environ.update(environment)
     os.environ.update(RANK=str(rank_info.rank), WORLD_SIZE=str(rank_info.world))
     os.environ.update(LOCAL_RANK=str(rank_info.local_rank), LOCAL_WORLD_SIZE=str(rank_info.local_world))
@@ -175,7 +176,7 @@ def set_environment(rank_info: RankInfo, environment: dict[str, str]) -> None:
         environment.get("OMP_NUM_THREADS") or max(1, cores // (rank_info.local_world + rank_info.other_ranks))
     )
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    # torch was imported earlier and has read the previous value.
+    # torch has already been imported and has read the previous value.
     torch.set_num_threads(threads)
 
 
@@ -183,20 +184,20 @@ def set_environment(rank_info: RankInfo, environment: dict[str, str]) -> None:
 
 
 def open_store(rank_info: RankInfo) -> tuple[TCPStore, str]:
-    """Start the rendezvous store of a pool in this process, on a free port; returns the store and its address."""
+    """Start the rendezvous store of a pool in this process on a free port; return the store and its address."""
     timeout = timedelta(seconds=rank_info.timeout)
     store = TCPStore(rank_info.address, 0, rank_info.world, is_master=True, timeout=timeout, wait_for_workers=False)
     return store, f"tcp://{rank_info.address}:{store.port}"
 
 
 def init_process_group(rank_info: RankInfo, rendezvous: str, store: TCPStore | None = None) -> None:
-    """Join the ranks of a pool in the default process group.
+    """Join the default process group, which connects the ranks of a pool.
 
-    `rendezvous` is an init_method of torch.distributed; `store` is its store if that runs in this process.
+    `rendezvous` is an init_method of torch.distributed. `store` is the rendezvous store if it runs in this process.
     """
     device = torch.device(rank_info.device)
     if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)  # barriers run on the current device
+        torch.accelerator.set_device_index(device.index)  # barriers use the current device
     timeout = timedelta(seconds=rank_info.timeout)
     if store is None and rendezvous.startswith("tcp://"):
         host, port = rendezvous.removeprefix("tcp://").rsplit(":", 1)

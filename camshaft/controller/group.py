@@ -1,19 +1,20 @@
-"""Pools of ranks, and the groups of workers that run one role on the ranks of a pool.
+"""Pools of ranks, and worker groups that run a role on the ranks of a pool.
 
     critic = spawn(CriticWorker, config, world_size=2)
-    critic.update_critic(batch)        # for a type checker, `critic` is a CriticWorker
+    critic.update_critic(batch)        # type checkers treat `critic` as a CriticWorker
     shutdown(critic)
 
     with pools([PoolSpec("a", ranks_per_node=2), PoolSpec("b")], backend="ray") as (a, b):
         actor = spawn(Actor, config, pool=a)
         critic = spawn(Critic, config, pool=a)             # in the same two processes
-        values = submit(critic.compute_values, batch)      # returns at once: Pending[DataProto]
-        scores = spawn(Scorer, pool=b).score(batch)        # runs meanwhile in the other pool
+        values = submit(critic.compute_values, batch)      # returns a Pending[DataProto] immediately
+        scores = spawn(Scorer, pool=b).score(batch)        # runs at the same time in the other pool
         batch = batch.union(values.result())
 
-A pool holds one process per rank, each with one device. A `WorkerGroup` splits the arguments of a call by the seats of
-its ranks, runs the method on the ranks and merges the results. `InProcess` is the pool of one rank in the driver's own
-process; `processes.py` has the base class of all others, `local.py` and `ray.py` the backends that start them.
+A pool has one process per rank, each with one device. A `WorkerGroup` splits the arguments of a call according to the
+seats of its ranks, runs the method on the ranks and merges the results. `InProcessPool` is a pool of a single rank in
+the driver's own process. `process_pool.py` contains the base class of all other pools. `local.py` and `ray.py` contain
+the backends that start them.
 """
 
 from __future__ import annotations
@@ -47,26 +48,27 @@ T = TypeVar("T")
 R = TypeVar("R", bound=Worker)
 
 BACKENDS = {"local": "camshaft.controller.local:start", "ray": "camshaft.controller.ray:start"}
-"""A backend is a function from pool specs and `Options` to running pools, in order. It starts all of them or none."""
+"""Import path of each backend, by name. A backend is a function that takes pool specs and `Options` and returns the
+running pools in the same order. It starts all of them or none."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """Options of a backend for starting pools."""
+    """Options with which a backend starts pools."""
 
     timeout: float = 3600.0
-    """Time limit of a call, in seconds; collectives inside the call time out a little later."""
+    """Time limit of a call, in seconds. Collectives inside the call time out a little later."""
     log_folder: str | None = None
-    """Folder for the output of the workers, one file per rank; None: the output goes to that of the driver."""
+    """Folder for the output of the workers, with one file per rank. If None, workers share the output of the driver."""
     preload: tuple[str, ...] = ()
     """Modules that worker processes may import while they start."""
     ray_init: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of `ray.init`, read by the backend `ray`."""
+    """Arguments of `ray.init`. Only the backend `ray` reads them."""
 
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """A role to build: its class and its arguments."""
+    """Specification of a role to build: its class, arguments, name and time limit."""
 
     role_class: type[Worker]
     args: tuple[Any, ...]
@@ -78,7 +80,7 @@ class RoleSpec:
 
 
 Answers = Iterable[tuple[int, Any]]
-"""Pairs of rank and result, in the order in which the ranks answer; each iteration starts with the first."""
+"""Pairs of rank and result in the order in which the ranks answer. It can be iterated several times."""
 
 
 class Pending(Generic[T]):
@@ -90,9 +92,10 @@ class Pending(Generic[T]):
         self._value: T
 
     def parts(self) -> Iterator[tuple[int, T]]:
-        """Yield each part of the result as soon as its rank answers, with its index (dp_rank in a data-parallel call).
+        """Yield the index and the value of each part of the result as soon as its rank answers.
 
-        Raises the error of the call. Call it before `result`, which releases the parts.
+        The index is the dp_rank in a data-parallel call. Raise the error of the call if it fails. Call this before
+        `result`, which releases the parts.
         """
         assert self._answers is not None, "parts() was called after result()"
         for rank, answer in self._answers:
@@ -101,7 +104,7 @@ class Pending(Generic[T]):
                 yield slot, answer
 
     def result(self) -> T:
-        """Wait for the result; raises the error of the call."""
+        """Wait for the result and return it. Raise the error of the call if it fails."""
         if self._answers is not None:
             answers = dict(self._answers)
             self._value = gather(self._mode, self._seats, [answers.get(rank) for rank in range(len(self._seats))])
@@ -110,7 +113,7 @@ class Pending(Generic[T]):
 
 
 class Pool(ABC):
-    """Running ranks, each of which may hold several roles."""
+    """A set of running ranks. Each rank may hold several roles."""
 
     def __init__(self, spec: PoolSpec):
         self.spec = spec
@@ -121,30 +124,31 @@ class Pool(ABC):
 
     @abstractmethod
     def build(self, role: RoleSpec) -> int:
-        """Build a role on every rank; returns the key for calls."""
+        """Build a role on every rank and return its key, which identifies it in other methods."""
 
     @abstractmethod
     def seats(self, key: int, method: str) -> list[Seat]:
-        """Read the current seat of each rank for a call of `method`."""
+        """Return the current seat of each rank for a call of `method`."""
 
     @abstractmethod
-    def submit(self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> Answers:
-        """Run `method` on every rank that has a call, after the earlier requests of that rank.
+    def submit(self, key: int, method: str, calls: Sequence[Call | None], send_result: Sequence[bool]) -> Answers:
+        """Run `method` on every rank whose call is not None, after the earlier requests of that rank.
 
-        Returns without waiting if the ranks are other processes. A rank that is not kept answers None.
+        Return without waiting if the ranks are other processes. A rank sends None instead of its result if its entry
+        of `send_result` is False.
         """
 
     @abstractmethod
     def drop(self, key: int) -> None:
-        """Delete a role; the processes keep running."""
+        """Delete a role. The processes keep running."""
 
     @abstractmethod
     def shutdown(self) -> None:
         """End all processes of the pool. Calling it again has no effect."""
 
 
-class InProcess(Pool):
-    """A pool of one rank in this process: roles are local objects, and their exceptions propagate unchanged."""
+class InProcessPool(Pool):
+    """A pool of one rank in this process. Roles are local objects, and their exceptions propagate unchanged."""
 
     def __init__(self, spec: PoolSpec, device: str):
         super().__init__(spec)
@@ -156,13 +160,13 @@ class InProcess(Pool):
         return len(self._roles) - 1
 
     def seats(self, key: int, method: str) -> list[Seat]:
-        return [self._running(key).seat_for(method)]
+        return [self._get_role(key).seat_for(method)]
 
-    def submit(self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> Answers:
+    def submit(self, key: int, method: str, calls: Sequence[Call | None], send_result: Sequence[bool]) -> Answers:
         (call,) = calls
         assert call is not None
         args, kwargs = call
-        return [(0, methodcaller(method, *args, **kwargs)(self._running(key)))]
+        return [(0, methodcaller(method, *args, **kwargs)(self._get_role(key)))]
 
     def drop(self, key: int) -> None:
         self._roles[key] = self._roles[key][0], None
@@ -171,18 +175,18 @@ class InProcess(Pool):
         for key in range(len(self._roles)):
             self.drop(key)
 
-    def _running(self, key: int) -> Worker:
+    def _get_role(self, key: int) -> Worker:
         name, role = self._roles[key]
         if role is None:
-            raise WorkerError(f"{name} was shut down; spawn it again")
+            raise WorkerError(f"role {name} was shut down; spawn it again")
         return role
 
 
 class WorkerGroup:
-    """The workers of one role, one on each rank of a pool, with the methods of the role.
+    """The workers of one role, one on each rank of a pool. It has the registered methods of the role.
 
-    `spawn` returns a group under the type of its role. Attribute access gives a `GroupMethod` for each method that the
-    role registers, and an error for every other name.
+    `spawn` returns a group typed as its role. Accessing a registered method returns a `GroupMethod`. Accessing any
+    other attribute raises an error.
     """
 
     __slots__ = ("_key", "_modes", "_owns_pool", "_pool", "_role", "_seats")
@@ -205,11 +209,11 @@ class WorkerGroup:
         return f"<{self._role.name}: {self._role.role_class.__name__} on {self._pool.world_size} rank(s)>"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} cannot be copied or sent to a worker: it belongs to the driver")
+        raise TypeError(f"{self!r} cannot be copied or sent to a worker; use it only in the driver")
 
 
 class GroupMethod:
-    """A registered method of a group: call it, or pass it to `submit`."""
+    """A registered method of a worker group, which can be called or passed to `submit`."""
 
     __slots__ = ("group", "mode", "name")
 
@@ -230,53 +234,57 @@ def spawn(
     timeout: float = 3600.0,
     **kwargs: Any,
 ) -> R:
-    """Build `role_class(*args, **kwargs)` on every rank of `pool`; returns the `WorkerGroup`, typed as the role.
+    """Build `role_class(*args, **kwargs)` on every rank of `pool` and return the `WorkerGroup`, typed as the role.
 
-    Without `pool`, the role gets a pool with `world_size` ranks that it does not share. `timeout` limits, in seconds,
-    the construction of the role and each call in another process. One local rank runs in this process: arguments are
-    not copied and exceptions propagate unchanged.
+    Without `pool`, start a new pool of `world_size` ranks that the role does not share. `timeout` is the time limit, in
+    seconds, for building the role and for each call in another process. A single local rank runs in this process, so
+    arguments are not copied and exceptions propagate unchanged.
     """
     role = RoleSpec(role_class, args, kwargs, name or role_class.__name__, timeout)
     if pool is not None:
         if world_size is not None or backend is not None:
-            raise ConfigError(f"{role.name}: spawn(pool=...) does not take world_size or backend; the pool has them")
+            raise ConfigError(
+                f"{role.name}: spawn() got pool together with world_size or backend, which the pool determines; pass "
+                "only pool"
+            )
         return cast(R, WorkerGroup(pool, role, owns_pool=False))
     ranks = 1 if world_size is None else world_size
     spec = PoolSpec(role.name, ranks_per_node=ranks, roles=(role.name,))
-    (started,) = start_pools([spec], backend or "local", Options(timeout=timeout, preload=(role_class.__module__,)))
+    (new_pool,) = start_pools([spec], backend or "local", Options(timeout=timeout, preload=(role_class.__module__,)))
     try:
-        return cast(R, WorkerGroup(started, role, owns_pool=True))
+        return cast(R, WorkerGroup(new_pool, role, owns_pool=True))
     except BaseException:
-        started.shutdown()
+        new_pool.shutdown()
         raise
 
 
 def submit(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Pending[T]:
-    """Start a call of a group's method and return its pending result; calls of one pool run in the order of submission.
+    """Start a call of a worker group's method and return its pending result.
 
-    On a pool in this process the call has finished when `submit` returns.
+    Calls on one pool run in the order of submission. On an `InProcessPool`, the call ends before `submit` returns.
     """
     if not isinstance(method, GroupMethod):
-        raise TypeError(f"submit() takes a method of a spawned role, such as critic.compute_values; got {method!r}")
+        raise TypeError(f"submit() got {method!r}; pass a method of a spawned role, such as critic.compute_values")
     group, mode = method.group, method.mode
     if mode is Dispatch.DP_COMPUTE_PROTO:
         if method.name not in group._seats:
             group._seats[method.name] = group._pool.seats(group._key, method.name)
         seats = group._seats[method.name]
     else:
-        # A role may have no seat before its model is built, so these modes do not read it; and the call may change it.
+        # These modes do not read seats, because a role may have none before its model is built. The call may change
+        # the seats, so the cached ones are dropped.
         group._seats.clear()
         seats = [Seat(rank=rank, world=group._pool.world_size) for rank in range(group._pool.world_size)]
     calls = scatter(mode, seats, args, kwargs)
-    keep = [result_slot(mode, seat) is not None for seat in seats]
-    return Pending(mode, seats, group._pool.submit(group._key, method.name, calls, keep))
+    send_result = [result_slot(mode, seat) is not None for seat in seats]
+    return Pending(mode, seats, group._pool.submit(group._key, method.name, calls, send_result))
 
 
 def shutdown(*roles: Worker) -> None:
-    """End spawned roles, and the pools that `spawn` started for them. Calling it again has no effect."""
+    """End spawned roles and the pools that `spawn` started for them. Calling it again has no effect."""
     for role in roles:
         if not isinstance(role, WorkerGroup):
-            raise TypeError(f"shutdown() takes roles returned by spawn(); got {type(role).__name__}")
+            raise TypeError(f"shutdown() got {type(role).__name__}; pass roles returned by spawn()")
         if role._owns_pool:
             role._pool.shutdown()
         else:
@@ -285,7 +293,7 @@ def shutdown(*roles: Worker) -> None:
 
 @contextmanager
 def workers(role_class: type[R], *args: Any, **kwargs: Any) -> Iterator[R]:
-    """Spawn a role for a `with` block; takes the arguments of `spawn`."""
+    """Spawn a role for a `with` block. The arguments are those of `spawn`."""
     role = spawn(role_class, *args, **kwargs)
     try:
         yield role
@@ -294,10 +302,10 @@ def workers(role_class: type[R], *args: Any, **kwargs: Any) -> Iterator[R]:
 
 
 def start_pools(specs: Sequence[PoolSpec], backend: str = "local", options: Options | None = None) -> list[Pool]:
-    """Start all pools or none; the caller shuts them down."""
+    """Start all pools or none. The caller must shut them down."""
     for spec in specs:
         if spec.world_size < 1:
-            raise ConfigError(f"world_size={spec.world_size}: a role needs at least one rank")
+            raise ConfigError(f"pool '{spec.name}' has world_size={spec.world_size}; use at least 1 rank")
     if backend not in BACKENDS:
         raise ConfigError(f"unknown controller backend '{backend}'; use one of: {', '.join(BACKENDS)}")
     start: Callable[[Sequence[PoolSpec], Options], list[Pool]] = import_attribute(BACKENDS[backend])
@@ -307,25 +315,26 @@ def start_pools(specs: Sequence[PoolSpec], backend: str = "local", options: Opti
 @contextmanager
 def pools(specs: Sequence[PoolSpec], backend: str = "local", options: Options | None = None) -> Iterator[list[Pool]]:
     """Start pools for a `with` block."""
-    started = start_pools(specs, backend, options)
+    running_pools = start_pools(specs, backend, options)
     try:
-        yield started
+        yield running_pools
     finally:
-        for one in started:
-            one.shutdown()
+        for running_pool in running_pools:
+            running_pool.shutdown()
 
 
 @contextmanager
 def pool(spec: PoolSpec, backend: str = "local", options: Options | None = None) -> Iterator[Pool]:
     """Start one pool for a `with` block."""
-    with pools([spec], backend, options) as (one,):
-        yield one
+    with pools([spec], backend, options) as (running_pool,):
+        yield running_pool
 
 
 def _not_registered(role_class: type, name: str, methods: list[str]) -> str:
-    """Describe why the driver cannot call `name`."""
+    """Return an error message that states why the driver cannot call `name`."""
     close = difflib.get_close_matches(name, methods, n=1)
     hint = f"did you mean '{close[0]}'?" if close else f"registered: {', '.join(methods) or 'none'}"
     if name in dir(role_class):
-        return f"{role_class.__name__}.{name} is not decorated with @register(dispatch_mode=...) for the driver; {hint}"
+        reason = "is not decorated with @register(dispatch_mode=...), so the driver cannot call it"
+        return f"{role_class.__name__}.{name} {reason}; {hint}"
     return f"{role_class.__name__} has no method '{name}'; {hint}"

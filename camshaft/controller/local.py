@@ -1,12 +1,12 @@
-"""The backend `local`: pools on this machine.
+"""The backend `local`, which starts pools on this machine.
 
     BACKENDS["local"] = "camshaft.controller.local:start"
 
-A single pool of one rank runs in the driver's process; all other ranks are worker processes. They are forked from a
-server that has imported `PRELOAD`, so that all starts but the first take well under a second. A worker process leads a
-session: Ctrl-C reaches only the driver, and ending the session also ends child processes of the roles. It ends on
-request or when the driver ends. SIGUSR1 dumps its stacks; SIGTERM, which asks the driver to save and exit, has no
-effect on it.
+If there is only one pool and it has one rank, the rank runs in the driver's process. All other ranks are worker
+processes. They are forked from a server that has imported `PRELOAD`, so every start except the first takes well under a
+second. A worker process is the leader of a new session. Ctrl-C therefore reaches only the driver, and killing the
+session also kills child processes of the roles. A worker process ends on request or when the driver ends. SIGUSR1 dumps
+its stacks. It ignores SIGTERM, which tells the driver to save a checkpoint and exit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pathlib import Path
 import torch
 
 from camshaft.controller.executor import Executor, log_to_file, set_environment
-from camshaft.controller.group import InProcess, Options, Pool
+from camshaft.controller.group import InProcessPool, Options, Pool
 from camshaft.controller.process_pool import COLLECTIVE_EXTRA_SECONDS, Inbox, ProcessPool, WorkerProcess
 from camshaft.controller.resources import PoolSpec
 from camshaft.controller.stacks import dump_stacks_on_signal, read_stacks
@@ -57,9 +57,9 @@ PRELOAD = [
     "torch.distributed.tensor",
     "camshaft.controller.local",
 ]
-"""Modules that the fork server imports. A program can extend the list before its first worker process."""
+"""Modules that the fork server imports. A program can extend the list before it starts the first worker process."""
 STOP: Frames = []
-"""The message that ends a worker process."""
+"""Message that ends a worker process."""
 
 
 def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
@@ -71,7 +71,7 @@ def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
     try:
         for spec in specs:
             pools.append(_start_pool(spec, options, first_device, other_ranks=ranks - spec.world_size))
-            first_device += spec.world_size  # pools that are started together do not share devices
+            first_device += spec.world_size  # pools that start together do not share devices
         for pool in pools:
             if isinstance(pool, ProcessPool):
                 pool.join_ranks()
@@ -83,29 +83,33 @@ def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
 
 
 def _warn_of_threads(ranks: int, cores: int, variable: str) -> None:
-    """Warn if OMP_NUM_THREADS gives the ranks more threads than cores: they then wait for each other."""
+    """Warn if OMP_NUM_THREADS gives the ranks more threads than there are cores, because threads then wait for each
+    other."""
     threads = int(variable) if variable.isdigit() else 0
     if ranks > 1 and threads > 1 and ranks * threads > cores:
         logger.warning(
             "OMP_NUM_THREADS=%d: %d ranks have %d threads on %d cores, which can make a step ten times slower. "
-            "Unset it, and the ranks share the cores; or set OMP_NUM_THREADS=%d",
+            "Unset OMP_NUM_THREADS, so that the ranks share the cores, or set OMP_NUM_THREADS=%d",
             *(threads, ranks, ranks * threads, cores, max(1, cores // ranks)),
         )
 
 
 def _start_pool(spec: PoolSpec, options: Options, first_device: int, other_ranks: int) -> Pool:
-    """Start one pool; a single rank next to other pools is a process too, so that they run at the same time."""
+    """Start one pool. If there are other pools, even a single rank is a process, so that the pools run concurrently."""
     if spec.nnodes > 1:
-        raise ConfigError(f"pool '{spec.name}': nnodes={spec.nnodes} needs the controller backend 'ray'")
+        raise ConfigError(
+            f"pool '{spec.name}': nnodes={spec.nnodes} is unsupported by the controller backend 'local'; use the "
+            "backend 'ray'"
+        )
     if spec.world_size == 1 and not other_ranks:
-        return InProcess(spec, device_of(0, 1, spec.device))
+        return InProcessPool(spec, device_of(0, 1, spec.device))
     pool = LocalPool(spec, options, first_device, other_ranks)
     pool.start()
     return pool
 
 
 def process_pool(spec: PoolSpec, options: Options | None = None) -> LocalPool:
-    """Start a pool whose ranks are worker processes in a process group, also for a single rank."""
+    """Start a pool whose ranks are worker processes in a process group, even for a single rank."""
     pool = LocalPool(spec, options)
     pool.start()
     pool.join_ranks()
@@ -113,7 +117,7 @@ def process_pool(spec: PoolSpec, options: Options | None = None) -> LocalPool:
 
 
 class LocalPool(ProcessPool):
-    """Worker processes of this machine."""
+    """A pool of worker processes on this machine."""
 
     def __init__(self, spec: PoolSpec, options: Options | None = None, first_device: int = 0, other_ranks: int = 0):
         super().__init__(spec, options or Options())
@@ -144,7 +148,7 @@ class LocalPool(ProcessPool):
 
 
 class LocalProcess(WorkerProcess):
-    """A worker process, with a thread that exchanges messages, so that a stuck worker does not block the driver."""
+    """A worker process. A thread exchanges messages with it, so a worker that hangs does not block the driver."""
 
     def __init__(self, rank_info: RankInfo, folder: Path, inbox: Inbox, preload: Sequence[str]):
         self.rank = rank_info.rank
@@ -154,12 +158,12 @@ class LocalProcess(WorkerProcess):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*PRELOAD, *preload])
         name = f"{rank_info.pool}-{rank_info.rank}"
-        # Not a daemon: a role may have child processes.
+        # Not a daemon, because daemonic processes cannot have child processes, and a role may start some.
         self._process: BaseProcess = context.Process(
             target=serve, args=(child_socket, rank_info, folder, os.getpid(), dict(os.environ)), name=name
         )
-        resource_tracker.ensure_running()  # started here, since starting it unblocks SIGTERM
-        with child_socket, block_stop_signals():  # the fork server must survive the signal too
+        resource_tracker.ensure_running()  # started before the signals are blocked, because this unblocks SIGTERM
+        with child_socket, block_stop_signals():  # a signal must not end the fork server either
             self._process.start()
         self.pid = self._process.pid
         threading.Thread(target=self._exchange_messages, name=f"messages-{name}", daemon=True).start()
@@ -184,7 +188,7 @@ class LocalProcess(WorkerProcess):
         self._requests.put(None)
         assert self.pid is not None
         kill_group(self.pid)
-        self._process.kill()  # a process that has just started does not lead a session yet
+        self._process.kill()  # a process that has just started has not created its session yet
 
     def _exchange_messages(self) -> None:
         with self._socket:
@@ -192,7 +196,7 @@ class LocalProcess(WorkerProcess):
                 pass
 
     def _exchange(self) -> bool:
-        """Exchange one request and its answer; both are freed before the next wait."""
+        """Send one request and receive its answer. Both are freed before the next call waits."""
         frames = self._requests.get()
         if frames is None:
             return False
@@ -209,7 +213,10 @@ class LocalProcess(WorkerProcess):
 
 
 def device_of(index: int, count: int, kind: str | None) -> str:
-    """Return the accelerator with this index if the machine has `count`, else "cpu": ranks cannot share a device."""
+    """Return the accelerator with this index, or "cpu" if the machine has fewer than `count` accelerators.
+
+    Ranks cannot share an accelerator.
+    """
     if kind == "cpu":
         return "cpu"
     accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -224,12 +231,12 @@ def device_of(index: int, count: int, kind: str | None) -> str:
 def serve(
     connection: socket.socket, rank_info: RankInfo, folder: Path, driver: int, environment: dict[str, str]
 ) -> None:
-    """Run one rank: answer requests until the driver stops it or ends."""
+    """Answer the requests to one rank until the driver stops it or ends."""
     os.setsid()
     dump_stacks_on_signal(_stack_file(folder, rank_info.rank))
     ignore_stop_signals(signal.SIGTERM)
-    end_with(driver, partial(_end_session, folder))  # the fork server cannot end before its worker processes
-    os.environ.clear()  # it has the variables of the start of the fork server
+    end_with(driver, partial(_end_session, folder))  # the fork server exits only after its worker processes
+    os.environ.clear()  # remove the variables from the time at which the fork server started
     set_environment(rank_info, environment)
     log_to_file(rank_info)
     executor = Executor(rank_info)
@@ -238,7 +245,7 @@ def serve(
             send(connection.fileno(), executor.answer(request))
     except OSError:
         _end_session(folder)
-    # A regular exit of the interpreter sometimes aborts while gloo threads run.
+    # Exit without finalizing the interpreter, because finalization sometimes aborts while gloo threads run.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
@@ -249,6 +256,6 @@ def _stack_file(folder: Path, rank: int) -> Path:
 
 
 def _end_session(folder: Path) -> None:
-    """Delete the pool's folder for the driver, which has ended, and kill this rank with its child processes."""
+    """Delete the pool's folder, because the driver has ended, and kill this rank with its child processes."""
     shutil.rmtree(folder, ignore_errors=True)
     kill_own_group()

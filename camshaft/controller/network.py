@@ -1,11 +1,11 @@
-"""Network checks: a monitor of the daemons of a cluster, and the interface of an address.
+"""Monitor the daemons of a cluster, and find the network interface with an address.
 
     monitor = PortMonitor()
     monitor.add("the Ray daemon of 10.0.0.2", "10.0.0.2", 40123)
-    monitor.error()             # None, or a message about the first daemon that stopped answering
+    monitor.error()             # None, or a message about the first daemon that does not answer
 
-The monitor connects to each port at short intervals, in a thread. Ray declares a machine dead after fifteen seconds,
-and does not detect the death of its head; a refused connection shows both at once.
+A thread of the monitor connects to each port at short intervals, which detects a dead machine or a dead head within
+seconds. Ray itself declares a machine dead after fifteen seconds and does not detect the death of its head.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import time
 from dataclasses import dataclass
 
 HEARTBEAT_SECONDS = 0.5
-"""Interval between two connections to a port."""
+"""Interval, in seconds, between two connections to a port."""
 MISSED_HEARTBEATS = 3
-"""Number of consecutive failures after which a daemon is reported as dead."""
+"""Number of consecutive failed connections after which a daemon is reported as dead."""
 PROBE_SECONDS = 1.0
-"""Time limit for a port to accept a connection."""
+"""Time limit, in seconds, for a port to accept a connection."""
 _SIOCGIFADDR = 0x8915
 
 
@@ -37,19 +37,19 @@ def accepts_connections(host: str, port: int) -> bool:
 
 @dataclass
 class _Daemon:
-    """A daemon, its port and its failures."""
+    """A monitored daemon with its port and its failed connections."""
 
     name: str
     host: str
     port: int
-    missed: int = 0
-    """Consecutive failures."""
-    since: float = 0.0
+    failures: int = 0
+    """Number of consecutive failed connections."""
+    first_failure: float = 0.0
     """Time of the first of these failures."""
 
 
 class PortMonitor:
-    """Connects to ports until `stop`."""
+    """Monitor that connects to ports in a thread until `stop` is called."""
 
     def __init__(self) -> None:
         self._daemons: list[_Daemon] = []
@@ -57,37 +57,37 @@ class PortMonitor:
         self._thread: threading.Thread | None = None
 
     def add(self, name: str, host: str, port: int) -> None:
-        """Monitor one more port."""
+        """Monitor an additional port."""
         self._daemons.append(_Daemon(name, host, port))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="port-monitor", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop connecting; `error` keeps its result."""
+        """Stop the monitor. `error` then keeps returning its last result."""
         self._stopped.set()
 
     def error(self) -> str | None:
         """Return a message about the first dead daemon, or None."""
         for daemon in self._daemons:
-            if daemon.missed >= MISSED_HEARTBEATS:
-                silent = time.monotonic() - daemon.since
+            if daemon.failures >= MISSED_HEARTBEATS:
+                seconds = time.monotonic() - daemon.first_failure
                 address = f"{daemon.name} ({daemon.host}:{daemon.port})"
-                return f"{address} has not answered for {silent:.0f} s: it is dead or cut off"
+                return f"{address} has not answered for {seconds:.0f} s: it is dead or disconnected"
         return None
 
     def _run(self) -> None:
         while not self._stopped.wait(HEARTBEAT_SECONDS):
             for daemon in list(self._daemons):
                 if accepts_connections(daemon.host, daemon.port):
-                    daemon.missed = 0
+                    daemon.failures = 0
                 else:
-                    daemon.since = daemon.since if daemon.missed else time.monotonic()
-                    daemon.missed += 1
+                    daemon.first_failure = daemon.first_failure if daemon.failures else time.monotonic()
+                    daemon.failures += 1
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface with this address, which gloo expects by name."""
+    """Return the name of the network interface with this address. gloo requires the name."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             try:

@@ -1,13 +1,13 @@
-"""Base class of the pools whose ranks are processes: requests, answers, time limits and errors.
+"""Base class of pools whose ranks are processes, with requests, answers, time limits and errors.
 
     class LocalPool(ProcessPool):
         def create_processes(self): ...       # one WorkerProcess per rank
-        def payload(self, frames): ...        # the form in which a request is sent, built once for all equal requests
+        def payload(self, frames): ...        # converts a request for sending, once for all ranks with the same request
 
-Each rank answers its requests in order. All waits have a time limit. If a rank raises, dies or does not answer, the
-whole pool ends with one `WorkerError` that reports rank and method and shows the stack: the state of the other ranks
-after a broken collective is useless. For an exception, `__cause__` is the exception itself. While the driver waits for
-one pool, it monitors the others as well.
+Each rank answers its requests in order. All waits have a time limit. If a rank raises an exception, dies or does not
+answer, the entire pool ends, because the other ranks are in an undefined state after a broken collective. The driver
+then raises one `WorkerError` that contains the rank, the method and the stack. If the rank raised an exception,
+`__cause__` is this exception. While the driver waits for one pool, it also monitors all other pools.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ from camshaft.subprocesses import Frames, pack, unpack
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-"""Interval at which the driver checks that all processes are alive; answers wake it at once."""
+"""Interval at which the driver checks that all processes are alive. Answers end the wait immediately."""
 GRACE_SECONDS = 0.3
-"""After a rank has failed, time to wait for the failure of another rank that may be its cause."""
+"""Time to wait, after a rank has failed, for an earlier failure of another rank that may be the cause."""
 START_SECONDS = 180.0
 """Minimum time limit for processes to start and import their modules."""
 END_SECONDS = 5.0
-"""Time for a process to exit before it is killed."""
+"""Time limit for a process to exit before it is killed."""
 NOTICE_SECONDS = 10.0
-"""Age of a request at which the log first reports it; then at twice the age, and so on."""
+"""Age of an unanswered request at which the log first reports it. The age doubles for each further report."""
 COLLECTIVE_EXTRA_SECONDS = 60.0
-"""Added to the time limit of collectives, so that the driver reports a timeout before a collective does."""
+"""Additional time limit of collectives, so that the driver reports a timeout before a collective does."""
 
 Inbox = queue.SimpleQueue[tuple[int, Frames | None]]
 
 
 class WorkerProcess(ABC):
-    """The driver's handle of one process of a pool. Its answers arrive in the inbox of the pool, with its rank."""
+    """The driver's handle of one process of a pool. It puts pairs of rank and answer into the inbox of the pool."""
 
     rank: int
     pid: int | None = None
 
     @abstractmethod
     def post(self, payload: Any) -> None:
-        """Send a request without waiting. (rank, None) in the inbox means that no more answers will arrive."""
+        """Send a request without waiting. If no more answers can arrive, put (rank, None) into the inbox."""
 
     @abstractmethod
     def exit_description(self) -> str | None:
-        """Describe how the process ended; None while it runs."""
+        """Return a description of how the process ended, or None while it runs."""
 
     @abstractmethod
     def stacks(self) -> str:
-        """Return the stacks of the process' threads, also after a crash; "" if they cannot be read."""
+        """Return the stacks of the process's threads, even after a crash, or "" if they cannot be read."""
 
     @abstractmethod
     def stop(self) -> None:
-        """Ask the process to exit after it has answered all requests."""
+        """Tell the process to exit after it has answered all requests."""
 
     @abstractmethod
     def kill(self) -> None:
@@ -79,19 +79,19 @@ class WorkerProcess(ABC):
 
     @abstractmethod
     def join(self, seconds: float) -> None:
-        """Wait until the process has ended, at most `seconds`."""
+        """Wait at most `seconds` for the process to end."""
 
 
 class Request:
-    """A request to some ranks, and their answers so far. Iteration waits for the answers."""
+    """A request to some ranks and the answers received so far. Iterating over it waits for the answers."""
 
     def __init__(self, pool: ProcessPool, role: str, method: str, timeout: float, ranks: set[int]):
         self._pool, self.role, self.method, self.timeout = pool, role, method, timeout
         self.num_ranks, self.waiting = len(ranks), ranks
         self.answers: dict[int, Any] = {}
-        """By rank, in the order of arrival."""
+        """Answers by rank, in the order of arrival."""
         self.notice = NOTICE_SECONDS
-        """Age of the request at which the log reports it next."""
+        """Age of the request, in seconds, at which the log reports it next."""
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         return self._pool.answers(self)
@@ -111,12 +111,12 @@ class ProcessPool(Pool):
         self._ended = ""
         self._lock = threading.RLock()
         self._requests: list[deque[Request]] = [deque() for _ in range(self.world_size)]
-        self._since = [0.0] * self.world_size
+        self._waiting_since = [0.0] * self.world_size
         self._roles: dict[int, RoleSpec] = {}
         self._next_key = 0
 
     def start(self) -> None:
-        """Start the processes without waiting for their imports."""
+        """Start the processes without waiting until they have imported their modules."""
         _LIVE.add(self)
         try:
             self.create_processes()
@@ -145,7 +145,7 @@ class ProcessPool(Pool):
         """Return the init_method of torch.distributed for the ranks."""
 
     def payload(self, frames: Frames) -> Any:
-        """Convert a request for `WorkerProcess.post`; called once for all ranks that get the same request."""
+        """Convert a request for `WorkerProcess.post`. This is called once for all ranks that get the same request."""
         return frames
 
     def portable_class(self, role_class: type[Worker]) -> Any:
@@ -153,11 +153,11 @@ class ProcessPool(Pool):
         return role_class
 
     def cluster_error(self) -> str | None:
-        """Return a message if a machine of the pool is dead; called while an answer is awaited."""
+        """Return a message if a machine of the pool is dead, else None. This is called while the driver waits."""
         return None
 
     def release(self) -> None:
-        """Release everything other than the processes, which have ended."""
+        """Release all resources except the processes, which have already ended."""
 
     # -- the interface of pools -------------------------------------------------------------------
 
@@ -174,15 +174,15 @@ class ProcessPool(Pool):
         message = ("seat_for", key, method)
         return self._wait(self._send(role.name, f"seat_for({method})", role.timeout, [message] * self.world_size))
 
-    def submit(self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> Request:
+    def submit(self, key: int, method: str, calls: Sequence[Call | None], send_result: Sequence[bool]) -> Request:
         role = self._role(key, method)
         # Ranks with the same call share one message, so that it is pickled once.
         shared: dict[tuple[int, bool], tuple[Any, ...]] = {}
         messages: list[tuple[Any, ...] | None] = []
-        for call, kept in zip(calls, keep, strict=True):
+        for call, should_send in zip(calls, send_result, strict=True):
             if call is not None:
-                shared.setdefault((id(call), kept), ("call", key, method, *call, kept))
-            messages.append(None if call is None else shared[id(call), kept])
+                shared.setdefault((id(call), should_send), ("call", key, method, *call, should_send))
+            messages.append(None if call is None else shared[id(call), should_send])
         return self._send(role.name, method, role.timeout, messages)
 
     def drop(self, key: int) -> None:
@@ -209,7 +209,7 @@ class ProcessPool(Pool):
     # -- requests ---------------------------------------------------------------------------------
 
     def request(self, method: str, message: tuple[Any, ...], ranks: set[int] | None = None) -> list[Any]:
-        """Send a request that concerns no role to all ranks, or to `ranks`, and wait for the answers."""
+        """Send a request that does not belong to a role to all ranks, or to `ranks`, and wait for the answers."""
         messages = [message if ranks is None or rank in ranks else None for rank in range(self.world_size)]
         timeout = max(self.options.timeout, START_SECONDS)
         return self._wait(self._send(self.spec.name, method, timeout, messages))
@@ -223,7 +223,7 @@ class ProcessPool(Pool):
             for process, message in zip(self.processes, messages, strict=True):
                 if message is not None:
                     if not self._requests[process.rank]:
-                        self._since[process.rank] = time.monotonic()
+                        self._waiting_since[process.rank] = time.monotonic()
                     self._requests[process.rank].append(request)
                     process.post(payloads[id(message)])
             return request
@@ -237,18 +237,18 @@ class ProcessPool(Pool):
                 payloads[id(message)] = self.payload(pack(message))
             except (pickle.PicklingError, AttributeError, TypeError) as error:
                 raise WorkerError(
-                    f"{request}: an argument cannot be sent to a worker process: {error}. "
-                    "Define functions and classes that are sent at the top level of an importable module"
+                    f"{request}: an argument cannot be sent to a worker process: {error}. Define functions and classes "
+                    "in arguments at the top level of an importable module"
                 ) from error
         return payloads
 
     def _wait(self, request: Request) -> list[Any]:
-        """Wait for the answers of all ranks; None for ranks without the request."""
+        """Wait for the answers and return one per rank, with None for ranks that did not get the request."""
         answers = dict(request)
         return [answers.get(rank) for rank in range(self.world_size)]
 
     def answers(self, request: Request) -> Iterator[tuple[int, Any]]:
-        """Yield (rank, answer) in the order of arrival; an error ends the pool."""
+        """Yield pairs of rank and answer in the order of arrival. An error ends the pool."""
         num_yielded = 0
         while num_yielded < request.num_ranks:
             with self._lock:
@@ -256,12 +256,12 @@ class ProcessPool(Pool):
                     self._check_running(str(request))
                     with self._terminate_on_error(request):
                         self._poll(POLL_SECONDS)
-                arrived = list(request.answers.items())[num_yielded:]
-            num_yielded += len(arrived)
-            yield from arrived
-            for other in list(_LIVE):
-                if other is not self:
-                    other._poll_if_unattended()
+                new_answers = list(request.answers.items())[num_yielded:]
+            num_yielded += len(new_answers)
+            yield from new_answers
+            for pool in list(_LIVE):
+                if pool is not self:
+                    pool._poll_if_unattended()
 
     def _check_running(self, request: str) -> None:
         if self._ended:
@@ -276,7 +276,7 @@ class ProcessPool(Pool):
             raise
 
     def _poll_if_unattended(self) -> None:
-        """Poll this pool for a wait on another pool, unless another thread waits for this one."""
+        """Poll this pool while the driver waits for another pool, unless a thread is already waiting for this pool."""
         pending = next((requests[0] for requests in self._requests if requests), None)
         if pending is None or not self._lock.acquire(blocking=False):
             return
@@ -288,19 +288,19 @@ class ProcessPool(Pool):
             self._lock.release()
 
     def _poll(self, seconds: float) -> None:
-        """Wait up to `seconds` for an answer, store all that have arrived, and check processes and time limits."""
-        answer = self._next(seconds)
+        """Wait up to `seconds` for an answer, store all arrived answers, and check the processes and time limits."""
+        answer = self._next_answer(seconds)
         while answer is not None:
             rank, request, (succeeded, value) = answer
             if not succeeded:
                 self._raise_first(request, {rank: value})
             request.answers[rank] = value
-            answer = self._next(0.0)
+            answer = self._next_answer(0.0)
         self._check_alive()
         self._check_times()
 
-    def _next(self, seconds: float) -> tuple[int, Request, tuple[bool, Any]] | None:
-        """Return the next answer of any rank; None if none arrived or a connection broke."""
+    def _next_answer(self, seconds: float) -> tuple[int, Request, tuple[bool, Any]] | None:
+        """Return (rank, request, (succeeded, value)) of the next answer, or None if none arrives in time."""
         try:
             rank, frames = self.inbox.get(timeout=seconds) if seconds else self.inbox.get_nowait()
         except queue.Empty:
@@ -309,7 +309,7 @@ class ProcessPool(Pool):
             self.processes[rank].join(END_SECONDS)
             return None
         request = self._requests[rank].popleft()
-        self._since[rank] = time.monotonic()
+        self._waiting_since[rank] = time.monotonic()
         request.waiting.discard(rank)
         return rank, request, unpack(frames)
 
@@ -319,7 +319,7 @@ class ProcessPool(Pool):
         for process in self.processes:
             exit_status = process.exit_description()
             if exit_status is not None:
-                raise self._death(process, exit_status)
+                raise self._death_error(process, exit_status)
         request = next((requests[0] for requests in self._requests if requests), None)
         error = self.cluster_error()
         if request is not None and error is not None:
@@ -328,20 +328,20 @@ class ProcessPool(Pool):
     def _check_times(self) -> None:
         now = time.monotonic()
         for request in {requests[0] for requests in self._requests if requests}:
-            late = [rank for rank in request.waiting if self._requests[rank][0] is request]
-            age = now - min(self._since[rank] for rank in late)
+            late_ranks = [rank for rank in request.waiting if self._requests[rank][0] is request]
+            age = now - min(self._waiting_since[rank] for rank in late_ranks)
             if age > request.timeout:
-                raise self._timeout(request, sorted(late), age)
+                raise self._timeout_error(request, sorted(late_ranks), age)
             if age > request.notice:
-                ranks = ", ".join(str(rank) for rank in sorted(late))
+                ranks = ", ".join(str(rank) for rank in sorted(late_ranks))
                 logger.warning("%s: rank(s) %s have not answered for %.0f s", request, ranks, age)
                 request.notice *= 2
 
     def _raise_first(self, request: Request, failures: dict[int, Failure]) -> NoReturn:
-        """Raise the error of the rank that failed first; the other ranks may have failed as a consequence."""
+        """Raise the error of the rank that failed first. The other ranks may have failed as a consequence."""
         deadline = time.monotonic() + GRACE_SECONDS
         while request.waiting and (left := deadline - time.monotonic()) > 0:
-            answer = self._next(left)
+            answer = self._next_answer(left)
             self._check_alive()
             if answer is not None and answer[1] is request and not answer[2][0]:
                 failures[answer[0]] = answer[2][1]
@@ -351,29 +351,29 @@ class ProcessPool(Pool):
             f"On rank {rank}:\n{failure.traceback}"
         ) from failure.original()
 
-    def _death(self, process: WorkerProcess, exit_status: str) -> WorkerError:
+    def _death_error(self, process: WorkerProcess, exit_status: str) -> WorkerError:
         requests = self._requests[process.rank] or next((requests for requests in self._requests if requests), ())
         role, method = (requests[0].role, requests[0].method) if requests else (self.spec.name, "between two calls")
         hint = ""
         if method == "__init__":
-            hint = ". A script that starts workers must do so under `if __name__ == '__main__':`"
+            hint = ". A script must start workers under `if __name__ == '__main__':`"
         stacks = process.stacks()
         return WorkerError(
             f"rank {process.rank} of {self.world_size} of {role} (process {process.pid}) "
             f"died in {method} ({exit_status}){hint}" + (f"\n\nOn rank {process.rank}:\n{stacks}" if stacks else "")
         )
 
-    def _timeout(self, request: Request, late: list[int], age: float) -> WorkerError:
+    def _timeout_error(self, request: Request, late_ranks: list[int], age: float) -> WorkerError:
         missing = "(no stack: the process did not react to a signal)"
-        stacks = "\n\n".join(f"On rank {rank}:\n{self.processes[rank].stacks() or missing}" for rank in late)
-        ranks = ", ".join(str(rank) for rank in late)
+        stacks = "\n\n".join(f"On rank {rank}:\n{self.processes[rank].stacks() or missing}" for rank in late_ranks)
+        ranks = ", ".join(str(rank) for rank in late_ranks)
         return WorkerError(
             f"{request}: rank(s) {ranks} of {self.world_size} have not answered for {age:.1f} s. "
             f"If the call is only slow, increase spawn(..., timeout={request.timeout:g})\n\n{stacks}"
         )
 
     def _terminate(self, reason: str) -> None:
-        """Kill all processes; calling it again has no effect."""
+        """Kill all processes. Calling it again has no effect."""
         if self._ended:
             return
         self._ended = reason
@@ -394,5 +394,5 @@ def _terminate_all() -> None:
         pool._terminate("the driver ended")
 
 
-# A forked child of the driver does not own its workers.
+# A forked child of the driver must not terminate the driver's workers.
 os.register_at_fork(after_in_child=_LIVE.clear)

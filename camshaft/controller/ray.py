@@ -1,15 +1,16 @@
-"""The backend `ray`: pools on a Ray cluster, one placement group per pool and one actor per rank.
+"""The backend `ray`, which starts pools on a Ray cluster with one placement group per pool and one actor per rank.
 
     BACKENDS["ray"] = "camshaft.controller.ray:start"
 
-Ray places the processes, transfers the messages and reports deaths. A request is a list of a small pickle and its
-buffers. A large one is put into the object store once for all ranks with the same request, and read without a copy (a
-rebuilt batch copies what it writes to). Before the pools are requested, `resources.py` compares their needs with the
-resources of the cluster. While an answer is awaited, `network.py` connects to the daemons of the cluster, which
-detects a dead machine within seconds; Ray needs fifteen.
+Ray places the processes, transfers messages and reports dead processes. A request is a list of a small pickle and its
+buffers. A large request is put into the object store once for all ranks that get it, and read without a copy. A batch
+that is rebuilt from it copies the data before writing to it. Before the pools are created, `resources.py` compares the
+requested resources with those of the cluster. While the driver waits for an answer, `network.py` connects to the
+daemons of the cluster, which detects a dead machine within seconds. Ray itself needs fifteen seconds.
 
-Without a cluster to join (`ray_init.address`, RAY_ADDRESS, or a cluster on this machine), a cluster is started on this
-machine. It is declared with at least as many CPUs as the pools request: on a small machine, ranks share the cores.
+The backend joins the cluster given by `ray_init.address`, by RAY_ADDRESS, or running on this machine. If there is none,
+it starts a cluster on this machine. This cluster declares at least as many CPUs as the pools request, so on a small
+machine the ranks share the cores.
 """
 
 from __future__ import annotations
@@ -53,11 +54,11 @@ from camshaft.subprocesses import Frames, guard_group, kill_group
 logger = logging.getLogger(__name__)
 
 INLINE_BYTES = 64 * 1024
-"""Requests of this size or more are sent through the object store."""
+"""Minimum size of a request that is sent through the object store."""
 RELEASE_SECONDS = 10.0
-"""Time to wait for resources that are in use, for example by a run that has just ended."""
+"""Time limit for the release of resources that are in use, for example by a run that has just ended."""
 PLACEMENT_SECONDS = 60.0
-"""Time limit for a placement group that the cluster has resources for."""
+"""Time limit for Ray to create a placement group for which the cluster has free resources."""
 HEAD_SECONDS = 30.0
 """Time limit for the head of a cluster to answer."""
 STACK_SECONDS = 10.0
@@ -67,20 +68,24 @@ FORWARDED = re.compile(
     r"(CAMSHAFT|HF|TRANSFORMERS|TOKENIZERS|TORCH|TORCHINDUCTOR|NCCL|GLOO|OMP|MKL|VLLM|SGLANG|SGL|WANDB|MLFLOW|CUBLAS)_"
     r"|TMPDIR$|PYTORCH_|PYTHONHASHSEED$"
 )
-"""Environment variables of the driver that are forwarded to all workers; for others see `ray_init.runtime_env`."""
+"""Environment variables of the driver that are forwarded to all workers. `ray_init.runtime_env` can set others."""
 
 
 def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
-    """Start all pools or none; raises `ConfigError` if the cluster is too small."""
+    """Start all pools or none. Raise `ConfigError` if the cluster is too small."""
     connect(specs, options.ray_init)
     problem = shortage(specs, _nodes())
     deadline = time.monotonic() + RELEASE_SECONDS
-    while problem is not None and time.monotonic() < deadline and shortage(specs, _idle(_nodes())) is None:
+    while (
+        problem is not None
+        and time.monotonic() < deadline
+        and shortage(specs, _with_all_resources_free(_nodes())) is None
+    ):
         time.sleep(0.2)
         problem = shortage(specs, _nodes())
     if problem is not None:
         raise ConfigError(
-            f"{problem}\n\nReduce trainer.nnodes and trainer.n_gpus_per_node (or those of the pool in "
+            f"{problem}\n\nReduce trainer.nnodes, trainer.n_gpus_per_node (or those of the pool in "
             "trainer.resource_pools) or trainer.cpus_per_rank, or wait until the resources are free"
         )
     pools: list[RayPool] = []
@@ -111,7 +116,7 @@ def connect(specs: Sequence[PoolSpec], ray_init: Mapping[str, Any]) -> None:
             cpus = sum(spec.cpus_per_rank * spec.world_size for spec in specs)
             cores = len(os.sched_getaffinity(0))
             if cpus > cores and "num_cpus" not in init:
-                logger.info("the pools request %g CPUs and this machine has %d: the ranks share them", cpus, cores)
+                logger.info("the pools request %g CPUs, but this machine has %d; the ranks share them", cpus, cores)
             ray.init(address="local", **{"num_cpus": max(cores, int(-(-cpus // 1))), **init})
         else:
             init.pop("num_cpus", None)  # only valid for a new cluster
@@ -121,11 +126,11 @@ def connect(specs: Sequence[PoolSpec], ray_init: Mapping[str, Any]) -> None:
 
 
 def _check_address(address: str | None) -> None:
-    """Raise unless the head of the cluster answers; Ray itself would retry silently for minutes."""
+    """Raise `ConfigError` unless the head of the cluster answers. Ray itself would silently retry for minutes."""
     if address is not None and "://" in address:
         raise ConfigError(
-            f"the cluster's address is {address}; a run joins a cluster at <host>:<port>, from one of its machines. "
-            "Set that address, or start the run with `ray job submit -- camshaft ppo ...`"
+            f"the address of the Ray cluster is {address}, but a run must join a cluster from one of its machines, at "
+            "<host>:<port>; set that address, or start the run with `ray job submit -- camshaft ppo ...`"
         )
     deadline = time.monotonic() + HEAD_SECONDS
     while not _head_may_answer(address):
@@ -138,13 +143,13 @@ def _check_address(address: str | None) -> None:
 
 
 def _head_may_answer(address: str | None) -> bool:
-    """Return False if the address has a port that accepts no connection."""
+    """Return False if the address contains a port that does not accept connections."""
     host, _, port = (address or "").rpartition(":")
     return not port.isdigit() or accepts_connections(host.strip("[]"), int(port))
 
 
 def _local_cluster() -> str | None:
-    """Return the address of a cluster that was started on this machine, if it answers."""
+    """Return the address of a cluster that runs on this machine, or None if there is none or it does not answer."""
     temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     file = Path(temporary) / "ray" / "ray_current_cluster"
     address = file.read_text(encoding="utf-8").strip() if file.exists() else None
@@ -160,8 +165,8 @@ def _nodes() -> list[Node]:
     ]
 
 
-def _idle(nodes: Sequence[Node]) -> list[Node]:
-    """Return the machines as if all of their resources were free."""
+def _with_all_resources_free(nodes: Sequence[Node]) -> list[Node]:
+    """Return copies of the machines in which all resources are free."""
     return [replace(node, free=node.total) for node in nodes]
 
 
@@ -171,12 +176,15 @@ def _head() -> tuple[str, int]:
 
 
 def _head_answers() -> bool:
-    """Check the head before calls such as `ray.kill`, which wait a minute for a dead one."""
+    """Return True if the head of the cluster answers.
+
+    Check this before calls such as `ray.kill`, which wait a minute for a dead head.
+    """
     return accepts_connections(*_head())
 
 
 def _monitor_cluster(monitor: PortMonitor, node_ids: set[str]) -> None:
-    """Monitor the head of the cluster, and the daemons of these nodes and of the driver's node."""
+    """Monitor the head of the cluster and the daemons of the given nodes and of the driver's node."""
     context = ray.get_runtime_context()
     monitor.add("the head of the Ray cluster", *_head())
     for node in ray.nodes():
@@ -186,11 +194,11 @@ def _monitor_cluster(monitor: PortMonitor, node_ids: set[str]) -> None:
 
 
 class RayPool(ProcessPool):
-    """Actors on a placement group with one bundle per machine."""
+    """A pool of actors in a placement group with one bundle per machine."""
 
     def __init__(self, spec: PoolSpec, options: Options, other_ranks: int):
         super().__init__(spec, options)
-        # With several machines it is unknown which pools share one.
+        # With several machines, it is unknown which pools share a machine.
         self._other_ranks = other_ranks if len(_nodes()) == 1 else 0
         self._group: PlacementGroup | None = None
         self._monitor = PortMonitor()
@@ -202,8 +210,8 @@ class RayPool(ProcessPool):
         self._group = placement_group([spec.per_node()] * spec.nnodes, strategy=strategy, name=name)
         if not self._group.wait(PLACEMENT_SECONDS):
             raise WorkerError(
-                f"pool '{spec.name}': Ray created no placement group within {PLACEMENT_SECONDS:g} s, although the "
-                "resources were free; another job may have taken them. Check `ray status`"
+                f"pool '{spec.name}': Ray did not create a placement group within {PLACEMENT_SECONDS:g} s, although "
+                "the resources were free; another job may have taken them, so check `ray status`"
             )
         for rank in range(self.world_size):
             process = ActorProcess(self._rank_info(rank), self._options(rank), self.inbox, self._monitor)
@@ -211,7 +219,8 @@ class RayPool(ProcessPool):
 
     def join_ranks(self) -> None:
         super().join_ranks()
-        _monitor_cluster(self._monitor, {one.node() for one in self.processes if isinstance(one, ActorProcess)})
+        node_ids = {process.node() for process in self.processes if isinstance(process, ActorProcess)}
+        _monitor_cluster(self._monitor, node_ids)
 
     def rendezvous(self) -> str:
         return self.request("__init__", ("open_rendezvous",), ranks={0})[0]
@@ -221,7 +230,7 @@ class RayPool(ProcessPool):
         return arrays if sum(map(len, frames)) < INLINE_BYTES else ray.put(arrays)
 
     def portable_class(self, role_class: type[Worker]) -> Any:
-        # Workers cannot import the driver's script, so its classes are sent with their code.
+        # Workers cannot import the driver's script, so classes of the script are sent with their code.
         return _PickledClass(role_class) if role_class.__module__ == "__main__" else role_class
 
     def cluster_error(self) -> str | None:
@@ -260,7 +269,7 @@ class RayPool(ProcessPool):
 
 
 class ActorProcess(WorkerProcess):
-    """One actor."""
+    """An actor that runs one rank."""
 
     def __init__(self, rank_info: RankInfo, options: Mapping[str, Any], inbox: Inbox, monitor: PortMonitor):
         self.rank = rank_info.rank
@@ -274,7 +283,7 @@ class ActorProcess(WorkerProcess):
         self._node = self._actor.node.remote()
 
     def node(self) -> str:
-        """Return the id of its node in the cluster."""
+        """Return the id of the actor's node in the cluster."""
         return ray.get(self._node, timeout=STACK_SECONDS)
 
     def post(self, payload: Any) -> None:
@@ -283,7 +292,10 @@ class ActorProcess(WorkerProcess):
         answer.add_done_callback(self._deliver)
 
     def _deliver(self, _: Future[Frames]) -> None:
-        """Deliver answers in the order of requests; Ray calls this early for a small answer after a large one."""
+        """Put answers into the inbox in the order of their requests.
+
+        If a small answer follows a large one, Ray calls this for the small answer first.
+        """
         with self._lock:
             while self._answers and self._answers[0].done():
                 answer = self._answers.popleft()
@@ -300,24 +312,24 @@ class ActorProcess(WorkerProcess):
             return ""
         if self._is_local():
             return read_stacks(self.pid, stack_file(self.pid))
-        with contextlib.suppress(ray.exceptions.RayError):  # the machine may not answer either
+        with contextlib.suppress(ray.exceptions.RayError):  # the machine itself may not answer
             node = NodeAffinitySchedulingStrategy(self.node(), soft=False)
             task = ray.remote(_read_local_stacks).options(num_cpus=0, max_retries=0, scheduling_strategy=node)
             return ray.get(task.remote(self.pid), timeout=STACK_SECONDS)
         return ""
 
     def stop(self) -> None:
-        """Do nothing: an idle actor can be killed."""
+        """Do nothing, because an idle actor can simply be killed."""
 
     def kill(self) -> None:
         if self.pid is not None and self._is_local():
-            kill_group(self.pid)  # Ray waits five seconds for a process, even a stopped one
+            kill_group(self.pid)  # ray.kill would wait five seconds for the process, even if it is suspended
         if not self._monitor.error() and _head_answers():
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(self._actor, no_restart=True)  # pyright: ignore[reportArgumentType]
 
     def join(self, seconds: float) -> None:
-        """Do nothing: its group ends with it, and a process of another machine cannot be awaited."""
+        """Do nothing. The process group ends with the actor, and the actor may run on another machine."""
 
     def _is_local(self) -> bool:
         try:
@@ -327,7 +339,7 @@ class ActorProcess(WorkerProcess):
 
 
 class ActorExecutor:
-    """The executor of a rank in an actor. Its methods run one by one in the main thread."""
+    """Actor class that runs the executor of a rank. Its methods run one at a time in the main thread."""
 
     def __init__(self, rank_info: RankInfo, environment: dict[str, str], path: list[str], folder: str):
         pid = os.getpid()
@@ -337,14 +349,14 @@ class ActorExecutor:
         dump_stacks_on_signal(stack_file(pid))
         ignore_stop_signals(signal.SIGTERM)
         sys.path.extend(entry for entry in path if entry not in sys.path and os.path.exists(entry))
-        with contextlib.suppress(OSError):  # it may not exist on another machine
+        with contextlib.suppress(OSError):  # the folder may not exist on this machine
             os.chdir(folder)
         rank_info = replace(rank_info, address=get_node_ip_address())
         interface = interface_of(rank_info.address)
         if interface is not None and rank_info.world > rank_info.local_world:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        explicit = ray.get_runtime_context().runtime_env.env_vars()  # these override the variables of the driver
-        environment.update({name: os.environ[name] for name in explicit if name in os.environ})
+        runtime_variables = ray.get_runtime_context().runtime_env.env_vars()  # override the variables of the driver
+        environment.update({name: os.environ[name] for name in runtime_variables if name in os.environ})
         set_environment(rank_info, environment)
         log_to_file(rank_info)
         self._executor = Executor(rank_info)
@@ -360,12 +372,12 @@ _ACTOR = ray.remote(ActorExecutor)
 
 
 def _read_local_stacks(pid: int) -> str:
-    """Read stacks on the machine of the process, where the path of its stack file is known."""
+    """Read the stacks of a process of this machine. The path of its stack file is known only here."""
     return read_stacks(pid, stack_file(pid))
 
 
 class _PickledClass:
-    """A class, pickled with its code."""
+    """Wrapper that pickles a class together with its code."""
 
     def __init__(self, role_class: type):
         self._code = cloudpickle.dumps(role_class)  # pyright: ignore[reportPrivateImportUsage]
@@ -375,20 +387,20 @@ class _PickledClass:
 
 
 def as_arrays(frames: Frames) -> list[Any]:
-    """Convert a message to bytes and arrays; the object store takes arrays without a copy."""
+    """Convert a message to bytes and NumPy arrays. Ray's object store does not copy arrays."""
     head, *buffers = frames
     return [bytes(head), *(np.frombuffer(buffer, dtype=np.uint8) for buffer in buffers)]
 
 
 def describe_death(error: BaseException) -> str:
-    """Describe the death of an actor from the error of Ray, without its boilerplate."""
+    """Return a short description of an actor's death from the error that Ray raised."""
     text = str(error)
     if isinstance(error, ray.exceptions.OutOfMemoryError):
         return f"Ray killed it because memory ran out: {text.splitlines()[0]}"
     if "node has died" in text or "node was terminated" in text:
-        return "its machine has died or is cut off"
+        return "its machine is dead or disconnected"
     if "creation task" in text:
-        return f"it could not be built: {text}"
+        return f"the actor could not be built: {text}"
     if "End of file" in text:
         return "without an exit status, as after SIGKILL, which the kernel sends when memory runs out"
     return " ".join(text.split())

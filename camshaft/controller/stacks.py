@@ -1,6 +1,6 @@
-"""Dump the stacks of all threads of another process on the same machine, also after it has crashed.
+"""Dump the stacks of all threads of another process on the same machine, even after it has crashed.
 
-dump_stacks_on_signal(file)          # in the process
+dump_stacks_on_signal(file)          # in the process whose stacks are dumped
 read_stacks(pid, file)               # in another process
 """
 
@@ -15,14 +15,14 @@ from pathlib import Path
 
 STACK_SIGNAL = signal.SIGUSR1
 WRITE_SECONDS = 1.0
-"""Time limit for a process to write its stacks."""
+"""Time limit, in seconds, for a process to write its stacks."""
 
 _open_files: list[object] = []
-"""Files that faulthandler writes to."""
+"""Files to which faulthandler writes. They must stay open."""
 
 
 def dump_stacks_on_signal(file: Path) -> None:
-    """Write the stacks of all threads to `file` on SIGUSR1, and when this process crashes."""
+    """Make this process write the stacks of all its threads to `file` on SIGUSR1 and when it crashes."""
     stacks = file.open("w", encoding="utf-8")
     _open_files.append(stacks)
     faulthandler.enable(stacks)
@@ -30,7 +30,7 @@ def dump_stacks_on_signal(file: Path) -> None:
 
 
 def read_stacks(pid: int, file: Path) -> str:
-    """Return the current stacks of a process, or those of its crash; "" if it has written none."""
+    """Return the current stacks of a process, or those at its crash, or "" if it has written none."""
     try:
         os.kill(pid, STACK_SIGNAL)
     except ProcessLookupError:

@@ -8,15 +8,15 @@
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def compute_values(self, data: DataProto) -> DataProto: ...
 
-    calls = scatter(mode, seats, args, kwargs)     # one (args, kwargs) per rank, None for a rank without a call
+    calls = scatter(mode, seats, args, kwargs)     # (args, kwargs) for each rank, or None for ranks that do not run
     result = gather(mode, seats, results)
 
-A role constructed directly, without a controller, is rank 0 of 1. Backends of the controller construct roles with
-`build_worker`.
+A role that is constructed directly, without a controller, is rank 0 of 1. The backends of the controller construct
+roles with `build_worker`.
 
-`scatter` and `gather` are pure functions of the ranks' seats, so all backends of the controller share them and no
-training backend needs an extra mode. A call through a `WorkerGroup` returns the type that the method declares; only
-ALL_TO_ALL differs, because it takes and returns one entry per rank.
+`scatter` and `gather` are pure functions of the ranks' seats. All backends of the controller share them, and no
+training backend requires an additional mode. A call through a `WorkerGroup` returns the type that the method declares,
+except with ALL_TO_ALL, which takes and returns one entry per rank.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 RANKS = "ranks"
-"""Key in the meta_info of a merged result: list of the meta_info of each dp_rank."""
+"""Key in the meta_info of a merged result that holds the list of the meta_info of each dp_rank."""
 _MODE = "__dispatch_mode__"
 
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Placement of one rank: its numbers, device, machine and log folder."""
+    """Placement of one rank in its pool and on its machine."""
 
     rank: int = 0
     world: int = 1
@@ -51,22 +51,24 @@ class RankInfo:
     timeout: float = 3600.0
     """Time limit of a collective, in seconds."""
     local_rank: int = 0
+    """Index among the ranks of the pool on this machine."""
     local_world: int = 1
-    """Index among the ranks of the pool on this machine, and their number."""
+    """Number of ranks of the pool on this machine."""
     other_ranks: int = 0
     """Number of ranks of other pools that share the cores of this machine."""
     address: str = "127.0.0.1"
-    """Address of this machine, as reached by other machines."""
+    """Address at which other machines reach this machine."""
     pool: str = "workers"
+    """Name of the pool."""
     log_folder: str | None = None
-    """Folder for the output of this process; None: the output goes to that of the driver."""
+    """Folder for the output of this process. If None, this process shares the output of the driver."""
 
 
 class Worker:
     """Base class of roles. The driver can call the methods that are decorated with `@register`."""
 
     rank_info: RankInfo = RankInfo()
-    """Set on the instance before `__init__`, so that a role does not have to call `super().__init__()`."""
+    """Placement of this rank. It is set before `__init__`, so a role does not have to call `super().__init__()`."""
 
     @property
     def rank(self) -> int:
@@ -82,14 +84,14 @@ class Worker:
 
     @property
     def seat(self) -> Seat:
-        """Position of this rank in the data-parallel layout; by default every rank has its own slice.
+        """Position of this rank in the data-parallel layout. By default, every rank gets a different slice of a batch.
 
-        The controller reads it before a call that splits a batch.
+        The controller reads the seat before each call that splits a batch.
         """
         return Seat(rank=self.rank, world=self.world, dp_rank=self.rank, dp_size=self.world)
 
     def seat_for(self, method: str) -> Seat:
-        """Return the seat for calls of `method`; a role with several engines may have several seats."""
+        """Return the seat for calls of `method`. A role with several engines may have a different seat for each."""
         return self.seat
 
 
@@ -105,25 +107,26 @@ def build_worker(role_class: type[R], rank_info: RankInfo, args: Sequence[Any], 
 
 
 class Dispatch(Enum):
-    """Dispatch mode of a method: the arguments of each rank, and the result on the driver."""
+    """Dispatch mode of a method. It determines the arguments of each rank and the result on the driver."""
 
     ONE_TO_ALL = "one_to_all"
-    """Every rank gets the same arguments; the result is that of rank 0, which hides the layout from the caller."""
+    """Every rank gets the same arguments. The result is that of rank 0, which hides the layout from the caller."""
     RANK_ZERO = "rank_zero"
-    """Only rank 0 runs."""
+    """Only rank 0 runs the method."""
     ALL_TO_ALL = "all_to_all"
-    """Each argument is a list with one entry per rank; the result is the list of all results."""
+    """Each argument is a list with one entry per rank. The result is the list of the results of all ranks."""
     DP_COMPUTE_PROTO = "dp_compute_proto"
-    """Every DataProto is split into dp_size equal parts, and a rank gets part dp_rank; other arguments go to all ranks.
-    The results of the collecting ranks are concatenated in the order of dp_rank. The meta_info is that of dp_rank 0,
-    plus, with several parts, the list of all under `RANKS`. Such a method returns a DataProto, or None on all ranks."""
+    """Every DataProto argument is split into dp_size equal parts, and a rank gets the part of its dp_rank. Other
+    arguments are passed to all ranks. The method must return a DataProto, or None on all ranks. The results of the
+    collecting ranks are concatenated in the order of dp_rank. The meta_info of the result is that of dp_rank 0; with
+    several parts, it also contains the list of the meta_info of all parts under `RANKS`."""
 
 
 def register(dispatch_mode: Dispatch) -> Callable[[F], F]:
-    """Make a method of a role callable from the driver. An override without the decorator keeps the mode."""
+    """Make a method of a role callable from the driver. An override inherits the mode if it has no decorator."""
 
     def mark(function: F) -> F:
-        # Stored in the function's dict, which functools.wraps copies, so that other decorators can wrap it.
+        # functools.wraps copies the function's dict, so the mode survives other decorators.
         vars(function)[_MODE] = dispatch_mode
         return function
 
@@ -131,7 +134,7 @@ def register(dispatch_mode: Dispatch) -> Callable[[F], F]:
 
 
 def registered(role_class: type) -> dict[str, Dispatch]:
-    """Return the methods of a role that the driver can call, with their dispatch modes."""
+    """Return the dispatch mode of each method of a role that the driver can call, by name."""
     return {
         name: vars(value)[_MODE]
         for base in reversed(role_class.__mro__)
@@ -141,7 +144,7 @@ def registered(role_class: type) -> dict[str, Dispatch]:
 
 
 def scatter(mode: Dispatch, seats: Sequence[Seat], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Call | None]:
-    """Split a call into one call per rank; ranks with equal calls share one object."""
+    """Split a call into one call per rank. Ranks with equal calls share one object."""
     world = len(seats)
     if mode is Dispatch.ONE_TO_ALL:
         return [(args, kwargs)] * world
@@ -153,15 +156,15 @@ def scatter(mode: Dispatch, seats: Sequence[Seat], args: tuple[Any, ...], kwargs
         return [(tuple(a[rank] for a in args), {k: v[rank] for k, v in kwargs.items()}) for rank in range(world)]
     dp_size = len(_collectors(seats))
     if not any(isinstance(value, DataProto) for value in (*args, *kwargs.values())):
-        raise BatchError("a DP_COMPUTE_PROTO method splits its DataProto arguments; the call has none")
-    split_args = [_parts(index, value, dp_size) for index, value in enumerate(args)]
-    split_kwargs = {name: _parts(name, value, dp_size) for name, value in kwargs.items()}
+        raise BatchError("a call of a DP_COMPUTE_PROTO method has no DataProto argument; pass at least one DataProto")
+    split_args = [_split_argument(index, value, dp_size) for index, value in enumerate(args)]
+    split_kwargs = {name: _split_argument(name, value, dp_size) for name, value in kwargs.items()}
     calls = [(tuple(p[i] for p in split_args), {k: p[i] for k, p in split_kwargs.items()}) for i in range(dp_size)]
     return [calls[seat.dp_rank] for seat in seats]
 
 
 def result_slot(mode: Dispatch, seat: Seat) -> int | None:
-    """Return the index of this rank's part in the merged result; None for a rank that `gather` does not read."""
+    """Return the index of a rank's part in the merged result, or None if `gather` ignores the result of the rank."""
     if mode is Dispatch.ALL_TO_ALL:
         return seat.rank
     if mode is Dispatch.DP_COMPUTE_PROTO:
@@ -182,8 +185,8 @@ def gather(mode: Dispatch, seats: Sequence[Seat], results: Sequence[Any]) -> Any
     for rank, part in zip(ranks, parts, strict=True):
         if not isinstance(part, DataProto):
             raise BatchError(
-                f"a DP_COMPUTE_PROTO method returned {type(part).__name__} on rank {rank}; return a DataProto (numbers "
-                "go into its meta_info), or None on all ranks"
+                f"a DP_COMPUTE_PROTO method returned {type(part).__name__} on rank {rank}; return a DataProto with "
+                "numbers in its meta_info, or None on all ranks"
             )
     if len(parts) == 1:
         return parts[0]
@@ -191,28 +194,37 @@ def gather(mode: Dispatch, seats: Sequence[Seat], results: Sequence[Any]) -> Any
 
 
 def _collectors(seats: Sequence[Seat]) -> list[int]:
-    """Return the collecting rank of each dp_rank; raises unless the seats agree and cover each dp_rank exactly once."""
+    """Return the collecting rank of each dp_rank.
+
+    Raise `BatchError` unless the seats are consistent and each dp_rank has exactly one collecting rank.
+    """
     collectors: dict[int, list[int]] = {dp_rank: [] for dp_rank in range(seats[0].dp_size)}
     for rank, seat in enumerate(seats):
         if (seat.rank, seat.world, seat.dp_size) != (rank, len(seats), seats[0].dp_size):
-            raise BatchError(f"rank {rank} of {len(seats)} has a seat that does not match its group: {seat}")
+            raise BatchError(
+                f"the seat of rank {rank} of {len(seats)} does not match its group: {seat}; return the same world and "
+                "dp_size on all ranks, and the rank's own number"
+            )
         if seat.collects:
             collectors[seat.dp_rank].append(rank)
     for dp_rank, ranks in collectors.items():
         if len(ranks) != 1:
-            raise BatchError(f"dp_rank {dp_rank} needs exactly one collecting rank, but has {len(ranks)}: {ranks}")
+            raise BatchError(
+                f"dp_rank {dp_rank} needs exactly one collecting rank, but has {len(ranks)}: {ranks}; set collects in "
+                "the seat of exactly one of its ranks"
+            )
     return [ranks[0] for ranks in collectors.values()]
 
 
-def _parts(argument: int | str, value: Any, dp_size: int) -> list[Any]:
+def _split_argument(argument: int | str, value: Any, dp_size: int) -> list[Any]:
     if not isinstance(value, DataProto) or dp_size == 1:
         return [value] * dp_size
     rows = len(value)
     if rows % dp_size:
         raise BatchError(
-            f"argument {argument!r} has {rows} rows, which do not divide among {dp_size} data-parallel ranks "
+            f"argument {argument!r} has {rows} rows, which is not divisible by {dp_size} data-parallel ranks "
             f"({rows} = {dp_size} x {rows // dp_size} + {rows % dp_size}); `batch, added = "
-            f"batch.pad_to_divisor({dp_size})` adds {-rows % dp_size} rows, `result.unpad(added)` removes them"
+            f"batch.pad_to_divisor({dp_size})` adds {-rows % dp_size} rows and `result.unpad(added)` removes them"
         )
     return value.chunk(dp_size)
 

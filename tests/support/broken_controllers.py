@@ -32,8 +32,8 @@ class Reversed(LocalPool):
 
 
 class Blocking(LocalPool):
-    def submit(self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> Request:
-        request = super().submit(key, method, calls, keep)
+    def submit(self, key: int, method: str, calls: Sequence[Call | None], send_result: Sequence[bool]) -> Request:
+        request = super().submit(key, method, calls, send_result)
         dict(request)
         return request
 
@@ -44,9 +44,9 @@ class EagerSeats(LocalPool):
 
 
 class EveryRank(LocalPool):
-    def submit(self, key: int, method: str, calls: Sequence[Call | None], keep: Sequence[bool]) -> Request:
+    def submit(self, key: int, method: str, calls: Sequence[Call | None], send_result: Sequence[bool]) -> Request:
         call = next(call for call in calls if call is not None)
-        return super().submit(key, method, [one or call for one in calls], keep)
+        return super().submit(key, method, [one or call for one in calls], send_result)
 
 
 class Terse(LocalPool):

@@ -158,7 +158,7 @@ def test_indivisible_rows_show_the_arithmetic():
 
 
 def test_a_call_without_a_batch_is_an_error():
-    with pytest.raises(BatchError, match="splits its DataProto arguments; the call has none"):
+    with pytest.raises(BatchError, match="has no DataProto argument; pass at least one DataProto"):
         scatter(DP, FLAT, (1,), {"k": [numbered(2)]})
 
 
@@ -200,9 +200,9 @@ def test_a_metric_from_a_single_rank_is_an_error():
     [
         ([Seat(0, 2, 0, 1), Seat(1, 2, 0, 1)], r"dp_rank 0 needs exactly one .* has 2: \[0, 1\]"),
         ([Seat(0, 2, 0, 2), Seat(1, 2, 1, 2, collects=False)], r"dp_rank 1 needs exactly one .* has 0: \[\]"),
-        ([Seat(0, 2, 0, 2), Seat(1, 2, 0, 1)], "rank 1 of 2 has a seat that does not match"),
-        ([Seat(1, 2, 1, 2), Seat(0, 2, 0, 2)], "rank 0 of 2 has a seat that does not match"),
-        ([Seat(), Seat()], "rank 0 of 2 has a seat that does not match"),
+        ([Seat(0, 2, 0, 2), Seat(1, 2, 0, 1)], "rank 1 of 2 does not match its group"),
+        ([Seat(1, 2, 1, 2), Seat(0, 2, 0, 2)], "rank 0 of 2 does not match its group"),
+        ([Seat(), Seat()], "rank 0 of 2 does not match its group"),
     ],
 )
 def test_seats_must_cover_the_batch_exactly_once(seats: list[Seat], message: str):

@@ -45,8 +45,8 @@ def test_results_are_checked_on_one_rank_too():
     [
         ("set_facotr", "Toy has no method 'set_facotr'; did you mean 'set_factor'?"),
         ("zzz", "Toy has no method 'zzz'; registered: scale"),
-        ("helper", "Toy.helper is not decorated with @register(dispatch_mode=...) for the driver; "),
-        ("rank", "Toy.rank is not decorated with @register(dispatch_mode=...) for the driver; "),
+        ("helper", "Toy.helper is not decorated with @register(dispatch_mode=...), so the driver cannot call it; "),
+        ("rank", "Toy.rank is not decorated with @register(dispatch_mode=...), so the driver cannot call it; "),
     ],
 )
 def test_unregistered_names_are_attribute_errors(name: str, message: str):
@@ -99,7 +99,7 @@ def test_workers_ends_the_role_after_an_error():
 
 
 def test_shutdown_takes_only_spawned_roles():
-    with pytest.raises(TypeError, match=r"takes roles returned by spawn.*got Toy"):
+    with pytest.raises(TypeError, match=r"shutdown\(\) got Toy; pass roles returned by spawn"):
         shutdown(Toy())
 
 

@@ -42,7 +42,7 @@ def test_the_message_has_both_sides_of_the_sum() -> None:
     assert message.startswith(
         "the cluster is too small for pool 'critics': it needs 1 machine(s) with 4 GPU, 4 CPU free"
     )
-    assert "and 0 have that; the others are in use or reserved for the pools above." in message
+    assert "but 0 have that much free; others are in use or reserved for the pools listed before it." in message
     assert ["global_pool", "actor_rollout_ref", "2", "x", "8", "16", "GPU,", "16", "CPU"] in lines
     assert ["sum", "20", "GPU,", "20", "CPU"] in lines
     assert ["10.0.0.2", "8", "GPU,", "64", "CPU", "8", "GPU,", "64", "CPU"] in lines
