@@ -48,7 +48,7 @@ def run_until(
     how: signal.Signals = signal.SIGKILL,
     everybody: Callable[[signal.Signals], None] | None = None,
 ) -> Run:
-    """Start `camshaft *words` in a separate process, and end it when the step is logged and not yet saved.
+    """Start `camshaft *args` in a separate process, and end it when the step is logged and not yet saved.
 
     `run` is the folder of the run, which has this module's tracker. `everybody` sends the signal to further processes
     besides the driver.

@@ -34,7 +34,7 @@ def test_run_length_is_total_steps_or_the_data(limit: int | None, steps: int, tr
 def test_more_steps_than_data_is_reported(trainer: TrainerConfig, caplog: pytest.LogCaptureFixture) -> None:
     assert run_length(trainer.model_copy(update={"total_training_steps": 50}), loader()) == 6
     assert "total_training_steps=50" in caplog.text
-    assert "after 6 steps (trainer.total_epochs=3 of 2 steps each)" in caplog.text
+    assert "the data has only 6 steps (trainer.total_epochs=3 with 2 steps each)" in caplog.text
 
 
 def test_a_session_seeds_libraries_and_removes_its_log_handler(trainer: TrainerConfig) -> None:
