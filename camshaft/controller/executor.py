@@ -68,8 +68,8 @@ class Executor:
     def answer(self, frames: Frames) -> Frames:
         """Run a request and return its result or its failure."""
         try:
-            request, *rest = unpack(frames)
-            return pack((True, methodcaller(request, *rest)(self)))
+            request, *arguments = unpack(frames)
+            return pack((True, methodcaller(request, *arguments)(self)))
         except BaseException as error:
             return pack((False, _failure(error)))
 

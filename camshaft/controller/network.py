@@ -53,7 +53,7 @@ class PortMonitor:
 
     def __init__(self) -> None:
         self._daemons: list[_Daemon] = []
-        self._stopped = threading.Event()
+        self._stop_event = threading.Event()
         self._thread: threading.Thread | None = None
 
     def add(self, name: str, host: str, port: int) -> None:
@@ -65,7 +65,7 @@ class PortMonitor:
 
     def stop(self) -> None:
         """Stop the monitor. `error` then keeps returning its last result."""
-        self._stopped.set()
+        self._stop_event.set()
 
     def error(self) -> str | None:
         """Return a message about the first dead daemon, or None."""
@@ -77,7 +77,7 @@ class PortMonitor:
         return None
 
     def _run(self) -> None:
-        while not self._stopped.wait(HEARTBEAT_SECONDS):
+        while not self._stop_event.wait(HEARTBEAT_SECONDS):
             for daemon in list(self._daemons):
                 if accepts_connections(daemon.host, daemon.port):
                     daemon.failures = 0

@@ -108,7 +108,7 @@ class ProcessPool(Pool):
         self.options = options
         self.inbox: Inbox = queue.SimpleQueue()
         self.processes: list[WorkerProcess] = []
-        self._ended = ""
+        self._end_reason = ""
         self._lock = threading.RLock()
         self._requests: list[deque[Request]] = [deque() for _ in range(self.world_size)]
         self._waiting_since = [0.0] * self.world_size
@@ -177,22 +177,22 @@ class ProcessPool(Pool):
     def submit(self, key: int, method: str, calls: Sequence[Call | None], send_result: Sequence[bool]) -> Request:
         role = self._role(key, method)
         # Ranks with the same call share one message, so that it is pickled once.
-        shared: dict[tuple[int, bool], tuple[Any, ...]] = {}
+        messages_by_call: dict[tuple[int, bool], tuple[Any, ...]] = {}
         messages: list[tuple[Any, ...] | None] = []
         for call, should_send in zip(calls, send_result, strict=True):
             if call is not None:
-                shared.setdefault((id(call), should_send), ("call", key, method, *call, should_send))
-            messages.append(None if call is None else shared[id(call), should_send])
+                messages_by_call.setdefault((id(call), should_send), ("call", key, method, *call, should_send))
+            messages.append(None if call is None else messages_by_call[id(call), should_send])
         return self._send(role.name, method, role.timeout, messages)
 
     def drop(self, key: int) -> None:
         role = self._roles.pop(key, None)
-        if role is not None and not self._ended:
+        if role is not None and not self._end_reason:
             self._wait(self._send(role.name, "drop", role.timeout, [("drop", key)] * self.world_size))
 
     def shutdown(self) -> None:
         with self._lock:
-            if self._ended:
+            if self._end_reason:
                 return
             deadline = time.monotonic() + END_SECONDS
             for process in self.processes:
@@ -264,8 +264,8 @@ class ProcessPool(Pool):
                     pool._poll_if_unattended()
 
     def _check_running(self, request: str) -> None:
-        if self._ended:
-            raise WorkerError(f"{request}: its workers have ended ({self._ended}); spawn it again")
+        if self._end_reason:
+            raise WorkerError(f"{request}: its workers have ended ({self._end_reason}); spawn it again")
 
     @contextlib.contextmanager
     def _terminate_on_error(self, request: Request) -> Iterator[None]:
@@ -277,12 +277,12 @@ class ProcessPool(Pool):
 
     def _poll_if_unattended(self) -> None:
         """Poll this pool while the driver waits for another pool, unless a thread is already waiting for this pool."""
-        pending = next((requests[0] for requests in self._requests if requests), None)
-        if pending is None or not self._lock.acquire(blocking=False):
+        request = next((requests[0] for requests in self._requests if requests), None)
+        if request is None or not self._lock.acquire(blocking=False):
             return
         try:
-            if not self._ended:
-                with self._terminate_on_error(pending):
+            if not self._end_reason:
+                with self._terminate_on_error(request):
                     self._poll(0.0)
         finally:
             self._lock.release()
@@ -340,8 +340,8 @@ class ProcessPool(Pool):
     def _raise_first(self, request: Request, failures: dict[int, Failure]) -> NoReturn:
         """Raise the error of the rank that failed first. The other ranks may have failed as a consequence."""
         deadline = time.monotonic() + GRACE_SECONDS
-        while request.waiting and (left := deadline - time.monotonic()) > 0:
-            answer = self._next_answer(left)
+        while request.waiting and (remaining_seconds := deadline - time.monotonic()) > 0:
+            answer = self._next_answer(remaining_seconds)
             self._check_alive()
             if answer is not None and answer[1] is request and not answer[2][0]:
                 failures[answer[0]] = answer[2][1]
@@ -364,8 +364,8 @@ class ProcessPool(Pool):
         )
 
     def _timeout_error(self, request: Request, late_ranks: list[int], age: float) -> WorkerError:
-        missing = "(no stack: the process did not react to a signal)"
-        stacks = "\n\n".join(f"On rank {rank}:\n{self.processes[rank].stacks() or missing}" for rank in late_ranks)
+        placeholder = "(no stack: the process did not react to a signal)"
+        stacks = "\n\n".join(f"On rank {rank}:\n{self.processes[rank].stacks() or placeholder}" for rank in late_ranks)
         ranks = ", ".join(str(rank) for rank in late_ranks)
         return WorkerError(
             f"{request}: rank(s) {ranks} of {self.world_size} have not answered for {age:.1f} s. "
@@ -374,9 +374,9 @@ class ProcessPool(Pool):
 
     def _terminate(self, reason: str) -> None:
         """Kill all processes. Calling it again has no effect."""
-        if self._ended:
+        if self._end_reason:
             return
-        self._ended = reason
+        self._end_reason = reason
         _LIVE.discard(self)
         for process in self.processes:
             process.kill()

@@ -47,7 +47,7 @@ class RowResponse:
     tokens: list[int]
     log_probs: list[float]
     finished: bool
-    cached: int
+    num_cached: int
     """Number of prompt tokens served from the prefix cache."""
 
 
@@ -100,15 +100,16 @@ class ExternalRollout(BaseRollout):
         device = prompts.values.device
         responses = Ragged.from_rows([row.tokens for row in rows], torch.int64).to(device)
         log_probs = Ragged.from_rows([row.log_probs for row in rows], torch.float32).to(device)
-        bad = log_probs.row_ids()[~log_probs.values.isfinite()]
-        if len(bad):
+        invalid_rows = log_probs.row_ids()[~log_probs.values.isfinite()]
+        if len(invalid_rows):
             raise RolloutError(
-                f"the model's logits are not finite for row {int(bad[0])}; check the weights for NaN or infinite values"
+                f"the model's logits are not finite for row {int(invalid_rows[0])}; check the weights for NaN or "
+                "infinite values"
             )
-        cached = sum(row.cached for row in rows)
+        num_cached = sum(row.cached for row in rows)
         metrics = {
-            "prompt_tokens_computed": float(len(prompts.values) - cached),
-            "prompt_tokens_cached": float(cached),
+            "prompt_tokens_computed": float(len(prompts.values) - num_cached),
+            "prompt_tokens_cached": float(num_cached),
             "response_tokens": float(len(responses.values)),
             "seconds": seconds,
         }

@@ -102,11 +102,11 @@ def expect_worker_error(action: Callable[[], Any], *phrases: str) -> WorkerError
 def expect_ended(pids: Iterable[int], seconds: float = 2.0) -> None:
     """Raise `Violation` if any of the processes still runs after `seconds`."""
     deadline = time.monotonic() + seconds
-    running = [pid for pid in pids if is_running(pid)]
-    while running and time.monotonic() < deadline:
+    running_pids = [pid for pid in pids if is_running(pid)]
+    while running_pids and time.monotonic() < deadline:
         time.sleep(0.02)
-        running = [pid for pid in running if is_running(pid)]
-    expect(not running, f"processes still run after {seconds:g} s: {running}")
+        running_pids = [pid for pid in running_pids if is_running(pid)]
+    expect(not running_pids, f"processes still run after {seconds:g} s: {running_pids}")
 
 
 @contextlib.contextmanager

@@ -180,13 +180,13 @@ def prompts_of_mixed_lengths(harness: RolloutHarness) -> None:
 def thousands_of_prompts(harness: RolloutHarness) -> None:
     """Rows are correct and in order in a call with 2000 prompts of 1 to 4 tokens and three prompts of up to 900."""
     case = harness.case(max_model_len=1024, max_num_seqs=256, max_num_batched_tokens=2048)
-    long, short = harness.prompts(900, 511, 700, seed=1), harness.prompts(*[1, 2, 3, 4] * 500)
-    mixed = Ragged.concat([short.select(slice(0, 700)), long, short.select(slice(700, 2000))])
+    long_prompts, short_prompts = harness.prompts(900, 511, 700, seed=1), harness.prompts(*[1, 2, 3, 4] * 500)
+    prompts = Ragged.concat([short_prompts.select(slice(0, 700)), long_prompts, short_prompts.select(slice(700, 2000))])
     sampling = SamplingParams(4, stop_token_ids=tuple(range(10, 40)))
-    out = case.rollout.generate_sequences(mixed, sampling)
+    out = case.rollout.generate_sequences(prompts, sampling)
     expect(len(out.responses) == 2003, f"{len(out.responses)} responses to 2003 prompts")
-    expected = case.untruncated_log_probs(mixed, out.responses)
-    allowed = ROUNDINGS * case.rounding(mixed, out.responses, sampling)
+    expected = case.untruncated_log_probs(prompts, out.responses)
+    allowed = ROUNDINGS * case.rounding(prompts, out.responses, sampling)
     expect_close(out.log_probs, expected, max(harness.tolerance, allowed), "log-probs")
 
 

@@ -102,9 +102,9 @@ def digests_match_the_weights(harness: RolloutHarness) -> None:
         case = harness.empty_case(dtype=dtype)
         expect_rollout_error(case.rollout.weight_digests, "load_weights", "digests were returned without weights")
         for weights in (case.weights(), case.other_weights(), case.weights()):
-            sent = [(name, _cast(case.rollout, name, weight)) for name, weight in weights]
-            case.rollout.load_weights(sent)
-            actual, expected = case.rollout.weight_digests(), {name: digest(weight) for name, weight in sent}
+            sent_weights = [(name, _cast(case.rollout, name, weight)) for name, weight in weights]
+            case.rollout.load_weights(sent_weights)
+            actual, expected = case.rollout.weight_digests(), {name: digest(weight) for name, weight in sent_weights}
             names = sorted(actual.keys() ^ expected.keys())
             expect(not names, f"these names have a digest or were loaded, but not both: {names}")
             names = [name for name in expected if actual[name] != expected[name]]

@@ -67,11 +67,12 @@ class TorchRollout(BaseRollout):
         strings = StopStrings(self.model.tokenizer, sampling.stop) if sampling.stop else None
         request = GenerationRequest(prompts, limits, seeds, sampling, stop_ids, strings)
         generation = Scheduler(self.graphs or self.decoder, self.cache, request, self.config).generate()
-        bad = generation.log_probs.row_ids()[~generation.log_probs.values.isfinite()]
-        if len(bad):
+        invalid_rows = generation.log_probs.row_ids()[~generation.log_probs.values.isfinite()]
+        if len(invalid_rows):
             self.cache.clear()  # masked positions must not contain NaN
             raise RolloutError(
-                f"the model's logits are not finite for row {int(bad[0])}; check the weights for NaN or infinite values"
+                f"the model's logits are not finite for row {int(invalid_rows[0])}; check the weights for NaN or "
+                "infinite values"
             )
         return generation.to(prompts.values.device)
 

@@ -97,8 +97,8 @@ class Scheduler:
         # Inference tensors must not leave this context, so results are copied to normal tensors below.
         with torch.inference_mode(), self.decoder.prepare(self.num_slots, self.num_steps) as self.forward:
             while self.num_waiting or self.live.shape[1]:
-                free = self.num_slots - self.live.shape[1]
-                if self.num_waiting and free >= min(self.num_waiting, max(1, self.num_slots // REFILL)):
+                num_free = self.num_slots - self.live.shape[1]
+                if self.num_waiting and num_free >= min(self.num_waiting, max(1, self.num_slots // REFILL)):
                     self._fill_slots()
                 else:
                     self._decode()
@@ -151,15 +151,15 @@ class Scheduler:
 
     def _pop_prompts(self) -> list[tuple[_Group, list[int]]]:
         """Remove the next prompts from the queue and return each with the rows that get a slot."""
-        free = self.num_slots - self.live.shape[1]
+        num_free = self.num_slots - self.live.shape[1]
         prefills: list[tuple[_Group, list[int]]] = []
         tokens = 0
-        while self.groups and free and (not prefills or tokens + len(self.groups[0].prompt) <= self.max_tokens):
+        while self.groups and num_free and (not prefills or tokens + len(self.groups[0].prompt) <= self.max_tokens):
             group = self.groups.popleft()
-            rows = group.rows[:free]
+            rows = group.rows[:num_free]
             prefills.append((group, rows))
             tokens += len(group.prompt)
-            free -= len(rows)
+            num_free -= len(rows)
         return prefills
 
     def _start_cached(self) -> None:

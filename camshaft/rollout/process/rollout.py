@@ -90,9 +90,9 @@ class ProcessRollout(BaseRollout):
                 raise
             if bucket is None:
                 break
-            pieces, used = bucket
-            self._child.send("bucket", pieces, used)
-            sender.push(used)
+            pieces, num_bytes = bucket
+            self._child.send("bucket", pieces, num_bytes)
+            sender.push(num_bytes)
             self._receive("load_weights")
         self._call("end")
 

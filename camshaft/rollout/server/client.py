@@ -62,10 +62,14 @@ class ServerClient:
 
     def _find_mismatches(self, worker: Mapping[str, Any]) -> list[str]:
         """Describe each setting of a worker that does not have the required value."""
-        required = {"logprobs_mode": "processed_logprobs", "generation_config": "vllm", "dtype": self._config.dtype}
+        required_options = {
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "dtype": self._config.dtype,
+        }
         mismatches = [
             f"--{name.replace('_', '-')} is {worker[name]}, not {value}"
-            for name, value in required.items()
+            for name, value in required_options.items()
             if worker[name] != value
         ]
         if worker["max_model_len"] < self._config.max_model_len:
@@ -112,9 +116,9 @@ class ServerClient:
                 names = expected.canonical_names
                 begin = {"handle": sender.handle(), "canonical_names": names, "shapes": shapes}
                 self._call_workers_during(executor, sender.connect, "begin", **begin)
-                for pieces, used in pack_buckets(expected.validate(weights), sender.buffer):
-                    bucket = {"pieces": [vars(piece) for piece in pieces], "used": used}
-                    self._call_workers_during(executor, lambda: sender.push(used), "bucket", **bucket)  # noqa: B023
+                for pieces, num_bytes in pack_buckets(expected.validate(weights), sender.buffer):
+                    bucket = {"pieces": [vars(piece) for piece in pieces], "num_bytes": num_bytes}
+                    self._call_workers_during(executor, lambda: sender.push(num_bytes), "bucket", **bucket)  # noqa: B023
             self._call_workers("end", version=version)
         except BaseException as error:
             self._abort(error)

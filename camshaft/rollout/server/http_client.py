@@ -59,9 +59,9 @@ class HTTPClient:
             return connection.request_once("POST", path, body)
 
     @contextlib.contextmanager
-    def connection(self, stopped: threading.Event | None = None) -> Iterator[RetryingConnection]:
-        """Open a connection that reconnects after a failure. Setting `stopped` ends the retries."""
-        connection = RetryingConnection(self, stopped or threading.Event())
+    def connection(self, stop_event: threading.Event | None = None) -> Iterator[RetryingConnection]:
+        """Open a connection that reconnects after a failure. Setting `stop_event` ends the retries."""
+        connection = RetryingConnection(self, stop_event or threading.Event())
         try:
             yield connection
         finally:
@@ -71,12 +71,12 @@ class HTTPClient:
 class RetryingConnection:
     """A persistent HTTP connection that retries failed requests."""
 
-    def __init__(self, client: HTTPClient, stopped: threading.Event):
+    def __init__(self, client: HTTPClient, stop_event: threading.Event):
         parts = urlsplit(client.url)
         connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         assert parts.hostname is not None
         self._connection = connection_class(parts.hostname, parts.port, timeout=client.timeout)
-        self._client, self._stopped = client, stopped
+        self._client, self._stop_event = client, stop_event
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
         """Send a request and retry it until it succeeds or `retry_timeout` has passed."""
@@ -88,7 +88,7 @@ class RetryingConnection:
                 if report := self._client.exit_report():
                     raise RolloutError(f"{self._client.url} did not answer {path}: the server {report}") from error
                 deadline = deadline or time.monotonic() + self._client.retry_timeout
-                if time.monotonic() + pause > deadline or self._stopped.wait(pause):
+                if time.monotonic() + pause > deadline or self._stop_event.wait(pause):
                     raise
                 pause = min(2 * pause, MAX_PAUSE_SECONDS)
                 self._client.retries += 1

@@ -46,10 +46,10 @@ TRAINER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_
 
 def command_line_options(config: RolloutEngineConfig, arguments: Mapping[str, Any]) -> list[str]:
     """Return the command-line options with which a server is compatible with `config`."""
-    required = engine_arguments(config)
-    reject_reserved(arguments, required)
+    required_options = engine_arguments(config)
+    reject_reserved(arguments, required_options)
     command: list[str] = []
-    options = {**required, **arguments, "worker_extension_cls": EXTENSION, "enable_prompt_tokens_details": True}
+    options = {**required_options, **arguments, "worker_extension_cls": EXTENSION, "enable_prompt_tokens_details": True}
     for name, value in options.items():
         option = name.replace("_", "-")
         if isinstance(value, bool):

@@ -128,7 +128,7 @@ class ServerRollout(BaseVLLMRollout):
 
     def _build_bodies(self, requests: Sequence[RowRequest], sampling: SamplingParams) -> list[dict[str, Any]]:
         """Build the request bodies. They set every sampling parameter, so that no default of the server applies."""
-        common: dict[str, Any] = {
+        common_options: dict[str, Any] = {
             "model": self._client.model, "n": 1, "stream": False, "echo": False, "logprobs": 0,
             "return_token_ids": True, "return_tokens_as_token_ids": True,
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
@@ -138,7 +138,7 @@ class ServerRollout(BaseVLLMRollout):
             "stop": list(sampling.stop), "include_stop_str_in_output": True,
         }  # fmt: skip
         return [
-            common | {"prompt": request.prompt, "max_tokens": request.limit, "seed": request.seed}
+            common_options | {"prompt": request.prompt, "max_tokens": request.limit, "seed": request.seed}
             for request in requests
         ]
 
@@ -152,12 +152,12 @@ class ServerRollout(BaseVLLMRollout):
             pending.put(number)
         count = min(len(bodies), self.config.max_num_seqs, MAX_CONNECTIONS)
         responses: list[RowResponse | None] = [None] * len(bodies)
-        stopped, connections = threading.Event(), list[RetryingConnection]()
+        stop_event, connections = threading.Event(), list[RetryingConnection]()
 
         def send_requests() -> None:
-            with self.http.connection(stopped) as connection:
+            with self.http.connection(stop_event) as connection:
                 connections.append(connection)
-                while not stopped.is_set():
+                while not stop_event.is_set():
                     try:
                         number = pending.get_nowait()
                     except queue.Empty:
@@ -170,7 +170,7 @@ class ServerRollout(BaseVLLMRollout):
                 for future in as_completed([pool.submit(send_requests) for _ in range(count)]):
                     future.result()
             except BaseException:
-                stopped.set()
+                stop_event.set()
                 for connection in list(connections):
                     connection.abort()
                 raise

@@ -36,13 +36,13 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 """Map from each fused parameter of SGLang to the weights that it concatenates along the first dimension."""
 
 
-def run(report: Connection, *arguments: Any, **more: Any) -> None:
+def run(report: Connection, *arguments: Any, **kwargs: Any) -> None:
     """Run SGLang's scheduler process, which holds the model."""
     from sglang.srt.managers.scheduler import run_scheduler_process  # pyright: ignore[reportMissingImports]
 
     _state.report = report
     register_sampler()
-    run_scheduler_process(*arguments, **more)
+    run_scheduler_process(*arguments, **kwargs)
 
 
 # -- tokens ---------------------------------------------------------------------------------------
@@ -69,7 +69,7 @@ class RowSampler(Sampler):
 
     def forward(
         self, logits_output: Any, sampling_info: Any, return_logprob: bool, top_logprobs_nums: Any,
-        token_ids_logprobs: Any, positions: Tensor, **more: Any,
+        token_ids_logprobs: Any, positions: Tensor, **kwargs: Any,
     ) -> Tensor:  # fmt: skip
         rows: list[dict[str, Any]] | None = sampling_info.custom_params
         logits: Tensor = logits_output.next_token_logits
@@ -133,9 +133,9 @@ def load_bucket(model: Any, named: Sequence[tuple[str, Tensor]]) -> None:
 def finish_update(model: Any, _named: Sequence[tuple[str, Tensor]]) -> None:
     """Send the checksums and the first problem to the engine."""
     # The maximum is NaN if any element is NaN. Computing it needs no temporary tensor of the parameter's size.
-    missing = [name for name, weight in _floating_parameters(model).items() if bool(weight.data.amax().isnan())]
-    if missing and not _state.problem:
-        _state.problem = f"missing or NaN weights: {', '.join(missing)}"
+    missing_names = [name for name, weight in _floating_parameters(model).items() if bool(weight.data.amax().isnan())]
+    if missing_names and not _state.problem:
+        _state.problem = f"missing or NaN weights: {', '.join(missing_names)}"
     if not _state.sampler_installed:
         _state.problem = "SGLang did not install camshaft's sampler, so the seeds of rows would have no effect"
     assert _state.report is not None

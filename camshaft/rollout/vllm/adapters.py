@@ -102,7 +102,7 @@ def _digests_by_layer(manager: Any, number: int) -> dict[tuple[str, bool], int |
 
     The checksum is None if nothing is loaded for the layer and its buffer is zero.
     """
-    slot, loaded = manager.lora_index_to_id.index(number), manager.list_adapters()[number]
+    slot, adapter = manager.lora_index_to_id.index(number), manager.list_adapters()[number]
     digests: dict[tuple[str, bool], int | None] = {}
     for name, layer in manager.modules.items():
         parts = manager.packed_modules.get(name, [name])
@@ -113,7 +113,7 @@ def _digests_by_layer(manager: Any, number: int) -> dict[tuple[str, bool], int |
                 "actor_rollout_ref.rollout.lora_weights=merged, or exclude the layer with "
                 "actor_rollout_ref.model.exclude_modules"
             )
-        weights = loaded.loras.get(name)
+        weights = adapter.loras.get(name)
         for is_a, buffers in ((True, layer.lora_a_stacked), (False, layer.lora_b_stacked)):
             tensors = [None] * len(parts)
             if weights is not None:

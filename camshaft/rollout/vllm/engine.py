@@ -174,7 +174,7 @@ class VLLMEngine:
         import vllm  # pyright: ignore[reportMissingImports]
 
         # All stop conditions are passed explicitly, so that vLLM adds none from the model folder.
-        common: dict[str, Any] = {
+        common_options: dict[str, Any] = {
             "ignore_eos": True, "stop_token_ids": list(stop_ids), "stop": list(sampling.stop),
             "include_stop_str_in_output": True, "detokenize": bool(sampling.stop), "logprobs": 0, "flat_logprobs": True,
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
@@ -183,7 +183,7 @@ class VLLMEngine:
         try:
             params = [
                 vllm.SamplingParams(  # pyright: ignore[reportAttributeAccessIssue]
-                    max_tokens=request.limit, seed=request.seed, **common
+                    max_tokens=request.limit, seed=request.seed, **common_options
                 )
                 for request in requests
             ]
@@ -256,5 +256,5 @@ def _to_response(output: Any) -> RowResponse:
         tokens=list(row.token_ids),
         log_probs=list(row.logprobs.logprobs)[: len(row.token_ids)],
         finished=row.finish_reason == "stop",
-        cached=output.num_cached_tokens or 0,
+        num_cached=output.num_cached_tokens or 0,
     )

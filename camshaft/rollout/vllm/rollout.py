@@ -81,8 +81,10 @@ class VLLMRollout(BaseVLLMRollout):
         self.check_ready()
         assert self._loaded_digests is not None
         weights = self.expected.weights
-        stored = self.engine.digests({name: weight.meta for name, weight in weights.items()})
-        digests = {name: stored.get(weights[name].names[0], value) for name, value in self._loaded_digests.items()}
+        stored_digests = self.engine.digests({name: weight.meta for name, weight in weights.items()})
+        digests = {
+            name: stored_digests.get(weights[name].names[0], value) for name, value in self._loaded_digests.items()
+        }
         if self._adapter is not None:
             digests |= self.engine.adapter_digests({name: w.meta for name, w in self._adapter.weights.items()})
         return digests
@@ -134,8 +136,8 @@ class VLLMRollout(BaseVLLMRollout):
             if message is not None:
                 raise RolloutError(f"rank {rank} of this vLLM engine cannot generate: {message}")
         counts = [len(rows) for rows, _ in gathered]
-        first = sum(counts[: dist.get_rank(group)])
-        return [row for rows, _ in gathered for row in rows], slice(first, first + len(requests))
+        start = sum(counts[: dist.get_rank(group)])
+        return [row for rows, _ in gathered for row in rows], slice(start, start + len(requests))
 
 
 def _catch_rollout_error(build: Any) -> tuple[list[RowRequest], RolloutError | None]:

@@ -57,9 +57,9 @@ class WorkerWeights:
         self._worker = worker
         self._identity = secrets.token_hex(8)
         self._version: str | None = None
-        self._received: dict[str, int] = {}
+        self._received_digests: dict[str, int] = {}
         self._canonical_names: Mapping[str, str] = {}
-        self._sent: set[str] = set()
+        self._sent_names: set[str] = set()
         self._shapes: dict[str, Tensor] = {}
         self._update: _WeightUpdate | None = None
         self._cache_sizes: list[int] = []
@@ -89,21 +89,24 @@ class WorkerWeights:
         dtype and a shape.
         """
         self.abort()
-        self._version, self._received, self._canonical_names, self._sent = None, {}, canonical_names, set()
+        self._version, self._received_digests = None, {}
+        self._canonical_names, self._sent_names = canonical_names, set()
         self._shapes = {
             name: torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
             for name, (dtype, shape) in shapes.items()
         }
         self._update = _WeightUpdate(self._worker, handle)
 
-    def bucket(self, pieces: list[dict[str, Any]], used: int) -> None:
+    def bucket(self, pieces: list[dict[str, Any]], num_bytes: int) -> None:
         """Receive and load one bucket."""
         assert self._update is not None
-        self._update.load([Piece(**piece) for piece in pieces], used, self._record)
+        self._update.load([Piece(**piece) for piece in pieces], num_bytes, self._record)
 
     def _record(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Record the checksum of each weight and yield each tied weight once."""
-        return drop_tied_duplicates(record_digests(weights, self._received), self._canonical_names, self._sent)
+        return drop_tied_duplicates(
+            record_digests(weights, self._received_digests), self._canonical_names, self._sent_names
+        )
 
     def end(self, version: str) -> None:
         """Finish the weight sync. Raise an error if vLLM left a parameter unset."""
@@ -124,8 +127,11 @@ class WorkerWeights:
         For a weight that vLLM fuses, shards or packs, this is the checksum of the received tensor.
         """
         unsharded = self._worker.vllm_config.parallel_config.tensor_parallel_size == 1
-        stored = workarounds.parameter_digests(self._shapes, unsharded)(self._worker.get_model())
-        digests = {name: stored.get(self._canonical_names[name], value) for name, value in self._received.items()}
+        stored_digests = workarounds.parameter_digests(self._shapes, unsharded)(self._worker.get_model())
+        digests = {
+            name: stored_digests.get(self._canonical_names[name], value)
+            for name, value in self._received_digests.items()
+        }
         return self.state() | {"digests": digests}
 
     # -- memory -----------------------------------------------------------------------------------
@@ -146,27 +152,27 @@ class _WeightUpdate:
         )
 
         self._worker, self._model = worker, worker.get_model()
-        self._missing = {name for name, _ in self._model.named_parameters()}
+        self._missing_names = {name for name, _ in self._model.named_parameters()}
         # Rank 0 of the broadcast group is the trainer.
         self._receiver = open_receiver(handle, rank=worker.rank + 1)
         self._assembler = Assembler("cpu")
         with self._reload_context():
             initialize_layerwise_reload(self._model)
 
-    def load(self, pieces: Sequence[Piece], used: int, record: Any) -> None:
+    def load(self, pieces: Sequence[Piece], num_bytes: int, record: Any) -> None:
         with self._reload_context():
-            weights = self._assembler.unpack(pieces, self._receiver.pull(used))
-            self._missing -= self._model.load_weights(record(weights)) or set()
+            weights = self._assembler.unpack(pieces, self._receiver.pull(num_bytes))
+            self._missing_names -= self._model.load_weights(record(weights)) or set()
 
     def end(self) -> None:
-        finished = False
+        is_complete = False
         try:
             self._assembler.finish()
-            finished = True
+            is_complete = True
         finally:
             self.abort()
-        if finished and self._missing:
-            names = ", ".join(sorted(self._missing)[:8])
+        if is_complete and self._missing_names:
+            names = ", ".join(sorted(self._missing_names)[:8])
             raise RolloutError(f"vLLM did not load all weights: missing {names}")
 
     def abort(self) -> None:

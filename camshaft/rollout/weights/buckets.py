@@ -1,7 +1,7 @@
 """Pack weights into buckets of bounded size and restore the tensors in another process.
 
-    for pieces, used in pack_buckets(weights, buffer):      # refills the buffer for each bucket
-        ...                                                 # transfer buffer[:used] and the pieces
+    for pieces, num_bytes in pack_buckets(weights, buffer):     # refills the buffer for each bucket
+        ...                                                 # transfer buffer[:num_bytes] and the pieces
     assembler = Assembler("cpu")
     for name, tensor in assembler.unpack(pieces, data): ...
     assembler.finish()
@@ -44,24 +44,26 @@ def pack_buckets(weights: Iterable[tuple[str, Tensor]], buffer: Tensor) -> Itera
     The next iteration overwrites the buffer.
     """
     pieces: list[Piece] = []
-    used = 0
+    num_bytes = 0
     for name, tensor in weights:
         raw = _bytes_of(tensor.detach().contiguous())
         start = 0
         while start < len(raw) or not len(raw):
-            size = min(len(raw) - start, len(buffer) - used)
-            buffer[used : used + size].copy_(raw[start : start + size])
-            pieces.append(Piece(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, used, size))
-            used, start = used + size, start + size
-            if used == len(buffer):
+            size = min(len(raw) - start, len(buffer) - num_bytes)
+            buffer[num_bytes : num_bytes + size].copy_(raw[start : start + size])
+            pieces.append(
+                Piece(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, num_bytes, size)
+            )
+            num_bytes, start = num_bytes + size, start + size
+            if num_bytes == len(buffer):
                 wait_for(buffer.device)
-                yield pieces, used
-                pieces, used = [], 0
+                yield pieces, num_bytes
+                pieces, num_bytes = [], 0
             if not len(raw):
                 break
     if pieces:
         wait_for(buffer.device)
-        yield pieces, used
+        yield pieces, num_bytes
 
 
 class Assembler:

@@ -65,8 +65,8 @@ class ExpectedWeights:
     def adapter_from_config(cls, config: RolloutEngineConfig, lora: LoRAConfig) -> ExpectedWeights:
         """Return the expected weights of a LoRA adapter for that model, without the base weights."""
         shapes = adapter_shapes(empty_model(config, attention="eager"), lora)
-        empty = {name: torch.empty(shape, dtype=DTYPES[config.dtype], device="meta") for name, shape in shapes.items()}
-        weights = {name: ExpectedWeight((name,), tensor, True) for name, tensor in empty.items()}
+        meta = {name: torch.empty(shape, dtype=DTYPES[config.dtype], device="meta") for name, shape in shapes.items()}
+        weights = {name: ExpectedWeight((name,), tensor, True) for name, tensor in meta.items()}
         return cls("the adapter", weights, "load_adapter", "engine.named_weights(adapter_only=True)")
 
     def dtype_of(self, name: str) -> torch.dtype | None:
@@ -79,19 +79,21 @@ class ExpectedWeights:
 
         A tied weight may be sent under one of its names or under several.
         """
-        seen: dict[str, Tensor | None] = {}
+        seen_tensors: dict[str, Tensor | None] = {}
         for name, tensor in weights:
             weight = self._match(name, tensor)
-            if name in seen:
+            if name in seen_tensors:
                 raise RolloutError(f"{self.call}: weight '{name}' was sent twice; send each weight once")
-            _compare_with_twin(weight, name, tensor, seen)
-            seen[name] = tensor.detach() if len(weight.names) > 1 else None
+            _compare_with_twin(weight, name, tensor, seen_tensors)
+            seen_tensors[name] = tensor.detach() if len(weight.names) > 1 else None
             yield name, tensor
-        missing = [w.names[0] for w in dict.fromkeys(self.weights.values()) if not seen.keys() & set(w.names)]
-        if missing:
-            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+        missing_names = [
+            w.names[0] for w in dict.fromkeys(self.weights.values()) if not seen_tensors.keys() & set(w.names)
+        ]
+        if missing_names:
+            suffix = f" and {len(missing_names) - 8} more" if len(missing_names) > 8 else ""
             raise RolloutError(
-                f"{self.call}: {len(missing)} weights are missing: {', '.join(missing[:8])}{more}; "
+                f"{self.call}: {len(missing_names)} weights are missing: {', '.join(missing_names[:8])}{suffix}; "
                 f"send all weights of {self.source} without renaming them"
             )
 
@@ -115,26 +117,28 @@ class ExpectedWeights:
 
 
 def drop_tied_duplicates(
-    weights: Iterable[tuple[str, Tensor]], canonical_names: Mapping[str, str], sent: set[str]
+    weights: Iterable[tuple[str, Tensor]], canonical_names: Mapping[str, str], sent_names: set[str]
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield each tied weight once, under its canonical name. Libraries silently skip its other names.
 
-    `sent` contains the names that earlier calls of the same sync have yielded. This function adds to it.
+    `sent_names` contains the names that earlier calls of the same sync have yielded. This function adds to it.
     """
     for name, tensor in weights:
         canonical = canonical_names[name]
-        if canonical not in sent:
-            sent.add(canonical)
+        if canonical not in sent_names:
+            sent_names.add(canonical)
             yield canonical, tensor
 
 
-def _compare_with_twin(weight: ExpectedWeight, name: str, tensor: Tensor, seen: dict[str, Tensor | None]) -> None:
+def _compare_with_twin(
+    weight: ExpectedWeight, name: str, tensor: Tensor, seen_tensors: dict[str, Tensor | None]
+) -> None:
     """Raise an error if a tied weight was sent under another name with different values."""
-    twin = next((other for other in weight.names if other in seen), None)
-    first = None if twin is None else seen[twin]
-    if first is None or tensor.data_ptr() == first.data_ptr():
+    twin = next((other for other in weight.names if other in seen_tensors), None)
+    twin_tensor = None if twin is None else seen_tensors[twin]
+    if twin_tensor is None or tensor.data_ptr() == twin_tensor.data_ptr():
         return
-    if not torch.equal(tensor.detach().to(first), first):
+    if not torch.equal(tensor.detach().to(twin_tensor), twin_tensor):
         raise RolloutError(
             f"load_weights: '{twin}' and '{name}' are tied in this model but were sent with different values; set "
             "tie_word_embeddings=False in override_config if the engine trains them separately"
@@ -183,18 +187,20 @@ def _weights_of(hf: PreTrainedModel) -> dict[str, ExpectedWeight]:
     for name, parameter in hf.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     parameters = dict(hf.named_parameters(remove_duplicate=False))
-    for shared in names.values():
-        weight = ExpectedWeight(tuple(shared), _with_model_dtype(hf, shared[0], parameters[shared[0]].data), True)
-        expected.update(dict.fromkeys(shared, weight))
+    for tied_names in names.values():
+        weight = ExpectedWeight(
+            tuple(tied_names), _with_model_dtype(hf, tied_names[0], parameters[tied_names[0]].data), True
+        )
+        expected.update(dict.fromkeys(tied_names, weight))
     for name, tensor in hf.state_dict().items():
         if name not in expected:
             expected[name] = ExpectedWeight((name,), _with_model_dtype(hf, name, tensor.to("meta")), False)
     return expected
 
 
-def _with_model_dtype(hf: PreTrainedModel, name: str, empty: Tensor) -> Tensor:
-    """Convert `empty` to float32 if the architecture requires it. transformers does so only in `from_pretrained`."""
-    kept = hf._keep_in_fp32_modules_strict or ()
-    if empty.dtype == torch.bfloat16 and any(re.search(rf"(^|\.){part}(\.|$)", name) for part in kept):
-        return empty.float()
-    return empty
+def _with_model_dtype(hf: PreTrainedModel, name: str, meta: Tensor) -> Tensor:
+    """Convert `meta` to float32 if the architecture requires it. transformers does so only in `from_pretrained`."""
+    float32_modules = hf._keep_in_fp32_modules_strict or ()
+    if meta.dtype == torch.bfloat16 and any(re.search(rf"(^|\.){part}(\.|$)", name) for part in float32_modules):
+        return meta.float()
+    return meta

@@ -2,11 +2,11 @@
 
     sender = open_sender(device, size)                 # in the trainer
     notify(sender.handle()); sender.connect()          # `notify`: the caller's channel, such as a pipe or HTTP
-    for pieces, used in pack_buckets(weights, sender.buffer):
-        notify(pieces, used); sender.push(used); wait_until_taken()
+    for pieces, num_bytes in pack_buckets(weights, sender.buffer):
+        notify(pieces, num_bytes); sender.push(num_bytes); wait_until_taken()
 
     receiver = open_receiver(handle)                   # in the generator
-    assembler.unpack(pieces, receiver.pull(used))
+    assembler.unpack(pieces, receiver.pull(num_bytes))
 
 `SharedMemory` shares CPU memory between two processes on one machine. The memory has no name in a file system, so a
 killed process leaves no file behind and the size of /dev/shm does not matter. `DeviceMemory` shares a tensor on an
@@ -53,8 +53,8 @@ class Sender(ABC):
     def connect(self) -> None:  # noqa: B027 - shared memory needs no connection
         """Connect to the receivers. Call this once, while all receivers call `open_receiver`."""
 
-    def push(self, used: int) -> None:  # noqa: B027 - the receiver reads shared memory directly
-        """Transfer the first `used` bytes of the buffer. Call this while the receivers call `pull`."""
+    def push(self, num_bytes: int) -> None:  # noqa: B027 - the receiver reads shared memory directly
+        """Transfer the first `num_bytes` bytes of the buffer. Call this while the receivers call `pull`."""
 
     def close(self) -> None:  # noqa: B027 - device memory is freed with its last reference
         """Release the resources of this end."""
@@ -64,8 +64,8 @@ class Receiver(ABC):
     """The receiving end of a transport."""
 
     @abstractmethod
-    def pull(self, used: int) -> Tensor:
-        """Return the bucket as a uint8 tensor of shape (used,). It is valid until the sender refills its buffer."""
+    def pull(self, num_bytes: int) -> Tensor:
+        """Return the bucket as a uint8 tensor of shape (num_bytes,), valid until the sender refills its buffer."""
 
 
 # -- one machine, CPU -----------------------------------------------------------------------------
@@ -120,8 +120,8 @@ class SharedMemoryReceiver(Receiver):
         finally:
             os.close(file)
 
-    def pull(self, used: int) -> Tensor:
-        return self._buffer[:used]
+    def pull(self, num_bytes: int) -> Tensor:
+        return self._buffer[:num_bytes]
 
 
 def _map_file(file: int, size: int) -> Tensor:
@@ -148,8 +148,8 @@ class DeviceMemoryReceiver(Receiver):
     def __init__(self, handle: Mapping[str, Any]):
         self._buffer: Tensor = pickle.loads(base64.b64decode(handle["tensor"]))
 
-    def pull(self, used: int) -> Tensor:
-        return self._buffer[:used]
+    def pull(self, num_bytes: int) -> Tensor:
+        return self._buffer[:num_bytes]
 
 
 # -- several machines -----------------------------------------------------------------------------
@@ -178,8 +178,8 @@ class Broadcast(Sender):
     def connect(self) -> None:
         self._group = _group(self._store, 0, self._world, self.buffer.device, self._seconds)
 
-    def push(self, used: int) -> None:
-        _broadcast(self._group, self.buffer[:used], self._seconds)
+    def push(self, num_bytes: int) -> None:
+        _broadcast(self._group, self.buffer[:num_bytes], self._seconds)
 
     def close(self) -> None:
         self._group = None
@@ -201,9 +201,9 @@ class BroadcastReceiver(Receiver):
         self._buffer = torch.empty(handle["size"], dtype=torch.uint8, device=device)
         self._group = _group(store, rank, handle["world"], device, self._seconds)
 
-    def pull(self, used: int) -> Tensor:
-        _broadcast(self._group, self._buffer[:used], self._seconds)
-        return self._buffer[:used]
+    def pull(self, num_bytes: int) -> Tensor:
+        _broadcast(self._group, self._buffer[:num_bytes], self._seconds)
+        return self._buffer[:num_bytes]
 
 
 def _group(store: Any, rank: int, world: int, device: torch.device, seconds: float) -> Any:

@@ -153,10 +153,13 @@ class _TracedForward:
     def bind(self, hf: nn.Module) -> Forward:
         """Return a forward that uses the current weights of `hf` and their packed copies."""
         members, mask = named_members(hf), no_mask("cpu")
-        common = {short: members[name] for short, name in self.members.items()}
-        layers: dict[str, Any] = {short: hf.get_submodule(name) for short, name in self.linears.items()}
+        members_by_attribute = {attribute: members[name] for attribute, name in self.members.items()}
+        layers: dict[str, Any] = {attribute: hf.get_submodule(name) for attribute, name in self.linears.items()}
         namespaces = [
-            SimpleNamespace(**common, **{short: product_of(layer, rows) for short, layer in layers.items()})
+            SimpleNamespace(
+                **members_by_attribute,
+                **{attribute: product_of(layer, rows) for attribute, layer in layers.items()},
+            )
             for rows in ROW_THRESHOLDS
         ]
 

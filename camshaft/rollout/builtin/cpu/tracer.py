@@ -60,11 +60,11 @@ class Call:
     """Shape of the returned tensor, or None if the call returns several tensors."""
 
 
-def attend(slots: Slots, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
+def attend(slots: Slots, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
     """Call `slots.attend` as one operator that a `TorchFunctionMode` can intercept."""
     if has_torch_function((query, key, value)):
-        return handle_torch_function(attend, (query, key, value), slots, module, query, key, value, *rest)
-    return slots.attend(module, query, key, value, *rest)
+        return handle_torch_function(attend, (query, key, value), slots, module, query, key, value, *args)
+    return slots.attend(module, query, key, value, *args)
 
 
 class TracedSlots:
@@ -73,8 +73,8 @@ class TracedSlots:
     def __init__(self, slots: Slots):
         self.slots = slots
 
-    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> Tensor:
-        return attend(self.slots, module, query, key, value, *rest)
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
+        return attend(self.slots, module, query, key, value, *args)
 
 
 class CallRecorder(TorchFunctionMode):
@@ -84,7 +84,8 @@ class CallRecorder(TorchFunctionMode):
         super().__init__()
         self.calls: list[Call] = []
         self.refs = {id(value): Ref(name) for name, value in reversed(list(named.items()))}
-        self.alive: list[Any] = list(named.values())  # keeps objects alive, because the id of a freed one is reused
+        # The objects are kept alive, because the id of a freed object is reused.
+        self.live_objects: list[Any] = list(named.values())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -105,7 +106,7 @@ class CallRecorder(TorchFunctionMode):
             raise TraceError(f"{_name(func)} returns values other than tensors")
         shape = tuple(out.shape) if isinstance(out, Tensor) else None
         self.calls.append(Call(func, self._replace_with_refs(args), self._replace_with_refs(kwargs), shape))
-        self.alive += results
+        self.live_objects += results
         number = len(self.calls) - 1
         if isinstance(out, Tensor):
             self.refs[id(out)] = Ref(number)

@@ -140,10 +140,10 @@ def _attend(
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     stop = tl.load(positions + row).to(tl.int32) + 1
-    first = tl.maximum(stop - WINDOW, 0) if WINDOW > 0 else 0
+    first_position = tl.maximum(stop - WINDOW, 0) if WINDOW > 0 else 0
     # Splits depend only on the length of this row, so its result is bitwise independent of the other rows.
-    split_size = tl.cdiv(tl.cdiv(stop - first, NUM_SPLITS), BLOCK) * BLOCK
-    start = first + split * split_size
+    split_size = tl.cdiv(tl.cdiv(stop - first_position, NUM_SPLITS), BLOCK) * BLOCK
+    start = first_position + split * split_size
     end = tl.minimum(start + split_size, stop)
 
     group_index, offsets = tl.arange(0, PADDED_GROUP), tl.arange(0, DIMS)
