@@ -1,17 +1,18 @@
 """The command line: `camshaft COMMAND ...`.
 
-`COMMANDS` is the table of all commands. Each is a function `main(argv) -> exit status` in a module of this package:
+`COMMANDS` is the table of all commands. Each command is a function `main(argv) -> exit status` in one of these modules:
 
-    ppo.py, sft.py, rm.py         training runs
-    generate.py, evaluate.py      responses to the prompts of a file, and scores of such responses
+    ppo.py, sft.py, rm.py         train a model
+    generate.py, evaluate.py      generate responses to the prompts of a file, and score responses
     check_data.py                 inspect the data and the reward function of a run
-    export.py, checkpoints.py     export a model from a checkpoint, list the checkpoints of a run
+    export.py, checkpoints.py     export a model from a checkpoint, and list the checkpoints of a run
     config.py, metrics.py         explain config keys and metrics
-    check.py, parity.py           check a backend against its contract, compare an engine with a rollout
+    check.py, parity.py           check a backend against its contract, and compare an engine with a rollout
+    usage.py                      help text that several commands share
 
-A command imports torch only after its arguments have been parsed and its config has been validated, so `--help` and
-config errors are fast. A `CamshaftError` becomes one message on stderr and exit status 2 (config or argument) or 1
-(anything else). Any other exception is a bug and keeps its traceback.
+Commands import torch only after they have parsed the arguments and validated the config, so `--help` and config errors
+are fast. A `CamshaftError` is printed as a message on stderr, and the exit status is 2 for errors in the config or the
+arguments and 1 for all others. Any other exception is a bug and is raised with its traceback.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from camshaft.errors import CamshaftError, tell
 from camshaft.plugins import import_attribute
 
 INTERRUPTED = 130
-"""Exit status that shells report for a program ended with Ctrl-C."""
+"""Exit status that shells use for a program that Ctrl-C ended."""
 
 
 class Command(NamedTuple):
-    """One command of the command line."""
+    """A command of the command line."""
 
     name: str
     help: str
     target: str
-    """`module:function`, imported when the command runs."""
+    """Import path `module:function`, which is imported when the command runs."""
 
 
 COMMANDS = (
@@ -48,8 +49,8 @@ COMMANDS = (
     Command("check-data", "check the data and the reward function of a PPO run", "camshaft.cli.check_data:main"),
     Command("export", "export the model of a checkpoint as a Hugging Face folder", "camshaft.cli.export:main"),
     Command("checkpoints", "list the checkpoints of a run", "camshaft.cli.checkpoints:main"),
-    Command("config", "explain or list the config keys", "camshaft.cli.config:main"),
-    Command("metrics", "explain or list the logged metrics", "camshaft.cli.metrics:main"),
+    Command("config", "explain or list config keys", "camshaft.cli.config:main"),
+    Command("metrics", "explain or list logged metrics", "camshaft.cli.metrics:main"),
     Command("check-engine", "check a training engine against the engine contract", "camshaft.cli.check:engine"),
     Command("check-rollout", "check a rollout backend against the rollout contract", "camshaft.cli.check:rollout"),
     Command("parity", "compare the log-probs of an engine and a rollout", "camshaft.cli.parity:main"),
@@ -57,10 +58,10 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit status."""
+    """Run the command that `argv` (default: the process arguments) selects, and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, "")  # finds my_engine:MyEngine in the working directory, like `python -m`
+        sys.path.insert(0, "")  # import my_engine:MyEngine from the working directory, as `python -m` does
     targets = {command.name: command.target for command in COMMANDS}
     if not arguments or arguments[0] not in targets:
         _parser().parse_args(arguments[:1])  # prints help, the version, or an error, and exits
@@ -74,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    """Parse everything before the command's own arguments: `--help`, `--version`, and errors."""
+    """Return the parser for `--help`, `--version` and unknown commands. Commands parse their arguments themselves."""
     parser = argparse.ArgumentParser(
         prog="camshaft",
         description="Reinforcement-learning post-training of language models on one training-engine interface.",

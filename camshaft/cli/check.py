@@ -23,15 +23,15 @@ Check = Callable[[str, Sequence["Rule"], str], "Iterator[Finding]"]
 
 
 def engine(argv: Sequence[str]) -> int:
-    """Check an engine; returns 1 if a rule is broken."""
+    """Check an engine, and return exit status 1 if it breaks a rule."""
     parser = _parser("engine")
-    parser.add_argument("--ranks", type=int, default=0, help="number of processes (default: this process)")
+    parser.add_argument("--ranks", type=int, default=0, help="number of processes to start (default: use this process)")
     parser.add_argument(
         "--option",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="an entry of EngineConfig.options, for example fsdp_size=2; may be repeated",
+        help="entry of EngineConfig.options, for example fsdp_size=2; can be repeated",
     )
     options = parser.parse_args(argv)
     from camshaft.config.command import parse_options
@@ -51,7 +51,7 @@ def engine(argv: Sequence[str]) -> int:
 
 
 def rollout(argv: Sequence[str]) -> int:
-    """Check a rollout backend; returns 1 if a rule is broken."""
+    """Check a rollout backend, and return exit status 1 if it breaks a rule."""
     options = _parser("rollout").parse_args(argv)
     from camshaft.contracts.rollout.suite import RULES, check_rollout
     from camshaft.rollout import rollout_class
@@ -62,23 +62,23 @@ def rollout(argv: Sequence[str]) -> int:
 
 def _parser(kind: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"camshaft check-{kind}", description=f"Check one {kind} against the contract of all {kind}s."
+        prog=f"camshaft check-{kind}", description=f"Check a {kind} backend against the contract for {kind}s."
     )
-    parser.add_argument("name", metavar="NAME|pkg.module:Class", help="a built-in name or a class of your own")
-    parser.add_argument("--rule", default="", help="run only rules whose name contains this text")
+    parser.add_argument("name", metavar="NAME|pkg.module:Class", help="built-in name, or import path of a custom class")
+    parser.add_argument("--rule", default="", help="check only the rules whose names contain this text")
     parser.add_argument("--device", default="cpu", help="device to run on (default: cpu)")
     return parser
 
 
 def _report(backend: type, rules: Sequence[Rule], check: Check, options: argparse.Namespace) -> int:
-    """Print one line per rule as it completes."""
+    """Check the selected rules, print each result when it is available, and return the exit status."""
     from rich.console import Console
 
     console = Console(highlight=False)
     chosen = [rule for rule in rules if options.rule in rule.name]
     if not chosen:
         names = ", ".join(rule.name for rule in rules)
-        raise ConfigError(f"--rule {options.rule}: no rule has this text in its name; rules: {names}")
+        raise ConfigError(f"--rule {options.rule} matches no rule; use a part of one of these names: {names}")
     title = f"{backend.__module__}:{backend.__name__} against {len(chosen)} rules"
     console.print(title, markup=False, soft_wrap=True)
     holding = 0

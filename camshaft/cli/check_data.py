@@ -2,7 +2,7 @@
 
     camshaft check-data data.train_files=train.parquet actor_rollout_ref.model.path=models/tiny key=value ...
 
-It takes exactly the arguments of `camshaft ppo`.
+The command accepts the same arguments as `camshaft ppo`.
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from camshaft.config import PPOConfig, compose
 USAGE = """\
 usage: camshaft check-data key=value ...     check the data and the reward function of a PPO run
 
-Takes the arguments of camshaft ppo. Loads the tokenizer, the files and the reward function, but no model. Reports the
-columns of the files, prompt lengths in tokens, overlong and duplicate prompts, and the reward of the ground truth and
-of an empty response for ten rows. Exit status 0: the run can start; 1: it cannot, or the reward function fails; 2: the
-config is wrong.
+Accepts the same arguments as camshaft ppo. Loads the tokenizer, the data files and the reward function, but no model.
+Reports the columns of the files, prompt lengths in tokens, overlong and duplicate prompts, and, for ten rows, the
+rewards of the ground truth and of an empty response.
+
+Exit status: 0 if the run can start, 1 if it cannot start or the reward function fails, 2 if the config is invalid.
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check every config that `argv` describes; returns the largest exit status."""
+    """Check every config that `argv` describes, and return the largest exit status."""
     if asks_for_help(argv):
         sys.stdout.write(USAGE)
         return 0

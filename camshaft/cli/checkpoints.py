@@ -1,4 +1,4 @@
-"""`camshaft checkpoints FOLDER`: list the checkpoints of a run with state, size and age.
+"""`camshaft checkpoints FOLDER`: list the checkpoints of a run with their state, size and age.
 
     camshaft checkpoints checkpoints/demo/tiny
 
@@ -7,8 +7,8 @@
       20  intact  3.4 MB  3 min  newest
       30  broken  1.1 MB   12 s  'critic' is missing or incomplete
 
-File sizes are compared with the manifests; checksums are verified when a run resumes. Exit status 1 if no checkpoint
-is complete.
+The command compares file sizes with the manifests. It does not verify checksums, which a run does when it resumes. The
+exit status is 1 if no checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from camshaft.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the table; returns the exit status."""
+    """Print the table of checkpoints, and return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="camshaft checkpoints", description="List the checkpoints of a run: state, size, age and the best one."
+        prog="camshaft checkpoints",
+        description="List the checkpoints of a run with their state, size and age, and mark the newest and the best.",
     )
     parser.add_argument("folder", metavar="FOLDER", help="trainer.default_local_dir of the run")
     root = Path(parser.parse_args(argv).folder).expanduser()
     from camshaft.checkpoint.manager import BEST, TRAINER, in_words, incomplete_reason, read_marker, size_of
 
     if not root.is_dir():
-        raise ConfigError(f"{root} does not exist; give trainer.default_local_dir of a run")
+        raise ConfigError(f"{root} does not exist; set FOLDER to trainer.default_local_dir of a run")
     steps = storage.step_folders(root)
     if not steps:
-        raise ConfigError(f"{root} contains no checkpoints (global_step_<n>); give trainer.default_local_dir of a run")
+        raise ConfigError(
+            f"{root} contains no checkpoints (global_step_<n>); set FOLDER to trainer.default_local_dir of a run"
+        )
     problems = {step: incomplete_reason(folder) for step, folder in steps}
     newest = max((step for step, problem in problems.items() if problem is None), default=None)
     best = read_marker(root, BEST)
@@ -55,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _age(folder: Path, manifest: Path) -> str:
-    """Time since the manifest was written, or, for a broken checkpoint, since its folder was last modified."""
+    """Format the time since the manifest was written. Without a manifest, use the modification time of the folder."""
     seconds = int(max(0.0, time.time() - (manifest if manifest.is_file() else folder).stat().st_mtime))
     for name, length in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= length:

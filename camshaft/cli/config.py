@@ -18,7 +18,7 @@ TRAINERS = ("ppo", "sft", "rm", "generate", "eval")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one action; returns the exit status."""
+    """Run the selected action, and return the exit status."""
     options = _parser().parse_args(argv)
     if options.action == "docs":
         Path(options.out).write_text(reference_page(), encoding="utf-8")
@@ -29,13 +29,13 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="camshaft config", description="Explain or list the keys of a config.")
+    parser = argparse.ArgumentParser(prog="camshaft config", description="Explain or list config keys.")
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
-    explain_key = actions.add_parser("explain", help="explain one key")
-    explain_key.add_argument("key", help="dotted, for example algorithm.kl_ctrl.kl_coef")
+    explain_key = actions.add_parser("explain", help="explain a key or a section")
+    explain_key.add_argument("key", help="dotted key, for example algorithm.kl_ctrl.kl_coef")
     show_all = actions.add_parser("show", help="print all keys with their defaults and comments")
     docs = actions.add_parser("docs", help="write the reference page of all keys")
-    docs.add_argument("--out", required=True, help="the Markdown file to write")
+    docs.add_argument("--out", required=True, help="Markdown file to write")
     for action in (explain_key, show_all, docs):
-        action.add_argument("--trainer", choices=TRAINERS, default="ppo", help="the command (default: ppo)")
+        action.add_argument("--trainer", choices=TRAINERS, default="ppo", help="command to configure (default: ppo)")
     return parser

@@ -12,13 +12,14 @@ from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help
 from camshaft.config import EvalConfig, compose
 
 USAGE = f"""\
-usage: camshaft eval key=value ...       score responses: mean@n, best@k, maj@k and pass@k of each data set
+usage: camshaft eval key=value ...       score responses: mean@n, best@k, maj@k and pass@k of each data source
 
 Required keys:
-  data.path=FILE                                              parquet, as camshaft generate writes it
-  custom_reward_function.path=FILE                            or custom_reward_function.name=gsm8k
+  data.path=FILE                       parquet file with responses, for example of camshaft generate
+  custom_reward_function.path=FILE     or custom_reward_function.name=gsm8k
 Optional outputs:
-  data.metrics_path=FILE.json data.output_path=FILE.parquet   the metrics; the rows with their scores
+  data.metrics_path=FILE.json          metrics
+  data.output_path=FILE.parquet        all rows with their scores
 All keys: camshaft config show --trainer eval. One key: camshaft config explain --trainer eval KEY
 
 {CONFIG_OPTIONS}
@@ -28,7 +29,7 @@ example:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Score with every config that `argv` describes; returns the exit status."""
+    """Score the responses of every config that `argv` describes, and return the exit status."""
     if asks_for_help(argv):
         sys.stdout.write(USAGE)
         return 0
@@ -38,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def score(config: EvalConfig) -> None:
-    """Score the responses, print the table and write the requested files."""
+    """Score the responses, print the metrics as a table, and write the output files."""
     from rich.console import Console
 
     from camshaft.trainer.evaluate import evaluate, score_table

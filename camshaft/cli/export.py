@@ -4,8 +4,9 @@
     camshaft export checkpoints/demo/tiny/global_step_20/critic models/values --dtype bfloat16
     camshaft export checkpoints/demo/tiny models/mine_lora --adapter        only the LoRA adapter
 
-The reference engine reads the checkpoint, whichever engine wrote it and on however many ranks. Before the folder gets
-its name, transformers loads it and must reproduce the log-probs (values, scores) of the engine.
+The reference engine loads the checkpoint. Any engine, with any number of ranks, can have written it. The export is
+verified before the folder appears: transformers loads it, and its log-probs (or values, or scores) must equal those of
+the engine up to rounding.
 """
 
 from __future__ import annotations
@@ -27,25 +28,25 @@ if TYPE_CHECKING:
     from camshaft.engine import BaseEngine
 
 TRAINER = "trainer"
-"""Folder of a checkpoint with the state of the trainer; written last."""
+"""Subfolder of a checkpoint with the state of the trainer. It is written last."""
 DEFAULT_ROLE = "actor"
-"""Role to export if the path names a run or a checkpoint."""
+"""Role to export if the path is the folder of a run or a checkpoint."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 @dataclass(frozen=True)
 class RoleCheckpoint:
-    """The checkpoint of one role: its folder, and facts that the engine and the trainer recorded."""
+    """Checkpoint of a role: its folder, and the model, the seed and the tokenizer that it records."""
 
     folder: Path
     model: EngineModel
     seed: int
     tokenizer: str | None
-    """Folder of the run's tokenizer; None if the trainer recorded none."""
+    """Tokenizer folder of the run. None if the checkpoint does not record it."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command; returns the exit status."""
+    """Export the model or the adapter that `argv` describes, and return the exit status."""
     options = _parser().parse_args(argv)
     from camshaft.checkpoint import Probe, check_export_path, export_adapter, export_hugging_face
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     model, tokenizer = _model(role, options), _tokenizer(role, options)
     check_export_path(target)
     if target.is_dir() and any(target.iterdir()) and not options.force:
-        raise ConfigError(f"{target} holds an older export; name another folder, or replace it with --force")
+        raise ConfigError(f"{target} contains an older export; use another folder, or replace the export with --force")
     engine = _load_engine(role, model, options.dtype)
     with engine.eval_mode():
         probe = Probe(engine.infer_batch, options.dtype)
@@ -71,11 +72,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def file_bytes(size: str) -> int:
-    """Convert '5GB' or '500MiB' to bytes."""
+    """Convert a size such as '5GB' or '500MiB' to bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmg]i?b)?", size.strip().lower())
     count = int(float(match[1]) * UNITS[(match[2] or "").upper()]) if match else 0
     if count < 1:
-        raise ConfigError(f"--max-shard-size {size} is not a size; use for example 5GB or 500MB")
+        raise ConfigError(f"--max-shard-size {size} is not a valid size; use for example 5GB or 500MB")
     return count
 
 
@@ -83,20 +84,21 @@ def file_bytes(size: str) -> int:
 
 
 def find_role(path: Path) -> RoleCheckpoint:
-    """Find the role that `path` names.
+    """Return the role checkpoint to export.
 
-    A role's folder names itself, a checkpoint its actor (or its only role), a run the newest complete checkpoint.
-    Nothing is loaded; the engine verifies the checksums when it reads the files.
+    `path` is the folder of a role, of a checkpoint, or of a run. A checkpoint selects its actor or its only role. A run
+    selects its newest complete checkpoint. This function does not load weights or verify checksums; the engine does so
+    when it loads the checkpoint.
     """
     from camshaft.engine.checkpoint import STATE_FILE, read_state_file
 
     path = path.expanduser().absolute()
     is_role = (path / STATE_FILE).is_file() and not (path / TRAINER).is_dir()
     folder = path if is_role else _role_folder(_checkpoint_folder(path))
-    storage.read_manifest(folder)  # raises for a folder without a manifest, which is incomplete
+    storage.read_manifest(folder)  # raises an error if the checkpoint is incomplete
     facts: dict[str, Any] = read_state_file(folder).get("engine", {})
     if "model" not in facts:
-        raise CheckpointError(f"{folder} does not record its model: {STATE_FILE} has no entry 'model' from the engine")
+        raise CheckpointError(f"{folder} does not record its model: {STATE_FILE} contains no entry 'engine.model'")
     return RoleCheckpoint(folder, EngineModel(**facts["model"]), facts["seed"], _tokenizer_of_run(folder.parent))
 
 
@@ -108,14 +110,16 @@ def _checkpoint_folder(path: Path) -> Path:
     if storage.step_folders(path):
         saved = CheckpointManager(path).latest()
         if saved is None:
-            raise CheckpointError(f"{path} has no complete checkpoint; name a role folder, which may be complete")
+            raise CheckpointError(
+                f"{path} contains no complete checkpoint; use the folder of a role, which may be complete"
+            )
         return saved.folder
     if path in [folder for _, folder in storage.step_folders(path.parent)]:
         return CheckpointManager(path.parent).open(path).folder
     content = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
     raise CheckpointError(
-        f"{path} is not a checkpoint (it contains {content}); name the folder of a run, a checkpoint in it "
-        "(global_step_20), or a role of a checkpoint (global_step_20/actor)"
+        f"{path} is not a checkpoint (it contains {content}); use the folder of a run, of a checkpoint in it "
+        "(global_step_20), or of a role in a checkpoint (global_step_20/actor)"
     )
 
 
@@ -133,32 +137,32 @@ def _tokenizer_of_run(checkpoint: Path) -> str | None:
 
 
 def _model(role: RoleCheckpoint, options: argparse.Namespace) -> EngineModel:
-    """Return the model of the run with the changes of the command line."""
+    """Return the model of the run, with the path that the command line sets."""
     model = role.model
     if (model.trust_remote_code or model.external_lib) and not options.trust_remote_code:
         raise ConfigError(
-            f"{role.folder}: the run used Python code of its model (external_lib={model.external_lib}, "
-            f"trust_remote_code={model.trust_remote_code}); if you trust it, add --trust-remote-code"
+            f"{role.folder}: the run executed custom Python code (external_lib={model.external_lib}, "
+            f"trust_remote_code={model.trust_remote_code}); if you trust this code, add --trust-remote-code"
         )
     if options.model is not None:
         model = model.model_copy(update={"path": options.model})
     elif not Path(model.path).is_dir():
         raise CheckpointError(
-            f"{role.folder} needs the config and the tokenizer of the model {model.path} (and its weights, with an "
-            "adapter), but this folder does not exist here; name it with --model FOLDER"
+            f"{role.folder} requires the config and the tokenizer (with an adapter, also the weights) of the model "
+            f"{model.path}, but this folder does not exist; set its path with --model FOLDER"
         )
     if options.adapter and model.lora is None:
-        raise ConfigError(f"{role.folder} was trained without an adapter; remove --adapter")
+        raise ConfigError(f"{role.folder} was trained without a LoRA adapter; remove --adapter")
     if options.adapter and model.random_init:
         raise ConfigError(
-            f"{role.folder}: the base weights of its adapter were initialized from a seed and are in no folder; "
-            "remove --adapter to merge the adapter into them"
+            f"{role.folder}: the adapter cannot be exported without its base weights, which were initialized from a "
+            "seed and are not in a model folder; remove --adapter to export the merged weights"
         )
     return model
 
 
 def _tokenizer(role: RoleCheckpoint, options: argparse.Namespace) -> str | None:
-    """Return the folder of the run's tokenizer if it is not the model's."""
+    """Return the tokenizer folder of the run, or None if it is the model folder."""
     if role.tokenizer in (None, role.model.path):
         return None
     if Path(role.tokenizer).is_dir():
@@ -166,8 +170,8 @@ def _tokenizer(role: RoleCheckpoint, options: argparse.Namespace) -> str | None:
     if options.model is not None:
         return None
     raise CheckpointError(
-        f"{role.folder} belongs to a run with the tokenizer {role.tokenizer}, but this folder does not exist here; "
-        "take config and tokenizer from another folder with --model FOLDER"
+        f"{role.folder} belongs to a run with the tokenizer {role.tokenizer}, but this folder does not exist; set "
+        "another folder for both config and tokenizer with --model FOLDER"
     )
 
 
@@ -175,7 +179,7 @@ def _load_engine(role: RoleCheckpoint, model: EngineModel, dtype: str) -> BaseEn
     from camshaft.engine import build_engine
 
     if model.lora is None:
-        model = model.model_copy(update={"random_init": True})  # the checkpoint has all weights
+        model = model.model_copy(update={"random_init": True})  # the checkpoint contains all weights
     else:
         model = model.model_copy(update={"lora": model.lora.model_copy(update={"adapter_path": None})})
     engine = build_engine("reference", EngineConfig(model=model, dtype=dtype, seed=role.seed))  # pyright: ignore
@@ -187,21 +191,26 @@ def _load_engine(role: RoleCheckpoint, model: EngineModel, dtype: str) -> BaseEn
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="camshaft export",
-        description="Export the model of a checkpoint as a folder in the Hugging Face layout, without starting a run. "
-        "The export is verified before the folder appears: transformers loads it and must have the same weights and "
-        "produce the same outputs.",
+        description="Export the model of a checkpoint as a Hugging Face folder, without starting a run. The export is "
+        "verified before the folder appears: transformers loads it, and its weights and outputs are compared with "
+        "those of the checkpoint.",
     )
     parser.add_argument(
         "checkpoint",
-        help="a run (its newest checkpoint), a checkpoint (its actor), or a role: global_step_20/critic",
+        help="folder of a run (exports its newest checkpoint), of a checkpoint (exports its actor), or of a role, for "
+        "example global_step_20/critic",
     )
-    parser.add_argument("folder", help="the folder to write")
-    parser.add_argument("--model", metavar="FOLDER", help="the run's initial model, if it has moved")
-    parser.add_argument("--adapter", action="store_true", help="export only the LoRA adapter (default: merge it)")
+    parser.add_argument("folder", help="folder to write")
+    parser.add_argument("--model", metavar="FOLDER", help="initial model of the run, if its folder has moved")
+    parser.add_argument(
+        "--adapter", action="store_true", help="export only the LoRA adapter (default: merge it into the weights)"
+    )
     dtypes = ("float32", "bfloat16")
     parser.add_argument("--dtype", choices=dtypes, default="float32", help="dtype of the weights (default: float32)")
-    size = "maximum size of a weight file (default: 4GiB); larger models become several files with an index"
+    size = "maximum size of a weight file (default: 4GiB); a larger model is split into several files with an index"
     parser.add_argument("--max-shard-size", metavar="SIZE", default="4GiB", help=size)
-    parser.add_argument("--force", action="store_true", help="replace an older export (never another folder)")
-    parser.add_argument("--trust-remote-code", action="store_true", help="run Python code of the run's model")
+    parser.add_argument(
+        "--force", action="store_true", help="replace an older export; folders with other contents are never replaced"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="allow custom Python code of the run's model")
     return parser

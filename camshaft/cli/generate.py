@@ -2,7 +2,7 @@
 
     camshaft generate data.path=in.parquet data.output_path=out.parquet model.path=models/tiny key=value ...
 
-The same command resumes a run that was interrupted.
+Run the same command again to resume an interrupted run.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ USAGE = f"""\
 usage: camshaft generate key=value ...   generate responses to the prompts of a parquet file
 
 Required keys:
-  data.path=FILE data.output_path=FILE                        parquet; the output file must not exist
+  data.path=FILE data.output_path=FILE                        parquet files; the output file must not exist
   model.path=FOLDER
   trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
-The same command resumes a run that was interrupted.
+Run the same command again to resume an interrupted run.
 All keys: camshaft config show --trainer generate. One key: camshaft config explain --trainer generate KEY
 
 {CONFIG_OPTIONS}
-example (the second line scores the responses too, by data_source):
+example (the last line also scores the responses with built-in functions, selected by data_source):
   camshaft generate data.path=test.parquet data.output_path=out.parquet model.path=models/mine rollout.n=8 \\
     custom_reward_function.name=auto
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Generate with every config that `argv` describes; returns the exit status."""
+    """Generate the responses of every config that `argv` describes, and return the exit status."""
     if asks_for_help(argv):
         sys.stdout.write(USAGE)
         return 0
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def generate(config: GenerateConfig) -> None:
-    """Generate the missing responses, write the output file and print the scores."""
+    """Generate the missing responses, write the output file, and print the scores if a function is configured."""
     from rich.console import Console
 
     from camshaft.tracking import Tracking
@@ -54,9 +54,9 @@ def generate(config: GenerateConfig) -> None:
         check_device(config.trainer.device, config.trainer.n_gpus_per_node)
     with log_to_console(console, config.trainer.seed):
         run = GenerateRun(config)
-        done = run.file.exists()
-        if done:
-            run.file.remove_parts()  # left by a run that was killed after writing the file
+        file_exists = run.file.exists()
+        if file_exists:
+            run.file.remove_parts()  # a run that was killed after it wrote the file did not remove them
         else:
             with run, Tracking(["console"], run.info()) as tracking:
                 run.generate(tracking)
@@ -64,5 +64,6 @@ def generate(config: GenerateConfig) -> None:
         metrics = run.metrics()
         if metrics:
             console.print(score_table(metrics))
-        result = "already written by this command" if done else f"{len(run.prompts)} prompts x {config.rollout.n}"
+        prompts = f"{len(run.prompts)} prompts x {config.rollout.n}"
+        result = "already written by this command" if file_exists else prompts
         console.print(f"{run.file.path}: {result}", markup=False, soft_wrap=True)

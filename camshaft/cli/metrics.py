@@ -15,7 +15,7 @@ from camshaft.tracking.names import explain, reference_page
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one action; returns the exit status."""
+    """Run the selected action, and return the exit status."""
     options = _parser().parse_args(argv)
     if options.action == "docs":
         Path(options.out).write_text(reference_page(), encoding="utf-8")
@@ -25,10 +25,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="camshaft metrics", description="Explain or list the logged metrics.")
+    parser = argparse.ArgumentParser(prog="camshaft metrics", description="Explain or list logged metrics.")
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
-    explain_metric = actions.add_parser("explain", help="explain one metric")
-    explain_metric.add_argument("name", help="as it is logged, for example actor/ppo_kl")
+    explain_metric = actions.add_parser("explain", help="explain a metric")
+    explain_metric.add_argument("name", help="name of the metric as it is logged, for example actor/ppo_kl")
     docs = actions.add_parser("docs", help="write the reference page of all metrics")
-    docs.add_argument("--out", required=True, help="the Markdown file to write")
+    docs.add_argument("--out", required=True, help="Markdown file to write")
     return parser

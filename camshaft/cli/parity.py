@@ -1,4 +1,4 @@
-"""`camshaft parity`: compare the log-probs of a training engine and a rollout, and diagnose a difference.
+"""`camshaft parity`: compare the log-probs of a training engine and a rollout, and diagnose differences.
 
 camshaft parity --engine fsdp --rollout torch --model models/tiny --temperature 0.7
 """
@@ -12,7 +12,7 @@ DTYPES = ("float32", "bfloat16", "float64")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare the pair; returns 0 if the log-probs agree and 1 if they do not."""
+    """Compare an engine and a rollout, and return exit status 0 if their log-probs agree and 1 otherwise."""
     options = _parser().parse_args(argv)
     from camshaft.parity.report import run
 
@@ -22,44 +22,49 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="camshaft parity",
-        description="Compare the log-probs of a training engine and a rollout. Both are built on one model folder in "
-        "this process. The rollout receives the engine's weights and generates responses; the engine recomputes their "
-        "log-probs. If these agree and the engine's weights are not bfloat16, the comparison is repeated after one "
-        "optimizer step. Exit status 0: no difference exceeds the limit; 1: one does, and the likely cause is "
-        "reported; 2: an argument is wrong.",
+        description="Compare the log-probs of a training engine and a rollout. Both load the same model folder in this "
+        "process. The weights of the engine are synced to the rollout, the rollout generates responses, and the engine "
+        "recomputes their log-probs. If the log-probs agree and the weights of the engine are not bfloat16, the "
+        "comparison is repeated after one optimizer step. Exit status: 0 if no difference exceeds the limit, 1 if a "
+        "difference exceeds it (the likely cause is reported), 2 if an argument is invalid.",
         epilog="example: camshaft parity --engine fsdp --rollout torch --model models/tiny --temperature 0.7",
     )
-    pair = parser.add_argument_group("the pair")
+    pair = parser.add_argument_group("engine and rollout")
     pair.add_argument("--engine", required=True, metavar="NAME", help="fsdp, reference, ..., or pkg.mod:Class")
     pair.add_argument("--rollout", required=True, metavar="NAME", help="torch, hf, vllm, ..., or pkg.mod:Class")
-    pair.add_argument("--model", required=True, metavar="FOLDER", help="a Hugging Face folder with weights")
-    pair.add_argument("--device", default="cpu", help="device of both (default: cpu)")
+    pair.add_argument("--model", required=True, metavar="FOLDER", help="Hugging Face folder with weights")
+    pair.add_argument("--device", default="cpu", help="device of engine and rollout (default: cpu)")
     pair.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the engine (default: float32)")
     pair.add_argument(
         "--rollout-dtype", choices=DTYPES, default="float32", help="dtype of the rollout (default: float32)"
     )
     repeated = {
-        "--option": "an option of the engine, for example mixed_precision.param_dtype=bfloat16; may be repeated",
-        "--engine-kwarg": "an entry of the rollout's engine_kwargs; may be repeated",
+        "--option": "option of the engine, for example mixed_precision.param_dtype=bfloat16; can be repeated",
+        "--engine-kwarg": "entry of the rollout's engine_kwargs; can be repeated",
     }
     for name, meaning in repeated.items():
         pair.add_argument(name, action="append", default=[], metavar="KEY=VALUE", help=meaning)
-    pair.add_argument("--trust-remote-code", action="store_true", help="run Python code of the model folder")
+    pair.add_argument("--trust-remote-code", action="store_true", help="allow custom Python code of the model folder")
     inputs = parser.add_argument_group("prompts and sampling")
-    inputs.add_argument("--data", metavar="FILE", help="a parquet file of prompts (default: random tokens)")
-    inputs.add_argument("--tokenizer", metavar="FOLDER", help="tokenizer of the prompts, compared with that of --model")
+    inputs.add_argument("--data", metavar="FILE", help="parquet file with prompts (default: random tokens)")
+    inputs.add_argument(
+        "--tokenizer", metavar="FOLDER", help="tokenizer for the prompts; it is compared with the tokenizer of --model"
+    )
     numbers = {
         "--prompts": (8, "number of prompts"),
-        "--prompt-length": (32, "maximum prompt length; longer prompts keep their last tokens"),
-        "--response-length": (32, "maximum response length"),
-        "--seed": (0, "seed of random prompts and of sampling"),
-        "--top-k": (0, "sample from the k likeliest tokens; 0 for all"),
+        "--prompt-length": (32, "maximum prompt length in tokens; longer prompts are truncated on the left"),
+        "--response-length": (32, "maximum response length in tokens"),
+        "--seed": (0, "seed for random prompts and for sampling"),
+        "--top-k": (0, "number of most likely tokens to sample from; 0 samples from all tokens"),
     }
     for name, (default, meaning) in numbers.items():
         inputs.add_argument(name, type=int, default=default, metavar="N", help=f"{meaning} (default: {default})")
-    shares = {"--temperature": "sampling temperature; 0 is greedy", "--top-p": "nucleus probability"}
-    for name, meaning in shares.items():
+    fractions = {
+        "--temperature": "sampling temperature; 0 uses greedy decoding",
+        "--top-p": "cumulative probability of the most likely tokens to sample from",
+    }
+    for name, meaning in fractions.items():
         inputs.add_argument(name, type=float, default=1.0, metavar="X", help=f"{meaning} (default: 1.0)")
-    limit = "largest log-prob difference that counts as agreement (default: 0.001, suitable for float32)"
+    limit = "maximum log-prob difference to accept (default: 0.001, suitable for float32)"
     parser.add_argument("--limit", type=float, default=1e-3, metavar="X", help=limit)
     return parser

@@ -18,23 +18,24 @@ USAGE = f"""\
 usage: camshaft ppo key=value ...        train with PPO, GRPO and related algorithms
 
 Required keys:
-  data.train_files=FILE data.val_files=FILE                   parquet
-  actor_rollout_ref.model.path=FOLDER critic.model.path=FOLDER    the critic's only with algorithm.adv_estimator=gae
+  data.train_files=FILE data.val_files=FILE                   parquet files
+  actor_rollout_ref.model.path=FOLDER
+  critic.model.path=FOLDER                                    only with algorithm.adv_estimator=gae
   actor_rollout_ref.rollout.name=torch
   trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
-  actor_rollout_ref.actor.strategy=fsdp                       or reference: plain torch, one process
+  actor_rollout_ref.actor.strategy=fsdp                       or reference for a single process without sharding
 All keys: camshaft config show. One key: camshaft config explain KEY
 
 {CONFIG_OPTIONS}
-example (with the keys above):
+example (in addition to the required keys):
   camshaft ppo ... algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6
 """
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train with every config that `argv` describes, one after another; returns the largest exit status.
+    """Train with every config that `argv` describes, one after another, and return the largest exit status.
 
-    A run that a signal has stopped ends the sweep.
+    If a signal stops a run, the remaining runs of a sweep are not started.
     """
     if asks_for_help(argv):
         sys.stdout.write(USAGE)
@@ -48,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def train(config: PPOConfig) -> int:
-    """Run PPO from the checks of this machine to the last checkpoint; returns the exit status."""
+    """Train with one config, and return the exit status."""
     from camshaft.trainer.build import PPOParts
     from camshaft.trainer.ppo import PPOTrainer
     from camshaft.trainer.session import pool_specs, session
@@ -57,7 +58,7 @@ def train(config: PPOConfig) -> int:
     with session(config.trainer, ranks) as run, PPOParts(config) as parts:
         run.say(render_batch_table(batch_table(config, config.topology())))
         for rule, (low, high) in config.algorithm.rollout_correction.rejection_bounds():
-            run.say(f"rollout_rs={rule} keeps values from {low:g} to {high:g}")
+            run.say(f"rollout_rs={rule} accepts values from {low:g} to {high:g}")
         trainer = PPOTrainer(config, parts)
         saved = trainer.prepare()
         only_validate = config.trainer.val_only
@@ -65,7 +66,7 @@ def train(config: PPOConfig) -> int:
         with run.tracking(config, parts.total_steps, resumed, subfolder) as tracking:
             stop = run.listen()
             trainer.fit(tracking, stop)
-            parts.finish_saving()  # trackers report the run as finished only after its checkpoints are written
+            parts.finish_saving()  # write all checkpoints before the trackers report the run as finished
             if stop.status:
                 tracking.ending = "stopped"
     return stop.status

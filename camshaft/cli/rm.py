@@ -15,10 +15,10 @@ USAGE = f"""\
 usage: camshaft rm key=value ...         train a reward model on preference pairs
 
 Required keys:
-  data.train_files=FILE data.val_files=FILE                   parquet; null for no validation
-  model.path=FOLDER                                           a language model, or a reward model
+  data.train_files=FILE data.val_files=FILE                   parquet files; data.val_files=null disables validation
+  model.path=FOLDER                                           language model, or reward model
   trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
-  strategy=fsdp                                               or reference: plain torch, one process
+  strategy=fsdp                                               or reference for a single process without sharding
 All keys: camshaft config show --trainer rm. One key: camshaft config explain --trainer rm KEY
 
 {CONFIG_OPTIONS}
@@ -28,7 +28,7 @@ example:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Train a reward model with every config that `argv` describes; returns the largest exit status."""
+    """Train a reward model with every config that `argv` describes, and return the largest exit status."""
     if asks_for_help(argv):
         sys.stdout.write(USAGE)
         return 0

@@ -17,10 +17,10 @@ USAGE = f"""\
 usage: camshaft sft key=value ...        supervised fine-tuning
 
 Required keys:
-  data.train_files=FILE data.val_files=FILE                   parquet; null for no validation
+  data.train_files=FILE data.val_files=FILE                   parquet files; data.val_files=null disables validation
   model.path=FOLDER
   trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
-  strategy=fsdp                                               or reference: plain torch, one process
+  strategy=fsdp                                               or reference for a single process without sharding
 All keys: camshaft config show --trainer sft. One key: camshaft config explain --trainer sft KEY
 
 {CONFIG_OPTIONS}
@@ -30,7 +30,7 @@ example:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Fine-tune with every config that `argv` describes; returns the largest exit status."""
+    """Fine-tune a model with every config that `argv` describes, and return the largest exit status."""
     if asks_for_help(argv):
         sys.stdout.write(USAGE)
         return 0

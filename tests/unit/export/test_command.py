@@ -239,7 +239,7 @@ def test_a_folder_without_checkpoint_is_an_error(tmp_path: Path) -> None:
     (foreign / "state.json").write_text('{"engine": {}}')
     for place, says in {
         tmp_path / "nowhere": "does not exist",
-        tmp_path / "notes": "is not a checkpoint (it contains read.me); name the folder of a run",
+        tmp_path / "notes": "is not a checkpoint (it contains read.me); use the folder of a run",
         tiny_folder(): "is not a checkpoint",
         half: "is not a complete checkpoint: it has no manifest.json",
         none: "has no complete checkpoint",
@@ -272,7 +272,7 @@ def test_only_an_older_export_is_replaced_with_overwrite(tmp_path: Path) -> None
 def test_unavailable_checkpoint_contents_are_errors_with_a_fix(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of())
     assert "remove --adapter" in export(run, tmp_path / "out", "--adapter").err
-    assert "is not a size; use for example 5GB" in export(run, tmp_path / "out", "--max-shard-size", "many").err
+    assert "is not a valid size; use for example 5GB" in export(run, tmp_path / "out", "--max-shard-size", "many").err
     drawn = model_of(rank=4).model_copy(update={"random_init": True})
     drawn_run = saved(tmp_path / "drawn", drawn)
     assert "initialized from a seed" in export(drawn_run, tmp_path / "out", "--adapter").err
