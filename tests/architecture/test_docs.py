@@ -58,7 +58,7 @@ def test_the_page_on_mismatch_explains_every_metric_of_it() -> None:
         assert f"| `{kind}` |" in page, kind
 
 
-def test_the_readme_names_every_engine_and_rollout_that_is_there() -> None:
+def test_the_readme_names_every_engine_and_rollout() -> None:
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     for name in (*ENGINES, *ROLLOUTS):
         assert f"`{name}`" in page, name

@@ -41,7 +41,7 @@ IN_A_PROCESS = (
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("name", IN_A_PROCESS, ids=lambda name: name.replace(" ", "_"))
-def test_a_rollout_in_a_process_of_its_own_keeps_rule(name: str, scratch: Path) -> None:
+def test_a_rollout_in_a_separate_process_follows_rule(name: str, scratch: Path) -> None:
     BY_NAME[name].check(RolloutHarness(rollout_class("process"), scratch))
 
 

@@ -42,7 +42,7 @@ def replays(case: Case) -> dict[int, Any]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_those_of_steps_as_they_are(family: str, tmp_path: Path) -> None:
+def test_greedy_tokens_match_eager_steps(family: str, tmp_path: Path) -> None:
     harness, sampling = RolloutHarness(TorchRollout, tmp_path, "cuda"), SamplingParams(24, temperature=0)
     responses = []
     for eager in (True, False):

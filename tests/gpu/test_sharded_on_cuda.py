@@ -71,7 +71,7 @@ def test_bfloat16_log_probs_are_near_those_of_float32(tmp_path: Path) -> None:
     torch.testing.assert_close(rounded.values, exact.values, rtol=0.02, atol=0.02)  # pyright: ignore
 
 
-def test_an_engine_alone_trains_on_the_accelerator(tmp_path: Path) -> None:
+def test_an_engine_without_roles_trains_on_the_accelerator(tmp_path: Path) -> None:
     harness = EngineHarness(engine_class("fsdp2"), tmp_path, DEVICE)
     model = EngineModel(path=str(harness.model_folder))
     engine = engine_class("fsdp2")(EngineConfig(model=model, optim=OptimConfig(lr=1e-2), device=DEVICE))

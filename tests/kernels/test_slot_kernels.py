@@ -88,7 +88,7 @@ def split(request: pytest.FixtureRequest, kernels: ModuleType, monkeypatch: pyte
 
 @pytest.mark.parametrize("window", [None, 1, 50])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_attention_is_plain_attention_of_each_row(
+def test_attention_matches_the_oracle_for_each_row(
     kernels: ModuleType, split: str, shape: str, window: int | None
 ) -> None:
     splits = check(kernels, torch.float32, SHAPES[shape], window, 1e-5)

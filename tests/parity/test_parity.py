@@ -150,7 +150,7 @@ def in_rounding(name: str, real: Any, reference: Any, tolerance: float) -> bool:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-6)])
-def test_ten_steps_of_ppo_agree_with_the_plain_run(tmp_path: Path, dtype: str, tolerance: float) -> None:
+def test_ten_steps_of_ppo_match_the_reference_program(tmp_path: Path, dtype: str, tolerance: float) -> None:
     steps = compare(tmp_path, replace(PPO, dtype=dtype), UNEVEN, tolerance)
     for name in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_clipfrac"):
         assert max(step.metrics[name] for step in steps) > 0, f"{name}: the case says nothing about this clip"
@@ -171,7 +171,7 @@ GROUPS = replace(
 )
 
 
-def test_grpo_with_a_kl_loss_agrees_with_the_plain_run(tmp_path: Path) -> None:
+def test_grpo_with_a_kl_loss_matches_the_reference_program(tmp_path: Path) -> None:
     grpo = replace(
         GROUPS,
         steps=3,
@@ -189,7 +189,7 @@ def test_grpo_with_a_kl_loss_agrees_with_the_plain_run(tmp_path: Path) -> None:
     assert "timing_s/ref" in steps[-1].metrics
 
 
-def test_grpo_with_exact_kl_loss_matches_plain_ppo(tmp_path: Path) -> None:
+def test_grpo_with_exact_kl_loss_matches_the_reference_program(tmp_path: Path) -> None:
     exact = replace(GROUPS, kl_loss=True, kl_loss_type="full", kl_loss_coef=2.0, aggregation="seq-mean-token-mean")
     steps = compare(tmp_path, exact, UNEVEN)
     assert steps[-1].metrics["actor/kl_loss"] > 1e-3
@@ -206,12 +206,12 @@ def test_grpo_with_exact_kl_loss_matches_plain_ppo(tmp_path: Path) -> None:
     ],
     ids=["dr_grpo", "gspo", "cispo"],
 )
-def test_relatives_of_grpo_agree_with_the_plain_run(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_grpo_variants_match_the_reference_program(tmp_path: Path, changes: dict[str, Any]) -> None:
     steps = compare(tmp_path, replace(GROUPS, **changes), UNEVEN)
     assert steps[-1].metrics["actor/pg_clipfrac"] > 0, "no ratio was clipped"
 
 
-def test_adaptive_kl_controller_agrees_with_the_plain_run(tmp_path: Path) -> None:
+def test_adaptive_kl_controller_matches_the_reference_program(tmp_path: Path) -> None:
     adaptive = replace(
         PPO,
         steps=3,
@@ -229,7 +229,7 @@ def test_adaptive_kl_controller_agrees_with_the_plain_run(tmp_path: Path) -> Non
     assert weights[2] != weights[1]
 
 
-def test_micro_batches_by_tokens_agree_with_the_plain_run(tmp_path: Path) -> None:
+def test_micro_batches_by_tokens_match_the_reference_program(tmp_path: Path) -> None:
     budget = {
         f"{ACTOR}.use_dynamic_bsz": True,
         f"{ACTOR}.ppo_max_token_len_per_gpu": 40,

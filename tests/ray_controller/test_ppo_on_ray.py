@@ -84,7 +84,7 @@ def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, An
 
 @pytest.mark.parametrize("controller", ["ray", "local"])
 @pytest.mark.usefixtures("cluster")
-def test_roles_on_pools_of_their_own(controller: str, scored: tuple[Path, dict[str, Any], list[Step]]) -> None:
+def test_roles_on_separate_pools(controller: str, scored: tuple[Path, dict[str, Any], list[Step]]) -> None:
     """The actor has two ranks, the critic one, and the reward model another one, each in a separate pool."""
     home, overrides, steps = scored
     pools = {

@@ -211,7 +211,7 @@ def test_machines_reached_by_ssh_form_a_cluster(
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_scripts_are_whole(script: Path) -> None:
+def test_scripts_are_valid_shell(script: Path) -> None:
     assert os.access(script, os.X_OK)
     for checker in (["bash", "-n"], ["shellcheck"]):
         if shutil.which(checker[0]):

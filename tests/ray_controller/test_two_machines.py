@@ -48,7 +48,7 @@ def ranks_on(machine: Machine, within: float = 5.0) -> list[str]:
     return remaining
 
 
-def test_machines_with_networks_of_their_own_give_the_same_numbers(
+def test_machines_with_separate_networks_give_the_same_numbers(
     machines: tuple[Machine, Machine], in_process: tuple[Path, list[Step]]
 ) -> None:
     home, steps = in_process

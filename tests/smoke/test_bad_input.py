@@ -110,7 +110,9 @@ def test_a_wrong_config_of_a_supervised_run_too(home: Path) -> None:
 
 
 @pytest.mark.parametrize("word", ["trainer.seed={", "trainer.seed", "--no-such-option"])
-def test_words_that_are_no_overrides_are_one_error(word: str, home: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_arguments_that_are_no_overrides_are_one_error(
+    word: str, home: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     try:
         run = camshaft("ppo", *ppo_args(home), word)
         status, err = run.status, run.err
@@ -351,7 +353,7 @@ def test_an_export_never_replaces_other_folders(home: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("case", ["unknown key", "main_ppo", "main_sft", "reward"])
-def test_each_entry_point_of_its_own_is_as_clean(case: str, home: Path, tmp_path: Path) -> None:
+def test_each_separate_entry_point_reports_one_error(case: str, home: Path, tmp_path: Path) -> None:
     bad = without("prompt")(tmp_path / "rows.parquet")
     (tmp_path / "my_reward.py").write_text("def compute_score(:\n")
     arguments, status, phrases = {

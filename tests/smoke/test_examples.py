@@ -10,7 +10,7 @@ from camshaft import storage
 ROOT = Path(__file__).parents[2]
 
 
-def test_an_engine_alone_trains_on_two_ranks(tmp_path: Path) -> None:
+def test_an_engine_without_roles_trains_on_two_ranks(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = str(ROOT / "examples" / "engine" / "train.py")
     process = subprocess.run([*launch, script, str(tmp_path)], capture_output=True, text=True, timeout=120, check=False)

@@ -64,7 +64,7 @@ def refused(run: Run, *phrases: str, status: int = 2) -> None:
 # -- output file ----------------------------------------------------------------------------------
 
 
-def test_every_row_is_there_as_it_was_with_n_responses(home: Path, tmp_path: Path) -> None:
+def test_every_row_is_kept_with_n_responses(home: Path, tmp_path: Path) -> None:
     run = generate(home, tmp_path / "new" / "out.parquet", data__batch_size=5)
     assert run.status == 0, run.err
     assert "step 4/4" in run.out  # 16 prompts, five at a time
@@ -79,7 +79,7 @@ def test_every_row_is_there_as_it_was_with_n_responses(home: Path, tmp_path: Pat
 
 
 @pytest.mark.parametrize("name", ["torch", "hf"])
-def test_greedy_responses_are_those_of_transformers(name: str, home: Path, tmp_path: Path) -> None:
+def test_greedy_responses_match_transformers(name: str, home: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.parquet"
     run = generate(home, out, rollout__name=name, rollout__n=1, rollout__do_sample=False, data__max_samples=5)
     assert run.status == 0, run.err
@@ -183,7 +183,7 @@ def test_answers_are_kept_and_voted_on(home: Path, tmp_path: Path) -> None:
     assert shown(run)["maj@3"] == f"{majority:.4g}"
 
 
-def test_a_score_by_data_source_needs_one_that_is_known(home: Path, tmp_path: Path) -> None:
+def test_a_score_by_data_source_needs_a_supported_one(home: Path, tmp_path: Path) -> None:
     row = {"prompt": PROMPT, "data_source": "mine", "ground_truth": "2"}
     path = write_parquet(tmp_path / "in.parquet", [row])
     auto = {"data__path": path, "custom_reward_function__name": "auto"}
@@ -307,7 +307,7 @@ def test_a_finished_run_that_is_started_again_changes_nothing(home: Path, tmp_pa
     assert not parts_of(out).exists()
 
 
-def test_a_file_that_is_there_is_not_replaced(home: Path, tmp_path: Path) -> None:
+def test_an_existing_file_is_not_replaced(home: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.parquet"
     out.write_text("mine")
     refused(generate(home, out), "the file already exists")

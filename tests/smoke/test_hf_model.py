@@ -99,7 +99,7 @@ def test_transformers_loads_what_the_checkpoint_beside_it_holds(tmp_path: Path) 
     assert not torch.allclose(actor, log_probs(AutoModelForCausalLM.from_pretrained(before)), atol=1e-4)
 
 
-def test_an_adapter_is_merged_and_stands_beside_for_peft(tmp_path: Path) -> None:
+def test_an_adapter_is_merged_and_also_saved_for_peft(tmp_path: Path) -> None:
     run_ppo(tmp_path, {**RANKS, **LORA}, steps=1)
     assert contents(tmp_path / "run") == {1: ALL}
     config, step = ppo_config(tmp_path, {**RANKS, **LORA}), tmp_path / "run" / "global_step_1"

@@ -109,7 +109,7 @@ def test_adapter_and_its_reference_do_not_depend_on_ranks(tmp_path: Path) -> Non
     assert all("lora_" in name for name in one_process[1].actor)
 
 
-def test_validation_needs_no_whole_rows_per_rank(tmp_path: Path) -> None:
+def test_validation_rows_need_not_divide_by_ranks(tmp_path: Path) -> None:
     odd = {
         "trainer.val_before_train": True,
         "data.val_max_samples": 5,

@@ -241,7 +241,7 @@ def test_resuming_an_earlier_step_moves_later_steps_aside(
     assert lines(run) == lines(uninterrupted)
 
 
-def test_resume_path_takes_the_copy_in_the_second_place(command: Command, uninterrupted: Path, tmp_path: Path) -> None:
+def test_resume_path_uses_the_remote_copy(command: Command, uninterrupted: Path, tmp_path: Path) -> None:
     second = tmp_path / "second"
     assert camshaft(*command(PPO, tmp_path / "a", default_hdfs_dir=second, total_training_steps=2)).status == 0
     shutil.rmtree(tmp_path / "a")
@@ -286,7 +286,7 @@ def manifest_cut_off(step: Path) -> None:
 
 
 @pytest.mark.parametrize("spoil", [without_trainer, without_critic, in_mid_write, file_cut_off, manifest_cut_off])
-def test_a_newest_step_that_is_not_whole_is_passed_over(
+def test_an_incomplete_newest_step_is_skipped(
     spoil: Callable[[Path], None], command: Command, uninterrupted: Path, tmp_path: Path
 ) -> None:
     run = shutil.copytree(uninterrupted, tmp_path / "run")
@@ -313,7 +313,7 @@ def test_a_changed_byte_is_an_error_that_names_the_file(command: Command, uninte
     assert "Traceback" not in result.err
 
 
-def test_as_many_checkpoints_stay_as_the_config_says(command: Command, tmp_path: Path) -> None:
+def test_retention_keeps_the_configured_number_of_checkpoints(command: Command, tmp_path: Path) -> None:
     args = command(PPO, tmp_path, save_freq=1, max_actor_ckpt_to_keep=2, max_critic_ckpt_to_keep=1)
     assert camshaft(*args).status == 0
     assert steps(tmp_path) == [5, 6]

@@ -71,7 +71,7 @@ def test_combined_scores_do_not_depend_on_ranks(home: Path) -> None:
             assert ranks.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
-def test_a_model_scores_alone_and_its_scores_are_validated(home: Path) -> None:
+def test_a_model_scores_without_a_function_in_validation(home: Path) -> None:
     # Without a reward function, rows need no ground truth and any data_source is valid.
     alone = {"custom_reward_function.path": "null", "custom_reward_function.name": "null", **scored_by(home)}
     validated = {"trainer.val_before_train": True, "data.val_max_samples": 5, "reward_model.max_length": 20}

@@ -67,7 +67,7 @@ def test_right_answers_to_sums_that_were_held_out_are_preferred(finished: Path) 
     assert last["perf/throughput"] > 0
 
 
-def test_plain_transformers_gives_the_same_scores_in_padded_batches(finished: Path) -> None:
+def test_transformers_gives_the_same_scores_in_padded_batches(finished: Path) -> None:
     folder = finished / "huggingface"
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
@@ -229,7 +229,7 @@ def test_a_classifier_of_several_labels_is_rejected(home: Path, tmp_path: Path) 
     assert "score.weight is (3, 32), not (1, 32)" in run.err
 
 
-def test_help_says_what_every_run_needs(home: Path) -> None:
+def test_help_lists_the_required_keys(home: Path) -> None:
     run = camshaft("rm", "--help")
     assert run.status == 0
     assert "camshaft rm data.train_files=pairs.parquet" in run.out

@@ -197,7 +197,7 @@ _BORROWED, _LIBRARIES = "tests/unit/rollout/test_shared_model.py", "tests/spec/t
 
 FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
-        "model.path": (f"{_LOADER}::test_weights_are_those_of_the_folder", f"{_RULE}[fsdp-predictions]"),
+        "model.path": (f"{_LOADER}::test_weights_match_the_folder", f"{_RULE}[fsdp-predictions]"),
         "model.external_lib": (f"{_LOADER}::test_external_lib_is_imported_before_the_model_is_built",),
         "model.override_config": (f"{_LOADER}::test_override_config_changes_the_model",),
         "model.trust_remote_code": (
@@ -212,13 +212,13 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
             "tests/unit/engine/test_prefix_sharing.py"
             "::test_the_model_computes_a_prompt_once_unless_disabled",
         ),
-        "model.random_init": (f"{_LOADER}::test_random_init_depends_on_the_seed_alone",),
-        "model.lora.rank": (f"{_LORAS}::test_log_probs_and_gradients_are_those_of_peft",),
-        "model.lora.alpha": (f"{_LORAS}::test_log_probs_and_gradients_are_those_of_peft",),
+        "model.random_init": (f"{_LOADER}::test_random_init_depends_only_on_the_seed",),
+        "model.lora.rank": (f"{_LORAS}::test_log_probs_and_gradients_match_peft",),
+        "model.lora.alpha": (f"{_LORAS}::test_log_probs_and_gradients_match_peft",),
         "model.lora.target_modules": (f"{_LORAS}::test_targets_and_exclusions_are_endings_of_names",),
         "model.lora.exclude_modules": (f"{_LORAS}::test_targets_and_exclusions_are_endings_of_names",),
         "model.lora.adapter_path": (
-            "tests/unit/engine/test_reference_lora.py::test_the_adapter_goes_out_alone_and_starts_another_engine",
+            "tests/unit/engine/test_reference_lora.py::test_an_exported_adapter_initializes_another_engine",
         ),
         "optim.optimizer": (f"{_OPTIMS}::test_a_class_is_given_only_what_it_takes",),
         "optim.override_optimizer_config": (f"{_OPTIMS}::test_overrides_win_and_lists_become_tuples",),
@@ -226,10 +226,10 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         "optim.betas": (f"{_OPTIMS}::test_the_default_optimizer_is_adamw_with_config_values",),
         "optim.weight_decay": (f"{_OPTIMS}::test_first_adamw_update_by_hand",),
         "optim.lr_warmup_steps": (f"{_OPTIMS}::test_warm_up_rises_from_above_zero_to_the_full_rate",),
-        "optim.min_lr_ratio": (f"{_OPTIMS}::test_cosine_goes_from_the_full_rate_to_the_floor",),
+        "optim.min_lr_ratio": (f"{_OPTIMS}::test_cosine_decays_from_the_full_rate_to_the_minimum",),
         "optim.num_cycles": ("tests/spec/test_engine_keys.py::test_num_cycles_is_the_number_of_cosine_cycles",),
         "optim.lr_scheduler_type": (f"{_OPTIMS}::test_linear_schedule_decays_from_full_rate_to_minimum",),
-        "optim.total_training_steps": (f"{_OPTIMS}::test_cosine_goes_from_the_full_rate_to_the_floor",),
+        "optim.total_training_steps": (f"{_OPTIMS}::test_cosine_decays_from_the_full_rate_to_the_minimum",),
         "grad_clip": (f"{_RULE}[fsdp-norm_is_before_clipping]",),
         "dtype": ("tests/spec/test_engine_keys.py::test_weights_have_the_configured_dtype",),
         "device": ("tests/spec/test_engine_keys.py::test_model_is_built_on_the_configured_device",),
@@ -248,7 +248,7 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
                     "wrap_policy.transformer_layer_cls_to_wrap", "wrap_policy.min_num_params",
                 ),
                 "test_gathered_weights_are_freed_or_kept_after_forward": ("reshard_after_forward",),
-                "test_the_next_layer_is_asked_for_before_this_one_computes": ("forward_prefetch",),
+                "test_the_next_layer_is_prefetched": ("forward_prefetch",),
                 "test_layers_compute_in_the_configured_dtype": ("mixed_precision.param_dtype",),
                 "test_gradients_are_reduced_in_the_configured_dtype": ("mixed_precision.reduce_dtype",),
                 "test_offloaded_parts_match_the_config": (
@@ -278,7 +278,7 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         "engine_kwargs": (f"{_BORROWED}::test_engine_kwargs_are_for_other_generators",),
         "lora.rank": (
             "tests/unit/rollout/test_vllm_rollout.py::test_adapter_arguments_have_rank_and_layers",
-            "tests/unit/reshard/test_adapters.py::test_the_base_goes_over_once_and_the_adapter_each_time",
+            "tests/unit/reshard/test_adapters.py::test_the_base_is_sent_once_and_the_adapter_each_time",
         ),
         "update_weights_bucket_megabytes": (f"{_LIBRARIES}::test_weight_buckets_have_the_configured_size",),
         "enforce_eager": (

@@ -14,10 +14,10 @@ REACHES = "tests/spec/test_fields.py::test_key_reaches_its_field"
 _DATA, _RUN, _PLACE = (f"tests/spec/test_{name}_keys.py" for name in ("data", "run", "place"))
 _REWARDS = "tests/spec/test_reward_keys.py"
 _PARITY = "tests/parity/test_parity.py"
-_RELATIVES = f"{_PARITY}::test_relatives_of_grpo_agree_with_the_plain_run"
-_PPO = f"{_PARITY}::test_ten_steps_of_ppo_agree_with_the_plain_run"
-_GRPO = f"{_PARITY}::test_grpo_with_a_kl_loss_agrees_with_the_plain_run"
-_ADAPTIVE = f"{_PARITY}::test_adaptive_kl_controller_agrees_with_the_plain_run"
+_RELATIVES = f"{_PARITY}::test_grpo_variants_match_the_reference_program"
+_PPO = f"{_PARITY}::test_ten_steps_of_ppo_match_the_reference_program"
+_GRPO = f"{_PARITY}::test_grpo_with_a_kl_loss_matches_the_reference_program"
+_ADAPTIVE = f"{_PARITY}::test_adaptive_kl_controller_matches_the_reference_program"
 _CHECKS, _RESUME = "tests/unit/config/test_checks.py", "tests/smoke/test_resume.py"
 _CORRECTION = "tests/unit/trainer/test_correction.py"
 _NOTICE = f"{_PLACE}::test_key_without_effect_is_a_warning"
@@ -85,12 +85,12 @@ PROOFS: dict[str, tuple[str, ...]] = {
     f"{CRITIC}.cliprange_value": (_PPO,),
     f"{CRITIC}.checkpoint.save_contents": (_HF_MODEL,),
     # -- scores
-    f"{REWARD}.enable": (f"{_SCORED}::test_a_model_scores_alone_and_its_scores_are_validated",),
-    f"{REWARD}.max_length": (f"{_SCORED}::test_a_model_scores_alone_and_its_scores_are_validated",),
+    f"{REWARD}.enable": (f"{_SCORED}::test_a_model_scores_without_a_function_in_validation",),
+    f"{REWARD}.max_length": (f"{_SCORED}::test_a_model_scores_without_a_function_in_validation",),
     f"{REWARD}.weight": (f"{_SCORED}::test_combined_scores_do_not_depend_on_ranks",),
     f"{REWARD}.worker_cls": (f"{_SCORED}::test_a_custom_class_scores",),
-    "actor_rollout_ref.worker_cls": ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_roles_of_your_own",),
-    f"{CRITIC}.worker_cls": ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_roles_of_your_own",),
+    "actor_rollout_ref.worker_cls": ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_custom_roles",),
+    f"{CRITIC}.worker_cls": ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_custom_roles",),
     **_each(
         f"{_REWARDS}::test_key_changes_the_overlong_penalty",
         f"{_BUFFER}.enable", f"{_BUFFER}.len", f"{_BUFFER}.penalty_factor", f"{_BUFFER}.log",
@@ -126,7 +126,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "algorithm.rollout_correction.rollout_is": (f"{_CORRECTION}::test_the_first_loss_is_the_weighted_mean_advantage",),
     "algorithm.rollout_correction.rollout_is_threshold": (
-        f"{_CORRECTION}::test_weights_and_what_is_told_of_them_by_hand",
+        f"{_CORRECTION}::test_weights_and_their_metrics_by_hand",
     ),
     "algorithm.rollout_correction.rollout_is_batch_normalize": (
         f"{_CORRECTION}::test_normalized_correction_weights_have_mean_one",
@@ -157,7 +157,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
         f"{_PLACE}::test_key_reaches_the_trackers[trainer.project_name]",
         "tests/smoke/test_reward_model.py::test_the_command_line_reports_the_model_scores",
     ),
-    "trainer.save_freq": (f"{_RESUME}::test_as_many_checkpoints_stay_as_the_config_says",),
+    "trainer.save_freq": (f"{_RESUME}::test_retention_keeps_the_configured_number_of_checkpoints",),
     "trainer.val_only": (
         f"{_RUN}::test_key_changes_the_run[trainer.val_only]",
         f"{_PPO_UNIT}::test_a_standalone_validation_does_not_change_its_run",
@@ -168,9 +168,9 @@ PROOFS: dict[str, tuple[str, ...]] = {
         f"{_PPO_UNIT}::test_responses_of_every_validation_and_every_step_are_written_down",
     ),
     "trainer.critic_warmup": (f"{_PARITY}::test_actor_is_untouched_while_the_critic_warms_up",),
-    "trainer.default_hdfs_dir": (f"{_RESUME}::test_resume_path_takes_the_copy_in_the_second_place",),
-    "trainer.max_actor_ckpt_to_keep": (f"{_RESUME}::test_as_many_checkpoints_stay_as_the_config_says",),
-    "trainer.max_critic_ckpt_to_keep": (f"{_RESUME}::test_as_many_checkpoints_stay_as_the_config_says",),
+    "trainer.default_hdfs_dir": (f"{_RESUME}::test_resume_path_uses_the_remote_copy",),
+    "trainer.max_actor_ckpt_to_keep": (f"{_RESUME}::test_retention_keeps_the_configured_number_of_checkpoints",),
+    "trainer.max_critic_ckpt_to_keep": (f"{_RESUME}::test_retention_keeps_the_configured_number_of_checkpoints",),
     "trainer.best_metric": (_BEST,),
     "trainer.best_metric_mode": (_BEST,),
     "trainer.resume_mode": (

@@ -22,7 +22,7 @@ _MODES = "tests/architecture/test_names.py::test_roles_offer_the_specified_metho
 _CONTROLLER = "tests/contracts/test_controller_contract.py::test_backend_keeps_rule"
 _OPTIONS, _ENGINE = "tests/unit/engine/fsdp/test_options.py", "tests/spec/test_engine_keys.py"
 _ROLES, _SCORER = "tests/unit/roles/test_roles.py", "tests/unit/roles/test_reward_model.py"
-_SPLIT = "tests/unit/models/test_sequence.py::test_split_columns_come_back_whole"
+_SPLIT = "tests/unit/models/test_sequence.py::test_split_columns_are_restored"
 _HYBRID = "tests/unit/reshard/test_hybrid.py"
 
 
@@ -143,12 +143,12 @@ _FEATURES: dict[str, Row] = {
     ),
     "remove padding": (
         "Deviates: rows are packed from the file to the gradient, and batches are never padded.",
-        ("tests/unit/models/test_packed.py::test_packed_rows_give_what_transformers_gives_on_each_row_alone",
+        ("tests/unit/models/test_packed.py::test_packed_rows_match_transformers_on_each_row",
          "tests/unit/data/test_prompts.py::test_nothing_is_padded"),
     ),
     "engines without roles or a controller": (
         "`camshaft check-engine` tests any engine. An example script trains a model with an engine only.",
-        ("tests/smoke/test_examples.py::test_an_engine_alone_trains_on_two_ranks",
+        ("tests/smoke/test_examples.py::test_an_engine_without_roles_trains_on_two_ranks",
          "tests/contracts/test_sharded_contract.py::test_the_command_line_checks_on_ranks"),
     ),
     "roles independent of engines": (
@@ -158,7 +158,7 @@ _FEATURES: dict[str, Row] = {
     ),
     "supervised training on the same engines": (
         "`camshaft sft` trains on the same engines.",
-        ("tests/unit/trainer/test_sft.py::test_losses_are_those_of_plain_transformers_over_all_trained_tokens",
+        ("tests/unit/trainer/test_sft.py::test_losses_match_transformers_over_all_trained_tokens",
          "tests/smoke/test_ranks.py::test_supervised_training_does_not_depend_on_the_number_of_ranks"),
     ),
     "an immutable hierarchical config": (
@@ -185,7 +185,7 @@ _WORKERS: dict[str, Row] = {
     ),
     f"`{_TRIO}.init_model(self)`": (
         "`ONE_TO_ALL`. Builds the actor and the rollout, and the reference if the KL divergence is used.",
-        _role(_TRIO, f"{_ROLES}::test_without_a_use_for_it_there_is_no_reference"),
+        _role(_TRIO, f"{_ROLES}::test_an_unused_reference_is_not_built"),
     ),
     f"`{_TRIO}.generate_sequences(self, prompts)`": (
         "`DP_COMPUTE_PROTO`. The rollout generates responses and the actor recomputes their log-probs. In the "
@@ -206,16 +206,16 @@ _WORKERS: dict[str, Row] = {
     ),
     f"`{_CRITIC}.init_model(self)`": (
         "`ONE_TO_ALL`. Builds a value model with its optimizer, on any engine.",
-        _role(_CRITIC, f"{_ROLES}::test_values_are_those_of_plain_transformers"),
+        _role(_CRITIC, f"{_ROLES}::test_values_match_transformers"),
     ),
     f"`{_CRITIC}.compute_values(self, data)`": (
         "`DP_COMPUTE_PROTO`. Computes the value of each response token.",
-        _role(_CRITIC, f"{_ROLES}::test_values_are_those_of_plain_transformers"),
+        _role(_CRITIC, f"{_ROLES}::test_values_match_transformers"),
     ),
     f"`{_CRITIC}.update_critic(self, data)`": (
         "`DP_COMPUTE_PROTO`. Updates the critic with the clipped value loss.",
         _role(_CRITIC, f"{_ROLES}::test_a_critic_update_returns_metrics_and_reduces_the_loss",
-              "tests/parity/test_parity.py::test_ten_steps_of_ppo_agree_with_the_plain_run"),
+              "tests/parity/test_parity.py::test_ten_steps_of_ppo_match_the_reference_program"),
     ),
     f"`{_RM}.init_model(self)`": (
         "`ONE_TO_ALL`. Builds a sequence-classification model. Other models require a custom worker.",
@@ -239,7 +239,7 @@ _WORKERS: dict[str, Row] = {
     "custom roles": (
         "`actor_rollout_ref.worker_cls`, `critic.worker_cls` and `reward_model.worker_cls` select classes. Class "
         "attributes of `ActorRolloutRefWorker` set the classes of the actor, the reference and the rollout.",
-        ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_roles_of_your_own",
+        ("tests/unit/trainer/test_own_roles.py::test_a_step_runs_with_custom_roles",
          "tests/unit/trainer/test_own_roles.py::test_a_class_without_the_methods_of_its_role_is_an_error"),
     ),
     "`DataParallelPPOActor`": (
@@ -252,7 +252,7 @@ _WORKERS: dict[str, Row] = {
     ),
     "PPO training": (
         "Every step matches that of a program that is independent of the package.",
-        ("tests/parity/test_parity.py::test_ten_steps_of_ppo_agree_with_the_plain_run",
+        ("tests/parity/test_parity.py::test_ten_steps_of_ppo_match_the_reference_program",
          "tests/parity/test_sharded_parity.py::test_three_steps_in_float32"),
     ),
     "the command line of the example script": (

@@ -6,13 +6,13 @@ import torch
 from camshaft.columns import _TABLE, COLUMNS
 
 
-def test_every_name_is_there_once():
+def test_every_name_appears_once():
     assert len({column.name for column in _TABLE}) == len(_TABLE) == len(COLUMNS)
     assert all(COLUMNS[name].name == name for name in COLUMNS)
 
 
 @pytest.mark.parametrize("column", _TABLE, ids=lambda column: column.name)
-def test_a_line_says_what_who_and_for_whom(column):
+def test_every_column_is_described(column):
     assert column.kind in ("ragged", "tensor", "object")
     assert column.meaning
     assert column.written_by

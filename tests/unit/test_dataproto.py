@@ -95,7 +95,7 @@ def test_an_empty_batch():
     assert [len(part) for part in empty.chunk(3)] == [0, 0, 0]
 
 
-def test_require_names_who_writes_a_missing_column():
+def test_require_names_the_source_of_a_missing_column():
     batch = batch_of()
     assert batch.require("score", "responses") is batch
     with pytest.raises(BatchError) as error:
@@ -153,7 +153,7 @@ def test_names_can_be_swapped():
     assert isinstance(swapped["score"], Ragged)
 
 
-def test_with_columns_and_with_meta_leave_the_old_batch_alone():
+def test_with_columns_and_with_meta_keep_the_old_batch():
     batch = batch_of()
     more = batch.with_columns(score=torch.ones(4), uid=["a"] * 4).with_meta(step=8, seed=1)
     assert more["score"].tolist() == [1, 1, 1, 1]
@@ -248,7 +248,7 @@ def test_split_leaves_a_short_last_part():
         batch_of().split(0)
 
 
-def test_chunk_gives_equal_parts_or_says_what_to_do():
+def test_chunk_returns_equal_parts_or_reports_the_fix():
     assert [ids(part) for part in batch_of().chunk(2)] == [[0, 1], [2, 3]]
     with pytest.raises(BatchError, match=r"4 rows do not divide into 3 equal parts; pad_to_divisor\(3\) adds 2 rows"):
         batch_of().chunk(3)
@@ -271,7 +271,7 @@ def test_repeat():
 
 
 @pytest.mark.parametrize(("num_rows", "divisor", "added"), [(4, 2, 0), (5, 4, 3), (2, 7, 5), (1, 1, 0)])
-def test_padding_repeats_the_first_rows_and_is_taken_back(num_rows, divisor, added):
+def test_padding_repeats_the_first_rows_and_is_removed(num_rows, divisor, added):
     batch = batch_of(num_rows)
     padded, padding = batch.pad_to_divisor(divisor)
     assert padding == added
@@ -306,7 +306,7 @@ def test_seeded_iterator_reshuffles_epochs_reproducibly():
     assert first != list(range(32))
 
 
-def test_iterator_leaves_the_global_generator_alone():
+def test_iterator_does_not_use_the_global_generator():
     torch.manual_seed(0)
     expected = torch.rand(1)
     torch.manual_seed(0)
@@ -353,7 +353,7 @@ def test_saving_and_loading_never_call_pickle(tmp_path, monkeypatch):
     assert same(DataProto.load_from_disk(tmp_path), batch)
 
 
-def test_numpy_objects_are_saved_as_plain_ones(tmp_path):
+def test_numpy_objects_are_saved_as_python_objects(tmp_path):
     objects = [{"n": np.int64(3), "f": np.float32(0.5), "b": np.bool_(True), "a": np.array([[1, 2]]), "t": (1, None)}]
     DataProto.from_dict({"extra_info": objects}).save_to_disk(tmp_path)
     back = DataProto.load_from_disk(tmp_path)["extra_info"][0]
@@ -375,7 +375,7 @@ def test_meta_info_that_is_not_json_is_an_error(tmp_path):
         DataProto(meta_info={"x": object()}).save_to_disk(tmp_path)
 
 
-def test_a_folder_that_is_not_there_is_an_error(tmp_path):
+def test_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(FileNotFoundError):
         DataProto.load_from_disk(tmp_path / "absent")
 
@@ -396,7 +396,7 @@ def test_views_strided_empty_and_gradient_tensors_go_to_disk(tmp_path):
     assert same(pickle.loads(pickle.dumps(batch)), batch)
 
 
-def test_batch_without_columns_goes_to_disk(tmp_path):
+def test_batch_without_columns_is_saved(tmp_path):
     DataProto(meta_info={"a": [1]}).save_to_disk(tmp_path)
     assert same(DataProto.load_from_disk(tmp_path), DataProto(meta_info={"a": [1]}))
 
@@ -423,7 +423,7 @@ def test_pickling_a_part_copies_only_its_rows(protocol):
     assert same(pickle.loads(pickle.dumps(part, protocol)), part)
 
 
-def test_pickle_5_hands_the_tensors_out_of_band():
+def test_pickle_5_sends_tensors_out_of_band():
     batch = DataProto.from_dict(
         {"a": torch.zeros(1000), "b": Ragged(torch.zeros(500), torch.tensor([500] + [0] * 999))}
     )

@@ -27,7 +27,7 @@ def in_plain_python(tensor: Tensor) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (7, 11), (3, BLOCK // 2 + 5)])
-def test_a_digest_is_what_plain_python_computes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+def test_a_digest_matches_its_definition_in_python(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     tensor = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 3).to(dtype)
     assert digest(tensor) == in_plain_python(tensor)
 

@@ -204,7 +204,7 @@ def test_unreachable_urls_report_the_reason(remote: CountingFileSystem, url: str
         fetch(url)
 
 
-def test_the_package_of_a_known_file_system_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_of_a_supported_file_system_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
     with pytest.raises(StorageError, match=r"pip install 'camshaft\[remote\]' s3fs"):
         fetch("s3://bucket/train.parquet")
@@ -220,7 +220,7 @@ def test_a_cache_that_cannot_be_written_names_the_variable(
         fetch(URL)
 
 
-def test_the_record_says_where_a_copy_is_from(remote: CountingFileSystem) -> None:
+def test_the_record_contains_the_source_of_a_copy(remote: CountingFileSystem) -> None:
     remote.pipe_file("/bucket/data/train.parquet", b"hello")
     path = fetch(URL)
     record = json.loads(path.with_name(path.name + ".origin.json").read_text())

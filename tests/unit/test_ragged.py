@@ -33,7 +33,7 @@ def test_from_rows_keeps_rows_and_lengths():
     assert lists(R) == [[1, 2, 3], [], [4, 5]]
 
 
-def test_dtype_is_that_of_the_first_row_with_a_token():
+def test_dtype_comes_from_the_first_row_with_a_token():
     assert Ragged.from_rows([[], [1.5], [2]]).values.dtype == torch.float32
     assert Ragged.from_rows([torch.tensor([True])]).values.dtype == torch.bool
     assert Ragged.from_rows([[], []]).values.dtype == torch.int64
@@ -112,7 +112,7 @@ def test_rows_share_storage():
     assert R.rows()[2].untyped_storage().data_ptr() == R.values.untyped_storage().data_ptr()
 
 
-def test_repr_says_rows_and_tokens():
+def test_repr_has_rows_and_tokens():
     assert repr(R) == "Ragged(3 rows, 5 tokens, torch.int64, cpu)"
 
 
@@ -254,7 +254,7 @@ def test_padding_and_back(rows, side, extra, value):
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(0, 9), max_size=4)), max_size=5)
 )
-def test_joining_and_cutting_apart(pairs):
+def test_join_and_split(pairs):
     left, right = make([a for a, _ in pairs]), make([b for _, b in pairs])
     joined = Ragged.join(left, right)
     assert lists(joined) == [a + b for a, b in pairs]
@@ -283,7 +283,7 @@ def test_select_is_list_indexing(rows, data):
 
 @settings(deadline=None)
 @given(ROWS)
-def test_sums_are_those_of_lists(rows):
+def test_sums_match_those_of_lists(rows):
     assert make(rows).sum().tolist() == [sum(row) for row in rows]
     assert make(rows).map(torch.Tensor.double).sum().tolist() == [sum(row) for row in rows]
 

@@ -12,7 +12,7 @@ from camshaft.stop import STOP_SIGNALS, block_stop_signals, listening
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
-def test_the_first_signal_asks_and_the_handlers_are_gone_afterwards(
+def test_the_first_signal_requests_a_stop_and_restores_handlers(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = [signal.getsignal(each) for each in STOP_SIGNALS]

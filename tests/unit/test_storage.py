@@ -25,7 +25,7 @@ def test_a_folder_appears_when_the_block_ends(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["x"]
 
 
-def test_an_error_in_the_block_leaves_what_was_there(tmp_path: Path) -> None:
+def test_an_error_in_the_block_keeps_the_old_folder(tmp_path: Path) -> None:
     write(tmp_path / "x", "old")
 
     def fail() -> None:
@@ -113,7 +113,7 @@ def test_prune_needs_a_numbered_step(tmp_path: Path) -> None:
         storage.prune(tmp_path / "actor", 1)
 
 
-def test_copies_are_verified_and_whole(tmp_path: Path) -> None:
+def test_copies_are_verified_and_complete(tmp_path: Path) -> None:
     write(tmp_path / "x", step=7)
     storage.copy_folder(str(tmp_path / "x"), f"file://{tmp_path / 'y'}")
     assert storage.verify(tmp_path / "y") == {"step": 7}

@@ -144,7 +144,7 @@ def test_a_short_upload_is_detected_before_the_manifest(
     assert not storage.is_there("breaking://host/actor")
 
 
-def test_only_a_whole_folder_is_copied_to_a_url(tmp_path: Path, remote: str) -> None:
+def test_only_a_complete_folder_is_copied_to_a_url(tmp_path: Path, remote: str) -> None:
     write(tmp_path / "x")
     (tmp_path / "x" / "a.txt").write_text("damaged")
     with pytest.raises(CheckpointError, match=r"a\.txt"):

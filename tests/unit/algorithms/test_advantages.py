@@ -169,13 +169,13 @@ def inputs_of(rewards, mask, rows=slice(None)):
     )
 
 
-def test_names_are_those_of_the_config():
+def test_names_match_the_config():
     assert set(ESTIMATORS) == {
         "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo",
     }  # fmt: skip
 
 
-def test_an_estimator_says_what_it_needs():
+def test_an_estimator_declares_its_inputs():
     assert {name for name, e in ESTIMATORS.items() if e.needs_critic} == {"gae"}
     groups = {name for name, e in ESTIMATORS.items() if e.needs_groups}
     assert groups == {"grpo", "rloo", "reinforce_plus_plus_baseline", "opo"}
@@ -283,7 +283,7 @@ def test_gae_is_the_double_sum_of_the_paper(batch, gamma, lam):
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 @settings(deadline=None, max_examples=40)
 @given(batch=batches())
-def test_group_estimators_are_those_of_a_loop_over_rows(name, batch):
+def test_group_estimators_match_a_loop_over_rows(name, batch):
     advantages, _ = ESTIMATORS[name](batch, AdvantageOptions())
     expected = loop_group(name, batch.rewards, batch.mask, batch.groups)
     torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
@@ -297,7 +297,7 @@ OPTIONS = AdvantageOptions(gamma=0.9, lam=0.8)
 @pytest.mark.parametrize("name", ESTIMATORS)
 @settings(deadline=None, max_examples=25)
 @given(batch=batches(), padding=st.integers(0, 4), junk=st.sampled_from([NAN, math.inf, -1e30]))
-def test_padding_and_what_stands_at_masked_tokens_do_not_matter(name, batch, padding, junk):
+def test_padding_and_masked_values_do_not_matter(name, batch, padding, junk):
     width = batch.mask.shape[1]
 
     def spoil(grid):

@@ -37,7 +37,7 @@ def test_low_var_kl_is_bounded():
     torch.testing.assert_close(near, torch.tensor([math.exp(-5) + 4]))
 
 
-def test_unknown_kind_names_the_known_ones():
+def test_unknown_kind_lists_the_valid_ones():
     with pytest.raises(ValueError, match=r"'full'.*kl, abs, mse, low_var_kl.*full_kl"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "full")
 
@@ -58,12 +58,12 @@ def test_equal_policies_have_no_divergence(kind):
 
 @settings(deadline=None, max_examples=50)
 @given(st.floats(-15, 15), st.sampled_from(["abs", "mse", "low_var_kl"]))
-def test_all_but_the_plain_difference_are_never_negative(d, kind):
+def test_all_estimates_but_k1_are_never_negative(d, kind):
     assert kl_penalty(torch.tensor(d, dtype=torch.float64), torch.zeros((), dtype=torch.float64), kind) >= 0
 
 
 @pytest.mark.parametrize("kind", ["kl", "mse", "low_var_kl"])
-def test_gradients_are_those_of_finite_differences(kind):
+def test_gradients_match_finite_differences(kind):
     a = torch.tensor([0.3, -0.7, 1.1], dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: kl_penalty(x, torch.zeros_like(x), kind), a)
 

@@ -53,14 +53,14 @@ def test_aggregations_by_hand(mode, expected):
     torch.testing.assert_close(aggregate(PER_TOKEN, COUNTS, mode), torch.tensor(expected, dtype=F64))
 
 
-def test_counts_are_those_of_the_whole_mini_batch():
+def test_counts_cover_the_mini_batch():
     # the same three tokens, but the mini-batch has 12 tokens in 4 sequences
     counts = Counts(COUNTS.mask, COUNTS.lengths, num_tokens=12.0, num_sequences=4.0, horizon=10.0)
     result = [float(aggregate(PER_TOKEN, counts, mode)) for mode in MODES]
     assert result == pytest.approx([7 / 12, 7 / 4, 5.5 / 4, 7 / 40])
 
 
-def test_unknown_mode_names_the_known_ones():
+def test_unknown_mode_lists_the_valid_ones():
     with pytest.raises(ValueError, match=r"'mean'.*token-mean, seq-mean-token-sum"):
         aggregate(PER_TOKEN, COUNTS, "mean")
 
@@ -274,7 +274,7 @@ def test_a_huge_difference_does_not_overflow():
     assert float(metrics["ppo_kl"]) == 0  # (-20 + 20) / 2
 
 
-def test_first_step_on_policy_is_plain_policy_gradient():
+def test_first_step_on_policy_is_the_policy_gradient():
     log_probs = torch.tensor([-1.0, -2.0, -0.5], dtype=F64, requires_grad=True)
     advantages = torch.tensor([1.0, -2.0, 0.5], dtype=F64)
     counts = counts_of(torch.tensor([True, True, True]), (3,))
@@ -299,7 +299,7 @@ def test_weights_multiply_the_clipped_loss_and_have_no_gradient():
     assert metrics == unweighted  # the clipping metrics ignore the weights
 
 
-def test_policy_gradients_are_those_of_finite_differences():
+def test_policy_gradients_match_finite_differences():
     # ratios away from every kink: 0.5, 1.1, 2, 5 with either sign of A
     ratios = torch.tensor([0.5, 1.1, 2.0, 5.0] * 2, dtype=F64)
     advantages = torch.tensor([1.0] * 4 + [-1.0] * 4, dtype=F64)
@@ -337,7 +337,7 @@ def test_value_loss_by_hand(value, old, target, loss, clipped):
     assert float(metrics["vpred_mean"]) == value
 
 
-def test_value_gradients_are_those_of_finite_differences():
+def test_value_gradients_match_finite_differences():
     values = torch.tensor([2.0, 0.0, 1.2, 0.7], dtype=F64, requires_grad=True)
     old, returns = torch.ones(4, dtype=F64), torch.full((4,), 3.0, dtype=F64)
     counts = counts_of(torch.tensor([True, True, True, False]), (1, 3))

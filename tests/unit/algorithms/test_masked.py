@@ -33,7 +33,7 @@ def test_variance_is_unbiased():
     assert masked_var(X, MASK) == 7
 
 
-def test_variance_is_that_of_torch_without_a_mask():
+def test_variance_without_a_mask_matches_torch():
     x = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(masked_var(x, torch.ones(50, dtype=torch.bool)), x.var())
 

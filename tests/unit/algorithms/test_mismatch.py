@@ -58,7 +58,7 @@ def test_the_report_by_hand():
 
 @settings(max_examples=60, deadline=None)
 @given(batches())
-def test_the_report_is_that_of_a_plain_loop(batch):
+def test_the_report_matches_a_loop(batch):
     rows = oracle(*batch)
     counted = [d for row in rows for d in row] or [0.0]
     weights = [math.exp(sum(row)) for row in rows]
@@ -122,7 +122,7 @@ def test_weights_by_hand(level, threshold, normalize, expected):
     assert weights.tolist() == pytest.approx(expected)
 
 
-def test_weights_are_detached_and_finite_whatever_differs():
+def test_weights_are_detached_and_finite_for_any_difference():
     train = torch.tensor([-300.0, -1.0, -1.0], requires_grad=True)
     rollout = torch.tensor([-1.0, -300.0, -1.0])
     for level in ("token", "sequence"):
@@ -184,7 +184,7 @@ def test_rejection_by_hand(rule, bounds, expected):
 
 @settings(max_examples=60, deadline=None)
 @given(batches(), st.sampled_from(RULES), st.floats(0.01, 3))
-def test_rejection_is_that_of_a_plain_loop(batch, rule, high):
+def test_rejection_matches_a_loop(batch, rule, high):
     scope, k = rule.rpartition("_")[::2]
     low, high = (1 / (1 + high), 1 + high) if k == "k1" else (0.0, high)
     estimate = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}[k]

@@ -67,7 +67,7 @@ def test_every_row_is_in_one_group_heaviest_first(costs: list[int], count: int) 
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(2, 3))
-def test_the_heaviest_group_is_close_to_the_best_there_is(costs: list[int], count: int) -> None:
+def test_the_heaviest_group_is_close_to_the_optimum(costs: list[int], count: int) -> None:
     # Largest differencing is proven to be within 4/3 - 1/(3k) of the optimum; for two groups within 7/6.
     best = min(
         max(sum(c for c, g in zip(costs, places, strict=True) if g == group) for group in range(count))

@@ -82,7 +82,7 @@ def paper_cispo(log_probs, old, advantages, mask):
     ],
     ids=["gspo", "gspo-token", "cispo", "cispo, advantages per token"],
 )
-def test_loss_and_gradient_are_those_of_the_paper(implementation, paper, mode, per_row, seed):
+def test_loss_and_gradient_match_the_paper(implementation, paper, mode, per_row, seed):
     log_probs, old, advantages, mask = rows(seed, per_row)
     leaf, paper_leaf = (log_probs.clone().requires_grad_() for _ in range(2))
     spoilt = [torch.where(mask, column, NAN) for column in (old, advantages)]
@@ -133,7 +133,7 @@ def test_cispo_with_low_of_one_has_no_lower_bound():
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-def test_on_policy_all_are_the_plain_policy_gradient(name):
+def test_on_policy_all_losses_are_the_policy_gradient(name):
     log_probs, _, advantages, mask = rows()
     log_probs.requires_grad_()
     loss, _ = POLICY_LOSSES[name](

@@ -39,7 +39,7 @@ def test_centering_adds_the_square_of_the_sum() -> None:
     assert float(centered - uncentered) == pytest.approx(0.1 * (16 + 1) / 2)
 
 
-def test_shares_of_parts_add_up_to_the_whole() -> None:
+def test_shares_of_parts_add_up() -> None:
     columns = pairs()
     total, metrics = preference_loss(*columns, 6, center=0.01)
     parts = [preference_loss(*(c[rows] for c in columns), 6, center=0.01) for rows in (slice(0, 1), slice(1, 6))]

@@ -89,7 +89,7 @@ def test_an_unknown_argument_is_rejected(arguments: list[str], message: str) -> 
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="requires a machine without CUDA")
-def test_without_a_device_it_says_what_can_be_run() -> None:
+def test_without_a_device_the_error_suggests_a_command() -> None:
     process = started()
     assert process.returncode == 2
     assert "--model tiny --device cpu" in process.stderr
@@ -98,7 +98,7 @@ def test_without_a_device_it_says_what_can_be_run() -> None:
 # -- counts ---------------------------------------------------------------------------------------
 
 
-def test_the_large_model_is_shaped_as_the_goal_says() -> None:
+def test_the_large_model_has_the_shape_of_the_goal() -> None:
     shape = LARGE.shape
     assert (shape.hidden, shape.layers, shape.heads, shape.kv_heads) == (1536, 28, 12, 2)
     assert (shape.intermediate, shape.vocab_size) == (8960, 151_936)
@@ -190,7 +190,7 @@ def job(tmp_path: Path) -> gpu_parts.Job:
     return ReportsCuda(TINY, tmp_path, "cpu", "bfloat16", roofline.Rates(1, 1e9, 1e9), rounds=1)
 
 
-def test_memory_is_the_peak_less_what_has_to_be_there(job: gpu_parts.Job, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_the_peak_minus_required_tensors(job: gpu_parts.Job, monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = iter([7 << 20, 90 << 20, 7 << 20, 190 << 20])
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 5 << 20)

@@ -86,7 +86,7 @@ def test_page_and_json_are_written_from_the_runs(few: Any, tmp_path: Path, monke
     assert kept["stated"]["gcd"] == {"start": 0.5, "goal": 0.75}
 
 
-def test_the_mistake_in_spelling_changes_the_ends_alone(learning: Any) -> None:
+def test_the_spelling_mistake_changes_only_the_ends(learning: Any) -> None:
     assert [learning.ends_swapped(word[::-1]) for word in ("gunl", "sun", "at", "a")] == ["lung", "nus", "ta", "a"]
 
 

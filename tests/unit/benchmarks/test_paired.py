@@ -18,13 +18,13 @@ def spent(cpu: float, **numbers: float) -> dict[str, Any]:
     return {"wall": cpu, "cpu": cpu, "memory": 10.0, "result": numbers}
 
 
-def test_a_ratio_is_the_median_of_the_rounds_own_ratios() -> None:
+def test_a_ratio_is_the_median_over_rounds() -> None:
     rounds = [{"a": spent(1.0), "b": spent(2.0)}, {"a": spent(10.0), "b": spent(30.0)}, {"a": spent(1), "b": spent(9)}]
     assert paired.ratio(rounds, "b", "a", "cpu") == 3.0
     assert paired.middle(rounds, "a", "cpu") == 1.0
 
 
-def test_sides_that_tell_different_losses_are_found_out() -> None:
+def test_sides_with_different_losses_are_an_error() -> None:
     paired.agree({"a": spent(1, loss=0.5, more=1), "b": spent(1, loss=0.5001, more=2), "silent": spent(1)}, ["loss"])
     with pytest.raises(SystemExit, match=r"computed different things, loss: \{'a': 0.5, 'b': 0.51\}"):
         paired.agree({"a": spent(1, loss=0.5), "b": spent(1, loss=0.51)}, ["loss"])

@@ -38,7 +38,7 @@ def model_in(folder: Path, **more: Any) -> EngineModel:
 
 
 @pytest.mark.parametrize("sizes", [{}, {"tie_embeddings": False}, {"family": "llama"}], ids=str)
-def test_plain_transformers_loads_the_export_with_its_weights_and_tokenizer(sizes: dict, tmp_path: Path) -> None:
+def test_transformers_loads_the_export_with_weights_and_tokenizer(sizes: dict, tmp_path: Path) -> None:
     source = tiny_folder(**sizes)
     weights = trained(source)
     export_hugging_face(weights.items(), model_in(source), tmp_path / "out")

@@ -147,7 +147,7 @@ def test_opening_a_step_by_folder_lists_alternatives_on_error(tmp_path: Path) ->
         manager.open(tmp_path / "run" / "global_step_4")
 
 
-def test_the_second_place_holds_whole_steps_of_its_own(tmp_path: Path) -> None:
+def test_the_second_folder_has_complete_steps(tmp_path: Path) -> None:
     manager = CheckpointManager(tmp_path / "run", second=str(tmp_path / "second"))
     save(save(manager, 1), 2, actor=1, critic=1)
     assert list(contents(tmp_path / "run")) == [2]

@@ -84,7 +84,7 @@ def sweep(folder: Path, seeds: str) -> list[str]:
     return ["-m", *ppo_args(folder), f"trainer.seed={seeds}", "trainer.default_local_dir=out/${trainer.seed}"]
 
 
-def test_the_exit_status_is_that_of_the_run(trained: Statuses, tmp_path: Path) -> None:
+def test_the_exit_status_comes_from_the_run(trained: Statuses, tmp_path: Path) -> None:
     seeds = trained(3)
     assert main(["ppo", *ppo_args(tmp_path, {"trainer.seed": 5})]) == 3
     assert seeds == [5]

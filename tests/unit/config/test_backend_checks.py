@@ -238,7 +238,7 @@ def test_engine_class_that_cannot_be_imported_is_rejected(words):
     assert "has no 'NoSuchRollout'" in text
 
 
-def test_capabilities_of_the_registry_are_those_of_the_classes():
+def test_capabilities_of_registry_and_classes_agree():
     for name, backend in backends.ENGINES.items():
         assert engine_class(name).capabilities is backend.capabilities
     for name, backend in backends.ROLLOUTS.items():

@@ -60,7 +60,7 @@ def test_only_decorated_methods_are_registered():
     assert registered(Base) == {"init_model": Dispatch.ONE_TO_ALL, "compute": DP}
 
 
-def test_an_override_keeps_the_mode_unless_it_states_its_own():
+def test_an_override_keeps_the_mode_unless_it_sets_one():
     assert registered(Derived) == {"init_model": Dispatch.RANK_ZERO, "compute": DP}
 
 
@@ -95,7 +95,7 @@ def test_one_to_all_does_not_split_batches_or_lists():
     assert all(call is not None and call[0][0] is batch and call[0][1] == [1, 2] for call in calls)
 
 
-def test_rank_zero_leaves_the_others_alone():
+def test_rank_zero_does_not_run_on_other_ranks():
     assert scatter(Dispatch.RANK_ZERO, FLAT, (1,), {}) == [((1,), {}), None]
     assert gather(Dispatch.RANK_ZERO, FLAT, [7, None]) == 7
 
@@ -162,7 +162,7 @@ def test_a_call_without_a_batch_is_an_error():
         scatter(DP, FLAT, (1,), {"k": [numbered(2)]})
 
 
-def test_an_empty_batch_goes_through():
+def test_an_empty_batch_is_accepted():
     calls = scatter(DP, FLAT, (numbered(0),), {})
     results = [call[0][0] for call in calls if call is not None]
     assert len(gather(DP, FLAT, results)) == 0
@@ -185,7 +185,7 @@ def test_none_on_all_ranks_stays_none():
 @pytest.mark.parametrize(
     ("results", "message"), [([0.5, 0.5], "float on rank 0"), ([numbered(1), None], "NoneType on rank 1")]
 )
-def test_other_results_are_an_error_that_says_what_to_return(results: list[object], message: str):
+def test_other_results_are_an_error_with_the_fix(results: list[object], message: str):
     with pytest.raises(BatchError, match=f"{message}; return a DataProto .*, or None"):
         gather(DP, FLAT, results)
 

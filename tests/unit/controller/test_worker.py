@@ -10,13 +10,13 @@ class Role(Worker):
         self.place = (self.rank, self.world, self.device, shift)
 
 
-def test_a_role_built_by_hand_is_alone():
+def test_a_role_built_directly_has_one_rank():
     role = Role(3)
     assert role.place == (0, 1, "cpu", 0)
     assert role.seat == Seat()
 
 
-def test_a_role_knows_its_place_while_it_is_being_built():
+def test_a_role_has_its_rank_during_construction():
     role = build_worker(Role, RankInfo(rank=1, world=4, device="cuda:1"), (3,), {"shift": 5})
     assert role.place == (1, 4, "cuda:1", 5)
     assert role.factor == 3

@@ -38,7 +38,7 @@ def test_max_samples_takes_the_first_rows(files, max_samples, rows):
     assert sum(table.counts) == rows
 
 
-def test_nested_values_come_back_as_plain_python(tmp_path):
+def test_nested_values_are_read_as_python_objects(tmp_path):
     row = {"prompt": [{"role": "user", "content": "hi"}], "reward_model": {"ground_truth": "1"}}
     assert read_parquet(write_parquet(tmp_path / "n.parquet", [row]), list(row)).rows == [row]
 

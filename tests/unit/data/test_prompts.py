@@ -52,11 +52,11 @@ def test_rows_have_ground_truth_source_and_extra_info(load):
     assert batch["extra_info"].tolist() == [{"index": 5}]
 
 
-def test_the_ground_truth_may_be_a_column_of_its_own(load):
+def test_the_ground_truth_may_be_a_separate_column(load):
     assert load([{"data_source": "s", "prompt": "x", "ground_truth": "3"}]).batch["ground_truth"].tolist() == ["3"]
 
 
-def test_without_extra_info_there_is_an_empty_dict(load):
+def test_without_extra_info_the_dict_is_empty(load):
     assert load([row("x")]).batch["extra_info"].tolist() == [{}]
 
 

@@ -92,7 +92,7 @@ def test_a_template_that_hides_the_answer_is_an_error(load):
         load([{"prompt": chat("a"), "response": "b"}], ANSWERS_FIRST)
 
 
-def test_without_special_tokens_the_whole_turn_is_trained(load, tokenizer):
+def test_without_special_tokens_the_full_turn_is_trained(load, tokenizer):
     assert shown(load([{"messages": chat("a", "b", "c", "d")}], NO_SPECIAL), tokenizer) == ["u:a;a:[b;]u:c;a:[d;]"]
 
 

@@ -129,7 +129,7 @@ def test_a_copy_of_a_weight_is_written_once(tmp_path: Path) -> None:
     assert sum(t.nbytes for file in files for t in file.values()) == sum(t.nbytes for t in full_tensors().values())
 
 
-def test_random_state_is_each_ranks_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_random_state_is_separate_for_each_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = str(tmp_path / "ckpt")
     run_ranks(write, 2, folder, "1d")
     results = run_ranks(read, 2, folder, "1d")
@@ -266,7 +266,7 @@ def test_state_of_untrained_parameters_is_rejected(tmp_path: Path) -> None:
     assert not frozen.any()
 
 
-def test_weights_alone_load_with_or_without_an_optimizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_weights_load_with_or_without_an_optimizer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     save(State.collect({"p": torch.ones(3)}, None, {}, {}, {}), tmp_path / "weights")
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.AdamW([parameter])
@@ -332,7 +332,7 @@ def write_on_separate_disks(folder: str) -> str:
     return "written"
 
 
-def test_disks_that_are_not_shared_are_found_out(tmp_path: Path) -> None:
+def test_separate_disks_are_an_error(tmp_path: Path) -> None:
     errors = run_ranks(write_on_separate_disks, 2, str(tmp_path / "ckpt"))
     assert all("use a folder on a file system that all nodes share" in text for text in errors)
     assert not (tmp_path / "ckpt").exists()
@@ -352,7 +352,7 @@ def value_in(folder: Path) -> float:
     return facts["value"]
 
 
-def test_a_background_save_holds_what_was_there_when_it_started(tmp_path: Path) -> None:
+def test_a_background_save_has_the_state_at_its_start(tmp_path: Path) -> None:
     go_on, begin = threading.Event(), storage.begin
 
     def later(target: Path) -> Path:
@@ -454,7 +454,7 @@ def die_while_saving(folder: str, moment: str) -> None:
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_kill_at_any_moment_leaves_a_whole_checkpoint(moment: str, tmp_path: Path) -> None:
+def test_a_kill_at_any_moment_leaves_a_complete_checkpoint(moment: str, tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
     with pytest.raises(WorkerError, match="exit code 9"):
         run_ranks(die_while_saving, 1, str(folder), moment)
@@ -507,7 +507,7 @@ def test_copies_and_retention_are_rank_zeros(tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "far").iterdir()) == ["1", "2", "3"]
 
 
-def test_facts_say_who_wrote(tmp_path: Path) -> None:
+def test_facts_name_the_writer(tmp_path: Path) -> None:
     run_ranks(write, 2, str(tmp_path / "ckpt"), "1d")
     facts = json.loads((tmp_path / "ckpt" / "state.json").read_text())
     assert facts == {"world_size": 2, "optimizer": None, "optimizer_values": {}, "engine": {"update": 5}}

@@ -18,7 +18,7 @@ def test_micro_batches_by_count_are_consecutive_and_sorted() -> None:
     assert plan_micro_batches(torch.tensor([5, 1, 2, 3, 4]), 2, None) == [[1, 0], [2, 3], [4]]
 
 
-def test_without_limits_there_is_one_micro_batch() -> None:
+def test_without_limits_the_batch_is_one_micro_batch() -> None:
     assert plan_micro_batches(torch.tensor([1, 5]), None, None) == [[0, 1]]
 
 

@@ -18,7 +18,7 @@ def test_warm_up_rises_from_above_zero_to_the_full_rate() -> None:
     assert [learning_rate_at(optim, k) for k in range(6)] == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
 
 
-def test_cosine_goes_from_the_full_rate_to_the_floor() -> None:
+def test_cosine_decays_from_the_full_rate_to_the_minimum() -> None:
     optim = OptimConfig(lr=1.0, lr_scheduler_type="cosine", total_training_steps=4, min_lr_ratio=0.2)
     # 0.2 + 0.8 * (1 + cos(pi k / 4)) / 2
     expected = [1.0, 0.2 + 0.4 * (1 + math.sqrt(0.5)), 0.6, 0.2 + 0.4 * (1 - math.sqrt(0.5)), 0.2, 0.2]
@@ -138,7 +138,7 @@ def test_impossible_settings_are_errors_with_a_fix(optim: dict[str, Any], messag
         built(**optim)
 
 
-def test_an_optimizer_that_does_not_take_these_parameters_says_why() -> None:
+def test_an_unsupported_optimizer_reports_the_reason() -> None:
     with pytest.raises(EngineError, match="optimizer=Muon rejects the parameters"):
         build_optimizer([torch.nn.Parameter(torch.ones(3))], OptimConfig(optimizer="Muon"))
     assert type(built(optimizer="Muon")) is torch.optim.Muon

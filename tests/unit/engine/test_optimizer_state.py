@@ -119,7 +119,7 @@ def test_state_is_restored_exactly_on_other_ranks_and_on_none(name: str, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["AdamW", "SGD"])
-def test_state_of_one_plain_process_is_restored_on_ranks(name: str, tmp_path: Path) -> None:
+def test_state_of_one_process_is_restored_on_ranks(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
     saved, later = train_and_save(folder, name, False)
     for loaded, went_on in run_ranks(load_and_train, 2, folder, name, True, True):

@@ -23,7 +23,7 @@ def test_rows_with_equal_prompts_form_a_group_in_any_order() -> None:
     assert groups == [PrefixGroup((0, 2), 3), PrefixGroup((1, 4), 2), PrefixGroup((3,), 0)]
 
 
-def test_a_row_without_counted_tokens_or_prompt_is_alone() -> None:
+def test_a_row_without_counted_tokens_or_prompt_is_not_shared() -> None:
     ids, mask = batch(("abc", "x"), ("abc", "y"), ("", "abc"), ("", "abc"))
     mask.values[mask.row_ids() == 1] = False
     assert prefix_groups(ids, mask) == [PrefixGroup((row,), 0) for row in range(4)]

@@ -122,7 +122,7 @@ def test_merged_weights_have_the_base_models_names() -> None:
     assert all(torch.equal(merged[name], tensor) for name, tensor in kept.items())  # the receiver may keep references
 
 
-def test_the_adapter_goes_out_alone_and_starts_another_engine(tmp_path: Path) -> None:
+def test_an_exported_adapter_initializes_another_engine(tmp_path: Path) -> None:
     actor = engine()
     train(actor)
     save_adapter(actor.named_weights(adapter_only=True), tmp_path, LORA, folder())

@@ -94,7 +94,7 @@ def test_a_padded_mapping_is_unpadded_with_all_its_grids() -> None:
     assert batch["reward"].tolist() == [1.0, 2.0]
 
 
-def test_loss_and_metrics_are_those_of_the_whole_mini_batch() -> None:
+def test_loss_and_metrics_cover_the_mini_batch() -> None:
     # ids 0..5 in rows of 3, 1, 2; counted tokens: 1, 2, 5. Mean log-prob: 2 * (1 + 2 + 5) / 3 = 16 / 3.
     predictions, loss, ctx = linear().run(batch_of(3, 1, 2), None, mean_log_prob)
     assert float(loss) == pytest.approx(16 / 3)

@@ -68,11 +68,11 @@ def results_in_subgroup() -> str | None:
     return on_rank_zero(group, lambda: f"from {rank}") if rank else None
 
 
-def test_rank_zero_is_that_of_the_group() -> None:
+def test_rank_zero_is_relative_to_the_group() -> None:
     assert run_ranks(results_in_subgroup, WORLD) == [None, "from 1", "from 1"]
 
 
-def test_without_a_group_there_is_one_rank() -> None:
+def test_without_a_group_the_world_is_one_rank() -> None:
     assert rank_and_size(None) == (0, 1)
     assert on_rank_zero(None, lambda: 5) == 5
     assert on_every_rank(None, lambda: 5) == [5]

@@ -117,7 +117,7 @@ def test_weights_are_rounded_once_to_the_requested_dtype(tmp_path: Path) -> None
     assert_same(exported, {name: weight.to(torch.bfloat16) for name, weight in weights.items()})
 
 
-def test_files_are_no_larger_than_asked_for(tmp_path: Path) -> None:
+def test_files_do_not_exceed_the_size_limit(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of())
     succeeded(run, tmp_path / "out", "--max-shard-size", "100KB")
     sizes = [path.stat().st_size for path in (tmp_path / "out").glob("model-*.safetensors")]
@@ -181,7 +181,7 @@ def test_export_of_a_run_folder_includes_the_tokenizer(tmp_path: Path) -> None:
 # -- choice of the checkpoint ---------------------------------------------------------------------
 
 
-def test_of_a_run_the_newest_whole_step_is_meant(tmp_path: Path) -> None:
+def test_a_run_folder_means_its_newest_complete_step(tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of(), step=2)
     saved(run, model_of(tie_embeddings=False), step=10)
     succeeded(run, tmp_path / "newest")

@@ -37,7 +37,7 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: in
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 100])
-def test_each_document_attends_to_itself_alone(window: int | None):
+def test_each_document_attends_only_to_itself(window: int | None):
     lengths = [4, 1, 9, 2]
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, heads, sum(lengths), 8, dtype=torch.float64) for heads in (4, 2, 2))
@@ -118,7 +118,7 @@ def test_a_packed_call_builds_no_quadratic_mask():
 
 
 @pytest.mark.parametrize("family", ["qwen2", "mistral"])
-def test_generate_on_left_padded_prompts_is_that_of_sdpa(family: str):
+def test_generate_on_left_padded_prompts_matches_sdpa(family: str):
     folder = tiny_folder(family, initializer_range=0.2, **({"sliding_window": 4} if family == "mistral" else {}))
     rows = tiny_rows([3, 9, 6])
     ids = torch.stack([torch.nn.functional.pad(row, (9 - len(row), 0)) for row in rows])
@@ -164,7 +164,7 @@ class ToySlots:
         return out[:, -query.shape[2] :]
 
 
-def test_slots_decode_token_by_token_what_a_whole_forward_gives():
+def test_decode_steps_match_a_full_forward():
     folder = tiny_folder("mistral", initializer_range=0.2, sliding_window=4)
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED).eval()
     tokens = torch.stack(tiny_rows([9, 9]))

@@ -56,7 +56,7 @@ def compare(lengths: list[int], parents: Parents | None, dtype: torch.dtype, wit
 
 @pytest.mark.parametrize(("lengths", "parents"), CASES)
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float64, 1e-13), (torch.float32, 3e-6)])
-def test_output_and_gradients_are_those_of_a_dense_softmax(
+def test_output_and_gradients_match_a_dense_softmax(
     lengths: list[int], parents: Parents | None, dtype: torch.dtype, within: float
 ) -> None:
     compare(lengths, parents, dtype, within)

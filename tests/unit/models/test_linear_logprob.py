@@ -48,9 +48,7 @@ def test_three_tokens_by_hand():
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("tile", [(1, 1), (5, V), (M, 7), (10, 10), (1000, 1000)])
-def test_values_and_gradients_are_those_of_the_plain_formula(
-    temperature: float, with_bias: bool, tile: tuple[int, int]
-):
+def test_values_and_gradients_match_the_formula(temperature: float, with_bias: bool, tile: tuple[int, int]):
     hidden, weight, bias, targets = inputs()
     used = bias if with_bias else None
     fused = linear_logprob(hidden, weight, targets, used, temperature, need_entropy=True, tile=Tile(*tile))
@@ -65,7 +63,7 @@ def test_values_and_gradients_are_those_of_the_plain_formula(
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_gradient_of_one_output_alone(which: int):
+def test_gradient_of_a_single_output(which: int):
     hidden, weight, bias, targets = inputs()
     gradients = torch.autograd.grad(
         linear_logprob(hidden, weight, targets, bias, 0.7, True)[which].sum(), [hidden, weight, bias]
@@ -219,9 +217,7 @@ def test_divergence_of_one_token_by_hand():
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("tile", [(1, 1), (5, V), (10, 10), (1000, 1000)])
-def test_divergence_and_gradients_are_those_of_the_plain_formula(
-    temperature: float, with_bias: bool, tile: tuple[int, int]
-):
+def test_divergence_and_gradients_match_the_formula(temperature: float, with_bias: bool, tile: tuple[int, int]):
     hidden, weight, bias, _ = inputs()
     log_q, rows = others()
     used = bias if with_bias else None
@@ -290,7 +286,7 @@ def by_parts(starts: list[int], with_bias: bool, rows: int, factor: float) -> tu
 
 @pytest.mark.parametrize("starts", [[0, 15, V], [0, 10, 20, V], [0, 28, V]])
 @pytest.mark.parametrize(("with_bias", "factor"), [(False, 1.0), (True, 1.0), (False, 200.0)])
-def test_parts_of_the_vocabulary_add_up_to_the_plain_formula(starts: list[int], with_bias: bool, factor: float):
+def test_vocabulary_shards_add_up_to_the_formula(starts: list[int], with_bias: bool, factor: float):
     # With factor 200 logits differ by thousands, so that some shards of the vocabulary have zero probability.
     hidden, weight, bias, targets = inputs()
     large = (weight * factor).detach().requires_grad_()

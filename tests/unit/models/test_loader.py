@@ -39,7 +39,7 @@ def edit_weights(folder: Path, change: Any) -> Path:
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_are_those_of_the_folder(tied: bool):
+def test_weights_match_the_folder(tied: bool):
     folder = tiny_folder("llama", tie_embeddings=tied)
     model, stored = load(folder), load_file(folder / "model.safetensors")
     assert weights(model).keys() == stored.keys()
@@ -54,7 +54,7 @@ def test_tied_embeddings_stay_one_tensor_in_every_dtype():
         assert hf.dtype == getattr(torch, dtype)
 
 
-def test_random_init_depends_on_the_seed_alone():
+def test_random_init_depends_only_on_the_seed():
     torch.manual_seed(1)
     first = weights(load(tiny_folder(), seed=7, random_init=True))
     torch.manual_seed(2)
@@ -64,7 +64,7 @@ def test_random_init_depends_on_the_seed_alone():
     assert not torch.equal(first["model.embed_tokens.weight"], other["model.embed_tokens.weight"])
 
 
-def test_the_random_state_of_the_caller_is_left_alone():
+def test_the_random_state_of_the_caller_is_unchanged():
     before = torch.get_rng_state()
     load(tiny_folder(), random_init=True)
     load(tiny_folder(), head="value")
@@ -110,7 +110,7 @@ def test_a_critic_may_start_from_a_reward_model(tmp_path: Path):
     assert torch.equal(weights(value)["score.weight"], weights(reward)["score.weight"])
 
 
-def test_an_exported_folder_loads_in_plain_transformers(tmp_path: Path):
+def test_an_exported_folder_loads_in_transformers(tmp_path: Path):
     folder = tiny_folder("llama", tie_embeddings=False)
     model = load(folder, dtype="bfloat16")
     save_pretrained(model, tmp_path, load_tokenizer(str(folder)))
@@ -163,7 +163,7 @@ def test_a_missing_external_lib_is_named():
         load(tiny_folder(), external_lib="no_such_module")
 
 
-def test_a_folder_that_is_not_there_says_what_to_type():
+def test_a_missing_folder_reports_the_fix():
     with pytest.raises(
         EngineError, match=r"'nobody/no-model' is neither a folder nor a model in .* cache.*hf download nobody/no-model"
     ):
@@ -208,7 +208,7 @@ def test_missing_unknown_and_misshapen_weights_are_all_named(tmp_path: Path):
         assert "model.norm.weight has shape (65,), not (64,)" in str(exc_info.value)
 
 
-def test_a_reward_model_needs_its_own_head():
+def test_a_reward_model_needs_a_score_head():
     with pytest.raises(EngineError, match=r"head=reward\): score.weight is missing"):
         load(tiny_folder(), head="reward")
 
@@ -276,7 +276,7 @@ def test_stored_weights_have_the_number_format_of_the_files(tmp_path: Path) -> N
     assert {tensor.dtype for _, tensor in stored_weights(EngineModel(path=str(folder)))} == {torch.bfloat16}
 
 
-def test_stored_weights_that_are_not_whole_are_an_error(tmp_path: Path) -> None:
+def test_incomplete_stored_weights_are_an_error(tmp_path: Path) -> None:
     folder = edit_weights(copy_of(tiny_folder(), tmp_path), lambda tensors: tensors.pop("model.norm.weight"))
     with pytest.raises(EngineError, match=r"model\.norm\.weight is missing"):
         list(stored_weights(EngineModel(path=str(folder))))

@@ -94,7 +94,7 @@ def test_a_backward_pass_takes_as_much_at_every_vocabulary(monkeypatch: pytest.M
     assert min(peaks) == max(peaks) < 5 * BUFFER
 
 
-def test_the_logits_of_all_words_would_be_counted() -> None:
+def test_full_logits_would_be_counted() -> None:
     hidden = torch.empty(TOKENS, HIDDEN, device="meta", dtype=torch.bfloat16)
     peaks = []
     for vocabulary_size in VOCABULARIES:

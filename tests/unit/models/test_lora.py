@@ -118,7 +118,7 @@ def test_an_adapter_may_be_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_log_probs_and_gradients_are_those_of_peft(family: str, tmp_path: Path):
+def test_log_probs_and_gradients_match_peft(family: str, tmp_path: Path):
     dtype = "float32" if family == "mixtral" else "float64"  # transformers has no experts in float64
     stored = peft_folder(tmp_path, family)
     model = load(family, dtype, LORA.model_copy(update={"adapter_path": str(stored)}))
@@ -169,7 +169,7 @@ def test_all_linear_layers_are_those_that_peft_takes(family: str):
     assert list(adapter_layers(load(family).hf)) == [name.partition(".lora_A.")[0] for name in names]
 
 
-def test_experts_and_their_router_are_left_alone():
+def test_experts_and_their_router_get_no_adapter():
     # transformers keeps them as fused tensors, not as linear layers
     assert {name.rpartition(".")[2] for name in adapter_layers(load("mixtral").hf)} == {
         "q_proj", "k_proj", "v_proj", "o_proj",
@@ -217,7 +217,7 @@ def test_only_adapter_and_value_head_are_trainable():
     assert value - trained == {"score.weight", "score.bias"}
 
 
-def test_the_beginning_depends_on_the_seed_alone():
+def test_initial_adapters_depend_only_on_the_seed():
     def begun(seed: int) -> Tensor:
         model = load_model(EngineModel(path=folder_of(), lora=LORA), "float32", "cpu", seed)
         return torch.cat([tensor.flatten() for _, tensor in adapter_weights(model.hf)])
@@ -315,7 +315,7 @@ def test_a_model_without_adapter_is_an_error():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_merged_weights_make_a_plain_model_with_the_same_numbers(family: str):
+def test_merged_weights_give_a_base_model_with_equal_outputs(family: str):
     dtype = "float32" if family == "mixtral" else "float64"
     model = load(family, dtype)
     randomize_trained(model.hf)
@@ -526,7 +526,7 @@ def sharded(folder: str, adapter: str) -> dict[str, Any]:
     return results
 
 
-def test_sharded_parameters_give_what_whole_ones_give(tmp_path: Path):
+def test_sharded_parameters_match_unsharded_ones(tmp_path: Path):
     stored = peft_folder(tmp_path)
     model = load(lora=LORA.model_copy(update={"adapter_path": str(stored)}))
     actual = log_probs(model)

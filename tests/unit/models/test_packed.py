@@ -67,7 +67,7 @@ def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_rows_give_what_transformers_gives_on_each_row_alone(family: str):
+def test_packed_rows_match_transformers_on_each_row(family: str):
     # transformers has no experts in float64; in float32 the last digit of a log-prob of -4.5 is worth 5e-7.
     dtype, near = ("float32", 3e-6) if family in ("mixtral", "qwen3_moe") else ("float64", 1e-6)
     model = packed(family, dtype=dtype)
@@ -88,7 +88,7 @@ def test_packed_rows_give_what_transformers_gives_on_each_row_alone(family: str)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "granite", "cohere", "phi"])
-def test_divergence_and_its_gradient_are_those_of_whole_logits(family: str):
+def test_divergence_and_its_gradient_match_full_logits(family: str):
     model = packed(family)
     hf_model = AutoModelForCausalLM.from_pretrained(folder_of(family), dtype="float64", attn_implementation="eager")
     tokens, packing, at = inputs()
@@ -132,7 +132,7 @@ def test_a_row_does_not_see_its_neighbours():
     assert torch.equal(before[6:], after[6:])
 
 
-def test_only_the_tokens_asked_for_come_back_in_their_order():
+def test_only_requested_tokens_are_returned_in_order():
     tokens, packing, at = inputs()
     some = at[torch.tensor([9, 2, 5])]
     everything = packed()(tokens, packing, at, ("log_probs",))["log_probs"]
@@ -150,13 +150,13 @@ def test_asking_for_no_token_leaves_a_gradient_of_zeros():
     assert all(not gradient.any() for gradient in grads.values())
 
 
-def test_entropy_alone_and_order_of_outputs():
+def test_entropy_without_log_probs_and_order_of_outputs():
     out = packed()(*inputs(), ("entropy",))
     assert list(out) == ["entropy"]
     assert list(packed()(*inputs(), ("entropy", "log_probs"))) == ["entropy", "log_probs"]
 
 
-def test_values_are_those_of_the_token_classification_model(tmp_path):
+def test_values_match_the_token_classification_model(tmp_path):
     model = packed(head="value")
     save_pretrained(model, tmp_path)
     hf_model = AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
@@ -175,7 +175,7 @@ def test_value_heads_have_no_dropout_in_train_mode():
     assert torch.equal(calm, trained)
 
 
-def test_scores_are_those_of_the_sequence_classification_model(tmp_path):
+def test_scores_match_the_sequence_classification_model(tmp_path):
     model = load_model(EngineModel(path=folder_of("llama"), head="reward", random_init=True), "float64", "cpu", 0)
     save_pretrained(model, tmp_path)
     hf_model = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()

@@ -27,7 +27,7 @@ def formula(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x / (x.square().mean(-1, keepdim=True) + eps).sqrt() * weight
 
 
-def test_output_and_gradients_are_those_of_the_formula_in_float64() -> None:
+def test_output_and_gradients_match_the_formula_in_float64() -> None:
     random = torch.Generator().manual_seed(1)
     tensors = [torch.randn(shape, generator=random) for shape in ((2, 5, 8), (8,), (2, 5, 8))]
     norm = Qwen2RMSNorm(8, eps=1e-5)

@@ -118,7 +118,7 @@ def test_values_and_scores_do_not_depend_on_the_ranks(head: Head):
     ],
 )
 @pytest.mark.parametrize("head", ["causal_lm", "value"])
-def test_every_rank_takes_part_wherever_the_outputs_lie(head: Head, lengths: list[int], at: list[int]):
+def test_every_rank_takes_part_for_any_output_positions(head: Head, lengths: list[int], at: list[int]):
     folder, places = folder_of("qwen2"), torch.tensor(at, dtype=torch.int64)
     expected = numbers(model_of(folder, head), lengths, places)
     for outputs, gradients in run_ranks(on_each_rank, 4, folder, head, lengths, places, False):
@@ -233,7 +233,7 @@ def split_and_merge(lengths: list[int]) -> tuple[DataProto, DataProto]:
 
 
 @pytest.mark.parametrize(("size", "lengths"), [(2, [5, 1, 7, 4]), (4, [5, 1, 7, 4]), (4, [2, 3]), (2, [1])])
-def test_split_columns_come_back_whole(size: int, lengths: list[int]):
+def test_split_columns_are_restored(size: int, lengths: list[int]):
     batch = batch_of(lengths)
     for _, back in run_ranks(split_and_merge, size, lengths):
         assert back.meta_info == {"step": 3}
@@ -241,7 +241,7 @@ def test_split_columns_come_back_whole(size: int, lengths: list[int]):
         batch.union(back)  # raises an error with the column name if two ranks differ in values, lengths or dtype
 
 
-def test_a_part_holds_the_tokens_of_its_rank_by_hand():
+def test_a_part_has_the_tokens_of_its_rank():
     # 17 tokens over 2 ranks: 9 and 8. The first rank has rows of 5 and 1 and 3 of the 7 tokens of the third row.
     (first, _), (second, _) = run_ranks(split_and_merge, 2, [5, 1, 7, 4])
     assert first["input_ids"].lengths.tolist() == [5, 1, 3, 0]

@@ -63,7 +63,7 @@ def test_sizes_and_token_ids_reach_the_model(tmp_path: Path):
     assert (config.pad_token_id, config.eos_token_id) == (0, 2)
 
 
-def test_weights_depend_on_the_seed_alone(tmp_path: Path):
+def test_weights_depend_only_on_the_seed(tmp_path: Path):
     before = torch.get_rng_state()
     models = []
     for number, seed in enumerate((0, 0, 1)):

@@ -78,7 +78,7 @@ def update(engine: BaseEngine) -> None:
         weight.add_(torch.full_like(weight, 0.01 if ".lora_A." in name else 0.02))
 
 
-def test_the_base_goes_over_once_and_the_adapter_each_time(engine: BaseEngine) -> None:
+def test_the_base_is_sent_once_and_the_adapter_each_time(engine: BaseEngine) -> None:
     rollout = WeightStore()
     with engine.disable_adapter():
         base = {name: weight.clone() for name, weight in engine.named_weights()}
@@ -105,7 +105,7 @@ def test_base_and_adapter_make_the_merged_weights(engine: BaseEngine) -> None:
     torch.testing.assert_close(sum_of_parts, merged)
 
 
-def test_another_engine_sends_its_own_base(engine: BaseEngine) -> None:
+def test_another_engine_sends_its_base(engine: BaseEngine) -> None:
     rollout = WeightStore()
     for each in (engine, engine_with(), engine):
         with rollout_mode(each, rollout):
@@ -152,7 +152,7 @@ def test_an_adapter_that_stays_the_old_one_is_called_stale(engine: BaseEngine, m
         pytest.fail("generated despite the fault")
 
 
-def test_a_generator_that_takes_whole_weights_says_what_to_type() -> None:
+def test_a_rollout_without_adapters_reports_the_fix() -> None:
     class FullWeightsOnly(WeightStore):
         capabilities = RolloutCapabilities()
 

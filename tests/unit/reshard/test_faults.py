@@ -200,7 +200,7 @@ def test_the_rollout_receives_merged_or_base_weights() -> None:
         assert sync.digests == {name: base[name] for name in sync.digests}
 
 
-def test_a_weight_that_the_model_keeps_wide_goes_wide() -> None:
+def test_a_float32_weight_of_the_model_stays_float32() -> None:
     sizes = {"kv_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
     experts = {"v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
     folder = tiny_folder("deepseek_v3", **sizes, **experts, num_experts_per_tok=2, first_k_dense_replace=1, head_dim=8)

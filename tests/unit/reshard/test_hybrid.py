@@ -162,7 +162,7 @@ def test_the_first_error_is_raised_if_sleep_fails_too(engine: BaseEngine) -> Non
         pass
 
 
-def test_each_entry_hands_over_the_weights_of_that_moment(engine: BaseEngine) -> None:
+def test_each_sync_sends_the_current_weights(engine: BaseEngine) -> None:
     rollout, name = RecordingRollout(), "model.norm.weight"
     with rollout_mode(engine, rollout):
         first = rollout.weights[name]

@@ -27,7 +27,7 @@ def batched(file):
         one.close()
 
 
-def test_one_call_has_the_lists_of_the_whole_batch(batched, score):
+def test_one_call_receives_the_lists_of_the_batch(batched, score):
     body = """
 assert data_sources == ['test'] * 200 and ground_truths[7] == 't7' and extra_infos[7] == {'k': 7}
 return [{'score': int(text), 'size': len(solution_strs)} for text in solution_strs]
@@ -59,7 +59,7 @@ def test_a_batch_without_rows_makes_no_call(batched, score):
         ("return {'score': 1.0}", "invalid"),
     ],
 )
-def test_a_sample_that_fails_its_batch_costs_itself_alone(batched, score, failure, metric):
+def test_a_sample_that_fails_its_batch_fails_alone(batched, score, failure, metric):
     rewards = batched(f"if '5' in solution_strs: {failure}\nreturn [1.0] * len(solution_strs)", timeout=1.0)
     result = score(rewards, [str(i) for i in range(8)])
     assert result.scores.tolist() == [1, 1, 1, 1, 1, 0, 1, 1]
@@ -100,7 +100,7 @@ def test_a_function_that_always_fails_fails_on_every_row(batched, score):
     assert (result.num_failed, len(result.failures)) == (9, 9)
 
 
-def test_keyword_arguments_alone_take_what_the_config_says(batched, score):
+def test_keyword_arguments_come_from_the_config(batched, score):
     head = "def compute_score(**given):\n"
     body = "return [2.0] * len(given['solution_strs']) if 'solution_strs' in given else 1.0"
     assert score(batched(body, head=head), ["a", "b"]).scores.tolist() == [1.0, 1.0]

@@ -52,7 +52,7 @@ def test_rows_dropped_by_the_function_stay_dropped(manager):
     assert rewards.score(batch_of([2.0], [0, 0, 3.0]), decode).dropped == (0,)
 
 
-def test_a_model_scores_alone():
+def test_a_model_scores_without_a_function():
     with CombinedRewards(None, weight=2.0) as rewards:
         result = rewards.score(batch_of([2.0], [1.0, 0, 3.0]).drop("data_source", "ground_truth"), decode)
     assert result.scores.tolist() == [4.0, 8.0]  # a custom worker may score every token

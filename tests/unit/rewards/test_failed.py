@@ -15,7 +15,7 @@ def lines(path: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_a_line_says_what_failed_where_and_when(tmp_path: Path) -> None:
+def test_a_line_describes_the_failure(tmp_path: Path) -> None:
     path = tmp_path / "rewards" / "failed.jsonl"
     FailedSamples(path).add([failure(3)], "step 12")
     FailedSamples(path).add([failure(4)], "validation")  # a run that continues
@@ -26,7 +26,7 @@ def test_a_line_says_what_failed_where_and_when(tmp_path: Path) -> None:
     assert [line["when"] for line in lines(path)] == ["step 12", "validation"]
 
 
-def test_without_failures_there_is_no_file(tmp_path: Path) -> None:
+def test_without_failures_no_file_is_written(tmp_path: Path) -> None:
     FailedSamples(tmp_path / "rewards" / "failed.jsonl").add([], "step 1")
     assert not (tmp_path / "rewards").exists()
 

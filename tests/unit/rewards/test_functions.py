@@ -78,7 +78,7 @@ def test_arithmetic_rewards_correctness_and_partly_format(text, score, correct, 
     assert result == {"score": score, "correct": correct, "format": form, "pred": text.strip() if form else None}
 
 
-def test_auto_goes_by_the_data_source():
+def test_auto_selects_by_data_source():
     assert auto.compute_score("openai/gsm8k", "#### 1", "1") == {"score": 1.0, "pred": "1"}
     assert auto.compute_score("camshaft/arithmetic", "1", "1") == arithmetic.compute_score("x", "1", "1")
     assert auto.compute_score("aime_2025", "\\boxed{1}", "1") == {"score": 1.0, "pred": "1"}
@@ -158,6 +158,6 @@ THOUGHT = "<think>6 times\n7</think>\n<answer>42</answer>"
         ("a\nb", "a.b", 1, None),
     ],
 )
-def test_format_looks_at_the_form_alone(text, pattern, score, pred):
+def test_format_checks_only_the_form(text, pattern, score, pred):
     result = form.compute_score("x", text, None, **({"pattern": pattern} if pattern else {}))
     assert result == {"score": score, "pred": pred}

@@ -74,7 +74,7 @@ def test_several_workers_work_at_once(manager, score):
     assert time.monotonic() - start_time < 1.5
 
 
-def test_no_more_workers_start_than_there_are_samples(manager, score, alive):
+def test_no_more_workers_start_than_samples(manager, score, alive):
     rewards = manager("return 1.0", num_workers=8)
     score(rewards, ["a", "b"])
     assert len(alive()) <= 2
@@ -138,7 +138,7 @@ def test_a_missing_column_is_named(manager):
 # -- failures ---------------------------------------------------------------------------------------
 
 
-def test_an_exception_costs_its_sample_alone_and_is_shown(manager, score, caplog):
+def test_an_exception_fails_only_its_sample_and_is_logged(manager, score, caplog):
     rewards = manager(FAIL_AT_B.format("raise KeyError('no such thing')"))
     with caplog.at_level(logging.WARNING):
         result = score(rewards, ["a", "b", "c"])
@@ -204,7 +204,7 @@ def test_loading_does_not_count_against_the_limit(file, score):
         ("__import__('os').kill(__import__('os').getpid(), 9)", "signal 9"),
     ],
 )
-def test_a_process_that_dies_costs_its_sample_alone(manager, score, death, message):
+def test_a_dead_process_fails_only_its_sample(manager, score, death, message):
     result = score(manager(FAIL_AT_B.format(death)), list("abcdefgb"))
     assert result.scores.tolist() == [1, 0, 1, 1, 1, 1, 1, 0]
     assert (result.metrics["reward/crashes"], result.num_failed) == (2.0, 2)
@@ -230,7 +230,7 @@ def test_reading_standard_input_finds_nothing(manager, score):
     assert score(manager("import sys\nreturn len(sys.stdin.read())"), ["a"] * 3).scores.tolist() == [0.0] * 3
 
 
-def test_a_function_may_use_alarms_of_its_own(manager, score):
+def test_a_function_may_use_alarms(manager, score):
     body = """
     import signal, time
     def late(*_): raise TimeoutError('mine')

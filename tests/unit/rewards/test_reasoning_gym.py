@@ -60,7 +60,7 @@ def test_generated_rows_are_reproducible_and_unique(tmp_path: Path) -> None:
     assert rows_of(first.train)[0]["data_source"] == "reasoning_gym/gcd"
 
 
-def test_the_rule_is_that_of_the_tasks_settings() -> None:
+def test_scoring_follows_the_settings_of_the_task() -> None:
     # puzzle24 requires numbers within its settings, so an answer can be right for one file and wrong for the other.
     entry = json.dumps({"question": "", "answer": None, "metadata": {"numbers": [8, 3, 1, 1]}})
     scores = [
@@ -74,7 +74,7 @@ def test_the_rule_is_that_of_the_tasks_settings() -> None:
 
 
 @pytest.mark.parametrize("text", ["<answer>6</answer>", "<answer>5</answer> no, <answer> 6 </answer> yes", " 6\n"])
-def test_answer_is_the_last_tag_or_the_whole_response(text: str, tmp_path: Path) -> None:
+def test_answer_is_the_last_tag_or_the_full_response(text: str, tmp_path: Path) -> None:
     row = rows_of(write(tmp_path, "gcd").train)[0]
     text = text.replace("6", row["reward_model"]["ground_truth"])
     assert reasoning_gym.compute_score(row["data_source"], text, "", row["extra_info"])["score"] == 1

@@ -86,7 +86,7 @@ def merged(weights: dict[str, torch.Tensor], base: dict[str, torch.Tensor]) -> d
     return result
 
 
-def test_the_penalty_is_the_divergence_over_the_whole_vocabulary(home: Path, one_rank: list[Step]) -> None:
+def test_the_penalty_is_the_divergence_over_the_full_vocabulary(home: Path, one_rank: list[Step]) -> None:
     first, second = (step.metrics["actor/reward_kl_penalty"] for step in one_rank)
     assert first == pytest.approx(0, abs=1e-6)
     expected = oracle_kl(home, one_rank[0].actor, one_rank[1])

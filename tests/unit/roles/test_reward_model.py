@@ -254,7 +254,7 @@ def test_a_chat_template_error_names_the_row(home: Path, tmp_path: Path) -> None
         worker.compute_rm_score(conversations(home, raw_prompt=chats()))
 
 
-def test_a_batch_without_messages_says_who_writes_them(home: Path) -> None:
+def test_a_batch_without_messages_names_their_source(home: Path) -> None:
     with pytest.raises(BatchError, match=r"raw_input_ids.*data/prompts"):
         built(config_of(home, "other")).compute_rm_score(conversations(home))
 

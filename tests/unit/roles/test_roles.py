@@ -194,7 +194,7 @@ MINI_BATCH = "actor_rollout_ref__actor__ppo_mini_batch_size"
     ],
     ids=["steps", "epochs", "KL in the reward", "correction"],
 )
-def test_an_update_without_its_columns_says_who_writes_them(home: Path, more: dict[str, Any]) -> None:
+def test_an_update_without_its_columns_names_their_source(home: Path, more: dict[str, Any]) -> None:
     actor = ActorWorker(config_of(home, **more), Topology(1), STEPS)
     actor.init_model()
     with pytest.raises(BatchError, match=r"'old_log_probs' \(written by roles/actor.compute_log_prob or roles/actor"):
@@ -204,7 +204,7 @@ def test_an_update_without_its_columns_says_who_writes_them(home: Path, more: di
 # -- critic ---------------------------------------------------------------------------------------
 
 
-def test_values_are_those_of_plain_transformers(home: Path) -> None:
+def test_values_match_transformers(home: Path) -> None:
     critic = CriticWorker(config_of(home), Topology(1), STEPS)
     critic.init_model()
     result, batch = critic.compute_values(batch_of()).ragged("values"), batch_of()
@@ -248,7 +248,7 @@ def test_the_reference_stays_where_the_actor_began(home: Path) -> None:
     assert not torch.equal(worker.compute_log_prob(batch_of()).ragged("old_log_probs").values, old.values)
 
 
-def test_a_reference_of_its_own_gives_the_same(home: Path) -> None:
+def test_a_separate_reference_gives_the_same_log_probs(home: Path) -> None:
     ref = RefWorker(config_of(home, algorithm__use_kl_in_reward=True), Topology(1))
     ref.init_model()
     actual = ref.compute_ref_log_prob(batch_of()).ragged("ref_log_prob")
@@ -272,7 +272,7 @@ def test_with_lora_the_reference_is_the_actors_base_model(home: Path) -> None:
     assert float((moved - expected).abs().max()) > 1e-3
 
 
-def test_without_a_use_for_it_there_is_no_reference(home: Path) -> None:
+def test_an_unused_reference_is_not_built(home: Path) -> None:
     worker = ActorRolloutRefWorker(config_of(home), Topology(1), STEPS)
     worker.init_model()
     assert worker.ref is None
@@ -302,7 +302,7 @@ def test_generation_recomputes_old_log_probs_unless_disabled(worker: ActorRollou
     assert "old_log_probs" not in worker.generate_sequences(prompts(), recompute_log_prob=False)
 
 
-def test_responses_depend_on_the_seed_of_their_row_alone(worker: ActorRolloutRefWorker) -> None:
+def test_responses_depend_only_on_the_seed_of_their_row(worker: ActorRolloutRefWorker) -> None:
     first = worker.generate_sequences(prompts())["responses"].rows()
     turned = worker.generate_sequences(prompts().reorder([3, 0]))["responses"].rows()
     assert [row.tolist() for row in turned] == [first[3].tolist(), first[0].tolist()]
@@ -319,7 +319,7 @@ def test_responses_end_at_the_limit_or_at_eos(worker: ActorRolloutRefWorker) -> 
     assert bool(generation["response_mask"].values.all())
 
 
-def test_validation_is_greedy_whatever_the_seed(worker: ActorRolloutRefWorker) -> None:
+def test_validation_is_greedy_for_any_seed(worker: ActorRolloutRefWorker) -> None:
     batch = prompts()
     first = worker.generate_sequences(batch, validate=True)["responses"].values
     seeded = batch.with_columns(sampling_seed=torch.arange(4) + 100)

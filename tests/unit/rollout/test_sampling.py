@@ -23,7 +23,7 @@ def logs(*probs: float) -> Tensor:
 # -- restrict -------------------------------------------------------------------------------------
 
 
-def test_nothing_asked_for_leaves_logits_as_they_are() -> None:
+def test_default_sampling_leaves_logits_unchanged() -> None:
     logits = torch.randn(3, 9)
     assert torch.equal(restrict(logits, temperature=1.0), logits)
     assert torch.equal(restrict(logits, 1.0, top_k=-1, top_p=1.0), logits)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_missing_sglang_error_says_what_to_install() -> None:
+def test_missing_sglang_error_names_the_package() -> None:
     with pytest.raises(RolloutError, match=r"pip install --no-deps sglang==0\.5\.23.*rollout.name=torch"):
         build_rollout("sglang", RolloutEngineConfig(model_path="models/none"))
 

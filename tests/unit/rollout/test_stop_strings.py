@@ -31,14 +31,14 @@ def test_prompt_text_does_not_complete_a_stop_string(tokenizer: PreTrainedTokeni
     assert first_end(StopStrings(tokenizer, ["##"]), tokens) == 3
 
 
-def test_special_tokens_have_no_text_however_many_there_are(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_special_tokens_have_no_text(tokenizer: PreTrainedTokenizerBase) -> None:
     special = tokenizer.all_special_ids[0]
     a, b = tokenizer.encode("ab", add_special_tokens=False)
     stops = StopStrings(tokenizer, ["ab", tokenizer.all_special_tokens[0]])
     assert first_end(stops, [special] * 3 + [a] + [special] * 200 + [b]) == 204
 
 
-def test_the_tail_says_what_the_whole_text_says(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_the_tail_finds_the_same_stop_string_as_the_full_text(tokenizer: PreTrainedTokenizerBase) -> None:
     draw = random.Random(0)
     for _ in range(40):
         tokens = [draw.randrange(3, 7) for _ in range(120)]

@@ -16,7 +16,7 @@ from camshaft.rollout.vllm.adapters import adapter_arguments
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="requires an environment without vLLM")
-def test_missing_vllm_error_says_what_to_install(tmp_path: Path) -> None:
+def test_missing_vllm_error_names_the_package(tmp_path: Path) -> None:
     config = RolloutEngineConfig(model_path=str(make_tiny_model(tmp_path / "model")))
     with pytest.raises(RolloutError, match=r"pip install 'camshaft\[vllm\]'.*rollout.name=torch"):
         build_rollout("vllm", config)

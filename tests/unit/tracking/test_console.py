@@ -53,7 +53,7 @@ def test_remaining_time_is_estimated_from_recent_steps(tmp_path, clock):
     assert out.getvalue().splitlines()[-1] == "step 50/100  left 0:00:50"
 
 
-def test_a_resumed_run_counts_its_own_steps(tmp_path, clock):
+def test_a_resumed_run_counts_only_its_steps(tmp_path, clock):
     tracker, out = make(tmp_path, clock, resumed_step=90)
     clock.now += 3
     tracker.log({}, step=91)

@@ -106,7 +106,7 @@ def test_rows_of_different_lengths_keep_their_tokens() -> None:
     torch.testing.assert_close(actual["advantages"].values, expected)
 
 
-def test_groups_are_the_rows_of_one_prompt_wherever_they_stand() -> None:
+def test_groups_are_the_rows_of_one_prompt_in_any_order() -> None:
     batch = DataProto.from_dict(
         {
             "token_level_rewards": floats([0, 1], [5], [3], [9]),

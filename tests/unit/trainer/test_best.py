@@ -25,7 +25,7 @@ def test_nan_is_never_the_best() -> None:
     assert best.step == 2
 
 
-def test_before_training_the_name_alone_is_looked_at() -> None:
+def test_before_training_only_the_name_is_checked() -> None:
     best = BestStep("val-core/sums/reward/mean", "max")
     assert not best.offer({"val-core/sums/reward/mean": 1.0}, step=0)
     assert best.step is None

@@ -146,6 +146,6 @@ def test_an_invalid_config_is_reported_as_in_a_run(check: Check) -> None:
     assert "max_prompt_length" in output
 
 
-def test_help_says_what_it_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_describes_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-data", "--help"]) == 0
     assert "Takes the arguments of camshaft ppo" in capsys.readouterr().out

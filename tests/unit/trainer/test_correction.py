@@ -48,13 +48,13 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # -- on the driver --------------------------------------------------------------------------------
 
 
-def test_nothing_is_added_where_nothing_is_asked_for(home: Path) -> None:
+def test_no_metric_is_added_without_a_request(home: Path) -> None:
     columns, metrics = correct(batch_of(), rollout_correction(home))
     assert not columns.columns
     assert metrics == {}
 
 
-def test_weights_and_what_is_told_of_them_by_hand(home: Path) -> None:
+def test_weights_and_their_metrics_by_hand(home: Path) -> None:
     columns, metrics = correct(batch_of(), rollout_correction(home, rollout_is="token", rollout_is_threshold=3.0))
     assert [row.tolist() for row in columns.ragged("rollout_is_weights").rows()] == [
         pytest.approx([3, 0, 0.5]),

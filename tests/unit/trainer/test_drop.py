@@ -78,7 +78,7 @@ def kept_rows(column: Ragged) -> Tensor:
 
 
 @pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"remax"}))
-def test_advantages_are_those_of_a_batch_without_the_row(home: Path, name: str) -> None:
+def test_advantages_equal_those_of_a_batch_without_the_row(home: Path, name: str) -> None:
     chosen = algorithm(home, adv_estimator=name)
     full, less = (batch.rename({"token_level_scores": "token_level_rewards"}) for batch in scored())
     actual, expected = estimated(full, chosen), estimated(less, chosen)
@@ -144,7 +144,7 @@ def update(home: Path, batch: DataProto, mode: str) -> tuple[dict[str, Tensor], 
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
-def test_weights_are_those_of_an_update_without_the_row(home: Path, mode: str) -> None:
+def test_weights_equal_those_of_an_update_without_the_row(home: Path, mode: str) -> None:
     chosen = algorithm(home)
     full, less = (batch.rename({"token_level_scores": "token_level_rewards"}) for batch in scored())
     actual = update(home, full.union(estimated(full, chosen)), mode)

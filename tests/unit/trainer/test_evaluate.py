@@ -34,7 +34,7 @@ def numbers(tmp_path: Path, path: Path, **overrides: Any) -> dict[str, float]:
     return json.loads((tmp_path / "metrics.json").read_text())
 
 
-def test_the_numbers_are_those_of_hand_work_by_data_set(tmp_path: Path) -> None:
+def test_numbers_match_hand_work_for_each_data_set(tmp_path: Path) -> None:
     path = write_parquet(
         tmp_path / "responses.parquet",
         [row("a", ["1", "1", "2", "3"], "1"), row("a", ["5", "6", "6", "6"], "5"), row("b", ["x"], "x")],

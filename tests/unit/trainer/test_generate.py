@@ -100,7 +100,7 @@ def test_no_secret_is_written_beside_the_responses(home: Path) -> None:
     assert "hunter2" not in str(facts)
 
 
-def test_a_tokenizer_of_its_own_needs_no_model_beside_it(home: Path, tmp_path: Path) -> None:
+def test_a_separate_tokenizer_needs_no_model_next_to_it(home: Path, tmp_path: Path) -> None:
     load_tokenizer(str(home / "actor")).save_pretrained(tmp_path)
     assert not (tmp_path / "config.json").exists()
     assert "the tokenizer" in run_settings(home, {"data.tokenizer": tmp_path})

@@ -64,7 +64,7 @@ def test_returns_that_do_not_vary_explain_nothing() -> None:
     assert math.isnan(metrics["critic/vf_explained_var"])
 
 
-def test_mismatch_against_numbers_worked_out_by_hand() -> None:
+def test_mismatch_matches_hand_worked_numbers() -> None:
     # d = 0.1 and -0.4 in the first row, 0.2 in the second; the tool's token does not count.
     # k3: 0.1051709-0.1, 0.6703200-0.6, 1.2214028-1.2, that is 0.0051709, 0.0703200, 0.0214028.
     # Sequence weights: exp(-0.3) = 0.7408182 and exp(0.2) = 1.2214028; share (sum)^2 / (2 sum of squares).

@@ -58,7 +58,7 @@ def test_a_missing_folder_is_an_error_before_loading(key: str, tmp_path: Path) -
         run_ppo(tmp_path, {**OWN, key: "my_algorithms:nothing"}, steps=1)
 
 
-def test_the_page_names_everything_that_there_is() -> None:
+def test_the_page_names_every_component() -> None:
     for name in (*ESTIMATORS, *POLICY_LOSSES, *KL_PENALTIES):
         assert f"| `{name}` |" in PAGE, name
     for name in AGGREGATIONS:

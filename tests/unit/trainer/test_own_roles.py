@@ -13,7 +13,7 @@ POLICY, CRITIC = "actor_rollout_ref.worker_cls", "critic.worker_cls"
 ONE_STEP = {"algorithm.adv_estimator": "gae", "actor_rollout_ref.actor.ppo_mini_batch_size": 8}
 
 
-def test_a_step_runs_with_roles_of_your_own(tmp_path: Path) -> None:
+def test_a_step_runs_with_custom_roles(tmp_path: Path) -> None:
     classes = {POLICY: "support.own_roles:DoubledPolicy", CRITIC: "support.own_roles:CountingCritic"}
     first, second = run_ppo(tmp_path, {**ONE_STEP, **classes}, steps=2)
     (built_in,) = run_ppo(tmp_path, ONE_STEP, steps=1)

@@ -37,7 +37,7 @@ def test_the_last_step_is_always_validated_and_saved(tmp_path: Path) -> None:
     assert [step for step, _ in storage.step_folders(tmp_path / "run")] == [2]
 
 
-def test_warm_up_trains_the_critic_alone(tmp_path: Path) -> None:
+def test_warm_up_trains_only_the_critic(tmp_path: Path) -> None:
     warm, after = run_ppo(tmp_path, {"trainer.critic_warmup": 1}, steps=2)
     assert "critic/vf_loss" in warm.metrics
     assert "actor/pg_loss" not in warm.metrics

@@ -25,7 +25,7 @@ def test_seeds_of_adjacent_steps_and_runs_do_not_overlap() -> None:
     assert sampling_seeds(2, VALIDATION, 1)[0] == sampling_seeds(1, 2**20 - 1, rows)[-1] + 1
 
 
-def test_seeds_are_those_of_the_step_whatever_went_before() -> None:
+def test_seeds_depend_only_on_the_step() -> None:
     first = sampling_seeds(3, 10, 8)
     torch.rand(5)
     assert torch.equal(sampling_seeds(3, 10, 8), first)

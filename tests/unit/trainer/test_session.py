@@ -100,7 +100,7 @@ def test_an_unknown_device_is_a_config_error(trainer: TrainerConfig) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")
-def test_each_rank_needs_a_device_of_its_own(trainer: TrainerConfig) -> None:
+def test_each_rank_needs_a_separate_device(trainer: TrainerConfig) -> None:
     num_devices = torch.cuda.device_count()
     wrong = trainer.model_copy(update={"device": "cuda", "n_gpus_per_node": num_devices + 1})
     with pytest.raises(ConfigError, match=rf"Type trainer\.n_gpus_per_node={num_devices}"), session(wrong):

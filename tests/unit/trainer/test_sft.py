@@ -31,7 +31,7 @@ def oracle_loss(model: Any, rows: DataProto) -> float:
     return total / count
 
 
-def test_losses_are_those_of_plain_transformers_over_all_trained_tokens(tmp_path: Path) -> None:
+def test_losses_match_transformers_over_all_trained_tokens(tmp_path: Path) -> None:
     # 16 held-out rows in batches of 6: the mean of the batch means would differ.
     trainer = trainer_of(tmp_path, **{"data.train_batch_size": 6, "data.micro_batch_size_per_gpu": 4})
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
@@ -43,7 +43,7 @@ def test_losses_are_those_of_plain_transformers_over_all_trained_tokens(tmp_path
     assert trainer.step(batch)["train/loss"] == pytest.approx(oracle_loss(model, batch), rel=1e-5)
 
 
-def test_a_step_learns_and_says_at_which_rate(tmp_path: Path) -> None:
+def test_a_step_trains_and_reports_its_learning_rate(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, **{"optim.lr": 0.01, "optim.lr_warmup_steps": 2})
     batch = next(iter(trainer.loader))
     steps = [trainer.step(batch) for _ in range(3)]

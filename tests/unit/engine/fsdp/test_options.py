@@ -66,7 +66,7 @@ def test_gathered_weights_are_freed_or_kept_after_forward(tmp_path: Path, reshar
 
 
 @pytest.mark.parametrize("prefetch", [False, True])
-def test_the_next_layer_is_asked_for_before_this_one_computes(tmp_path: Path, prefetch: bool) -> None:
+def test_the_next_layer_is_prefetched(tmp_path: Path, prefetch: bool) -> None:
     harness, engine = built(tmp_path, forward_prefetch=prefetch)
     first, second = layers(engine)
     prefetched: list[bool] = []

@@ -98,7 +98,7 @@ def same(actual: Generation, expected: Generation) -> bool:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("temperature", [0.0, 1.1])
-def test_tokens_are_those_of_steps_as_they_are(
+def test_captured_steps_match_eager_steps(
     harness: RolloutHarness, folder: Path, family: str, temperature: float
 ) -> None:
     sampling = SamplingParams(24, temperature=temperature, stop_token_ids=(10, 11, 12))
@@ -177,7 +177,7 @@ def test_sleep_releases_graphs_unless_the_cache_stays(harness: RolloutHarness, f
     assert (count(case) > captures) == free  # the weights are the same tensors again
 
 
-def test_short_calls_and_models_with_hooks_run_as_they_are(harness: RolloutHarness) -> None:
+def test_short_calls_and_models_with_hooks_run_eagerly(harness: RolloutHarness) -> None:
     case, prompts = harness.case(), harness.prompts(4, 9)
     checked_generation(case, prompts, SamplingParams(graphs.MIN_STEPS - 1, ignore_eos=True))
     assert count(case) == 0
@@ -268,12 +268,12 @@ def run_generations(harness: RolloutHarness) -> None:
         checked_generation(case, many_prompts(harness))
 
 
-def test_the_story_is_right_without_a_mistake(harness: RolloutHarness) -> None:
+def test_generations_are_correct_without_a_fault(harness: RolloutHarness) -> None:
     run_generations(harness)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda mistake: mistake.__name__)
-def test_a_mistake_is_seen(
+def test_a_fault_is_detected(
     mistake: Callable[[pytest.MonkeyPatch], None], harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mistake(monkeypatch)

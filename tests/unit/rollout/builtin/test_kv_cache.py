@@ -56,7 +56,7 @@ def oracle(query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: 
 
 
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_over_slots_is_attention_over_each_row_alone(window: int | None) -> None:
+def test_attention_over_slots_equals_attention_per_row(window: int | None) -> None:
     random = torch.Generator().manual_seed(0)
     lengths, slots = [5, 1, 9], cache()
     slots.reserve(4, max(lengths))
@@ -103,7 +103,7 @@ def test_attention_of_prompts_does_not_cross_their_borders() -> None:
         assert_attention(result[0, token], query[0, :, token], k, v, 0.3, None)
 
 
-def test_a_prompt_goes_to_neighbouring_slots_in_one_copy() -> None:
+def test_a_prompt_is_copied_to_adjacent_slots_at_once() -> None:
     slots, lengths = cache(), [3, 4]
     slots.reserve(6, 4)
     query, keys = torch.zeros(1, HEADS, 7, DIM), torch.randn(1, KEY_HEADS, 7, DIM)
@@ -201,7 +201,7 @@ def test_copy_takes_a_slot_to_many() -> None:
 
 
 @pytest.mark.parametrize("large", [True, False])
-def test_large_blocks_are_zero_and_writable_whatever_their_pages(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_blocks_are_zero_and_writable_for_any_pages(large: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not large:
         monkeypatch.setattr(slots_module, "LARGE_PAGES", None)
     slots = cache()

@@ -88,7 +88,7 @@ def fast(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> boo
         (0,), (0, 1),
     ],
 )  # fmt: skip
-def test_packed_products_equal_plain_products(
+def test_packed_products_equal_those_of_linear_layers(
     layout: Any, bias: bool, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
@@ -153,7 +153,7 @@ def test_number_of_rows_decides_the_product_of_a_split_layer(
             assert_product(product(x), x, weight, None)
 
 
-def test_without_private_operators_layers_are_transposed_or_plain(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_private_operators_layers_are_only_transposed(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "_is_layout_valid", lambda *of: False)
     layers = model((16, 16), (600, 600))
     with packed_linears(layers, MIN_ROWS, MIN_STEPS):
@@ -184,7 +184,7 @@ class CustomLinear(nn.Linear):
     """A subclass, whose forward may differ."""
 
 
-def test_only_plain_float32_layers_are_packed(fast: bool) -> None:
+def test_only_float32_linear_layers_are_packed(fast: bool) -> None:
     layers = nn.Sequential(CustomLinear(96, 96), nn.Linear(96, 96).bfloat16(), nn.Linear(96, 96).double(), nn.ReLU())
     hooked = nn.Linear(96, 96)
     layers.append(hooked).append(nn.Linear(96, 96, device="meta"))
@@ -223,7 +223,7 @@ def test_nothing_stays_packed_after_an_error(fast: bool) -> None:
     assert layouts(layers) == [None, None]
 
 
-def test_an_error_while_packing_leaves_plain_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_packing_leaves_layers_unpacked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "_mkl_is_fast", lambda: True)
     packed: list[Tensor] = []
 

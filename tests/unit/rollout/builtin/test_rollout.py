@@ -45,7 +45,7 @@ def checked_generation(case: Case, prompts: Ragged, sampling: SamplingParams, se
         {"max_num_seqs": 7, "max_num_batched_tokens": 30},
     ],
 )
-def test_a_rows_tokens_depend_on_its_seed_and_prompt_alone(harness: RolloutHarness, limits: dict[str, Any]) -> None:
+def test_a_rows_tokens_depend_only_on_its_seed_and_prompt(harness: RolloutHarness, limits: dict[str, Any]) -> None:
     rows = [0, 1, 1, 2, 3, 3, 3, 3, 3, 4, 4, 5]
     prompts = harness.prompts(3, 11, 1, 5, 20, 5).select(rows)
     seeds = torch.arange(len(rows)) * 31 + 5
@@ -92,7 +92,7 @@ def test_a_response_can_be_continued(harness: RolloutHarness) -> None:
 # -- weights --------------------------------------------------------------------------------------
 
 
-def test_an_optimizer_step_in_place_is_seen_without_another_load(harness: RolloutHarness) -> None:
+def test_an_in_place_optimizer_step_needs_no_reload(harness: RolloutHarness) -> None:
     case, prompts, sampling = harness.case(), harness.prompts(4, 9), SamplingParams(10)
     before = checked_generation(case, prompts, sampling)
     optimizer = torch.optim.AdamW(case.oracle.parameters(), lr=0.05)

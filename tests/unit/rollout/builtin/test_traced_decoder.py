@@ -51,7 +51,7 @@ def test_a_list_computes_what_transformers_computes(harness: RolloutHarness, fam
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_without_rewrites_every_bit_is_that_of_the_forward(
+def test_without_fusion_the_graph_matches_the_forward_bitwise(
     harness: RolloutHarness, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(traced_decoder, "fuse", lambda graph: None)
@@ -63,13 +63,13 @@ def test_without_rewrites_every_bit_is_that_of_the_forward(
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
-def test_an_untraceable_model_runs_its_own_forward(harness: RolloutHarness, family: str) -> None:
+def test_an_untraceable_model_runs_its_forward(harness: RolloutHarness, family: str) -> None:
     case = harness.case(family, {"num_local_experts": 4} if family == "mixtral" else {})
     checked_generation(harness, case)
     assert "writes in place" in str(decoder_of(case).reason)
 
 
-def test_other_formats_run_as_they_are(harness: RolloutHarness) -> None:
+def test_other_dtypes_run_without_tracing(harness: RolloutHarness) -> None:
     case = harness.case(dtype="float64")
     checked_generation(harness, case)
     assert decoder_of(case).reason == "traced decoding requires float32 on a CPU"
@@ -227,7 +227,7 @@ def test_the_shorter_forms_are_the_formulas() -> None:
     torch.testing.assert_close(actual, expected)
 
 
-def test_a_rotation_with_other_halves_stays_as_it_is() -> None:
+def test_a_rotation_with_other_halves_is_not_fused() -> None:
     def odd(x: Tensor) -> Tensor:
         return x * 2 + torch.cat((-x[..., 1:], x[..., :1]), dim=-1) * 3
 
