@@ -35,7 +35,7 @@ from camshaft.controller.worker import (
     Worker,
     build_worker,
     gather,
-    registered,
+    registered_methods,
     result_slot,
     scatter,
 )
@@ -193,7 +193,7 @@ class WorkerGroup:
 
     def __init__(self, pool: Pool, role: RoleSpec, owns_pool: bool):
         self._pool, self._role, self._owns_pool = pool, role, owns_pool
-        self._modes = registered(role.role_class)
+        self._modes = registered_methods(role.role_class)
         self._seats: dict[str, list[Seat]] = {}
         self._key = pool.build(role)
 
@@ -333,7 +333,7 @@ def pool(spec: PoolSpec, backend: str = "local", options: Options | None = None)
 def _not_registered(role_class: type, name: str, methods: list[str]) -> str:
     """Return an error message that states why the driver cannot call `name`."""
     close = difflib.get_close_matches(name, methods, n=1)
-    hint = f"did you mean '{close[0]}'?" if close else f"registered: {', '.join(methods) or 'none'}"
+    hint = f"did you mean '{close[0]}'?" if close else f"registered methods: {', '.join(methods) or 'none'}"
     if name in dir(role_class):
         reason = "is not decorated with @register(dispatch_mode=...), so the driver cannot call it"
         return f"{role_class.__name__}.{name} {reason}; {hint}"

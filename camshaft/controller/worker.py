@@ -133,7 +133,7 @@ def register(dispatch_mode: Dispatch) -> Callable[[F], F]:
     return mark
 
 
-def registered(role_class: type) -> dict[str, Dispatch]:
+def registered_methods(role_class: type) -> dict[str, Dispatch]:
     """Return the dispatch mode of each method of a role that the driver can call, by name."""
     return {
         name: vars(value)[_MODE]

@@ -28,7 +28,7 @@ from camshaft.errors import BatchError
 
 
 def unregistered_methods_are_rejected(harness: ControllerHarness) -> None:
-    """Calling a method without @register or a misspelt method raises an AttributeError that states the reason."""
+    """Calling a method without @register or a misspelled method raises an AttributeError that states the reason."""
     with harness.role() as toy:
         expect_error(
             lambda: toy.helper(),
@@ -36,8 +36,8 @@ def unregistered_methods_are_rejected(harness: ControllerHarness) -> None:
             "a method without @register ran",
             AttributeError,
         )
-        misspelt = lambda: toy.scael(eight_rows())  # noqa: E731  # pyright: ignore[reportAttributeAccessIssue]
-        expect_error(misspelt, "did you mean 'scale'", "a misspelt method ran", AttributeError)
+        misspelled = lambda: toy.scael(eight_rows())  # noqa: E731  # pyright: ignore[reportAttributeAccessIssue]
+        expect_error(misspelled, "did you mean 'scale'", "a misspelled method ran", AttributeError)
 
 
 def wrong_batches_leave_the_ranks_intact(harness: ControllerHarness) -> None:

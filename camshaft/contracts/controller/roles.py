@@ -39,7 +39,7 @@ class Toy(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def keep(self, batch: DataProto) -> None:
-        self.kept = batch
+        self.batch = batch
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def same(self, batch: DataProto) -> DataProto:

@@ -127,7 +127,7 @@ def pools_run_at_once(harness: ControllerHarness) -> None:
         for call in pending:
             call.result()
         duration = time.monotonic() - begin
-        expect(2.0 <= duration < 3.5, f"two calls of 2 s took {duration:.1f} s")
+        expect(2.0 <= duration < 3.5, f"two concurrent calls of 2 s took {duration:.1f} s, expected 2.0 to 3.5 s")
 
 
 def output_goes_to_log_files(harness: ControllerHarness) -> None:

@@ -28,7 +28,7 @@ def rows_end(harness: RolloutHarness) -> None:
         for row, finished in zip(out.responses.rows(), out.finished.tolist(), strict=True):
             tokens = row.tolist()
             expect(not ends & set(tokens[:-1]), f"{sampling}: a row continued after a stop token: {tokens}")
-            expect(finished == (tokens[-1] in ends), f"{sampling}: finished={finished} for {tokens}")
+            expect(finished == (tokens[-1] in ends), f"{sampling}: finished={finished} for the tokens {tokens}")
             expect(
                 finished or len(tokens) == sampling.max_tokens,
                 f"{sampling}: an unfinished row ended after {len(tokens)} tokens",

@@ -36,7 +36,7 @@ TOKEN, POSITION, END, SEED, ROW = range(5)
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Validated arguments of one call of `generate_sequences`."""
+    """Validated arguments of a call of `generate_sequences`."""
 
     prompts: Ragged
     limits: Tensor
@@ -117,7 +117,7 @@ class Scheduler:
         return Generation(responses, responses.like(log_probs[order]), self.finished.clone(), metrics)
 
     def _fill_slots(self) -> None:
-        """Start rows until no slot is free or no row waits."""
+        """Start waiting rows until no slot is free or no row is waiting."""
         while self.num_waiting and self.live.shape[1] < self.num_slots:
             if self.groups[0].logits is None:
                 self._prefill()

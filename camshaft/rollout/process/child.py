@@ -52,7 +52,10 @@ class RequestHandler:
         stream = self._received_weights(handle)
         self._rollout.load_weights(stream)
         if next(stream, None) is not None:
-            raise RolloutError(f"load_weights() of {type(self._rollout).__name__} returned before it read all weights")
+            name = type(self._rollout).__name__
+            raise RolloutError(
+                f"load_weights() of {name} returned before it had read all weights; read the entire iterator"
+            )
 
     def _received_weights(self, handle: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         device = torch.device(self._rollout.config.device)
@@ -92,7 +95,7 @@ class RequestHandler:
     def sleep(self) -> None:
         self._rollout.sleep()
         if torch.accelerator.is_available():
-            torch.accelerator.empty_cache()  # the trainer's allocator needs the memory
+            torch.accelerator.empty_cache()  # return the memory to the device, because the trainer needs it
 
     def wake_up(self) -> None:
         self._rollout.wake_up()

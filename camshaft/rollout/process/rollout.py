@@ -144,7 +144,7 @@ class ProcessRollout(BaseRollout):
 
 
 class _Child:
-    """The child process and the connection to it."""
+    """Handle of the child process, with the connection to it."""
 
     def __init__(self, timeout: float) -> None:
         self._socket, child_end = socket.socketpair()

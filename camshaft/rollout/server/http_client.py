@@ -116,7 +116,9 @@ class RetryingConnection:
         try:
             return json.loads(content) if content else None
         except ValueError as error:
-            raise RolloutError(f"{client.url} answered {path} with invalid JSON: {content[:80]!r}") from error
+            raise RolloutError(
+                f"{client.url} answered {path} with invalid JSON: {content[:80]!r}; check vllm_server_base_url"
+            ) from error
 
     def _send(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
         """Send a request and return the status code and body of the response."""
@@ -132,7 +134,7 @@ class RetryingConnection:
         """Shut down the socket from another thread, so that a pending request fails immediately."""
         connection_socket: socket.socket | None = self._connection.sock
         if connection_socket is not None:
-            with contextlib.suppress(OSError):  # another thread has closed it
+            with contextlib.suppress(OSError):  # another thread may have closed the socket
                 connection_socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:

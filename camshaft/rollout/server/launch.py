@@ -139,7 +139,7 @@ class ServerProcess:
         size = os.fstat(self._log.fileno()).st_size
         written = os.pread(self._log.fileno(), 2**14, max(0, size - 2**14)).decode(errors="replace").strip()
         lines = "\n".join(written.splitlines()[-LAST_LINES:])
-        return f"Its last lines:\n{lines}" if lines else "It wrote nothing"
+        return f"The last lines of its log:\n{lines}" if lines else "Its log is empty"
 
 
 def _free_port() -> int:

@@ -116,7 +116,10 @@ class SGLangEngine:
         for rank, (rank_digests, _) in enumerate(reports):
             names = [name for name in digests if rank_digests.get(name) != digests[name]]
             if names:
-                raise RolloutError(f"ranks 0 and {rank} of SGLang received different weights: {', '.join(names[:8])}")
+                raise RolloutError(
+                    f"ranks 0 and {rank} of SGLang received different weights for {', '.join(names[:8])}; restart "
+                    "the run"
+                )
         return digests
 
     def _send(self, named: list[tuple[str, Tensor]], loader: str, flush_cache: bool = False) -> None:

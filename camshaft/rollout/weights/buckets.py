@@ -1,7 +1,7 @@
 """Pack weights into buckets of bounded size and restore the tensors in another process.
 
     for pieces, num_bytes in pack_buckets(weights, buffer):     # refills the buffer for each bucket
-        ...                                                 # transfer buffer[:num_bytes] and the pieces
+        ...                                                     # transfer buffer[:num_bytes] and the pieces
     assembler = Assembler("cpu")
     for name, tensor in assembler.unpack(pieces, data): ...
     assembler.finish()

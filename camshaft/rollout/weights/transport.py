@@ -3,7 +3,7 @@
     sender = open_sender(device, size)                 # in the trainer
     notify(sender.handle()); sender.connect()          # `notify`: the caller's channel, such as a pipe or HTTP
     for pieces, num_bytes in pack_buckets(weights, sender.buffer):
-        notify(pieces, num_bytes); sender.push(num_bytes); wait_until_taken()
+        notify(pieces, num_bytes); sender.push(num_bytes); wait_until_read()
 
     receiver = open_receiver(handle)                   # in the generator
     assembler.unpack(pieces, receiver.pull(num_bytes))
@@ -176,7 +176,7 @@ class Broadcast(Sender):
         }
 
     def connect(self) -> None:
-        self._group = _group(self._store, 0, self._world, self.buffer.device, self._seconds)
+        self._group = _create_group(self._store, 0, self._world, self.buffer.device, self._seconds)
 
     def push(self, num_bytes: int) -> None:
         _broadcast(self._group, self.buffer[:num_bytes], self._seconds)
@@ -199,14 +199,14 @@ class BroadcastReceiver(Receiver):
                 "the port is reachable from this machine"
             ) from error
         self._buffer = torch.empty(handle["size"], dtype=torch.uint8, device=device)
-        self._group = _group(store, rank, handle["world"], device, self._seconds)
+        self._group = _create_group(store, rank, handle["world"], device, self._seconds)
 
     def pull(self, num_bytes: int) -> Tensor:
         _broadcast(self._group, self._buffer[:num_bytes], self._seconds)
         return self._buffer[:num_bytes]
 
 
-def _group(store: Any, rank: int, world: int, device: torch.device, seconds: float) -> Any:
+def _create_group(store: Any, rank: int, world: int, device: torch.device, seconds: float) -> Any:
     """Create a process group without `init_process_group`, because both sides already have a default group."""
     classes = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
     backend = dist.get_default_backend_for_device(device)
@@ -221,7 +221,10 @@ def _group(store: Any, rank: int, world: int, device: torch.device, seconds: flo
     try:
         return make()
     except RuntimeError as error:
-        raise RolloutError(f"the {world} processes of the weight broadcast did not connect: {error}") from error
+        raise RolloutError(
+            f"the {world} processes of the weight broadcast did not connect: {error}; check that they can reach "
+            "each other"
+        ) from error
 
 
 def _broadcast(group: Any, data: Tensor, seconds: float) -> None:
@@ -230,7 +233,7 @@ def _broadcast(group: Any, data: Tensor, seconds: float) -> None:
         group.broadcast(data, 0, wait).wait(wait)
         wait_for(data.device)
     except RuntimeError as error:
-        raise RolloutError(f"the weight broadcast failed: {error}") from error
+        raise RolloutError(f"the weight broadcast failed: {error}; check that all its processes are alive") from error
 
 
 # -- selection ------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def test_results_are_checked_on_one_rank_too():
     ("name", "message"),
     [
         ("set_facotr", "Toy has no method 'set_facotr'; did you mean 'set_factor'?"),
-        ("zzz", "Toy has no method 'zzz'; registered: scale"),
+        ("zzz", "Toy has no method 'zzz'; registered methods: scale"),
         ("helper", "Toy.helper is not decorated with @register(dispatch_mode=...), so the driver cannot call it; "),
         ("rank", "Toy.rank is not decorated with @register(dispatch_mode=...), so the driver cannot call it; "),
     ],

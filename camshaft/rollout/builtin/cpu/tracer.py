@@ -68,7 +68,7 @@ def attend(slots: Slots, module: nn.Module, query: Tensor, key: Tensor, value: T
 
 
 class TracedSlots:
-    """A KV cache whose `attend` is traced as one operator."""
+    """Wrapper of the slots of a KV cache whose `attend` is traced as one operator."""
 
     def __init__(self, slots: Slots):
         self.slots = slots
@@ -101,7 +101,7 @@ class CallRecorder(TorchFunctionMode):
             return out
         new = [tensor for tensor in results if id(tensor) not in self.refs]
         if not new:
-            return out  # returns its input: to() without a change, contiguous(), dropout()
+            return out  # the call has returned its input, as to(), contiguous() and dropout() may do
         if not isinstance(out, Tensor) and not all(isinstance(item, Tensor) for item in out):
             raise TraceError(f"{_name(func)} returns values other than tensors")
         shape = tuple(out.shape) if isinstance(out, Tensor) else None
