@@ -17,7 +17,7 @@ from __future__ import annotations
 from typing import TypeVar, cast
 
 from camshaft.controller import Worker
-from camshaft.controller.worker import registered
+from camshaft.controller.worker import registered_methods
 from camshaft.errors import ConfigError
 from camshaft.plugins import load
 
@@ -34,8 +34,8 @@ def load_worker_class(
     """
     if name is None:
         return built_in
-    role_class, required = load(name, {}, group, Worker), registered(built_in)
-    missing = [method for method in methods or required if method not in registered(role_class)]
+    role_class, required = load(name, {}, group, Worker), registered_methods(built_in)
+    missing = [method for method in methods or required if method not in registered_methods(role_class)]
     if missing:
         decorators = "; ".join(f"@register(dispatch_mode={required[method]}) {method}" for method in missing)
         raise ConfigError(

@@ -91,6 +91,6 @@ ROLE_METHODS = {
 @pytest.mark.parametrize("role", ROLE_METHODS)
 def test_roles_offer_the_specified_methods_in_the_specified_modes(role: str) -> None:
     from camshaft import roles
-    from camshaft.controller.worker import registered
+    from camshaft.controller.worker import registered_methods
 
-    assert {name: mode.name for name, mode in registered(getattr(roles, role)).items()} == ROLE_METHODS[role]
+    assert {name: mode.name for name, mode in registered_methods(getattr(roles, role)).items()} == ROLE_METHODS[role]

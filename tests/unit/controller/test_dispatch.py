@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from camshaft.controller.worker import Dispatch, gather, register, registered, result_slot, scatter
+from camshaft.controller.worker import Dispatch, gather, register, registered_methods, result_slot, scatter
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
 from camshaft.seat import Seat
@@ -57,11 +57,11 @@ class Derived(Base):
 
 
 def test_only_decorated_methods_are_registered():
-    assert registered(Base) == {"init_model": Dispatch.ONE_TO_ALL, "compute": DP}
+    assert registered_methods(Base) == {"init_model": Dispatch.ONE_TO_ALL, "compute": DP}
 
 
 def test_an_override_keeps_the_mode_unless_it_sets_one():
-    assert registered(Derived) == {"init_model": Dispatch.RANK_ZERO, "compute": DP}
+    assert registered_methods(Derived) == {"init_model": Dispatch.RANK_ZERO, "compute": DP}
 
 
 def test_a_decorator_on_top_does_not_hide_the_mode():
@@ -71,7 +71,7 @@ def test_a_decorator_on_top_does_not_hide_the_mode():
         def compute(self, batch: DataProto) -> DataProto:
             return batch
 
-    assert registered(Role) == {"compute": DP}
+    assert registered_methods(Role) == {"compute": DP}
 
 
 def test_a_registered_function_is_still_itself():
