@@ -270,7 +270,7 @@ def made_up(code: str) -> list[str]:
     return dead_keys(reader, Root)
 
 
-def test_keys_that_nothing_reads_are_found() -> None:
+def test_unread_keys_are_detected() -> None:
     # The source reads actor.optim.lr, actor.epochs, actor.clip (in a method), and critic.alone by its unique name. It
     # never reads `critic`, and it only writes `forgotten`.
     dead = made_up(CODE)

@@ -58,7 +58,7 @@ def test_a_crashing_engine_does_not_stop_other_rules(tmp_path: Path) -> None:
     assert findings[1].problem is None
 
 
-def test_an_engine_that_implements_nothing_breaks_the_interface(tmp_path: Path) -> None:
+def test_an_empty_engine_violates_the_interface(tmp_path: Path) -> None:
     from camshaft.engine.base import BaseEngine
 
     class Nothing(BaseEngine):

@@ -82,7 +82,7 @@ def test_an_unknown_option_is_rejected_with_the_nearest_one() -> None:
         engine_class("fsdp2")(config)
 
 
-def test_a_wrong_value_is_rejected_with_its_key() -> None:
+def test_an_invalid_value_is_rejected_with_its_key() -> None:
     config = EngineConfig(model=EngineModel(path="m"), options={"mixed_precision": {"param_dtype": "float8"}})
     with pytest.raises(EngineError, match=r"mixed_precision\.param_dtype='float8'"):
         engine_class("fsdp2")(config)

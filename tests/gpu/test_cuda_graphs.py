@@ -75,7 +75,7 @@ def test_captured_steps_keep_rule(rule: Rule, tmp_path: Path, monkeypatch: pytes
     rule.check(harness)
 
 
-def test_a_second_generation_records_nothing_and_sleep_frees_all(tmp_path: Path) -> None:
+def test_a_second_generation_captures_nothing_and_sleep_frees_all(tmp_path: Path) -> None:
     harness = RolloutHarness(Recorded, tmp_path, "cuda")
     case, sampling = harness.case(max_num_seqs=7), SamplingParams(24, temperature=0, ignore_eos=True)
     case.rollout.generate_sequences(prompts_of(harness), sampling)

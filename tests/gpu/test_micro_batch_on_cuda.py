@@ -67,14 +67,14 @@ def strict() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("side", SIDES)
-def test_cuda_sees_no_micro_batch_wait(tmp_path: Path, side: str) -> None:
+def test_cuda_detects_no_wait_in_a_micro_batch(tmp_path: Path, side: str) -> None:
     actor = actor_of(tmp_path, side)
     with strict() as passes:
         actor.update_actor(batch_of())
     assert len(passes) == 4
 
 
-def test_cuda_sees_a_wait_that_is_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_detects_an_injected_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = actor_of(tmp_path, "reference")
     original = actor.policy_loss
 

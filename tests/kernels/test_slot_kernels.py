@@ -153,7 +153,7 @@ class EachTime:
 
 
 @pytest.mark.parametrize(("family", "sizes"), [("qwen2", {}), ("mistral", {"sliding_window": 5})])
-def test_a_model_generates_with_the_kernels_what_it_should(
+def test_a_model_generates_correctly_with_the_kernels(
     kernels: ModuleType, family: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class WithKernels(TorchRollout):

@@ -103,7 +103,7 @@ def test_an_invalid_config_is_one_error_with_a_fix(case: str, home: Path) -> Non
     check(camshaft("ppo", *ppo_args(home, overrides)), 2, phrases)
 
 
-def test_a_wrong_config_of_a_supervised_run_too(home: Path) -> None:
+def test_an_invalid_supervised_config_is_one_error(home: Path) -> None:
     args = sft_args(home, {"trainer.sede": 1, "data.max_length": "long", "model.path": "/nowhere"})
     phrases = ["3 errors", "trainer.sede = 1", "data.max_length = long", "integer >= 2", "model.path"]
     check(camshaft("sft", *args), 2, phrases)

@@ -112,7 +112,7 @@ def test_responses_match_a_validation_with_the_same_seed(home: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("settings", [{"data__batch_size": 16}, {"trainer__n_gpus_per_node": 2}], ids=str)
-def test_responses_do_not_depend_on_how_the_work_is_cut(settings: dict[str, Any], home: Path, tmp_path: Path) -> None:
+def test_responses_do_not_depend_on_batching(settings: dict[str, Any], home: Path, tmp_path: Path) -> None:
     # Batches of five prompts are ten rows, and the last batch of one prompt is two: not multiples of a batch size.
     assert generate(home, tmp_path / "a.parquet", data__batch_size=5).status == 0
     run = generate(home, tmp_path / "b.parquet", **{"data__batch_size": 5, **settings})
@@ -284,7 +284,7 @@ def test_a_damaged_part_and_all_after_it_are_made_again(partial: Path, home: Pat
 
 
 @pytest.mark.slow
-def test_a_kill_in_mid_write_leaves_nothing_that_counts(partial: Path, home: Path) -> None:
+def test_a_kill_during_a_write_leaves_no_valid_part(partial: Path, home: Path) -> None:
     # A kill leaves a part and a file under their temporary names.
     unfinished = parts_of(partial) / "from_000000008.unfinished"
     unfinished.mkdir()
@@ -296,7 +296,7 @@ def test_a_kill_in_mid_write_leaves_nothing_that_counts(partial: Path, home: Pat
     assert not list(partial.parent.glob("out.parquet.*"))
 
 
-def test_a_finished_run_that_is_started_again_changes_nothing(home: Path, tmp_path: Path) -> None:
+def test_restarting_a_finished_run_changes_nothing(home: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.parquet"
     assert generate(home, out).status == 0
     before = out.stat().st_mtime_ns
@@ -320,7 +320,7 @@ def test_an_existing_file_is_not_replaced(home: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_runs_at_once_do_not_make_one_file(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_concurrent_runs_do_not_share_a_file(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out, hold = tmp_path / "out.parquet", tmp_path / "hold"
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv(holding.HOLD, str(hold))

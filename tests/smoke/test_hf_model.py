@@ -81,7 +81,7 @@ def values(model: Any) -> Tensor:
     return in_loss(lambda ids: model(ids[None]).logits[0, :-1, 0])
 
 
-def test_transformers_loads_what_the_checkpoint_beside_it_holds(tmp_path: Path) -> None:
+def test_transformers_loads_the_weights_of_the_checkpoint(tmp_path: Path) -> None:
     keep = {"trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
     second = {"trainer.default_hdfs_dir": tmp_path / "second"}
     run_ppo(tmp_path, {**RANKS, **keep, **second}, steps=2)

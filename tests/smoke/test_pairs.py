@@ -24,7 +24,7 @@ def pairs() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize(("rollout", "engine"), pairs())
-def test_rollout_and_engine_agree_on_what_was_sampled(rollout: str, engine: str, tmp_path: Path) -> None:
+def test_rollout_and_engine_agree_on_sampled_tokens(rollout: str, engine: str, tmp_path: Path) -> None:
     names = {
         "actor_rollout_ref.actor.strategy": engine,
         "critic.strategy": engine,

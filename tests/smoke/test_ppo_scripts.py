@@ -77,7 +77,7 @@ def test_the_command_line_of_the_specification_runs(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.slow
-def test_the_tiny_script_needs_nothing_and_takes_further_overrides(tmp_path: Path) -> None:
+def test_the_tiny_script_needs_no_setup_and_accepts_overrides(tmp_path: Path) -> None:
     steps = {"trainer.total_training_steps": 2, "trainer.save_freq": 2}
     process = started("run_tiny_cpu.sh", tmp_path, steps, shlex.quote(sys.executable))
     assert process.returncode == 0, f"{process.stdout[-3000:]}\n{process.stderr[-3000:]}"

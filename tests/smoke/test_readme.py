@@ -19,7 +19,7 @@ def blocks() -> list[tuple[str, str]]:
     return BLOCK.findall((ROOT / "README.md").read_text(encoding="utf-8"))
 
 
-def test_make_targets_of_the_readme_run_what_is_tested_here() -> None:
+def test_make_targets_of_the_readme_run_tested_commands() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for command, what in MAKE.items():
         assert any(command in text for _, text in blocks())

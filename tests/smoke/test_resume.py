@@ -195,9 +195,7 @@ def test_a_run_that_is_made_longer_is_the_longer_run(command: Command, uninterru
     assert weights(tmp_path, 6) == weights(uninterrupted, 6)
 
 
-def test_a_finished_run_that_is_started_again_changes_nothing(
-    command: Command, uninterrupted: Path, tmp_path: Path
-) -> None:
+def test_restarting_a_finished_run_changes_nothing(command: Command, uninterrupted: Path, tmp_path: Path) -> None:
     run = shutil.copytree(uninterrupted, tmp_path / "run")
     assert camshaft(*command(PPO, run)).status == 0
     assert (run / "metrics.jsonl").read_text() == (uninterrupted / "metrics.jsonl").read_text()

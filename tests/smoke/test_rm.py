@@ -57,7 +57,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return home / "run"
 
 
-def test_right_answers_to_sums_that_were_held_out_are_preferred(finished: Path) -> None:
+def test_right_answers_to_held_out_sums_are_preferred(finished: Path) -> None:
     last = read_metrics(finished / "metrics.jsonl")[-1]
     assert last["val/accuracy"] > 0.7
     assert last["val/margin"] > 0

@@ -135,7 +135,7 @@ def test_a_stopped_run_is_killed_and_resumes_to_the_end(
     assert runs_of(run) == ["FINISHED"]
 
 
-def test_a_tracker_that_takes_nothing_does_not_stop_a_run(tmp_path: Path) -> None:
+def test_a_tracker_that_fails_every_write_does_not_stop_a_run(tmp_path: Path) -> None:
     overrides = {"trainer.logger": "[full_disk:FullDisk,jsonl]", "trainer.total_training_steps": 3}
     result = camshaft("sft", *sft_args(tmp_path, overrides))
     assert result.status == 0

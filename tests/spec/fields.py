@@ -220,7 +220,7 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         "model.lora.adapter_path": (
             "tests/unit/engine/test_reference_lora.py::test_an_exported_adapter_initializes_another_engine",
         ),
-        "optim.optimizer": (f"{_OPTIMS}::test_a_class_is_given_only_what_it_takes",),
+        "optim.optimizer": (f"{_OPTIMS}::test_an_optimizer_class_receives_only_supported_arguments",),
         "optim.override_optimizer_config": (f"{_OPTIMS}::test_overrides_win_and_lists_become_tuples",),
         "optim.lr": (f"{_OPTIMS}::test_first_adamw_update_by_hand",),
         "optim.betas": (f"{_OPTIMS}::test_the_default_optimizer_is_adamw_with_config_values",),
@@ -255,7 +255,7 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
                     "param_offload", "grad_offload", "optimizer_offload",
                 ),
                 "test_with_the_policy_units_live_in_host_memory": ("offload_policy",),
-                "test_activations_of_a_training_step_go_to_host_memory": ("activation_offload",),
+                "test_activations_of_a_training_step_are_offloaded": ("activation_offload",),
                 "test_each_layer_is_compiled": ("use_torch_compile",),
                 "test_a_checkpoint_is_written_in_the_background": ("async_save",),
                 "test_ranks_share_weights_and_rows_by_config": (
@@ -270,7 +270,7 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         "free_cache_engine": (
             "tests/unit/rollout/builtin/test_rollout.py::test_sleep_frees_the_kv_cache_unless_configured",
         ),
-        "max_num_seqs": ("tests/unit/rollout/test_hf.py::test_a_part_holds_no_more_rows_than_max_num_seqs",),
+        "max_num_seqs": ("tests/unit/rollout/test_hf.py::test_a_part_has_at_most_max_num_seqs_rows",),
         "max_num_batched_tokens": (
             "tests/unit/rollout/test_hf.py::test_padded_prompt_tokens_of_a_part_respect_the_limit",
         ),

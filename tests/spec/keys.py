@@ -21,7 +21,7 @@ _ADAPTIVE = f"{_PARITY}::test_adaptive_kl_controller_matches_the_reference_progr
 _CHECKS, _RESUME = "tests/unit/config/test_checks.py", "tests/smoke/test_resume.py"
 _CORRECTION = "tests/unit/trainer/test_correction.py"
 _NOTICE = f"{_PLACE}::test_key_without_effect_is_a_warning"
-_HF_MODEL = "tests/smoke/test_hf_model.py::test_transformers_loads_what_the_checkpoint_beside_it_holds"
+_HF_MODEL = "tests/smoke/test_hf_model.py::test_transformers_loads_the_weights_of_the_checkpoint"
 _SCORED = "tests/smoke/test_reward_model.py"
 _DYNAMIC, _PPO_UNIT = (f"tests/unit/trainer/test_{name}.py" for name in ("dynamic", "ppo"))
 _WRITTEN = f"{_PPO_UNIT}::test_partial_validation_output_is_reported_without_a_shared_folder"
@@ -71,8 +71,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
     f"{ACTOR}.loss_agg_mode": (_ADAPTIVE,),
     f"{ACTOR}.policy_loss.loss_mode": (f"{_RELATIVES}[gspo]", f"{_RELATIVES}[cispo]"),
     f"{ACTOR}.checkpoint.save_contents": (_HF_MODEL,),
-    f"{ROLLOUT}.name": ("tests/smoke/test_pairs.py::test_rollout_and_engine_agree_on_what_was_sampled",),
-    f"{ROLLOUT}.n": ("tests/unit/trainer/test_ppo.py::test_each_response_to_a_prompt_is_drawn_by_itself",),
+    f"{ROLLOUT}.name": ("tests/smoke/test_pairs.py::test_rollout_and_engine_agree_on_sampled_tokens",),
+    f"{ROLLOUT}.n": ("tests/unit/trainer/test_ppo.py::test_responses_to_a_prompt_are_sampled_independently",),
     f"{ROLLOUT}.val_kwargs.n": (
         "tests/unit/trainer/test_validate.py::test_responses_to_one_question_are_held_together",
     ),

@@ -125,7 +125,7 @@ _FEATURES: dict[str, Row] = {
     "offloading of activations": (
         "Keeps the activations that are saved for the backward pass in CPU memory.",
         (f"{_SHARDED}[activation_offload-step_equals_oracle]",
-         f"{_OPTIONS}::test_activations_of_a_training_step_go_to_host_memory"),
+         f"{_OPTIONS}::test_activations_of_a_training_step_are_offloaded"),
     ),
     "LoRA": (
         "Trains an adapter, and exports it and syncs it to the rollout either merged or separately.",
@@ -201,7 +201,7 @@ _WORKERS: dict[str, Row] = {
     f"`{_TRIO}.compute_ref_log_prob(self, data)`": (
         "`DP_COMPUTE_PROTO`. Computes log-probs with a frozen engine, or with LoRA with the actor's engine without its "
         "adapter.",
-        _role(_TRIO, f"{_ROLES}::test_the_reference_stays_where_the_actor_began",
+        _role(_TRIO, f"{_ROLES}::test_the_reference_keeps_the_initial_weights_of_the_actor",
               f"{_ROLES}::test_with_lora_the_reference_is_the_actors_base_model"),
     ),
     f"`{_CRITIC}.init_model(self)`": (
@@ -228,12 +228,12 @@ _WORKERS: dict[str, Row] = {
     ),
     "checkpoints of trained roles": (
         "`save_checkpoint` and `load_checkpoint` work as in the engine.",
-        (f"{_ROLES}::test_a_checkpoint_of_a_role_brings_its_next_update_back",),
+        (f"{_ROLES}::test_a_checkpoint_of_a_role_reproduces_its_next_update",),
     ),
     "the hybrid engine": (
         "A context manager that syncs weights, verifies their checksums, and moves memory between engine and rollout.",
         (f"{_HYBRID}::test_the_rollout_is_woken_given_weights_and_put_to_sleep",
-         f"{_HYBRID}::test_real_rollouts_say_what_the_trained_engine_would_say",
+         f"{_HYBRID}::test_real_rollouts_match_the_trained_engine",
          "tests/unit/reshard/test_faults.py::test_a_weight_sync_fault_names_the_weight"),
     ),
     "custom roles": (
@@ -248,7 +248,7 @@ _WORKERS: dict[str, Row] = {
     ),
     "`FSDPVLLMShardingManager`": (
         "Renamed to `camshaft.reshard.rollout_mode`, a context manager for all engines and rollouts.",
-        (f"{_HYBRID}::test_real_rollouts_say_what_the_trained_engine_would_say",),
+        (f"{_HYBRID}::test_real_rollouts_match_the_trained_engine",),
     ),
     "PPO training": (
         "Every step matches that of a program that is independent of the package.",

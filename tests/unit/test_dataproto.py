@@ -190,7 +190,7 @@ def test_union_of_different_values_names_the_column(column, changed):
         batch_of().union(DataProto.from_dict({column: changed}))
 
 
-def test_union_compares_objects_that_hold_arrays():
+def test_union_compares_objects_with_arrays():
     def one(last):
         return DataProto.from_dict({"extra_info": [{"x": np.array([1, 2]), "y": [torch.tensor([last])]}]})
 
@@ -329,7 +329,7 @@ def test_to_moves_tensors_and_leaves_objects():
     assert moved["extra_info"].tolist() == batch_of()["extra_info"].tolist()
 
 
-def test_disk_holds_safetensors_and_json_and_no_pickle(tmp_path):
+def test_files_are_safetensors_and_json_without_pickle(tmp_path):
     batch = batch_of()
     batch.save_to_disk(tmp_path / "deep" / "folder")
     files = {path.name: path.read_bytes() for path in (tmp_path / "deep" / "folder").iterdir()}
@@ -380,7 +380,7 @@ def test_a_missing_folder_is_an_error(tmp_path):
         DataProto.load_from_disk(tmp_path / "absent")
 
 
-def test_views_strided_empty_and_gradient_tensors_go_to_disk(tmp_path):
+def test_views_strided_empty_and_gradient_tensors_are_saved(tmp_path):
     batch = DataProto.from_dict(
         {
             "strided": torch.arange(12.0).reshape(3, 4).T[:, 1:],
@@ -484,7 +484,7 @@ def test_splitting_and_concatenating(batch, size):
 
 @settings(deadline=None)
 @given(batches(), st.integers(1, 4), st.booleans())
-def test_repeating_and_taking_each_once(batch, times, interleave):
+def test_repeat_and_take_each_once(batch, times, interleave):
     repeated = batch.repeat(times, interleave)
     assert len(repeated) == len(batch) * times
     assert same(repeated.reorder(slice(0, None, times) if interleave else slice(0, len(batch))), batch)

@@ -67,7 +67,7 @@ def test_load_function_takes_built_in_and_external_functions(package):
         plugins.load_function("their_functions:NAME", {}, GROUP)
 
 
-def test_nothing_near_no_guess():
+def test_no_suggestion_without_a_near_match():
     with pytest.raises(ConfigError) as error:
         plugins.load("xyz", KNOWN, GROUP, json.JSONDecoder)
     assert "Did you mean" not in str(error.value)
@@ -95,7 +95,7 @@ def test_a_missing_class_is_named():
         plugins.import_attribute("json:Nothing")
 
 
-def test_a_missing_library_comes_with_the_command_that_installs_it(package, monkeypatch):
+def test_a_missing_library_error_has_the_install_command(package, monkeypatch):
     (package / "needs_it.py").write_text("import wandb\n")
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
     with pytest.raises(ConfigError, match=re.escape("needs 'wandb': pip install 'camshaft[wandb]'")):

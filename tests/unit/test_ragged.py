@@ -65,7 +65,7 @@ def test_values_and_lengths_that_do_not_fit_are_an_error(values, lengths, says):
         Ragged(values, lengths)
 
 
-def test_from_padded_keeps_what_the_mask_keeps():
+def test_from_padded_keeps_masked_in_tokens():
     grid = torch.tensor([[0, 1, 2], [3, 0, 4]])
     mask = torch.tensor([[0, 1, 1], [1, 0, 1]])
     assert lists(Ragged.from_padded(grid, mask)) == [[1, 2], [3, 4]]
@@ -79,14 +79,14 @@ def test_concat_puts_rows_below_rows():
         Ragged.concat([])
 
 
-def test_join_puts_rows_beside_rows():
+def test_join_concatenates_row_by_row():
     right = Ragged.from_rows([[7], [8, 9], []])
     assert lists(Ragged.join(R, right)) == [[1, 2, 3, 7], [8, 9], [4, 5]]
     with pytest.raises(BatchError, match="3 rows on the left, 1 on the right"):
         Ragged.join(R, Ragged.from_rows([[1]]))
 
 
-def test_join_takes_a_dtype_that_holds_both_sides():
+def test_join_promotes_to_a_common_dtype():
     zeros = Ragged.from_rows([[0, 0]])
     joined = Ragged.join(zeros, Ragged.from_rows([[-0.5]]))
     assert joined.values.tolist() == [0, 0, -0.5]

@@ -27,7 +27,7 @@ def test_the_first_signal_requests_a_stop_and_restores_handlers(
     assert f"camshaft: {number.name}: finishing the current step and saving" in capfd.readouterr().err
 
 
-def test_one_that_comes_right_after_the_first_is_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_immediate_repeats_of_a_signal_count_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_module, "SAME_SECONDS", 60.0)
     with listening() as stop:
         for _ in range(3):

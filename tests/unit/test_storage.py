@@ -193,7 +193,7 @@ def test_a_folder_that_many_write_appears_when_the_last_finishes(tmp_path: Path)
     assert list(storage.read_manifest(tmp_path / "x")["files"]) == ["rank_0", "rank_1", "rank_2"]
 
 
-def test_a_share_of_the_checks_finds_what_is_in_it(tmp_path: Path) -> None:
+def test_a_subset_of_the_checks_finds_its_faults(tmp_path: Path) -> None:
     write(tmp_path / "x", step=1)
     (tmp_path / "x" / "sub" / "b.txt").write_text("damaged")
     assert storage.verify(tmp_path / "x", share=(0, 2)) == {"step": 1}

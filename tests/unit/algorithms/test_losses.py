@@ -71,7 +71,7 @@ def test_norm_needs_a_horizon():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_mini_batch_without_a_counted_token_costs_nothing(mode):
+def test_a_mini_batch_without_counted_tokens_has_zero_loss(mode):
     x = torch.tensor([1.0, NAN], requires_grad=True)
     loss = aggregate(x, counts_of(torch.tensor([False, False]), (2,)), mode)
     loss.backward()

@@ -88,7 +88,7 @@ def test_small_differences_in_float32_are_not_lost_to_rounding():
     assert float(near["kl_k3"]) == pytest.approx(float(exact), rel=1e-4)
 
 
-def test_no_difference_is_zero_and_nothing_counted_is_no_difference():
+def test_metrics_are_zero_without_differences_or_counted_tokens():
     same = mismatch(TRAIN, TRAIN, MASK, LENGTHS)
     none = mismatch(TRAIN, ROLLOUT, torch.zeros_like(MASK), LENGTHS)
     for metrics in (same, none):

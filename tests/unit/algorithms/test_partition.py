@@ -40,7 +40,7 @@ def test_the_same_example_in_three() -> None:
     assert karmarkar_karp([8, 7, 6, 5, 4], 3) == [[1, 4], [2, 3], [0]]
 
 
-def test_equal_rows_go_by_their_number() -> None:
+def test_equal_rows_are_ordered_by_index() -> None:
     assert karmarkar_karp([1, 1, 1, 1], 2) == karmarkar_karp([1.0] * 4, 2) == [[0, 3], [1, 2]]
 
 
@@ -89,7 +89,7 @@ def test_random_rows_are_spread_less_than_by_longest_first(count: int) -> None:
     assert 5 * sum(spreads) < sum(baseline)
 
 
-def test_at_the_pivot_attention_costs_half() -> None:
+def test_attention_is_half_of_the_cost_at_the_pivot() -> None:
     pivot = attention_pivot(1024)
     assert pivot == 12288
     assert row_cost(12288, pivot) == 2 * 12288

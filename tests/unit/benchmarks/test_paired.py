@@ -99,7 +99,7 @@ def test_rows_follow_seeds_and_average_half_the_longest() -> None:
     assert sum(lengths) / len(lengths) == pytest.approx(workload.LONGEST_RESPONSE / 2, rel=0.05)
 
 
-def test_the_peak_is_of_what_came_after_it_was_forgotten() -> None:
+def test_the_peak_covers_memory_after_the_reset() -> None:
     before = paired.forget_peak()
     if not before:
         pytest.skip("this system does not report peak memory")

@@ -53,7 +53,7 @@ def test_a_folder_that_is_no_run_is_an_error(folder: str, says: str, tmp_path: P
     assert "trainer.default_local_dir" in run.err
 
 
-def test_sizes_in_words() -> None:
+def test_sizes_are_formatted_with_units() -> None:
     assert [in_words(count) for count in (0, 999, 1000, 1_234_567, 28e9, 5e15)] == [
         "0 B", "999 B", "1.0 kB", "1.2 MB", "28.0 GB", "5000.0 TB",
     ]  # fmt: skip

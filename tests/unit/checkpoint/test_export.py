@@ -265,7 +265,7 @@ def export_from_ranks(source: str, target: str) -> bool:
     return rank_folder.exists()
 
 
-def test_one_rank_writes_what_all_gather(tmp_path: Path) -> None:
+def test_one_rank_writes_the_gathered_weights(tmp_path: Path) -> None:
     assert run_ranks(export_from_ranks, 2, str(tiny_folder()), str(tmp_path / "out")) == [True, False]
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "rank_0")
     weights = trained(tiny_folder())

@@ -31,7 +31,7 @@ def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("argv", [[], ["pppo"], ["--seed=1", "ppo"], ["--"]])
-def test_a_wrong_command_ends_with_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_command_exits_with_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(argv)
     assert "usage: camshaft" in capsys.readouterr().err

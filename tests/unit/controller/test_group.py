@@ -103,7 +103,7 @@ def test_shutdown_takes_only_spawned_roles():
         shutdown(Toy())
 
 
-def test_wrong_arguments_of_spawn_are_named():
+def test_invalid_arguments_of_spawn_are_named():
     with pytest.raises(ConfigError, match="world_size=0"):
         spawn(Toy, world_size=0)
     with pytest.raises(ConfigError, match="unknown controller backend 'lokal'; use one of: local, ray"):

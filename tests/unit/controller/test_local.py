@@ -59,7 +59,7 @@ def start_driver(folder: Path, then: str) -> tuple[subprocess.Popen[str], list[i
 
 
 @pytest.mark.parametrize("then", [IN_A_CALL, BETWEEN_CALLS], ids=["in a call", "between calls"])
-def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path, then: str):
+def test_no_process_is_left_when_the_driver_is_killed(tmp_path: Path, then: str):
     driver, pids = start_driver(tmp_path, then)
     with driver:
         assert len(pids) == 4
@@ -68,7 +68,7 @@ def test_nothing_is_left_when_the_driver_is_killed(tmp_path: Path, then: str):
     assert list(tmp_path.glob("camshaft-*")) == []
 
 
-def test_nothing_is_left_when_the_driver_forgets_to_shut_down(tmp_path: Path):
+def test_no_process_is_left_without_a_shutdown(tmp_path: Path):
     driver, pids = start_driver(tmp_path, "print(*pids, flush=True)")
     with driver:
         assert len(pids) == 4

@@ -17,7 +17,7 @@ def firsts(batches):
     return [[int(row[0]) for row in batch["prompts"].rows()] for batch in batches]
 
 
-def test_each_epoch_gives_each_row_once_in_another_order():
+def test_each_epoch_has_each_row_once_in_a_new_order():
     loader = StatefulLoader(rows(12), 4, total_epochs=3, seed=1)
     batches = firsts(loader)
     epochs = [[row for batch in batches[i : i + 3] for row in batch] for i in (0, 3, 6)]

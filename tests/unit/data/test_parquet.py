@@ -20,7 +20,7 @@ def test_one_path_needs_no_list(files):
     assert len(read_parquet(str(files[0]), ["n"])) == 3
 
 
-def test_a_place_names_the_file_and_the_row_in_it(files):
+def test_a_location_names_the_file_and_the_row(files):
     table = read_parquet(files, ["n"])
     assert table.location(2) == f"{files[0]}, row 2"
     assert table.location(3) == f"{files[1]}, row 0"

@@ -50,7 +50,7 @@ def test_the_same_arguments_write_the_same_files(tmp_path):
     assert a.train.read_bytes() == b.train.read_bytes()
 
 
-def test_large_ranges_cost_no_memory(tmp_path):
+def test_large_ranges_use_no_memory(tmp_path):
     big = (0, 10**9)
     assert len(texts(write_arithmetic(tmp_path, left=big, right=big, num_train=5, num_heldout=5).train)) == 5
 

@@ -116,7 +116,7 @@ def test_checkpoints_load_on_another_number_of_ranks(
         assert random == {}
 
 
-def test_large_parts_are_cut_into_files(tmp_path: Path) -> None:
+def test_large_parts_are_split_into_files(tmp_path: Path) -> None:
     run_ranks(write, 2, str(tmp_path / "ckpt"), "1d", 60)
     assert len(list((tmp_path / "ckpt" / "model").glob("shard-00001-*"))) > 2
     read(str(tmp_path / "ckpt"), "plain")

@@ -78,9 +78,7 @@ def longest_first_into_the_lightest(lengths: list[int], budget: int) -> list[lis
 @pytest.mark.parametrize(
     ("rows", "median", "budget", "margin"), [(64, 600, 16384, 4), (256, 600, 16384, 4), (512, 2000, 32768, 2)]
 )
-def test_costs_of_responses_of_very_different_length_are_spread_less(
-    rows: int, median: int, budget: int, margin: float
-) -> None:
+def test_costs_of_long_tailed_lengths_are_balanced(rows: int, median: int, budget: int, margin: float) -> None:
     # Log-normal lengths, truncated at 16 times the median to 8k; hidden size 1024. The cost is computed from
     # the layers: 24 h^2 per token for the matrices, and 4 h for each earlier token that a token attends to.
     hidden, spreads = 1024, ([], [])

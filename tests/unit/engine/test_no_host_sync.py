@@ -165,7 +165,7 @@ QUIET: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", WAITS)
-def test_a_wait_is_found(accelerator: str, name: str) -> None:
+def test_a_wait_is_detected(accelerator: str, name: str) -> None:
     x = torch.empty(4, device=accelerator)
     # There are no values to continue with.
     with HostWaits() as waits, contextlib.suppress(NotImplementedError, RuntimeError):
@@ -190,7 +190,7 @@ PLANTED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_planted_loss_errors_are_found(
+def test_injected_loss_waits_are_detected(
     home: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     actor = actor_of(home, {})
@@ -208,7 +208,7 @@ def test_planted_loss_errors_are_found(
     assert calls == [1] * (ROWS // 2), waits.operations
 
 
-def test_planted_model_errors_are_found(home: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_injected_model_waits_are_detected(home: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = actor_of(home, {})
     norm = actor.engine.module.hf.base_model.norm  # pyright: ignore[reportAttributeAccessIssue]
     norm.register_forward_hook(lambda _module, _inputs, output: float(output[0, 0, 0]) * output)

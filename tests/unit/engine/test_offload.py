@@ -79,7 +79,7 @@ def test_nested_blocks_leave_loaded_parts_to_the_outer_block(monkeypatch: pytest
         assert parts.device_of("optimizer") == HOST
 
 
-def test_gradients_that_wait_are_forgotten_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pending_gradients_are_also_cleared(monkeypatch: pytest.MonkeyPatch) -> None:
     with FakeTensorMode():
         parts, module, optimizer = _made(("gradients",), monkeypatch)
         _step(parts, module, optimizer)

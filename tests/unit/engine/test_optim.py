@@ -62,7 +62,7 @@ def test_first_adamw_update_by_hand() -> None:
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_changes_nothing(bad: float) -> None:
+def test_a_non_finite_gradient_changes_nothing(bad: float) -> None:
     weight = torch.nn.Parameter(torch.tensor([2.0, 1.0]))
     optimizer = build_optimizer([weight], OptimConfig(lr=0.1))
     weight.grad = torch.tensor([1.0, bad])
@@ -91,7 +91,7 @@ def test_the_default_optimizer_is_adamw_with_config_values() -> None:
 
 
 @pytest.mark.parametrize("name", ["SGD", "torch.optim.SGD", "torch.optim:SGD", "torch.optim.sgd:SGD"])
-def test_a_class_is_given_only_what_it_takes(name: str) -> None:
+def test_an_optimizer_class_receives_only_supported_arguments(name: str) -> None:
     optimizer = built(optimizer=name, lr=0.5, weight_decay=0.25, override_optimizer_config={"momentum": 0.7})
     assert type(optimizer) is torch.optim.SGD
     settings = {"lr": 0.5, "weight_decay": 0.25, "momentum": 0.7, "foreach": True, "fused": None}

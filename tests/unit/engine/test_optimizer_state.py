@@ -141,7 +141,7 @@ def test_state_of_the_parameters_shape_is_laid_out_like_it() -> None:
     assert run_ranks(layouts, 2, "ckpt") == [{"dtype": True, "step is plain": True}] * 2
 
 
-def test_state_that_no_file_can_hold_is_rejected() -> None:
+def test_unsupported_optimizer_state_is_rejected() -> None:
     parameters, optimizer = engine("SGD", 1, False)
     optimizer.state[parameters["a.weight"]]["history"] = [torch.zeros(3)]
     with pytest.raises(CheckpointError, match=r"SGD keeps a list as 'history' of a\.weight"):

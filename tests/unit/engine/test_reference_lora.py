@@ -61,7 +61,7 @@ def parameters(actor: SingleDeviceEngine) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "value"])
-def test_training_moves_the_adapter_and_nothing_of_the_base(head: str) -> None:
+def test_training_changes_only_the_adapter(head: str) -> None:
     actor = engine(head)
     before = parameters(actor)
     losses = train(actor)
@@ -170,7 +170,7 @@ def test_a_checkpoint_with_an_adapter_is_not_one_without(tmp_path: Path) -> None
         engine().load_checkpoint(str(tmp_path / "whole"))
 
 
-def test_a_forward_only_engine_reads_what_a_trained_one_wrote(tmp_path: Path) -> None:
+def test_a_forward_only_engine_loads_a_training_checkpoint(tmp_path: Path) -> None:
     actor = engine()
     train(actor)
     actor.save_checkpoint(str(tmp_path / "saved"))

@@ -175,7 +175,7 @@ def test_a_temperature_that_is_not_positive_is_rejected(bad: float) -> None:
         call_context({"temperature": bad}, "causal_lm")
 
 
-def test_the_context_that_came_back_can_be_given_again() -> None:
+def test_a_returned_context_can_be_reused() -> None:
     engine = linear()
     _, _, ctx = engine.run(batch_of(3, 2), None, mean_log_prob)
     _, _, again = engine.run(batch_of(2, 2), ctx, mean_log_prob)

@@ -259,5 +259,5 @@ def tensor_parallel_gradients() -> bool:
     return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_activations_of_tensor_parallel_layers_come_back_as_they_were() -> None:
+def test_offload_restores_tensor_parallel_activations() -> None:
     assert run_ranks(tensor_parallel_gradients, 2) == [True, True]

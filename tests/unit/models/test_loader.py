@@ -90,7 +90,7 @@ def test_loading_writes_nothing_to_the_terminal(capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_value_head_comes_from_an_untied_causal_lm_too():
+def test_an_untied_causal_lm_also_loads_as_a_value_model():
     assert "score.weight" in weights(load(tiny_folder("llama", tie_embeddings=False), head="value"))
 
 
@@ -173,7 +173,7 @@ def test_a_missing_folder_reports_the_fix():
     assert "hf download" not in str(exc_info.value)
 
 
-def test_a_folder_without_config_lists_what_it_holds(tmp_path: Path):
+def test_a_folder_without_config_lists_its_files(tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(b"")
     with pytest.raises(EngineError, match=r"has no config.json \(it contains model.safetensors\)"):
         load(tmp_path)
@@ -213,7 +213,7 @@ def test_a_reward_model_needs_a_score_head():
         load(tiny_folder(), head="reward")
 
 
-def test_a_causal_lm_does_not_come_from_a_value_model(tmp_path: Path):
+def test_a_value_model_does_not_load_as_a_causal_lm(tmp_path: Path):
     save_pretrained(load(tiny_folder(), head="value"), tmp_path)
     with pytest.raises(EngineError, match=r"score.bias is unknown; score.weight is unknown"):
         load(tmp_path)
@@ -237,7 +237,7 @@ def test_a_tokenizer_without_pad_token_pads_with_its_end_token(tmp_path: Path):
         load_tokenizer(str(folder))
 
 
-def test_a_tokenizer_needs_no_model_beside_it(tmp_path: Path):
+def test_a_tokenizer_needs_no_model_next_to_it(tmp_path: Path):
     of_model = load_tokenizer(str(tiny_folder("llama")))
     of_model.save_pretrained(tmp_path)
     assert not (tmp_path / "config.json").exists()

@@ -69,7 +69,7 @@ def beyond(monkeypatch: pytest.MonkeyPatch, vocabulary_size: int, backward: bool
         return alive.most - excluded
 
 
-def test_the_counter_counts_what_lives() -> None:
+def test_the_counter_counts_live_tensors() -> None:
     with LiveBytes() as alive:
         one = torch.empty(4, device="meta", dtype=torch.float32)
         two = one + 1

@@ -327,7 +327,7 @@ def test_merged_weights_give_a_base_model_with_equal_outputs(family: str):
     torch.testing.assert_close(by_transformers(bare), log_probs(model), rtol=0, atol=1e-5)
 
 
-def test_merged_weights_are_what_peft_merges(tmp_path: Path):
+def test_merged_weights_match_those_of_peft(tmp_path: Path):
     stored = peft_folder(tmp_path)
     model = load(lora=LORA.model_copy(update={"adapter_path": str(stored)}))
     reference: Any = peft.PeftModel.from_pretrained(base_model(), str(stored))

@@ -241,7 +241,7 @@ def test_outputs_of_another_head_are_an_error(head: Head, outputs: tuple[str, ..
         ([-1, 2], r"must hold offsets in 0..22, got values in -1..2"),
     ],
 )
-def test_tokens_that_have_nothing_before_them_are_an_error(at: list[int], message: str):
+def test_predicting_a_first_token_is_an_error(at: list[int], message: str):
     tokens, packing, _ = inputs()
     with pytest.raises(EngineError, match=message):
         packed()(tokens, packing, torch.tensor(at), ("log_probs",))

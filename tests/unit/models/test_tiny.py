@@ -35,7 +35,7 @@ def test_the_vocabulary_fits_the_rows_of_the_embedding():
     assert len(AutoTokenizer.from_pretrained(tiny_tokenizer_folder())) <= VOCABULARY_ROWS
 
 
-def test_a_chat_message_costs_three_tokens_beside_its_text():
+def test_a_chat_message_adds_three_tokens_to_its_text():
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder())
     prompt = tokenizer.apply_chat_template(SUM, add_generation_prompt=True, tokenize=False)
     assert prompt == "<|im_start|>u12+30=<|im_end|><|im_start|>a"
@@ -86,7 +86,7 @@ def test_equal_arguments_share_one_folder():
     assert tiny_folder("llama", hidden=32) == tiny_folder("llama", hidden=32) != tiny_folder("llama", hidden=48)
 
 
-def test_a_tiny_batch_wants_no_first_token():
+def test_a_tiny_batch_excludes_first_tokens():
     batch = tiny_batch([3, 1, 2])
     assert batch["loss_mask"].values.tolist() == [False, False, True, False, False, False]
     assert len(batch["input_ids"].values) == 6

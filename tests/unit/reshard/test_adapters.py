@@ -141,7 +141,7 @@ def test_a_changed_base_weight_is_named(engine: BaseEngine) -> None:
     assert rollout.calls == ["base", "adapter", "adapter", "base", "adapter"]
 
 
-def test_an_adapter_that_stays_the_old_one_is_called_stale(engine: BaseEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unchanged_adapter_is_reported_as_stale(engine: BaseEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     rollout = WeightStore()
     with rollout_mode(engine, rollout):
         old = dict(rollout.adapter)

@@ -137,7 +137,7 @@ def test_a_weight_sync_fault_names_the_weight(broken: type[TorchRollout], messag
         rollout.generate_sequences(Ragged.from_rows([[5]]), SamplingParams(1))
 
 
-def test_a_stale_weight_is_named_and_called_stale(engine: BaseEngine) -> None:
+def test_a_stale_weight_is_named_and_reported_as_stale(engine: BaseEngine) -> None:
     rollout = StaleWeight(RolloutEngineConfig(model_path=str(tiny_folder())))
     for _ in range(2):
         with rollout_mode(engine, rollout):
@@ -148,7 +148,7 @@ def test_a_stale_weight_is_named_and_called_stale(engine: BaseEngine) -> None:
         pytest.fail("generated despite the fault")
 
 
-def test_many_wrong_weights_are_counted(engine: BaseEngine) -> None:
+def test_many_mismatched_weights_are_counted(engine: BaseEngine) -> None:
     class Scales(TorchRollout):
         def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
             super().load_weights((name, tensor + 1) for name, tensor in weights)

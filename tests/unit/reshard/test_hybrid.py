@@ -96,7 +96,7 @@ def test_a_weight_sync_reports_bytes_and_seconds(engine: BaseEngine) -> None:
     }
 
 
-def test_weights_go_in_the_dtype_of_the_rollout(engine: BaseEngine) -> None:
+def test_weights_are_sent_in_the_dtype_of_the_rollout(engine: BaseEngine) -> None:
     rollout = RecordingRollout(dtype="bfloat16")
     with rollout_mode(engine, rollout) as sync:
         assert {weight.dtype for weight in rollout.weights.values()} == {torch.bfloat16}
@@ -184,7 +184,7 @@ def greedy(folder: str, weights: Iterator[tuple[str, Tensor]], prompt: Tensor, c
 
 
 @pytest.mark.parametrize("name", ["torch", "hf"])
-def test_real_rollouts_say_what_the_trained_engine_would_say(name: str, engine: BaseEngine) -> None:
+def test_real_rollouts_match_the_trained_engine(name: str, engine: BaseEngine) -> None:
     folder = str(tiny_folder())
     rollout = build_rollout(name, RolloutEngineConfig(model_path=folder))
     prompts = Ragged.from_rows(tiny_rows([5, 3]), dtype=torch.int64)

@@ -93,7 +93,7 @@ def test_parts_do_not_wait_for_slow_calls_of_others(manager, tmp_path):
     assert rewards.score(batch_of(texts), decode, added(begun, texts, [(1, 2)])).num_failed == 0
 
 
-def test_a_worker_that_died_between_two_parts_costs_nothing(manager, alive):
+def test_a_worker_death_between_two_parts_loses_no_sample(manager, alive):
     rewards, texts = manager("return 1.0", num_workers=1), ["a", "b"]
     begun = added(rewards.begin(batch_of(texts)), texts, [(0, 1)])
     deadline = time.monotonic() + 20
@@ -105,7 +105,7 @@ def test_a_worker_that_died_between_two_parts_costs_nothing(manager, alive):
     assert rewards.score(batch_of(texts), decode, added(begun, texts, [(1, 2)])).num_failed == 0
 
 
-def test_raise_names_the_first_failing_row_whatever_came_first(manager):
+def test_raise_names_the_first_failing_row_in_any_order(manager):
     rewards = manager("return 1 / (solution_str not in 'bd')", on_error="raise")
     batch = batch_of(list("abcd"))
     with pytest.raises(RewardError, match=r"row 1 \(data_source 'test'\): error: ZeroDivisionError"):

@@ -174,7 +174,7 @@ def test_a_hanging_call_is_killed_and_others_are_scored(manager, score):
     assert "0.5 s" in result.failures[0].message
 
 
-def test_a_call_that_holds_the_interpreter_is_killed_too(manager, score):
+def test_a_call_that_blocks_the_interpreter_is_killed(manager, score):
     # This regular expression needs about 2**60 steps and releases no lock.
     rewards = manager(FAIL_AT_B.format("import re; re.match(r'(a+)+$', 'a' * 60 + 'b')"), timeout=0.5)
     assert score(rewards, ["a", "b"]).metrics["reward/timeouts"] == 1.0

@@ -38,7 +38,7 @@ def test_children_of_a_killed_call_are_killed(manager, score, alive):
     assert alive() == []
 
 
-def test_a_worker_that_died_while_idle_costs_nothing(manager, score, alive):
+def test_a_worker_death_while_idle_loses_no_sample(manager, score, alive):
     rewards = manager("return 1.0")
     score(rewards, ["a"] * 4)
     for pid in alive():
@@ -80,7 +80,7 @@ sys.stdin.read()
     assert alive() == []
 
 
-def test_a_driver_that_just_ends_leaves_nothing(alive):
+def test_a_driver_that_exits_leaves_no_process(alive):
     driver = "from camshaft.rewards.manager import RewardManager; keep = RewardManager(name='exact_match')"
     assert subprocess.run([sys.executable, "-c", driver], check=False).returncode == 0
     assert alive() == []

@@ -237,7 +237,7 @@ def test_a_critic_update_returns_metrics_and_reduces_the_loss(home: Path) -> Non
 # -- reference, rollout, and all three combined ---------------------------------------------------
 
 
-def test_the_reference_stays_where_the_actor_began(home: Path) -> None:
+def test_the_reference_keeps_the_initial_weights_of_the_actor(home: Path) -> None:
     worker = ActorRolloutRefWorker(config_of(home, algorithm__use_kl_in_reward=True), Topology(1), STEPS)
     worker.init_model()
     old = worker.compute_log_prob(batch_of()).ragged("old_log_probs")
@@ -337,7 +337,7 @@ def test_validation_is_greedy_for_any_seed(worker: ActorRolloutRefWorker) -> Non
     assert logits[0, 2:-1].argmax(-1).tolist() == ids[0][3:].tolist()
 
 
-def test_a_checkpoint_of_a_role_brings_its_next_update_back(home: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_a_role_reproduces_its_next_update(home: Path, tmp_path: Path) -> None:
     def fresh() -> ActorRolloutRefWorker:
         worker = ActorRolloutRefWorker(config_of(home), Topology(1), STEPS)
         worker.init_model()

@@ -69,7 +69,7 @@ def test_rows_are_limited_by_max_tokens_and_max_model_len() -> None:
         ([[1, -4]], "row 0 has token id -4"),
     ],
 )
-def test_a_prompt_that_nothing_can_follow_is_named(rows: list[list[int]], message: str) -> None:
+def test_a_prompt_without_room_for_a_response_is_named(rows: list[list[int]], message: str) -> None:
     with pytest.raises(RolloutError, match=message):
         mute(max_model_len=10).limits(Ragged.from_rows(rows, torch.int64), SamplingParams(4), 50)
 

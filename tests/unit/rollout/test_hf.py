@@ -20,7 +20,7 @@ def parts(rollout: Any, lengths: list[int]) -> list[tuple[int, int]]:
     return [(part.start, part.stop) for part in rollout._parts(lengths)]
 
 
-def test_a_part_holds_no_more_rows_than_max_num_seqs(harness: RolloutHarness) -> None:
+def test_a_part_has_at_most_max_num_seqs_rows(harness: RolloutHarness) -> None:
     assert parts(harness.case(max_num_seqs=2).rollout, [3] * 5) == [(0, 2), (2, 4), (4, 5)]
 
 
@@ -30,7 +30,7 @@ def test_padded_prompt_tokens_of_a_part_respect_the_limit(harness: RolloutHarnes
     assert parts(rollout, [4, 3, 2, 6, 20, 1]) == [(0, 3), (3, 4), (4, 5), (5, 6)]
 
 
-def test_parts_come_back_in_the_order_of_the_rows(harness: RolloutHarness) -> None:
+def test_parts_are_restored_in_row_order(harness: RolloutHarness) -> None:
     prompts, sampling = harness.prompts(5, 1, 8, 3, 13), SamplingParams(7)
     case = harness.case(max_num_seqs=2)
     out = case.rollout.generate_sequences(prompts, sampling)
@@ -43,7 +43,7 @@ def test_parts_do_not_repeat_each_other(harness: RolloutHarness) -> None:
     assert len({tuple(row.tolist()) for row in out}) == 3
 
 
-def test_it_draws_what_the_built_in_generator_draws(harness: RolloutHarness) -> None:
+def test_samples_equal_those_of_the_built_in_generator(harness: RolloutHarness) -> None:
     builtin, hf = RolloutHarness(TorchRollout, harness.folder).case(), harness.case(max_num_seqs=2)
     prompts, seeds = harness.prompts(4, 9, 4, 1), torch.arange(4)
     for sampling in (SamplingParams(9, top_p=0.8), SamplingParams(9, temperature=0.7, top_k=9)):

@@ -35,7 +35,7 @@ def test_half_precision_logits_become_float32_and_float64_stays() -> None:
     assert restrict(torch.randn(2, 5).double(), 0.7).dtype == torch.float64
 
 
-def test_top_p_keeps_the_likeliest_tokens_until_they_hold_it() -> None:
+def test_top_p_keeps_the_likeliest_tokens_up_to_its_mass() -> None:
     # 0.5 is not enough for 0.6, 0.5 + 0.3 is: two tokens stay.
     assert restrict(logs(0.15, 0.5, 0.05, 0.3), 1.0, top_p=0.6).isfinite().tolist() == [[False, True, False, True]]
     # 0.5 is enough for 0.5.
@@ -74,7 +74,7 @@ def test_a_flat_row_needs_more_candidates_than_a_steep_one(monkeypatch: pytest.M
     top_k=st.sampled_from([0, 1, 5, 40, 1000]),
     top_p=st.sampled_from([0.05, 0.5, 0.93, 1.0]),
 )
-def test_restrict_is_what_transformers_does(seed: int, temperature: float, top_k: int, top_p: float) -> None:
+def test_restrict_matches_transformers(seed: int, temperature: float, top_k: int, top_p: float) -> None:
     logits = 4 * torch.randn(3, 50, generator=torch.Generator().manual_seed(seed))
     steps = [TemperatureLogitsWarper(temperature)]
     steps += [TopKLogitsWarper(top_k)] if top_k else []

@@ -27,7 +27,7 @@ def owner(folder: Path, **config: Any) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, **config)
 
 
-def test_a_fresh_model_holds_no_weight() -> None:
+def test_a_new_model_has_no_weights() -> None:
     model = borrowed(tiny_folder())
     assert {parameter.device.type for parameter in model.hf.parameters()} == {"meta"}
     assert not model.hf.training
@@ -59,7 +59,7 @@ def test_weights_of_another_dtype_are_copied_and_rounded() -> None:
         assert torch.equal(model.hf.get_parameter(name), parameter.bfloat16()), name
 
 
-def test_a_tied_weight_is_one_tensor_in_both_places() -> None:
+def test_a_tied_weight_is_one_tensor_under_both_names() -> None:
     model, real = borrowed(tiny_folder()), owner(tiny_folder())
     model.load((("lm_head.weight" if "embed" in name else name), w) for name, w in real.named_parameters())
     module: Any = model.require_model()
@@ -87,7 +87,7 @@ def test_override_config_can_untie_the_weights() -> None:
     assert not torch.equal(module.lm_head.weight, module.model.embed_tokens.weight)
 
 
-def test_a_buffer_that_belongs_to_the_weights_has_to_come() -> None:
+def test_a_persistent_buffer_must_be_loaded() -> None:
     sizes = {"kv_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
     experts = {"v_head_dim": 8, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16}
     folder = tiny_folder("deepseek_v3", **sizes, **experts, num_experts_per_tok=2, first_k_dense_replace=1, head_dim=8)
@@ -112,7 +112,7 @@ def test_a_misspelt_weight_is_answered_with_the_nearest_name() -> None:
         model.load([("model.norms.weight", torch.zeros(64))])
 
 
-def test_sleep_lets_go_of_the_weights() -> None:
+def test_sleep_frees_the_weights() -> None:
     model, real = borrowed(tiny_folder()), owner(tiny_folder())
     model.load(real.named_parameters())
     model.sleep()

@@ -31,7 +31,7 @@ def test_a_step_is_one_line_with_the_step_first(start):
 
 
 @pytest.mark.parametrize("value", [0.1, 1 / 3, 1e-300, 5e-324, -0.0, 2.0**53 + 2, math.pi, 123456789.123456789])
-def test_floats_come_back_with_the_same_bits(start, value):
+def test_floats_are_restored_bitwise(start, value):
     tracker = start()
     tracker.log({"x": value}, step=1)
     (line,) = read_metrics(tracker.path)

@@ -25,7 +25,7 @@ def scalars(folder, name="critic/score/mean"):
     return [(event.step, event.value) for event in read(folder).Scalars(name)]
 
 
-def test_steps_come_back(tmp_path):
+def test_steps_are_restored(tmp_path):
     log(tmp_path, [0, 3, 4])
     assert scalars(tmp_path / "tensorboard") == [(0, 0.0), (3, 3.0), (4, 4.0)]
     assert scalars(tmp_path / "tensorboard", "x@2") == [(0, 1.0), (3, 1.0), (4, 1.0)]

@@ -150,7 +150,7 @@ def test_every_built_in_takes_a_run(run, name, monkeypatch, caplog):
 
 
 @pytest.mark.parametrize("library", ["mlflow", "tensorboard", "trackio", "wandb"])
-def test_a_missing_library_is_named_with_what_to_type(library, monkeypatch):
+def test_a_missing_library_error_names_the_fix(library, monkeypatch):
     for name in list(sys.modules):
         if name.startswith((f"{library}.", f"camshaft.tracking.{library}")):
             monkeypatch.delitem(sys.modules, name)

@@ -35,7 +35,7 @@ def test_before_training_only_the_name_is_checked() -> None:
         best.offer({"val/reward/mean": 0.0, "val-core/sum/reward/mean": 1.0}, step=0)
 
 
-def test_without_a_metric_nothing_is_the_best() -> None:
+def test_no_step_is_best_without_a_metric() -> None:
     best = BestStep(None, "max")
     assert not best.offer({}, 1)
     assert best.step is None

@@ -60,7 +60,7 @@ def check(tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> Ch
     return check
 
 
-def test_good_data_are_described_and_found_good(check: Check, tmp_path: Path) -> None:
+def test_valid_data_are_described_and_accepted(check: Check, tmp_path: Path) -> None:
     train = [row("1+2=", "3"), row("3+4=", "7"), row("1+2=", "3"), row("30+4=", "34")]
     status, output = check(train, val=[row("30+4=", "34"), row("9+9=", "18")])
     assert status == 0
@@ -86,7 +86,7 @@ def test_good_data_are_described_and_found_good(check: Check, tmp_path: Path) ->
         ([], 1, "rejected by data.truncation=error"),
     ],
 )
-def test_long_prompts_are_counted_with_what_happens_to_them(check: Check, args, status, does) -> None:
+def test_long_prompts_are_counted_with_their_treatment(check: Check, args, status, does) -> None:
     actual_status, output = check([row("1"), row("22"), row("x" * 20)], "data.max_prompt_length=10", *args)
     assert actual_status == status
     assert f"longer than data.max_prompt_length=10: 1 of 3 (33.3%); {does}" in output
@@ -106,7 +106,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_bad_data_and_functions_fail_with_one_line(check: Check, what: str) -> None:
+def test_invalid_data_and_functions_fail_with_one_line(check: Check, what: str) -> None:
     train, args, more = BAD[what]
     status, output = check(train, **more)
     assert status == 1
@@ -123,7 +123,7 @@ def test_all_that_is_wrong_is_said_at_once(check: Check) -> None:
     assert output.count("\n! ") == 2
 
 
-def test_a_function_that_wants_another_form_of_answer_is_noted(check: Check) -> None:
+def test_a_function_for_another_answer_format_is_reported(check: Check) -> None:
     status, output = check([row("1")] * 2, reward="return float(solution_str.startswith('answer: '))")
     assert status == 0
     assert "note: no ground truth scores higher than an empty response" in output

@@ -133,7 +133,7 @@ def test_rejected_rows_do_not_count(home: Path) -> None:
     assert metrics["actor/pg_loss"] == pytest.approx(-float(advantages[kept].mean()), rel=1e-4)
 
 
-def test_where_everything_is_rejected_nothing_is_learned(home: Path) -> None:
+def test_nothing_is_learned_if_everything_is_rejected(home: Path) -> None:
     kept = torch.zeros(14, dtype=torch.bool)
     metrics = first_update(home, {"rollout_rs_mask": kept}, rollout_rs="seq_max_k2", rollout_rs_threshold=0.1)
     assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0.0
@@ -185,7 +185,7 @@ def test_normalized_correction_weights_have_mean_one(home: Path) -> None:
     assert normalized.metrics["actor/grad_norm"] > 1.3 * small.metrics["actor/grad_norm"]
 
 
-def test_rejection_of_a_cut_distribution_leaves_what_was_hardly_cut(home: Path) -> None:
+def test_rejection_keeps_responses_with_little_truncated_mass(home: Path) -> None:
     """The mask follows from the masses, and the metrics cover all rows."""
     (baseline,) = run_ppo(home, TOP_P, steps=1)
     masses = torch.cat(nucleus_masses(home, baseline.batch)).sort().values

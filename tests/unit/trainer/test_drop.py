@@ -154,7 +154,7 @@ def test_weights_equal_those_of_an_update_without_the_row(home: Path, mode: str)
             torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-6, msg=name)
 
 
-def test_a_step_of_which_nothing_is_left_is_an_error() -> None:
+def test_a_step_without_remaining_samples_is_an_error() -> None:
     batch = batch_of(torch.Generator())
     with pytest.raises(RewardError, match=r"on all 8 responses.*drops them all; first failure: .*ValueError: no"):
         with_scores(batch, result_of(batch, tuple(range(8))))

@@ -85,7 +85,7 @@ def test_informative_prompts_keep_all_responses_until_the_batch_is_full(config_w
     assert metrics["reward/errors"] == 2
 
 
-def test_prompts_behind_the_last_one_that_was_needed_come_again(config_with) -> None:
+def test_unused_prompts_of_a_batch_are_drawn_again(config_with) -> None:
     loader, policy = loader_of(20), Policy(set(range(20)))
     steps = [draw(loader, policy, config_with()) for _ in range(3)]
     assert [kept[::2] for kept, _ in steps] == [[0, 1, 2], [3, 4, 5], [6, 7, 8]]

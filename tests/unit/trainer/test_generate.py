@@ -90,7 +90,7 @@ def test_keys_that_change_no_response_may_change(word: dict[str, Any], home: Pat
     assert run_settings(home, SCORED) == run_settings(home, SCORED | word)
 
 
-def test_no_secret_is_written_beside_the_responses(home: Path) -> None:
+def test_no_secret_is_written_with_the_responses(home: Path) -> None:
     secret = {
         "+ray_kwargs.ray_init._redis_password": "hunter2",
         "+custom_reward_function.reward_kwargs.api_key": "hunter2",

@@ -59,7 +59,7 @@ def test_explained_variance_of_the_critic(values: Ragged, explained: float) -> N
     assert batch_metrics(two_rows(values=values))["critic/vf_explained_var"] == pytest.approx(explained)
 
 
-def test_returns_that_do_not_vary_explain_nothing() -> None:
+def test_constant_returns_have_no_explained_variance() -> None:
     metrics = batch_metrics(two_rows(values=floats([1, 0, 2], [3]), returns=floats([4, 0, 4], [4])))
     assert math.isnan(metrics["critic/vf_explained_var"])
 

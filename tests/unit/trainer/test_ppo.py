@@ -74,7 +74,7 @@ def test_a_single_update_computes_its_old_log_probs(
             assert other.metrics[name] == pytest.approx(one.metrics[name], rel=1e-3, abs=1e-5), name
 
 
-def test_each_response_to_a_prompt_is_drawn_by_itself(tmp_path: Path) -> None:
+def test_responses_to_a_prompt_are_sampled_independently(tmp_path: Path) -> None:
     (step,) = run_ppo(tmp_path, {"actor_rollout_ref.rollout.n": 4}, steps=1)
     assert len(step.batch) == 8 * 4
     uids = step.batch["uid"].tolist()

@@ -89,7 +89,7 @@ def test_a_resumed_run_saves_the_same_state(home: Path, tmp_path: Path) -> None:
             assert name not in fresh or fresh[name] != before[name], f"{kind}: two steps did not change it"
 
 
-def test_the_state_of_the_trainer_is_what_it_ran_with(home: Path) -> None:
+def test_the_trainer_state_has_position_best_step_and_config(home: Path) -> None:
     state = json.loads((home / "run" / "global_step_2" / "trainer" / "state.json").read_text())
     assert (state["loader"]["epoch"], state["loader"]["position"]) == (0, 16)
     assert state["kl"]["coef"] != ppo_config(home, BUSY).algorithm.kl_ctrl.kl_coef
@@ -99,7 +99,7 @@ def test_the_state_of_the_trainer_is_what_it_ran_with(home: Path) -> None:
     assert not any(key.startswith(("ray_kwargs", "trainer.resume")) for key in state["config"])
 
 
-def test_a_supervised_run_saves_again_what_it_resumed(tmp_path: Path) -> None:
+def test_a_resumed_supervised_run_saves_the_same_state(tmp_path: Path) -> None:
     args = sft_args(tmp_path, {"trainer.total_training_steps": 2, "trainer.save_freq": 2})
     results = []
     for again in (False, True):

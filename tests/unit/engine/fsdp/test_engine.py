@@ -67,7 +67,7 @@ def _skipped_first(strategy: str, folder: str) -> int:
 
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
-def test_a_checkpoint_after_nothing_but_skipped_steps_is_one(strategy: str, tmp_path: Path) -> None:
+def test_a_checkpoint_after_only_skipped_steps_is_valid(strategy: str, tmp_path: Path) -> None:
     assert run_ranks(_skipped_first, 2, strategy, str(tmp_path)) == [1, 1]
 
 

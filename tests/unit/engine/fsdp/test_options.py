@@ -128,7 +128,7 @@ def test_with_the_policy_units_live_in_host_memory(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_activations_of_a_training_step_go_to_host_memory(
+def test_activations_of_a_training_step_are_offloaded(
     tmp_path: Path, offload: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     entered: list[int] = []

@@ -118,7 +118,7 @@ def test_captured_steps_keep_rule(rule: Rule, folder: Path, monkeypatch: pytest.
     rule.check(RolloutHarness(Recorded, folder))
 
 
-def test_a_second_generation_records_nothing(harness: RolloutHarness) -> None:
+def test_a_second_generation_captures_nothing(harness: RolloutHarness) -> None:
     case = harness.case(max_num_seqs=SLOTS)
     first = checked_generation(case, many_prompts(harness))
     checked_generation(case, many_prompts(harness))  # with cache slots of full length from the start

@@ -127,7 +127,7 @@ def filled(num_slots: int, length: int) -> KVCache:
     return slots
 
 
-def test_slots_keep_what_they_hold_when_they_grow() -> None:
+def test_growing_slots_keep_their_contents() -> None:
     slots = filled(2, 10)
     before = {index: (keys.clone(), values.clone()) for index, (keys, values) in slots.layers.items()}
     slots.reserve(5, LENGTH_MULTIPLE + 1)
@@ -162,7 +162,7 @@ def test_a_pool_gets_more_slots_while_some_are_live() -> None:
     assert not slots.layers[1][0][1:].any()
 
 
-def test_slots_grow_by_half_so_that_responses_have_room() -> None:
+def test_cache_slots_grow_by_half() -> None:
     slots = cache(max_model_len=1000)
     slots.reserve(2, 2 * LENGTH_MULTIPLE)
     assert slots.length == 3 * LENGTH_MULTIPLE
@@ -178,7 +178,7 @@ def test_slots_never_grow_beyond_max_model_len_rounded_up() -> None:
     assert slots.length == 4 * LENGTH_MULTIPLE
 
 
-def test_a_smaller_wish_changes_nothing() -> None:
+def test_a_smaller_request_changes_nothing() -> None:
     slots = filled(3, 80)
     keys = slots.layers[0][0]
     slots.reserve(2, 5)
@@ -244,7 +244,7 @@ def test_a_config_without_kinds_of_layers_has_windows_everywhere() -> None:
     assert KVCache(MistralConfig(num_hidden_layers=2, sliding_window=None), 100).windows == [None, None]
 
 
-def test_a_model_whose_layers_do_not_all_come_is_rejected() -> None:
+def test_a_model_with_layers_without_a_cache_is_rejected() -> None:
     slots = filled(1, 10)
     slots.check_layers()
     del slots.layers[1]

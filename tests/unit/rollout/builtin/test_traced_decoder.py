@@ -44,7 +44,7 @@ def checked_generation(harness: RolloutHarness, case: Case) -> Tensor:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_list_computes_what_transformers_computes(harness: RolloutHarness, family: str) -> None:
+def test_a_graph_matches_transformers(harness: RolloutHarness, family: str) -> None:
     case = harness.case(family, FAMILIES[family])
     checked_generation(harness, case)
     assert decoder_of(case).reason is None
@@ -75,7 +75,7 @@ def test_other_dtypes_run_without_tracing(harness: RolloutHarness) -> None:
     assert decoder_of(case).reason == "traced decoding requires float32 on a CPU"
 
 
-def test_a_list_has_the_weights_of_the_moment(harness: RolloutHarness) -> None:
+def test_a_graph_uses_the_current_weights(harness: RolloutHarness) -> None:
     case = harness.case("qwen2")
     before = checked_generation(harness, case)
     for weight in case.oracle.parameters():
@@ -92,7 +92,7 @@ def test_a_list_has_the_weights_of_the_moment(harness: RolloutHarness) -> None:
     assert not torch.equal(checked_generation(harness, case), changed)
 
 
-def test_weights_that_are_no_numbers_decide_nothing(harness: RolloutHarness) -> None:
+def test_non_finite_weights_do_not_disable_tracing(harness: RolloutHarness) -> None:
     case = harness.case("llama")
     case.rollout.load_weights([(name, weight.detach() * float("nan")) for name, weight in case.weights()])
     with pytest.raises(RolloutError, match="not finite"):
@@ -157,7 +157,7 @@ FINE: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("func", FINE.values(), ids=FINE)
-def test_a_graph_holds_for_any_number_of_rows(func: Callable[[Tensor], Tensor]) -> None:
+def test_a_graph_is_valid_for_any_number_of_rows(func: Callable[[Tensor], Tensor]) -> None:
     model = Model(func)
     graph = trace(model, inputs, model)
     graph_fusions.fuse(graph)
