@@ -300,7 +300,7 @@ class ProcessPool(Pool):
         self._check_times()
 
     def _next_answer(self, seconds: float) -> tuple[int, Request, tuple[bool, Any]] | None:
-        """Return (rank, request, (succeeded, value)) of the next answer, or None if none arrives in time."""
+        """Return (rank, request, (succeeded, value)) of the next answer; None on a timeout or broken connection."""
         try:
             rank, frames = self.inbox.get(timeout=seconds) if seconds else self.inbox.get_nowait()
         except queue.Empty:

@@ -43,7 +43,7 @@ class HFRollout(BaseRollout):
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
-        # "eager" runs the attention code of the model itself. The fast kernels ignore soft-capped scores.
+        # "eager" runs the attention code of the model itself. Fast kernels are not exact for soft-capped scores.
         self.model = SharedModel(config, attention="eager")
         # The sampling settings recommended in the model folder would change the distribution.
         self.model.hf.generation_config = GenerationConfig()

@@ -48,7 +48,7 @@ class GenerationRequest:
 
 
 @dataclass
-class _Group:
+class _PrefixGroup:
     """A prefix group: waiting rows with equal prompts."""
 
     prompt: list[int]
@@ -146,13 +146,13 @@ class Scheduler:
             logits = logits[ends]  # the model ignores `logits_to_keep`
         self.prompt_tokens += len(tokens)
         if has_waiting_rows:
-            self.groups.appendleft(_Group(last_group.prompt, last_group.rows[len(last_rows) :], logits[-1:]))
+            self.groups.appendleft(_PrefixGroup(last_group.prompt, last_group.rows[len(last_rows) :], logits[-1:]))
         self._start(rows, logits[torch.tensor(sources[: len(rows)], device=self.device)])
 
-    def _pop_prompts(self) -> list[tuple[_Group, list[int]]]:
+    def _pop_prompts(self) -> list[tuple[_PrefixGroup, list[int]]]:
         """Remove the next prompts from the queue and return each with the rows that get a slot."""
         num_free = self.num_slots - self.live.shape[1]
-        prefills: list[tuple[_Group, list[int]]] = []
+        prefills: list[tuple[_PrefixGroup, list[int]]] = []
         tokens = 0
         while self.groups and num_free and (not prefills or tokens + len(self.groups[0].prompt) <= self.max_tokens):
             group = self.groups.popleft()
@@ -171,7 +171,7 @@ class Scheduler:
         targets = torch.arange(num_live, num_live + len(rows), device=self.device)
         self.cache.copy(torch.full_like(targets, self.num_slots), targets, len(group.prompt))
         if waiting_rows:
-            self.groups.appendleft(_Group(group.prompt, waiting_rows, group.logits))
+            self.groups.appendleft(_PrefixGroup(group.prompt, waiting_rows, group.logits))
         self._start(rows, group.logits.expand(len(rows), -1))
 
     def _start(self, rows: list[int], logits: Tensor) -> None:
@@ -237,7 +237,7 @@ class Scheduler:
         self._update_live_rows()
 
     def _stop_mask(self) -> Tensor | None:
-        """Return a bool mask (live rows,) of the rows ended by a stop token or stop string, or None without any."""
+        """Return a bool mask (live rows,) of rows that a stop token or string has ended; None if there are no stops."""
         by_token = (self.live[TOKEN][:, None] == self.stop_ids).any(dim=1) if len(self.stop_ids) else None
         if self.stop_strings is None:
             return by_token
@@ -254,12 +254,12 @@ class Scheduler:
             self.max_position, self.steps_to_limit = int(positions.max()), int((ends - positions).min())
 
 
-def _group_equal_prompts(prompts: Ragged) -> list[_Group]:
+def _group_equal_prompts(prompts: Ragged) -> list[_PrefixGroup]:
     """Group rows with equal prompts, in the order of first appearance."""
-    groups: dict[bytes, _Group] = {}
+    groups: dict[bytes, _PrefixGroup] = {}
     for row, tokens in enumerate(prompts.to("cpu").rows()):
         key = tokens.numpy().tobytes()
         if key not in groups:
-            groups[key] = _Group(tokens.tolist(), [])
+            groups[key] = _PrefixGroup(tokens.tolist(), [])
         groups[key].rows.append(row)
     return list(groups.values())

@@ -80,7 +80,7 @@ class RowSampler(Sampler):
         else:
             settings = {key: rows[0][key] for key in ("temperature", "top_k", "top_p")}  # equal for all rows of a call
             seeds = torch.tensor([row["seed"] for row in rows], device=logits.device)
-            # `positions` belong to the input tokens. The seeds refer to the positions of the sampled tokens.
+            # `positions` belong to the input tokens, but uniform numbers depend on the position of the sampled token.
             tokens, log_probs = draw(restrict(logits, **settings), uniform_numbers(seeds, positions.long() + 1))
         logits_output.next_token_logprobs = log_probs
         self._sync_token_ids_across_tp(tokens, sampling_info)

@@ -98,7 +98,7 @@ class VLLMEngine:
         self._reset_prefix_cache()
 
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Replace the adapter. It gets a new id, because vLLM ignores weights with an id that it has loaded."""
+        """Replace the adapter under a new id, because vLLM ignores the weights of an id that it has already loaded."""
         self._check_usable()
         self._remove_adapter()
         self._adapters += 1

@@ -31,7 +31,8 @@ MIN_ROWS = 4
 """Minimum number of rows to multiply with a packed weight."""
 
 MANY_INPUTS, MIN_ROWS_MANY_INPUTS = 512, 9
-"""Minimum number of rows to multiply with a packed weight on several threads if a layer has `MANY_INPUTS` or more."""
+"""Minimum number of rows to multiply with a packed weight on several threads if a layer has `MANY_INPUTS` inputs or
+more."""
 
 MIN_ROWS_SPLIT = 20
 """Minimum number of rows to split a layer with fewer than `MANY_INPUTS` inputs among threads."""
@@ -90,8 +91,8 @@ class SplitByThread:
     """A copy of the weight with one block of outputs per thread, shape (threads, inputs, outputs per thread).
 
     MKL multiplies a few rows on a single thread. In a batched product, each thread computes one block instead. With
-    fewer than `MIN_ROWS_SPLIT` rows this is not faster, so a transposed copy is kept too, unless the layer has
-    `MANY_INPUTS` or more, for which the transposed copy is slower.
+    fewer than `MIN_ROWS_SPLIT` rows this is not faster, so a transposed copy is kept too. Layers with `MANY_INPUTS`
+    inputs or more have no transposed copy, because it would be slower.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
@@ -191,7 +192,7 @@ def packed_linears(model: nn.Module, num_rows: int, num_steps: int) -> Iterator[
             layer.packed = None
 
 
-def product_of(layer: nn.Linear, rows: int) -> Product:
+def select_product(layer: nn.Linear, rows: int) -> Product:
     """Return a function that computes `layer` for at least `rows` rows, with its packed weight if it has one."""
     if isinstance(layer, PackableLinear) and layer.packed is not None:
         return layer.packed.product(rows)

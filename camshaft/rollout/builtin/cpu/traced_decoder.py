@@ -34,7 +34,7 @@ from camshaft.rollout.builtin.cpu.linears import (
     ROW_THRESHOLDS,
     PackableLinear,
     packed_linears,
-    product_of,
+    select_product,
 )
 from camshaft.rollout.builtin.cpu.tracer import TracedSlots, TraceError, named_members, trace
 
@@ -158,7 +158,7 @@ class _TracedForward:
         namespaces = [
             SimpleNamespace(
                 **members_by_attribute,
-                **{attribute: product_of(layer, rows) for attribute, layer in layers.items()},
+                **{attribute: select_product(layer, rows) for attribute, layer in layers.items()},
             )
             for rows in ROW_THRESHOLDS
         ]

@@ -31,7 +31,7 @@ from camshaft.rollout.builtin.cpu.linears import (
     SplitByThread,
     Transposed,
     packed_linears,
-    product_of,
+    select_product,
     use_packable_linears,
 )
 from camshaft.rollout.builtin.rollout import TorchRollout
@@ -98,7 +98,7 @@ def test_packed_products_equal_those_of_linear_layers(
     product = layer(rows)
     for least in ROW_THRESHOLDS:  # the products that a traced forward calls
         if len(rows.flatten()) >= least * 96:
-            assert_product(product_of(layer, least)(rows), rows, layer.weight, layer.bias)
+            assert_product(select_product(layer, least)(rows), rows, layer.weight, layer.bias)
     assert product.shape == (*shape, 160)
     assert_product(product, rows, layer.weight, layer.bias)
 
@@ -149,7 +149,7 @@ def test_number_of_rows_decides_the_product_of_a_split_layer(
         x = torch.ones(rows, 1, inputs)
         weight = original if rows < few else original + 2 if rows < many else original + 1
         least = max(least for least in ROW_THRESHOLDS if least <= rows)
-        for product in (layer, product_of(layer, least)):
+        for product in (layer, select_product(layer, least)):
             assert_product(product(x), x, weight, None)
 
 
