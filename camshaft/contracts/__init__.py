@@ -1,4 +1,4 @@
-"""Contract suites for implementations of camshaft's interfaces, as a library.
+"""Contract suites: rules that implementations of camshaft's interfaces are tested against.
 
 rules.py     rules, findings, and the functions that check them
 engine/      the contract of `BaseEngine`

@@ -1,10 +1,11 @@
-"""Rules of a contract, checked one by one against an implementation.
+"""Rules of a contract, which are checked one by one against an implementation of an interface.
 
-    RULES = rules_of(greedy_is_exact, seeds_are_honoured, ...)       # functions of a harness
+    RULES = make_rules(greedy_is_exact, seeds_are_honoured, ...)     # functions of a harness
     for finding in run_rules(RULES, lambda number: EngineHarness(cls, folder)): ...
 
-A rule is a function of a harness. Its docstring is its meaning, its name is shown in reports, and it raises
-`Violation` with a description of what it observed. The contracts of engines and rollouts consist of such rules.
+A rule is a function that takes a harness. Its docstring states the requirement, and its name appears in reports. If the
+implementation breaks the rule, the function raises `Violation` with a description of the observed behavior. The
+contracts of engines, rollouts and controllers consist of such rules.
 """
 
 from __future__ import annotations
@@ -18,43 +19,46 @@ Harness = TypeVar("Harness")
 
 
 class Violation(Exception):
-    """A broken rule, with a description of what was observed."""
+    """Raised by a rule that an implementation breaks; the message describes the observed behavior."""
 
 
 @dataclass(frozen=True)
 class Rule(Generic[Harness]):
-    """One requirement of an interface."""
+    """One requirement of an interface, and the function that checks it."""
 
     name: str
     check: Callable[[Harness], None]
 
     @property
     def meaning(self) -> str:
-        """The requirement, on one line."""
+        """The requirement as one line of text, from the docstring of `check`."""
         return " ".join((inspect.getdoc(self.check) or "").split())
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one rule; `problem` is None if the rule holds."""
+    """Result of checking one rule. `problem` describes the violation or error; None if the rule holds."""
 
     rule: Rule[Any]
     problem: str | None
 
 
-def rules_of(*checks: Callable[[Harness], None]) -> tuple[Rule[Harness], ...]:
-    """Make one rule of each function, named after it."""
+def make_rules(*checks: Callable[[Harness], None]) -> tuple[Rule[Harness], ...]:
+    """Create one rule from each function, with the function's name."""
     return tuple(Rule(check.__name__.replace("_", " "), check) for check in checks)
 
 
-def run_rules(rules: Sequence[Rule[Harness]], harness_of: Callable[[int], Harness]) -> Iterator[Finding]:
-    """Check each rule on a new harness. An error in one rule is a finding and does not stop the others."""
+def run_rules(rules: Sequence[Rule[Harness]], make_harness: Callable[[int], Harness]) -> Iterator[Finding]:
+    """Check each rule on a new harness, `make_harness(number of the rule)`, and yield its finding.
+
+    An error in one rule becomes a finding and does not stop the other rules.
+    """
     for number, rule in enumerate(rules):
-        yield Finding(rule, problem_of(lambda number=number, rule=rule: rule.check(harness_of(number))))
+        yield Finding(rule, find_problem(lambda number=number, rule=rule: rule.check(make_harness(number))))
 
 
-def problem_of(action: Callable[[], Any]) -> str | None:
-    """Run `action`; return a description of its violation or error, None if it succeeds."""
+def find_problem(action: Callable[[], Any]) -> str | None:
+    """Run `action`; return a description of the violation or error it raises, or None if it raises none."""
     try:
         action()
     except Violation as violation:
@@ -71,7 +75,10 @@ def expect(holds: bool, problem: str) -> None:
 
 
 def expect_error(action: Callable[[], Any], phrase: str, problem: str, kind: type[Exception] = Exception) -> None:
-    """Raise `Violation(problem)` unless `action` raises a `kind`, and a `Violation` if its message lacks `phrase`."""
+    """Raise `Violation` unless `action` raises an error of class `kind` whose message contains `phrase`.
+
+    The message of the violation is `problem` if no such error is raised.
+    """
     try:
         action()
     except kind as error:

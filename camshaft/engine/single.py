@@ -1,10 +1,10 @@
-"""The `reference` engine: one process, one device, nothing sharded.
+"""The `reference` engine: trains one model in one process on one device.
 
     engine = SingleDeviceEngine(EngineConfig(model=EngineModel(path="models/tiny"), optim=OptimConfig(lr=1e-3)))
     engine.init_model()
 
-A step is in `torch_engine.py`, which all engines of the package share. To compare an engine with an implementation
-that shares no code with it, see `contracts/engine/oracle.py` and `examples/plain_ppo.py`.
+The training step is inherited from `TorchEngine` in `torch_engine.py`. `contracts/engine/oracle.py` and
+`examples/plain_ppo.py` are independent implementations to compare it with; they share no code with the engines.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class SingleDeviceEngine(TorchEngine):
         super().__init__(config)
         if config.optim is not None and config.dtype == "bfloat16":
             raise EngineError(
-                "dtype=bfloat16: strategy=reference would apply updates to bfloat16 weights, which loses small updates "
-                "to rounding. Train in float32, or with strategy=fsdp and its mixed_precision; a forward-only engine "
-                "may use bfloat16"
+                "dtype=bfloat16 is not supported for training with strategy=reference, because bfloat16 weights lose "
+                "small updates to rounding; set dtype=float32, or strategy=fsdp with mixed_precision (a forward-only "
+                "engine may use bfloat16)"
             )
 
     def build_model(self) -> PackedModel:

@@ -1,21 +1,22 @@
-"""The attention implementation "packed": segments side by side in one row, without padding and without a mask.
+"""The attention implementation "packed" of transformers models: packed segments without padding and without a mask.
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED)
     out = model(input_ids=tokens[None], **packed_kwargs(Packing([5, 3, 7]), tokens.device))
 
-Importing this module registers it with `transformers`. The arguments of a call select its kind:
+Importing this module registers the implementation with `transformers`. The arguments of a model call select how its
+attention is computed:
 
 - `packed_kwargs`: each segment attends causally to itself, within the sliding window of the layer if it has one. On a
-  CPU a segment may also continue a shared prefix (`cpu.py`). Device and dtype select the kernel.
-- `slots=`: a generator that manages its own KV cache. `model(input_ids=(B, L), position_ids=...,
+  CPU, a segment may also continue a shared prefix (`cpu.py`). Device and dtype select the kernel.
+- `slots=`: a generator uses its own KV cache. `model(input_ids=(B, L), position_ids=...,
   attention_mask=no_mask(device), slots=cache, use_cache=False)` calls `cache.attend(module, query, key, value,
   scaling, sliding_window)` in every layer, which returns (B, L, H, D).
-- `exchange=` with `packed_kwargs`: sequence parallelism (`sequence.py`). The call holds one chunk of the tokens, and
-  the packing describes all chunks.
-- other calls (padded batches, `generate()`) use "sdpa" of `transformers`.
+- `exchange=` with `packed_kwargs`: sequence parallelism (`sequence.py`). The call receives one chunk of the tokens, and
+  the packing describes the tokens of all chunks.
+- Other calls (padded batches, `generate()`) use the implementation "sdpa" of `transformers`.
 
-Attention that this implementation does not compute raises `EngineError`: `reject_unsupported` checks a config,
-`packed_attention` the arguments of a call.
+Unsupported kinds of attention raise `EngineError`. `reject_unsupported` checks a config, and `packed_attention` checks
+the arguments of a call.
 """
 
 import inspect
@@ -40,54 +41,54 @@ PACKED = "packed"
 FLASH_MAX_HEAD_DIM = 256
 
 SINK_MODELS = ("gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4")
-"""Model types whose layers always have attention sinks; other models pass them as an argument."""
+"""Model types whose layers always have attention sinks; other models pass sinks as an argument."""
 
 UNSUPPORTED_ARGUMENTS = {
     "softcap": "soft-capped attention scores",
     "s_aux": "attention sinks",
     "position_bias": "a position bias on attention scores",
-    "indices": "sparse attention over chosen tokens",
-    "block_indices": "sparse attention over chosen blocks",
+    "indices": "sparse attention over selected tokens",
+    "block_indices": "sparse attention over selected blocks",
 }
-"""Arguments of `transformers` layers for attention that this implementation does not support."""
+"""Arguments of `transformers` layers that request unsupported attention, with a description for errors."""
 
 
 class Slots(Protocol):
-    """KV cache of a generator, which also computes attention over it."""
+    """KV cache of a generator, with a method that computes attention over the cached tokens."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
-        """Add the new tokens to the cache and return their attention outputs (B, L, H, D).
+        """Add the keys and values of new tokens to the cache, and return the attention outputs (B, L, H, D).
 
-        `query` is (B, H, L, D), `key` and `value` are (B, Hkv, L, D). `module.layer_idx` identifies the layer.
+        `query` is (B, H, L, D); `key` and `value` are (B, Hkv, L, D). `module.layer_idx` identifies the layer.
         """
         ...
 
 
 class Exchange(Protocol):
-    """Exchange around attention between ranks that each hold one chunk of a packed row."""
+    """Exchange of tokens and heads between the ranks of a sequence-parallel group, before and after attention."""
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange (1, H, chunk, D) of this rank's tokens for (1, H / ranks, N, D) of all tokens."""
+        """Exchange this rank's chunk with all heads, (1, H, chunk, D), for all tokens, (1, H / ranks, N, D)."""
         ...
 
     def to_tokens(self, output: Tensor) -> Tensor:
-        """Exchange (1, N, H / ranks, D) of all tokens for (1, chunk, H, D) of this rank's tokens."""
+        """Exchange all tokens with some of the heads, (1, N, H / ranks, D), for this rank's chunk, (1, chunk, H, D)."""
         ...
 
 
 def no_mask(device: torch.device | str) -> Tensor:
-    """Return the `attention_mask` for packed calls and calls with a KV cache: 4-D, so that `transformers` keeps it.
+    """Return the `attention_mask` for packed calls and for calls with a KV cache: an empty 4-D tensor.
 
-    For None, `transformers` would search the position ids for segments, which waits for the device, and build an N x N
-    mask. This mask is empty, so that no kernel can apply it.
+    `transformers` passes a 4-D mask through unchanged. For None, it would search the position ids for segments, which
+    waits for the device, and build an N x N mask. The mask is empty, so no kernel can apply it by mistake.
     """
     return torch.empty(1, 1, 0, 0, dtype=torch.bool, device=device)
 
 
 def packed_kwargs(packing: Packing, device: torch.device | str) -> dict[str, Any]:
-    """Build the keyword arguments of a model call on one (1, N) row of packed segments."""
+    """Build the keyword arguments of a model call on packed segments, with `input_ids` of shape (1, N)."""
     cumulative = to_device(F.pad(packing.ends, (1, 0)).to(torch.int32), device)
     return {
         "attention_mask": no_mask(device),
@@ -102,7 +103,7 @@ def packed_kwargs(packing: Packing, device: torch.device | str) -> dict[str, Any
 
 
 def reject_unsupported(config: PreTrainedConfig) -> None:
-    """Raise `EngineError` with the reasons if models of this config need unsupported attention."""
+    """Raise `EngineError` with all reasons if models of this config require unsupported attention."""
     text_config = config.get_text_config()
     values = text_config.to_dict()
     reasons = []
@@ -110,9 +111,11 @@ def reject_unsupported(config: PreTrainedConfig) -> None:
         reasons.append(f"soft-capped attention scores (attn_logit_softcapping={values['attn_logit_softcapping']})")
     if text_config.model_type in SINK_MODELS:
         reasons.append("attention sinks")
-    others = sorted(set(values.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
-    if others:
-        reasons.append(f"layers that are neither full nor sliding attention (layer_types has {', '.join(others)})")
+    other_types = sorted(set(values.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
+    if other_types:
+        reasons.append(
+            f"layers with neither full nor sliding-window attention (layer_types contains {', '.join(other_types)})"
+        )
     if values.get("is_causal") is False or values.get("use_bidirectional_attention") in (True, "all"):
         reasons.append("attention that is not causal")
     if reasons:
@@ -130,7 +133,11 @@ def packed_attention(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for one layer; `kwargs` select the kind of call. Returns (B, L, H, D)."""
+    """Compute the attention of one layer and return its outputs (B, L, H, D), and None for the attention weights.
+
+    The signature is that of attention functions in `transformers`. `kwargs` select the computation, as described in
+    the module docstring.
+    """
     reasons = [feature for name, feature in UNSUPPORTED_ARGUMENTS.items() if kwargs.get(name) is not None]
     if reasons:
         raise _unsupported_error(type(module).__name__, reasons)
@@ -142,14 +149,17 @@ def packed_attention(
         if attention_mask is not None and attention_mask.numel() == 0:
             raise EngineError(
                 f"{type(module).__name__} received no_mask() but neither cu_seq_lens_q nor slots; call the model with "
-                "packed_kwargs(...) or slots=. If you did, this model family drops them and does not support packing"
+                "packed_kwargs(...) or slots=. If you did, this model drops the arguments and does not support packing"
             )
         kwargs["sliding_window"] = sliding_window
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if query.shape[0] != 1:
-        raise EngineError(f"packed calls take one row, input_ids of shape (1, N); got a batch of {query.shape[0]}")
+        raise EngineError(
+            f"a packed call requires input_ids of shape (1, N), got a batch of {query.shape[0]} rows; concatenate the "
+            "rows and describe them by a Packing"
+        )
     if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
         raise _unsupported_error(type(module).__name__, ["attention that is not causal"])
     exchange: Exchange | None = kwargs.get("exchange")
@@ -168,24 +178,27 @@ def _attend_segments(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    """Compute attention within all segments of one row: (1, H, N, D) and (1, Hkv, N, D) -> (1, N, H, D)."""
+    """Compute attention within all packed segments: (1, H, N, D) and (1, Hkv, N, D) -> (1, N, H, D)."""
     packing: Packing | None = kwargs.get("packing")
-    shared = packing is not None and packing.prefix_of is not None
-    if not shared and _supports_flash(query, value, dropout):
+    shares_prefixes = packing is not None and packing.prefix_of is not None
+    if not shares_prefixes and _supports_flash(query, value, dropout):
         return _attend_flash(query, key, value, kwargs, scaling, window)
-    if packing is None:  # called with the arguments of `transformers`, without `packed_kwargs`
+    if packing is None:  # the caller passed the arguments of `transformers` for packed rows, not `packed_kwargs`
         packing = Packing([length for length in kwargs["cu_seq_lens_q"].diff().tolist() if length])
     if packing.size != query.shape[2]:
-        raise EngineError(f"packed segments of {packing.size} tokens do not match a row of {query.shape[2]} tokens")
+        raise EngineError(
+            f"a packing of {packing.size} tokens does not match input_ids with {query.shape[2]} tokens; pass the "
+            "packing of these tokens"
+        )
     if supports_cpu_kernel(query, value, dropout) and (window is None or packing.longest_context <= window):
         return packed_cpu_attention(query[0], key[0], value[0], packing, scaling)[None]
-    if shared:
+    if shares_prefixes:
         raise EngineError(
-            "prefix sharing supports full attention without dropout on a CPU; pack complete rows for this model and "
-            "device"
+            "prefix sharing requires a CPU and full attention without dropout; for this model and device, use a "
+            "Packing without prefix_of"
         )
     runs = [(length, len(list(run))) for length, run in itertools.groupby(packing.lengths)]
-    # One split for all runs: autograd would write a gradient of the full row for every separate slice.
+    # A single split for all runs: for separate slices, autograd would write one gradient of all N tokens per slice.
     parts = [tensor[0].split([length * count for length, count in runs], dim=1) for tensor in (query, key, value)]
     outputs = []
     for (_, count), q, k, v in zip(runs, *parts, strict=True):
@@ -197,7 +210,7 @@ def _attend_segments(
 
 
 def _as_rows(packed: Tensor, count: int) -> Tensor:
-    """View (H, count * L, D) of neighbours of equal length as (count, H, L, D)."""
+    """View `count` adjacent segments of equal length L, (H, count * L, D), as (count, H, L, D)."""
     return packed.unflatten(1, (count, -1)).transpose(0, 1)
 
 
@@ -211,10 +224,10 @@ def _attend_equal_lengths(
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=gqa
         )
-    key, value = _repeat_heads(query, key, value)  # with a mask, the fast kernels need equal numbers of heads
+    key, value = _repeat_heads(query, key, value)  # with a mask, the fast kernels do not support grouped queries
     blocks, size = [], max(window, 256)
     for start in range(0, length, size):
-        # A block of queries attends to itself and to one window before it, so memory is linear in the length.
+        # A block of queries attends to itself and to the window before it, so memory is linear in the length.
         stop, first = min(start + size, length), max(0, start - window + 1)
         rows = torch.arange(start, stop, device=query.device)[:, None]
         distance = rows - torch.arange(first, stop, device=query.device)
@@ -232,7 +245,7 @@ def _attend_equal_lengths(
 
 
 def _supports_flash(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Return True if the variable-length flash kernel supports these tensors; it has neither float32 nor dropout."""
+    """Return True if the variable-length flash kernel supports these tensors, which excludes float32 and dropout."""
     return (
         query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
@@ -244,7 +257,7 @@ def _supports_flash(query: Tensor, value: Tensor, dropout: float) -> bool:
 def _attend_flash(
     query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any], scaling: float | None, window: int | None
 ) -> Tensor:
-    """Compute attention within all segments in one kernel. The kernel has no CPU version, so GPU tests cover it."""
+    """Compute attention within all segments in one kernel call. There is no CPU version; only GPU tests run it."""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
@@ -255,25 +268,25 @@ def _attend_flash(
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
     bounds, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
     out = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
-    assert isinstance(out, Tensor)  # the kernel returns a pair only on request for the logsumexp
+    assert isinstance(out, Tensor)  # it would be a pair if the logsumexp had been requested
     return out[None]
 
 
 def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Repeat key and value heads to the number of query heads."""
-    groups = query.shape[1] // key.shape[1]
-    return (
-        (key, value) if groups == 1 else (key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1))
-    )
+    """Repeat key and value heads so that their number equals the number of query heads."""
+    repeats = query.shape[1] // key.shape[1]
+    if repeats == 1:
+        return key, value
+    return key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
 
 
 def _unsupported_error(name: str, features: Sequence[str]) -> EngineError:
     return EngineError(
-        f"{name} needs {' and '.join(features)}, which packed attention does not support; "
-        "choose a model with causal or sliding-window attention"
+        f"{name} requires {' and '.join(features)}, which packed attention does not support; choose a model with "
+        "causal or sliding-window attention"
     )
 
 
-# Excluded from compiled layers: the loop over segments differs from call to call.
+# Excluded from compilation, because the loop over segments differs between calls and would cause recompilation.
 AttentionInterface.register(PACKED, torch.compiler.disable(packed_attention))
 AttentionMaskInterface.register(PACKED, sdpa_mask)

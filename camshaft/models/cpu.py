@@ -1,20 +1,20 @@
-"""Autograd nodes for CPUs: attention over packed segments, and RMSNorm.
+"""Autograd functions for CPUs: attention over packed segments, and RMSNorm.
 
     out = packed_cpu_attention(query, key, value, Packing([5, 3, 3], prefix_of=[None, 0, 0]))     # (N, H, D)
-    count = replace_norms(hf)       # number of RMSNorm modules of `hf` that are `FusedRMSNorm` now
+    count = replace_norms(hf)       # replaces the RMSNorm modules of `hf` by `FusedRMSNorm`
 
-Attention: a segment attends causally to itself, and to all of its prefix if it continues one. One autograd node per
-segment would write a gradient of all N tokens per segment, most of it zeros. This node calls the kernel once per run of
-adjacent segments with equal lengths and concatenates the results once. Attention to a prefix is a second kernel call;
-both outputs are combined with their logsumexp. The backward pass gives the combined logsumexp and output to each kernel
-call, which then returns its part of the gradient.
+In packed attention, each segment attends causally to itself and, if it continues a prefix, to all of the prefix.
+Separate operators per segment would make autograd write a gradient of all N tokens for every segment, most of it zeros.
+This autograd function calls the kernel once for each run of adjacent segments with equal lengths, and concatenates the
+results once. Attention to a prefix is another kernel call. The two outputs are combined by their logsumexps. In the
+backward pass, each kernel call receives the combined logsumexp and output, and returns its share of the gradient.
 
-RMSNorm in float32: with r = 1 / sqrt(mean(x^2) + eps) per token, and t = x dy,
+RMSNorm is computed in float32. With r = 1 / sqrt(mean(x^2) + eps) per token, and t = x dy,
 
     y = x r w        dx = r w dy - x r^3 (t w) / width        dw = sum over tokens of r t
 
-The output is bit-identical to that of `transformers`, whose module runs eight operators in the forward pass and about
-twelve in the backward pass, each reading and writing all activations. This node runs four and six.
+The output is bitwise equal to that of `transformers`. Its module runs eight operators in the forward pass and about
+twelve in the backward pass, each of which reads and writes all activations. This autograd function runs four and six.
 """
 
 from __future__ import annotations
@@ -34,49 +34,51 @@ from camshaft.models.packing import Packing
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-"""Query, key, value, dropout, causal -> output (B, H, L, D) and logsumexp (B, H, L)."""
+"""Forward kernel: (query, key, value, dropout, causal) -> output (B, H, L, D) and logsumexp (B, H, L)."""
 
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
-"""Gradient, query, key, value, output, logsumexp, dropout, causal -> gradients of query, key and value."""
+"""Backward kernel: (grad, query, key, value, output, logsumexp, dropout, causal) -> grads of query, key and value."""
 
 
 class SegmentRun(NamedTuple):
-    """One kernel call: neighbours of equal length as a batch, each attending to itself."""
+    """A run of adjacent segments of equal length, which one kernel call processes as a batch."""
 
     count: int
     length: int
 
 
 class PrefixCall(NamedTuple):
-    """One kernel call: all tokens that continue a prefix attend to all of the prefix."""
+    """A kernel call in which the tokens of all segments that continue a prefix attend to the prefix."""
 
     children: slice
     prefix: slice
 
 
 class KernelCalls(NamedTuple):
+    """Kernel calls for one packing."""
+
     runs: list[SegmentRun]
-    """In packed order; they cover all tokens."""
+    """Runs in packed order; together they cover all tokens."""
     prefixes: list[PrefixCall]
 
 
 def supports_cpu_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Return True if the kernel supports the device, dtype, dropout and head sizes."""
-    same_width = query.shape[-1] == value.shape[-1]
-    return query.device.type == "cpu" and query.dtype in DTYPES and dropout == 0 and same_width
+    """Return True if the CPU kernel supports the device, dtype, dropout and head dimensions."""
+    equal_dims = query.shape[-1] == value.shape[-1]
+    return query.device.type == "cpu" and query.dtype in DTYPES and dropout == 0 and equal_dims
 
 
 def packed_cpu_attention(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None = None
 ) -> Tensor:
-    """(H, N, D) query and (Hkv, N, D) key and value of packed segments -> (N, H, D)."""
+    """Compute attention within packed segments: query (H, N, D), key and value (Hkv, N, D) -> output (N, H, D)."""
     outputs: Any = _PackedAttention.apply(query[None], key[None], value[None], kernel_calls(packing), scale)
     return outputs[0]
 
 
 @functools.lru_cache(maxsize=8)  # all layers of a forward pass use the same packing
 def kernel_calls(packing: Packing) -> KernelCalls:
-    """Plan the kernel calls for a packing."""
+    """Return the kernel calls that compute attention for a packing."""
     lengths = packing.lengths
     runs = [SegmentRun(len(list(run)), length) for length, run in itertools.groupby(lengths)]
     ends = list(itertools.accumulate(lengths, initial=0))
@@ -91,17 +93,17 @@ def kernel_calls(packing: Packing) -> KernelCalls:
 
 
 class _PackedAttention(torch.autograd.Function):
-    """Tensors are (1, H, N, ...) in token-major memory order."""
+    """Autograd function of `packed_cpu_attention`. Tensors are (1, H, N, ...) in token-major memory order."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: KernelCalls, scale: float | None) -> Tensor:
         parts = (_split(tensor, calls.runs) for tensor in (query, key, value))
         results = [KERNEL(*inputs, 0.0, True, scale=scale) for inputs in zip(*parts, strict=True)]
-        out, norm = (_concat(tensors, calls.runs) for tensors in zip(*results, strict=True))
+        out, lse = (_concat(tensors, calls.runs) for tensors in zip(*results, strict=True))
         for children, prefix in calls.prefixes:
             inputs = query[:, :, children], key[:, :, prefix], value[:, :, prefix]
-            _merge(out[:, :, children], norm[:, :, children], *KERNEL(*inputs, 0.0, False, scale=scale))
-        ctx.save_for_backward(query, key, value, out, norm)
+            _merge(out[:, :, children], lse[:, :, children], *KERNEL(*inputs, 0.0, False, scale=scale))
+        ctx.save_for_backward(query, key, value, out, lse)
         ctx.calls, ctx.scale = calls, scale
         return out.transpose(1, 2)
 
@@ -123,9 +125,9 @@ class _PackedAttention(torch.autograd.Function):
 
 
 def _split(tensor: Tensor, runs: Sequence[SegmentRun]) -> list[Tensor]:
-    """(1, H, N, ...) -> (count, H, L, ...) of each run, without a copy.
+    """Split (1, H, N, ...) into one view (count, H, L, ...) per run.
 
-    One `split` replaces a slice per run: with many runs the operators that one thread executes dominate.
+    A single `split` replaces one slice per run, because with many runs the overhead of operator calls dominates.
     """
     parts = tensor.split([run.count * run.length for run in runs], 2)
     return [
@@ -135,7 +137,7 @@ def _split(tensor: Tensor, runs: Sequence[SegmentRun]) -> list[Tensor]:
 
 
 def _concat(parts: Sequence[Tensor], runs: Sequence[SegmentRun]) -> Tensor:
-    """Invert `_split`; the result is token-major, the order that projections read and write."""
+    """Invert `_split`. The result is token-major in memory, the order that projections read and write."""
     rows = [
         part.transpose(1, 2) if run.count == 1 else part.transpose(1, 2).flatten(0, 1)[None]
         for part, run in zip(parts, runs, strict=True)
@@ -143,12 +145,12 @@ def _concat(parts: Sequence[Tensor], runs: Sequence[SegmentRun]) -> Tensor:
     return torch.cat(rows, dim=1).transpose(1, 2)
 
 
-def _merge(out: Tensor, norm: Tensor, more: Tensor, more_norm: Tensor) -> None:
-    """Combine attention over two sets of keys, in place: `out` and `more` with logsumexps `norm` and `more_norm`."""
-    total = torch.logaddexp(norm, more_norm)
-    kept, share = (each.sub(total).exp_().to(out.dtype)[..., None] for each in (norm, more_norm))
-    out.mul_(kept).addcmul_(more, share)
-    norm.copy_(total)
+def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
+    """Combine attention over two sets of keys in place: `out` and `lse` become output and logsumexp of their union."""
+    total = torch.logaddexp(lse, other_lse)
+    weight, other_weight = (each.sub(total).exp_().to(out.dtype)[..., None] for each in (lse, other_lse))
+    out.mul_(weight).addcmul_(other_out, other_weight)
+    lse.copy_(total)
 
 
 # -- RMSNorm ---------------------------------------------------------------------------------------
@@ -157,9 +159,10 @@ PROBE_WIDTH = 16
 
 
 class FusedRMSNorm(nn.Module):
-    """RMSNorm with the parameter, and so the state-dict names, of the module that it replaces.
+    """RMSNorm that takes over the parameter of the module it replaces, so state-dict names do not change.
 
-    Other devices and dtypes, sharded weights and compiled layers use the operators of `transformers`.
+    It uses `_RMSNorm` for float32 on a CPU. Other devices and dtypes, sharded weights and compiled layers use the same
+    operators as `transformers`.
     """
 
     def __init__(self, norm: nn.Module):
@@ -180,7 +183,7 @@ class FusedRMSNorm(nn.Module):
 
 
 def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm with the operators of `transformers`: normalized in float32, scaled in the input's dtype."""
+    """Compute RMSNorm with the operators of `transformers`: normalize in float32, scale in the dtype of the input."""
     wide = hidden_states.to(torch.float32)
     wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * wide.to(hidden_states.dtype)
@@ -207,26 +210,30 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def replace_norms(model: nn.Module) -> int:
-    """Replace the child modules that compute RMSNorm by `FusedRMSNorm`; return their number."""
-    replaced: dict[nn.Module, FusedRMSNorm] = {}
+    """Replace the RMSNorm modules inside `model` by `FusedRMSNorm`; return the number of replacements."""
+    replacements: dict[nn.Module, FusedRMSNorm] = {}
     is_rms_norm: dict[type, bool] = {FusedRMSNorm: False}
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            kind = type(child)
-            if kind not in is_rms_norm:
-                is_rms_norm[kind] = kind.__name__.endswith("RMSNorm") and _computes_rms_norm(kind)
-            if is_rms_norm[kind]:
-                setattr(parent, name, replaced.setdefault(child, FusedRMSNorm(child)))
-    return len(replaced)
+            cls = type(child)
+            if cls not in is_rms_norm:
+                is_rms_norm[cls] = cls.__name__.endswith("RMSNorm") and _computes_rms_norm(cls)
+            if is_rms_norm[cls]:
+                setattr(parent, name, replacements.setdefault(child, FusedRMSNorm(child)))
+    return len(replacements)
 
 
-def _computes_rms_norm(kind: type) -> bool:
-    """Return True if a module of this class computes bitwise `rms_norm`; class names do not distinguish variants."""
+def _computes_rms_norm(cls: type) -> bool:
+    """Return True if the results of this class are bitwise equal to `rms_norm`.
+
+    The name of the class does not suffice: variants whose names also end in RMSNorm may, for example, add 1 to the
+    weight.
+    """
     random = torch.Generator().manual_seed(0)
     with torch.device("cpu"), torch.no_grad():  # the model may be on the meta device
         x, weight = torch.randn(3, PROBE_WIDTH, generator=random), torch.randn(PROBE_WIDTH, generator=random)
         try:
-            norm = kind(PROBE_WIDTH, eps=0.3)
+            norm = cls(PROBE_WIDTH, eps=0.3)
             norm.weight.copy_(weight)
             equal = [
                 torch.equal(norm.to(dtype)(x.to(dtype)), rms_norm(x.to(dtype), weight.to(dtype), 0.3))

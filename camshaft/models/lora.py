@@ -1,13 +1,13 @@
-"""LoRA: trainable low-rank layers in addition to the frozen linear layers of a transformers model.
+"""LoRA adapters: trainable low-rank updates of the frozen linear layers of a transformers model.
 
     add_adapter(hf, LoRAConfig(rank=8), seed=0)         # in place: the class of `hf` and its methods do not change
-    with disable_adapter(hf): ...                       # the base model
-    dict(merged_weights(hf))                            # the weights of a model without adapter layers, by their names
+    with disable_adapter(hf): ...                       # `hf` computes the base model
+    dict(merged_weights(hf))                            # weights with the adapter merged, under the base model's names
     save_adapter(adapter_weights(hf), "out/adapter", config, "models/tiny")    # peft.PeftModel reads it
 
-PEFT provides the layers. Only this module imports it, and only for a model with an adapter. The adapter is float32 or
-wider for any base model, because rounding would lose small updates of half-precision weights. For sharded weights,
-`full` gathers the full tensor of a shard; all ranks call it in the same order.
+PEFT provides the adapter layers. Only this module imports it, and only for a model with an adapter. Adapter weights are
+float32 or wider for any base model, because half-precision weights would lose small updates to rounding. If weights
+are sharded, the argument `gather` returns the full tensor of a shard; all ranks call it in the same order.
 """
 
 import difflib
@@ -30,13 +30,13 @@ from camshaft.fetch import fetch
 from camshaft.models.packed import SCALAR_HEADS, named_tensors
 from camshaft.plugins import PROVIDED_BY
 
-Full = Callable[[Tensor], Tensor]
+GatherFn = Callable[[Tensor], Tensor]
 
 ADAPTER = "default"
-"""PEFT's name of the single adapter of a model. It is part of parameter names, but not of names in files."""
+"""PEFT's name for the adapter. Parameter names contain it, names in PEFT's files do not."""
 
 PREFIX = "base_model.model."
-"""Prefix of each name in PEFT's files."""
+"""Prefix of the names in PEFT's files."""
 
 ALL_LINEAR = "all-linear"
 
@@ -45,20 +45,21 @@ FREE_SETTINGS = {
     "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "runtime_config", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
 }  # fmt: skip
-"""Keys of adapter_config.json that are checked one by one, or that do not change what a stored adapter computes."""
+"""Keys of adapter_config.json that are checked separately, or that do not affect the output of a stored adapter."""
 
 SUPPORTED_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights that do not modify the base weights; the others do."""
+"""Values of init_lora_weights that leave the base weights unchanged. Other values modify them."""
 
 
 def add_adapter(hf: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
-    """Add an adapter to `hf` and freeze the other parameters. A new adapter is drawn from `seed`, with zero effect.
+    """Add an adapter to `hf` in place and freeze the other parameters, except a value or reward head.
 
-    On the meta device the layers have no values, like those of the model. If `config` or the adapter folder is
-    invalid, `EngineError` is raised and `hf` is not changed.
+    The adapter is loaded from `config.adapter_path`. Without a path, it is initialized from `seed` and does not change
+    the model's outputs. On the meta device, the adapter has no values. If `config` or the adapter folder is invalid,
+    `EngineError` is raised and `hf` is unchanged.
     """
     if adapter_layers(hf):
-        raise EngineError(f"this {type(hf).__name__} already has an adapter; load the model again to add another one")
+        raise EngineError(f"this {type(hf).__name__} already has an adapter; reload the model to add another one")
     peft = _import_peft()
     targets = _targets(hf, config)
     shapes = _shapes(hf, targets, config.rank)
@@ -66,17 +67,17 @@ def add_adapter(hf: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
         None if config.adapter_path is None else _load_adapter_tensors(fetch(config.adapter_path), hf, config, shapes)
     )
     layers = peft.LoraConfig(
-        r=config.rank, lora_alpha=_number(config.alpha), target_modules=targets, init_lora_weights=False
+        r=config.rank, lora_alpha=_to_json_number(config.alpha), target_modules=targets, init_lora_weights=False
     )
-    # PEFT initializes linear layers randomly, and their values are replaced below.
+    # PEFT initializes its layers randomly; the values are replaced below, and the global random state is restored.
     with torch.random.fork_rng(devices=[]):
         peft.inject_adapter_in_model(layers, hf, ADAPTER)
     for layer in adapter_layers(hf).values():
         for part in (layer.lora_A, layer.lora_B):
             weight = part[ADAPTER].weight
             part[ADAPTER].to(torch.promote_types(weight.dtype, torch.float32))
-    # PEFT freezes all other parameters. The value or score head must be trained fully: a new head is random, and
-    # a low-rank change of the decoder cannot compensate for that.
+    # PEFT freezes all other parameters. A value or reward head must be trained fully, because a new head is random and
+    # low-rank updates of the decoder cannot compensate for that.
     for name in SCALAR_HEADS:
         if name in hf._modules:
             hf.get_submodule(name).requires_grad_(True)
@@ -88,14 +89,14 @@ def add_adapter(hf: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
 
 
 def adapter_layers(hf: PreTrainedModel) -> dict[str, Any]:
-    """Return the adapted layers by their names in the base model; empty without an adapter."""
+    """Return the adapted layers by their names in the base model; return an empty dict without an adapter."""
     parts = [name for name, module in hf.named_modules() if name.endswith(".lora_A") and ADAPTER in module._modules]
     return {name: hf.get_submodule(name) for name in (part.removesuffix(".lora_A") for part in parts)}
 
 
 @contextmanager
 def disable_adapter(hf: PreTrainedModel) -> Iterator[None]:
-    """Disable the adapter within the block. A value or reward head trained with the adapter is not affected."""
+    """Disable the adapter inside the context. A value or reward head trained with the adapter is not affected."""
     enabled = [layer for layer in _require_layers(hf, "disable_adapter") if not layer.disable_adapters]
     _set_enabled(enabled, False)
     try:
@@ -104,42 +105,42 @@ def disable_adapter(hf: PreTrainedModel) -> Iterator[None]:
         _set_enabled(enabled, True)
 
 
-def merged_weights(hf: PreTrainedModel, full: Full = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a model without adapter layers that computes the same as `hf`; tied weights once.
+def merged_weights(hf: PreTrainedModel, gather: GatherFn = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and weights of `hf` with the adapter merged into the base weights. Tied weights are yielded once.
 
-    Without an adapter these are the weights of `hf`, inside `disable_adapter` those of the base model.
+    The names are those of the model without adapter layers. Inside `disable_adapter`, the base weights are yielded.
     """
     layers = adapter_layers(hf)
     for name, tensor in named_tensors(hf):
-        if _of_adapter(name):
+        if _is_adapter_name(name):
             continue
         owner, _, part = name.rpartition(".")
         layer = layers.get(owner.removesuffix(".base_layer"))
         if layer is None:
-            yield name, full(tensor)
+            yield name, gather(tensor)
             continue
-        weight = full(tensor)
+        weight = gather(tensor)
         if part == "weight" and not layer.disable_adapters:
-            weight = _merge_layer(weight, layer, full)
+            weight = _merge_layer(weight, layer, gather)
         yield f"{owner.removesuffix('.base_layer')}.{part}", weight
 
 
-def adapter_weights(hf: PreTrainedModel, full: Full = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the adapter and a trained head under the names of PEFT's adapter_model.safetensors."""
+def adapter_weights(hf: PreTrainedModel, gather: GatherFn = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield names and weights of the adapter and of a trained head, as in PEFT's adapter_model.safetensors."""
     _require_layers(hf, "adapter_weights")
     for name, parameter in hf.named_parameters():
-        if _of_adapter(name) or _of_head(name):
-            yield PREFIX + name.replace(f".{ADAPTER}.", "."), full(parameter.detach())
+        if _is_adapter_name(name) or _is_head_name(name):
+            yield PREFIX + name.replace(f".{ADAPTER}.", "."), gather(parameter.detach())
 
 
-def with_scaling(weights: Iterable[tuple[str, Tensor]], config: LoRAConfig) -> Iterator[tuple[str, Tensor]]:
-    """Multiply B of `adapter_weights` by alpha / rank, so that a layer computes base + B A."""
+def apply_scaling(weights: Iterable[tuple[str, Tensor]], config: LoRAConfig) -> Iterator[tuple[str, Tensor]]:
+    """Multiply the B matrices among `adapter_weights` by alpha / rank, so that a merged weight is base + B A."""
     for name, tensor in weights:
         yield name, tensor * (config.alpha / config.rank) if name.endswith(".lora_B.weight") else tensor
 
 
 def adapter_shapes(hf: PreTrainedModel, config: LoRAConfig) -> dict[str, tuple[int, int]]:
-    """Return names and shapes of `adapter_weights` if `config` were applied to `hf`, which has no adapter."""
+    """Return the names and shapes of `adapter_weights` for the base model `hf` after `add_adapter` with `config`."""
     shapes = _shapes(hf, _targets(hf, config), config.rank)
     return {PREFIX + name.replace(f".{ADAPTER}.", "."): shape for name, shape in shapes.items()}
 
@@ -147,35 +148,36 @@ def adapter_shapes(hf: PreTrainedModel, config: LoRAConfig) -> dict[str, tuple[i
 def save_adapter(
     weights: Iterable[tuple[str, Tensor]], folder: str | Path, config: LoRAConfig, base_model_path: str
 ) -> None:
-    """Write the result of `adapter_weights` to a folder that `peft.PeftModel.from_pretrained` loads."""
+    """Write the weights that `adapter_weights` yields to a folder that `peft.PeftModel.from_pretrained` can load."""
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in weights}
     names = [name.removeprefix(PREFIX) for name in tensors]
     layers = sorted({name.rpartition(".lora_")[0] for name in names if ".lora_" in name})
     if not layers:
         raise EngineError(
-            f"save_adapter: no adapter among these weights: {', '.join(names[:3]) or 'none'}; "
-            "pass the result of adapter_weights()"
+            f"save_adapter received no adapter among these weights: {', '.join(names[:3]) or 'none'}; pass the result "
+            "of adapter_weights()"
         )
-    # Other tools expect the last parts of names. Full names are necessary if only some layers of a kind are adapted.
+    # Other tools expect the last parts of layer names, such as q_proj. Full names are necessary if only some of the
+    # layers with the same last part are adapted.
     needs_full_names = config.exclude_modules or any("." in ending for ending in _endings(config.target_modules))
     settings = _import_peft().LoraConfig(
         base_model_name_or_path=base_model_path,
         r=config.rank,
-        lora_alpha=_number(config.alpha),
-        target_modules=layers if needs_full_names else _kinds(layers),
-        modules_to_save=sorted({name.split(".")[0] for name in names if _of_head(name)}) or None,
-        task_type=None if any(_of_head(name) for name in names) else "CAUSAL_LM",
+        lora_alpha=_to_json_number(config.alpha),
+        target_modules=layers if needs_full_names else _last_parts(layers),
+        modules_to_save=sorted({name.split(".")[0] for name in names if _is_head_name(name)}) or None,
+        task_type=None if any(_is_head_name(name) for name in names) else "CAUSAL_LM",
         inference_mode=True,
     )
-    facts = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.to_dict().items()}
+    entries = {key: sorted(value) if isinstance(value, set) else value for key, value in settings.to_dict().items()}
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps(facts, indent=2, sort_keys=True), encoding="utf-8")
+    (folder / "adapter_config.json").write_text(json.dumps(entries, indent=2, sort_keys=True), encoding="utf-8")
 
 
 def load_adapter(hf: PreTrainedModel, folder: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Load an adapter folder with PEFT's public API; return the model, and the adapter's tensors by file name."""
+    """Load an adapter folder with PEFT; return the PEFT model, and the adapter's tensors by their names in the file."""
     peft = _import_peft()
     with torch.random.fork_rng(devices=[]):
         model = peft.PeftModel.from_pretrained(hf, str(folder))
@@ -186,58 +188,60 @@ def load_adapter(hf: PreTrainedModel, folder: Path) -> tuple[Any, dict[str, Tens
 
 
 def _targets(hf: PreTrainedModel, config: LoRAConfig) -> list[str]:
-    """Return the names of the layers to adapt, in the model's order.
+    """Return the names of the layers to adapt, in the order of the model.
 
-    Heads, including the language-model head, are outside the decoder and never adapted. Neither are experts that
-    transformers fuses into one tensor.
+    Only linear layers of the decoder are adapted. All heads, including the language-model head, are excluded, and so
+    are experts that transformers fuses into one tensor.
     """
     decoder = {id(module) for module in hf.base_model.modules()}
     modules = [(name, module) for name, module in hf.named_modules() if name]
     linear = [name for name, module in modules if isinstance(module, nn.Linear) and id(module) in decoder]
     endings = _endings(config.target_modules)
     for ending in endings:
-        if ending != ALL_LINEAR and not _ending_with([ending], linear):
-            raise _nothing_ends_with("target_modules", ending, linear, hf)
+        if ending != ALL_LINEAR and not _filter_by_ending([ending], linear):
+            raise _unmatched_error("target_modules", ending, linear, hf)
     for ending in config.exclude_modules:
-        if not _ending_with([ending], [name for name, _ in modules]):
-            raise _nothing_ends_with("exclude_modules", ending, linear, hf)
-    targets = linear if ALL_LINEAR in endings else _ending_with(endings, linear)
-    excluded = set(_ending_with(config.exclude_modules, targets))
+        if not _filter_by_ending([ending], [name for name, _ in modules]):
+            raise _unmatched_error("exclude_modules", ending, linear, hf)
+    targets = linear if ALL_LINEAR in endings else _filter_by_ending(endings, linear)
+    excluded = set(_filter_by_ending(config.exclude_modules, targets))
     targets = [name for name in targets if name not in excluded]
     if not targets:
         raise EngineError(
-            f"lora: target_modules={config.target_modules} without exclude_modules={config.exclude_modules} leaves no "
-            f"linear layer of {type(hf).__name__}; it has {', '.join(_kinds(linear)) or 'none'}"
+            f"lora.target_modules={config.target_modules} and lora.exclude_modules={config.exclude_modules} select no "
+            f"linear layer of {type(hf).__name__}; its linear layers are {', '.join(_last_parts(linear)) or 'none'}"
         )
     return targets
 
 
 def _endings(target_modules: str | Iterable[str]) -> tuple[str, ...]:
+    """Return `target_modules` as a tuple of name endings."""
     return (target_modules,) if isinstance(target_modules, str) else tuple(target_modules)
 
 
-def _ending_with(endings: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Return the `names` whose last dotted parts equal one of `endings`; "proj" does not match "q_proj"."""
+def _filter_by_ending(endings: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Return the `names` that end in one of `endings`, in whole dotted parts: "proj" does not match "q_proj"."""
     dotted = tuple(f".{ending}" for ending in endings)
     return [name for name in names if f".{name}".endswith(dotted)] if dotted else []
 
 
-def _kinds(layers: Iterable[str]) -> list[str]:
+def _last_parts(layers: Iterable[str]) -> list[str]:
+    """Return the distinct last parts of layer names, such as q_proj, sorted."""
     return sorted({name.rpartition(".")[2] for name in layers})
 
 
-def _nothing_ends_with(key: str, ending: str, linear: list[str], hf: PreTrainedModel) -> EngineError:
-    kinds = _kinds(linear)
-    close = difflib.get_close_matches(ending.rpartition(".")[2], kinds, n=2)
-    hint = f"did you mean {' or '.join(repr(name) for name in close)}? " if close else ""
+def _unmatched_error(key: str, ending: str, linear: list[str], hf: PreTrainedModel) -> EngineError:
+    last_parts = _last_parts(linear)
+    matches = difflib.get_close_matches(ending.rpartition(".")[2], last_parts, n=2)
+    hint = f" Did you mean {' or '.join(repr(name) for name in matches)}?" if matches else ""
     return EngineError(
-        f"lora.{key}: no linear layer in the decoder of {type(hf).__name__} is called '{ending}'; {hint}"
-        f"It has {', '.join(kinds) or 'none'}. Use last parts of layer names, or {ALL_LINEAR}"
+        f"lora.{key} contains '{ending}', but no linear layer in the decoder of {type(hf).__name__} has this name."
+        f"{hint} Set lora.{key} to last parts of layer names ({', '.join(last_parts) or 'none'}) or to {ALL_LINEAR}"
     )
 
 
 def _shapes(hf: PreTrainedModel, targets: Iterable[str], rank: int) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the adapter's parameters by name, in the model's order."""
+    """Return the shapes of the adapter's parameters by name, in the order of the model."""
     shapes: dict[str, tuple[int, int]] = {}
     for name in targets:
         layer: Any = hf.get_submodule(name)
@@ -250,9 +254,9 @@ def _shapes(hf: PreTrainedModel, targets: Iterable[str], rank: int) -> dict[str,
 
 
 def _initial_values(shapes: Mapping[str, tuple[int, int]], seed: int) -> dict[str, Tensor]:
-    """Sample A from PEFT's uniform initialization and set B to zero.
+    """Sample the A matrices from PEFT's uniform initialization and set the B matrices to zero.
 
-    Sampling runs on the CPU in float32, so values are identical on all devices.
+    Sampling runs on the CPU in float32, so that values are equal on all devices.
     """
     generator = torch.Generator("cpu").manual_seed(seed)
     values = {}
@@ -266,66 +270,75 @@ def _initial_values(shapes: Mapping[str, tuple[int, int]], seed: int) -> dict[st
 def _load_adapter_tensors(
     folder: Path, hf: PreTrainedModel, config: LoRAConfig, shapes: Mapping[str, tuple[int, ...]]
 ) -> dict[str, Tensor]:
-    """Return the tensors of an adapter folder by parameter name; raise `EngineError` if model or config differ."""
+    """Load the tensors of an adapter folder by parameter name; raise `EngineError` if they do not match the model."""
     folder = folder.expanduser()
     for name in ("adapter_config.json", "adapter_model.safetensors"):
         if not (folder / name).is_file():
             raise EngineError(
-                f"lora.adapter_path: {folder} has no {name}; set it to a folder written by PEFT's save_pretrained"
+                f"lora.adapter_path={folder} has no {name}; set it to a folder written by PEFT's save_pretrained"
             )
     try:
         settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "adapter_model.safetensors")
     except (ValueError, SafetensorError) as error:
-        raise EngineError(f"lora.adapter_path: the adapter in {folder} cannot be read: {error}") from error
+        raise EngineError(f"the adapter in lora.adapter_path={folder} cannot be read: {error}") from error
     _check_settings(folder, settings, config)
-    # As with a model folder, the head of a value model may be missing; the head of `hf` then keeps its values.
-    heads = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters() if _of_head(name)}
+    # As in a model folder, the head of a value model may be missing; the head of `hf` then keeps its values.
+    heads = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters() if _is_head_name(name)}
     weights = {_parameter_name(name): tensor for name, tensor in tensors.items()}
     stored, expected = _layers_in(weights), _layers_in(shapes)
     if stored and stored != expected:
         raise EngineError(
             f"lora.target_modules={config.target_modules} selects {len(expected)} layers "
-            f"({', '.join(_kinds(expected))}), but the adapter in {folder} has {len(stored)} "
-            f"({', '.join(_kinds(stored))}); they differ by {', '.join(sorted(expected ^ stored)[:4])}. "
-            f"Set target_modules={settings.get('target_modules')}, exclude_modules={settings.get('exclude_modules')}"
+            f"({', '.join(_last_parts(expected))}), but the adapter in {folder} has {len(stored)} "
+            f"({', '.join(_last_parts(stored))}). They differ in {', '.join(sorted(expected ^ stored)[:4])}. "
+            f"Set lora.target_modules={settings.get('target_modules')} and "
+            f"lora.exclude_modules={settings.get('exclude_modules')}"
         )
     problems = [f"{name} is missing" for name in sorted(shapes.keys() - weights.keys())]
     problems += [f"{name} is unknown" for name in sorted(weights.keys() - shapes.keys() - heads.keys())]
     for name, shape in {**shapes, **heads}.items():
         if name in weights and tuple(weights[name].shape) != shape:
-            problems.append(f"{name} is {tuple(weights[name].shape)}, not {shape}")
+            problems.append(f"{name} has shape {tuple(weights[name].shape)}, not {shape}")
     if problems:
         listed = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise EngineError(f"the adapter in {folder} does not fit this {type(hf).__name__}: {listed}")
+        raise EngineError(
+            f"the adapter in {folder} does not match this {type(hf).__name__}: {listed}; set lora.adapter_path to an "
+            "adapter of this model"
+        )
     return weights
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any], config: LoRAConfig) -> None:
-    """Raise `EngineError` if the stored adapter disagrees with `config` or is not standard LoRA."""
+    """Raise `EngineError` if the settings of a stored adapter contradict `config` or are not those of standard LoRA."""
     if settings.get("peft_type") != "LORA":
-        raise EngineError(f"the adapter in {folder} has peft_type={settings.get('peft_type')}; only LORA is supported")
+        raise EngineError(
+            f"the adapter in {folder} has peft_type={settings.get('peft_type')}, but only LORA is supported; set "
+            "lora.adapter_path to a LoRA adapter"
+        )
     for key, peft_key, value in (("rank", "r", config.rank), ("alpha", "lora_alpha", config.alpha)):
         if settings.get(peft_key) != value:
             raise EngineError(
-                f"lora.{key}={_number(value)}, but the adapter in {folder} has {peft_key}={settings.get(peft_key)}; "
-                f"set lora.{key}={settings.get(peft_key)}"
+                f"lora.{key}={_to_json_number(value)}, but the adapter in {folder} has "
+                f"{peft_key}={settings.get(peft_key)}; set lora.{key}={settings.get(peft_key)}"
             )
     defaults = _import_peft().LoraConfig().to_dict()
     for key, value in settings.items():
         if key not in FREE_SETTINGS and value != defaults.get(key) and value not in (None, False, [], {}):
-            raise EngineError(f"the adapter in {folder} has {key}={value}, which is not supported; train it without")
+            raise EngineError(
+                f"the adapter in {folder} has {key}={value}, which is not supported; train an adapter without {key}"
+            )
     initialization = settings.get("init_lora_weights", True)
     if initialization not in SUPPORTED_INITIALIZATIONS:
         raise EngineError(
-            f"the adapter in {folder} has init_lora_weights={initialization}, which also changes the base model; "
-            "convert it to standard LoRA first: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+            f"the adapter in {folder} has init_lora_weights={initialization}, which also changes the base weights; "
+            "convert it to standard LoRA with save_pretrained(..., path_initial_model_for_weight_conversion=...)"
         )
 
 
-def _merge_layer(weight: Tensor, layer: Any, full: Full) -> Tensor:
-    """Return the sum of base weight and adapter, computed in float32 or wider."""
-    a, b = (full(part[ADAPTER].weight.detach()) for part in (layer.lora_A, layer.lora_B))
+def _merge_layer(weight: Tensor, layer: Any, gather: GatherFn) -> Tensor:
+    """Return the base weight plus the scaled product B A, computed in float32 or wider."""
+    a, b = (gather(part[ADAPTER].weight.detach()) for part in (layer.lora_A, layer.lora_B))
     wide = torch.promote_types(weight.dtype, torch.promote_types(a.dtype, torch.float32))
     return (weight.to(wide) + layer.scaling[ADAPTER] * (b.to(wide) @ a.to(wide))).to(weight.dtype)
 
@@ -337,19 +350,22 @@ def _import_peft() -> Any:
     try:
         import peft
     except ModuleNotFoundError as error:
-        raise EngineError(f"LoRA needs '{error.name}': pip install '{PROVIDED_BY['peft']}'") from error
+        raise EngineError(
+            f"LoRA requires the package '{error.name}'; run: pip install '{PROVIDED_BY['peft']}'"
+        ) from error
     return peft
 
 
 def _require_layers(hf: PreTrainedModel, caller: str) -> list[Any]:
+    """Return the adapted layers; raise `EngineError` without an adapter."""
     layers = list(adapter_layers(hf).values())
     if not layers:
-        raise EngineError(f"{caller}: this model has no adapter; set EngineModel.lora to add one")
+        raise EngineError(f"{caller} requires an adapter, but this model has no adapter; set EngineModel.lora")
     return layers
 
 
 def _set_enabled(layers: Iterable[Any], enabled: bool) -> None:
-    """Enable or disable adapter layers. PEFT also changes which parameters are trainable; this restores it."""
+    """Enable or disable adapter layers. PEFT also changes `requires_grad` of parameters, which is restored."""
     for layer in layers:
         trainable = [(parameter, parameter.requires_grad) for parameter in layer.parameters()]
         layer.enable_adapters(enabled)
@@ -358,24 +374,25 @@ def _set_enabled(layers: Iterable[Any], enabled: bool) -> None:
                 parameter.requires_grad_(flag)
 
 
-def _of_adapter(name: str) -> bool:
+def _is_adapter_name(name: str) -> bool:
     return f".lora_A.{ADAPTER}." in name or f".lora_B.{ADAPTER}." in name
 
 
-def _of_head(name: str) -> bool:
+def _is_head_name(name: str) -> bool:
     return name.split(".")[0] in SCALAR_HEADS
 
 
 def _parameter_name(name: str) -> str:
-    """Return the parameter name for a name in PEFT's file."""
+    """Convert a name in PEFT's file to a parameter name."""
     name = name.removeprefix(PREFIX)
     return name.replace(".lora_A.", f".lora_A.{ADAPTER}.").replace(".lora_B.", f".lora_B.{ADAPTER}.")
 
 
 def _layers_in(names: Iterable[str]) -> set[str]:
-    return {name.rpartition(".lora_")[0] for name in names if _of_adapter(name)}
+    """Return the names of the layers that the adapter parameters `names` belong to."""
+    return {name.rpartition(".lora_")[0] for name in names if _is_adapter_name(name)}
 
 
-def _number(value: float) -> int | float:
-    """Return 16 instead of 16.0, because other readers of adapter_config.json expect an integer alpha."""
+def _to_json_number(value: float) -> int | float:
+    """Convert 16.0 to 16, because other readers of adapter_config.json expect alpha to be an integer."""
     return int(value) if float(value).is_integer() else value

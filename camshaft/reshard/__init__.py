@@ -1,12 +1,14 @@
-"""Weight sync between an engine and a rollout, and the memory hand-off between training and generation.
+"""Weight sync between an engine and a rollout that share devices, including the release of memory on both sides.
 
     from camshaft.reshard import rollout_mode
     with rollout_mode(engine, rollout) as sync:
         rollout.generate_sequences(...)
     sync.metrics()
 
-The specification calls this the sharding manager. It depends on the two interfaces and on no backend: any engine
-yields names and tensors, any rollout loads them. `hybrid.py` is the only module.
+    hybrid.py    syncs and verifies weights, and switches between training and generation
+
+The specification calls this the sharding manager. It depends on the interfaces `BaseEngine` and `BaseRollout` and on no
+backend: any engine yields names and tensors, and any rollout loads them.
 """
 
 from camshaft.reshard.hybrid import Sync, rollout_mode, sync_weights

@@ -1,16 +1,18 @@
-"""The hybrid engine: a context manager that syncs the engine's weights to the rollout and verifies them.
+"""The hybrid engine: a context manager that syncs an engine's weights to a rollout and verifies them.
 
-        engine.eval_mode: load the parameters, offload gradients and optimizer state
-          -> rollout.wake_up: allocate memory for generation
-          -> named_weights, cast to the dtype of the rollout, digested -> load_weights
-          -> rollout.weight_digests, recomputed by the receiver: a difference raises an error with the weight's name
-          -> offload the parameters again, unless the rollout shares them
-          -> the caller generates
-          -> rollout.sleep: free the memory
+`rollout_mode` runs these steps:
 
-Every entry syncs the weights, and syncs are numbered. A rollout that shares the engine's storage exchanges only
-pointers; any other copies, and `Sync` records bytes and seconds. If the rollout loads adapters (`config.lora`), the
-first sync sends the base weights and the adapter, and later ones send only the adapter.
+    engine.eval_mode           move the parameters to the device; gradients and optimizer state stay offloaded
+      -> rollout.wake_up       allocate memory for generation
+      -> load_weights          send `named_weights`, cast to the dtype of the rollout, and compute their digests
+      -> weight_digests        the rollout recomputes the digests; a difference raises an error that names the weights
+      -> leave eval_mode       offload the parameters again, unless the rollout shares their storage
+      -> the caller generates
+      -> rollout.sleep         free the memory
+
+Every entry syncs the weights and increments the sync number. If the rollout shares storage with the engine, a sync
+passes pointers only; otherwise it copies. `Sync` records bytes and seconds. If the rollout loads adapters
+(`config.lora`), the first sync sends the base weights and the adapter, and later syncs send only the adapter.
 """
 
 from __future__ import annotations
@@ -28,11 +30,11 @@ from camshaft.device import peak_memory, release_cache
 from camshaft.digest import digest
 from camshaft.engine import BaseEngine
 from camshaft.errors import RolloutError
-from camshaft.models.lora import with_scaling
+from camshaft.models.lora import apply_scaling
 from camshaft.rollout import BaseRollout
 
-SHOWN = 8
-"""Maximum number of weight names in an error message; the others are counted."""
+MAX_NAMES = 8
+"""Maximum number of weight names in an error message. Further names are only counted."""
 
 
 @dataclass
@@ -40,17 +42,18 @@ class Sync:
     """Size, duration and digests of one weight sync."""
 
     version: int
+    """Number of the sync, counted from 1."""
     bytes: int = 0
     seconds: float = 0.0
     """Time from `wake_up` to the last digest."""
     check_seconds: float = 0.0
-    """Part of `seconds` spent on digests, on both sides."""
+    """Seconds spent on computing digests, in the engine and in the rollout. Part of `seconds`."""
     peak_memory: int = 0
-    """Peak memory so far in bytes: of tensors on the engine's device, or of this process if the device is the CPU."""
+    """Peak memory in bytes since the start: of tensors on the engine's device, or of this process on a CPU."""
     digests: dict[str, int] = field(default_factory=dict, repr=False)
-    """Digests of the sent weights, by name."""
+    """Digests of the weights that the engine has sent, by name."""
     shares_storage: bool = False
-    """True if any tensor was sent without a cast."""
+    """True if at least one tensor was sent without a cast, so the rollout may share the engine's storage."""
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -60,8 +63,8 @@ class Sync:
             "timing_s/sync_check": self.check_seconds,
         }
 
-    def sent(self, weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights in the rollout's dtype; record their sizes and digests."""
+    def record(self, weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights cast to the rollout's dtype, and record their sizes and digests."""
         for name, tensor in weights:
             cast = tensor.detach().to(rollout.sync_dtype(name, tensor))
             self.bytes += cast.numel() * cast.element_size()
@@ -72,21 +75,24 @@ class Sync:
             yield name, cast
 
     def check(self, received: Mapping[str, int], previous: Mapping[str, int]) -> None:
-        """Compare the sent digests with `received`, the rollout's; `previous` are those of the last weight sync."""
+        """Raise `RolloutError` if the digests sent by the engine differ from `received`, those of the rollout.
+
+        `previous` holds the digests sent in the previous weight sync, by which stale weights are recognized.
+        """
         different = [name for name, number in self.digests.items() if received.get(name, number) != number]
         stale = [name for name in different if received[name] == previous.get(name)]
         problems = {
             "missing in the rollout": [name for name in self.digests if name not in received],
-            "in the rollout, but never sent": [name for name in received if name not in self.digests],
+            "in the rollout, but never sent by the engine": [name for name in received if name not in self.digests],
             "stale, unchanged since the previous weight sync": stale,
-            "different from what was sent": [name for name in different if name not in stale],
+            "different from the weights sent by the engine": [name for name in different if name not in stale],
         }
-        descriptions = [f"{_some(names)}: {problem}" for problem, names in problems.items() if names]
+        descriptions = [f"{_format_names(names)}: {problem}" for problem, names in problems.items() if names]
         if descriptions:
             raise RolloutError(
-                f"weight sync {self.version}: the weights of the rollout differ from the engine's. "
-                f"{'; '.join(descriptions)}. Nothing was generated with them. Check the generator's load_weights() "
-                "with `camshaft check-rollout`"
+                f"weight sync {self.version}: the weights of the rollout differ from those of the engine. "
+                f"{'; '.join(descriptions)}. No response was generated with these weights. Check the rollout's "
+                "load_weights() with `camshaft check-rollout`"
             )
 
 
@@ -109,12 +115,15 @@ def rollout_mode(engine: BaseEngine, rollout: BaseRollout) -> Iterator[Sync]:
 def sync_weights(weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout, device: str) -> Sync:
     """Wake `rollout`, load `weights` from a sender on `device`, and verify them."""
     with _verified_sync(rollout, device) as sync:
-        rollout.load_weights(sync.sent(weights, rollout))
+        rollout.load_weights(sync.record(weights, rollout))
     return sync
 
 
 def _sync_engine(engine: BaseEngine, rollout: BaseRollout) -> Sync:
-    """Sync all weights of `engine`; with LoRA, the adapter, and before the first adapter the base weights."""
+    """Sync the weights of `engine` to `rollout`: all weights or, if the rollout loads adapters, only the adapter.
+
+    The first sync of an adapter also sends the base weights.
+    """
     lora = rollout.config.lora
     if lora is None:
         return sync_weights(engine.named_weights(), rollout, engine.config.device)
@@ -123,42 +132,43 @@ def _sync_engine(engine: BaseEngine, rollout: BaseRollout) -> Sync:
         rollout.base_sent, rollout.base_owner = None, weakref.ref(engine)
         if base is None:
             with engine.disable_adapter():
-                rollout.load_weights(sync.sent(engine.named_weights(), rollout))
+                rollout.load_weights(sync.record(engine.named_weights(), rollout))
             base = dict(sync.digests)
         sync.digests.update(base)
-        adapter = with_scaling(engine.named_weights(adapter_only=True), lora)
-        rollout.load_adapter(sync.sent(adapter, rollout))
+        adapter = apply_scaling(engine.named_weights(adapter_only=True), lora)
+        rollout.load_adapter(sync.record(adapter, rollout))
     rollout.base_sent = base
     return sync
 
 
 @contextlib.contextmanager
 def _verified_sync(rollout: BaseRollout, device: str) -> Iterator[Sync]:
-    """Wake `rollout` on entry; verify its digests on exit. The body loads the weights."""
+    """Wake `rollout` on entry and verify its digests on exit; the caller loads the weights inside the context."""
     start = time.perf_counter()
     if not rollout.keeps_tensors:
-        release_cache(torch.device(device))  # the rollout has its own allocator
+        release_cache(torch.device(device))  # the rollout has another allocator, which cannot reuse cached memory
     rollout.wake_up()
     rollout.weights_version += 1
     sync = Sync(rollout.weights_version)
     yield sync
-    loaded = time.perf_counter()
+    load_end = time.perf_counter()
     previous, rollout.weights_sent = rollout.weights_sent, sync.digests
     sync.check(rollout.weight_digests(), previous)
     end = time.perf_counter()
-    sync.check_seconds += end - loaded
+    sync.check_seconds += end - load_end
     sync.seconds = end - start
     sync.peak_memory = peak_memory(device)
 
 
 def _sleep_after(error: BaseException, rollout: BaseRollout) -> None:
-    """Free the rollout's memory. A failure becomes a note, so that the first error is the one raised."""
+    """Put the rollout to sleep after `error`. A failure to do so is added to `error` as a note instead of raised."""
     try:
         rollout.sleep()
-    except Exception as second:
-        error.add_note(f"The rollout could not be put to sleep either: {second}")
+    except Exception as sleep_error:
+        error.add_note(f"rollout.sleep() also failed: {sleep_error}")
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+def _format_names(names: list[str]) -> str:
+    """Join the first `MAX_NAMES` names and count the others."""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + more

@@ -22,7 +22,7 @@ from camshaft.digest import digest
 from camshaft.engine import BaseEngine, build_engine
 from camshaft.errors import RolloutError
 from camshaft.models.loader import load_tokenizer, quiet_transformers
-from camshaft.models.lora import with_scaling
+from camshaft.models.lora import apply_scaling
 from camshaft.models.tiny import make_tiny_model
 from camshaft.reshard import rollout_mode
 from camshaft.rollout.base import SamplingParams
@@ -213,12 +213,12 @@ def flipped(tensor: Tensor) -> Tensor:
     ("fault", "message"),
     [
         ("dropped", rf"load_adapter: 1 weights are missing: {NAME}"),
-        ("transposed", rf"{NAME}: different from what was sent"),
+        ("transposed", rf"{NAME}: different from the weights sent by the engine"),
         ("turned over", rf"load_adapter: '{NAME}' has shape \(128, 6\), but the model expects \(6, 128\)"),
         ("cut", rf"'{NAME}' has shape \(6, 127\)"),
         ("added", r"the adapter has no weight '.*z_proj.*'; did you mean"),
         ("twice", rf"'{NAME}' was sent twice"),
-        ("one bit", rf"{NAME}: different from what was sent"),
+        ("one bit", rf"{NAME}: different from the weights sent by the engine"),
     ],
 )
 def test_fault_between_engine_and_rollout_is_named(pair: AdapterPair, monkeypatch, fault: str, message: str) -> None:
@@ -236,9 +236,9 @@ def test_fault_between_engine_and_rollout_is_named(pair: AdapterPair, monkeypatc
     ("fault", "name", "message"),
     [
         ("dropped", NAME, f"{NAME}: missing in the rollout"),
-        ("transposed", NAME, f"{NAME}: different from what was sent"),
-        ("transposed", ALONE, f"{ALONE}: different from what was sent"),
-        ("one bit", ALONE, f"{ALONE}: different from what was sent"),
+        ("transposed", NAME, f"{NAME}: different from the weights sent by the engine"),
+        ("transposed", ALONE, f"{ALONE}: different from the weights sent by the engine"),
+        ("one bit", ALONE, f"{ALONE}: different from the weights sent by the engine"),
         ("dropped", ALONE, "vLLM .* rejected the adapter: AssertionError"),
     ],
 )
@@ -287,7 +287,7 @@ def test_stale_adapter_is_an_error(pair: AdapterPair, monkeypatch) -> None:
 
 
 def as_sent(engine: BaseEngine) -> Weights:
-    return with_scaling(engine.named_weights(adapter_only=True), LORA)
+    return apply_scaling(engine.named_weights(adapter_only=True), LORA)
 
 
 def test_layer_with_an_unexpected_adapter_is_named(tmp_path: Path) -> None:

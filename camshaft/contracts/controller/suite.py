@@ -29,7 +29,7 @@ from camshaft.contracts.controller.harness import (
     uids,
 )
 from camshaft.contracts.controller.roles import LateToy, PairedToy, Toy, TwoLayouts
-from camshaft.contracts.rules import Finding, Rule, expect, rules_of, run_rules
+from camshaft.contracts.rules import Finding, Rule, expect, make_rules, run_rules
 from camshaft.controller import shutdown, spawn, submit
 from camshaft.dataproto import DataProto
 
@@ -204,7 +204,7 @@ def parts_arrive_early(harness: ControllerHarness) -> None:
         expect_equal(list(pending.result()["uid"]), uids(0, 8), "uids of the result")
 
 
-RULES: tuple[Rule[ControllerHarness], ...] = rules_of(
+RULES: tuple[Rule[ControllerHarness], ...] = make_rules(
     rows_keep_their_order,
     modes_choose_ranks,
     ranks_share_a_process_group,

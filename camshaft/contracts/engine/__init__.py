@@ -1,9 +1,10 @@
 """The contract of `BaseEngine`.
 
-suite.py         the rules, and `check_engine`
+suite.py         `check_engine`, and rules about predictions, steps and modes
 checkpoints.py   rules about checkpoints and exported weights
 adapters.py      the rule about LoRA adapters
-exact_kl.py      rules about a KL divergence over the vocabulary in the loss
-harness.py       builds engines on a tiny model, runs steps, compares results
-oracle.py        the expected results, computed with transformers
+exact_kl.py      rules about losses that contain the KL divergence over the whole vocabulary
+harness.py       builds engines on a tiny model, runs steps and compares results
+oracle.py        computes the expected results with transformers
+ranks.py         runs the contract in several processes
 """

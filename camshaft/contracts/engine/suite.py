@@ -30,7 +30,7 @@ from camshaft.contracts.engine.adapters import adapter
 from camshaft.contracts.engine.exact_kl import exact_kl, inference_within_a_step
 from camshaft.contracts.engine.harness import EngineHarness, close, same_bits
 from camshaft.contracts.engine.oracle import oracle_outputs
-from camshaft.contracts.rules import Finding, Rule, expect, expect_error, problem_of, rules_of, run_rules
+from camshaft.contracts.rules import Finding, Rule, expect, expect_error, find_problem, make_rules, run_rules
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import OUTPUTS_OF_HEAD, BaseEngine, StepContext
 
@@ -147,7 +147,7 @@ def raw_batches(harness: EngineHarness) -> None:
     with engine.eval_mode():
         expected = engine.infer_batch(harness.batch)["log_probs"]
         results: list[Any] = []
-        problem = problem_of(lambda: results.append(engine.infer_batch({"texts": names}, preprocess_fn=encode)))
+        problem = find_problem(lambda: results.append(engine.infer_batch({"texts": names}, preprocess_fn=encode)))
         expect(problem is None, f"a batch of texts with a preprocess_fn: {problem}")
         close(results[0]["log_probs"], expected, harness.tolerance, "log_probs of a batch of texts")
         for raw in ({"texts": names}, torch.zeros(2, 3, dtype=torch.int64)):
@@ -463,7 +463,7 @@ def _functions() -> dict[str, Any]:
     return functions
 
 
-RULES: tuple[Rule[EngineHarness], ...] = rules_of(
+RULES: tuple[Rule[EngineHarness], ...] = make_rules(
     interface, predictions, order_of_rows, token_budget_is_hard, hooks, raw_batches, step_equals_oracle,
     norm_is_before_clipping, step_outside_train_mode, split_invariance, unread_counts_are_reported, prefix_sharing,
     offload_changes_nothing, context, padded_batch, non_finite_gradient_is_skipped, no_wait_per_micro_batch, modes,
@@ -497,5 +497,5 @@ def construction_problem(
 ) -> str | None:
     """Construct the engine, without its model; return the error, if there is one."""
     harness = EngineHarness(engine_class, f"{folder}/construction", device, always)
-    problem = problem_of(lambda: engine_class(harness.config()))
+    problem = find_problem(lambda: engine_class(harness.config()))
     return None if problem is None else f"{engine_class.__name__} cannot be constructed: {problem}"

@@ -19,7 +19,7 @@ import torch
 from camshaft.contracts.rollout import stopping as ends
 from camshaft.contracts.rollout import weights
 from camshaft.contracts.rollout.harness import EOS, ROUNDINGS, RolloutHarness, expect_close, expect_rollout_error
-from camshaft.contracts.rules import Finding, Rule, expect, rules_of, run_rules
+from camshaft.contracts.rules import Finding, Rule, expect, make_rules, run_rules
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, SamplingParams
 
@@ -190,7 +190,7 @@ def thousands_of_prompts(harness: RolloutHarness) -> None:
     expect_close(out.log_probs, expected, max(harness.tolerance, allowed), "log-probs")
 
 
-RULES: tuple[Rule[RolloutHarness], ...] = rules_of(
+RULES: tuple[Rule[RolloutHarness], ...] = make_rules(
     greedy_matches_transformers, log_probs_match_the_distribution, frequencies_follow_the_distribution,
     model_types, seeds_determine_samples, rows_do_not_depend_on_the_batch, prompts_of_mixed_lengths,
     thousands_of_prompts,

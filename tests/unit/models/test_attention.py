@@ -216,8 +216,8 @@ def test_unsupported_layer_arguments_are_named(argument: str, message: str):
     [
         ("gemma2", {}, r"soft-capped attention scores \(attn_logit_softcapping=50"),
         ("gpt_oss", {}, "attention sinks"),
-        ("qwen3_next", {}, "layer_types has linear_attention"),
-        ("llama4_text", {}, "layer_types has chunked_attention"),
+        ("qwen3_next", {}, "layer_types contains linear_attention"),
+        ("llama4_text", {}, "layer_types contains chunked_attention"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "not causal"),
     ],
 )

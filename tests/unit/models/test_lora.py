@@ -26,10 +26,10 @@ from camshaft.models.lora import (
     adapter_shapes,
     adapter_weights,
     add_adapter,
+    apply_scaling,
     disable_adapter,
     merged_weights,
     save_adapter,
-    with_scaling,
 )
 from camshaft.models.packed import PackedModel
 from camshaft.models.packing import Packing
@@ -196,12 +196,15 @@ def test_targets_and_exclusions_are_endings_of_names():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"target_modules": ("q_porj",)}, r"target_modules: .*'q_porj'; did you mean 'q_proj'.* It has down_proj"),
-        ({"target_modules": ("proj",)}, r"is called 'proj'"),
-        ({"target_modules": ("lm_head",)}, r"no linear layer in the decoder of Qwen2ForCausalLM is called 'lm_head'"),
-        ({"exclude_modules": ("up_prj",)}, r"exclude_modules: .*'up_prj'; did you mean 'up_proj'"),
-        ({"target_modules": ("q_proj",), "exclude_modules": ("q_proj",)}, "leaves no linear layer"),
-        ({"target_modules": ()}, "leaves no linear layer"),
+        ({"target_modules": ("q_porj",)}, r"target_modules contains 'q_porj'.* Did you mean 'q_proj'.*\(down_proj"),
+        ({"target_modules": ("proj",)}, r"target_modules contains 'proj', but no linear layer"),
+        (
+            {"target_modules": ("lm_head",)},
+            r"contains 'lm_head', but no linear layer in the decoder of Qwen2ForCausalLM has",
+        ),
+        ({"exclude_modules": ("up_prj",)}, r"exclude_modules contains 'up_prj'.* Did you mean 'up_proj'"),
+        ({"target_modules": ("q_proj",), "exclude_modules": ("q_proj",)}, "select no linear layer"),
+        ({"target_modules": ()}, "select no linear layer"),
     ],
 )
 def test_targets_that_match_nothing_are_an_error(config: dict[str, Any], message: str):
@@ -303,9 +306,12 @@ def test_frozen_parameters_stay_frozen_after_the_adapter_was_off():
 
 def test_a_model_without_adapter_is_an_error():
     hf = load(lora=None).hf
-    with pytest.raises(EngineError, match="disable_adapter: this model has no adapter"), disable_adapter(hf):
+    with (
+        pytest.raises(EngineError, match="disable_adapter requires an adapter, but this model has no adapter"),
+        disable_adapter(hf),
+    ):
         pass
-    with pytest.raises(EngineError, match="adapter_weights: this model has no adapter"):
+    with pytest.raises(EngineError, match="adapter_weights requires an adapter, but this model has no adapter"):
         list(adapter_weights(hf))
     with pytest.raises(EngineError, match=r"no adapter among these weights: model\.embed_tokens\.weight"):
         save_adapter(merged_weights(hf), "nowhere", LORA, folder_of())
@@ -419,7 +425,7 @@ def test_with_the_scaling_in_b_a_layer_adds_their_product():
     name = "model.layers.0.mlp.down_proj"
     with torch.no_grad():
         hf.get_submodule(f"{name}.lora_B.default").weight.fill_(0.5)
-    scaled = dict(with_scaling(adapter_weights(hf), LORA))
+    scaled = dict(apply_scaling(adapter_weights(hf), LORA))
     a, b = (scaled[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
     with disable_adapter(hf):
         base = dict(merged_weights(hf))[f"{name}.weight"]
@@ -436,7 +442,7 @@ def test_with_the_scaling_in_b_a_layer_adds_their_product():
         ({}, {"rank": 8}, r"lora.rank=8, but the adapter in .* has r=4"),
         ({}, {"alpha": 8.5}, r"lora.alpha=8.5, but the adapter in .* has lora_alpha=6"),
         ({"target_modules": ["q_proj", "v_proj"]}, {}, r"all-linear selects 14 layers .* has 4 \(q_proj, v_proj\)"),
-        ({"exclude_modules": ["0.mlp.up_proj"]}, {}, r"has 13 .*differ by model.layers.0.mlp.up_proj"),
+        ({"exclude_modules": ["0.mlp.up_proj"]}, {}, r"has 13 .*differ in model.layers.0.mlp.up_proj"),
         ({"use_rslora": True}, {}, "use_rslora=True"),
         ({"use_dora": True}, {}, "use_dora=True"),
         ({"rank_pattern": {"q_proj": 2}}, {}, "rank_pattern={'q_proj': 2}"),
@@ -462,7 +468,7 @@ def test_missing_unknown_and_misshapen_tensors_are_all_named(tmp_path: Path):
         load(lora=LORA.model_copy(update={"adapter_path": str(tmp_path)}))
     assert "model.layers.1.mlp.up_proj.lora_B.default.weight is missing" in str(exc_info.value)
     assert "lm_head.weight is unknown" in str(exc_info.value)
-    assert "model.layers.0.mlp.up_proj.lora_A.default.weight is (4, 5), not (4, 32)" in str(exc_info.value)
+    assert "model.layers.0.mlp.up_proj.lora_A.default.weight has shape (4, 5), not (4, 32)" in str(exc_info.value)
 
 
 def test_a_folder_that_is_no_adapter_is_an_error(tmp_path: Path):
@@ -472,7 +478,7 @@ def test_a_folder_that_is_no_adapter_is_an_error(tmp_path: Path):
     peft_folder(tmp_path)
     facts = json.loads((tmp_path / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps({**facts, "peft_type": "IA3"}))
-    with pytest.raises(EngineError, match="peft_type=IA3; only LORA"):
+    with pytest.raises(EngineError, match="peft_type=IA3, but only LORA"):
         load(lora=config)
     (tmp_path / "adapter_config.json").write_text(json.dumps(facts))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"torn")
@@ -499,7 +505,8 @@ except EngineError as error:
     sys.exit(str(error))
 """
     process = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)
-    assert process.stderr.strip().splitlines()[-1] == "LoRA needs 'peft': pip install 'camshaft[lora]'"
+    error = process.stderr.strip().splitlines()[-1]
+    assert error == "LoRA requires the package 'peft'; run: pip install 'camshaft[lora]'"
 
 
 def sharded(folder: str, adapter: str) -> dict[str, Any]:

@@ -201,7 +201,7 @@ def test_a_chunk_without_exchange_is_an_error():
     model = model_of(folder_of("qwen2"), "causal_lm")
     inputs = packed_kwargs(Packing([6, 4]), "cpu")
     inputs["position_ids"] = inputs["position_ids"][:, :5]
-    with pytest.raises(EngineError, match="packed segments of 10 tokens do not match a row of 5 tokens"):
+    with pytest.raises(EngineError, match="a packing of 10 tokens does not match input_ids with 5 tokens"):
         model.hf.base_model(input_ids=torch.arange(5)[None], **inputs)
 
 

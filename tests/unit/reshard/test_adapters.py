@@ -132,7 +132,7 @@ def test_a_changed_base_weight_is_named(engine: BaseEngine) -> None:
         pass
     rollout.base[NORM] += 1
     with (
-        pytest.raises(RolloutError, match=rf"weight sync 2: .*{NORM}: different from what was sent"),
+        pytest.raises(RolloutError, match=rf"weight sync 2: .*{NORM}: different from the weights sent by the engine"),
         rollout_mode(engine, rollout),
     ):
         pytest.fail("generated despite the fault")

@@ -157,7 +157,7 @@ def test_the_first_error_is_raised_if_sleep_fails_too(engine: BaseEngine) -> Non
     rollout = Stuck()
     with pytest.raises(ZeroDivisionError) as exc_info, rollout_mode(engine, rollout):
         rollout.generate_sequences(Ragged.from_rows([[5]]), SamplingParams(max_tokens=1))
-    assert exc_info.value.__notes__ == ["The rollout could not be put to sleep either: it is stuck"]
+    assert exc_info.value.__notes__ == ["rollout.sleep() also failed: it is stuck"]
     with pytest.raises(RolloutError, match="it is stuck"), rollout_mode(engine, rollout):
         pass
 
