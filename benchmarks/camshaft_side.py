@@ -21,7 +21,7 @@ from camshaft.config import PPOConfig, Topology, load_ppo
 from camshaft.controller import PoolSpec, pools, spawn
 from camshaft.controller.group import Options
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.rewards.manager import Begun
+from camshaft.rewards.manager import PendingScores
 from camshaft.roles.actor import ActorWorker
 from camshaft.roles.critic import CriticWorker
 from camshaft.trainer.build import PPOParts
@@ -152,7 +152,7 @@ class Parts(PPOParts):
 
     lengths: list[int]
 
-    def generate(self, batch: DataProto, **how: bool) -> tuple[DataProto, Begun | None]:
+    def generate(self, batch: DataProto, **how: bool) -> tuple[DataProto, PendingScores | None]:
         answered, scores_begun = super().generate(batch, **how)
         self.lengths = answered.ragged("responses").lengths.tolist()
         return answered, scores_begun

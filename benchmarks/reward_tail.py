@@ -28,7 +28,7 @@ from camshaft.config import PPOConfig, load_ppo
 from camshaft.data import write_arithmetic
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.models.tiny import make_tiny_model
-from camshaft.rewards.manager import Begun
+from camshaft.rewards.manager import PendingScores
 from camshaft.rollout import Generation, SamplingParams
 from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.trainer.build import PPOParts
@@ -97,7 +97,7 @@ def seconds_of(trainer: PPOTrainer, prompts: DataProto) -> float:
     return trainer.step(prompts)["timing_s/step"]
 
 
-def nothing_begins(rows: DataProto) -> Begun | None:
+def nothing_begins(rows: DataProto) -> PendingScores | None:
     """Replace `RewardManager.begin`, so that `score` makes all calls, as for batch reward functions."""
     return None
 

@@ -48,7 +48,7 @@ from camshaft.algorithms.losses import (
     value_loss,
 )
 from camshaft.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
-from camshaft.algorithms.mismatch import accepted, effective_share, importance_weights, mismatch
+from camshaft.algorithms.mismatch import accept_tokens, effective_sample_share, importance_weights, mismatch
 from camshaft.algorithms.preference import preference_loss
 
 __all__ = [
@@ -58,6 +58,6 @@ __all__ = [
     "Clip", "PolicyLoss", "policy_loss", "gspo_loss", "cispo_loss",
     "Counts", "aggregate", "value_loss", "entropy_loss", "kl_loss", "full_kl_loss", "sft_loss",
     "preference_loss",
-    "mismatch", "importance_weights", "accepted", "effective_share",
+    "mismatch", "importance_weights", "accept_tokens", "effective_sample_share",
     "masked_sum", "masked_mean", "masked_var", "whiten",
 ]  # fmt: skip

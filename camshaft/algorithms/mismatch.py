@@ -2,7 +2,7 @@
 
     metrics = mismatch(old_log_probs, rollout_log_probs, mask, lengths)
     weights = importance_weights(old_log_probs, rollout_log_probs, mask, lengths, level="token", threshold=2.0)
-    mask = accepted(old_log_probs, rollout_log_probs, mask, lengths, "seq_mean_k3", (0.0, 0.01))
+    mask = accept_tokens(old_log_probs, rollout_log_probs, mask, lengths, "seq_mean_k3", (0.0, 0.01))
 
 The trainer calls these functions with all rows of a step, so means, maxima and effective sample sizes cover the whole
 batch. Tensors of tokens are flat: (N,) concatenates the rows, and `lengths` (B,) is the number of tokens per row.
@@ -58,7 +58,7 @@ def mismatch(train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor) -> d
     }
 
 
-def effective_share(weights: Tensor) -> Tensor:
+def effective_sample_share(weights: Tensor) -> Tensor:
     """Compute the effective sample size of (n,) weights as a fraction of n: (sum w)^2 / (n sum w^2)."""
     return weights.sum().square() / (weights.square().sum() * len(weights))
 
@@ -120,7 +120,7 @@ _ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3":
 
 
 @torch.no_grad()
-def accepted(
+def accept_tokens(
     train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor, rule: str, bounds: tuple[float, float]
 ) -> Tensor:
     """Return the mask, (N,) bool, of the masked-in tokens that a rejection rule accepts.
@@ -147,8 +147,8 @@ def accepted(
         value = value / _row_counts(mask, lengths).clamp(min=1) if scope == "seq_mean" else value
     low, high = bounds
     ratio = torch.exp(-value)
-    is_accepted = (ratio >= low) & (ratio <= high) if estimate == "k1" else value <= high
-    return mask & (is_accepted if scope == "token" else _repeat_rows(is_accepted, lengths))
+    accepted = (ratio >= low) & (ratio <= high) if estimate == "k1" else value <= high
+    return mask & (accepted if scope == "token" else _repeat_rows(accepted, lengths))
 
 
 def _differences(train: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RewardError
-from camshaft.rewards.manager import COUNTS, Begun, Decode, RewardManager, RewardResult
+from camshaft.rewards.manager import COUNTS, Decode, PendingScores, RewardManager, RewardResult
 
 FUNCTION, MODEL = "function", "model"
 
@@ -29,11 +29,11 @@ class CombinedRewards:
     def __init__(self, function: RewardManager | None, weight: float = 1.0):
         self.function, self.weight = function, weight
 
-    def begin(self, rows: DataProto) -> Begun | None:
+    def begin(self, rows: DataProto) -> PendingScores | None:
         """Start the calls of the scoring function before model scores are available; see `RewardManager.begin`."""
         return None if self.function is None else self.function.begin(rows)
 
-    def score(self, batch: DataProto, decode: Decode, pending: Begun | None = None) -> RewardResult:
+    def score(self, batch: DataProto, decode: Decode, pending: PendingScores | None = None) -> RewardResult:
         """Score a batch with the function as `RewardManager.score` does, and add the weighted column `rm_scores`."""
         model_scores = batch.ragged("rm_scores").map(Tensor.float)
         scores = _finite_scores(model_scores)

@@ -89,7 +89,7 @@ class Scores:
     """Indices of failed rows that are excluded from the update."""
 
     @property
-    def kept(self) -> Tensor:
+    def keep_mask(self) -> Tensor:
         """(B,) bool mask of the rows that are not dropped."""
         mask = torch.ones(len(self.scores), dtype=torch.bool)
         mask[list(self.dropped)] = False
@@ -108,7 +108,7 @@ class RewardResult(Scores):
     """float32, aligned with `responses`. The last token in the response mask has the score, other tokens have 0."""
 
 
-class Begun:
+class PendingScores:
     """Reward calls that run in a background thread while other responses are still being generated.
 
     `RewardManager.score` collects the results. `RewardManager.close` cancels calls whose results were not collected.
@@ -188,9 +188,9 @@ class RewardManager:
         spec = Spec(path, function, dict(reward_kwargs or {}), timeout, [entry for entry in sys.path if entry], batched)
         self._pool = WorkerPool(spec, num_workers)
         self._pool.check()
-        self._pending: Begun | None = None
+        self._pending: PendingScores | None = None
 
-    def begin(self, rows: DataProto) -> Begun | None:
+    def begin(self, rows: DataProto) -> PendingScores | None:
         """Return an object that scores the responses to `rows` as they are added; cancel an earlier one.
 
         `rows` has the columns data_source, ground_truth and optionally extra_info. Return None for batched functions,
@@ -199,10 +199,10 @@ class RewardManager:
         rows.require("data_source", "ground_truth")
         self._cancel_pending()
         if not self._pool.batched:
-            self._pending = Begun(self._pool, rows, self.on_error == "raise")
+            self._pending = PendingScores(self._pool, rows, self.on_error == "raise")
         return self._pending
 
-    def score(self, batch: DataProto, decode: Decode, pending: Begun | None = None) -> RewardResult:
+    def score(self, batch: DataProto, decode: Decode, pending: PendingScores | None = None) -> RewardResult:
         """Score each row of `batch`.
 
         The batch has the columns responses, data_source, ground_truth and optionally extra_info. `decode` converts the

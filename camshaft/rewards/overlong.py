@@ -17,7 +17,7 @@ from torch import Tensor
 from camshaft.dataproto import DataProto
 from camshaft.ragged import on_last_token
 from camshaft.rewards.combined import CombinedRewards
-from camshaft.rewards.manager import Begun, Decode, RewardManager, RewardResult
+from camshaft.rewards.manager import Decode, PendingScores, RewardManager, RewardResult
 
 
 def penalty(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
@@ -33,11 +33,11 @@ class OverlongPenalty:
     ):
         self.rewards, self.limit, self.buffer, self.factor, self.log = rewards, limit, buffer, factor, log
 
-    def begin(self, rows: DataProto) -> Begun | None:
+    def begin(self, rows: DataProto) -> PendingScores | None:
         """Start scoring while responses are still being generated; see `RewardManager.begin`."""
         return self.rewards.begin(rows)
 
-    def score(self, batch: DataProto, decode: Decode, pending: Begun | None = None) -> RewardResult:
+    def score(self, batch: DataProto, decode: Decode, pending: PendingScores | None = None) -> RewardResult:
         """Score a batch. With `log`, the metrics include the mean penalty and the fraction of penalized responses."""
         result = self.rewards.score(batch, decode, pending)
         responses = batch.ragged("responses")

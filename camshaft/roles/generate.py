@@ -16,7 +16,7 @@ from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import stored_weights
 from camshaft.reshard import sync_weights
-from camshaft.roles.rollout import columns_of
+from camshaft.roles.rollout import generation_columns
 from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
 
 
@@ -42,4 +42,4 @@ class GenerateWorker(Worker):
         params, start = SamplingParams(**generate_sampling(self.config)), time.perf_counter()
         out = self.rollout.generate_sequences(prompts.ragged("prompts"), params, prompts["sampling_seed"])
         speed = len(out.responses.values) / max(time.perf_counter() - start, 1e-9)
-        return DataProto.from_dict(columns_of(out), {"metrics": {"perf/rollout_tokens_per_second": speed}})
+        return DataProto.from_dict(generation_columns(out), {"metrics": {"perf/rollout_tokens_per_second": speed}})

@@ -1,7 +1,7 @@
-"""Actor, rollout and reference in one worker, by composition.
+"""Role that combines actor, rollout and reference in one worker.
 
-The reference is optional: without a KL penalty in the reward or the loss its weights are not loaded. Its ranks may be
-laid out differently from the actor's, and then its calls are split differently.
+The reference is optional: its weights are loaded only if the reward or the loss has a KL penalty. The reference may use
+a different parallel layout than the actor, in which case batches are split differently for its calls.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from camshaft.seat import Seat
 
 
 class ActorRolloutRefWorker(Worker):
-    """The policy on one device: generation, training, and the reference policy.
+    """Worker for the policy on one device: training, generation and the reference policy.
 
-    A subclass replaces a part by setting the class attributes.
+    To replace one of the roles, set the class attribute in a subclass.
     """
 
     actor_class: ClassVar[type[ActorWorker]] = ActorWorker
@@ -45,12 +45,12 @@ class ActorRolloutRefWorker(Worker):
         return self.actor.seat
 
     def seat_for(self, method: str) -> Seat:
-        of_reference = method == RefWorker.compute_ref_log_prob.__name__
-        return self.ref.seat if of_reference and self.ref is not None else self.seat
+        is_reference_call = method == RefWorker.compute_ref_log_prob.__name__
+        return self.ref.seat if is_reference_call and self.ref is not None else self.seat
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the models. The rollout is last: it allocates its KV cache from the remaining memory."""
+        """Build the models. The rollout is built last, because it allocates its KV cache from the remaining memory."""
         self.actor.init_model()
         if self.ref is not None:
             self.ref.init_model()
@@ -60,9 +60,9 @@ class ActorRolloutRefWorker(Worker):
     def generate_sequences(
         self, prompts: DataProto, validate: bool = False, recompute_log_prob: bool = True, greedy: bool = False
     ) -> DataProto:
-        """Generate one response per row and, with `recompute_log_prob`, compute its old log-probs with the actor.
+        """Generate one response for each row; `recompute_log_prob` adds the columns of `compute_log_prob`.
 
-        The trainer computes the old log-probs in a separate phase, and validation needs none.
+        The trainer does not set it, because it computes the old log-probs in a separate phase.
         """
         generated = self.rollout.generate_sequences(prompts, validate, greedy)
         if not recompute_log_prob:
@@ -71,12 +71,12 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Compute `old_log_probs` and `entropy` with the actor."""
+        """Compute the columns `old_log_probs` and `entropy` with the actor."""
         return self.actor.compute_log_prob(data)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """Compute `ref_log_prob`, and `full_kl` if the KL penalty in the reward is exact."""
+        """Compute the column `ref_log_prob`, and `full_kl` if the KL penalty in the reward is exact."""
         ref = self._reference()
         log_probs = ref.compute_ref_log_prob(data)
         if not self.full_kl_in_reward:
@@ -87,7 +87,7 @@ class ActorRolloutRefWorker(Worker):
     def update_actor(
         self, data: DataProto, seed: int = 0, presharded: bool = False, old_log_probs: OldLogProbs = "actor"
     ) -> DataProto:
-        """Run `ActorWorker.update_actor`; an exact KL loss reads the distribution of the reference."""
+        """Run `ActorWorker.update_actor`, with the distribution of the reference if the KL loss is exact."""
         exact = self.actor.full_kl_loss
         with reference_distribution(self._reference(), self.actor.temperature) if exact else nullcontext() as hook:
             return self.actor.update_actor(data, seed, presharded, old_log_probs, hook)

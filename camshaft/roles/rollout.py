@@ -1,7 +1,7 @@
-"""The rollout role: generation with the weights of an engine.
+"""Role of the rollout, which generates responses with the weights of an engine.
 
-Reads `prompts` and, if present, `sampling_seed`; writes `responses`, `response_mask`,
-`rollout_log_probs`.
+`generate_sequences` reads the columns `prompts` and, if it exists, `sampling_seed`. It writes `responses`,
+`response_mask`, `rollout_log_probs` and `finished`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ class RolloutWorker(Worker):
     """A rollout that syncs its weights from `engine` before each call."""
 
     rollout: BaseRollout
-    """Set by `init_model`; it sleeps between calls."""
+    """The rollout engine, created by `init_model`. It sleeps between calls."""
 
     def __init__(self, config: PPOConfig, engine: BaseEngine):
         super().__init__()
         self.config, self.engine = config, engine
         self.params = {key: SamplingParams(**sampling(config, *key)) for key in product((False, True), repeat=2)}
-        """Sampling parameters by (validate, greedy)."""
+        """Sampling parameters for each (validate, greedy)."""
 
     @property
     def seat(self) -> Seat:
@@ -39,13 +39,13 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the rollout, which may measure free memory and use this rank's process group."""
+        """Build the rollout, which may measure the free memory and use the process group of this rank."""
         self.rollout = build_rollout(self.config.actor_rollout_ref.rollout.name, rollout_engine(self.config))
         self.rollout.sleep()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto, validate: bool = False, greedy: bool = False) -> DataProto:
-        """Generate one response per row, with the sampling of training or validation, or greedily."""
+        """Generate one response for each row with the sampling parameters of training or validation, or greedily."""
         params = self.params[validate, greedy]
         seeds = prompts["sampling_seed"] if "sampling_seed" in prompts else None  # noqa: SIM401
         start = time.perf_counter()
@@ -55,11 +55,11 @@ class RolloutWorker(Worker):
         metrics = {f"rollout/{name}": value for name, value in out.metrics.items() if name != "seconds"}
         metrics |= sync.metrics()
         metrics["perf/rollout_tokens_per_second"] = len(out.responses.values) / max(seconds, 1e-9)
-        return DataProto.from_dict(columns_of(out), {"metrics": metrics})
+        return DataProto.from_dict(generation_columns(out), {"metrics": metrics})
 
 
-def columns_of(out: Generation) -> dict[str, Any]:
-    """Convert a generation to the columns of a batch."""
+def generation_columns(out: Generation) -> dict[str, Any]:
+    """Convert the output of a rollout to the columns of a batch."""
     responses = out.responses.to("cpu")
     return {
         "responses": responses,

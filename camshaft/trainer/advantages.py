@@ -1,12 +1,12 @@
-"""Rewards, advantages and rollout correction: computations of the driver on the whole batch.
+"""Rewards, advantages and rollout correction, which the driver computes on the whole batch.
 
-    rewards, metrics = token_rewards(batch, algorithm, kl)                           # score minus KL penalty
+    rewards, metrics = compute_token_rewards(batch, algorithm, kl)                         # scores minus KL penalty
     batch = batch.union(rewards)
-    batch = batch.union(estimate(batch, algorithm, load_estimator(algorithm)))       # advantages, returns
-    corrections, metrics = correct(batch, algorithm.rollout_correction)              # importance weights
+    batch = batch.union(compute_advantages(batch, algorithm, load_estimator(algorithm)))   # advantages, returns
+    corrections, metrics = compute_corrections(batch, algorithm.rollout_correction)        # importance weights
     batch = batch.union(corrections)
 
-The formulas are in `algorithms`; this module converts the ragged columns to the (B, T) grids that they expect.
+The package `algorithms` contains the formulas. This module converts ragged columns to the (B, T) grids that they use.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from camshaft.algorithms import (
     AdvantageInputs,
     AdvantageOptions,
     FixedKL,
-    accepted,
-    effective_share,
+    accept_tokens,
+    effective_sample_share,
     importance_weights,
     kl_penalty,
 )
@@ -32,18 +32,20 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.plugins import load_function
 
 Estimate = Callable[[AdvantageInputs, AdvantageOptions], tuple[Tensor, Tensor]]
-"""An `Estimator`, or a user's function with its signature."""
+"""An `Estimator`, or a custom function with the same signature."""
 
 
 def build_kl_controller(algorithm: AlgorithmConfig) -> FixedKL:
-    """Build the controller of the KL coefficient in the reward."""
+    """Build the controller for the coefficient of the KL penalty in the reward."""
     control = algorithm.kl_ctrl
     if control.type == "adaptive":
         return AdaptiveKL(control.kl_coef, target=control.target_kl, horizon=control.horizon)
     return FixedKL(control.kl_coef)
 
 
-def token_rewards(batch: DataProto, algorithm: AlgorithmConfig, kl: FixedKL) -> tuple[DataProto, dict[str, float]]:
+def compute_token_rewards(
+    batch: DataProto, algorithm: AlgorithmConfig, kl: FixedKL
+) -> tuple[DataProto, dict[str, float]]:
     """Compute `token_level_rewards` and the metrics of the KL penalty, then update the KL controller."""
     scores = batch.ragged("token_level_scores")
     if not algorithm.use_kl_in_reward:
@@ -55,25 +57,25 @@ def token_rewards(batch: DataProto, algorithm: AlgorithmConfig, kl: FixedKL) -> 
         divergence = kl_penalty(batch["old_log_probs"].values, batch["ref_log_prob"].values, algorithm.kl_penalty)
     divergence = scores.like(torch.where(mask.values, divergence, 0))
     rewards = scores.like(scores.values - kl.coef * divergence.values)
-    counted = mask.sum() > 0
-    current = float(mean_of_rows(divergence, mask)[counted].mean())
-    metrics = {"actor/reward_kl_penalty": current, "actor/reward_kl_penalty_coeff": kl.coef}
-    kl.update(current, int(counted.sum()))
+    has_tokens = mask.sum() > 0
+    mean_kl = float(row_means(divergence, mask)[has_tokens].mean())
+    metrics = {"actor/reward_kl_penalty": mean_kl, "actor/reward_kl_penalty_coeff": kl.coef}
+    kl.update(mean_kl, int(has_tokens.sum()))
     return DataProto.from_dict({"token_level_rewards": rewards}), metrics
 
 
-def mean_of_rows(column: Ragged, mask: Ragged) -> Tensor:
-    """Return the mean of each row over its unmasked tokens, (B,); masked values must be 0."""
+def row_means(column: Ragged, mask: Ragged) -> Tensor:
+    """Return the mean of each row over its masked-in tokens, (B,). Values of other tokens must be 0."""
     return column.sum() / mask.map(Tensor.float).sum().clamp(min=1)
 
 
 def load_estimator(algorithm: AlgorithmConfig) -> Estimate:
-    """Return the configured estimator."""
+    """Load the configured advantage estimator."""
     return load_function(algorithm.adv_estimator, ESTIMATORS, "camshaft.estimators")
 
 
-def estimate(batch: DataProto, algorithm: AlgorithmConfig, estimator: Estimate) -> DataProto:
-    """Compute `advantages` and `returns`."""
+def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig, estimator: Estimate) -> DataProto:
+    """Compute the columns `advantages` and `returns`."""
     rewards, mask = batch.ragged("token_level_rewards"), batch.ragged("response_mask")
     inputs = AdvantageInputs(
         rewards=rewards.padded(),
@@ -83,31 +85,34 @@ def estimate(batch: DataProto, algorithm: AlgorithmConfig, estimator: Estimate) 
         baselines=batch["reward_baselines"] if "reward_baselines" in batch else None,  # noqa: SIM401
     )
     options = AdvantageOptions(algorithm.gamma, algorithm.lam, algorithm.norm_adv_by_std_in_grpo)
-    filled = rewards.mask()
-    advantages, returns = (Ragged.from_padded(grid, filled) for grid in estimator(inputs, options))
+    row_mask = rewards.mask()
+    advantages, returns = (Ragged.from_padded(grid, row_mask) for grid in estimator(inputs, options))
     return DataProto.from_dict({"advantages": advantages, "returns": returns})
 
 
 def group_ids(batch: DataProto) -> Tensor:
-    """Return the number of each row's group, (B,): rows with the same `uid` share it.
+    """Return the group index of each row, (B,), which is equal for rows with the same `uid`.
 
-    A row without unmasked tokens was dropped because its reward failed. It forms a separate group, so that it does not
-    change the statistics of the others.
+    A row without masked-in tokens was dropped because its scoring failed. It forms a separate group, so that it does
+    not affect the statistics of other rows.
     """
-    scored = (batch.ragged("response_mask").sum() > 0).tolist()
-    numbers: dict[str | int, int] = {}
-    keys = (uid if kept else row for row, (uid, kept) in enumerate(zip(batch["uid"], scored, strict=True)))
-    return torch.tensor([numbers.setdefault(key, len(numbers)) for key in keys])
+    has_tokens = (batch.ragged("response_mask").sum() > 0).tolist()
+    group_of_key: dict[str | int, int] = {}
+    keys = (
+        uid if is_scored else row for row, (uid, is_scored) in enumerate(zip(batch["uid"], has_tokens, strict=True))
+    )
+    return torch.tensor([group_of_key.setdefault(key, len(group_of_key)) for key in keys])
 
 
 # -- rollout correction ---------------------------------------------------------------------------
 
 
-def correct(batch: DataProto, correction: RolloutCorrectionConfig) -> tuple[DataProto, dict[str, float]]:
-    """Correct the actor's loss for the mismatch of rollout and trainer; returns columns and `rollout_corr/...` metrics.
+def compute_corrections(batch: DataProto, correction: RolloutCorrectionConfig) -> tuple[DataProto, dict[str, float]]:
+    """Compute columns that correct the actor loss for the mismatch between rollout and trainer, and their metrics.
 
     The actor multiplies its loss by `rollout_is_weights` and masks tokens outside `rollout_rs_mask`. Advantages and the
-    critic are unaffected. Weights are normalized over the whole iteration. Formulas: `algorithms/mismatch.py`.
+    critic are not affected. Weights are normalized over all rows of the step. The formulas are in
+    `algorithms/mismatch.py`; the metrics are named `rollout_corr/...`.
     """
     columns: dict[str, Ragged] = {}
     metrics: dict[str, float] = {}
@@ -123,38 +128,40 @@ def correct(batch: DataProto, correction: RolloutCorrectionConfig) -> tuple[Data
         columns["rollout_is_weights"] = train.like(weights)
         metrics |= _weight_metrics(flat, correction, weights)
     if correction.rollout_rs:
-        kept = mask
+        accepted_mask = mask
         for rule, bounds in correction.rejection_bounds():
-            kept = kept & accepted(*flat, rule, bounds)
-        columns["rollout_rs_mask"] = train.like(kept)
-        metrics |= _rejection_metrics(train.like(mask), train.like(kept))
+            accepted_mask = accepted_mask & accept_tokens(*flat, rule, bounds)
+        columns["rollout_rs_mask"] = train.like(accepted_mask)
+        metrics |= _rejection_metrics(train.like(mask), train.like(accepted_mask))
     return DataProto.from_dict(columns), {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
 def _weight_metrics(
     flat: tuple[Tensor, Tensor, Tensor, Tensor], correction: RolloutCorrectionConfig, weights: Tensor
 ) -> dict[str, float]:
-    """Summarize the weights, and the share of tokens whose weight was truncated."""
+    """Compute statistics of the weights and the fraction of tokens whose weight was truncated."""
     assert correction.rollout_is is not None
     untruncated = importance_weights(*flat, level=correction.rollout_is, threshold=torch.inf)
-    counted = weights[flat[2]].double()
-    if not len(counted):
+    token_weights = weights[flat[2]].double()
+    if not len(token_weights):
         return {}
-    truncated = untruncated[flat[2]] > correction.rollout_is_threshold
+    is_truncated = untruncated[flat[2]] > correction.rollout_is_threshold
     return {
-        "rollout_is_mean": float(counted.mean()),
-        "rollout_is_max": float(counted.max()),
-        "rollout_is_min": float(counted.min()),
-        "rollout_is_eff_sample_size": float(effective_share(counted)),
-        "rollout_is_ratio_fraction_high": float(truncated.double().mean()),
+        "rollout_is_mean": float(token_weights.mean()),
+        "rollout_is_max": float(token_weights.max()),
+        "rollout_is_min": float(token_weights.min()),
+        "rollout_is_eff_sample_size": float(effective_sample_share(token_weights)),
+        "rollout_is_ratio_fraction_high": float(is_truncated.double().mean()),
     }
 
 
-def _rejection_metrics(mask: Ragged, kept: Ragged) -> dict[str, float]:
-    """Return the shares of tokens, and of responses, that the rejection masks."""
-    counted, remaining = mask.sum(), kept.sum()
-    rows, shortened = counted > 0, remaining < counted
+def _rejection_metrics(mask: Ragged, accepted_mask: Ragged) -> dict[str, float]:
+    """Return the fraction of tokens that were rejected, and of responses with a rejected token."""
+    counts, accepted_counts = mask.sum(), accepted_mask.sum()
+    has_tokens, has_rejected = counts > 0, accepted_counts < counts
     return {
-        "rollout_rs_masked_fraction": 1 - float(remaining.sum() / counted.sum().clamp(min=1)),
-        "rollout_rs_seq_masked_fraction": float(shortened[rows].double().mean()) if bool(rows.any()) else 0.0,
+        "rollout_rs_masked_fraction": 1 - float(accepted_counts.sum() / counts.sum().clamp(min=1)),
+        "rollout_rs_seq_masked_fraction": float(has_rejected[has_tokens].double().mean())
+        if bool(has_tokens.any())
+        else 0.0,
     }

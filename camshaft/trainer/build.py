@@ -1,13 +1,12 @@
-"""Builds the parts of a PPO run from its config.
+"""Build the components of a PPO run from its config.
 
     with PPOParts(config) as parts:
         trainer = PPOTrainer(config, parts)
 
-The order makes errors early: tokenizer and data first (an invalid row ends the run before a model is loaded), then the
-reward function (loaded in a worker process), then the worker pools and the roles in them. One worker process per device
-holds actor, rollout and reference together, and also the critic and the reward model unless they have separate pools; a
-single rank runs in this process. Leaving the context waits for checkpoints that are still being written and ends every
-process that was started.
+Components that are cheap to check are built first, so that errors are reported early: tokenizer and data, then the
+reward function, then the worker pools and their roles. One worker process per device hosts actor, rollout and
+reference, and also the critic and the reward model unless these have separate pools. A single rank runs in this
+process. When the `with` block exits, pending checkpoints are completed and all worker processes are ended.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from camshaft.controller import spawn, submit
 from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer
-from camshaft.rewards.manager import Begun, FailedSamples
+from camshaft.rewards.manager import FailedSamples, PendingScores
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
 from camshaft.trainer.advantages import load_estimator
-from camshaft.trainer.scoring import check_scorable, model_scores, run_rewards
+from camshaft.trainer.scoring import add_model_scores, build_run_rewards, check_scorable
 from camshaft.trainer.session import finish_saving, pool_specs, run_length, run_pools
 
 
 class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
-    """Tokenizer, data, rewards, roles and checkpoints of one run."""
+    """Tokenizer, data, rewards, roles and checkpoints of a run."""
 
     def __init__(self, config: PPOConfig):
         self._exit = contextlib.ExitStack()
@@ -53,14 +52,14 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         self.failed = FailedSamples(Path(config.trainer.default_local_dir) / "rewards" / "failed.jsonl")
         topology = config.topology()
         self.actor_dp_size = config.actor_dp_size(topology)
-        """Number of parts into which batches of the actor are split."""
+        """Number of shards into which batches for the actor are split."""
         self.critic_dp_size = config.critic_dp_size(topology)
-        with self._exit as undo:  # ends the earlier parts if a later one fails
-            self.rewards = run_rewards(config)
-            undo.callback(self.rewards.close)
+        with self._exit as stack:  # closes what was already started if a later line raises
+            self.rewards = build_run_rewards(config)
+            stack.callback(self.rewards.close)
             logs = Path(config.trainer.default_local_dir) / "logs"
-            started = run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, logs)
-            pools = undo.enter_context(started)
+            pools_context = run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, logs)
+            pools = stack.enter_context(pools_context)
             pool_of = {role: pools[name] for role, name in config.pools().items()}
             policy_class, critic_class, reward_class = role_classes(config)
             arguments, name = (config, topology, self.total_steps), "actor_rollout_ref"
@@ -73,43 +72,43 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             if config.reward_model.enable:
                 pool = pool_of["reward_model"]
                 self.reward_model = spawn(reward_class, config, topology, pool=pool, name="reward_model")
-            self._exit = undo.pop_all()
+            self._exit = stack.pop_all()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         with self._exit:
             self.finish_saving(failed=kind is not None)
 
     def finish_saving(self, failed: bool = False) -> None:
-        """Wait for checkpoints that are written in the background."""
+        """Wait for checkpoints that are being written in the background."""
         finish_saving([self.actor, *([] if self.critic is None else [self.critic])], failed)
 
     def roles(self) -> list[ActorRolloutRefWorker | CriticWorker | RewardModelWorker]:
-        """Return all roles of the run."""
+        """Return the roles of the run."""
         return [role for role in (self.actor, self.critic, self.reward_model) if role is not None]
 
     def generate(
         self, batch: DataProto, *, validate: bool = False, greedy: bool = False
-    ) -> tuple[DataProto, Begun | None]:
-        """Generate one response per row; returns them and the scoring that already runs.
+    ) -> tuple[DataProto, PendingScores | None]:
+        """Generate one response for each row. Return the responses and the reward calls that have already started.
 
-        Reward functions start on the responses of a rank as soon as it returns. Rows are padded to the same number per
-        rank, and the padding is removed from the result.
+        Reward calls for the responses of a rank start as soon as the rank returns. The batch is padded to the same
+        number of rows per rank. The result does not contain the padding rows.
         """
         inputs = batch.select(*(name for name in ("prompts", "sampling_seed") if name in batch))
-        padded, added = inputs.pad_to_divisor(self.actor_dp_size)
+        padded, num_padding_rows = inputs.pad_to_divisor(self.actor_dp_size)
         generate = self.actor.generate_sequences
         pending = submit(generate, padded, validate=validate, recompute_log_prob=False, greedy=greedy)
         scoring = self.rewards.begin(batch)
         if scoring is not None:
-            for dp_rank, part in pending.parts():
-                first = dp_rank * len(part)
-                responses = part.ragged("responses").rows()[: max(0, len(batch) - first)]
-                scoring.add(first, self.decode([row.tolist() for row in responses]))
-        return pending.result().unpad(added), scoring
+            for dp_rank, shard in pending.parts():
+                first_row = dp_rank * len(shard)
+                responses = shard.ragged("responses").rows()[: max(0, len(batch) - first_row)]
+                scoring.add(first_row, self.decode([row.tolist() for row in responses]))
+        return pending.result().unpad(num_padding_rows), scoring
 
-    def model_scored(self, batch: DataProto) -> DataProto:
-        """Add the scores of the reward model, if the run has one."""
-        return model_scores(batch, self.reward_model, self.reward_model_ranks)
+    def add_model_scores(self, batch: DataProto) -> DataProto:
+        """Add the column `rm_scores` if the run has a reward model."""
+        return add_model_scores(batch, self.reward_model, self.reward_model_ranks)
 
     def decode(self, ids: list[list[int]]) -> list[str]:
         """Decode token ids without special tokens."""
@@ -123,7 +122,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
 def role_classes(
     config: PPOConfig,
 ) -> tuple[type[ActorRolloutRefWorker], type[CriticWorker], type[RewardModelWorker]]:
-    """Return the classes of the roles, built-in or named by `worker_cls`."""
+    """Return the role classes: the built-in ones or those that `worker_cls` names."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     group = "camshaft.reward_models"
     return (
@@ -134,13 +133,13 @@ def role_classes(
 
 
 def prompt_files(config: PPOConfig, train: bool) -> tuple[tuple[str, ...], int]:
-    """Return the files of a run and the maximum number of rows to read."""
+    """Return the training or validation files and the maximum number of rows to read from them."""
     data = config.data
     return (data.train_files, data.train_max_samples) if train else (data.val_files, data.val_max_samples)
 
 
 def prompt_options(config: PPOConfig) -> PromptOptions:
-    """Return the options for reading the prompts of a run."""
+    """Return the options for loading the prompts of a run."""
     data = config.data
     return PromptOptions(
         max_prompt_length=data.max_prompt_length,

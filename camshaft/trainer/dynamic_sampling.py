@@ -49,8 +49,8 @@ def sample_informative_prompts(
         batch_metrics = StepMetrics()
         batch, scored = generate_and_score(prompts, batch_metrics, num_drawn * n)
         row_values = filter_values(scored, metric)
-        values.append(row_values[scored.kept])
-        is_informative = _find_informative(row_values, scored.kept, n)
+        values.append(row_values[scored.keep_mask])
+        is_informative = _find_informative(row_values, scored.keep_mask, n)
         informative_rows = is_informative.nonzero().flatten()[:num_missing]
         call_metrics.append(batch_metrics.values)
         batches.append(batch.reorder((informative_rows[:, None] * n + torch.arange(n)).flatten()))

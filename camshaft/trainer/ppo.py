@@ -1,12 +1,12 @@
-"""PPO and related algorithms: the step, and the loop around it.
+"""Trainer for PPO and related algorithms: the training step and the training loop.
 
     with PPOParts(config) as parts, Tracking(...) as tracking:
         trainer = PPOTrainer(config, parts)
         trainer.prepare()
         trainer.fit(tracking)
 
-`step` is the algorithm, phase by phase. Each phase adds columns to the batch; `columns.py` lists them. Roles compute on
-the ranks, `advantages.py` computes on the driver.
+`step` is the algorithm, phase by phase. Each phase adds columns to the batch, which `columns.py` lists. Roles compute
+on the ranks, and the functions of `advantages.py` compute on the driver.
 """
 
 from __future__ import annotations
@@ -23,31 +23,36 @@ from camshaft.checkpoint import BestStep, Saved
 from camshaft.config import PPOConfig
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
-from camshaft.rewards.manager import Begun, RewardResult
+from camshaft.rewards.manager import PendingScores, RewardResult
 from camshaft.stop import Stop
 from camshaft.tracking import Tracking
-from camshaft.trainer.advantages import build_kl_controller, correct, estimate, token_rewards
+from camshaft.trainer.advantages import (
+    build_kl_controller,
+    compute_advantages,
+    compute_corrections,
+    compute_token_rewards,
+)
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.dynamic_sampling import sample_informative_prompts
 from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
 from camshaft.trainer.mini_batches import sampling_seeds, shard_rows, shuffle_seed
 from camshaft.trainer.resume import check_resume, config_record, log_resume
-from camshaft.trainer.scoring import check_remaining, with_scores
+from camshaft.trainer.scoring import add_scores, check_remaining
 from camshaft.trainer.validate import Sample, decode_samples, save_samples, validate
 
 SEQUENCES = ("prompts", "responses", "response_mask")
-"""Columns that a role reads to run its model over the batch."""
+"""Columns that roles read for a forward pass over the batch."""
 
 
 DRIVER_ONLY = (
     *("uid", "data_source", "ground_truth", "extra_info", "sampling_seed"),
     *("prompt_id", "raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated", "reward_baselines"),
 )
-"""Columns that no update reads: they are not sent to the ranks."""
+"""Columns that are not sent to the ranks for the updates, which do not read them."""
 
 
 class PPOTrainer:
-    """One training run."""
+    """Training run with PPO or a related algorithm."""
 
     def __init__(self, config: PPOConfig, parts: PPOParts):
         self.config, self.parts = config, parts
@@ -61,13 +66,13 @@ class PPOTrainer:
         self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
         self.global_step = 0
 
-    # -- the algorithm ----------------------------------------------------------------------------
+    # -- training step ----------------------------------------------------------------------------
 
     def step(self, prompts: DataProto) -> dict[str, float]:
-        """Run one iteration: generate, score, evaluate, estimate advantages, update critic and actor."""
+        """Run one training step: generate, score, evaluate, compute advantages, update critic and actor."""
         config, metrics = self.config, StepMetrics()
         if self.needs_greedy:
-            prompts = self._with_baselines(prompts, metrics)
+            prompts = self._add_baselines(prompts, metrics)
         if config.algorithm.filter_groups.enable:
             batch, scoring = (
                 sample_informative_prompts(prompts, self._generate_and_score, self.parts.loader, config, metrics),
@@ -77,15 +82,15 @@ class PPOTrainer:
             batch, scoring = self._generate(prompts, metrics)
         batch = self._evaluate(batch, scoring, metrics)
         with metrics.phase("adv"):
-            rewards, penalty = token_rewards(batch, config.algorithm, self.kl)
+            rewards, penalty = compute_token_rewards(batch, config.algorithm, self.kl)
             batch = batch.union(rewards)
-            batch = batch.union(estimate(batch, config.algorithm, self.parts.estimator))
+            batch = batch.union(compute_advantages(batch, config.algorithm, self.parts.estimator))
             metrics.add(penalty)
             if self.correction is not None:
-                corrections, correction_metrics = correct(batch, self.correction)
+                corrections, correction_metrics = compute_corrections(batch, self.correction)
                 batch = batch.union(corrections)
                 metrics.add(correction_metrics)
-        # Critic and actor are updated at the same time if they run on separate devices.
+        # If critic and actor run on separate devices, their updates overlap.
         inputs, critic_update = batch.drop(*DRIVER_ONLY), None
         if self.critic is not None:
             with metrics.phase("update_critic"):
@@ -108,11 +113,11 @@ class PPOTrainer:
             metrics.add(mismatch(batch))
         return metrics.finished(batch)
 
-    def _evaluate(self, batch: DataProto, scoring: Begun | None, metrics: StepMetrics) -> DataProto:
-        """Add scores, reference log-probs and values, and old log-probs unless the update computes them.
+    def _evaluate(self, batch: DataProto, scoring: PendingScores | None, metrics: StepMetrics) -> DataProto:
+        """Add scores, reference log-probs, values and, unless the update computes them, old log-probs.
 
-        All phases overlap: roles on separate devices compute at the same time, and reward functions run in their own
-        processes meanwhile. The time of a phase is the time that the driver waits for it.
+        The phases overlap: roles on separate devices compute at the same time, while reward functions run in their
+        worker processes. The time of a phase is the time that the driver waits for its result.
         """
         sequences = batch.select(*SEQUENCES)
         pending: dict[str, Pending[DataProto]] = {}
@@ -137,10 +142,12 @@ class PPOTrainer:
             self._write(decode_samples(self.parts, batch, scores), self.config.trainer.rollout_data_dir)
         return batch
 
-    def _generate(self, prompts: DataProto, metrics: StepMetrics, first_row: int = 0) -> tuple[DataProto, Begun | None]:
-        """Generate `rollout.n` responses to each prompt; returns the batch and the scoring that already runs.
+    def _generate(
+        self, prompts: DataProto, metrics: StepMetrics, first_row: int = 0
+    ) -> tuple[DataProto, PendingScores | None]:
+        """Generate `rollout.n` responses to each prompt. Return the batch and the reward calls that have started.
 
-        `first_row` is the number of rows that the step has generated before.
+        `first_row` is the number of rows that were generated earlier in this step.
         """
         with metrics.phase("gen"):
             rows = prompts.repeat(self.config.actor_rollout_ref.rollout.n)
@@ -149,56 +156,58 @@ class PPOTrainer:
             generated, scoring = self.parts.generate(batch)
             return metrics.union(batch, generated), scoring
 
-    def _score(self, batch: DataProto, scoring: Begun | None, metrics: StepMetrics) -> tuple[DataProto, RewardResult]:
-        """Score the responses; returns the batch with its scores, and the result of the reward functions."""
+    def _score(
+        self, batch: DataProto, scoring: PendingScores | None, metrics: StepMetrics
+    ) -> tuple[DataProto, RewardResult]:
+        """Score the responses, and return the batch with scores and the result of the reward functions."""
         with metrics.phase("reward"):
-            batch = self.parts.model_scored(batch)
+            batch = self.parts.add_model_scores(batch)
             result = self.rewards.score(batch, self.parts.decode, scoring)
             self.parts.failed.add(result.failures, f"step {self.global_step}")
             metrics.add(result.metrics)
-        return with_scores(batch, result), result
+        return add_scores(batch, result), result
 
     def _generate_and_score(
         self, prompts: DataProto, metrics: StepMetrics, first_row: int
     ) -> tuple[DataProto, RewardResult]:
-        """Generate and score for dynamic sampling, which selects prompts by their scores."""
+        """Generate and score responses for dynamic sampling, which selects prompts by their scores."""
         return self._score(*self._generate(prompts, metrics, first_row), metrics)
 
-    def _with_baselines(self, prompts: DataProto, metrics: StepMetrics) -> DataProto:
-        """Add `reward_baselines`, the score of the greedy response to each prompt (ReMax, arXiv:2310.10505).
+    def _add_baselines(self, prompts: DataProto, metrics: StepMetrics) -> DataProto:
+        """Add the column `reward_baselines`, the score of the greedy response to each prompt (ReMax, arXiv:2310.10505).
 
-        Greedy responses are scored like samples, without a KL penalty; their reward metrics are named `baseline/...`.
-        If the scoring of a greedy response fails and is dropped, the baseline is nan, and `with_scores` drops the
-        samples of the prompt.
+        Greedy responses are scored like sampled ones, without a KL penalty. Their reward metrics are named
+        `baseline/...`. If a greedy response is dropped because its scoring failed, the baseline is NaN, and
+        `add_scores` drops the samples of the prompt.
         """
         with metrics.phase("gen_max"):
             generated, scoring = self.parts.generate(prompts, greedy=True)
         with metrics.phase("reward_max"):
-            greedy = self.parts.model_scored(prompts.union(DataProto(generated.columns)))
+            greedy = self.parts.add_model_scores(prompts.union(DataProto(generated.columns)))
             result = self.rewards.score(greedy, self.parts.decode, scoring)
-        check_remaining(result.kept, result, "greedy responses")
-        baselines = torch.where(result.kept, result.token_level_scores.sum(), torch.nan)
-        renamed = {name.replace("reward/", "baseline/", 1): value for name, value in result.metrics.items()}
-        metrics.add(renamed | {"baseline/score/mean": float(baselines.nanmean())})
+        check_remaining(result.keep_mask, result, "greedy responses")
+        baselines = torch.where(result.keep_mask, result.token_level_scores.sum(), torch.nan)
+        baseline_metrics = {name.replace("reward/", "baseline/", 1): value for name, value in result.metrics.items()}
+        metrics.add(baseline_metrics | {"baseline/score/mean": float(baselines.nanmean())})
         return prompts.with_columns(reward_baselines=baselines)
 
     def _updates_actor(self) -> bool:
         return self.global_step > self.config.trainer.critic_warmup
 
     def _old_log_probs(self) -> Literal["actor", "update", "rollout"]:
-        """Return the source of the old log-probs; a step without an actor update computes them with the actor."""
+        """Return the source of the old log-probs in this step. Without an actor update, the actor computes them."""
         if self.old_log_probs == "update" and not self._updates_actor():
             return "actor"
         return self.old_log_probs
 
     def _actor_rows(self, count: int) -> Tensor:
-        """Return the order of rows that gives each rank its part of the actor's mini-batches."""
+        """Return the row order for `presharded` actor updates."""
         actor, dp_size = self.config.actor_rollout_ref.actor, self.parts.actor_dp_size
         seed = self._shuffle_seed(actor.shuffle)
         return shard_rows(count, self.actor_mini_batch, actor.ppo_epochs, seed, dp_size)
 
     def _critic_rows(self, count: int) -> Tensor:
-        """Return the order of rows that gives each rank its part of the critic's mini-batches."""
+        """Return the row order for `presharded` critic updates."""
         critic, dp_size = self.config.critic, self.parts.critic_dp_size
         seed = self._shuffle_seed(critic.shuffle)
         return shard_rows(count, self.critic_mini_batch, critic.ppo_epochs, seed, dp_size)
@@ -206,10 +215,10 @@ class PPOTrainer:
     def _shuffle_seed(self, shuffle: bool) -> int | None:
         return shuffle_seed(self.config.trainer.seed, self.global_step) if shuffle else None
 
-    # -- the loop ---------------------------------------------------------------------------------
+    # -- training loop ---------------------------------------------------------------------------------
 
     def prepare(self) -> Saved | None:
-        """Build the models and load the checkpoint to resume from, if any; returns that checkpoint."""
+        """Build the models. If the run resumes from a checkpoint, load and return it."""
         saved = self._checkpoint_to_resume()
         if saved is not None:
             check_resume(saved, self.config, ["actor", *([] if self.critic is None else ["critic"])])
@@ -230,7 +239,7 @@ class PPOTrainer:
         return saved
 
     def fit(self, tracking: Tracking, stop: Stop | None = None) -> dict[str, float]:
-        """Train until the last step or a stop signal, or only validate (`val_only`); returns the last metrics."""
+        """Train until the last step or a stop signal, or only validate (`val_only`). Return the last metrics."""
         trainer, total, stop = self.config.trainer, self.parts.total_steps, stop or Stop()
         metrics: dict[str, float] = {}
         if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
@@ -244,33 +253,33 @@ class PPOTrainer:
                 break
             self.global_step += 1
             metrics = self.step(prompts)
-            last = self.global_step == total or self.parts.loader.exhausted
-            due = trainer.save_freq > 0 and (last or self.global_step % trainer.save_freq == 0)
-            if trainer.test_freq > 0 and (last or self.global_step % trainer.test_freq == 0):
-                validated = self.validate(tracking)
-                due = self.best.offer(validated, self.global_step) or due
-                metrics |= validated
+            is_last = self.global_step == total or self.parts.loader.exhausted
+            should_save = trainer.save_freq > 0 and (is_last or self.global_step % trainer.save_freq == 0)
+            if trainer.test_freq > 0 and (is_last or self.global_step % trainer.test_freq == 0):
+                val_metrics = self.validate(tracking)
+                should_save = self.best.offer(val_metrics, self.global_step) or should_save
+                metrics |= val_metrics
             tracking.log(metrics, step=self.global_step)
-            if due:
+            if should_save:
                 self.save()
-            if stop.requested and not last:
-                if not due:
+            if stop.requested and not is_last:
+                if not should_save:
                     self.save()
                 stop.acknowledge(self.global_step, total)
                 break
         return metrics
 
     def validate(self, tracking: Tracking) -> dict[str, float]:
-        """Score the validation prompts and write the responses; trackers get the first `log_val_generations`."""
+        """Score and write responses to the validation prompts, and log the first `log_val_generations` of them."""
         trainer = self.config.trainer
         metrics, samples = validate(self.parts, self.config)
-        shown = samples[: trainer.log_val_generations]
-        if shown:
-            tracking.log_generations([asdict(sample) for sample in shown], step=self.global_step)
+        logged_samples = samples[: trainer.log_val_generations]
+        if logged_samples:
+            tracking.log_generations([asdict(sample) for sample in logged_samples], step=self.global_step)
         if trainer.validation_data_dir is not None:
             self._write(samples, trainer.validation_data_dir)
-        elif shown:
-            self._write(shown, f"{trainer.default_local_dir}/validation")
+        elif logged_samples:
+            self._write(logged_samples, f"{trainer.default_local_dir}/validation")
         return metrics
 
     def _write(self, samples: list[Sample], folder: str) -> None:
@@ -279,7 +288,7 @@ class PPOTrainer:
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save(self) -> None:
-        """Save the state of the run as one atomic checkpoint."""
+        """Save the state of the run as an atomic checkpoint."""
         trainer, step = self.config.trainer, self.global_step
         roles = {"actor": partial(self.actor.save_checkpoint, global_step=step)}
         if self.critic is not None:

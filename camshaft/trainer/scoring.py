@@ -1,11 +1,11 @@
-"""Scoring of responses: reward functions, the reward model, the length penalty, and checks of the data for them.
+"""Score responses with the reward function, the reward model and the overlong penalty.
 
-    rewards = build_rewards(config.custom_reward_function)      # only reward functions, for camshaft generate
-    rewards = run_rewards(config)                               # reward functions, reward model and length penalty
-    batch = model_scores(batch, reward_model, ranks)            # adds `rm_scores`, an input of `rewards.score`
-    batch = with_scores(batch, rewards.score(batch, decode))    # adds `token_level_scores`
+    rewards = build_rewards(config.custom_reward_function)      # only the reward function, for camshaft generate
+    rewards = build_run_rewards(config)                         # reward function, reward model and overlong penalty
+    batch = add_model_scores(batch, reward_model, ranks)        # adds `rm_scores`, which `rewards.score` reads
+    batch = add_scores(batch, rewards.score(batch, decode))     # adds `token_level_scores`
 
-Used by training, validation and `camshaft generate`.
+Training, validation and `camshaft generate` use these functions. `check_scorable` checks the data before a run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from camshaft.rewards.manager import RewardManager, RewardResult
 from camshaft.rewards.overlong import OverlongPenalty
 from camshaft.roles import RewardModelWorker
 
-READ_BY_MODEL = ("prompts", "responses", "response_mask", "raw_prompt", "raw_input_ids")
-"""Columns that the built-in reward model reads, if present."""
-ABOUT_ROWS = ("uid", "prompt_id", "data_source", "ground_truth", "extra_info")
-"""Further columns that a user's reward model may read."""
+MODEL_COLUMNS = ("prompts", "responses", "response_mask", "raw_prompt", "raw_input_ids")
+"""Columns that the built-in reward model reads if they exist."""
+EXTRA_COLUMNS = ("uid", "prompt_id", "data_source", "ground_truth", "extra_info")
+"""Additional columns that a custom reward model may read."""
 
 
 def build_rewards(custom: CustomRewardConfig) -> RewardManager:
-    """Load the configured reward function in its own processes."""
+    """Load the configured reward function in worker processes."""
     return RewardManager(
         custom.path,
         custom.function_name(),
@@ -41,8 +41,8 @@ def build_rewards(custom: CustomRewardConfig) -> RewardManager:
     )
 
 
-def run_rewards(config: PPOConfig) -> RewardManager | CombinedRewards | OverlongPenalty:
-    """Build the scoring of a PPO run: reward functions, reward model and length penalty."""
+def build_run_rewards(config: PPOConfig) -> RewardManager | CombinedRewards | OverlongPenalty:
+    """Build the scoring of a PPO run from reward function, reward model and overlong penalty."""
     overlong, limit = config.reward_model.overlong_buffer, config.actor_rollout_ref.rollout.response_length
     rewards = _rewards(config)
     if not overlong.enable:
@@ -51,71 +51,74 @@ def run_rewards(config: PPOConfig) -> RewardManager | CombinedRewards | Overlong
 
 
 def _rewards(config: PPOConfig) -> RewardManager | CombinedRewards:
-    """Build the scoring without the length penalty."""
+    """Build the scoring without the overlong penalty."""
     if not config.reward_model.enable:
         return build_rewards(config.custom_reward_function)
     function = build_rewards(config.custom_reward_function) if config.needs_function() else None
     return CombinedRewards(function, config.reward_model.weight)
 
 
-def model_scores(batch: DataProto, model: RewardModelWorker | None, ranks: int) -> DataProto:
-    """Add the scores of the reward model, if there is one, which runs on `ranks` ranks.
+def add_model_scores(batch: DataProto, model: RewardModelWorker | None, ranks: int) -> DataProto:
+    """Add the scores of the reward model, which runs on `ranks` ranks, if the run has one.
 
-    Rows are padded to the same number per rank, and the padding is removed from the result.
+    The batch is padded to the same number of rows per rank. The result does not contain the padding rows.
     """
     if model is None:
         return batch
-    inputs = batch.select(*(name for name in (*READ_BY_MODEL, *ABOUT_ROWS) if name in batch))
-    padded, added = inputs.pad_to_divisor(ranks)
-    return batch.union(DataProto(model.compute_rm_score(padded).unpad(added).columns))
+    inputs = batch.select(*(name for name in (*MODEL_COLUMNS, *EXTRA_COLUMNS) if name in batch))
+    padded, num_padding_rows = inputs.pad_to_divisor(ranks)
+    return batch.union(DataProto(model.compute_rm_score(padded).unpad(num_padding_rows).columns))
 
 
-def with_scores(batch: DataProto, result: RewardResult) -> DataProto:
-    """Add the scores. Dropped rows are kept in the batch with a mask that is false at all tokens.
+def add_scores(batch: DataProto, result: RewardResult) -> DataProto:
+    """Add the column `token_level_scores`, and mask out all tokens of dropped rows.
 
-    A row is dropped if its scoring failed (`on_error=drop`) or that of its greedy baseline.
+    With `on_error=drop`, a row is dropped if its scoring or that of its greedy baseline failed. Dropped rows remain in
+    the batch.
     """
-    batch, kept = batch.with_columns(token_level_scores=result.token_level_scores), result.kept
+    batch, keep_mask = batch.with_columns(token_level_scores=result.token_level_scores), result.keep_mask
     if "reward_baselines" in batch:
         baselines = batch["reward_baselines"]
-        kept = kept & ~baselines.isnan()
+        keep_mask = keep_mask & ~baselines.isnan()
         batch = batch.with_columns(reward_baselines=baselines.nan_to_num(0.0))
-    if kept.all():
+    if keep_mask.all():
         return batch
-    check_remaining(kept, result, "responses")
+    check_remaining(keep_mask, result, "responses")
     mask = batch.ragged("response_mask")
-    return batch.with_columns(response_mask=mask.like(mask.values & kept[mask.row_ids()]))
+    return batch.with_columns(response_mask=mask.like(mask.values & keep_mask[mask.row_ids()]))
 
 
-def check_remaining(kept: Tensor, result: RewardResult, noun: str) -> None:
-    """Raise an error if all rows were dropped."""
-    if len(kept) and not kept.any():
+def check_remaining(keep_mask: Tensor, result: RewardResult, noun: str) -> None:
+    """Raise RewardError if all rows were dropped."""
+    if len(keep_mask) and not keep_mask.any():
         raise RewardError(
-            f"the reward function failed on all {len(kept)} {noun} of a step, and custom_reward_function.on_error=drop "
-            f"drops them all; first failure: {result.failures[0]}"
+            f"the reward function failed for all {len(keep_mask)} {noun} of a step, and "
+            "custom_reward_function.on_error=drop drops them all; correct the function. "
+            f"The first failure is {result.failures[0]}"
         )
 
 
 def check_scorable(prompts: DataProto, custom: CustomRewardConfig, beside_model: bool = False) -> None:
-    """Check that a built-in reward function can score these rows; functions of the user are not checked."""
+    """Raise RewardError if the built-in reward function cannot score these rows. Custom functions are not checked."""
     if custom.path is not None or not len(prompts):
         return
-    alternative = "custom_reward_function.path=my_reward.py for your own function"
+    alternative = "custom_reward_function.path=my_reward.py for a custom function"
     if beside_model:
         alternative += ", or custom_reward_function.name=null to score with the reward model only"
-    chosen = {str(source): reward_for(source) for source in prompts["data_source"]}
-    unknown = sorted(source for source, name in chosen.items() if name is None)
+    function_names = {str(source): reward_for(source) for source in prompts["data_source"]}
+    unknown = sorted(source for source, name in function_names.items() if name is None)
     if custom.function_name() == "auto" and unknown:
         raise RewardError(
             f"data_source {', '.join(unknown[:5])} has no built-in reward function (known: {', '.join(SOURCES)}); use "
             f"custom_reward_function.name=exact_match to compare with the ground truth, or {alternative}"
         )
     if custom.function_name() == "auto":
-        for name in sorted({name for name in chosen.values() if name is not None}):
-            import_attribute(REWARDS[name])  # raises early if an optional library is missing
-    without = [uid for uid, truth in zip(prompts["uid"], prompts["ground_truth"], strict=True) if truth is None]
-    if without:
+        for name in sorted({name for name in function_names.values() if name is not None}):
+            import_attribute(REWARDS[name])  # reports missing optional libraries at startup
+    missing_rows = [uid for uid, truth in zip(prompts["uid"], prompts["ground_truth"], strict=True) if truth is None]
+    if missing_rows:
         raise RewardError(
-            f"{len(without)} of {len(prompts)} rows have no ground truth, first row {without[0]}; add a struct "
-            f"'reward_model' with 'ground_truth' or a column 'ground_truth' to the files, or use {alternative}"
+            f"{len(missing_rows)} of {len(prompts)} rows have no ground truth; the first is row {missing_rows[0]}. "
+            "Add a struct 'reward_model' with 'ground_truth' or a column 'ground_truth' to the files, or use "
+            f"{alternative}"
         )

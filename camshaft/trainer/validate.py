@@ -69,7 +69,7 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
     seeds = sampling_seeds(config.trainer.seed, VALIDATION, len(prompts))
     for batch in prompts.with_columns(sampling_seed=seeds).split(config.data.val_batch_size):
         generated, pending = parts.generate(batch, validate=True)
-        batch = parts.model_scored(batch.union(DataProto(generated.columns)))
+        batch = parts.add_model_scores(batch.union(DataProto(generated.columns)))
         result = parts.rewards.score(batch, parts.decode, pending)
         parts.failed.add(result.failures, "validation")
         lengths += batch["responses"].lengths.tolist()

@@ -15,7 +15,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RewardError
 from camshaft.ragged import on_last_token
 from camshaft.rewards.manager import RewardResult
-from camshaft.trainer.scoring import build_rewards, run_rewards
+from camshaft.trainer.scoring import build_rewards, build_run_rewards
 from spec.test_fields import run_with
 
 SCORES = """
@@ -118,5 +118,5 @@ def test_key_changes_the_overlong_penalty(key: str, tmp_path: Path, monkeypatch:
     value, others, observe, before, after = PENALTIES[key.rpartition(".")[2]]
     base = {"reward_model.enable": False, "data.max_response_length": 8, **others}
     for overrides, expected in ((base, before), ({**base, key: value}, after)):
-        rewards = run_rewards(run_with(tmp_path, overrides))
+        rewards = build_run_rewards(run_with(tmp_path, overrides))
         assert observe(rewards.score(batch, lambda rows: [""] * len(rows))) == expected

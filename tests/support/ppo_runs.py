@@ -28,7 +28,7 @@ from camshaft.dataproto import DataProto
 from camshaft.models.loader import quiet_transformers
 from camshaft.models.tiny import make_tiny_model
 from camshaft.rewards.combined import CombinedRewards
-from camshaft.rewards.manager import Begun, RewardManager, RewardResult
+from camshaft.rewards.manager import PendingScores, RewardManager, RewardResult
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
@@ -129,7 +129,7 @@ class _WatchedRewards:
         self.batch = DataProto()
 
     def score(
-        self, batch: DataProto, decode: Callable[[list[list[int]]], list[str]], begun: Begun | None = None
+        self, batch: DataProto, decode: Callable[[list[list[int]]], list[str]], begun: PendingScores | None = None
     ) -> RewardResult:
         self.batch = batch
         return self.rewards.score(batch, decode, begun)

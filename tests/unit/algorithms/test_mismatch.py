@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from camshaft.algorithms import accepted, effective_share, importance_weights, mismatch
+from camshaft.algorithms import accept_tokens, effective_sample_share, importance_weights, mismatch
 
 NAN = float("nan")
 LENGTHS = torch.tensor([3, 2, 1])
@@ -80,7 +80,7 @@ def test_small_differences_in_float32_are_not_lost_to_rounding():
     train = torch.full((2,), -1.0)
     both = (train, train - d, torch.ones(2, dtype=torch.bool), torch.tensor([2]))
     assert float(mismatch(*both)["kl_k3"]) == pytest.approx((2.0**-41 + 2.0**-43) / 2, rel=1e-4)
-    assert accepted(*both, "token_k3", (0.0, 2.0**-42)).tolist() == [False, True]
+    assert accept_tokens(*both, "token_k3", (0.0, 2.0**-42)).tolist() == [False, True]
     rows = torch.rand(1000, generator=torch.Generator().manual_seed(0)) * -5
     noise = torch.randn(1000, generator=torch.Generator().manual_seed(1)) * 1e-6
     near = mismatch(rows, rows + noise, torch.ones(1000, dtype=torch.bool), torch.tensor([1000]))
@@ -97,8 +97,8 @@ def test_metrics_are_zero_without_differences_or_counted_tokens():
 
 
 def test_effective_share_of_equal_and_degenerate_weights():
-    assert float(effective_share(torch.tensor([0.3, 0.3, 0.3]))) == pytest.approx(1.0)
-    assert float(effective_share(torch.tensor([5.0, 0.0, 0.0, 0.0]))) == pytest.approx(0.25)
+    assert float(effective_sample_share(torch.tensor([0.3, 0.3, 0.3]))) == pytest.approx(1.0)
+    assert float(effective_sample_share(torch.tensor([5.0, 0.0, 0.0, 0.0]))) == pytest.approx(0.25)
 
 
 # -- weights --------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ def test_weighted_samples_have_the_mean_of_the_other_distribution():
     ],
 )
 def test_rejection_by_hand(rule, bounds, expected):
-    assert accepted(*FLAT, rule, bounds).int().tolist() == expected
+    assert accept_tokens(*FLAT, rule, bounds).int().tolist() == expected
 
 
 @settings(max_examples=60, deadline=None)
@@ -189,7 +189,7 @@ def test_rejection_matches_a_loop(batch, rule, high):
     low, high = (1 / (1 + high), 1 + high) if k == "k1" else (0.0, high)
     estimate = {"k1": lambda d: -d, "k2": lambda d: d * d / 2, "k3": lambda d: math.exp(d) - 1 - d}[k]
     train, rollout, mask, lengths = batch
-    mask_of_rows = accepted(train, rollout, mask, lengths, rule, (low, high))
+    mask_of_rows = accept_tokens(train, rollout, mask, lengths, rule, (low, high))
     assert not mask_of_rows[~mask].any()
     sizes = lengths.tolist()
     for row, kept, counted in zip(oracle(*batch), mask_of_rows.split(sizes), mask.split(sizes), strict=True):
@@ -208,4 +208,4 @@ def test_rejection_matches_a_loop(batch, rule, high):
 def test_an_unknown_rule_is_rejected():
     for rule in ("seq_max_k1", "token", "geometric", "token_k4"):
         with pytest.raises(ValueError, match="unknown rejection rule"):
-            accepted(*FLAT, rule, (0.5, 2.0))
+            accept_tokens(*FLAT, rule, (0.5, 2.0))

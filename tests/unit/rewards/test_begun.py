@@ -14,7 +14,7 @@ import pytest
 
 from camshaft.errors import BatchError, RewardError
 from camshaft.rewards.combined import CombinedRewards
-from camshaft.rewards.manager import Begun, RewardManager, RewardResult
+from camshaft.rewards.manager import PendingScores, RewardManager, RewardResult
 from camshaft.rewards.overlong import OverlongPenalty
 
 from .conftest import batch_of, decode
@@ -32,7 +32,7 @@ return {'score': int(solution_str), 'odd': int(solution_str) % 2, 'pred': soluti
 """
 
 
-def added(begun: Begun | None, texts: Sequence[str], parts: Sequence[tuple[int, int]]) -> Begun:
+def added(begun: PendingScores | None, texts: Sequence[str], parts: Sequence[tuple[int, int]]) -> PendingScores:
     """Add to `begun` the rows from the first up to the second number of each pair."""
     assert begun is not None
     for first, end in parts:

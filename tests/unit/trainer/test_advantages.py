@@ -7,17 +7,17 @@ from camshaft.config.schema.algorithm import KLCtrlConfig
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.trainer.advantages import (
     build_kl_controller,
-    estimate,
+    compute_advantages,
+    compute_token_rewards,
     group_ids,
     load_estimator,
-    mean_of_rows,
-    token_rewards,
+    row_means,
 )
 
 
 def estimated(batch: DataProto, config: AlgorithmConfig) -> DataProto:
-    """Run `estimate` with the configured estimator."""
-    return estimate(batch, config, load_estimator(config))
+    """Run `compute_advantages` with the configured estimator."""
+    return compute_advantages(batch, config, load_estimator(config))
 
 
 def algorithm(**changes: object) -> AlgorithmConfig:
@@ -61,7 +61,7 @@ def two_rows() -> DataProto:
 
 def test_the_kl_penalty_applies_to_every_response_token() -> None:
     # d = 0.4, (tool: none), -0.2 and -1.0; times 0.5.
-    rewards, metrics = token_rewards(two_rows(), algorithm(), FixedKL(0.5))
+    rewards, metrics = compute_token_rewards(two_rows(), algorithm(), FixedKL(0.5))
     expected = torch.tensor([-0.2, 0.0, 1.1, 2.5])
     torch.testing.assert_close(rewards.ragged("token_level_rewards").values, expected)
     # Rows: (0.4 - 0.2) / 2 = 0.1 and -1.0; their mean is -0.45.
@@ -69,7 +69,7 @@ def test_the_kl_penalty_applies_to_every_response_token() -> None:
 
 
 def test_without_a_penalty_rewards_are_the_scores() -> None:
-    rewards, metrics = token_rewards(two_rows(), algorithm(use_kl_in_reward=False), FixedKL(0.5))
+    rewards, metrics = compute_token_rewards(two_rows(), algorithm(use_kl_in_reward=False), FixedKL(0.5))
     assert torch.equal(rewards.ragged("token_level_rewards").values, torch.tensor([0.0, 0.0, 1.0, 2.0]))
     assert metrics == {}
 
@@ -78,7 +78,7 @@ def test_an_adaptive_weight_moves_after_it_was_used() -> None:
     control = KLCtrlConfig(type="adaptive", kl_coef=0.5, horizon=10, target_kl=0.1)
     kl = build_kl_controller(algorithm(kl_ctrl=control))
     assert isinstance(kl, AdaptiveKL)
-    _, metrics = token_rewards(two_rows(), algorithm(kl_ctrl=control), kl)
+    _, metrics = compute_token_rewards(two_rows(), algorithm(kl_ctrl=control), kl)
     assert metrics["actor/reward_kl_penalty_coeff"] == 0.5
     # KL / target - 1 = -5.5, clipped to -0.2; two sequences of a horizon of ten.
     assert kl.coef == pytest.approx(0.5 * (1 - 0.2 * 2 / 10))
@@ -121,4 +121,4 @@ def test_groups_are_the_rows_of_one_prompt_in_any_order() -> None:
 
 def test_a_mean_of_rows_counts_the_tokens_of_the_mask() -> None:
     mask = Ragged.from_rows([[True, False, True], [False]])
-    assert mean_of_rows(floats([1, 0, 4], [0]), mask).tolist() == [2.5, 0.0]
+    assert row_means(floats([1, 0, 4], [0]), mask).tolist() == [2.5, 0.0]

@@ -97,5 +97,5 @@ def test_prompts_with_failed_greedy_baselines_are_dropped(tmp_path: Path, batche
     assert not step.actor[name].equal(full_step.actor[name])
 
     reward.write_text("def compute_score(**_):\n    raise ValueError('never')\n")
-    with pytest.raises(RewardError, match=r"on all 8 greedy responses of a step.*ValueError: never"):
+    with pytest.raises(RewardError, match=r"for all 8 greedy responses of a step.*ValueError: never"):
         run_ppo(tmp_path, overrides, steps=1)

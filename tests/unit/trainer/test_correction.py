@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from camshaft.config import Topology
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.roles import ActorWorker
-from camshaft.trainer.advantages import correct
+from camshaft.trainer.advantages import compute_corrections
 
 KEY = "algorithm.rollout_correction"
 
@@ -49,13 +49,15 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_no_metric_is_added_without_a_request(home: Path) -> None:
-    columns, metrics = correct(batch_of(), rollout_correction(home))
+    columns, metrics = compute_corrections(batch_of(), rollout_correction(home))
     assert not columns.columns
     assert metrics == {}
 
 
 def test_weights_and_their_metrics_by_hand(home: Path) -> None:
-    columns, metrics = correct(batch_of(), rollout_correction(home, rollout_is="token", rollout_is_threshold=3.0))
+    columns, metrics = compute_corrections(
+        batch_of(), rollout_correction(home, rollout_is="token", rollout_is_threshold=3.0)
+    )
     assert [row.tolist() for row in columns.ragged("rollout_is_weights").rows()] == [
         pytest.approx([3, 0, 0.5]),
         pytest.approx([0.75]),
@@ -76,12 +78,12 @@ def test_several_rules_must_all_hold(home: Path) -> None:
     # By token, 4 exceeds the limit; by row, the product 2 of the first does, which also removes 1/2.
     one = rollout_correction(home, rollout_rs="token_k1", rollout_rs_threshold=2.5)
     both = rollout_correction(home, rollout_rs="[token_k1,seq_sum_k1]", rollout_rs_threshold="[2.5,0.5_1.9]")
-    kept, metrics = correct(batch_of(), one)
+    kept, metrics = compute_corrections(batch_of(), one)
     assert kept["rollout_rs_mask"].values.int().tolist() == [0, 0, 1, 1]
     assert metrics == pytest.approx(
         {"rollout_corr/rollout_rs_masked_fraction": 1 / 3, "rollout_corr/rollout_rs_seq_masked_fraction": 1 / 2}
     )
-    kept, metrics = correct(batch_of(), both)
+    kept, metrics = compute_corrections(batch_of(), both)
     assert kept["rollout_rs_mask"].values.int().tolist() == [0, 0, 0, 1]
     assert metrics == pytest.approx(
         {"rollout_corr/rollout_rs_masked_fraction": 2 / 3, "rollout_corr/rollout_rs_seq_masked_fraction": 1 / 2}

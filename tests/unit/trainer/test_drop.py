@@ -20,8 +20,8 @@ from camshaft.errors import RewardError
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import RewardFailure, RewardResult
 from camshaft.roles import ActorWorker, CriticWorker
-from camshaft.trainer.advantages import estimate, load_estimator, token_rewards
-from camshaft.trainer.scoring import with_scores
+from camshaft.trainer.advantages import compute_advantages, compute_token_rewards, load_estimator
+from camshaft.trainer.scoring import add_scores
 
 LENGTHS = (3, 2, 4, 1, 2, 3, 2, 2)
 UIDS = ["0/1"] * 4 + ["0/2"] * 4
@@ -35,8 +35,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def estimated(batch: DataProto, config: AlgorithmConfig) -> DataProto:
-    """Run `estimate` with the configured estimator."""
-    return estimate(batch, config, load_estimator(config))
+    """Run `compute_advantages` with the configured estimator."""
+    return compute_advantages(batch, config, load_estimator(config))
 
 
 def algorithm(home: Path, **keys: Any) -> AlgorithmConfig:
@@ -69,7 +69,7 @@ def result_of(batch: DataProto, dropped: tuple[int, ...]) -> RewardResult:
 def scored() -> tuple[DataProto, DataProto]:
     """Return (batch with two dropped rows, batch without those rows)."""
     batch = batch_of(torch.Generator().manual_seed(0))
-    batch = with_scores(batch, result_of(batch, DROPPED))
+    batch = add_scores(batch, result_of(batch, DROPPED))
     return batch, batch.reorder(torch.tensor(KEPT))
 
 
@@ -91,7 +91,7 @@ def test_advantages_equal_those_of_a_batch_without_the_row(home: Path, name: str
 def test_a_prompt_without_a_baseline_is_dropped(home: Path) -> None:
     unscored = batch_of(torch.Generator().manual_seed(0))
     baselines = torch.tensor([torch.nan] * 4 + [2.5] * 4)
-    batch = with_scores(unscored.with_columns(reward_baselines=baselines), result_of(unscored, (5,)))
+    batch = add_scores(unscored.with_columns(reward_baselines=baselines), result_of(unscored, (5,)))
     assert [bool(mask.any()) for mask in batch.ragged("response_mask").rows()] == [False] * 4 + [
         True,
         False,
@@ -104,14 +104,16 @@ def test_a_prompt_without_a_baseline_is_dropped(home: Path) -> None:
     # Scores 5, 7 and 8, each on its row's last token, are the reward-to-go of every token.
     rows = [row.tolist() for row in result.ragged("advantages").rows()]
     assert rows == [[0.0] * 3, [0.0] * 2, [0.0] * 4, [0.0], [2.5] * 2, [0.0] * 3, [4.5] * 2, [5.5] * 2]
-    with pytest.raises(RewardError, match="on all 8 responses"):
-        with_scores(unscored.with_columns(reward_baselines=baselines), result_of(unscored, (4, 5, 6, 7)))
+    with pytest.raises(RewardError, match="for all 8 responses"):
+        add_scores(unscored.with_columns(reward_baselines=baselines), result_of(unscored, (4, 5, 6, 7)))
 
 
 def test_a_dropped_row_does_not_change_the_kl_coefficient(home: Path) -> None:
     chosen = algorithm(home, use_kl_in_reward=True)
     controllers = [AdaptiveKL(0.5, target=0.1, horizon=100) for _ in range(2)]
-    metrics = [token_rewards(batch, chosen, control)[1] for batch, control in zip(scored(), controllers, strict=True)]
+    metrics = [
+        compute_token_rewards(batch, chosen, control)[1] for batch, control in zip(scored(), controllers, strict=True)
+    ]
     assert metrics[0] == pytest.approx(metrics[1])
     assert controllers[0].coef == pytest.approx(controllers[1].coef)
     assert controllers[0].coef != 0.5
@@ -156,8 +158,8 @@ def test_weights_equal_those_of_an_update_without_the_row(home: Path, mode: str)
 
 def test_a_step_without_remaining_samples_is_an_error() -> None:
     batch = batch_of(torch.Generator())
-    with pytest.raises(RewardError, match=r"on all 8 responses.*drops them all; first failure: .*ValueError: no"):
-        with_scores(batch, result_of(batch, tuple(range(8))))
+    with pytest.raises(RewardError, match=r"for all 8 responses.*drops them all; correct .*ValueError: no"):
+        add_scores(batch, result_of(batch, tuple(range(8))))
 
 
 REWARD = """

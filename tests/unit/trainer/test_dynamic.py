@@ -128,7 +128,7 @@ def test_dynamic_sampling_compares_shaped_score_score_or_a_result() -> None:
 
 def test_responses_that_were_dropped_make_no_difference() -> None:
     def differs(scores: list[float], dropped: tuple[int, ...], n: int) -> list[bool]:
-        return _find_informative(torch.tensor(scores), replace(result(scores), dropped=dropped).kept, n).tolist()
+        return _find_informative(torch.tensor(scores), replace(result(scores), dropped=dropped).keep_mask, n).tolist()
 
     scores = [1.0, 0.0, 1.0, 1.0, 1.0, 0.0, 3.0, 4.0, 0.0]  # three responses to each of three prompts
     assert differs(scores, (), 3) == [True, True, True]
