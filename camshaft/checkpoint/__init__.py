@@ -1,14 +1,15 @@
 """Checkpoints and exports.
 
-    manager.py    CheckpointManager: one folder per step, complete only after every role and the trainer have written
-    export.py     export a model or a LoRA adapter as a Hugging Face folder, verified before it appears
-    best.py       BestStep: the best step by a validation metric
+    manager.py    CheckpointManager: saves, lists, copies and removes the checkpoints of a run
+    export.py     exports a model or a LoRA adapter as a Hugging Face folder, and verifies it
+    best.py       BestStep: selects the best step by a validation metric
 
     manager = CheckpointManager("checkpoints/demo")
     manager.save(20, {"actor": actor.save_checkpoint}, state={"loader": loader.state_dict()}, keep={"actor": 3})
     manager.latest()           # -> Saved(step=20, folder=..., state={...}) or None
 
-Engines write their folders with `storage.py`; the manager defines the order of writes, and which steps are complete.
+A checkpoint has one folder per role, which the engine writes, and one for the state of the trainer. It is complete when
+all of them are.
 """
 
 from camshaft.checkpoint.best import BestStep

@@ -1,11 +1,11 @@
-"""The best step so far by a validation metric.
+"""Selection of the best step by a validation metric.
 
     best = BestStep("val-core/gsm8k/reward/mean", "max")
-    best.offer({"val-core/gsm8k/reward/mean": 0.5, ...}, step=20)      # True: the best so far, to be saved
-    best.step                                                          # 20, which retention keeps
+    best.update({"val-core/gsm8k/reward/mean": 0.5, ...}, step=20)     # True: step 20 is the best so far
+    best.step                                                          # 20; retention keeps its checkpoint
 
-Among equal values the earliest step is the best, and nan never is. The validation before training (step 0) only checks
-that the metric exists.
+If several steps have the same value, the earliest of them is the best. A step whose value is nan is never the best. For
+the validation before training (step 0), only the existence of the metric is checked.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from camshaft.errors import ConfigError
 
 
 class BestStep:
-    """Track the best step; `step` is None before the first offer and without a metric."""
+    """Track the best step. `step` is None until a step has been recorded, and always if `metric` is None."""
 
     def __init__(self, metric: str | None, mode: str):
         self.metric, self.mode = metric, mode
         self.step: int | None = None
         self.value = math.nan
 
-    def offer(self, metrics: Mapping[str, float], step: int) -> bool:
-        """Record a validation; returns True if this step is the best so far."""
+    def update(self, metrics: Mapping[str, float], step: int) -> bool:
+        """Record the metrics of a validation, and return True if `step` is the best so far."""
         if self.metric is None:
             return False
         if self.metric not in metrics:
             candidates = nearest_keys(self.metric, sorted(metrics)) or sorted(metrics)
             raise ConfigError(
                 f"trainer.best_metric={self.metric} is not a validation metric of this run; "
-                f"use trainer.best_metric={candidates[0]}, or one of: {', '.join(sorted(metrics))}"
+                f"use trainer.best_metric={candidates[0]}, or another one of: {', '.join(sorted(metrics))}"
             )
         value = float(metrics[self.metric])
         if step == 0:
@@ -49,6 +49,6 @@ class BestStep:
         return {"metric": self.metric, "mode": self.mode, "step": self.step, "value": self.value if self.step else None}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the best step, unless the run now uses another metric."""
+        """Restore the best step, unless `state` was saved with another metric or mode."""
         if (state["metric"], state["mode"]) == (self.metric, self.mode) and state["step"] is not None:
             self.step, self.value = state["step"], state["value"]

@@ -1,14 +1,14 @@
 """Export of the weights of any engine as a Hugging Face folder.
 
-    check_export_path("out/huggingface")         # before a run: raises if the path is taken
+    check_export_path("out/huggingface")         # before a run: raises an error if the path contains other files
     export_hugging_face(
         engine.named_weights(), engine.config.model, "out/huggingface", check=Probe(engine.infer_batch)
     )
 
-The folder appears atomically, after `transformers` has loaded it: a missing or unknown weight, a weight with another
-checksum, or an output that differs from the engine's raises an error. Only an older export is replaced. A LoRA adapter
-is merged into the weights; it can also be written to the subfolder `lora_adapter`, for PEFT. `export_adapter` writes a
-folder with only the adapter.
+The export is verified before the folder appears: `transformers` loads it, and the export fails if a weight is missing,
+unknown or changed, or if the outputs differ from those of the engine. An existing folder is replaced only if it is an
+older export. A LoRA adapter is merged into the weights, and can be written to the subfolder `lora_adapter` as well.
+`export_adapter` exports only the adapter.
 """
 
 from __future__ import annotations
@@ -40,28 +40,31 @@ KIND = "huggingface"
 ADAPTER = "lora_adapter"
 
 TOLERANCES = {"float64": 1e-4, "float32": 1e-4, "bfloat16": 5e-2}
-"""Allowed difference of outputs, absolute below 1 and relative above, by the narrower compute dtype."""
+"""Maximum difference between the outputs of the engine and of transformers, by the lower-precision dtype of the two.
+
+The difference is absolute for outputs below 1, and relative for larger outputs.
+"""
 
 PROBED_LENGTHS = (5, 2, 8)
 
 FILE_BYTES = 4 << 30
-"""Maximum size of a weight file; larger models become several files with an index."""
+"""Maximum size of a weight file in bytes. A larger model is split into several files with an index."""
 
 Weights = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
 class Probe:
-    """The engine, whose outputs are compared with those of the exported model."""
+    """Access to the outputs of the engine, with which the exported model is compared."""
 
     run: Callable[[DataProto], Mapping[str, Any]]
-    """`infer_batch` of the engine; every rank calls it."""
+    """`infer_batch` of the engine. It is a collective call on all ranks."""
     dtype: str = "float32"
-    """Compute dtype of the engine, which can be narrower than that of its weights."""
+    """Dtype in which the engine computes. It can have a lower precision than the weights."""
 
 
 def check_export_path(target: str | Path) -> None:
-    """Raise an error if `target` exists and is not an older export."""
+    """Raise an error if `target` exists and is not an export of this module."""
     storage.check_replaceable(target, KIND)
 
 
@@ -75,10 +78,19 @@ def export_hugging_face(
     file_bytes: int = FILE_BYTES,
     tokenizer: str | None = None,
 ) -> None:
-    """Export `weights` with the config and the tokenizer of the folder `model.path`, and its Python code if trusted.
+    """Export `weights` together with the config, the tokenizer and (if trusted) the Python code in `model.path`.
 
-    `adapter` yields names and tensors in the format of PEFT; `tokenizer` is the folder of another tokenizer. Every rank
-    of an engine calls this function, because weights and outputs are gathered from all ranks; one rank has `write` set.
+    All ranks of the engine must call this function, because weights and outputs are gathered collectively.
+
+    Args:
+        weights: Names and tensors of the complete model.
+        model: Model of the engine.
+        target: Folder to write.
+        check: Engine whose outputs the exported model must reproduce. None skips this check.
+        write: True on the one rank that writes the folder.
+        adapter: Names and tensors of the LoRA adapter in the format of PEFT, for the subfolder `lora_adapter`.
+        file_bytes: Maximum size of a weight file.
+        tokenizer: Folder of the tokenizer. None uses `model.path`.
     """
     folder, trusted = model_folder(model.path), model.trust_remote_code
     config = load_config(folder, trusted, model.override_config)
@@ -91,7 +103,7 @@ def export_hugging_face(
 
 
 class _Collective:
-    """The collective operations of the export; all ranks run them even if the writing rank raises an error."""
+    """Collective operations of the export. All ranks run all of them, even if the writing rank raises an error."""
 
     def __init__(self, weights: Weights, adapter: Weights, check: Probe | None, rows: DataProto):
         self.weights, self.adapter = iter(weights), iter(adapter)
@@ -99,7 +111,7 @@ class _Collective:
         self._predictions: Mapping[str, Any] | None = None
 
     def finish(self) -> Mapping[str, Any]:
-        """Consume the remaining weights and run the engine on the probe rows, once."""
+        """Consume the remaining weights, and return the engine's outputs for the probe rows, computed once."""
         for _ in itertools.chain(self.weights, self.adapter):
             pass
         if self._predictions is None:
@@ -112,9 +124,10 @@ class _Collective:
 def export_adapter(
     weights: Weights, model: EngineModel, target: str | Path, check: Probe, tokenizer: str | None = None
 ) -> None:
-    """Export only the adapter `model.lora` in the format of PEFT, with the tokenizer, from one process.
+    """Export only the LoRA adapter, in the format of PEFT, together with the tokenizer.
 
-    Before the folder appears, PEFT loads it onto the weights of `model.path`.
+    A single process must hold all weights. Before the folder appears, PEFT loads the adapter onto the weights in
+    `model.path`, and its weights and outputs are compared with those of the engine.
     """
     assert model.lora is not None
     check_export_path(target)
@@ -147,7 +160,7 @@ def _write(
     file_bytes: int,
     tokenizer: str,
 ) -> None:
-    """Write and verify the export; config and code come from `folder`."""
+    """Write the export and verify it. The config and the Python code are read from `folder`."""
     check_export_path(target)
     trusted = model.trust_remote_code
     if model.head != "causal_lm":
@@ -156,7 +169,7 @@ def _write(
         config.dtype, digests = _write_weights(ranks.weights, work, file_bytes)
         config.save_pretrained(work)
         added = {name: tensor.detach().cpu() for name, tensor in ranks.adapter}
-        with contextlib.suppress(OSError):  # the file is optional
+        with contextlib.suppress(OSError):  # generation_config.json is optional
             (work / "generation_config.json").write_bytes((folder / "generation_config.json").read_bytes())
         load_tokenizer(tokenizer, trusted).save_pretrained(work)
         for code in folder.glob("*.py") if trusted else ():
@@ -175,7 +188,10 @@ def _write(
 
 
 def _write_weights(weights: Weights, work: Path, file_bytes: int) -> tuple[torch.dtype, dict[str, int]]:
-    """Write files of bounded size, one in memory at a time; returns the dtype of the first weight and all checksums."""
+    """Write the weights to files of limited size, and return the dtype of the first weight and all checksums.
+
+    Only the weights of one file are in memory at a time.
+    """
     file: dict[str, Tensor] = {}
     digests: dict[str, int] = {}
     files: list[list[str]] = []
@@ -207,36 +223,40 @@ def _write_weights(weights: Weights, work: Path, file_bytes: int) -> tuple[torch
 
 
 def _load(work: Path, target: Path, trust_remote_code: bool, head: Head) -> Any:
-    """Load the folder with transformers; raises an error unless it takes every weight."""
-    # Restores the random state, so that a run that continues is not affected.
+    """Load the folder with transformers; raise an error if weights are missing, unknown or of the wrong shape."""
+    # Restore the random state, because initializing the model must not affect the rest of the run.
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         model, info = CLASSES[head].from_pretrained(
             work, local_files_only=True, output_loading_info=True, trust_remote_code=trust_remote_code
         )
-    wrong = [f"{key} ({kind})" for kind in ("missing_keys", "unexpected_keys", "mismatched_keys") for key in info[kind]]
-    if wrong:
-        raise CheckpointError(f"{target}: transformers rejects exported weights: {', '.join(wrong[:8])}")
+    kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
+    rejected = [f"{key} ({kind})" for kind in kinds for key in info[kind]]
+    if rejected:
+        raise CheckpointError(f"{target}: transformers rejects exported weights: {', '.join(rejected[:8])}")
     return model
 
 
 def _digest(tensor: Tensor, dtype: torch.dtype) -> int:
-    """Return the checksum in the dtype of the export; some models keep a few weights in a wider dtype."""
+    """Return the checksum of a tensor converted to `dtype`, because transformers loads some weights in float32."""
     return digest(tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def _compare_weights(
     weights: Mapping[str, Tensor], digests: Mapping[str, int], dtype: torch.dtype, target: Path
 ) -> None:
-    """Check that every loaded weight has the checksum of the exported one."""
-    wrong = [
+    """Raise CheckpointError if a loaded weight differs from the exported one."""
+    changed = [
         name for name, expected in digests.items() if name not in weights or _digest(weights[name], dtype) != expected
     ]
-    if wrong:
-        raise CheckpointError(f"{target}: these weights differ after loading: {', '.join(wrong[:8])}")
+    if changed:
+        raise CheckpointError(f"{target}: these weights differ after loading: {', '.join(changed[:8])}")
 
 
 def _rows(config: PreTrainedConfig) -> DataProto:
-    """Return a few fixed rows of tokens, without the pad token, at which some heads end a row."""
+    """Return a few fixed rows of tokens for the comparison of outputs.
+
+    They do not contain the pad token, because some heads interpret it as the end of a row.
+    """
     text_config = config.get_text_config()
     vocab_size, pad = text_config.vocab_size, text_config.pad_token_id
     tokens = torch.randint(0, vocab_size, (sum(PROBED_LENGTHS),), generator=torch.Generator().manual_seed(0))
@@ -251,17 +271,17 @@ def _compare(model: Any, head: Head, rows: DataProto, outputs: Ragged | Tensor, 
     expected = torch.cat([_transformers_outputs(model, ids, head) for ids in rows.ragged("input_ids").rows()])
     if isinstance(outputs, Ragged):
         outputs = outputs.values[rows.ragged("loss_mask").values.to(outputs.values.device)]
-    off = float(((outputs.cpu() - expected).abs() / expected.abs().clamp(min=1)).max())
-    allowed = max(TOLERANCES[dtype], TOLERANCES[str(model.dtype).removeprefix("torch.")])
-    if not off <= allowed:
+    difference = float(((outputs.cpu() - expected).abs() / expected.abs().clamp(min=1)).max())
+    tolerance = max(TOLERANCES[dtype], TOLERANCES[str(model.dtype).removeprefix("torch.")])
+    if not difference <= tolerance:
         raise CheckpointError(
             f"{target}: with the exported weights, the {OUTPUTS[head][0]} of transformers and of the engine differ by "
-            f"{off:.1e}, allowed {allowed:.0e}"
+            f"{difference:.1e}, which exceeds the tolerance of {tolerance:.0e}"
         )
 
 
 def _transformers_outputs(model: Any, ids: Tensor, head: Head) -> Tensor:
-    """Return the head's outputs for one row: of every token except the first, or of the row."""
+    """Return the outputs for one row: one per token except the first, or a single one for a reward head."""
     logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
     if head == "reward":
         return logits

@@ -1,22 +1,22 @@
 """The checkpoints of a run on disk.
 
-    <root>/global_step_20/actor/...                written atomically by the actor's engine
-                         /actor_huggingface/...    optional: the weights as a Hugging Face folder
+    <root>/global_step_20/actor/...                written atomically by the engine of the actor
+                         /actor_huggingface/...    the weights as a Hugging Face folder, optional
                          /critic/...
                          /trainer/...              written last; its manifest lists the roles of the checkpoint
           /latest_checkpointed_iteration.txt       20
-          /best_checkpointed_iteration.txt         10: the best step by validation, never removed
-          /aside.1/global_step_30/...              of an earlier run that this run does not continue
+          /best_checkpointed_iteration.txt         10, the best step by validation, whose checkpoint is always kept
+          /aside.1/global_step_30/...              checkpoints of an earlier run that this run does not resume
 
-A checkpoint is complete if its `trainer` folder and every role listed there are complete. A run that is killed between
-two roles leaves an incomplete checkpoint, which is never loaded. Retention removes an older checkpoint only after the
-newer one is complete.
+A checkpoint is complete if its `trainer` folder and the folders of all roles listed there are complete. A run that is
+killed while it saves leaves an incomplete checkpoint, which is never loaded. Retention removes an older checkpoint only
+when the newer one is complete.
 
-Checkpoints are copied to an optional second location. The manager reads from it only if the run has no complete
-local checkpoint: then it fetches the newest one.
+Checkpoints can be copied to a mirror, which is another folder or a URL. If a run has no complete local checkpoint, the
+manager fetches the newest one from the mirror.
 
-The Hugging Face folder of a role is written before the checkpoint is complete and removed together with the role. A run
-does not resume from it, so moving it away leaves the checkpoint complete.
+The Hugging Face folder of a role is written before the checkpoint is complete, and removed together with the role. Runs
+do not resume from it, so the checkpoint remains complete if the folder is moved or deleted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ BEST = "best_checkpointed_iteration.txt"
 TRAINER = "trainer"
 
 Write = Callable[[str, str | None], None]
-"""Writes one role to a folder, and to a second one unless it is None: `save_checkpoint` and `export` of a role."""
+"""`save_checkpoint` or `export` of a role. Arguments: the folder to write, and the folder in the mirror or None."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +62,11 @@ class Saved:
 
 
 class CheckpointManager:
-    """The checkpoints in the folder `root`, with copies in `second`, a folder or a URL."""
+    """Manage the checkpoints in the folder `root`, and their copies in `mirror`, a folder or a URL."""
 
-    def __init__(self, root: str | Path, second: str | None = None):
+    def __init__(self, root: str | Path, mirror: str | None = None):
         self.root = Path(root).expanduser()
-        self.second = None if second is None else second.rstrip("/")
+        self.mirror = None if mirror is None else mirror.rstrip("/")
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -79,15 +79,20 @@ class CheckpointManager:
         exports: Mapping[str, Write] | None = None,
         best: int | None = None,
     ) -> Saved:
-        """Write every role, then `state` (JSON), which completes the checkpoint; then remove old checkpoints.
+        """Save a checkpoint, and remove old checkpoints.
 
-        `keep` is the number of checkpoints to keep per role; None, or a missing role, keeps all. `exports` writes the
-        Hugging Face folders of the roles in it. The step `best` is always kept.
+        Args:
+            step: Number of the step, which names the folder.
+            roles: Function per role that writes its folder.
+            state: State of the trainer as JSON values. It is written last and completes the checkpoint.
+            keep: Number of checkpoints to keep per role. None, or a missing role, keeps all.
+            exports: Function per role that writes its Hugging Face folder.
+            best: Best step so far, whose checkpoint is always kept.
         """
         start = time.perf_counter()
         name = f"global_step_{step}"
-        folder, copy = self.root / name, None if self.second is None else f"{self.second}/{name}"
-        # A checkpoint that is overwritten becomes incomplete first.
+        folder, copy = self.root / name, None if self.mirror is None else f"{self.mirror}/{name}"
+        # Remove the `trainer` folder of an existing checkpoint first, so that it is incomplete while it is overwritten.
         for location in (str(folder), *([] if copy is None else [copy])):
             for old in (TRAINER, *roles, *map(export_of, roles)):
                 if storage.is_there(f"{location}/{old}"):
@@ -99,20 +104,23 @@ class CheckpointManager:
             (work / "state.json").write_text(json.dumps(state), encoding="utf-8")
         if copy is not None:
             storage.copy_folder(str(folder / TRAINER), f"{copy}/{TRAINER}")
-        for location in (self.root, *([] if self.second is None else [self.second])):
+        for location in (self.root, *([] if self.mirror is None else [self.mirror])):
             storage.write_text(location, LATEST, str(step))
-        # A role may still write in the background; until then the checkpoint before is the newest complete one.
+        # An engine may still write in the background. Until then, the previous checkpoint is the newest complete one.
         complete = all(storage.is_complete(folder / role) for role in roles)
-        kept = self._protected(best)
+        protected_steps = self._record_best(best)
         for role in roles:
-            self._retain(role, keep.get(role), step if complete else step - 1, kept)
-        self._sweep(step)
+            self._remove_old(role, keep.get(role), step if complete else step - 1, protected_steps)
+        self._remove_empty(step)
         note = "" if complete else "; still writing in the background"
-        logger.info("saved %s: %.1f s, %s%s", folder, time.perf_counter() - start, in_words(size_of(folder)), note)
+        logger.info("saved %s: %.1f s, %s%s", folder, time.perf_counter() - start, format_size(size_of(folder)), note)
         return Saved(step, folder, dict(state), tuple(roles))
 
-    def _protected(self, best: int | None) -> set[int]:
-        """Record the best step; returns the steps to keep: it and, until it is complete, the previous best."""
+    def _record_best(self, best: int | None) -> set[int]:
+        """Record the best step on disk, and return the steps that retention must keep.
+
+        These are the best step and, until its checkpoint is complete, the previous best step.
+        """
         folders = {step: folder for step, folder in storage.step_folders(self.root) if step == best}
         if best is None or not folders:
             return set()
@@ -121,9 +129,9 @@ class CheckpointManager:
         return {best} if previous is None or incomplete_reason(folders[best]) is None else {best, previous}
 
     def move_aside(self, after: int) -> None:
-        """Move the checkpoints after step `after` of an earlier run, which this run does not continue, to `aside.<n>`.
+        """Move checkpoints of an earlier run with a step number above `after` to the folder `aside.<n>`.
 
-        In place they would count as newer than the checkpoints of this run, for resuming and for retention.
+        Otherwise they would be newer than the checkpoints of this run, which affects resuming and retention.
         """
         later = [folder for step, folder in storage.step_folders(self.root) if step > after]
         if not later:
@@ -138,55 +146,58 @@ class CheckpointManager:
             (self.root / marker).unlink(missing_ok=True)
         logger.info("moved checkpoints of an earlier run to %s: %s", aside, ", ".join(folder.name for folder in later))
 
-    def _retain(self, role: str, count: int | None, newest: int, kept: set[int]) -> None:
-        """Remove folders of `role` older than its newest `count` complete checkpoints up to step `newest`."""
+    def _remove_old(self, role: str, count: int | None, newest: int, protected_steps: set[int]) -> None:
+        """Remove the folders of `role` that are older than the last `count` complete ones up to step `newest`."""
         if count is None:
             return
         steps = [(step, folder) for step, folder in storage.step_folders(self.root) if step <= newest]
         complete = [step for step, folder in steps if all(map(storage.is_complete, (folder / TRAINER, folder / role)))]
         for step, folder in steps:
-            if step < min(complete[-count:], default=0) and step not in kept:
+            if step < min(complete[-count:], default=0) and step not in protected_steps:
                 for old in (folder / export_of(role), folder / role):
                     if old.is_dir():
                         storage.remove(old)
 
-    def _sweep(self, now: int) -> None:
-        """Remove checkpoints before step `now` without any role, left by retention or by a kill during a write."""
+    def _remove_empty(self, newest: int) -> None:
+        """Remove checkpoints before step `newest` that contain no role.
+
+        Retention leaves them behind, and so does a run that is killed while it saves.
+        """
         for step, folder in storage.step_folders(self.root):
-            if step < now and all(path.name == TRAINER or storage.is_unfinished(path) for path in folder.iterdir()):
+            if step < newest and all(path.name == TRAINER or storage.is_unfinished(path) for path in folder.iterdir()):
                 storage.remove(folder)
 
     # -- reading ----------------------------------------------------------------------------------
 
     def latest(self) -> Saved | None:
-        """Return the newest complete checkpoint, fetched from the second location if `root` has none; or None."""
+        """Return the newest complete checkpoint, or None. If `root` contains none, fetch one from the mirror."""
         saved = self._latest_local()
-        if saved is not None or self.second is None or not self._fetch(self.second):
+        if saved is not None or self.mirror is None or not self._fetch(self.mirror):
             return saved
         return self._latest_local()
 
-    def _fetch(self, second: str) -> bool:
-        """Copy the newest complete checkpoint of the second location to `root`."""
-        # Checkpoints after the marker belong to an earlier run that was started over.
-        newest = storage.read_text(second, LATEST)
-        for step in reversed(storage.steps_at(second)):
+    def _fetch(self, mirror: str) -> bool:
+        """Copy the newest complete checkpoint in the mirror to `root`, and return True if there is one."""
+        # Checkpoints after the marker belong to an earlier run, which was started again from an earlier step.
+        newest = storage.read_text(mirror, LATEST)
+        for step in reversed(storage.steps_at(mirror)):
             name = f"global_step_{step}"
             if newest is not None and step > int(newest):
                 continue
             try:
-                self._copy_to_root(f"{second}/{name}", self.root / name)
+                self._copy_to_root(f"{mirror}/{name}", self.root / name)
             except CheckpointError as error:
-                logger.warning("skipped: %s", error)
+                logger.warning("skipped a checkpoint: %s", error)
                 continue
-            logger.info("fetched %s/%s, because %s has no complete checkpoint", second, name, self.root)
+            logger.info("fetched %s/%s, because %s contains no complete checkpoint", mirror, name, self.root)
             return True
         return False
 
     def _copy_to_root(self, source: str, folder: Path) -> None:
-        """Copy one checkpoint, its trainer folder last, so that an interrupted copy is recognized as incomplete."""
+        """Copy a checkpoint. The `trainer` folder is copied last, so that an interrupted copy is incomplete."""
         roles = storage.facts_at(f"{source}/{TRAINER}")["roles"]
         for role in roles:
-            storage.facts_at(f"{source}/{role}")  # raises before anything is copied if the role is missing
+            storage.facts_at(f"{source}/{role}")  # raises an error before anything is copied if the role is missing
         for part in (*roles, TRAINER):
             storage.copy_folder(f"{source}/{part}", str(folder / part))
 
@@ -195,17 +206,18 @@ class CheckpointManager:
             try:
                 return self.open(folder)
             except CheckpointError as error:
-                logger.warning("skipped: %s", error)
+                logger.warning("skipped a checkpoint: %s", error)
         return None
 
     def open(self, folder: str | Path) -> Saved:
-        """Open a checkpoint by its folder; raises an error if it is incomplete."""
+        """Return the checkpoint in `folder`; raise CheckpointError if it is incomplete."""
         folder = Path(folder).expanduser()
         if not folder.is_dir():
             raise CheckpointError(f"{folder} does not exist")
-        inside = storage.step_folders(folder)
-        if inside:
-            raise CheckpointError(f"{folder} is a folder of checkpoints; name one of them, for example {inside[-1][1]}")
+        checkpoints = storage.step_folders(folder)
+        if checkpoints:
+            example = checkpoints[-1][1]
+            raise CheckpointError(f"{folder} contains several checkpoints; use one of them, for example {example}")
         facts = storage.verify(folder / TRAINER)
         problem = incomplete_reason(folder)
         if problem is not None:
@@ -218,7 +230,10 @@ class CheckpointManager:
 
 
 def incomplete_reason(step: Path) -> str | None:
-    """Return why a checkpoint is incomplete, or None. File sizes are checked, checksums are not."""
+    """Return the reason why a checkpoint is incomplete, or None if it is complete.
+
+    File sizes are compared with the manifests. Checksums are not verified.
+    """
     if not storage.is_complete(step / TRAINER):
         return f"'{TRAINER}' is missing or incomplete"
     for role in storage.read_manifest(step / TRAINER)["facts"]["roles"]:
@@ -228,12 +243,12 @@ def incomplete_reason(step: Path) -> str | None:
 
 
 def size_of(folder: Path) -> int:
-    """Return the bytes of all files in a folder."""
+    """Return the total size of all files in a folder, in bytes."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-def in_words(count: float) -> str:
-    """Format a number of bytes: 1234567 -> "1.2 MB"."""
+def format_size(count: float) -> str:
+    """Format a number of bytes, for example 1234567 as "1.2 MB"."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
@@ -242,6 +257,6 @@ def in_words(count: float) -> str:
 
 
 def read_marker(root: Path, marker: str) -> int | None:
-    """Return the step in the file `LATEST` or `BEST`."""
+    """Return the step number in the file `LATEST` or `BEST`, or None if the file does not exist."""
     text = storage.read_text(root, marker)
     return None if text is None else int(text)

@@ -1,4 +1,4 @@
-"""Tracking: send the metrics of each step to several trackers.
+"""Experiment tracking: send the metrics of each step to one or more trackers.
 
     with Tracking(["console", "jsonl"], RunInfo(project="demo", experiment="a", folder=Path("out"), ...)) as track:
         track.log({"critic/score/mean": 0.5, "timing_s/step": 1.2}, step=1)
@@ -6,11 +6,12 @@
 Modules:
 
     base.py         base class of trackers
-    bounded.py      run trackers so that errors and hangs do not stop a run
-    names.py        table of all metrics
-    console.py, jsonl.py, mlflow.py, tensorboard.py, trackio.py, wandb.py: one tracker each, with its library
+    bounded.py      calls trackers so that their errors and hangs do not stop a run
+    names.py        table of all metrics, and the reference page
+    console.py, jsonl.py, mlflow.py, tensorboard.py, trackio.py, wandb.py
+                    one tracker each
 
-The trainers call `log` once per step.
+Only the file of a tracker imports its library. The trainers call `Tracking.log` once per step.
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ from typing import Any
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.plugins import TRACKERS, load
 from camshaft.tracking.base import Ending, RunInfo, Tracker, deterministic
-from camshaft.tracking.bounded import InTurn, OwnThread
+from camshaft.tracking.bounded import SynchronousTracker, ThreadedTracker
 
 __all__ = ["TRACKERS", "Ending", "RunInfo", "Tracker", "Tracking", "check_trackers", "deterministic"]
 
 
 class Tracking:
-    """All trackers of a run: built-in names, entry points of `camshaft.trackers`, or `package.module:Class`."""
+    """The trackers of a run.
+
+    `names` are built-in names, entry points of the group `camshaft.trackers`, or import paths `package.module:Class`.
+    """
 
     def __init__(self, names: Sequence[str], run: RunInfo):
-        self._trackers: list[InTurn | OwnThread] = []
+        self._trackers: list[SynchronousTracker | ThreadedTracker] = []
         self._last_step: int | None = None
         self.ending: Ending = "failed"
-        """Final state passed to the trackers; an error that ends the `with` block sets it automatically."""
-        with ExitStack() as opened:  # if one fails to start, the previous ones are finished
+        """Final state of the run, which trackers record. An exception in the `with` block sets it."""
+        with ExitStack() as opened:  # if a tracker fails to start, those that started before are finished
             for name in dict.fromkeys(names):
                 tracker = _start(name, run)
                 self._trackers.append(tracker)
@@ -44,7 +48,7 @@ class Tracking:
         self.ending = "finished"
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Send all metrics of one step to every tracker; steps must increase."""
+        """Send all metrics of a step to every tracker. Step numbers must increase."""
         assert self._last_step is None or step > self._last_step, f"step {step} was logged after {self._last_step}"
         self._last_step = step
         plain = {name: float(value) for name, value in metrics.items()}
@@ -52,16 +56,16 @@ class Tracking:
             tracker.put(lambda it: it.log(plain, step), step)
 
     def log_generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Send validation responses to every tracker; call it before `log` of that step."""
+        """Send validation responses to every tracker. Call this method before `log` for the same step."""
         plain = [{name: _plain(value) for name, value in row.items()} for row in rows]
         for tracker in self._trackers:
             tracker.put(lambda it: it.log_generations(plain, step), step)
 
     def finish(self) -> None:
-        """Close all trackers."""
+        """Finish all trackers."""
         self._finish.close()
 
-    def _close(self, tracker: InTurn | OwnThread) -> None:
+    def _close(self, tracker: SynchronousTracker | ThreadedTracker) -> None:
         tracker.finish(self.ending)
 
     def __enter__(self) -> Tracking:
@@ -74,7 +78,7 @@ class Tracking:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError for a tracker that is unknown, lacks its library, or cannot run here."""
+    """Raise ConfigError if a tracker is unknown, its library is not installed, or it cannot run on this machine."""
     for name in names:
         _class(name).check()
 
@@ -86,14 +90,14 @@ def _class(name: str) -> type[Tracker]:
         raise ConfigError(f"the tracker '{name}' cannot be used: {error}") from error
 
 
-def _start(name: str, run: RunInfo) -> InTurn | OwnThread:
+def _start(name: str, run: RunInfo) -> SynchronousTracker | ThreadedTracker:
     tracker_class = _class(name)
     try:
-        runner = InTurn if tracker_class.at_once else OwnThread
+        runner = SynchronousTracker if tracker_class.at_once else ThreadedTracker
         return runner(name, lambda: tracker_class(run))  # pyright: ignore[reportAbstractUsage]  (a subclass)
     except Exception as error:
         raise ConfigError(
-            f"the tracker '{name}' did not start: {type(error).__name__}: {error}. "
+            f"the tracker '{name}' failed to start: {type(error).__name__}: {error}. "
             "Remove it from trainer.logger to run without it"
         ) from error
 

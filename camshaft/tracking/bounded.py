@@ -1,11 +1,11 @@
-"""Run trackers so that their errors and hangs do not affect training.
+"""Call trackers so that their errors and hangs do not affect training.
 
-    tracker = OwnThread("wandb", lambda: WandbTracker(run))    # raises errors of the constructor
+    tracker = ThreadedTracker("wandb", lambda: WandbTracker(run))    # raises errors of the constructor
     tracker.put(lambda it: it.log(metrics, step), step)        # returns immediately
     tracker.finish("finished")                                 # returns within FINISH_SECONDS
 
-The first failing call is logged; failed calls are not repeated, and later steps are still sent. A hanging tracker is
-logged once. Its calls wait in a bounded queue; calls beyond the bound are discarded.
+The first call that fails is logged. Failed calls are not repeated, and later steps are still sent. If a call hangs, a
+warning is logged once, and the following calls are queued. When the queue is full, further calls are discarded.
 """
 
 import logging
@@ -20,18 +20,18 @@ from camshaft.tracking.base import Ending, Tracker
 Call = Callable[[Tracker], None]
 
 START_SECONDS = 120.0
-"""Maximum startup time of a tracker; above the limits of the libraries, except MLflow's."""
+"""Maximum startup time of a tracker. It exceeds the timeouts of all tracker libraries except MLflow."""
 SLOW_SECONDS = 60.0
-"""Duration of a call above which a warning is logged."""
+"""Duration of a call after which a warning is logged."""
 FINISH_SECONDS = 60.0
-"""Maximum time at the end of a run for outstanding calls."""
-WAITING = 1000
+"""Maximum time to wait for outstanding calls at the end of a run."""
+MAX_QUEUED_CALLS = 1000
 """Maximum number of queued calls."""
 
 logger = logging.getLogger(__name__)
 
 
-class InTurn:
+class SynchronousTracker:
     """A tracker that is called synchronously."""
 
     def __init__(self, name: str, start: Callable[[], Tracker]):
@@ -40,33 +40,33 @@ class InTurn:
         self._tracker = start()
 
     def put(self, call: Call, step: int) -> None:
-        """Call the tracker; log the first error."""
+        """Call the tracker, and log a warning for the first call that fails."""
         self._calls += 1
         try:
             call(self._tracker)
         except Exception as error:
             self._failed += 1
             if self._failed == 1:
-                message = "the tracker '%s' failed at step %d: %s: %s. The run continues and logs the next step"
+                message = "the tracker '%s' failed at step %d: %s: %s. The run continues to log later steps"
                 logger.warning(message, self.name, step, type(error).__name__, error)
 
     def finish(self, ending: Ending) -> None:
-        """Close the tracker."""
+        """Record the final state of the run, and close the tracker."""
         try:
             self._tracker.on_run_end(ending)
             self._tracker.finish()
         except Exception as error:
-            logger.warning("the tracker '%s' did not close: %s: %s", self.name, type(error).__name__, error)
+            logger.warning("the tracker '%s' failed to close: %s: %s", self.name, type(error).__name__, error)
         if self._failed > 1:
             logger.warning("the tracker '%s' failed in %d of %d calls", self.name, self._failed, self._calls)
 
 
-class OwnThread:
-    """A tracker that is started, called and closed in a separate thread, with bounded waits."""
+class ThreadedTracker:
+    """A tracker that is started, called and closed in a separate thread. Waits for the thread have a time limit."""
 
     def __init__(self, name: str, start: Callable[[], Tracker]):
         self.name = name
-        self._waiting: queue.Queue[tuple[Call, int] | Ending] = queue.Queue(WAITING)
+        self._queue: queue.Queue[tuple[Call, int] | Ending] = queue.Queue(MAX_QUEUED_CALLS)
         self._busy_since: float | None = None
         self._slow = self._full = False
         started: Future[None] = Future()
@@ -77,46 +77,46 @@ class OwnThread:
         except TimeoutError as error:
             if started.done():
                 raise  # raised by the tracker
-            raise TimeoutError(f"no answer within {START_SECONDS:g} s") from error
+            raise TimeoutError(f"the tracker did not start within {START_SECONDS:g} s") from error
 
     def put(self, call: Call, step: int) -> None:
         """Queue a call of the tracker."""
-        began = self._busy_since
-        if began is not None and time.monotonic() - began > SLOW_SECONDS and not self._slow:
+        start_time = self._busy_since
+        if start_time is not None and time.monotonic() - start_time > SLOW_SECONDS and not self._slow:
             self._slow = True
-            message = "the tracker '%s' has not answered for %.0f s. The run continues; its metrics are queued"
-            logger.warning(message, self.name, time.monotonic() - began)
+            message = "the tracker '%s' has not responded for %.0f s. The run continues, and metrics are queued"
+            logger.warning(message, self.name, time.monotonic() - start_time)
         try:
-            self._waiting.put_nowait((call, step))
+            self._queue.put_nowait((call, step))
         except queue.Full:
             if not self._full:
                 self._full = True
                 logger.warning(
-                    "the queue of the tracker '%s' is full: metrics from step %d on are lost", self.name, step
+                    "the queue of the tracker '%s' is full; it loses metrics from step %d on", self.name, step
                 )
 
     def finish(self, ending: Ending) -> None:
-        """Close the tracker, or abandon it after FINISH_SECONDS."""
-        until = time.monotonic() + FINISH_SECONDS
+        """Close the tracker. If it does not close within FINISH_SECONDS, log a warning and return."""
+        deadline = time.monotonic() + FINISH_SECONDS
         try:
-            self._waiting.put(ending, timeout=FINISH_SECONDS)
+            self._queue.put(ending, timeout=FINISH_SECONDS)
         except queue.Full:
             pass  # reported below
         else:
-            self._thread.join(max(0.0, until - time.monotonic()))
+            self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
-            message = "the tracker '%s' did not finish within %g s of the end of the run and is abandoned"
+            message = "the tracker '%s' did not finish within %g s after the end of the run and is abandoned"
             logger.warning(message, self.name, FINISH_SECONDS)
 
     def _work(self, start: Callable[[], Tracker], started: Future[None]) -> None:
         try:
-            tracker = InTurn(self.name, start)
+            tracker = SynchronousTracker(self.name, start)
         except BaseException as error:
             started.set_exception(error)
             return
         started.set_result(None)
         while True:
-            item = self._waiting.get()
+            item = self._queue.get()
             self._busy_since = time.monotonic()
             if isinstance(item, str):
                 tracker.finish(item)

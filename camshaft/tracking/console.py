@@ -1,8 +1,8 @@
-"""Console tracker: a live line on a terminal, one line per step elsewhere, and a table at the end.
+"""Console tracker: a live progress line on a terminal, or one line per step otherwise, and a summary at the end.
 
     step 12/100  reward 0.531  kl 0.0012  tok/s 18,402  left 0:03:21
 
-Colors and animation follow the terminal; NO_COLOR is respected.
+Colors and animation depend on the terminal. The environment variable NO_COLOR disables colors.
 """
 
 import math
@@ -25,14 +25,14 @@ HEADLINES: dict[str, tuple[str, ...]] = {
     "kl": ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"),
     "tok/s": ("perf/throughput",),
 }
-"""Label on the line -> metrics to show; the first available one is used."""
+"""Maps each label on the line to metrics. The first of them that is available is shown."""
 
 _WINDOW = 20
-"""Number of recent steps for the estimate of the remaining time."""
+"""Number of recent steps from which the remaining time is estimated."""
 
 
 class ConsoleTracker(Tracker):
-    """Print metrics to standard output or another rich console."""
+    """Print metrics to standard output, or to another rich console."""
 
     at_once = True
 
@@ -40,8 +40,10 @@ class ConsoleTracker(Tracker):
         self._run = run
         self._console = console or Console()
         self._clock = clock
-        self._began = clock()
-        self._moments: deque[tuple[int, float]] = deque([(run.resumed_step or 0, self._began)], maxlen=_WINDOW + 1)
+        self._start_time = clock()
+        self._step_times: deque[tuple[int, float]] = deque(
+            [(run.resumed_step or 0, self._start_time)], maxlen=_WINDOW + 1
+        )
         self._history: dict[str, list[float]] = {}
         self._num_steps = 0
         self._live: Progress | None = None
@@ -61,13 +63,13 @@ class ConsoleTracker(Tracker):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._num_steps += step > 0  # step 0 is the validation before training
-        self._moments.append((step, self._clock()))
+        self._step_times.append((step, self._clock()))
         names = {label: next((name for name in names if name in metrics), None) for label, names in HEADLINES.items()}
         values = {label: metrics[name] for label, name in names.items() if name}
         for label, value in values.items():
             self._history.setdefault(label, []).append(float(value))
-        facts = [f"{label} {_short(value)}" for label, value in values.items()]
-        facts.append(f"left {self._time_left(step)}")
+        facts = [f"{label} {_format_value(value)}" for label, value in values.items()]
+        facts.append(f"left {self._format_remaining_time(step)}")
         if self._live:
             self._live.update(self._task, completed=step, facts="  ".join(facts))
         else:
@@ -78,24 +80,24 @@ class ConsoleTracker(Tracker):
             self._live.stop()
         if not self._num_steps:
             return
-        elapsed = timedelta(seconds=round(self._clock() - self._began))
+        elapsed = timedelta(seconds=round(self._clock() - self._start_time))
         table = Table("", "first", "last", "lowest", "highest", title=f"{self._num_steps} steps in {elapsed}")
         for label, values in self._history.items():
             cells = (values[0], values[-1], min(values), max(values))
-            table.add_row(label, *(_short(value) for value in cells))
+            table.add_row(label, *(_format_value(value) for value in cells))
         self._console.print(table)
 
     def _line(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    def _time_left(self, step: int) -> str:
-        (first, began), (last, now) = self._moments[0], self._moments[-1]
+    def _format_remaining_time(self, step: int) -> str:
+        (first, began), (last, now) = self._step_times[0], self._step_times[-1]
         if last <= first:
             return "?"
         return str(timedelta(seconds=round((now - began) / (last - first) * (self._run.total_steps - step))))
 
 
-def _short(value: float) -> str:
+def _format_value(value: float) -> str:
     """Format a value with four significant digits."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"

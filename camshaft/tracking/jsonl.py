@@ -1,10 +1,10 @@
-"""JSON lines tracker: one object per step in `<folder>/metrics.jsonl`.
+"""JSON lines tracker: writes one object per step to `<folder>/metrics.jsonl`.
 
     {"step": 1, "critic/score/mean": 0.5, "actor/grad_norm": "nan"}
 
-Floats round-trip bitwise. Non-finite values, which JSON numbers cannot represent, are the strings "nan", "inf" and
-"-inf". A resumed run drops the lines after its checkpoint's step, so that each step occurs once. A new run renames an
-existing file.
+Finite floats can be read back bitwise. Non-finite values are written as the strings "nan", "inf" and "-inf", because
+JSON numbers cannot represent them. A resumed run deletes the lines after the step of its checkpoint, so that each step
+occurs once. A new run renames an existing file.
 """
 
 import json
@@ -14,23 +14,23 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from camshaft.tracking.base import RunInfo, Tracker, back_up
+from camshaft.tracking.base import RunInfo, Tracker, rename_existing
 
 FILE_NAME = "metrics.jsonl"
 
 
 class JsonlTracker(Tracker):
-    """Append a line per step without buffering; lines that failed on a full disk are written with the next step."""
+    """Append one line per step without buffering. A line that cannot be written is written with the next step."""
 
     at_once = True
 
     def __init__(self, run: RunInfo):
-        self.path = run.place(FILE_NAME)
+        self.path = run.path(FILE_NAME)
         if self.path.exists():
             if run.resumed_step is None:
-                back_up(self.path)
+                rename_existing(self.path)
             else:
-                _drop_after(self.path, run.resumed_step)
+                _drop_lines_after(self.path, run.resumed_step)
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (closed by finish)
         self._unwritten = b""
 
@@ -49,7 +49,7 @@ class JsonlTracker(Tracker):
 
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
-    """Read a metrics file with all values as numbers; an incomplete last line is ignored."""
+    """Read a metrics file and convert all values to numbers. An incomplete last line is ignored."""
     return [
         {name: float(value) if isinstance(value, str) else value for name, value in line.items()}
         for line in _lines(Path(path))
@@ -69,7 +69,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
         yield json.loads(line)
 
 
-def _drop_after(path: Path, step: int) -> None:
+def _drop_lines_after(path: Path, step: int) -> None:
     kept = [line for line in _lines(path) if line["step"] <= step]
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")

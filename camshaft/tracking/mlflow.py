@@ -1,11 +1,11 @@
-"""MLflow tracker: `trainer.project_name` is the experiment, `trainer.experiment_name` the run name.
+"""MLflow tracker: `trainer.project_name` is the MLflow experiment, and `trainer.experiment_name` is the run name.
 
     MLFLOW_TRACKING_URI=http://server:5000 camshaft ...
     MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri checkpoints/my_project/my_run/mlruns
 
-Without MLFLOW_TRACKING_URI the files are in `<folder>/mlruns`. The run id is saved in the run's folder, so that a
-resumed run continues the same MLflow run. MLflow cannot delete steps: those that a killed run logged after its last
-checkpoint are kept and not logged again.
+Without MLFLOW_TRACKING_URI, files are written to `<folder>/mlruns`. The ID of the MLflow run is saved in the folder, so
+that a resumed run continues the same MLflow run. Steps that a killed run logged after its last checkpoint cannot be
+deleted in MLflow, so a resumed run does not log them again.
 """
 
 import json
@@ -22,31 +22,31 @@ from mlflow.tracking import MlflowClient
 from camshaft.tracking.base import Ending, Row, RunInfo, Tracker
 
 LAST_STEP = "camshaft.last_step"
-"""Tag with the last step that has metrics."""
+"""Tag that contains the last logged step."""
 
 _STATUS: dict[Ending, str] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
-_AT_ONCE = 100
+_PARAMS_PER_REQUEST = 100
 """Maximum number of params per MLflow request."""
 
 logger = logging.getLogger(__name__)
 
 
 class MLflowTracker(Tracker):
-    """Log through a separate client, without an active run, which user code may have."""
+    """Log with a separate MLflow client, so that an active run of user code is not affected."""
 
     def __init__(self, run: RunInfo):
         os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "true")
         uri = os.environ.get("MLFLOW_TRACKING_URI")
         if not uri:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the file store supports all features used here
-            uri = run.place("mlruns").absolute().as_uri()
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # the file store supports all required features
+            uri = run.path("mlruns").absolute().as_uri()
         self._client = MlflowClient(tracking_uri=uri)
         self._status = _STATUS["finished"]
-        saved_id = run.kept_id("mlflow")
+        saved_id = run.load_run_id("mlflow")
         self._id = self._begin(run) if saved_id is None else saved_id
         self._last = int(self._client.get_run(self._id).data.tags.get(LAST_STEP, -1))
         self._client.update_run(self._id, status="RUNNING")
-        run.keep_id("mlflow", self._id)
+        run.save_run_id("mlflow", self._id)
         logger.info("mlflow: run %s in %s", self._id, uri)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -71,13 +71,13 @@ class MLflowTracker(Tracker):
         experiment = self._client.create_experiment(run.project) if existing is None else existing.experiment_id
         run_id = self._client.create_run(experiment, run_name=run.experiment).info.run_id
         params = [Param(name, text) for name, text in _flat(run.config)]
-        for start in range(0, len(params), _AT_ONCE):
-            self._client.log_batch(run_id, params=params[start : start + _AT_ONCE])
+        for start in range(0, len(params), _PARAMS_PER_REQUEST):
+            self._client.log_batch(run_id, params=params[start : start + _PARAMS_PER_REQUEST])
         return run_id
 
 
 def metric_name(name: str) -> str:
-    """Convert to a valid MLflow name: `mean@4` becomes `mean_at_4`, and other invalid characters become `_`."""
+    """Convert a metric name to a valid MLflow name: `@` becomes `_at_`, other invalid characters become `_`."""
     return re.sub(r"[^\w\-./: ]", "_", name.replace("@", "_at_"), flags=re.ASCII)
 
 

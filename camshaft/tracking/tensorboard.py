@@ -1,28 +1,28 @@
-"""TensorBoard tracker: event files in `<folder>/tensorboard`.
+"""TensorBoard tracker: writes event files to `<folder>/tensorboard`.
 
     tensorboard --logdir checkpoints/my_project
 
-A resumed run sets `purge_step`, so that TensorBoard drops the steps after the checkpoint. A new run renames an existing
-folder.
+A resumed run sets `purge_step`, so that TensorBoard discards the steps after the checkpoint. A new run renames an
+existing folder.
 """
 
 import json
 from collections.abc import Mapping, Sequence
 
-import tensorboard  # noqa: F401  (a missing library is reported before torch imports it)
+import tensorboard  # noqa: F401  (report a missing library before torch imports it)
 from torch.utils.tensorboard import SummaryWriter
 
-from camshaft.tracking.base import Row, RunInfo, Tracker, back_up
+from camshaft.tracking.base import Row, RunInfo, Tracker, rename_existing
 
 
 class TensorBoardTracker(Tracker):
     """Write event files and flush them after each step."""
 
     def __init__(self, run: RunInfo):
-        folder = run.place("tensorboard")
+        folder = run.path("tensorboard")
         purge_step = None if run.resumed_step is None else run.resumed_step + 1
         if purge_step is None and folder.exists():
-            back_up(folder)
+            rename_existing(folder)
         self._writer = SummaryWriter(str(folder), purge_step=purge_step)
         self._text("config", json.dumps(run.config, indent=2, default=str), run.resumed_step or 0)
 

@@ -1,10 +1,10 @@
-"""Trackio tracker: `trainer.project_name` is the project, `trainer.experiment_name` the run name.
+"""Trackio tracker: `trainer.project_name` is the project, and `trainer.experiment_name` is the run name.
 
     trackio show --project my_project
 
-Trackio's environment variables select the destination: a local folder (TRACKIO_DIR), a Space (TRACKIO_SPACE_ID) or a
-server (TRACKIO_SERVER_URL). A resumed run continues the same Trackio run; steps that the killed run logged after its
-last checkpoint occur twice, with the same values.
+Environment variables of Trackio select the destination: a local folder (TRACKIO_DIR), a Space (TRACKIO_SPACE_ID) or a
+server (TRACKIO_SERVER_URL). A resumed run continues the same Trackio run. Steps that a killed run logged after its last
+checkpoint are logged again with the same values.
 """
 
 # Without the library, the type checker resolves `trackio` to this file.
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class TrackioTracker(Tracker):
-    """Log through an explicit run object, because Trackio's current run is thread-local."""
+    """Log with an explicit run object, because the current run of Trackio is thread-local."""
 
     def __init__(self, run: RunInfo):
-        saved_id = run.kept_id("trackio")
+        saved_id = run.load_run_id("trackio")
         with contextlib.redirect_stdout(io.StringIO()):  # the library has no quiet option
             self._run = init(
                 project=run.project,
@@ -35,7 +35,7 @@ class TrackioTracker(Tracker):
                 config=dict(run.config),
                 embed=False,
             )
-        run.keep_id("trackio", self._run.name)
+        run.save_run_id("trackio", self._run.name)
         logger.info("trackio: run %s of project %s; trackio show --project %s", self._run.name, *[run.project] * 2)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

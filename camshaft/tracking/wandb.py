@@ -1,55 +1,55 @@
-"""Weights & Biases tracker: `trainer.project_name` is the project, `trainer.experiment_name` the run name.
+"""Weights & Biases tracker: `trainer.project_name` is the project, and `trainer.experiment_name` is the run name.
 
-    wandb login                     # or WANDB_API_KEY=..., once
-    WANDB_MODE=offline camshaft ... # no account, no network; upload with `wandb sync <folder>/wandb/offline-run-*`
+    wandb login                      # once, or set WANDB_API_KEY
+    WANDB_MODE=offline camshaft ...  # requires no account; upload with `wandb sync <folder>/wandb/offline-run-*`
 
-The library's files are in `<folder>/wandb`. The run id is saved in the run's folder, so that a resumed run continues
-the same wandb run. Steps that a killed run logged after its last checkpoint are kept.
+wandb writes its files to `<folder>/wandb`. The ID of the wandb run is saved in the folder, so that a resumed run
+continues the same wandb run. Steps that a killed run logged after its last checkpoint are kept.
 """
 
 import logging
 from collections.abc import Mapping, Sequence
 
 import wandb
-import wandb.sdk  # fails if `wandb` is a folder that a run left behind, which Python imports as a namespace package
+import wandb.sdk  # fails if `wandb` is only a folder with run files, which Python imports as a namespace package
 
 from camshaft.errors import ConfigError
 from camshaft.tracking.base import Ending, Row, RunInfo, Tracker
 from camshaft.tracking.bounded import FINISH_SECONDS
 
 _EXIT_CODE: dict[Ending, int] = {"finished": 0, "failed": 1, "stopped": 255}
-"""wandb shows exit code 255, which it uses for Ctrl-C, as killed."""
+"""Exit code of the wandb run. wandb shows 255, its code for Ctrl-C, as killed."""
 
 logger = logging.getLogger(__name__)
 
 
 class WandbTracker(Tracker):
-    """Log to wandb without its console output; the run's URL is logged instead."""
+    """Log to wandb without its console output. Only the URL of the run is logged."""
 
     @classmethod
     def check(cls) -> None:
-        """Raise ConfigError if no API key is configured; the library would prompt for one."""
+        """Raise ConfigError if no API key is configured, because wandb would prompt for one."""
         settings = wandb.setup(settings=_settings()).settings
         if settings.mode in ("online", "shared") and not wandb.login(prompt=False, verify=False):
             raise ConfigError(
-                "the tracker 'wandb' has no account. Run `wandb login` or set WANDB_API_KEY, or use "
+                "the tracker 'wandb' requires an API key. Run `wandb login` or set WANDB_API_KEY, or set "
                 "WANDB_MODE=offline to store the run locally and upload it later with `wandb sync`"
             )
 
     def __init__(self, run: RunInfo):
         self.check()
         self._exit_code = _EXIT_CODE["finished"]
-        saved_id = run.kept_id("wandb")
+        saved_id = run.load_run_id("wandb")
         self._run = wandb.init(
             project=run.project,
             name=run.experiment,
             id=saved_id,
             resume="allow",
-            dir=run.place(""),
+            dir=run.path(""),
             config=dict(run.config),
             settings=_settings(),
         )
-        run.keep_id("wandb", self._run.id)
+        run.save_run_id("wandb", self._run.id)
         logger.info("wandb: %s", self._run.dir if self._run.offline else self._run.url)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -67,6 +67,6 @@ class WandbTracker(Tracker):
 
 
 def _settings() -> wandb.Settings:
-    """Limit the final upload to half of FINISH_SECONDS, so that it does not delay the interpreter's exit."""
+    """Return settings that limit the final upload to half of FINISH_SECONDS, so that the process exits in time."""
     limit = FINISH_SECONDS / 2
     return wandb.Settings(silent=True, console="off", finish_timeout=limit, finish_timeout_raises=True)

@@ -247,7 +247,7 @@ class PPOTrainer:
             tracking.log(metrics, step=self.global_step)
             if trainer.val_only:
                 return metrics
-            self.best.offer(metrics, step=0)
+            self.best.update(metrics, step=0)
         for prompts in self.parts.loader:
             if self.global_step >= total:
                 break
@@ -257,7 +257,7 @@ class PPOTrainer:
             should_save = trainer.save_freq > 0 and (is_last or self.global_step % trainer.save_freq == 0)
             if trainer.test_freq > 0 and (is_last or self.global_step % trainer.test_freq == 0):
                 val_metrics = self.validate(tracking)
-                should_save = self.best.offer(val_metrics, self.global_step) or should_save
+                should_save = self.best.update(val_metrics, self.global_step) or should_save
                 metrics |= val_metrics
             tracking.log(metrics, step=self.global_step)
             if should_save:

@@ -130,7 +130,7 @@ class SupervisedTrainer(ABC, Generic[W]):
                 and (is_last or self.global_step % trainer.test_freq == 0)
             ):
                 val_metrics = self.validate(self.val_rows)
-                should_save = self.best.offer(val_metrics, self.global_step) or should_save
+                should_save = self.best.update(val_metrics, self.global_step) or should_save
                 metrics |= val_metrics
             tracking.log(metrics, step=self.global_step)
             if should_save:

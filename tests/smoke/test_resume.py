@@ -253,7 +253,7 @@ def test_resume_path_of_a_folder_with_several_steps_names_one(
 ) -> None:
     run = camshaft(*command(PPO, tmp_path, resume_mode="resume_path", resume_from_path=uninterrupted))
     assert run.status == 1
-    assert "is a folder of checkpoints" in run.err
+    assert "contains several checkpoints" in run.err
     assert "global_step_6" in run.err
 
 

@@ -7,7 +7,7 @@ from support.command_line import camshaft
 
 from camshaft import storage
 from camshaft.checkpoint import CheckpointManager
-from camshaft.checkpoint.manager import in_words
+from camshaft.checkpoint.manager import format_size
 
 
 def role(local: str, _: str | None) -> None:
@@ -54,6 +54,6 @@ def test_a_folder_that_is_no_run_is_an_error(folder: str, says: str, tmp_path: P
 
 
 def test_sizes_are_formatted_with_units() -> None:
-    assert [in_words(count) for count in (0, 999, 1000, 1_234_567, 28e9, 5e15)] == [
+    assert [format_size(count) for count in (0, 999, 1000, 1_234_567, 28e9, 5e15)] == [
         "0 B", "999 B", "1.0 kB", "1.2 MB", "28.0 GB", "5000.0 TB",
     ]  # fmt: skip

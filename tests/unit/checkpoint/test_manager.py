@@ -136,7 +136,7 @@ def test_opening_a_step_by_folder_lists_alternatives_on_error(tmp_path: Path) ->
     assert CheckpointManager(tmp_path / "other").open(tmp_path / "run" / "global_step_2").step == 2
     with pytest.raises(CheckpointError, match="nowhere does not exist"):
         manager.open(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"is a folder of checkpoints.*global_step_4"):
+    with pytest.raises(CheckpointError, match=r"contains several checkpoints.*global_step_4"):
         manager.open(tmp_path / "run")
     storage.remove(tmp_path / "run" / "global_step_2" / "critic")
     with pytest.raises(CheckpointError, match="'critic' is missing or incomplete"):
@@ -148,7 +148,7 @@ def test_opening_a_step_by_folder_lists_alternatives_on_error(tmp_path: Path) ->
 
 
 def test_the_second_folder_has_complete_steps(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path / "run", second=str(tmp_path / "second"))
+    manager = CheckpointManager(tmp_path / "run", mirror=str(tmp_path / "second"))
     save(save(manager, 1), 2, actor=1, critic=1)
     assert list(contents(tmp_path / "run")) == [2]
     assert list(contents(tmp_path / "second")) == [1, 2]
@@ -164,7 +164,7 @@ def test_the_second_folder_has_complete_steps(tmp_path: Path) -> None:
 
 def test_a_remote_copy_may_be_a_url_and_is_restored(tmp_path: Path) -> None:
     files = fsspec.filesystem("memory")
-    manager = CheckpointManager(tmp_path / "run", second="memory://steps/run/")
+    manager = CheckpointManager(tmp_path / "run", mirror="memory://steps/run/")
     try:
         save(save(manager, 1), 2, actor=1, critic=1)
         assert files.exists("/steps/run/global_step_1/actor/weights.txt")

@@ -108,7 +108,7 @@ def test_a_failing_tracker_is_logged_once_and_called_again(state, log, caplog, n
     assert state.steps == [2, 4, 6]
     assert caplog.messages == [
         f"the tracker 'faulty:{name}' failed at step 1: OSError: no space left on device. "
-        "The run continues and logs the next step",
+        "The run continues to log later steps",
         f"the tracker 'faulty:{name}' failed in 3 of 6 calls",
     ]
 
@@ -119,8 +119,8 @@ def test_a_hanging_tracker_is_logged_once_and_abandoned(state, log, caplog, monk
     log("Hanging", 30, pause=0.01)
     assert state.steps == []
     slow, abandoned = caplog.messages
-    assert "'faulty:Hanging' has not answered for 0 s. The run continues; its metrics are queued" in slow
-    assert "'faulty:Hanging' did not finish within 0.2 s of the end of the run and is abandoned" in abandoned
+    assert "'faulty:Hanging' has not responded for 0 s. The run continues, and metrics are queued" in slow
+    assert "'faulty:Hanging' did not finish within 0.2 s after the end of the run and is abandoned" in abandoned
 
 
 def test_queued_calls_run_when_the_tracker_answers_again(state, tmp_path):
@@ -133,12 +133,12 @@ def test_queued_calls_run_when_the_tracker_answers_again(state, tmp_path):
 
 
 def test_the_queue_is_bounded(log, caplog, monkeypatch):
-    monkeypatch.setattr(bounded, "WAITING", 3)
+    monkeypatch.setattr(bounded, "MAX_QUEUED_CALLS", 3)
     monkeypatch.setattr(bounded, "FINISH_SECONDS", 0.1)
     log("Hanging", 30)
     warnings = [message for message in caplog.messages if "is full" in message]
     assert len(warnings) == 1
-    assert "the queue of the tracker 'faulty:Hanging' is full: metrics from step" in warnings[0]
+    assert "the queue of the tracker 'faulty:Hanging' is full; it loses metrics from step" in warnings[0]
 
 
 def test_closing_is_bounded(state, log, caplog, monkeypatch):
@@ -150,9 +150,9 @@ def test_closing_is_bounded(state, log, caplog, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("NeverStarting", "no answer within 0.2 s"), ("NoServer", "the server did not answer")],
+    [("NeverStarting", "the tracker did not start within 0.2 s"), ("NoServer", "the server did not answer")],
 )
 def test_startup_is_bounded_and_errors_are_raised(log, monkeypatch, name, why):
     monkeypatch.setattr(bounded, "START_SECONDS", 0.2)
-    with pytest.raises(ConfigError, match=rf"'faulty:{name}' did not start: TimeoutError: {why}.*trainer\.logger"):
+    with pytest.raises(ConfigError, match=rf"'faulty:{name}' failed to start: TimeoutError: {why}.*trainer\.logger"):
         log(name, 1)

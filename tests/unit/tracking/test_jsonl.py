@@ -104,5 +104,5 @@ def test_lines_lost_to_a_full_disk_are_written_later(start):
 
 def test_a_folder_that_cannot_be_created_is_an_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="the tracker 'jsonl' did not start"):
+    with pytest.raises(ConfigError, match="the tracker 'jsonl' failed to start"):
         Tracking(["jsonl"], RunInfo("p", "e", tmp_path / "file" / "folder", total_steps=1))

@@ -87,7 +87,7 @@ def test_a_repeated_tracker_name_is_used_once(run, events):
 def test_all_are_finished_even_if_one_cannot(run, events, caplog):
     Tracking(["recorders:Recorder", "recorders:FailsOnFinish", "recorders:OtherRecorder"], run).finish()
     assert events.count(("finish",)) == 3
-    assert caplog.messages == ["the tracker 'recorders:FailsOnFinish' did not close: OSError: disk full"]
+    assert caplog.messages == ["the tracker 'recorders:FailsOnFinish' failed to close: OSError: disk full"]
 
 
 def test_finishing_twice_is_finishing_once(run, events):
@@ -98,7 +98,7 @@ def test_finishing_twice_is_finishing_once(run, events):
 
 def test_a_startup_error_names_the_tracker_and_finishes_others(run, events):
     with pytest.raises(
-        ConfigError, match=r"'recorders:FailsOnStart' did not start: OSError: no login. .*trainer\.logger"
+        ConfigError, match=r"'recorders:FailsOnStart' failed to start: OSError: no login. .*trainer\.logger"
     ):
         Tracking(["recorders:Recorder", "recorders:FailsOnStart"], run)
     assert events == [("start", "e"), ("finish",)]
