@@ -1,10 +1,10 @@
 """Table of all metrics: names, units, descriptions and sources.
 
     find("val-core/gsm8k/acc/mean@8").description
-    reference_page()                              # camshaft metrics docs: docs/metrics.md
+    reference_page()                              # `camshaft metrics docs` writes it to docs/metrics.md
 
-`LEGEND` explains the placeholders in names. A test compares the table with the metrics of real runs: every logged
-metric is in the table, and every metric in the table is logged.
+`LEGEND` explains the placeholders in names. A test compares the table with the metrics that runs log, in both
+directions.
 """
 
 import re
@@ -18,24 +18,24 @@ from camshaft.errors import ConfigError
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric name, or several names with alternatives in braces."""
+    """A metric, or several similar metrics whose names differ in the alternatives in braces."""
 
     name: str
     unit: str
     description: str
     source: str
-    """The file that computes it."""
+    """File that computes the metric."""
     trainer: str = "ppo"
 
     def names(self) -> Iterator[str]:
-        """Expand the alternatives in braces."""
+        """Yield all names that the alternatives in braces describe."""
         parts = re.split(r"\{(.*?)\}", self.name)
         for combination in product(*(part.split(",") if i % 2 else [part] for i, part in enumerate(parts))):
             yield "".join(combination)
 
 
 SPREAD = "{mean,max,min}"
-"""Statistics over the rows or tokens of all ranks."""
+"""Statistics over all rows or tokens, of all ranks."""
 _UPDATE = "{actor,critic}"
 _PAIRS = "{train,val}"
 
@@ -44,263 +44,384 @@ METRICS = (
     Metric(
         f"critic/score/{SPREAD}",
         "score",
-        "score of a response: the sum of its token-level scores",
+        "Score of a response, which is the sum of its token-level scores.",
         "trainer/metrics.py",
     ),
     Metric(
         f"critic/rewards/{SPREAD}",
         "score",
-        "reward of a response: its score minus the KL penalty",
+        "Reward of a response, which is its score minus the KL penalty.",
         "trainer/metrics.py",
     ),
-    Metric(f"critic/advantages/{SPREAD}", "", "advantages of the response tokens", "trainer/metrics.py"),
-    Metric(f"critic/returns/{SPREAD}", "score", "returns of the response tokens", "trainer/metrics.py"),
-    Metric(f"critic/values/{SPREAD}", "score", "the critic's values of the response tokens", "trainer/metrics.py"),
+    Metric(f"critic/advantages/{SPREAD}", "", "Advantages of the response tokens.", "trainer/metrics.py"),
+    Metric(f"critic/returns/{SPREAD}", "score", "Returns of the response tokens.", "trainer/metrics.py"),
+    Metric(
+        f"critic/values/{SPREAD}",
+        "score",
+        "Values that the critic predicts for the response tokens.",
+        "trainer/metrics.py",
+    ),
     Metric(
         "critic/vf_explained_var",
         "1",
-        "explained variance 1 - Var(returns - values) / Var(returns): 1 is a perfect critic, 0 predicts only the mean",
+        "Explained variance of the critic, 1 - Var(returns - values) / Var(returns). 1 means perfect "
+        "predictions; a constant prediction gives 0.",
         "trainer/metrics.py",
     ),
     Metric(
         "reward/{errors,invalid,timeouts,crashes}",
         "responses",
-        "failed reward calls: exception, no finite number, timeout, process crash",
+        "Failed calls of the reward function: exceptions, results that are not finite numbers, timeouts, and "
+        "crashes of the scoring process.",
         "rewards/manager.py",
     ),
-    Metric("reward/slow", "responses", "reward calls that took more than half of the time limit", "rewards/manager.py"),
+    Metric(
+        "reward/slow",
+        "responses",
+        "Calls of the reward function that took more than half of the time limit.",
+        "rewards/manager.py",
+    ),
     Metric(
         "reward/model/mean",
         "score",
-        "mean score of the reward model, before reward_model.weight",
+        "Mean score of the reward model, before multiplication by reward_model.weight.",
         "rewards/combined.py",
     ),
     Metric(
         "reward/model/truncated",
         "responses",
-        "responses truncated for the reward model (max_length)",
+        "Sequences that were truncated to reward_model.max_length.",
         "rewards/combined.py",
     ),
     Metric(
         "reward/function/mean",
         "score",
-        "mean score of the reward function when a reward model is used",
+        "Mean score of the reward function in runs that also have a reward model.",
         "rewards/combined.py",
     ),
     Metric(
-        "reward/overlong/mean", "fraction of responses", "responses with an overlong penalty", "rewards/overlong.py"
+        "reward/overlong/mean", "fraction of responses", "Responses with an overlong penalty.", "rewards/overlong.py"
     ),
-    Metric("reward/overlong_reward/mean", "score", "mean overlong penalty, 0 or negative", "rewards/overlong.py"),
-    Metric("reward/<value>/mean", "", "mean of a number in the reward function's dict results", "rewards/manager.py"),
-    Metric("baseline/score/mean", "score", "score of the greedy baseline responses of ReMax", "trainer/ppo.py"),
+    Metric(
+        "reward/overlong_reward/mean", "score", "Mean overlong penalty, which is 0 or negative.", "rewards/overlong.py"
+    ),
+    Metric(
+        "reward/<value>/mean",
+        "",
+        "Mean of a number that the reward function returns in its dict.",
+        "rewards/manager.py",
+    ),
+    Metric("baseline/score/mean", "score", "Mean score of the greedy baseline responses of ReMax.", "trainer/ppo.py"),
     Metric(
         "baseline/{errors,invalid,timeouts,crashes,slow}",
         "responses",
-        "as in reward/, for the baseline responses",
+        "Same as reward/..., for the baseline responses.",
         "trainer/ppo.py",
     ),
-    Metric("baseline/<value>/mean", "", "as reward/<value>/mean, for the baseline responses", "trainer/ppo.py"),
+    Metric("baseline/<value>/mean", "", "Same as reward/<value>/mean, for the baseline responses.", "trainer/ppo.py"),
     # -- dynamic sampling
-    Metric("train/num_gen_batches", "batches", "generation batches of the step", "trainer/dynamic_sampling.py"),
+    Metric(
+        "train/num_gen_batches", "batches", "Generation batches that the step required.", "trainer/dynamic_sampling.py"
+    ),
     Metric(
         "filter_groups/same_share",
         "fraction of prompts",
-        "prompts whose responses all have the same reward",
+        "Prompts that were dropped because all of their responses have the same reward.",
         "trainer/dynamic_sampling.py",
     ),
     Metric(
         "filter_groups/given_back",
         "prompts",
-        "unused prompts that the next step uses first",
+        "Unused prompts, which the next step uses first.",
         "trainer/dynamic_sampling.py",
     ),
     Metric(
         "filter_groups/<value>/mean",
         "",
-        "mean of the value that prompts are filtered by",
+        "Mean of the value that prompts are filtered by, over all generated responses.",
         "trainer/dynamic_sampling.py",
     ),
     # -- updates
-    Metric("actor/pg_loss", "", "policy loss, aggregated by loss_agg_mode", "roles/actor.py"),
-    Metric("actor/pg_clipfrac", "fraction of tokens", "tokens with an active policy clip", "algorithms/losses.py"),
-    Metric("actor/pg_clipfrac_lower", "fraction of tokens", "tokens with an active dual clip", "algorithms/losses.py"),
-    Metric("actor/ppo_kl", "nats", "mean of log pi_old - log pi over response tokens", "algorithms/losses.py"),
-    Metric("actor/entropy", "nats", "mean entropy of the policy at response tokens", "trainer/metrics.py"),
-    Metric("actor/kl_loss", "nats", "KL loss with respect to the reference (use_kl_loss)", "roles/actor.py"),
+    Metric("actor/pg_loss", "", "Policy loss, aggregated with loss_agg_mode.", "roles/actor.py"),
+    Metric("actor/pg_clipfrac", "fraction of tokens", "Tokens whose policy loss is clipped.", "algorithms/losses.py"),
+    Metric(
+        "actor/pg_clipfrac_lower",
+        "fraction of tokens",
+        "Tokens whose policy loss is limited by the dual clip.",
+        "algorithms/losses.py",
+    ),
+    Metric("actor/ppo_kl", "nats", "Mean of log pi_old - log pi over the response tokens.", "algorithms/losses.py"),
+    Metric("actor/entropy", "nats", "Mean entropy of the policy over the response tokens.", "trainer/metrics.py"),
+    Metric("actor/kl_loss", "nats", "KL loss with respect to the reference policy (use_kl_loss).", "roles/actor.py"),
     Metric(
         "actor/reward_kl_penalty",
         "nats",
-        "KL divergence from the reference in the reward, mean over responses",
+        "Mean KL divergence from the reference policy in the reward, averaged over responses.",
         "trainer/advantages.py",
     ),
-    Metric("actor/reward_kl_penalty_coeff", "1", "KL coefficient in the reward (kl_ctrl)", "trainer/advantages.py"),
-    Metric("critic/vf_loss", "score^2", "value loss", "roles/critic.py"),
-    Metric("critic/vf_clipfrac", "fraction of tokens", "tokens with an active value clip", "algorithms/losses.py"),
-    Metric("critic/vpred_mean", "score", "mean of the predicted values during the update", "algorithms/losses.py"),
-    Metric(f"{_UPDATE}/grad_norm", "", "gradient norm before clipping, mean over optimizer steps", "roles/base.py"),
-    Metric(f"{_UPDATE}/lr", "1", "learning rate of the update", "roles/base.py"),
     Metric(
-        f"{_UPDATE}/skipped_steps", "steps", "optimizer steps skipped because of a non-finite gradient", "roles/base.py"
+        "actor/reward_kl_penalty_coeff",
+        "1",
+        "Coefficient of the KL penalty in the reward (kl_ctrl).",
+        "trainer/advantages.py",
+    ),
+    Metric("critic/vf_loss", "score^2", "Value loss.", "roles/critic.py"),
+    Metric("critic/vf_clipfrac", "fraction of tokens", "Tokens whose value loss is clipped.", "algorithms/losses.py"),
+    Metric(
+        "critic/vpred_mean",
+        "score",
+        "Mean of the values that the critic predicts during the update.",
+        "algorithms/losses.py",
+    ),
+    Metric(
+        f"{_UPDATE}/grad_norm",
+        "",
+        "Mean gradient norm before clipping, over the optimizer steps of the iteration.",
+        "roles/base.py",
+    ),
+    Metric(f"{_UPDATE}/lr", "1", "Learning rate of the update.", "roles/base.py"),
+    Metric(
+        f"{_UPDATE}/skipped_steps",
+        "steps",
+        "Optimizer steps that were skipped because the gradient was not finite.",
+        "roles/base.py",
     ),
     # -- lengths
-    Metric(f"response_length/{SPREAD}", "tokens", "response length", "trainer/metrics.py"),
+    Metric(f"response_length/{SPREAD}", "tokens", "Response length.", "trainer/metrics.py"),
     Metric(
         "response_length/clip_ratio",
         "fraction of responses",
-        "responses truncated at data.max_response_length",
+        "Responses that reached the maximum length without finishing.",
         "trainer/metrics.py",
     ),
-    Metric(f"prompt_length/{SPREAD}", "tokens", "prompt length", "trainer/metrics.py"),
+    Metric(f"prompt_length/{SPREAD}", "tokens", "Prompt length.", "trainer/metrics.py"),
     # -- generation
     Metric(
         "rollout/prompt_tokens_computed",
         "tokens",
-        "prompt tokens computed by the generator",
+        "Prompt tokens that the rollout computed.",
         "rollout/builtin/scheduler.py",
     ),
-    Metric("rollout/prompt_tokens_cached", "tokens", "prompt tokens read from the prefix cache", "rollout/external.py"),
-    Metric("rollout/response_tokens", "tokens", "generated tokens", "rollout/builtin/scheduler.py"),
-    Metric("rollout/decode_steps", "steps", "decode steps of the built-in generator", "rollout/builtin/scheduler.py"),
     Metric(
-        "rollout/rows_decoded", "rows", "active sequences, summed over decode steps", "rollout/builtin/scheduler.py"
+        "rollout/prompt_tokens_cached",
+        "tokens",
+        "Prompt tokens that the rollout read from its prefix cache.",
+        "rollout/external.py",
+    ),
+    Metric("rollout/response_tokens", "tokens", "Generated tokens.", "rollout/builtin/scheduler.py"),
+    Metric("rollout/decode_steps", "steps", "Decode steps of the built-in generator.", "rollout/builtin/scheduler.py"),
+    Metric(
+        "rollout/rows_decoded",
+        "rows",
+        "Active sequences, summed over the decode steps.",
+        "rollout/builtin/scheduler.py",
     ),
     Metric(
         "rollout/slot_use",
         "fraction",
-        "cache slots in use, mean over decode steps",
+        "Mean fraction of KV cache slots in use, over the decode steps.",
         "rollout/builtin/scheduler.py",
     ),
     Metric(
-        "rollout/http_retries", "requests", "HTTP requests retried by the server rollout", "rollout/server/rollout.py"
+        "rollout/http_retries",
+        "requests",
+        "HTTP requests that the server rollout retried.",
+        "rollout/server/rollout.py",
     ),
-    Metric("rollout/sync_bytes", "bytes", "weights sent to the generator in the weight sync", "reshard/hybrid.py"),
+    Metric(
+        "rollout/sync_bytes", "bytes", "Size of the weights that were sent in the weight sync.", "reshard/hybrid.py"
+    ),
     # -- generator against trainer
     Metric(
         "rollout/log_prob_diff_{max,mean}",
         "nats",
-        "|log pi_train - log pi_rollout| per token",
+        "Absolute difference |log pi_train - log pi_rollout| of the tokens.",
         "algorithms/mismatch.py",
     ),
     Metric(
         "rollout/log_prob_diff_above_0.1",
         "fraction of tokens",
-        "tokens with a difference above 0.1",
+        "Tokens with an absolute log-prob difference above 0.1.",
         "algorithms/mismatch.py",
     ),
-    Metric("rollout/kl_{k1,k3}", "nats", "KL(rollout || train), estimators k1 and k3", "algorithms/mismatch.py"),
+    Metric("rollout/kl_{k1,k3}", "nats", "KL(rollout || train), estimated with k1 and k3.", "algorithms/mismatch.py"),
     Metric(
         "rollout/effective_sample_share",
         "fraction of responses",
-        "effective sample size with sequence-level importance weights",
+        "Relative effective sample size with sequence-level importance weights.",
         "algorithms/mismatch.py",
     ),
-    Metric("rollout_corr/rollout_is_{mean,max,min}", "1", "token-level importance weights", "trainer/advantages.py"),
+    Metric("rollout_corr/rollout_is_{mean,max,min}", "1", "Importance weights of the tokens.", "trainer/advantages.py"),
     Metric(
         "rollout_corr/rollout_is_eff_sample_size",
         "fraction of tokens",
-        "effective sample size with these weights",
+        "Relative effective sample size with these weights.",
         "trainer/advantages.py",
     ),
     Metric(
         "rollout_corr/rollout_is_ratio_fraction_high",
         "fraction of tokens",
-        "importance ratios above the threshold",
+        "Tokens whose importance ratio exceeds the threshold.",
         "trainer/advantages.py",
     ),
     Metric(
         "rollout_corr/rollout_rs_masked_fraction",
         "fraction of tokens",
-        "tokens masked by rejection",
+        "Tokens that the rejection rules mask out.",
         "trainer/advantages.py",
     ),
     Metric(
         "rollout_corr/rollout_rs_seq_masked_fraction",
         "fraction of responses",
-        "responses with masked tokens",
+        "Responses in which the rejection rules mask out tokens.",
         "trainer/advantages.py",
     ),
     # -- validation
-    Metric("val/reward/mean", "score", "mean over all responses", "trainer/validate.py"),
-    Metric("val-core/<source>/reward/mean", "score", "mean over the responses of a data source", "trainer/validate.py"),
+    Metric("val/reward/mean", "score", "Mean reward over all responses.", "trainer/validate.py"),
+    Metric(
+        "val-core/<source>/reward/mean",
+        "score",
+        "Mean reward over the responses to prompts of the data source.",
+        "trainer/validate.py",
+    ),
     Metric(
         "val-core/<source>/{reward,acc}/mean@<n>",
         "score",
-        "mean over the n responses to a prompt",
+        "Mean over the n responses to a prompt, averaged over prompts.",
         "algorithms/at_n.py",
     ),
     Metric(
         "val-core/<source>/{reward,acc}/{best,maj}@<n>/mean",
         "score",
-        "best of the n responses, and majority vote",
+        "Best of the n responses to a prompt, and majority vote among them, averaged over prompts.",
         "algorithms/at_n.py",
     ),
-    Metric("val-aux/<source>/<value>/mean@<n>", "", "mean over the n responses of another value", "algorithms/at_n.py"),
-    Metric("val-aux/<source>/<value>/std@<n>", "", "standard deviation over the n responses", "algorithms/at_n.py"),
+    Metric(
+        "val-aux/<source>/<value>/mean@<n>",
+        "",
+        "Mean of another value over the n responses to a prompt, averaged over prompts.",
+        "algorithms/at_n.py",
+    ),
+    Metric(
+        "val-aux/<source>/<value>/std@<n>",
+        "",
+        "Standard deviation over the n responses to a prompt, averaged over prompts.",
+        "algorithms/at_n.py",
+    ),
     Metric(
         "val-aux/<source>/<value>/{best,worst,maj}@<k>/mean",
         "",
-        "expected best, worst and majority vote of k of the n responses",
+        "Expected best, worst and majority vote of k of the n responses to a prompt, averaged over prompts.",
         "algorithms/at_n.py",
     ),
-    Metric("val-aux/response_length/mean", "tokens", "response length", "trainer/validate.py"),
+    Metric("val-aux/response_length/mean", "tokens", "Response length.", "trainer/validate.py"),
     Metric(
-        "val-aux/reward/{errors,invalid,timeouts,crashes,slow}", "responses", "as in reward/", "trainer/validate.py"
+        "val-aux/reward/{errors,invalid,timeouts,crashes,slow}",
+        "responses",
+        "Same as reward/..., for the validation responses.",
+        "trainer/validate.py",
     ),
-    Metric("val-aux/reward/model/truncated", "responses", "as in reward/model/", "trainer/validate.py"),
+    Metric(
+        "val-aux/reward/model/truncated",
+        "responses",
+        "Same as reward/model/truncated, for the validation responses.",
+        "trainer/validate.py",
+    ),
     # -- times and speed
     Metric(
         "timing_s/{gen,reward,old_log_prob,ref,values,adv,update_critic,update_actor}",
         "seconds",
-        "time that the step waited for this phase; roles in separate resource pools, and reward functions from the "
-        "first"
-        " rank's responses on, run concurrently",
+        "Time that the step waited for this phase. Roles in separate resource pools run concurrently, and the reward "
+        "function scores the responses of a rank as soon as they are generated.",
         "trainer/ppo.py",
     ),
-    Metric("timing_s/{gen_max,reward_max}", "seconds", "time of the baseline responses of ReMax", "trainer/ppo.py"),
-    Metric("timing_s/reward_call_max", "seconds", "slowest call of the reward function", "rewards/manager.py"),
-    Metric("timing_s/{sync,sync_check}", "seconds", "weight sync, and weight check", "reshard/hybrid.py"),
-    Metric("timing_s/step", "seconds", "whole step, without validation and saving", "trainer/metrics.py"),
-    Metric("perf/total_num_tokens", "tokens", "prompt and response tokens of the step", "trainer/metrics.py"),
     Metric(
-        "perf/throughput", "tokens/second", "total tokens divided by the step time, all ranks", "trainer/metrics.py"
+        "timing_s/{gen_max,reward_max}",
+        "seconds",
+        "Time to generate and score the baseline responses of ReMax.",
+        "trainer/ppo.py",
     ),
     Metric(
-        "perf/rollout_tokens_per_second", "tokens/second", "generated tokens per second, all ranks", "roles/rollout.py"
+        "timing_s/reward_call_max",
+        "seconds",
+        "Duration of the slowest call of the reward function.",
+        "rewards/manager.py",
+    ),
+    Metric(
+        "timing_s/{sync,sync_check}",
+        "seconds",
+        "Duration of the weight sync, and of the weight check.",
+        "reshard/hybrid.py",
+    ),
+    Metric("timing_s/step", "seconds", "Duration of the step, without validation and saving.", "trainer/metrics.py"),
+    Metric("perf/total_num_tokens", "tokens", "Prompt and response tokens of the step.", "trainer/metrics.py"),
+    Metric(
+        "perf/throughput",
+        "tokens/second",
+        "Prompt and response tokens divided by the duration of the step, summed over all ranks.",
+        "trainer/metrics.py",
+    ),
+    Metric(
+        "perf/rollout_tokens_per_second",
+        "tokens/second",
+        "Generated tokens per second, summed over all ranks.",
+        "roles/rollout.py",
     ),
     Metric(
         "perf/sync_peak_memory_bytes",
         "bytes",
-        "peak memory during the weight sync, maximum over ranks",
+        "Peak memory during the weight sync, as the maximum over all ranks.",
         "reshard/hybrid.py",
     ),
     # -- supervised
-    Metric("train/loss", "nats", "cross-entropy per trained token", "roles/sft.py", "sft"),
-    Metric("val/loss", "nats", "cross-entropy per trained token of the validation rows", "trainer/sft.py", "sft"),
-    # -- reward models
-    Metric(f"{_PAIRS}/loss", "nats", "mean over pairs, including the centering term", "algorithms/preference.py", "rm"),
+    Metric("train/loss", "nats", "Mean cross-entropy of the trained tokens.", "roles/sft.py", "sft"),
     Metric(
-        f"{_PAIRS}/accuracy",
-        "fraction of pairs",
-        "pairs whose chosen response has the higher score",
+        "val/loss", "nats", "Mean cross-entropy of the trained tokens in the validation data.", "trainer/sft.py", "sft"
+    ),
+    # -- reward models
+    Metric(
+        f"{_PAIRS}/loss",
+        "nats",
+        "Mean loss of the pairs, including the centering term.",
         "algorithms/preference.py",
         "rm",
     ),
-    Metric(f"{_PAIRS}/margin", "score", "mean of chosen score minus rejected score", "algorithms/preference.py", "rm"),
-    Metric(f"{_PAIRS}/chosen_reward", "score", "mean score of chosen responses", "algorithms/preference.py", "rm"),
-    Metric(f"{_PAIRS}/rejected_reward", "score", "mean score of rejected responses", "algorithms/preference.py", "rm"),
+    Metric(
+        f"{_PAIRS}/accuracy",
+        "fraction of pairs",
+        "Pairs in which the chosen response has the higher score.",
+        "algorithms/preference.py",
+        "rm",
+    ),
+    Metric(
+        f"{_PAIRS}/margin",
+        "score",
+        "Mean difference of the chosen and the rejected score.",
+        "algorithms/preference.py",
+        "rm",
+    ),
+    Metric(f"{_PAIRS}/chosen_reward", "score", "Mean score of the chosen responses.", "algorithms/preference.py", "rm"),
+    Metric(
+        f"{_PAIRS}/rejected_reward", "score", "Mean score of the rejected responses.", "algorithms/preference.py", "rm"
+    ),
     # -- both
     *(
         Metric(name, unit, description, source, trainer)
         for trainer in ("sft", "rm")
         for name, unit, description, source in (
-            ("train/grad_norm", "", "gradient norm before clipping", "roles/supervised.py"),
-            ("train/lr", "1", "learning rate of the step", "roles/supervised.py"),
-            ("train/skipped_steps", "steps", "1 if the gradient was not finite", "roles/supervised.py"),
-            ("timing_s/step", "seconds", "whole step", "trainer/supervised.py"),
+            ("train/grad_norm", "", "Gradient norm before clipping.", "roles/supervised.py"),
+            ("train/lr", "1", "Learning rate of the step.", "roles/supervised.py"),
+            (
+                "train/skipped_steps",
+                "steps",
+                "1 if the step was skipped because the gradient was not finite, else 0.",
+                "roles/supervised.py",
+            ),
+            ("timing_s/step", "seconds", "Duration of the step.", "trainer/supervised.py"),
             (
                 "perf/throughput",
                 "tokens/second",
-                "tokens of the batch divided by the step time",
+                "Tokens of the batch divided by the duration of the step.",
                 "trainer/supervised.py",
             ),
         )
@@ -316,13 +437,13 @@ _PLACEHOLDERS = {"source": ".+", "value": "[^/]+", "n": r"\d+", "k": r"\d+"}
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return True if `name` matches a pattern with placeholders."""
+    """Return True if `name` matches `pattern`, which can contain placeholders such as `<source>`."""
     parts = re.split(r"<(\w+)>", pattern)
     return bool(re.fullmatch("".join(_PLACEHOLDERS[p] if i % 2 else re.escape(p) for i, p in enumerate(parts)), name))
 
 
 def find(name: str, trainer: str | None = None) -> Metric:
-    """Return the first table entry that matches a logged name."""
+    """Return the table entry of a logged metric; raise ConfigError if there is none."""
     candidates = [metric for metric in METRICS if trainer in (None, metric.trainer)]
     for metric in candidates:
         if any(name == pattern or matches(pattern, name) for pattern in (metric.name, *metric.names())):
@@ -333,7 +454,7 @@ def find(name: str, trainer: str | None = None) -> Metric:
 
 
 def explain(name: str) -> str:
-    """Describe a metric as text."""
+    """Format the description, the unit and the source of a metric as text."""
     metric = find(name)
     rows = [("unit", metric.unit), ("trainer", f"camshaft {metric.trainer}"), ("source", f"camshaft/{metric.source}")]
     return "\n".join(
@@ -342,7 +463,7 @@ def explain(name: str) -> str:
 
 
 def reference_page() -> str:
-    """Return the table as a Markdown page."""
+    """Return a Markdown page that describes all metrics."""
     parts = [
         "# Metrics\n",
         "Generated by `camshaft metrics docs`. [Tracking](tracking.md) describes the trackers that receive them.\n",
