@@ -58,7 +58,7 @@ class PPOTrainer:
         self.config, self.parts = config, parts
         self.actor, self.critic, self.rewards = parts.actor, parts.critic, parts.rewards
         self.kl = build_kl_controller(config.algorithm)
-        self.old_log_probs = config.old_log_prob_source()
+        self.old_log_probs: Literal["actor", "update", "rollout"] = config.old_log_prob_source()
         self.actor_mini_batch, self.critic_mini_batch = config.actor_mini_batch(), config.critic_mini_batch()
         self.needs_greedy, self.needs_ref_log_prob = config.needs_greedy(), config.needs_ref_log_prob()
         correction = config.algorithm.rollout_correction
