@@ -46,7 +46,7 @@ def test_an_error_of_a_rank_is_raised_with_its_traceback():
 
 def test_a_rank_that_hangs_is_shown_with_its_stack():
     with pytest.raises(WorkerError, match="in sleep_on_rank_zero"):
-        run_ranks(sleep_on_rank_zero, 2, timeout=1)
+        run_ranks(sleep_on_rank_zero, 2, timeout=3)
 
 
 def test_each_rank_has_one_thread():
