@@ -23,19 +23,25 @@ TIMED = {
 """Rules with time limits, which must not run in parallel with other tests."""
 
 
+FAST_ON_RAY = {
+    "rows keep their order", "seats are read late", "ranks share a process group",
+    "construction errors are raised by spawn", "exceptions reach the driver", "killed ranks are errors",
+}  # fmt: skip
+"""Rules that `make test` checks on Ray, where each starts actors; `make test-slow` checks the others."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _cluster() -> Iterator[None]:
     with ray_here(num_cpus=12):
         yield
 
 
-def cases() -> list[object]:
-    return [
-        pytest.param(backend, rule, id=f"{backend}-{rule.name.replace(' ', '_')}",
-                     marks=[pytest.mark.alone] if rule.name in TIMED else [])
-        for backend in BACKENDS
-        for rule in RULES
-    ]  # fmt: skip
+def cases() -> Iterator[object]:
+    for backend in BACKENDS:
+        for rule in RULES:
+            marks = [pytest.mark.alone] * (rule.name in TIMED)
+            marks += [pytest.mark.slow] * (backend == "ray" and rule.name not in FAST_ON_RAY)
+            yield pytest.param(backend, rule, id=f"{backend}-{rule.name.replace(' ', '_')}", marks=marks)
 
 
 @pytest.mark.parametrize(("backend", "rule"), cases())
@@ -51,7 +57,7 @@ def test_contract_catches_broken_backend(broken: Start, tmp_path: Path) -> None:
 
 def test_rules_have_meanings_and_unique_names() -> None:
     assert len(BY_NAME) == len(RULES)
-    assert set(BY_NAME) >= TIMED | set(CAUGHT_BY.values())
+    assert set(BY_NAME) >= TIMED | FAST_ON_RAY | set(CAUGHT_BY.values())
     for rule in RULES:
         assert rule.meaning.endswith("."), rule.name
 

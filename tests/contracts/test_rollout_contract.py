@@ -1,6 +1,8 @@
 """Every rollout of the package follows every rule of the contract, and the contract rejects broken rollouts."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.broken_rollouts import CAUGHT_BY
@@ -24,23 +26,37 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("rollout")
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
-@pytest.mark.parametrize("name", HERE)
+def cases() -> Iterator[Any]:
+    for name in HERE:
+        for rule in RULES:
+            slow = name != "torch" and rule.name == "thousands of prompts"
+            yield pytest.param(name, rule, id=f"{name}-{rule.name.replace(' ', '_')}", marks=[pytest.mark.slow] * slow)
+
+
+@pytest.mark.parametrize(("name", "rule"), cases())
 def test_rollout_keeps_rule(name: str, rule: Rule, scratch: Path) -> None:
     rule.check(RolloutHarness(rollout_class(name), scratch))
 
 
 IN_A_PROCESS = (
-    "seeds determine samples", "rows do not depend on the batch", "rows end", "stop strings end a row",
-    "invalid prompts are rejected",
-    "new weights replace old ones", "tied weights load under either name", "weight errors name the weight",
-    "digests match the weights", "digests detect a transposed weight", "sleep and wake",
+    "seeds determine samples",
+    "new weights replace old ones",
+    "digests match the weights",
+    "sleep and wake",
+)
+SLOW_IN_A_PROCESS = (
+    "rows do not depend on the batch", "rows end", "stop strings end a row", "invalid prompts are rejected",
+    "tied weights load under either name", "weight errors name the weight", "digests detect a transposed weight",
 )  # fmt: skip
 """Rules for `process`, whose results come from the rollout inside; each rule starts one or two processes."""
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", IN_A_PROCESS, ids=lambda name: name.replace(" ", "_"))
+@pytest.mark.parametrize(
+    "name",
+    [*IN_A_PROCESS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_IN_A_PROCESS)],
+    ids=lambda name: name.replace(" ", "_"),
+)
 def test_a_rollout_in_a_separate_process_follows_rule(name: str, scratch: Path) -> None:
     BY_NAME[name].check(RolloutHarness(rollout_class("process"), scratch))
 

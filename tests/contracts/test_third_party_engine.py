@@ -91,14 +91,13 @@ def options(**values: int) -> list[str]:
     return [word for name, value in values.items() for word in ("--option", f"{name}={value}")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args",
     [
         pytest.param([], id="1_rank"),
         pytest.param(["--ranks", "2", *options(pipeline_size=2, pipeline_micro_batches=2)], id="2_stages"),
-        pytest.param(
-            ["--ranks", "4", *options(pipeline_size=2)], id="2_stages_of_2_data_parallel_ranks", marks=pytest.mark.slow
-        ),
+        pytest.param(["--ranks", "4", *options(pipeline_size=2)], id="2_stages_of_2_data_parallel_ranks"),
     ],
 )
 def test_the_engine_keeps_every_rule_of_the_contract(args: list[str], command: Command) -> None:

@@ -5,11 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from camshaft import storage
 
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_an_engine_without_roles_trains_on_two_ranks(tmp_path: Path) -> None:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     script = str(ROOT / "examples" / "engine" / "train.py")

@@ -215,6 +215,7 @@ def killed_in_call(call: int, args: list[str], hold: Path, monkeypatch: pytest.M
     reached.unlink()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [pytest.param(1, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_killed_run_resumes_with_the_same_output_file(
     call: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -248,6 +249,7 @@ def parts_of(out: Path) -> Path:
     return out.with_name(f"{out.name}.parts")
 
 
+@pytest.mark.slow
 def test_changed_settings_do_not_resume_existing_parts(partial: Path, home: Path) -> None:
     run = generate(home, partial, rollout__name=holding.NAME, rollout__temperature=0.5)
     refused(run, "rollout.temperature: 1.0 before, 0.5 now", f"delete {parts_of(partial)} to start again")

@@ -39,7 +39,11 @@ def failed(run: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("late", "changes"), [(1, GRPO), (0, REMAX)], ids=["the second rank is late", "the first rank is late"]
+    ("late", "changes"),
+    [
+        pytest.param(1, GRPO, id="the second rank is late"),
+        pytest.param(0, REMAX, id="the first rank is late", marks=pytest.mark.slow),
+    ],
 )
 def test_scoring_begins_while_another_rank_generates(late: int, changes: dict[str, Any], tmp_path: Path) -> None:
     with late_rank(tmp_path, late) as overrides:

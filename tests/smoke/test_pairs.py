@@ -16,10 +16,10 @@ LIBRARIES = {"vllm", "server", "sglang"}
 
 
 def pairs() -> Iterator[Any]:
-    """Return all pairs; only those with the `reference` engine or the built-in rollout are fast."""
+    """Return all pairs; those in one process with the `reference` engine or the built-in rollout are fast."""
     for rollout in sorted(ROLLOUTS.keys() - LIBRARIES):
         for engine in sorted(ENGINES.keys() - {"fsdp2"}):  # `fsdp2` is an alias of `fsdp`
-            fast = engine == "reference" or rollout == "torch"
+            fast = (engine == "reference" and rollout != "process") or rollout == "torch"
             yield pytest.param(rollout, engine, marks=() if fast else pytest.mark.slow)
 
 

@@ -80,6 +80,7 @@ def test_gspo_with_dynamic_sampling_does_not_depend_on_ranks(tmp_path: Path) -> 
         compare(ranks, one_process, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_mismatch_correction_does_not_depend_on_ranks(tmp_path: Path) -> None:
     # The distribution is truncated, so that the mismatch metrics and weights exceed rounding; rows differ in length.
     cut = {
@@ -190,6 +191,7 @@ def lines(run: Path) -> list[str]:
     return [json.dumps(deterministic(line)) for line in read_metrics(run / "metrics.jsonl")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "async_save",
     [pytest.param(False, id="waiting"), pytest.param(True, id="in the background", marks=pytest.mark.slow)],

@@ -49,6 +49,7 @@ def test_every_command_of_the_readme_runs(tmp_path: Path) -> None:
     assert all((run / name).exists() for name in promised), sorted(str(path) for path in run.rglob("*"))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_the_demo_runs_in_a_short_form(tmp_path: Path) -> None:
     command = [sys.executable, str(ROOT / "examples/arithmetic/demo.py"), "--out", "out", "--sft-steps", "3"]

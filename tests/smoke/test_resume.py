@@ -106,7 +106,11 @@ def steps(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "killed_after", "goes_on_after"), [(PPO, 3, 2), (BUSY, 4, 2)], ids=["ppo", "adaptive KL, shuffled"]
+    ("settings", "killed_after", "goes_on_after"),
+    [
+        pytest.param(PPO, 3, 2, id="ppo"),
+        pytest.param(BUSY, 4, 2, id="adaptive KL, shuffled", marks=pytest.mark.slow),
+    ],
 )
 def test_a_killed_run_resumes_bitwise(
     settings: dict[str, Any],
@@ -129,6 +133,7 @@ def test_a_killed_run_resumes_bitwise(
     assert weights(killed, 6) == weights(reference, 6)
 
 
+@pytest.mark.slow
 def test_a_killed_supervised_run_resumes_bitwise(
     command: Command, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -151,6 +156,7 @@ def test_a_killed_supervised_run_resumes_bitwise(
     assert AutoTokenizer.from_pretrained(killed / "huggingface")("1+1=")["input_ids"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_reports_it_and_resumes_bitwise(
     command: Command, uninterrupted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -161,6 +167,7 @@ def test_an_interrupted_run_reports_it_and_resumes_bitwise(
     assert lines(run) == lines(uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_failed_run_resumes_bitwise(command: Command, tmp_path: Path) -> None:
     reference, failed = tmp_path / "whole", tmp_path / "ended"
     failed.mkdir()
@@ -174,6 +181,7 @@ def test_a_failed_run_resumes_bitwise(command: Command, tmp_path: Path) -> None:
     assert weights(failed, 6) == weights(reference, 6)
 
 
+@pytest.mark.slow
 def test_resuming_with_smaller_batches_saves_the_last_step(command: Command, tmp_path: Path) -> None:
     # 16 of the first 24 rows are done; batches of 4 give 2 more steps of the first epoch and 6 of the second.
     assert camshaft(*command(PPO, tmp_path, total_training_steps=2)).status == 0
@@ -183,6 +191,7 @@ def test_resuming_with_smaller_batches_saves_the_last_step(command: Command, tmp
     assert steps(tmp_path) == [2, 7, 10]
 
 
+@pytest.mark.slow
 def test_a_run_that_is_made_longer_is_the_longer_run(command: Command, uninterrupted: Path, tmp_path: Path) -> None:
     assert camshaft(*command(PPO, tmp_path, total_training_steps=4)).status == 0
     assert camshaft(*command(PPO, tmp_path)).status == 0
@@ -205,6 +214,7 @@ def test_restarting_a_finished_run_changes_nothing(command: Command, uninterrupt
 # -- the checkpoint that a run resumes from -------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_resume_mode_disable_keeps_earlier_steps_aside(command: Command, uninterrupted: Path, tmp_path: Path) -> None:
     run = shutil.copytree(uninterrupted, tmp_path / "run")
     args = command(PPO, run, resume_mode="disable", total_training_steps=2, max_actor_ckpt_to_keep=1)
@@ -228,6 +238,7 @@ def test_resume_path_starts_from_that_step(command: Command, uninterrupted: Path
     assert weights(tmp_path / "run", 6) == weights(uninterrupted, 6)
 
 
+@pytest.mark.slow
 def test_resuming_an_earlier_step_moves_later_steps_aside(
     command: Command, uninterrupted: Path, tmp_path: Path
 ) -> None:
@@ -239,6 +250,7 @@ def test_resuming_an_earlier_step_moves_later_steps_aside(
     assert lines(run) == lines(uninterrupted)
 
 
+@pytest.mark.slow
 def test_resume_path_uses_the_remote_copy(command: Command, uninterrupted: Path, tmp_path: Path) -> None:
     second = tmp_path / "second"
     assert camshaft(*command(PPO, tmp_path / "a", default_hdfs_dir=second, total_training_steps=2)).status == 0

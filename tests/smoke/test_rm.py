@@ -138,6 +138,7 @@ def same(run: Path, uninterrupted: Path) -> None:
         assert actual == expected
 
 
+@pytest.mark.slow
 def test_a_killed_run_resumes_bitwise(
     uninterrupted: Path, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +149,7 @@ def test_a_killed_run_resumes_bitwise(
     same(run, uninterrupted)
 
 
+@pytest.mark.slow
 def test_a_failed_run_resumes_bitwise(uninterrupted: Path, home: Path, tmp_path: Path) -> None:
     (tmp_path / "stop").write_text("5")
     with pytest.raises(SystemExit, match="the test ends this run"):

@@ -58,6 +58,7 @@ def test_sigterm_saves_the_current_step_and_the_run_resumes(tmp_path: Path, monk
     assert steps(uninterrupted) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("trainer", "args_of"), [("sft", sft_args), pytest.param("rm", rm_args, marks=pytest.mark.slow)]
 )
@@ -76,6 +77,7 @@ def test_sigusr1_ends_a_supervised_run_without_export(
     assert (run / "huggingface").is_dir()
 
 
+@pytest.mark.slow
 def test_every_process_of_a_run_may_be_sent_the_signal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm signals every process at the end of a job's time: driver, fork server, ranks and reward workers."""
     run, mark = tmp_path / "run", f"stop-{os.getpid()}"

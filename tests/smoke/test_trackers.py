@@ -122,6 +122,7 @@ def test_a_failed_background_save_fails_the_run(
     assert runs_of(tmp_path / "run") == ["FAILED"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("trainer", "args_of"), [("ppo", ppo_args), ("sft", sft_args)])
 def test_a_stopped_run_is_killed_and_resumes_to_the_end(
     trainer: str, args_of: Callable[..., list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], s
     return json.loads(out.with_suffix(".json").read_text(encoding="utf-8")), page
 
 
+@pytest.mark.slow
 def test_an_update_reports_its_share_of_both_rates(results: tuple[dict[str, Any], str]) -> None:
     rows = {row["what"]: row for row in results[0]["rows"] if row["part"] == "update"}
     assert rows.keys() == {"camshaft", "textbook"}
@@ -53,12 +54,14 @@ def test_an_update_reports_its_share_of_both_rates(results: tuple[dict[str, Any]
     assert (rows["camshaft"]["goal"], rows["textbook"]["goal"]) == ("MFU of at least 45 %", "")
 
 
+@pytest.mark.slow
 def test_both_sides_compute_the_same(results: tuple[dict[str, Any], str]) -> None:
     actual, expected = (row for row in results[0]["rows"] if row["part"] == "update")
     assert actual["loss"] == pytest.approx(expected["loss"], rel=1e-3)
     assert actual["grad_norm"] == pytest.approx(expected["grad_norm"], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_cuda_metrics_are_absent_without_cuda(results: tuple[dict[str, Any], str]) -> None:
     rows = [row for row in results[0]["rows"] if row["part"] in ("memory", "syncs")]
     rows += [row for row in results[0]["rows"] if row["what"] == "enforce_eager=False"]
@@ -68,12 +71,14 @@ def test_cuda_metrics_are_absent_without_cuda(results: tuple[dict[str, Any], str
     assert sum(row.get("micro_batches", 0) > 1 for row in rows) == 2  # every device has the marks
 
 
+@pytest.mark.slow
 def test_generation_is_measured_on_every_device(results: tuple[dict[str, Any], str]) -> None:
     (row,) = (row for row in results[0]["rows"] if row["what"] == "enforce_eager=True")
     assert row["ms"] * (TINY.answer - 1) == pytest.approx(1000 * row["seconds"])
     assert row["gigabytes"] == pytest.approx(gpu_parts.decode_work(TINY, "float32").bytes / 1e9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -88,6 +93,7 @@ def test_an_unknown_argument_is_rejected(arguments: list[str], message: str) -> 
     assert message in process.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="requires a machine without CUDA")
 def test_without_a_device_the_error_suggests_a_command() -> None:
     process = started()
@@ -161,6 +167,7 @@ def test_waits_are_those_inside_of_marks() -> None:
     assert gpu_parts.waits_inside(events) == ["cudaStreamSynchronize", "Memcpy DtoH (Device -> Pageable)"]
 
 
+@pytest.mark.slow
 def test_the_marks_are_in_a_trace(tmp_path: Path) -> None:
     from camshaft_side import ActorUpdate
 

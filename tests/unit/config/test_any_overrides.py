@@ -1,6 +1,6 @@
 """Property tests: any overrides or file contents give a config, or a `ConfigError` that names the error.
 
-CAMSHAFT_CONFIG_CASES=10000 python -m pytest --timeout 0 tests/unit/config/test_any_overrides.py    # otherwise 200
+CAMSHAFT_CONFIG_CASES=10000 python -m pytest --timeout 0 tests/unit/config/test_any_overrides.py    # otherwise 60
 """
 
 import contextlib
@@ -35,7 +35,7 @@ from camshaft.config.load import ALIASES, raw_defaults
 from camshaft.config.tree import fields, put
 from camshaft.errors import ConfigError
 
-CASES = int(os.environ.get("CAMSHAFT_CONFIG_CASES", "200"))
+CASES = int(os.environ.get("CAMSHAFT_CONFIG_CASES", "60"))
 """Number of examples of all tests in this file."""
 
 

@@ -1,6 +1,6 @@
 """For any behavior of a reward function, each sample has one outcome and other samples are unaffected.
 
-`CAMSHAFT_REWARD_CASES=10000 pytest tests/unit/rewards/test_anything.py` tries as many batches; the default is 200.
+`CAMSHAFT_REWARD_CASES=10000 pytest tests/unit/rewards/test_anything.py` tries as many batches; the default is 60.
 """
 
 import os
@@ -19,7 +19,7 @@ from camshaft.rewards.manager import COUNTS, RewardManager
 
 pytestmark = pytest.mark.alone
 
-CASES = int(os.environ.get("CAMSHAFT_REWARD_CASES", "200"))
+CASES = int(os.environ.get("CAMSHAFT_REWARD_CASES", "60"))
 
 REWARD = """
 import os, signal, sys, time
@@ -118,7 +118,7 @@ def mark() -> None:
 @settings(
     max_examples=CASES // 3,
     deadline=None,
-    derandomize=CASES == 200,
+    derandomize="CAMSHAFT_REWARD_CASES" not in os.environ,
     suppress_health_check=list(HealthCheck),
     database=None,
 )

@@ -148,6 +148,7 @@ def test_unreadable_shared_memory_is_an_error(
     generate(faulty)
 
 
+@pytest.mark.slow
 def test_error_of_the_weight_stream_takes_precedence() -> None:
     rollout = start()
 
@@ -197,6 +198,7 @@ def test_killed_child_is_an_error_within_seconds(engine: BaseEngine) -> None:
         rollout.wake_up()
 
 
+@pytest.mark.slow
 def test_exit_code_of_the_child_is_reported(engine: BaseEngine) -> None:
     rollout = start(rollout=NAME)
     rollout.load_weights(engine.named_weights())
@@ -229,6 +231,7 @@ def test_child_that_does_not_read_is_killed() -> None:
         rollout.sleep()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("doing", [HANGS, STARTS], ids=["busy", "idle"])
 def test_child_and_its_children_end_with_the_parent(doing: int) -> None:
     code = f"""
@@ -256,6 +259,7 @@ time.sleep(1000)
     assert still_running(children, seconds=10) == []
 
 
+@pytest.mark.slow
 def test_collected_rollout_ends_its_process() -> None:
     rollout = start()
     child = pid_of(rollout)
@@ -278,6 +282,7 @@ def test_unknown_rollout_is_named_without_traceback() -> None:
     assert "Traceback" not in str(exc_info.value)
 
 
+@pytest.mark.slow
 def test_timeout_also_extends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "START_SECONDS", 0.5)
     with pytest.raises(RolloutError, match=r"did not answer start within 0.5 s .* increase engine_kwargs.timeout"):

@@ -74,7 +74,10 @@ def _killed(folder: Path, in_background: bool, pause: float) -> None:
 
 @pytest.mark.parametrize(
     "in_background",
-    [pytest.param(False, id="waiting", marks=pytest.mark.slow), pytest.param(True, id="in the background")],
+    [
+        pytest.param(False, id="waiting", marks=pytest.mark.slow),
+        pytest.param(True, id="in the background", marks=pytest.mark.slow),
+    ],
 )
 def test_killed_while_saving(in_background: bool, tmp_path: Path) -> None:
     uninterrupted = run_ranks(_train, 2, str(tmp_path / "whole"), in_background)[0]

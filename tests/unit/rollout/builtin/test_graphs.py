@@ -112,7 +112,11 @@ def test_captured_steps_match_eager_steps(
     assert count(case) > len(steps_of(case).replays)  # which captured all steps again
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param(rule, marks=[pytest.mark.slow] * (rule.name == "thousands of prompts")) for rule in RULES],
+    ids=lambda rule: rule.name.replace(" ", "_"),
+)
 def test_captured_steps_keep_rule(rule: Rule, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(graphs, "MIN_STEPS", 1)
     rule.check(RolloutHarness(Recorded, folder))
