@@ -16,28 +16,28 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
     return RolloutHarness(HFRollout, tmp_path_factory.mktemp("models"))
 
 
-def parts(rollout: Any, lengths: list[int]) -> list[tuple[int, int]]:
-    return [(part.start, part.stop) for part in rollout._parts(lengths)]
+def batches(rollout: Any, lengths: list[int]) -> list[tuple[int, int]]:
+    return [(batch.start, batch.stop) for batch in rollout._batches(lengths)]
 
 
-def test_a_part_has_at_most_max_num_seqs_rows(harness: RolloutHarness) -> None:
-    assert parts(harness.case(max_num_seqs=2).rollout, [3] * 5) == [(0, 2), (2, 4), (4, 5)]
+def test_a_batch_has_at_most_max_num_seqs_rows(harness: RolloutHarness) -> None:
+    assert batches(harness.case(max_num_seqs=2).rollout, [3] * 5) == [(0, 2), (2, 4), (4, 5)]
 
 
-def test_padded_prompt_tokens_of_a_part_respect_the_limit(harness: RolloutHarness) -> None:
+def test_padded_prompt_tokens_of_a_batch_respect_the_limit(harness: RolloutHarness) -> None:
     # 3 x 4 fit in 12; with a row of 6 they would be 4 x 6; a row of 20 is a batch by itself.
     rollout = harness.case(max_num_batched_tokens=12).rollout
-    assert parts(rollout, [4, 3, 2, 6, 20, 1]) == [(0, 3), (3, 4), (4, 5), (5, 6)]
+    assert batches(rollout, [4, 3, 2, 6, 20, 1]) == [(0, 3), (3, 4), (4, 5), (5, 6)]
 
 
-def test_parts_are_restored_in_row_order(harness: RolloutHarness) -> None:
+def test_batches_are_restored_in_row_order(harness: RolloutHarness) -> None:
     prompts, sampling = harness.prompts(5, 1, 8, 3, 13), SamplingParams(7)
     case = harness.case(max_num_seqs=2)
     out = case.rollout.generate_sequences(prompts, sampling)
     case.check_log_probs(prompts, out, sampling)
 
 
-def test_parts_do_not_repeat_each_other(harness: RolloutHarness) -> None:
+def test_batches_do_not_repeat_each_other(harness: RolloutHarness) -> None:
     case, prompts = harness.case(max_num_seqs=1), harness.prompts(4).select([0, 0, 0])
     out = case.rollout.generate_sequences(prompts, SamplingParams(12, ignore_eos=True)).responses.rows()
     assert len({tuple(row.tolist()) for row in out}) == 3
