@@ -39,13 +39,13 @@ def engine(argv: Sequence[str]) -> int:
     from camshaft.contracts.engine.suite import RULES, check_engine
     from camshaft.engine import engine_class
 
-    always = {"options": parse_options(options.option)} if options.option else {}
+    common_fields = {"options": parse_options(options.option)} if options.option else {}
     backend = engine_class(options.name)
 
     def check(folder: str, rules: Sequence[Rule], device: str) -> Iterator[Finding]:
         if options.ranks:
-            return check_engine_on_ranks(backend, options.ranks, folder, rules, device, always)
-        return check_engine(backend, folder, rules, device, always=always)
+            return check_engine_on_ranks(backend, options.ranks, folder, rules, device, common_fields)
+        return check_engine(backend, folder, rules, device, common_fields=common_fields)
 
     return _report(backend, RULES, check, options)
 

@@ -64,7 +64,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RuleRanks]:
 
 @pytest.mark.parametrize(("ranks", "layout", "rule"), _cases(), indirect=["ranks"], scope="module")
 def test_sharded_engine_keeps_rule(ranks: RuleRanks, layout: Layout, rule: str, tmp_path: Path) -> None:
-    problem = ranks.problem(rule, engine_class(layout.strategy), str(tmp_path), layout.always)
+    problem = ranks.find_problem(rule, engine_class(layout.strategy), str(tmp_path), layout.common_fields)
     assert problem is None, problem
 
 

@@ -30,9 +30,9 @@ FEATURES = ("", "offload", "offload_policy", "activation_offload", "selective", 
 def problem(request: pytest.FixtureRequest) -> Iterator[Callable[[str, str], str | None]]:
     """Check a rule in a folder and return its problem."""
     strategy, world, feature = request.param
-    always = together(feature) if feature else {}
+    common_fields = together(feature) if feature else {}
     with RuleRanks(world, DEVICE) as ranks:
-        yield lambda rule, folder: ranks.problem(rule, engine_class(strategy), folder, always)
+        yield lambda rule, folder: ranks.find_problem(rule, engine_class(strategy), folder, common_fields)
 
 
 def _cases() -> Iterator[Any]:

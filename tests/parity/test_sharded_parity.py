@@ -45,8 +45,8 @@ def _train(harness: EngineHarness, engine: BaseEngine) -> dict[str, Any]:
     }
 
 
-def _run(strategy: str, folder: str, always: dict[str, Any]) -> dict[str, Any] | None:
-    harness = EngineHarness(engine_class(strategy), folder, always=always)
+def _run(strategy: str, folder: str, common_fields: dict[str, Any]) -> dict[str, Any] | None:
+    harness = EngineHarness(engine_class(strategy), folder, common_fields=common_fields)
     actual = _train(harness, harness.build())
     return actual if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0 else None
 
@@ -64,13 +64,13 @@ def ranks() -> Iterator[Ranks]:
 
 def _compared(ranks: Ranks, layout: Layout, dtype: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the results of (the sharded engine, the reference engine)."""
-    of_model = {name: value for name, value in layout.always.items() if name == "lora"}
-    reference = EngineHarness(SingleDeviceEngine, folder / "reference", always=_fields(dtype) | of_model)
+    of_model = {name: value for name, value in layout.common_fields.items() if name == "lora"}
+    reference = EngineHarness(SingleDeviceEngine, folder / "reference", common_fields=_fields(dtype) | of_model)
     expected = _train(reference, reference.build())
-    always = _fields(dtype) | layout.always
-    if "max_tokens" in layout.always:
-        always |= {"max_tokens": 150, "micro_batch_size": None}
-    actual = ranks.run(_run, layout.world, layout.strategy, str(folder / "sharded"), always, timeout=120)[0]
+    common_fields = _fields(dtype) | layout.common_fields
+    if "max_tokens" in layout.common_fields:
+        common_fields |= {"max_tokens": 150, "micro_batch_size": None}
+    actual = ranks.run(_run, layout.world, layout.strategy, str(folder / "sharded"), common_fields, timeout=120)[0]
     return actual, expected
 
 
@@ -107,9 +107,11 @@ def test_three_steps_in_float32(name: str, ranks: Ranks, tmp_path: Path) -> None
 @pytest.mark.parametrize("feature", ["", "hsdp", "sp2", "tp2", "lora"])
 def test_three_steps_in_bfloat16_with_float32_weights(feature: str, ranks: Ranks, tmp_path: Path) -> None:
     """Losses agree within 0.1 %, norms within 1 %, and the change of all weights within 6 % of its length."""
-    always = together(feature) if feature else {}
-    always = always | {"options": always.get("options", {}) | {"mixed_precision": {"param_dtype": "bfloat16"}}}
-    actual, expected = _compared(ranks, Layout(4 if feature == "hsdp" else 2, always), "float32", tmp_path)
+    common_fields = together(feature) if feature else {}
+    common_fields = common_fields | {
+        "options": common_fields.get("options", {}) | {"mixed_precision": {"param_dtype": "bfloat16"}}
+    }
+    actual, expected = _compared(ranks, Layout(4 if feature == "hsdp" else 2, common_fields), "float32", tmp_path)
     for name, bound in (("loss", 1e-3), ("norm", 1e-2)):
         for a, b in zip(actual[name], expected[name], strict=True):
             assert math.isclose(a, b, rel_tol=bound), f"{name}: {a}, not {b}"

@@ -14,7 +14,7 @@ class Layout:
     """A number of ranks and the config fields of the engine on them."""
 
     world: int
-    always: dict[str, Any] = field(default_factory=dict)
+    common_fields: dict[str, Any] = field(default_factory=dict)
     strategy: str = "fsdp2"
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from camshaft.config.engine import LoRAConfig
-from camshaft.contracts.engine.harness import EngineHarness, close, same_bits
+from camshaft.contracts.engine.harness import EngineHarness, expect_close, expect_equal
 from camshaft.contracts.engine.oracle import oracle_outputs
 from camshaft.contracts.rules import expect
 from camshaft.engine.base import BaseEngine
@@ -27,7 +27,7 @@ def adapter(harness: EngineHarness) -> None:
         expect("lora" in str(error).lower(), f"the error about an unsupported adapter does not mention lora: {error}")
         return
     base = harness.weights(harness.build(lora=None))
-    same_bits(harness.weights(engine), base, "merged weights of a fresh adapter")
+    expect_equal(harness.weights(engine), base, "merged weights of a new adapter")
     folder = str(harness.folder / "adapter")
     weights = _random_adapter(engine)
     harness.on_rank_zero(lambda: save_adapter(weights.items(), folder, LORA, str(harness.model_folder)))
@@ -35,30 +35,30 @@ def adapter(harness: EngineHarness) -> None:
     engine = harness.build(**changes)
     loss, norm, gradients = harness.oracle_gradients(engine, "causal_lm")
     result = harness.step(engine, harness.batch)
-    close(result.loss, loss, harness.tolerance, "loss with an adapter")
-    close(result.grad_norm, norm, harness.gradient_tolerance, "gradient norm with an adapter")
+    expect_close(result.loss, loss, harness.tolerance, "loss with an adapter")
+    expect_close(result.grad_norm, norm, harness.gradient_tolerance, "gradient norm with an adapter")
     for name, gradient in result.gradients.items():
-        close(gradient, gradients[name], harness.gradient_tolerance, f"gradient of {name}")
-    merged = harness.infer(engine)["log_probs"]
-    oracle = oracle_outputs(harness.oracle_model(engine, "causal_lm"), harness.batch, "causal_lm")["log_probs"]
-    close(merged, oracle, harness.tolerance, "log_probs with an adapter, against the merged weights")
+        expect_close(gradient, gradients[name], harness.gradient_tolerance, f"gradient of {name}")
+    log_probs = harness.infer(engine)["log_probs"]
+    expected = oracle_outputs(harness.oracle_model(engine, "causal_lm"), harness.batch, "causal_lm")["log_probs"]
+    expect_close(log_probs, expected, harness.tolerance, "log_probs with an adapter, compared with the merged weights")
     with engine.disable_adapter():
-        same_bits(harness.weights(engine), base, "weights inside disable_adapter, after a step")
-        close(
+        expect_equal(harness.weights(engine), base, "weights inside disable_adapter after a step")
+        expect_close(
             harness.infer(engine)["log_probs"],
             _base_log_probs(harness),
             harness.tolerance,
             "log_probs inside disable_adapter",
         )
-    close(harness.infer(engine)["log_probs"], merged, 0.0, "log_probs after disable_adapter")
+    expect_close(harness.infer(engine)["log_probs"], log_probs, 0.0, "log_probs after disable_adapter")
     harness.save(engine, harness.folder / "trained")
     loaded = harness.build(**changes)
     loaded.load_checkpoint(str(harness.folder / "trained"))
-    same_bits(harness.trained(loaded), harness.trained(engine), "a loaded adapter")
+    expect_equal(harness.trained_weights(loaded), harness.trained_weights(engine), "a loaded adapter")
 
 
 def _random_adapter(engine: BaseEngine) -> dict[str, Tensor]:
-    """Draw an adapter that changes the outputs, the same on every rank."""
+    """Return random adapter weights that change the outputs. They are equal on every rank."""
     random = torch.Generator().manual_seed(17)
     adapter_weights = engine.named_weights(adapter_only=True)
     return {name: 0.2 * torch.randn(weight.shape, generator=random) for name, weight in adapter_weights}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from camshaft.contracts.engine.harness import EngineHarness, close, same_bits
+from camshaft.contracts.engine.harness import EngineHarness, expect_close, expect_equal
 from camshaft.contracts.engine.oracle import oracle_outputs
 from camshaft.contracts.rules import expect, expect_error
 from camshaft.engine.base import StepContext
@@ -22,11 +22,11 @@ def weights_have_hugging_face_names(harness: EngineHarness) -> None:
     harness.train(engine, harness.batch)
     model: Any = harness.oracle_model(engine, "causal_lm")
     log_probs = harness.infer(engine, StepContext(outputs=("log_probs",)))["log_probs"]
-    close(
+    expect_close(
         log_probs,
         oracle_outputs(model, harness.batch, "causal_lm")["log_probs"],
         harness.tolerance,
-        "log_probs of the weights",
+        "log_probs, compared with a transformers model that has the weights of named_weights",
     )
 
 
@@ -46,8 +46,11 @@ def resume_is_bitwise(harness: EngineHarness) -> None:
     expect(not unsafe, "load_checkpoint called torch.load with weights_only=False")
     resumed = [harness.train(loaded, harness.batch) for _ in range(2)]
     actual, expected = ([(step.loss, step.grad_norm) for step in steps] for steps in (resumed, continued))
-    expect(actual == expected, f"(loss, norm) of the steps after loading: {actual}, without a stop: {expected}")
-    same_bits(harness.weights(loaded), harness.weights(engine), "weights two steps after loading")
+    expect(
+        actual == expected,
+        f"(loss, gradient norm) of two steps after loading are {actual}, but {expected} in the engine that saved",
+    )
+    expect_equal(harness.weights(loaded), harness.weights(engine), "weights two steps after loading")
 
 
 def damaged_checkpoints_are_rejected(harness: EngineHarness) -> None:
@@ -56,25 +59,31 @@ def damaged_checkpoints_are_rejected(harness: EngineHarness) -> None:
     intact = harness.folder / "intact"
     harness.save(engine, intact)
     leftovers = [path.name for path in harness.folder.iterdir() if path.name not in ("model", "intact")]
-    leftovers = harness.of_all_ranks(leftovers)[0]
-    expect(not leftovers, f"save_checkpoint left {leftovers} behind")
+    leftovers = harness.all_gather(leftovers)[0]
+    expect(not leftovers, f"save_checkpoint left the temporary files {leftovers}")
     for number, path in enumerate(sorted(path for path in intact.rglob("*") if path.is_file())):
-        copied = harness.folder / f"damaged{number}"
-        victim = copied / path.relative_to(intact)
+        folder = harness.folder / f"damaged{number}"
+        damaged_file = folder / path.relative_to(intact)
         content = bytearray(path.read_bytes())
         content[-1] ^= 1
-        harness.on_rank_zero(lambda b=copied, v=victim: (shutil.copytree(intact, b), v.unlink()))
+        harness.on_rank_zero(lambda d=folder, f=damaged_file: (shutil.copytree(intact, d), f.unlink()))
         expect_error(
-            lambda b=copied: engine.load_checkpoint(str(b)), path.name, f"loaded a checkpoint without {path.name}"
+            lambda d=folder: engine.load_checkpoint(str(d)),
+            path.name,
+            f"load_checkpoint accepted a checkpoint without {path.name}",
         )
         if path.name == "manifest.json":
             continue
-        harness.on_rank_zero(lambda v=victim, c=content: v.write_bytes(c))
-        expect_error(lambda b=copied: engine.load_checkpoint(str(b)), path.name, f"loaded a damaged {path.name}")
+        harness.on_rank_zero(lambda f=damaged_file, c=content: f.write_bytes(c))
+        expect_error(
+            lambda d=folder: engine.load_checkpoint(str(d)),
+            path.name,
+            f"load_checkpoint accepted a changed {path.name}",
+        )
     expect_error(
         lambda: engine.load_checkpoint(str(harness.folder / "nowhere")),
         "nowhere",
-        "loaded a folder that does not exist",
+        "load_checkpoint accepted a folder that does not exist",
     )
 
 
@@ -86,7 +95,7 @@ def retention(harness: EngineHarness) -> None:
         harness.save(engine, root / f"global_step_{step}" / "actor", global_step=step, max_ckpt_to_keep=2)
         harness.on_rank_zero((root / f"global_step_{step}" / "note.txt").touch)
     actors = sorted(path.parent.name for path in root.glob("global_step_*/actor"))
-    expect(actors == ["global_step_10", "global_step_20"], f"after three saves that keep two: {actors}")
+    expect(actors == ["global_step_10", "global_step_20"], f"three saves with max_ckpt_to_keep=2 left {actors}")
     expect((root / "global_step_5" / "note.txt").exists(), "retention removed a file that is not part of a checkpoint")
 
 
@@ -94,31 +103,34 @@ def remote_copy(harness: EngineHarness) -> None:
     """With hdfs_path, save_checkpoint also writes a copy there. load_checkpoint copies it back and removes only this
     local copy afterwards."""
     engine = harness.build()
-    local, remote, copied = (str(harness.folder / name) for name in ("local", "remote", "copied"))
+    local, remote, copy = (str(harness.folder / name) for name in ("local", "remote", "copy"))
     harness.save(engine, Path(local), hdfs_path=remote)
     harness.train(engine, harness.batch)
-    other = harness.build()
-    other.load_checkpoint(copied, hdfs_path=remote, del_local_after_load=True)
-    expect(not Path(copied).exists() and Path(remote).exists(), "the local copy stayed, or the remote one was removed")
-    other.load_checkpoint(local)
+    new_engine = harness.build()
+    new_engine.load_checkpoint(copy, hdfs_path=remote, del_local_after_load=True)
+    expect(
+        not Path(copy).exists() and Path(remote).exists(),
+        "load_checkpoint kept the local copy, or removed the remote checkpoint",
+    )
+    new_engine.load_checkpoint(local)
     expect(Path(local).exists(), "load_checkpoint removed a checkpoint that was local before the call")
 
 
 class _UnsafeLoads:
-    """Records calls of torch.load that would run code from the file."""
+    """Records calls of torch.load that could run code from a file."""
 
     def __enter__(self) -> list[str]:
         self.calls: list[str] = []
         self.load = torch.load
 
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            # Tensors that ranks exchange are unpickled by torch.load too, but not from a file.
-            exchanged = sys._getframe(1).f_code.co_name == "_load_from_bytes"
-            if kwargs.get("weights_only") is False and not exchanged:
+        def recording_load(*args: Any, **kwargs: Any) -> Any:
+            # Collectives that exchange pickled tensors also call torch.load, but not with a file.
+            is_collective = sys._getframe(1).f_code.co_name == "_load_from_bytes"
+            if kwargs.get("weights_only") is False and not is_collective:
                 self.calls.append(str(args[:1]))
             return self.load(*args, **kwargs)
 
-        torch.load = watched
+        torch.load = recording_load
         return self.calls
 
     def __exit__(self, *exc: object) -> None:

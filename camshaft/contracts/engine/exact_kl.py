@@ -1,4 +1,4 @@
-"""Rules of the engine contract that an exact KL divergence over the vocabulary depends on."""
+"""Rules of the engine contract about losses that contain the KL divergence over the whole vocabulary."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from camshaft.contracts.engine.adapters import LORA
-from camshaft.contracts.engine.harness import EngineHarness, close, same_bits
-from camshaft.contracts.engine.oracle import gradients_of, oracle_outputs
+from camshaft.contracts.engine.harness import EngineHarness, expect_close, expect_equal
+from camshaft.contracts.engine.oracle import collect_gradients, oracle_outputs
 from camshaft.contracts.rules import expect, expect_error
 from camshaft.dataproto import DataProto
 from camshaft.engine.base import BaseEngine, PreprocessFn, StepContext
@@ -28,20 +28,20 @@ def exact_kl(harness: EngineHarness) -> None:
         engine.set_loss_fn(_loss)
         loss, expected = _oracle(harness, engine)
         result = harness.step(engine, harness.batch, REQUEST)
-        close(torch.tensor(result.loss), loss, harness.tolerance, f"a loss of full_kl with {changes}")
+        expect_close(torch.tensor(result.loss), loss, harness.tolerance, f"a loss of full_kl with {changes}")
         expect(
             result.gradients.keys() == expected.keys(),
-            f"gradients of {sorted(result.gradients.keys() ^ expected.keys())}",
+            f"trained weights differ from the expected ones by {sorted(result.gradients.keys() ^ expected.keys())}",
         )
         for name, gradient in expected.items():
             subject = f"gradient of {name} in a loss of full_kl with {changes}"
-            close(result.gradients[name], gradient, harness.gradient_tolerance, subject)
+            expect_close(result.gradients[name], gradient, harness.gradient_tolerance, subject)
     engine = harness.build()
     with engine.eval_mode():
         expect_error(
             lambda: engine.infer_batch(harness.batch.drop("log_q"), REQUEST),
             "log_q",
-            "full_kl of a batch without log_q",
+            "infer_batch accepted a request for full_kl of a batch without log_q",
         )
 
 
@@ -52,24 +52,27 @@ def inference_within_a_step(harness: EngineHarness) -> None:
     variants: list[dict[str, Any]] = [dropout, dropout | {"lora": LORA}]
     for changes in variants:
         try:
-            alone, inferring = harness.build(**changes), harness.build(**changes)
-        except EngineError:  # the rule about adapters checks this error
+            engine, inferring_engine = harness.build(**changes), harness.build(**changes)
+        except EngineError:  # the engine does not support adapters; the rule about adapters checks this error
             continue
-        torch.manual_seed(29)  # the random state of dropout
-        expected = harness.step(alone, harness.batch)
+        torch.manual_seed(29)  # sets the random state of dropout
+        expected = harness.step(engine, harness.batch)
         torch.manual_seed(29)
-        result = harness.step(inferring, harness.batch, preprocess_fn=_inferring(inferring))
+        preprocess_fn = _make_inferring_hook(inferring_engine)
+        result = harness.step(inferring_engine, harness.batch, preprocess_fn=preprocess_fn)
         expect(
             (result.loss, result.grad_norm) == (expected.loss, expected.grad_norm),
-            "loss or norm of a step with an infer_batch inside",
+            "infer_batch inside a preprocess_fn changed the loss or the gradient norm of the step",
         )
-        same_bits(result.gradients, expected.gradients, "gradients of a step with an infer_batch inside")
+        expect_equal(result.gradients, expected.gradients, "gradients of a step with infer_batch in a preprocess_fn")
 
 
-def _inferring(engine: BaseEngine) -> PreprocessFn:
+def _make_inferring_hook(engine: BaseEngine) -> PreprocessFn:
+    """Return a `preprocess_fn` that calls `infer_batch` on each micro-batch, with the adapter disabled."""
+
     def infer(data: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:
-        without = engine.disable_adapter() if engine.config.model.lora is not None else nullcontext()
-        with without, engine.eval_mode():
+        adapter_context = engine.disable_adapter() if engine.config.model.lora is not None else nullcontext()
+        with adapter_context, engine.eval_mode():
             engine.infer_batch(data, StepContext(outputs=("distribution",)))
         return data, ctx
 
@@ -82,13 +85,13 @@ def _loss(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, 
 
 
 def _oracle(harness: EngineHarness, engine: BaseEngine) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the same loss by autograd over the whole vocabulary, and the gradients of the trained parameters."""
+    """Compute `_loss` by autograd over the whole vocabulary; return the loss and the gradients of trained weights."""
     model = harness.oracle_model(engine, "causal_lm")
     outputs: Any = oracle_outputs(model, harness.batch, "causal_lm", temperature=0.7)
     tokens = float(harness.batch["loss_mask"].values.sum())
     loss = (outputs["full_kl"].values - outputs["log_probs"].values).sum() / tokens
     loss.backward()
-    _, gradients = gradients_of(model)
+    _, gradients = collect_gradients(model)
     if engine.config.model.lora is not None:
-        _, gradients = harness.of_adapter(engine, gradients)
+        _, gradients = harness.adapter_gradients(engine, gradients)
     return loss.detach(), gradients

@@ -1,12 +1,12 @@
-"""Harness of the engine contract: a tiny model, a batch, and methods that build engines and run steps.
+"""Harness of the engine contract: builds engines on a tiny model, runs steps, and compares results.
 
     harness = EngineHarness(SingleDeviceEngine, "/tmp/scratch")
     engine = harness.build(micro_batch_size=2)         # any field of EngineConfig, or of its model section
     harness.step(engine, harness.batch).gradients
 
-In a process group every rank has such a harness, in one shared folder, and makes the same calls. A batch is that of
-the whole group: `step` and `infer` give each data-parallel rank different rows, in unequal numbers, and gather the
-results.
+In a process group, every rank creates a harness in the same folder and makes the same calls. Batches are those of the
+whole group: `step` and `infer` pass each data-parallel rank different rows, in unequal numbers, and `infer` gathers the
+predictions.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from camshaft.models.tiny import VOCABULARY_ROWS, make_tiny_model, make_tiny_tok
 
 _MODEL_FIELDS = frozenset(EngineModel.model_fields)
 
-SAFETY = 32
-"""Accepted difference from the oracle, in rounding errors of the oracle: other kernels sum in other orders."""
+TOLERANCE_FACTOR = 32
+"""Accepted difference from the oracle, as a multiple of its rounding error. Kernels differ in the order of sums."""
 
 
 @dataclass(frozen=True)
-class Measured:
-    """One optimizer step, with the gradient that it must have used."""
+class StepMeasurement:
+    """Results of one optimizer step, with the gradients that were computed back from its update."""
 
     loss: float
     grad_norm: float
@@ -53,24 +53,24 @@ class Measured:
 
 @dataclass(frozen=True)
 class Tolerances:
-    """Accepted float32 differences, relative to the expected value above 1 and absolute below."""
+    """Accepted float32 differences, in units of `difference`."""
 
     outputs: float
     gradients: float
 
 
 class EngineHarness:
-    """One engine class in one scratch folder; `always` are config fields of every engine built here."""
+    """Tests one engine class in the scratch folder `folder`, with `common_fields` in the config of every engine."""
 
     def __init__(
         self,
         engine_class: type[BaseEngine],
         folder: str | Path,
         device: str = "cpu",
-        always: Mapping[str, Any] | None = None,
+        common_fields: Mapping[str, Any] | None = None,
     ):
         self.engine_class, self.folder, self.device = engine_class, Path(folder), device
-        self.always = dict(always or {})
+        self.common_fields = dict(common_fields or {})
         self.folder.mkdir(parents=True, exist_ok=True)
 
     @property
@@ -85,45 +85,49 @@ class EngineHarness:
 
     @property
     def tolerances(self) -> Tolerances:
-        """Accepted differences on this device, measured once per process."""
+        """Accepted differences on this device. They are measured once per process."""
         if self.device not in _TOLERANCES:
             _TOLERANCES[self.device] = measure_tolerances(self.device, self.model_folder)
         return _TOLERANCES[self.device]
 
     @cached_property
     def model_folder(self) -> Path:
+        """Folder of the tiny model; rank 0 writes it on first access."""
         folder = self.folder / "model"
 
-        def make() -> None:
+        def make_model() -> None:
             make_tiny_tokenizer(folder)
             make_tiny_model(folder, **TINY)
 
-        self.on_rank_zero(make)
+        self.on_rank_zero(make_model)
         return folder
 
     @cached_property
     def batch(self) -> DataProto:
-        """Eight rows of 2 to 17 tokens, see `make_batch`."""
+        """Eight rows of 2 to 17 tokens (`make_batch`)."""
         return make_batch()
 
     @cached_property
-    def siblings(self) -> DataProto:
-        """Responses to three prompts, not adjacent, and a row without; one prompt is a prefix of another."""
+    def shared_prompt_batch(self) -> DataProto:
+        """Eight rows, seven of which are responses to three prompts.
+
+        Rows with the same prompt are not adjacent. One prompt is a prefix of another. One row shares no prompt.
+        """
         random = torch.Generator().manual_seed(13)
-        stem = torch.randint(3, 30, (9,), generator=random)
-        prompts = [stem, stem[:4], stem.flip(0)]
-        rows, prompt_of = [], [0, 1, 0, 2, 1, 0, None, 2]
-        for number in prompt_of:
+        long_prompt = torch.randint(3, 30, (9,), generator=random)
+        prompts = [long_prompt, long_prompt[:4], long_prompt.flip(0)]
+        rows, prompt_numbers = [], [0, 1, 0, 2, 1, 0, None, 2]
+        for number in prompt_numbers:
             response = torch.randint(3, 30, (int(torch.randint(1, 7, (), generator=random)),), generator=random)
-            rows.append((stem[:1] if number is None else prompts[number], response))
+            rows.append((long_prompt[:1] if number is None else prompts[number], response))
         ids = Ragged.from_rows([torch.cat(row) for row in rows])
         mask = Ragged.from_rows([torch.cat([torch.zeros(len(p)), torch.ones(len(r))]).bool() for p, r in rows])
         advantages = ids.like(torch.randn(len(ids.values), generator=random))
         log_q = ids.like(torch.randn(len(ids.values), VOCABULARY_ROWS, generator=random).log_softmax(dim=1))
         return DataProto.from_dict({"input_ids": ids, "loss_mask": mask, "advantages": advantages, "log_q": log_q})
 
-    def splits(self) -> list[dict[str, Any]]:
-        """Limits of micro-batches: by count, by tokens, by both."""
+    def micro_batch_limits(self) -> list[dict[str, Any]]:
+        """Return config fields that split the batch by rows, by tokens, and by both."""
         return [
             {"micro_batch_size": 1},
             {"micro_batch_size": 3},
@@ -134,15 +138,19 @@ class EngineHarness:
     # -- building ---------------------------------------------------------------------------------
 
     def config(self, head: str = "causal_lm", forward_only: bool = False, **changes: Any) -> EngineConfig:
-        """Return a config whose first update reveals the gradient; `changes` are fields of it or its model section."""
-        changes = self.always | changes
+        """Return a config with an optimizer from whose first update the gradient can be computed.
+
+        `changes` are fields of `EngineConfig` or of its model section.
+        """
+        changes = self.common_fields | changes
         model = {name: changes.pop(name) for name in list(changes) if name in _MODEL_FIELDS}
         optim = OptimConfig(lr=1.0, eps=1.0, weight_decay=0.0)
-        plain = {"grad_clip": 1e9, "device": self.device, "seed": 5, "optim": None if forward_only else optim}
+        defaults = {"grad_clip": 1e9, "device": self.device, "seed": 5, "optim": None if forward_only else optim}
         path = str(self.model_folder)
-        return EngineConfig(model=EngineModel(path=path, head=head, **model), **(plain | changes))  # pyright: ignore
+        return EngineConfig(model=EngineModel(path=path, head=head, **model), **(defaults | changes))  # pyright: ignore
 
     def build(self, head: str = "causal_lm", set_loss: bool = True, **changes: Any) -> BaseEngine:
+        """Build an engine with its model and, unless it cannot train, the loss of the contract."""
         engine = self.engine_class(self.config(head, **changes))
         engine.init_model()
         if set_loss and head != "reward" and not changes.get("forward_only"):
@@ -150,12 +158,16 @@ class EngineHarness:
         return engine
 
     def loss_fn(self, head: str) -> LossFn:
-        """Policy gradient plus a per-sequence part, or squared error: both divide by the global counts."""
+        """Return the loss of the contract for a head, a term per token and a term per sequence.
+
+        The term per token is a policy gradient for causal_lm and a squared error for a value head. Each term is divided
+        by its count over the whole mini-batch.
+        """
 
         def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
             name = "log_probs" if head == "causal_lm" else "values"
-            token_part, sequence_part = loss_sums(predictions[name], data["advantages"], data["loss_mask"], head)
-            loss = token_part / ctx["num_tokens"] + sequence_part / ctx["num_sequences"]
+            token_sum, sequence_sum = loss_sums(predictions[name], data["advantages"], data["loss_mask"], head)
+            loss = token_sum / ctx["num_tokens"] + sequence_sum / ctx["num_sequences"]
             mean = (predictions[name].values * data["loss_mask"].values).sum() / ctx["num_tokens"]
             ctx["metrics"] = {f"mean_{name}": mean.detach()}
             return loss, ctx
@@ -165,7 +177,7 @@ class EngineHarness:
     # -- the oracle -------------------------------------------------------------------------------
 
     def oracle_model(self, engine: BaseEngine, head: str) -> torch.nn.Module:
-        """Return the `transformers` model with the engine's weights, in float32, with eager attention."""
+        """Return a `transformers` model with the weights of `engine`, in float32 and with eager attention."""
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(self.model_folder, num_labels=1)
@@ -173,7 +185,8 @@ class EngineHarness:
         parameters, weights = dict(model.named_parameters()), self.weights(engine)
         expect(
             parameters.keys() == weights.keys(),
-            f"names of weights differ from transformers': {sorted(parameters.keys() ^ weights.keys())[:3]}",
+            "weight names of named_weights differ from those of transformers by "
+            f"{sorted(parameters.keys() ^ weights.keys())[:3]}",
         )
         for name, weight in weights.items():
             parameters[name].data.copy_(weight)
@@ -182,37 +195,38 @@ class EngineHarness:
     def oracle_gradients(
         self, engine: BaseEngine, head: str, batch: DataProto | None = None
     ) -> tuple[float, float, dict[str, Tensor]]:
-        """Return the expected (loss, gradient norm, gradients) of the first step on `self.batch` or another."""
+        """Return the expected (loss, gradient norm, gradients) of the first step; `batch` defaults to `self.batch`."""
         loss, norm, gradients = oracle_step(self.oracle_model(engine, head), batch or self.batch, head)
         if engine.config.model.lora is not None:
-            norm, gradients = self.of_adapter(engine, gradients)
+            norm, gradients = self.adapter_gradients(engine, gradients)
         return loss, norm, gradients
 
-    def of_adapter(self, engine: BaseEngine, gradients: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
-        """Return (norm, gradients) of the trained parameters, from gradients of the merged weights."""
+    def adapter_gradients(self, engine: BaseEngine, gradients: dict[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        """Return (gradient norm, gradients) of the trained weights, from the gradients of the merged weights."""
         lora = engine.config.model.lora
         assert lora is not None
-        return adapter_gradients(gradients, self.trained(engine), lora.alpha / lora.rank)
+        return adapter_gradients(gradients, self.trained_weights(engine), lora.alpha / lora.rank)
 
-    # -- measuring --------------------------------------------------------------------------------
+    # -- steps ------------------------------------------------------------------------------------
 
     def weights(self, engine: BaseEngine) -> dict[str, Tensor]:
+        """Return copies of the full weights, with an adapter merged."""
         return {name: weight.clone() for name, weight in engine.named_weights()}
 
-    def trained(self, engine: BaseEngine) -> dict[str, Tensor]:
-        """Return the weights that the optimizer updates: the adapter, if the engine has one."""
-        only = engine.config.model.lora is not None
-        return {name: weight.clone() for name, weight in engine.named_weights(adapter_only=only)}
+    def trained_weights(self, engine: BaseEngine) -> dict[str, Tensor]:
+        """Return copies of the weights that the optimizer updates: only the adapter, if the engine has one."""
+        adapter_only = engine.config.model.lora is not None
+        return {name: weight.clone() for name, weight in engine.named_weights(adapter_only=adapter_only)}
 
     def save(self, engine: BaseEngine, folder: Path, **arguments: Any) -> None:
-        """Save a checkpoint and wait for it, also from an engine that writes in the background."""
+        """Save a checkpoint and wait until it is written, for engines that write in the background."""
         engine.save_checkpoint(str(folder), **arguments)
         engine.wait_for_checkpoint()
 
     def infer(
         self, engine: BaseEngine, ctx: StepContext | None = None, batch: DataProto | None = None
     ) -> dict[str, Ragged | Tensor]:
-        """Return predictions for all rows of `self.batch` or another, gathered from the ranks."""
+        """Return the predictions for all rows of `batch`, by default `self.batch`, gathered from all ranks."""
         with engine.eval_mode():
             predictions = engine.infer_batch(self.share(engine, batch or self.batch), ctx)
         return self.gather(engine, dict(predictions))
@@ -224,7 +238,7 @@ class EngineHarness:
         ctx: StepContext | None = None,
         preprocess_fn: PreprocessFn | None = None,
     ) -> StepResult:
-        """Run one step; unlike `step` it does not gather the weights."""
+        """Run one optimizer step. Unlike `step`, it does not gather the weights."""
         with engine.train_mode():
             return engine.train_batch(self.share(engine, batch), ctx, preprocess_fn=preprocess_fn)
 
@@ -234,28 +248,31 @@ class EngineHarness:
         batch: DataProto,
         ctx: StepContext | None = None,
         preprocess_fn: PreprocessFn | None = None,
-    ) -> Measured:
-        """Run the first step, and solve its update w - w' = g / (|g| + 1) for the gradient g."""
-        before = self.trained(engine)
-        result = self.train(engine, batch, ctx, preprocess_fn)
-        moves = {name: before[name] - weight for name, weight in self.trained(engine).items()}
-        gradients = {name: move / (1 - move.abs()) for name, move in moves.items()}
-        return Measured(result.loss, result.grad_norm, result.metrics, gradients)
+    ) -> StepMeasurement:
+        """Run the first optimizer step of `engine`, and compute its gradients g from the update.
 
-    # -- many ranks -------------------------------------------------------------------------------
+        The update of a weight is w - w' = g / (|g| + 1), which is solved for g.
+        """
+        before = self.trained_weights(engine)
+        result = self.train(engine, batch, ctx, preprocess_fn)
+        updates = {name: before[name] - weight for name, weight in self.trained_weights(engine).items()}
+        gradients = {name: update / (1 - update.abs()) for name, update in updates.items()}
+        return StepMeasurement(result.loss, result.grad_norm, result.metrics, gradients)
+
+    # -- several ranks ----------------------------------------------------------------------------
 
     def share(self, engine: BaseEngine, batch: DataProto) -> DataProto:
-        """Return the rows of this engine's data-parallel rank: at least one, more for low ranks than for high ones."""
+        """Return the rows of this data-parallel rank. Every rank gets at least one; lower ranks get more rows."""
         seat, rows = engine.seat, len(batch)
         weights = [2 * seat.dp_size - rank for rank in range(seat.dp_size)]
         ends = [round(rows * sum(weights[: rank + 1]) / sum(weights)) for rank in range(seat.dp_size)]
         return batch.reorder(list(range(([0, *ends])[seat.dp_rank], ends[seat.dp_rank])))
 
     def gather(self, engine: BaseEngine, predictions: dict[str, Any]) -> dict[str, Ragged | Tensor]:
-        """Concatenate the predictions of all ranks for their shares, in the order of the rows."""
+        """Gather the predictions of all data-parallel ranks and concatenate them in the order of the rows."""
         local = {name: value.to("cpu") for name, value in predictions.items()}
-        of_ranks = self.of_all_ranks((engine.seat, local))
-        parts = [part for seat, part in sorted(of_ranks, key=lambda pair: pair[0].dp_rank) if seat.collects]
+        gathered = self.all_gather((engine.seat, local))
+        parts = [part for seat, part in sorted(gathered, key=lambda pair: pair[0].dp_rank) if seat.collects]
         return {
             name: Ragged.concat([part[name] for part in parts])
             if isinstance(local[name], Ragged)
@@ -263,8 +280,8 @@ class EngineHarness:
             for name in local
         }
 
-    def of_all_ranks(self, value: Any) -> list[Any]:
-        """Gather a Python object from each rank, in the order of the ranks."""
+    def all_gather(self, value: Any) -> list[Any]:
+        """Gather a Python object from every rank, in rank order."""
         if not dist.is_initialized():
             return [value]
         values: list[Any] = [None] * dist.get_world_size()
@@ -272,7 +289,7 @@ class EngineHarness:
         return values
 
     def on_rank_zero(self, action: Callable[[], Any]) -> None:
-        """Run `action` on rank 0, followed by a barrier; for changes of the shared folder."""
+        """Run `action` on rank 0, then wait for all ranks. Used to change the shared folder."""
         if not dist.is_initialized() or dist.get_rank() == 0:
             action()
         if dist.is_initialized():
@@ -280,13 +297,14 @@ class EngineHarness:
 
 
 TINY: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "seed": 3}
-"""Arguments of the model that engines of the contract train."""
+"""Arguments of `make_tiny_model` for the model of the contract."""
 
 
 def make_batch() -> DataProto:
-    """Make eight rows of 2 to 17 tokens; the share of counted tokens differs much between rows, one row has none.
+    """Return eight random rows of 2 to 17 tokens.
 
-    `log_q` contains log-probs of the reference distribution q.
+    The fraction of tokens in `loss_mask` varies between rows, and is zero for one row. `log_q` holds the log-probs of a
+    random distribution q over the vocabulary.
     """
     random = torch.Generator().manual_seed(11)
     lengths = torch.tensor([5, 17, 2, 9, 12, 3, 7, 4])
@@ -311,28 +329,28 @@ _TOLERANCES: dict[str, Tolerances] = {}
 
 
 def measure_tolerances(device: str, model_folder: Path) -> Tolerances:
-    """Derive tolerances from the rounding error of the oracle: float32 against float64, on this processor and device.
+    """Measure the rounding error of the oracle on this processor and device, and derive tolerances from it.
 
-    A gradient is read off a float32 weight w after the update w - g / (|g| + 1); rounding w' changes the result by up
-    to eps |w'| (1 + |g|)^2, which is added.
+    The rounding error is the difference between float32 and float64. For gradients, another error is added: g is
+    computed from the float32 weight w' = w - g / (|g| + 1), and rounding w' changes g by up to eps |w'| (1 + |g|)^2.
     """
-    batch, outputs, gradients = make_batch().to(device), 0.0, 0.0
-    for head, single in _oracle_models(model_folder).items():
-        single = single.to(device, torch.float32).eval()
-        double = copy.deepcopy(single).double()
-        exact = oracle_outputs(double, batch, head, temperature=0.7)
-        for name, value in oracle_outputs(single, batch, head, temperature=0.7).items():
-            outputs = max(outputs, difference(value, exact[name]))
-        expected = oracle_step(double, batch, head)[2]
-        for name, gradient in oracle_step(single, batch, head)[2].items():
-            weight, size = double.get_parameter(name).detach().abs(), expected[name].abs()
-            recovery = torch.finfo(torch.float32).eps * (1 + weight) * (1 + size) ** 2 / size.clamp(min=1)
-            gradients = max(gradients, difference(gradient, expected[name]) + float(recovery.max()))
-    return Tolerances(SAFETY * outputs, SAFETY * gradients)
+    batch, output_error, gradient_error = make_batch().to(device), 0.0, 0.0
+    for head, model in _oracle_models(model_folder).items():
+        float_model = model.to(device, torch.float32).eval()
+        double_model = copy.deepcopy(float_model).double()
+        expected_outputs = oracle_outputs(double_model, batch, head, temperature=0.7)
+        for name, value in oracle_outputs(float_model, batch, head, temperature=0.7).items():
+            output_error = max(output_error, difference(value, expected_outputs[name]))
+        expected = oracle_step(double_model, batch, head)[2]
+        for name, gradient in oracle_step(float_model, batch, head)[2].items():
+            weight, size = double_model.get_parameter(name).detach().abs(), expected[name].abs()
+            recovery_error = torch.finfo(torch.float32).eps * (1 + weight) * (1 + size) ** 2 / size.clamp(min=1)
+            gradient_error = max(gradient_error, difference(gradient, expected[name]) + float(recovery_error.max()))
+    return Tolerances(TOLERANCE_FACTOR * output_error, TOLERANCE_FACTOR * gradient_error)
 
 
 def _oracle_models(folder: Path) -> dict[str, Any]:
-    """Load the tiny model with a causal_lm and with a value head, without moving the global random state."""
+    """Load the tiny model with a causal_lm and with a value head. The global random state does not change."""
     from transformers import AutoConfig
 
     with torch.random.fork_rng(devices=[]):
@@ -343,27 +361,29 @@ def _oracle_models(folder: Path) -> dict[str, Any]:
     return {"causal_lm": causal, "value": value}
 
 
-# -- comparing ------------------------------------------------------------------------------------
+# -- comparisons ----------------------------------------------------------------------------------
 
 
 def difference(result: Ragged | Tensor, expected: Ragged | Tensor) -> float:
-    """Return the largest difference, relative to the expected value above 1 and absolute below."""
+    """Return the maximum of |result - expected| / max(|expected|, 1) over all elements."""
     a, b = _values(result), _values(expected)
     return ((a - b).abs() / b.abs().clamp(min=1)).max().item() if a.numel() else 0.0
 
 
-def close(result: Ragged | Tensor | float, expected: Ragged | Tensor | float, tolerance: float, subject: str) -> None:
-    """Raise `Violation` unless shapes are equal and `difference` is at most `tolerance`."""
+def expect_close(
+    result: Ragged | Tensor | float, expected: Ragged | Tensor | float, tolerance: float, subject: str
+) -> None:
+    """Raise `Violation` unless the shapes are equal and `difference` is at most `tolerance`."""
     a, b = (v if isinstance(v, Ragged | Tensor) else torch.tensor(v) for v in (result, expected))
     shapes = [v.lengths.tolist() if isinstance(v, Ragged) else list(v.shape) for v in (a, b)]
-    expect(shapes[0] == shapes[1], f"{subject}: shape {shapes[0]}, expected {shapes[1]}")
-    off = difference(a, b)
-    expect(off <= tolerance, f"{subject}: off by {off:.2e}, allowed {tolerance:.2e}")
+    expect(shapes[0] == shapes[1], f"{subject}: the shape is {shapes[0]}, expected {shapes[1]}")
+    deviation = difference(a, b)
+    expect(deviation <= tolerance, f"{subject}: differs from the expected value by {deviation:.2e} > {tolerance:.2e}")
 
 
-def same_bits(result: Mapping[str, Tensor], expected: Mapping[str, Tensor], subject: str) -> None:
-    """Raise `Violation` unless both have the same names and bitwise equal tensors."""
-    expect(result.keys() == expected.keys(), f"{subject}: names differ")
+def expect_equal(result: Mapping[str, Tensor], expected: Mapping[str, Tensor], subject: str) -> None:
+    """Raise `Violation` unless both mappings have the same names and bitwise equal tensors."""
+    expect(result.keys() == expected.keys(), f"{subject}: the names differ")
     for name, tensor in result.items():
         expect(torch.equal(tensor, expected[name]), f"{subject}: '{name}' differs")
 

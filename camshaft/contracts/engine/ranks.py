@@ -1,9 +1,9 @@
-"""The engine contract on several ranks, for `camshaft check-engine --ranks N`.
+"""Checks the engine contract on several ranks, for `camshaft check-engine --ranks N`.
 
-    for finding in check_engine_on_ranks(FSDPEngine, 4, folder, always={"options": {"fsdp_size": 2}}): ...
+    for finding in check_engine_on_ranks(FSDPEngine, 4, folder, common_fields={"options": {"fsdp_size": 2}}): ...
 
-Every rank runs every rule, in processes that serve several rules. A broken rule, a crash or a hang on one rank ends
-the processes; the next rule starts new ones.
+Every rank runs every rule. The processes are reused for several rules, because starting them is slow. After a broken
+rule, a crash or a hang on one rank, the processes are shut down and the next rule starts new ones.
 """
 
 from __future__ import annotations
@@ -20,58 +20,61 @@ from camshaft.controller.local import process_pool
 from camshaft.engine import BaseEngine
 from camshaft.errors import WorkerError
 
-SECONDS = 300.0
-"""Time limit of one rule."""
+RULE_TIMEOUT = 300.0
+"""Time limit of one rule in seconds."""
 RULES_PER_PROCESS = 30
-"""Rules that run in the same processes: each engine leaves a process group with open files behind."""
+"""Number of rules after which new processes are started. Each engine leaves a process group with open files."""
 
 
 class RuleRanks(contextlib.AbstractContextManager["RuleRanks"]):
-    """A pool of processes that check rules on engine classes; torch is imported once for all rules."""
+    """A pool of `world` processes that check rules on engine classes. Torch is imported once for all rules."""
 
     def __init__(self, world: int, device: str = "cpu", name: str = "engine"):
-        # Ranks choose their own device; the config of an engine names only its type.
+        # Each rank selects its device, so the engine config contains only the device type.
         self._spec, self._device = PoolSpec(name, ranks_per_node=world), device
         self._pool: Pool | None = None
         self._checker: _Checker
-        self._checked = 0
+        self._num_checked = 0
 
-    def problem(
-        self, rule: str, engine_class: type[BaseEngine], folder: str, always: Mapping[str, Any] | None = None
+    def find_problem(
+        self, rule: str, engine_class: type[BaseEngine], folder: str, common_fields: Mapping[str, Any] | None = None
     ) -> str | None:
-        """Check the rule of this name; return the problem, or None. `folder` and `always` as in `EngineHarness`."""
+        """Check the rule named `rule` on all ranks; return a description of the problem, or None.
+
+        `folder` and `common_fields` are those of `EngineHarness`.
+        """
         try:
-            if self._checked == RULES_PER_PROCESS:
-                self._end()
+            if self._num_checked == RULES_PER_PROCESS:
+                self._shut_down()
             if self._pool is None:
-                self._checked = 0
-                self._pool = process_pool(self._spec, Options(timeout=SECONDS, preload=(__name__,)))
-                self._checker = spawn(_Checker, pool=self._pool, name=self._spec.name, timeout=SECONDS)
-            self._checked += 1
-            self._checker.check(rule, engine_class, folder, self._device, dict(always or {}))
+                self._num_checked = 0
+                self._pool = process_pool(self._spec, Options(timeout=RULE_TIMEOUT, preload=(__name__,)))
+                self._checker = spawn(_Checker, pool=self._pool, name=self._spec.name, timeout=RULE_TIMEOUT)
+            self._num_checked += 1
+            self._checker.check(rule, engine_class, folder, self._device, dict(common_fields or {}))
         except WorkerError as error:
             self._pool = None
             return str(error.__cause__) if isinstance(error.__cause__, Violation) else str(error)
         return None
 
-    def _end(self) -> None:
+    def _shut_down(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
             self._pool = None
 
     def __exit__(self, *_: object) -> None:
-        self._end()
+        self._shut_down()
 
 
 class _Checker(Worker):
-    """One rank."""
+    """Checks rules in one process of `RuleRanks`."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def check(
-        self, rule: str, engine_class: type[BaseEngine], folder: str, device: str, always: dict[str, Any]
+        self, rule: str, engine_class: type[BaseEngine], folder: str, device: str, common_fields: dict[str, Any]
     ) -> None:
-        """Raise `Violation` if the rule does not hold."""
-        harness = EngineHarness(engine_class, folder, device, always)
+        """Raise `Violation` if the engine breaks the rule."""
+        harness = EngineHarness(engine_class, folder, device, common_fields)
         next(candidate for candidate in RULES if candidate.name == rule).check(harness)
 
 
@@ -81,16 +84,16 @@ def check_engine_on_ranks(
     folder: str,
     rules: Sequence[Rule[EngineHarness]] = RULES,
     device: str = "cpu",
-    always: Mapping[str, Any] | None = None,
+    common_fields: Mapping[str, Any] | None = None,
 ) -> Iterator[Finding]:
-    """Check the rules in the scratch folder `folder`, and yield each finding.
+    """Check `rules` on `world` ranks and yield the finding of each; `folder` is a scratch folder.
 
-    A class that cannot be constructed gives one finding, before any process starts.
+    If the class cannot be constructed, yield a single finding without starting a process.
     """
-    problem = construction_problem(engine_class, folder, device, always)
+    problem = construction_problem(engine_class, folder, device, common_fields)
     if problem is not None:
         yield Finding(RULES[0], problem)
         return
     with RuleRanks(world, device, engine_class.__name__) as ranks:
         for number, rule in enumerate(rules):
-            yield Finding(rule, ranks.problem(rule.name, engine_class, f"{folder}/{number:02d}", always))
+            yield Finding(rule, ranks.find_problem(rule.name, engine_class, f"{folder}/{number:02d}", common_fields))

@@ -1,15 +1,16 @@
-"""The contract of `BaseEngine`: rules that can be checked on any engine.
+"""The contract of `BaseEngine`: rules that any engine can be checked against.
 
     camshaft check-engine my_pkg.my_engine:MyEngine          # prints a table of findings
     for finding in check_engine(MyEngine, folder): ...       # in a program
 
-The oracle is not an engine but `transformers` on one row at a time (`oracle.py`). Gradients are read off the weights:
-with eps=1, no decay and no clipping the first AdamW update is lr * g / (|g| + 1), which is solved for g, so engines do
-not have to expose gradients. Tolerances follow from the rounding error of the oracle (`harness.measure_tolerances`).
+Results are compared with those of an oracle: `transformers` on one row at a time (`oracle.py`). Engines need not expose
+gradients, because gradients are computed from weight updates. With eps=1, no weight decay and no clipping, the first
+update of AdamW is lr * g / (|g| + 1), which is solved for g. Tolerances are multiples of the rounding error of the
+oracle (`harness.measure_tolerances`).
 
-A rule is a function of an `EngineHarness`; its docstring is its meaning and its name is shown in reports. Rules about
-modes and steps are in this file; those about checkpoints are in `checkpoints.py`, those about adapters in
-`adapters.py`, those about a KL divergence over the vocabulary in `exact_kl.py`.
+A rule is a function that takes an `EngineHarness`. Its docstring states the requirement, and its name appears in
+reports. This file contains the rules about predictions, steps and modes. Rules about checkpoints are in
+`checkpoints.py`, the rule about adapters in `adapters.py`, and rules about the exact KL divergence in `exact_kl.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from camshaft.config.engine import OptimConfig
 from camshaft.contracts.engine import checkpoints
 from camshaft.contracts.engine.adapters import adapter
 from camshaft.contracts.engine.exact_kl import exact_kl, inference_within_a_step
-from camshaft.contracts.engine.harness import EngineHarness, close, same_bits
+from camshaft.contracts.engine.harness import EngineHarness, expect_close, expect_equal
 from camshaft.contracts.engine.oracle import oracle_outputs
 from camshaft.contracts.rules import Finding, Rule, expect, expect_error, find_problem, make_rules, run_rules
 from camshaft.dataproto import DataProto, Ragged
@@ -49,7 +50,7 @@ def interface(harness: EngineHarness) -> None:
         accepted = {n: p.default for n, p in actual.parameters.items()}
         expect(
             required.items() <= accepted.items(),
-            f"{name}{actual} does not accept the arguments of BaseEngine.{name}{specified}",
+            f"{name}{actual} does not accept all arguments of BaseEngine.{name}{specified}",
         )
 
 
@@ -59,9 +60,9 @@ def predictions(harness: EngineHarness) -> None:
         engine = harness.build(head=head, random_init=head == "reward")
         result = harness.infer(engine, StepContext(outputs=outputs, temperature=0.7))
         expected = oracle_outputs(harness.oracle_model(engine, head), harness.batch, head, temperature=0.7)
-        expect(set(result) == set(outputs), f"requested {outputs} of a {head} engine, got {sorted(result)}")
+        expect(set(result) == set(outputs), f"a {head} engine returned {sorted(result)} for a request of {outputs}")
         for name in outputs:
-            close(result[name], expected[name], harness.tolerance, f"{name} of a {head} engine")
+            expect_close(result[name], expected[name], harness.tolerance, f"{name} of a {head} engine")
 
 
 def order_of_rows(harness: EngineHarness) -> None:
@@ -69,13 +70,15 @@ def order_of_rows(harness: EngineHarness) -> None:
     engine = harness.build()
     with engine.eval_mode():
         expected = engine.infer_batch(harness.batch)["log_probs"]
-    for limits in harness.splits():
+    for limits in harness.micro_batch_limits():
         split = harness.build(**{f"infer_{name}": value for name, value in limits.items()})
         with split.eval_mode():
             log_probs = split.infer_batch(harness.batch)["log_probs"]
-            close(log_probs, expected, harness.tolerance, f"log_probs with {limits}")
-            one = split.infer_batch(harness.batch.reorder([3]))["log_probs"]
-        close(one, expected.select([3]), harness.tolerance, f"a batch of one row with {limits}")
+            expect_close(log_probs, expected, harness.tolerance, f"log_probs with {limits}")
+            row_log_probs = split.infer_batch(harness.batch.reorder([3]))["log_probs"]
+        expect_close(
+            row_log_probs, expected.select([3]), harness.tolerance, f"log_probs of a batch of one row with {limits}"
+        )
 
 
 def token_budget_is_hard(harness: EngineHarness) -> None:
@@ -91,10 +94,12 @@ def token_budget_is_hard(harness: EngineHarness) -> None:
     with engine.train_mode():
         engine.forward_backward_step(harness.batch, preprocess_fn=record)
     expect(len(sizes) > 1 and max(sizes) <= budget, f"with max_tokens={budget} the micro-batches have {sizes} tokens")
-    tight = harness.build(max_tokens=budget - 3)
-    with tight.train_mode():
+    engine = harness.build(max_tokens=budget - 3)
+    with engine.train_mode():
         expect_error(
-            lambda: tight.forward_backward_step(harness.batch), str(budget - 3), "accepted a row over the budget"
+            lambda: engine.forward_backward_step(harness.batch),
+            str(budget - 3),
+            "forward_backward_step accepted a row with more tokens than max_tokens",
         )
 
 
@@ -123,16 +128,21 @@ def hooks(harness: EngineHarness) -> None:
         )
         expect_error(
             lambda: engine.infer_batch(harness.batch, postprocess_fn=lambda outputs, ctx: ({"mean": 0.5}, ctx)),
-            "mean", "accepted a prediction without a value per row",
+            "mean", "infer_batch accepted a prediction without a value per row",
         )  # fmt: skip
     expect(
         calls == ["before", "after 2"] * (len(calls) // 2) and len(calls) == len(harness.batch), f"hooks ran as {calls}"
     )
-    expect(set(result) == {"doubled", "lengths", "texts"}, f"predictions of postprocess_fn: {sorted(result)}")
-    close(result["doubled"], log_probs.map(lambda v: 2 * v), 0.0, "predictions of postprocess_fn")
+    names = sorted(result)
+    expect(names == ["doubled", "lengths", "texts"], f"postprocess_fn returned doubled, lengths, texts; got {names}")
+    expect_close(result["doubled"], log_probs.map(lambda v: 2 * v), 0.0, "a Ragged prediction of postprocess_fn")
     lengths = log_probs.lengths.tolist()
-    expect(list(result["lengths"]) == lengths, f"a tensor with a value per row: {result['lengths']}, not {lengths}")
-    expect(list(result["texts"]) == [f"{n} tokens" for n in lengths], f"a list per row: {result['texts']}")
+    expect(
+        list(result["lengths"]) == lengths,
+        f"postprocess_fn returned a tensor with the values {lengths}; got {result['lengths']}",
+    )
+    texts = [f"{n} tokens" for n in lengths]
+    expect(list(result["texts"]) == texts, f"postprocess_fn returned the list {texts}; got {result['texts']}")
 
 
 def raw_batches(harness: EngineHarness) -> None:
@@ -148,14 +158,14 @@ def raw_batches(harness: EngineHarness) -> None:
         expected = engine.infer_batch(harness.batch)["log_probs"]
         results: list[Any] = []
         problem = find_problem(lambda: results.append(engine.infer_batch({"texts": names}, preprocess_fn=encode)))
-        expect(problem is None, f"a batch of texts with a preprocess_fn: {problem}")
-        close(results[0]["log_probs"], expected, harness.tolerance, "log_probs of a batch of texts")
+        expect(problem is None, f"infer_batch failed for a batch of texts with a preprocess_fn: {problem}")
+        expect_close(results[0]["log_probs"], expected, harness.tolerance, "log_probs of a batch of texts")
         for raw in ({"texts": names}, torch.zeros(2, 3, dtype=torch.int64)):
-            form = f"a {type(raw).__name__} as a batch"
-            expect_error(lambda raw=raw: engine.infer_batch(raw), "input_ids", f"accepted {form}")  # pyright: ignore
+            problem = f"infer_batch accepted a {type(raw).__name__} as a batch"
+            expect_error(lambda raw=raw: engine.infer_batch(raw), "input_ids", problem)  # pyright: ignore
         expect_error(
             lambda: engine.infer_batch({"texts": names}, preprocess_fn=lambda raw, ctx: (torch.zeros(2, 3), ctx)),
-            "input_ids", "accepted a tensor from preprocess_fn",
+            "input_ids", "infer_batch accepted a tensor from preprocess_fn",
         )  # fmt: skip
 
 
@@ -166,19 +176,20 @@ def step_equals_oracle(harness: EngineHarness) -> None:
         engine = harness.build(head=head)
         loss, norm, gradients = harness.oracle_gradients(engine, head)
         result = harness.step(engine, harness.batch)
-        close(result.loss, loss, harness.tolerance, f"loss of a {head} engine")
-        close(result.grad_norm, norm, harness.gradient_tolerance, f"gradient norm of a {head} engine")
+        expect_close(result.loss, loss, harness.tolerance, f"loss of a {head} engine")
+        expect_close(result.grad_norm, norm, harness.gradient_tolerance, f"gradient norm of a {head} engine")
         for name, gradient in result.gradients.items():
-            close(gradient, gradients[name], harness.gradient_tolerance, f"gradient of {name}")
+            expect_close(gradient, gradients[name], harness.gradient_tolerance, f"gradient of {name}")
 
 
 def norm_is_before_clipping(harness: EngineHarness) -> None:
     """optimizer_step clips the gradient norm and returns the norm before clipping."""
-    free = harness.step(harness.build(), harness.batch)
-    tight = harness.step(harness.build(grad_clip=1e-3), harness.batch)
-    close(tight.grad_norm, free.grad_norm, harness.gradient_tolerance, "the norm with a tight clip")
-    clipped = math.sqrt(sum(float((g.double() ** 2).sum()) for g in tight.gradients.values()))
-    expect(abs(clipped - 1e-3) < 1e-4, f"grad_clip=0.001, but the gradient applied had norm {clipped:.6f}")
+    unclipped = harness.step(harness.build(), harness.batch)
+    clipped = harness.step(harness.build(grad_clip=1e-3), harness.batch)
+    tolerance = harness.gradient_tolerance
+    expect_close(clipped.grad_norm, unclipped.grad_norm, tolerance, "the gradient norm with grad_clip=0.001")
+    norm = math.sqrt(sum(float((g.double() ** 2).sum()) for g in clipped.gradients.values()))
+    expect(abs(norm - 1e-3) < 1e-4, f"with grad_clip=0.001, the gradient norm of the update was {norm:.6f}")
 
 
 def step_outside_train_mode(harness: EngineHarness) -> None:
@@ -190,26 +201,27 @@ def step_outside_train_mode(harness: EngineHarness) -> None:
         _, loss, _ = outside.forward_backward_step(harness.share(outside, harness.batch))
     norm = outside.optimizer_step()
     expect(
-        (float(loss), norm) == (expected.loss, expected.grad_norm), "loss or norm differ from a step inside train_mode"
+        (float(loss), norm) == (expected.loss, expected.grad_norm),
+        "the loss or gradient norm differs from that of a step inside train_mode",
     )
-    same_bits(harness.weights(outside), harness.weights(inside), "weights after a step outside train_mode")
+    expect_equal(harness.weights(outside), harness.weights(inside), "weights after a step outside train_mode")
 
 
 def split_invariance(harness: EngineHarness) -> None:
     """Loss, metrics, gradient norm and gradients depend neither on the split into micro-batches nor on activation
     checkpointing."""
     expected = harness.step(harness.build(), harness.batch)
-    variants: list[dict[str, Any]] = [*harness.splits(), {"enable_gradient_checkpointing": True}]
+    variants: list[dict[str, Any]] = [*harness.micro_batch_limits(), {"enable_gradient_checkpointing": True}]
     for changes in variants:
         result = harness.step(harness.build(**changes), harness.batch)
         variant = f"with {changes}"
-        close(result.loss, expected.loss, harness.tolerance, f"loss {variant}")
-        close(result.grad_norm, expected.grad_norm, harness.gradient_tolerance, f"gradient norm {variant}")
+        expect_close(result.loss, expected.loss, harness.tolerance, f"loss {variant}")
+        expect_close(result.grad_norm, expected.grad_norm, harness.gradient_tolerance, f"gradient norm {variant}")
         expect(result.metrics.keys() == expected.metrics.keys(), f"metrics {variant}: {sorted(result.metrics)}")
         for name, value in expected.metrics.items():
-            close(result.metrics[name], value, harness.tolerance, f"metric {name} {variant}")
+            expect_close(result.metrics[name], value, harness.tolerance, f"metric {name} {variant}")
         for name, gradient in expected.gradients.items():
-            close(result.gradients[name], gradient, harness.gradient_tolerance, f"gradient of {name} {variant}")
+            expect_close(result.gradients[name], gradient, harness.gradient_tolerance, f"gradient of {name} {variant}")
 
 
 def unread_counts_are_reported(harness: EngineHarness) -> None:
@@ -219,22 +231,23 @@ def unread_counts_are_reported(harness: EngineHarness) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         harness.train(engine, harness.batch)
-        expect(not _about_counts(caught), "a warning for a loss that divides by num_tokens")
+        expect(not _count_warnings(caught), "the engine warned about a loss that divides by num_tokens")
         engine.set_loss_fn(lambda data, predictions, ctx: (predictions["log_probs"].values.mean(), ctx))
         for _ in range(2):
             harness.train(engine, harness.batch)
-    number = len(_about_counts(caught))
-    expect(number == 1, f"{number} warnings about num_tokens in two steps of a loss that averages each micro-batch")
+    number = len(_count_warnings(caught))
+    expect(number == 1, f"two steps with a loss that averages each micro-batch gave {number} warnings about num_tokens")
 
 
-def _about_counts(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+def _count_warnings(caught: Sequence[warnings.WarningMessage]) -> list[str]:
+    """Return the warnings that mention the counts."""
     return [str(warning.message) for warning in caught if "num_tokens" in str(warning.message)]
 
 
 def prefix_sharing(harness: EngineHarness) -> None:
     """Rows with a common prompt have the same predictions and gradients as separate rows, whether they are in one
     micro-batch or in several."""
-    batch = harness.siblings
+    batch = harness.shared_prompt_batch
     for head in ("causal_lm", "value"):
         variants: list[dict[str, Any]] = [{}, {"max_tokens": 24}, {"micro_batch_size": 3}]
         engines = [harness.build(head=head, **limits) for limits in variants]
@@ -244,24 +257,27 @@ def prefix_sharing(harness: EngineHarness) -> None:
             variant = f"of a {head} engine with {limits}"
             outputs = harness.infer(engine, StepContext(outputs=OUTPUTS_OF_HEAD[head]), batch)
             for name, values in outputs.items():
-                close(values, expected[name], harness.tolerance, f"{name} {variant}")
+                expect_close(values, expected[name], harness.tolerance, f"{name} {variant}")
             result = harness.step(engine, batch)
-            close(result.loss, loss, harness.tolerance, f"loss {variant}")
+            expect_close(result.loss, loss, harness.tolerance, f"loss {variant}")
             for weight, gradient in result.gradients.items():
-                close(gradient, gradients[weight], harness.gradient_tolerance, f"gradient of {weight} {variant}")
+                expect_close(gradient, gradients[weight], harness.gradient_tolerance, f"gradient of {weight} {variant}")
 
 
 def offload_changes_nothing(harness: EngineHarness) -> None:
     """Moving the model and the optimizer to the CPU between phases changes neither the loss nor the gradient norm nor
     the weights."""
-    resident, moved = harness.build(), harness.build()
+    reference_engine, offloaded_engine = harness.build(), harness.build()
     for parts in ({"model": True, "optimizer": True}, {"optimizer": False}, {"model": False}):
-        moved.to("cpu", **parts)
-        a, b = harness.step(resident, harness.batch), harness.step(moved, harness.batch)
+        offloaded_engine.to("cpu", **parts)
+        expected, result = harness.step(reference_engine, harness.batch), harness.step(offloaded_engine, harness.batch)
         expect(
-            a.loss == b.loss and a.grad_norm == b.grad_norm, f"a step after to('cpu', {parts}) differs from one without"
+            (result.loss, result.grad_norm) == (expected.loss, expected.grad_norm),
+            f"to('cpu', {parts}) before a step changed its loss or gradient norm",
         )
-    same_bits(harness.weights(moved), harness.weights(resident), "weights after steps with moves between them")
+    expect_equal(
+        harness.weights(offloaded_engine), harness.weights(reference_engine), "weights after steps with offloading"
+    )
 
 
 def context(harness: EngineHarness) -> None:
@@ -271,37 +287,42 @@ def context(harness: EngineHarness) -> None:
     mask: Ragged = harness.batch["loss_mask"]
     share = harness.share(engine, harness.batch)
 
-    def note(data: DataProto, ctx: Any) -> tuple[DataProto, Any]:
-        ctx["seen"] = ctx.get("seen", 0) + len(data)
+    def count_rows(data: DataProto, ctx: Any) -> tuple[DataProto, Any]:
+        ctx["hook_rows"] = ctx.get("hook_rows", 0) + len(data)
         return data, ctx
 
     def infer(ctx: Any) -> Any:
-        return engine.forward_backward_step(share, ctx, forward_only=True, preprocess_fn=note)[1]
+        return engine.forward_backward_step(share, ctx, forward_only=True, preprocess_fn=count_rows)[1]
 
     with engine.eval_mode():
-        first = infer({"mine": 1})
-        second = infer(first)
-        expect_error(lambda: infer({"temprature": 1.0}), "'temperature'", "a misspelt control key was accepted")
+        first_ctx = infer({"caller_key": 1})
+        second_ctx = infer(first_ctx)
+        expect_error(
+            lambda: infer({"temprature": 1.0}), "'temperature'", "the engine accepted a misspelled control key"
+        )
         expect_error(
             lambda: infer({"outputs": ("values",)}), "values", "a causal_lm engine accepted outputs=('values',)"
         )
     counts = (float(mask.values.sum()), float((mask.map(Tensor.float).sum() > 0).sum()))
-    actual = (first.get("num_tokens"), first.get("num_sequences"))
-    expect(actual == counts, f"ctx counts (num_tokens, num_sequences) are {actual}, the mini-batch has {counts}")
-    keys = [(ctx.get("mine"), ctx.get("seen", 0)) for ctx in (first, second)]
+    actual = (first_ctx.get("num_tokens"), first_ctx.get("num_sequences"))
+    expect(actual == counts, f"(num_tokens, num_sequences) in ctx are {actual}, but the mini-batch has {counts}")
+    keys = [(ctx.get("caller_key"), ctx.get("hook_rows", 0)) for ctx in (first_ctx, second_ctx)]
     rows = keys[0][1]
-    expect(rows >= len(share) and keys == [(1, rows), (1, 2 * rows)], f"keys of caller and hook in two calls: {keys}")
+    expect(
+        rows >= len(share) and keys == [(1, rows), (1, 2 * rows)],
+        f"the keys of caller and hook in the ctx of two calls are {keys}, expected {[(1, rows), (1, 2 * rows)]}",
+    )
 
 
 def padded_batch(harness: EngineHarness) -> None:
     """A padded mapping has the same predictions as the equivalent ragged batch."""
     engine = harness.build()
     ids: Ragged = harness.batch["input_ids"]
-    grids = {"input_ids": ids.padded("left"), "attention_mask": ids.mask("left")}
-    grids["loss_mask"] = harness.batch["loss_mask"].padded("left")
+    padded_columns = {"input_ids": ids.padded("left"), "attention_mask": ids.mask("left")}
+    padded_columns["loss_mask"] = harness.batch["loss_mask"].padded("left")
     with engine.eval_mode():
-        padded, ragged = engine.infer_batch(grids), engine.infer_batch(harness.batch)
-    close(padded["log_probs"], ragged["log_probs"], 0.0, "a left-padded batch")
+        result, expected = engine.infer_batch(padded_columns), engine.infer_batch(harness.batch)
+    expect_close(result["log_probs"], expected["log_probs"], 0.0, "log_probs of a left-padded batch")
 
 
 def non_finite_gradient_is_skipped(harness: EngineHarness) -> None:
@@ -311,18 +332,19 @@ def non_finite_gradient_is_skipped(harness: EngineHarness) -> None:
     engine.set_loss_fn(lambda data, outputs, ctx: (outputs["log_probs"].values.sum() * float("nan"), ctx))
     with engine.train_mode():
         result = engine.train_batch(harness.batch)
-    expect(result.skipped and engine.skipped_steps == 1, "a NaN gradient was not reported as a skipped step")
-    expect(not math.isfinite(result.grad_norm), f"the norm of a NaN gradient was reported as {result.grad_norm}")
-    same_bits(harness.weights(engine), before, "weights after a skipped step")
+    expect(result.skipped and engine.skipped_steps == 1, "a step with a NaN gradient was not reported as skipped")
+    expect(not math.isfinite(result.grad_norm), f"the gradient norm of a NaN gradient is {result.grad_norm}")
+    expect_equal(harness.weights(engine), before, "weights after a skipped step")
     engine.set_loss_fn(harness.loss_fn("causal_lm"))
-    after, expected = harness.train(engine, harness.batch), harness.train(harness.build(), harness.batch)
+    next_step, expected = harness.train(engine, harness.batch), harness.train(harness.build(), harness.batch)
     expect(
-        after.loss == expected.loss and after.grad_norm == expected.grad_norm, "the step after a skipped one differs"
+        (next_step.loss, next_step.grad_norm) == (expected.loss, expected.grad_norm),
+        "a skipped step changed the loss or gradient norm of the next step",
     )
 
 
-class _NumberReads(TorchDispatchMode):
-    """Counts reads of computed numbers: on an accelerator each of them waits for the device."""
+class _ScalarReads(TorchDispatchMode):
+    """Counts reads of scalars from computed tensors. On an accelerator, each of them waits for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,23 +363,26 @@ def no_wait_per_micro_batch(harness: EngineHarness) -> None:
     for size in (4, 1):
         engine = harness.build(micro_batch_size=size)
         engine.set_loss_fn(harness.loss_fn("causal_lm"))
-        with engine.train_mode(), _NumberReads() as reads:
+        with engine.train_mode(), _ScalarReads() as reads:
             engine.forward_backward_step(harness.batch)
         counts.append(reads.count)
-    expect(counts[0] == counts[1], f"2 micro-batches read {counts[0]} numbers from the device, 8 read {counts[1]}")
+    expect(
+        counts[0] == counts[1],
+        f"a step with 2 micro-batches reads {counts[0]} scalars from the device, with 8 micro-batches {counts[1]}",
+    )
 
 
 def modes(harness: EngineHarness) -> None:
     """train_mode enables dropout, eval_mode disables it, and both restore the previous mode."""
     engine = harness.build(override_config={"attention_dropout": 0.5})
     with engine.eval_mode():
-        first, second = engine.infer_batch(harness.batch)["log_probs"], engine.infer_batch(harness.batch)["log_probs"]
+        log_probs, repeated = (engine.infer_batch(harness.batch)["log_probs"] for _ in range(2))
         with engine.train_mode():
-            noisy = engine.infer_batch(harness.batch)["log_probs"]
-        third = engine.infer_batch(harness.batch)["log_probs"]
-    expect(not torch.equal(noisy.values, first.values), "train_mode has no dropout")
-    expect(torch.equal(first.values, second.values), "eval_mode has dropout")
-    expect(torch.equal(first.values, third.values), "leaving train_mode did not restore eval_mode")
+            with_dropout = engine.infer_batch(harness.batch)["log_probs"]
+        restored = engine.infer_batch(harness.batch)["log_probs"]
+    expect(not torch.equal(with_dropout.values, log_probs.values), "train_mode did not enable dropout")
+    expect(torch.equal(log_probs.values, repeated.values), "eval_mode did not disable dropout")
+    expect(torch.equal(log_probs.values, restored.values), "leaving train_mode did not restore eval_mode")
 
 
 def schedule(harness: EngineHarness) -> None:
@@ -365,11 +390,14 @@ def schedule(harness: EngineHarness) -> None:
     lr_scheduler_step returns the next learning rate."""
     optim = OptimConfig(lr=1.0, lr_warmup_steps=2, lr_scheduler_type="cosine", total_training_steps=6, min_lr_ratio=0.1)
     engine = harness.build(optim=optim)
-    expect(engine.learning_rate == 0.5, f"the first of two warm-up updates has lr {engine.learning_rate}, not 0.5")
+    expect(
+        engine.learning_rate == 0.5,
+        f"the learning rate of the first of two warm-up updates is {engine.learning_rate}, expected 0.5",
+    )
     rates = [engine.lr_scheduler_step() for _ in range(6)]
-    expect(engine.learning_rate == rates[-1], "learning_rate is not the return value of lr_scheduler_step")
+    expect(engine.learning_rate == rates[-1], "learning_rate differs from the return value of lr_scheduler_step")
     cosine = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / 4)) for k in range(5)]
-    close(torch.tensor(rates), torch.tensor([1.0, *cosine]), 1e-6, "learning rates of updates 1 to 6")
+    expect_close(torch.tensor(rates), torch.tensor([1.0, *cosine]), 1e-6, "learning rates of updates 1 to 6")
 
 
 def runs_are_reproducible(harness: EngineHarness) -> None:
@@ -379,19 +407,19 @@ def runs_are_reproducible(harness: EngineHarness) -> None:
         engine = harness.build(random_init=True, micro_batch_size=3)
         steps = [harness.train(engine, harness.batch) for _ in range(3)]
         runs.append(([(s.loss, s.grad_norm) for s in steps], harness.weights(engine)))
-    expect(runs[0][0] == runs[1][0], f"two runs gave {runs[0][0]} and {runs[1][0]}")
-    same_bits(runs[0][1], runs[1][1], "weights of two runs")
+    expect(runs[0][0] == runs[1][0], f"two runs have (loss, gradient norm) {runs[0][0]} and {runs[1][0]}")
+    expect_equal(runs[0][1], runs[1][1], "weights of two runs")
 
 
 def seat_and_shards(harness: EngineHarness) -> None:
     """The ranks of `seat` are below its sizes, and unshard_data inverts shard_data."""
     engine = harness.build()
     seat = engine.seat
-    expect(0 <= seat.dp_rank < seat.dp_size <= seat.world, f"{seat} is inconsistent")
+    expect(0 <= seat.dp_rank < seat.dp_size <= seat.world, f"seat violates dp_rank < dp_size <= world: {seat}")
     restored = engine.unshard_data(engine.shard_data(harness.batch))
     expect(
         torch.equal(restored["input_ids"].values, harness.batch["input_ids"].values),
-        "unshard_data(shard_data(x)) is not x",
+        "unshard_data(shard_data(batch)) differs from the batch",
     )
 
 
@@ -410,26 +438,36 @@ def errors_name_the_missing_call(harness: EngineHarness) -> None:
         "save_checkpoint": (folder,),
         "load_checkpoint": (folder,),
     }
-    new = harness.engine_class(harness.config())
+    uninitialized = harness.engine_class(harness.config())
     for name, member in vars(BaseEngine).items():
         if name.startswith("_") or name in ("init_model", "wait_for_checkpoint"):
             continue
         if not isinstance(member, property) and not callable(member):
             continue
         expect_error(
-            lambda name=name: _use(new, name, arguments.get(name, ())), "init_model", f"{name} worked before init_model"
+            lambda name=name: _use(uninitialized, name, arguments.get(name, ())),
+            "init_model",
+            f"{name} raised no error before init_model",
         )
     engine = harness.build(set_loss=False)
     with engine.train_mode():
-        expect_error(lambda: engine.forward_backward_step(harness.batch), "set_loss_fn", "a step worked without a loss")
-    frozen = harness.build(forward_only=True)
-    expect_error(frozen.optimizer_step, "forward-only", "a forward-only engine applied an optimizer step")
-    without = harness.build(lora=None)
-    expect_error(lambda: without.disable_adapter().__enter__(), "adapter", "disable_adapter worked without an adapter")
+        expect_error(
+            lambda: engine.forward_backward_step(harness.batch),
+            "set_loss_fn",
+            "forward_backward_step raised no error before set_loss_fn",
+        )
+    forward_only = harness.build(forward_only=True)
+    expect_error(forward_only.optimizer_step, "forward-only", "optimizer_step of a forward-only engine raised no error")
+    base_model = harness.build(lora=None)
+    expect_error(
+        lambda: base_model.disable_adapter().__enter__(),
+        "adapter",
+        "disable_adapter without an adapter raised no error",
+    )
 
 
 def _use(engine: BaseEngine, name: str, arguments: tuple[Any, ...]) -> None:
-    """Read a property, or call a method and start what it returns."""
+    """Read a property, or call a method; start a generator or enter a context that it returns."""
     member = getattr(engine, name)
     if callable(member):
         result: Any = member(*arguments)
@@ -447,12 +485,13 @@ def libraries_stay_unpatched(harness: EngineHarness) -> None:
     harness.step(engine, harness.batch)
     after = _functions()
     changed = [name for name, function in after.items() if before.get(name, function) is not function]
-    # torch's compiler replaces functions of torch itself.
+    # The compiler of torch replaces some functions of torch.
     changed = [name for name in changed if not str(after[name].__module__).startswith("torch._dynamo.")]
-    expect(not changed, f"patched: {', '.join(changed)}")
+    expect(not changed, f"the engine has replaced {', '.join(changed)}")
 
 
 def _functions() -> dict[str, Any]:
+    """Return the functions and classes of torch and transformers that an engine might replace, by name."""
     import transformers.models.qwen2.modeling_qwen2 as modeling
 
     functions: dict[str, Any] = {}
@@ -479,23 +518,25 @@ def check_engine(
     folder: str,
     rules: Sequence[Rule[EngineHarness]] = RULES,
     device: str = "cpu",
-    always: Mapping[str, Any] | None = None,
+    common_fields: Mapping[str, Any] | None = None,
 ) -> Iterator[Finding]:
-    """Check the rules in the scratch folder `folder`, and yield each finding.
+    """Check `rules` and yield the finding of each; `folder` is a scratch folder.
 
-    A class that cannot be constructed gives one finding.
+    `common_fields` are config fields of every engine. If the class cannot be constructed, yield a single finding.
     """
-    problem = construction_problem(engine_class, folder, device, always)
+    problem = construction_problem(engine_class, folder, device, common_fields)
     if problem is not None:
         yield Finding(RULES[0], problem)
         return
-    yield from run_rules(rules, lambda number: EngineHarness(engine_class, f"{folder}/{number:02d}", device, always))
+    yield from run_rules(
+        rules, lambda number: EngineHarness(engine_class, f"{folder}/{number:02d}", device, common_fields)
+    )
 
 
 def construction_problem(
-    engine_class: type[BaseEngine], folder: str, device: str, always: Mapping[str, Any] | None
+    engine_class: type[BaseEngine], folder: str, device: str, common_fields: Mapping[str, Any] | None
 ) -> str | None:
-    """Construct the engine, without its model; return the error, if there is one."""
-    harness = EngineHarness(engine_class, f"{folder}/construction", device, always)
+    """Construct the engine without its model; return a description of the error, or None."""
+    harness = EngineHarness(engine_class, f"{folder}/construction", device, common_fields)
     problem = find_problem(lambda: engine_class(harness.config()))
     return None if problem is None else f"{engine_class.__name__} cannot be constructed: {problem}"

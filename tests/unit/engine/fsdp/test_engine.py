@@ -17,7 +17,7 @@ from camshaft.models.packed import OpaqueTensor
 def _dropout(folder: str, options: dict[str, Any]) -> tuple[list[float], float]:
     """Return (losses with dropout, this rank's next random number)."""
     harness = EngineHarness(
-        engine_class("fsdp2"), folder, always={"options": options, "override_config": {"attention_dropout": 0.3}}
+        engine_class("fsdp2"), folder, common_fields={"options": options, "override_config": {"attention_dropout": 0.3}}
     )
     engine = harness.build()
     losses = [harness.step(engine, harness.batch).loss for _ in range(2)]
@@ -73,7 +73,9 @@ def test_a_checkpoint_after_only_skipped_steps_is_valid(strategy: str, tmp_path:
 
 def _wrapped(folder: str, name: str) -> None:
     EngineHarness(
-        engine_class("fsdp2"), folder, always={"options": {"wrap_policy": {"transformer_layer_cls_to_wrap": name}}}
+        engine_class("fsdp2"),
+        folder,
+        common_fields={"options": {"wrap_policy": {"transformer_layer_cls_to_wrap": name}}},
     ).build()
 
 
@@ -87,7 +89,7 @@ def test_an_unknown_layer_class_is_named(tmp_path: Path) -> None:
 def test_a_bfloat16_divergence_uses_the_other_models_log_probs(tmp_path: Path) -> None:
     """The model computes in bfloat16, but does not round the distributions of the other model to bfloat16."""
     harness = EngineHarness(
-        engine_class("fsdp2"), tmp_path, always={"options": {"mixed_precision": {"param_dtype": "bfloat16"}}}
+        engine_class("fsdp2"), tmp_path, common_fields={"options": {"mixed_precision": {"param_dtype": "bfloat16"}}}
     )
     predictions: Any = harness.infer(harness.build(), StepContext(outputs=("distribution", "full_kl")))
     log_p, log_q = predictions["distribution"].values, harness.batch["log_q"].values

@@ -23,8 +23,8 @@ STEPS = 12
 
 def _train(folder: str, in_background: bool) -> dict[int, list[float]]:
     """Train from the newest complete checkpoint to STEPS, saving after each step; return (loss, norm) by step."""
-    always = {"options": {"async_save": in_background}, "override_config": {"attention_dropout": 0.1}}
-    harness = EngineHarness(FSDPEngine, folder, always=always)
+    common_fields = {"options": {"async_save": in_background}, "override_config": {"attention_dropout": 0.1}}
+    harness = EngineHarness(FSDPEngine, folder, common_fields=common_fields)
     engine = harness.build()
     start = _newest(Path(folder) / "run")
     if start:

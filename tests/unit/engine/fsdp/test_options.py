@@ -19,7 +19,7 @@ from camshaft.engine.fsdp.engine import FSDPEngine
 
 
 def built(folder: Path, **options: Any) -> tuple[EngineHarness, FSDPEngine]:
-    harness = EngineHarness(engine_class("fsdp2"), folder, always={"options": options})
+    harness = EngineHarness(engine_class("fsdp2"), folder, common_fields={"options": options})
     engine = harness.build()
     assert isinstance(engine, FSDPEngine)
     return harness, engine
