@@ -1,14 +1,14 @@
 """Table of batch columns: name, kind, dtype, description, writers and readers.
 
-This table is the only contract between roles, trainer and data. `DataProto.require` uses it to name the writer of a
-missing column. The module has no imports from the package, so every layer can use it.
+Data, roles and trainer exchange data only in these columns. `DataProto.require` uses the table to report which module
+writes a missing column. The module imports nothing from the package, so that every layer can import it.
 
     COLUMNS["old_log_probs"].written_by     # "roles/actor.compute_log_prob"
 
-Kinds: `ragged` has one value per token, `tensor` one per row, `object` one Python object per row.
-Columns "per response token" are aligned with `responses`, columns "per token" with `input_ids`. The value at
-token j describes token j: its log-probability given the previous tokens, or the value of the state in which it
-was sampled.
+A `ragged` column contains one value per token, a `tensor` column one entry per row, and an `object` column one Python
+object per row. Columns "per response token" are aligned with `responses`, columns "per token" with `input_ids`. The
+entry at index j belongs to token j: its log-prob given the previous tokens, or the value of the state in which it was
+sampled.
 """
 
 from dataclasses import dataclass

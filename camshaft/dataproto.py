@@ -1,13 +1,13 @@
-"""The batch type of data, roles and trainer.
+"""DataProto: the batch type that data, roles and trainer exchange.
 
     batch = DataProto.from_dict({"prompts": ragged, "reward": torch.zeros(4), "uid": ["a", "a", "b", "b"]})
-    batch.union(other)                    # more columns for the same rows
-    batch.repeat(4)                       # each row four times, consecutively
-    for part in batch.split(2): ...       # at most two rows each
+    batch.union(other)                    # add the columns of another batch with the same rows
+    batch.repeat(4)                       # repeat each row four times, consecutively
+    for part in batch.split(2): ...       # split into batches of at most two rows
 
 A column is a `Ragged` (one value per token), a tensor (one entry per row) or a numpy object array (one Python object
-per row). Operations never modify a batch; they return a new one and share storage where possible. `columns.py` lists
-all columns and their writers.
+per row). Operations do not modify a batch. They return a new one, which shares storage where possible. `columns.py`
+lists all columns and their writers.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ __all__ = ["DataProto", "Ragged"]
 
 
 class DataProto:
-    """Rows with named columns, and `meta_info` for the whole batch."""
+    """A batch: named columns with the same number of rows, and `meta_info`, which applies to the whole batch."""
 
     def __init__(self, columns: Mapping[str, Column] | None = None, meta_info: Mapping[str, Any] | None = None):
         self.columns: dict[str, Column] = dict(columns or {})
@@ -45,7 +45,7 @@ class DataProto:
 
     @staticmethod
     def from_dict(columns: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
-        """Build a batch; sequences other than tensors and `Ragged` become columns of Python objects."""
+        """Build a batch. Tensors and `Ragged` are used directly; other sequences become columns of Python objects."""
         return DataProto({name: _as_column(name, value) for name, value in columns.items()}, meta_info)
 
     # -- access -----------------------------------------------------------------------------------
@@ -65,39 +65,40 @@ class DataProto:
         return f"DataProto({len(self)} rows: {', '.join(self.columns)})"
 
     def ragged(self, name: str) -> Ragged:
-        """Return the column `name`; raise BatchError if it is not ragged."""
+        """Return the column `name`; raise BatchError if it is missing or not a `Ragged`."""
         column = self[name]
         if not isinstance(column, Ragged):
             raise BatchError(f"column '{name}' must have one value per token, got {type(column).__name__}")
         return column
 
     def require(self, *names: str) -> DataProto:
-        """Return this batch; raise BatchError with the writers of missing columns."""
+        """Return this batch; raise BatchError if columns are missing. The message lists the writers of each."""
         missing = [name for name in names if name not in self.columns]
         if missing:
             writers = {n: f"written by {COLUMNS[n].written_by}" for n in missing if n in COLUMNS}
             names_and_writers = ", ".join(f"'{n}' ({writers.get(n, 'not in the table of columns')})" for n in missing)
-            raise BatchError(f"the batch lacks {names_and_writers}; it has: {', '.join(self.columns) or 'no columns'}")
+            present = ", ".join(self.columns) or "no columns"
+            raise BatchError(f"the batch lacks {names_and_writers}; it contains {present}")
         return self
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return one row as a dict of token tensors, per-row tensors and objects."""
-        one = self.reorder([range(len(self))[index]])
-        return {n: c.values if isinstance(c, Ragged) else c[0] for n, c in one.columns.items()}
+        """Return a row as a dict. Entries of ragged columns are tensors with one value per token."""
+        selection = self.reorder([range(len(self))[index]])
+        return {n: c.values if isinstance(c, Ragged) else c[0] for n, c in selection.columns.items()}
 
     # -- columns ----------------------------------------------------------------------------------
 
     def select(self, *names: str) -> DataProto:
-        """Return a batch of only these columns."""
+        """Return a batch that contains only these columns."""
         self.require(*names)
         return DataProto({name: self.columns[name] for name in names}, self.meta_info)
 
     def drop(self, *names: str) -> DataProto:
-        """Return a batch without these columns; unknown names are ignored."""
+        """Return a batch without these columns. Names that are not columns are ignored."""
         return DataProto({n: c for n, c in self.columns.items() if n not in names}, self.meta_info)
 
     def pop(self, *names: str) -> tuple[DataProto, DataProto]:
-        """Return a batch of these columns and a batch of the others."""
+        """Return a batch that contains these columns, and a batch that contains the remaining ones."""
         return self.select(*names), self.drop(*names)
 
     def rename(self, names: Mapping[str, str]) -> DataProto:
@@ -105,7 +106,7 @@ class DataProto:
         self.require(*names)
         renamed = [names.get(n, n) for n in self.columns]
         if len(set(renamed)) < len(renamed):
-            raise BatchError(f"rename {dict(names)} gives two columns the same name")
+            raise BatchError(f"rename: {dict(names)} gives two columns the same name; use unique names")
         return DataProto(dict(zip(renamed, self.columns.values(), strict=True)), self.meta_info)
 
     def with_columns(self, **columns: Any) -> DataProto:
@@ -117,9 +118,9 @@ class DataProto:
         return DataProto(self.columns, self.meta_info | meta)
 
     def union(self, other: DataProto) -> DataProto:
-        """Merge the columns of two batches; columns in both must be equal."""
+        """Return a batch with the columns of both batches. Columns that are in both must be equal."""
         if self.columns and other.columns and len(self) != len(other):
-            raise BatchError(f"union: {len(self)} rows on one side, {len(other)} on the other")
+            raise BatchError(f"union: the batches have {len(self)} and {len(other)} rows, but must have the same rows")
         for name in self.columns.keys() & other.columns.keys():
             if not _equal(self.columns[name], other.columns[name]):
                 raise BatchError(f"union: column '{name}' is in both batches with different values")
@@ -131,44 +132,44 @@ class DataProto:
     # -- rows -------------------------------------------------------------------------------------
 
     def reorder(self, index: Rows) -> DataProto:
-        """Select rows by number (repeats allowed) or by slice: `reorder(torch.tensor([2, 0]))`."""
+        """Select rows by number, with repetitions, or by slice: `reorder(torch.tensor([2, 0]))`."""
         rows = row_index(index, len(self))
         return DataProto({n: _take(c, rows) for n, c in self.columns.items()}, self.meta_info)
 
     def split(self, size: int) -> list[DataProto]:
-        """Split into consecutive parts of `size` rows; the last part may be shorter."""
+        """Split into batches of `size` consecutive rows. The last batch can have fewer rows."""
         if size < 1:
             raise BatchError(f"split: size={size} must be at least 1")
         return [self.reorder(slice(i, min(i + size, len(self)))) for i in range(0, len(self), size)]
 
     def chunk(self, chunks: int) -> list[DataProto]:
-        """Split into `chunks` parts of equal size; the number of rows must be divisible."""
+        """Split into `chunks` batches of equal size. The number of rows must be divisible by `chunks`."""
         if chunks < 1 or len(self) % chunks:
             raise BatchError(
-                f"chunk: {len(self)} rows do not divide into {chunks} equal parts; "
+                f"chunk: {len(self)} rows are not divisible by {chunks}; "
                 f"pad_to_divisor({chunks}) adds {-len(self) % max(chunks, 1)} rows"
             )
         return self.split(len(self) // chunks) if len(self) else [self] * chunks
 
     @staticmethod
     def concat(parts: Sequence[DataProto]) -> DataProto:
-        """Concatenate the rows of parts with the same columns; `meta_info` is that of the first part."""
+        """Concatenate the rows of batches with the same columns. `meta_info` is copied from the first batch."""
         if not parts:
-            raise BatchError("concat: no parts")
+            raise BatchError("concat: the list of batches is empty")
         names = set(parts[0].columns)
         for part in parts[1:]:
             if set(part.columns) != names:
-                raise BatchError(f"concat: the parts differ in columns {sorted(names ^ set(part.columns))}")
+                raise BatchError(f"concat: not all batches have the columns {sorted(names ^ set(part.columns))}")
         joined = {n: _concat(n, [p.columns[n] for p in parts]) for n in parts[0].columns}
         return DataProto(joined, parts[0].meta_info)
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
-        """Repeat each row `times` times: a a b b (interleave) or a b a b."""
+        """Repeat each row `times` times, in the order a a b b (`interleave`) or a b a b."""
         index = torch.arange(len(self))
         return self.reorder(index.repeat_interleave(times) if interleave else index.repeat(times))
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
-        """Repeat the first rows until the number of rows is divisible; return batch and added rows."""
+        """Repeat the first rows until the number of rows is divisible, and return the batch and the rows added."""
         if divisor < 1:
             raise BatchError(f"pad_to_divisor: divisor={divisor} must be at least 1")
         added = -len(self) % divisor
@@ -181,13 +182,13 @@ class DataProto:
     def unpad(self, added: int) -> DataProto:
         """Remove the rows added by `pad_to_divisor`."""
         if not 0 <= added <= len(self):
-            raise BatchError(f"unpad: cannot remove {added} of {len(self)} rows")
+            raise BatchError(f"unpad: added={added} must be between 0 and the {len(self)} rows of the batch")
         return self.reorder(slice(0, len(self) - added)) if added else self
 
     def make_iterator(self, mini_batch_size: int, epochs: int = 1, seed: int | None = None) -> Iterator[DataProto]:
-        """Yield mini-batches over `epochs` epochs, shuffled by `seed` or in order if it is None."""
+        """Yield the mini-batches of `epochs` epochs. Each epoch is shuffled with `seed`, or in order if it is None."""
         if mini_batch_size < 1 or len(self) % mini_batch_size:
-            raise BatchError(f"make_iterator: {len(self)} rows do not divide into mini-batches of {mini_batch_size}")
+            raise BatchError(f"make_iterator: {len(self)} rows are not divisible by mini_batch_size={mini_batch_size}")
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         for _ in range(epochs):
             order = None if generator is None else torch.randperm(len(self), generator=generator)
@@ -196,12 +197,15 @@ class DataProto:
     # -- devices and files ------------------------------------------------------------------------
 
     def to(self, device: torch.device | str) -> DataProto:
-        """Move tensor columns to `device`; object columns are unchanged."""
+        """Move tensor columns to `device`. Object columns are unchanged."""
         moved = {name: _on(column, device) for name, column in self.columns.items()}
         return DataProto(moved, self.meta_info)
 
     def save_to_disk(self, folder: str | Path) -> None:
-        """Write `tensors.safetensors` and `objects.json`; objects must be JSON, tuples and arrays become lists."""
+        """Write the batch to `tensors.safetensors` and `objects.json`.
+
+        Objects must consist of JSON types. Tuples and arrays are written as lists.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         tensors, objects = {}, {}
@@ -233,7 +237,7 @@ class DataProto:
         return DataProto(columns, head["meta_info"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as flat numpy buffers (see `ragged.to_buffer`); restored tensors are on the CPU without gradient."""
+        """Pickle tensors as numpy buffers (`ragged.to_buffer`). Restored tensors are on the CPU, without gradient."""
         buffers = {name: to_buffer(column) for name, column in self.columns.items() if isinstance(column, Tensor)}
         others = {name: column for name, column in self.columns.items() if name not in buffers}
         return _rebuild, (others, buffers, list(self.columns), self.meta_info)
@@ -258,7 +262,7 @@ def _as_column(name: str, value: Any) -> Column:
         return value
     if isinstance(value, Tensor):
         if value.ndim == 0:
-            raise BatchError(f"column '{name}' is a scalar; a tensor column has one entry per row")
+            raise BatchError(f"column '{name}' is a scalar, but a tensor column must have one entry per row")
         return value
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, (Sequence, np.ndarray)):
         raise BatchError(f"column '{name}' must be a tensor, a Ragged or a list of objects, got {type(value).__name__}")
@@ -308,7 +312,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _as_json(name: str, value: Any) -> Any:
-    """Convert `value` to JSON types; raise BatchError if it would not round-trip."""
+    """Convert `value` to JSON types; raise BatchError if reading it back would give a different value."""
     if isinstance(value, (np.generic, np.ndarray)):
         value = value.tolist()
     if value is None or isinstance(value, (str, int, float)):

@@ -1,10 +1,10 @@
-"""Devices and process groups. Only this module maps devices to communication backends.
+"""Devices and process groups.
 
     device = resolve_device(config.device)  # torch.device("cuda", 3) on local rank 3
-    join_group(device)                      # the existing process group, torchrun's, or a group of one process
+    join_group(device)                      # use the existing process group, or create one
 
-A device is any name supported by PyTorch or a registered backend: `cpu`, `cuda`, `xpu`, `npu`, ... The rest of the
-package is device-agnostic.
+A device is any device type of PyTorch or of a registered backend, such as `cpu`, `cuda`, `xpu` or `npu`. Only this
+module depends on the device type, for example to select a communication backend. The rest of the package does not.
 """
 
 from __future__ import annotations
@@ -26,15 +26,20 @@ from camshaft.errors import EngineError
 
 
 def resolve_device(device: str) -> torch.device:
-    """Resolve `device` to the device index of this process and select it; raise EngineError if it is unavailable."""
+    """Return the device of this process with its index, and make it the current device.
+
+    The index is LOCAL_RANK if the variable is set and valid. An unavailable device raises EngineError.
+    """
     try:
         resolved = torch.device(device)
     except RuntimeError as error:
-        raise EngineError(f"device={device} is not supported by this torch build ({error}); use another") from error
+        raise EngineError(
+            f"device={device} is not supported by this build of torch ({error}); use another device"
+        ) from error
     if resolved.type == "cpu":
         return resolved
     if not _module(resolved).is_available():
-        raise EngineError(f"device={device} is not available; use cpu, or start on a machine that has one")
+        raise EngineError(f"device={device} is not available on this machine; use cpu, or another machine")
     if resolved.index is None:
         local = int(os.environ.get("LOCAL_RANK", -1))  # set by torchrun; a process may see only one device
         index = local if 0 <= local < _module(resolved).device_count() else _module(resolved).current_device()
@@ -44,7 +49,10 @@ def resolve_device(device: str) -> torch.device:
 
 
 def here(device: str) -> torch.device:
-    """Return `device` with the current device index, because another process resolves a bare name to index 0."""
+    """Return `device` with the current device index.
+
+    Pass the result to other processes, because they would resolve a device without an index to index 0.
+    """
     resolved = torch.device(device)
     if resolved.type == "cpu" or resolved.index is not None or not torch.accelerator.is_available():
         return resolved
@@ -52,9 +60,11 @@ def here(device: str) -> torch.device:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """Move `tensor` to `device`. Copies from CPU memory to an accelerator use pinned memory and are asynchronous; a
-    copy
-    from pageable memory would wait for all queued work."""
+    """Move `tensor` to `device`.
+
+    Copies from CPU memory to an accelerator use pinned memory and are asynchronous. A copy from pageable memory would
+    wait for all work that is queued on the device.
+    """
     target = torch.device(device)
     if tensor.device.type != "cpu" or not tensor.numel() or not pins_for(target):
         return tensor.to(target)
@@ -62,13 +72,13 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def pins_for(device: torch.device) -> bool:
-    """Return True if CPU memory can be pinned for this device type."""
+    """Return True if CPU memory can be pinned for copies to this device."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type
 
 
 def supports_triton(tensor: Tensor) -> bool:
-    """Return True if Triton kernels can process the tensor: it is on a GPU and Triton is installed."""
+    """Return True if the tensor is on a CUDA device and Triton is installed."""
     return tensor.is_cuda and _triton_is_installed()
 
 
@@ -78,24 +88,27 @@ def _triton_is_installed() -> bool:
 
 
 def world_size() -> int:
-    """Return the world size, 1 without a process group."""
+    """Return the world size, or 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
 def rank() -> int:
-    """Return the rank of this process, 0 without a process group."""
+    """Return the rank of this process, or 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
 def backend_for(device: torch.device) -> str:
-    """Return the backend of a process group: gloo for CPU tensors, plus the device's default backend."""
+    """Return the backend for a process group: gloo for CPU tensors, and the default backend of the device."""
     if device.type == "cpu":
         return "gloo"
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
 def join_group(device: torch.device) -> None:
-    """Join a process group: the existing one, torchrun's, or a group of one process."""
+    """Initialize the default process group unless it exists.
+
+    The group is created from the variables of torchrun (RANK, WORLD_SIZE), or consists of this process only.
+    """
     if dist.is_initialized():
         _check_group(device)
         return
@@ -108,7 +121,7 @@ def join_group(device: torch.device) -> None:
 
 
 def _check_group(device: torch.device) -> None:
-    """Raise EngineError if the existing process group does not support the device and the CPU."""
+    """Raise EngineError if the existing process group does not support the device or the CPU."""
     config = dist.get_backend_config()
     backends = dict(part.split(":") for part in config.split(","))
     for kind in ("cpu", device.type):
@@ -120,13 +133,13 @@ def _check_group(device: torch.device) -> None:
 
 
 def leave_group() -> None:
-    """Destroy the process group before the interpreter shuts down."""
+    """Destroy the default process group, if it is initialized."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def seed_ranks(device: torch.device, *numbers: int) -> None:
-    """Seed the random number generators of the CPU and the device from `numbers`: the run seed and rank numbers."""
+    """Seed the random number generators of the CPU and the device with a hash of `numbers` (run seed, rank, ...)."""
     mixed = int.from_bytes(hashlib.sha256(repr(numbers).encode()).digest()[:7], "big")
     torch.default_generator.manual_seed(mixed)
     if device.type != "cpu":
@@ -142,26 +155,26 @@ def random_states(device: torch.device) -> dict[str, Tensor]:
 
 
 def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
-    """Restore `random_states`; a device state is ignored on the CPU."""
+    """Restore the states that `random_states` returned. On the CPU, the state of another device is ignored."""
     torch.set_rng_state(states["cpu"])
     if device.type != "cpu" and "device" in states:
         _module(device).set_rng_state(states["device"], device)
 
 
 def wait_for(device: torch.device) -> None:
-    """Wait until all work queued on the device is finished."""
+    """Wait until all work that is queued on the device is finished."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 def release_cache(device: torch.device) -> None:
-    """Return cached memory of the allocator to the device."""
+    """Release unused memory of the caching allocator to the device."""
     if device.type != "cpu":
         _module(device).empty_cache()
 
 
 def peak_memory(device: torch.device | str) -> int:
-    """Return the peak memory in bytes: of tensors on the device, or of this process on the CPU."""
+    """Return the peak memory of tensors on the device in bytes. On the CPU, return that of the whole process."""
     resolved = torch.device(device)
     if resolved.type != "cpu":
         return torch.accelerator.max_memory_allocated(resolved)

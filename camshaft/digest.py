@@ -1,10 +1,10 @@
-"""Checksums of tensors, which both ends of a weight sync compute and compare.
+"""Checksums of tensors, which sender and receiver of a weight sync compare.
 
     digest(engine_weight) == digest(rollout_weight)
 
-A digest depends on dtype, shape and every bit at its position, so it detects transposed matrices, swapped rows and
-stale tensors. It uses exact integer arithmetic and is the same on every device and for any strides. It takes the time
-of one to two copies of the tensor and little memory. It detects errors and is not cryptographically secure.
+A checksum depends on the dtype, the shape and the position of every bit, so it detects transposed matrices, swapped
+rows and stale tensors. It uses exact integer arithmetic, so it does not depend on the device or the strides. Computing
+it takes as long as one or two copies of the tensor and requires little memory. It is not cryptographically secure.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ import torch
 from torch import Tensor
 
 BLOCK = 2**14
-"""Number of 32-bit words per sum."""
+"""Number of 32-bit words per partial sum."""
 
 CHUNK = {"cpu": 2**16}
-"""Number of words per chunk: fits into the CPU cache, and amortizes the kernel launch on other devices."""
-CHUNK_ELSEWHERE = 2**22
+"""Number of words that are processed at a time, by device type. A CPU chunk fits into the cache."""
+DEFAULT_CHUNK = 2**22
+"""Number of words on other devices, large enough to amortize the kernel launches."""
 
 
 def digest(tensor: Tensor) -> int:
-    """Return a 64-bit checksum of dtype, shape and values of `tensor`, independent of the device."""
+    """Return a 64-bit checksum of the dtype, shape and values of `tensor`."""
     tensor = tensor.detach()
-    words = CHUNK.get(tensor.device.type, CHUNK_ELSEWHERE)
+    words = CHUNK.get(tensor.device.type, DEFAULT_CHUNK)
     factors = _factors(tensor.device)
     wide = torch.empty(0, dtype=torch.int64, device=tensor.device)
     sums: list[Tensor] = []
@@ -40,7 +41,7 @@ def digest(tensor: Tensor) -> int:
         sums.append(wide.copy_(blocks).mul_(factors).sum(dim=1))
     checksum = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
     if sums:
-        checksum.update(torch.cat(sums).cpu().numpy().tobytes())  # the only synchronization with the device
+        checksum.update(torch.cat(sums).cpu().numpy().tobytes())  # the only device synchronization
     return int.from_bytes(checksum.digest(), "little")
 
 
@@ -53,10 +54,10 @@ def record_digests(weights: Iterable[tuple[str, Tensor]], digests: dict[str, int
 
 @functools.lru_cache(maxsize=16)
 def _factors(device: torch.device) -> Tensor:
-    """Return a constant odd factor for each position of a block, (BLOCK,).
+    """Return a constant odd factor for each position of a block, shape (BLOCK,).
 
-    Words have 32 bits and sums 64. A single changed word always changes the sum, because its factor is odd; several
-    changed words keep the sum with a probability of about 2**-32.
+    Words have 32 bits and sums have 64. If a single word changes, the sum always changes, because the factors are odd.
+    If several words change, the sum remains the same with a probability of about 2**-32.
     """
     constants = hashlib.shake_128(b"the digest of a tensor").digest(8 * BLOCK)
     return (torch.frombuffer(bytearray(constants), dtype=torch.int64) | 1).to(device)
@@ -64,7 +65,7 @@ def _factors(device: torch.device) -> Tensor:
 
 def _words(piece: Tensor) -> Tensor:
     """View a contiguous piece as int32 words, zero-padded to a multiple of the block size."""
-    # A single element can have any stride.
+    # A tensor with a single element counts as contiguous even if its stride is not 1.
     if piece.storage_offset() * piece.element_size() % 4 or piece.stride(0) != 1:
         piece = torch.empty(len(piece), dtype=piece.dtype, device=piece.device).copy_(piece)
     raw = piece.view(torch.uint8)
@@ -75,7 +76,7 @@ def _words(piece: Tensor) -> Tensor:
 
 
 def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
-    """Return elements `start` to `stop` as a contiguous tensor, copying little more than these."""
+    """Return the elements from `start` to `stop` as a contiguous tensor, without copying the whole tensor."""
     if tensor.is_contiguous():
         return tensor.view(-1)[start:stop]
     if tensor.dim() == 1:

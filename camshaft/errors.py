@@ -1,18 +1,17 @@
 """Exception classes of camshaft.
 
-One class per area that a user can act on: config, batch, engine, rollout, reward, storage, checkpoint, worker. A
-message contains the problem, the value and the fix. Internal invariants are `assert` statements; library errors
-propagate unchanged.
+Each class stands for an area in which users can fix errors. A message contains the problem, the value and the fix.
+Violated internal invariants are AssertionErrors, and errors of other libraries are not converted.
 
     except CamshaftError as error:
-        return tell(error)          # in every entry point: print the message without a traceback
+        return report_error(error)  # in every entry point: print the message without a traceback
 """
 
 import sys
 
 
 class CamshaftError(Exception):
-    """Base class of all errors of this library; the command line prints them without a traceback."""
+    """Base class of all errors of this package. The command line prints them without a traceback."""
 
 
 class ConfigError(CamshaftError, ValueError):
@@ -24,7 +23,7 @@ class BatchError(CamshaftError, ValueError):
 
 
 class EngineError(CamshaftError, RuntimeError):
-    """A training engine received an unsupported or out-of-order call."""
+    """A training engine received an unsupported setting or call, or calls in the wrong order."""
 
 
 class RolloutError(CamshaftError, RuntimeError):
@@ -47,8 +46,8 @@ class WorkerError(CamshaftError, RuntimeError):
     """A worker process raised, died or did not answer in time."""
 
 
-def tell(error: CamshaftError) -> int:
-    """Print the message to stderr and return the exit status: 2 for config errors, 1 for all others."""
+def report_error(error: CamshaftError) -> int:
+    """Print the message to stderr, and return the exit status: 2 for config errors, 1 for all others."""
     if isinstance(error, ConfigError):
         sys.stderr.write(f"{error}\n")
         return 2

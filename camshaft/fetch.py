@@ -1,12 +1,13 @@
-"""Download files and folders from remote file systems, with a local cache.
+"""Download data and models from remote file systems to a local cache.
 
-    fetch("hdfs://node/models/mine")          # a local folder
-    fetch("s3://bucket/train.parquet")        # a local file
-    fetch("models/mine")                      # local paths are returned unchanged
+    fetch("hdfs://node/models/mine")          # returns a local folder
+    fetch("s3://bucket/train.parquet")        # returns a local file
+    fetch("models/mine")                      # returns local paths unchanged
 
-Copies are in `cache_folder()`, in folders named after the URL. Files are renamed into place after a complete download.
-A record, written last, stores the state of the source and of the copy; if both are unchanged, nothing is downloaded
-again. One process per machine downloads at a time; the others wait and use its copy. Used for data and models.
+Copies are stored in `cache_folder("files")`, in folders named after the URL. A file appears under its name only after
+it has been downloaded completely. Finally, a record of the state of source and copy is written. As long as both are
+unchanged, nothing is downloaded again. Only one process per machine downloads a URL at a time; other processes wait and
+use the same copy.
 """
 
 import base64
@@ -29,27 +30,27 @@ _STAMPS = (
     *("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "generation", "checksum"),
     *("mtime", "LastModified", "last_modified", "modificationTime", "updated", "created"),
 )
-"""Metadata of file systems that change with a file. ETags are not checksums if a store encrypts or splits files."""
+"""Metadata entries that change when a file changes. ETags are not used as checksums, as they need not be one."""
 _MD5 = ("md5Hash", "content_md5")
-"""Metadata with the MD5 of a file."""
+"""Metadata entries that contain the MD5 of a file."""
 _RECORD = ".origin.json"
 _TURN_SECONDS = 0.2
 
 logger = logging.getLogger(__name__)
 
 Files = dict[str, dict[str, Any]]
-"""Relative path ("" for a single file) -> size in bytes, stamp, and MD5 if available."""
+"""Maps relative paths ("" for a single file) to the size in bytes, the stamp, and the MD5 if it is available."""
 
 
 def cache_folder(kind: str) -> Path:
-    """Return the cache folder for one kind of file: under CAMSHAFT_CACHE, or in the user's cache folder."""
+    """Return the cache folder for a kind of files: a subfolder of CAMSHAFT_CACHE, or of the user's cache folder."""
     configured = os.environ.get("CAMSHAFT_CACHE")
     home = Path(configured) if configured else Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "camshaft"
     return home.expanduser().absolute() / kind
 
 
 def fetch(place: str | Path) -> Path:
-    """Return the local path of a file or folder, downloading it first if `place` is a URL."""
+    """Return the local path of a file or folder. If `place` is a URL, download it first."""
     if not storage.is_url(place):
         return storage.local(place)
     url = str(place).rstrip("/")
@@ -61,7 +62,7 @@ def fetch(place: str | Path) -> Path:
             lock = open(target.with_name(target.name + ".lock"), "w", encoding="utf-8")  # noqa: SIM115
         except OSError as error:
             raise StorageError(
-                f"{url} cannot be copied to {target} ({error.strerror}); set CAMSHAFT_CACHE to a writable folder"
+                f"{url} cannot be downloaded to {target} ({error.strerror}); set CAMSHAFT_CACHE to a writable folder"
             ) from error
         with lock:
             _wait_for_turn(lock, url)
@@ -71,7 +72,7 @@ def fetch(place: str | Path) -> Path:
 
 @contextlib.contextmanager
 def readable(url: str) -> Iterator[None]:
-    """Convert any error of a file system client to a StorageError that reports the URL."""
+    """Convert all exceptions of a file system client to a StorageError that contains the URL."""
     try:
         yield
     except CamshaftError:
@@ -96,33 +97,33 @@ def _wait_for_turn(lock: Any, url: str) -> None:
             return
         except BlockingIOError:
             if turns % int(60 / _TURN_SECONDS) == 0:
-                logger.info("%s: another process is copying it; waiting", url)
+                logger.info("waiting for another process that downloads %s", url)
             turns += 1
             time.sleep(_TURN_SECONDS)
 
 
 def _renew(files: Any, root: str, url: str, target: Path) -> None:
-    """Download the files that are missing or outdated in the copy."""
+    """Download the files that are missing or outdated in the local copy, and write the record."""
     remote, record = _list_files(files, root), target.with_name(target.name + _RECORD)
     if not remote:
-        raise StorageError(f"{url} is an empty folder")
+        raise StorageError(f"{url} is an empty folder; set the URL of a file or of a folder with files")
     recorded = _read_record(record, url)
-    current = {name for name in remote if _is_current(remote[name], recorded.get(name), target / name)}
-    if current == remote.keys() == recorded.keys():
+    up_to_date = {name for name in remote if _is_current(remote[name], recorded.get(name), target / name)}
+    if up_to_date == remote.keys() == recorded.keys():
         return
     record.unlink(missing_ok=True)
     if target.is_dir() != ("" not in remote):  # a file was replaced by a folder, or a folder by a file
         _remove(target)
         recorded = {}
-    size = sum(entry["bytes"] or 0 for name, entry in remote.items() if name not in current)
-    logger.info("copying %s (%.1f MB) to %s", url, size / 1e6, target)
-    for name in remote.keys() - current:
+    size = sum(entry["bytes"] or 0 for name, entry in remote.items() if name not in up_to_date)
+    logger.info("downloading %s (%.1f MB) to %s", url, size / 1e6, target)
+    for name in remote.keys() - up_to_date:
         _copy(files, f"{root}/{name}" if name else root, url, remote[name], target / name)
     for name in recorded.keys() - remote.keys():
         (target / name).unlink(missing_ok=True)
     files.invalidate_cache()
     if _list_files(files, root) != remote:
-        raise StorageError(f"{url} changed during the download; start again when no process writes to it")
+        raise StorageError(f"{url} changed during the download; try again when no process writes to it")
     entries = {name: {**entry, "mtime_ns": (target / name).stat().st_mtime_ns} for name, entry in remote.items()}
     with storage.new_file(record) as temporary:
         temporary.write_text(json.dumps({"url": url, "files": entries}, indent=1), encoding="utf-8")
@@ -136,7 +137,7 @@ def _list_files(files: Any, root: str) -> Files:
     names = {path: path.removeprefix(root).lstrip("/") for path in entries}
     outside = next((path for path, name in names.items() if ".." in name.split("/")), None)
     if outside is not None:
-        raise StorageError(f"'{outside}' is not inside the folder to download; remove '..' from its name")
+        raise StorageError(f"'{outside}' is outside the folder to download; remove '..' from the name of the file")
     return {names[path]: _entry(info) for path, info in entries.items() if info["type"] == "file"}
 
 
@@ -149,7 +150,7 @@ def _entry(info: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read_record(record: Path, url: str) -> dict[str, Any]:
-    """Read the file entries of a record; empty if it is missing, unreadable or of another URL."""
+    """Return the file entries of a record. Empty if the record is missing, unreadable, or describes another URL."""
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -158,7 +159,7 @@ def _read_record(record: Path, url: str) -> dict[str, Any]:
 
 
 def _is_current(remote: dict[str, Any], recorded: dict[str, Any] | None, path: Path) -> bool:
-    """Return True if neither the source nor the copy changed; False if the source provides no stamp."""
+    """Return True if neither the source nor the copy has changed. False if the source provides no stamp."""
     if recorded is None or not remote["stamp"] or not path.is_file():
         return False
     local = path.stat()
@@ -172,12 +173,12 @@ def _copy(files: Any, path: str, url: str, expected: dict[str, Any], target: Pat
         files.get_file(path, str(temporary))
         size = temporary.stat().st_size
         if expected["bytes"] is not None and size != expected["bytes"]:
-            raise StorageError(f"{url}: received {size} of the {expected['bytes']} bytes of {path}; start again")
+            raise StorageError(f"{url}: received {size} of the {expected['bytes']} bytes of {path}; try again")
         if expected["md5"] is not None:
             with open(temporary, "rb") as content:
                 digest = hashlib.file_digest(content, "md5").hexdigest()
             if digest != expected["md5"]:
-                raise StorageError(f"{url}: the MD5 of {path} differs from that of the source; start again")
+                raise StorageError(f"{url}: the MD5 of {path} differs from that of the source; try again")
 
 
 def _remove(target: Path) -> None:

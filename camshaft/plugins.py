@@ -1,9 +1,9 @@
-"""Find a class or a function by name: a built-in name, an entry point of an installed package, or `module:Class`.
+"""Resolution of names to classes and functions: built-in names, entry points of other packages, and import paths.
 
     load("reference", ENGINES, "camshaft.engines", BaseEngine)
     load_function("my_package.losses:mine", POLICY_LOSSES, "camshaft.policy_losses")
 
-A class is imported when it is loaded. If a module needs a library that is not installed, the error reports the
+Modules are imported only when one of their classes is loaded. If a library is not installed, the error contains the
 command that installs it.
 """
 
@@ -25,7 +25,7 @@ PROVIDED_BY = {
     "fsspec": "camshaft[remote]", "matplotlib": "camshaft[plot]",
     "sglang": "sglang", "torchtitan": "torchtitan", "megatron": "megatron-core",
 }  # fmt: skip
-"""Package to install for each optional library: an extra of camshaft, or the library itself."""
+"""Maps optional libraries to the package to install, which is an extra of camshaft or the library itself."""
 
 TRACKERS = {
     "console": "camshaft.tracking.console:ConsoleTracker",
@@ -35,7 +35,7 @@ TRACKERS = {
     "trackio": "camshaft.tracking.trackio:TrackioTracker",
     "wandb": "camshaft.tracking.wandb:WandbTracker",
 }
-"""Built-in trackers; packages add theirs as entry points of `camshaft.trackers`."""
+"""Built-in trackers. Other packages register trackers as entry points of the group `camshaft.trackers`."""
 
 REWARDS = {
     "auto": "camshaft.rewards.auto:compute_score",
@@ -46,11 +46,11 @@ REWARDS = {
     "arithmetic": "camshaft.rewards.arithmetic:compute_score",
     "reasoning_gym": "camshaft.rewards.reasoning_gym:compute_score",
 }
-"""Built-in scoring functions; packages add theirs as entry points of `camshaft.rewards`."""
+"""Built-in scoring functions. Other packages register functions as entry points of the group `camshaft.rewards`."""
 
 
 def find(name: str, built_in: Mapping[str, str], group: str) -> str | None:
-    """Return the `module:attribute` of `name`, or None if it is unknown."""
+    """Return the import path `module:attribute` of `name`, or None if the name is unknown."""
     if ":" in name:
         return name
     if name in built_in:
@@ -59,33 +59,33 @@ def find(name: str, built_in: Mapping[str, str], group: str) -> str | None:
 
 
 def names(built_in: Mapping[str, str], group: str) -> list[str]:
-    """Return all names that `load` accepts."""
+    """Return all built-in names and all entry points of the group, sorted."""
     return sorted({*built_in, *(point.name for point in entry_points(group=group))})
 
 
 def load(name: str, built_in: Mapping[str, str], group: str, base: type[T]) -> type[T]:
-    """Import the class `name`, which must be a subclass of `base`."""
+    """Import and return the class `name`; raise ConfigError if it is not a subclass of `base`."""
     target = target_of(name, built_in, group)
     loaded = import_attribute(target)
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
-        raise ConfigError(f"{target} is not a {base.__name__} class")
+        raise ConfigError(f"{target} is not a subclass of {base.__name__}")
     return loaded
 
 
 def target_of(name: str, built_in: Mapping[str, str], group: str, kind: str = "Class") -> str:
-    """Return the `module:attribute` of `name`; raise ConfigError with the nearest name if it is unknown."""
+    """Return the import path `module:attribute` of `name`; raise ConfigError if the name is unknown."""
     target = find(name, built_in, group)
     if target is None:
         choices = names(built_in, group)
         close = difflib.get_close_matches(name, choices, n=1)
         hint = f" Did you mean '{close[0]}'?" if close else ""
-        listed = f"{', '.join(choices)}, or package.module:{kind}"
-        raise ConfigError(f"there is no '{name}' in {group}.{hint} Known: {listed}")
+        valid = f"{', '.join(choices)}, or package.module:{kind}"
+        raise ConfigError(f"unknown name '{name}' in {group}.{hint} Use {valid}")
     return target
 
 
 def load_function(name: str, built_in: Mapping[str, F], group: str) -> F | Callable[..., Any]:
-    """Return the function `name`: an entry of `built_in`, or an imported function of another package."""
+    """Return the function `name`: a value of `built_in`, or an imported function of another package."""
     if name in built_in:
         return built_in[name]
     target = target_of(name, dict.fromkeys(built_in, ""), group, "function")
@@ -99,15 +99,19 @@ def import_attribute(target: str) -> Any:
     """Import `package.module:attribute`; raise ConfigError if the name or module is invalid."""
     module_name, _, attribute = target.partition(":")
     if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
-        raise ConfigError(f"'{target}' is not importable; write package.module:Class, not a file name")
+        raise ConfigError(f"'{target}' is not an import path; write package.module:Class, not a file name")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing in PROVIDED_BY:
-            raise ConfigError(f"{target} needs '{missing}': pip install '{PROVIDED_BY[missing]}'") from error
-        raise ConfigError(f"{target}: there is no module '{error.name}'; is its package installed?") from error
+            raise ConfigError(
+                f"{target} requires '{missing}', which is not installed: pip install '{PROVIDED_BY[missing]}'"
+            ) from error
+        raise ConfigError(
+            f"{target}: the module '{error.name}' does not exist; check the name, or install its package"
+        ) from error
     try:
         return getattr(module, attribute)
     except AttributeError as error:
-        raise ConfigError(f"module {module_name} has no '{attribute}'") from error
+        raise ConfigError(f"module {module_name} has no attribute '{attribute}'; check the name") from error

@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from camshaft import __version__
-from camshaft.errors import CamshaftError, tell
+from camshaft.errors import CamshaftError, report_error
 from camshaft.plugins import import_attribute
 
 INTERRUPTED = 130
@@ -68,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return import_attribute(targets[arguments[0]])(arguments[1:])
     except CamshaftError as error:
-        return tell(error)
+        return report_error(error)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED

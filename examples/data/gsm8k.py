@@ -14,7 +14,7 @@ from typing import Any
 
 from camshaft.data.parquet import write_parquet
 from camshaft.data.raw import read_splits
-from camshaft.errors import BatchError, CamshaftError, tell
+from camshaft.errors import BatchError, CamshaftError, report_error
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
 
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
             records = [row(raw, split, index) for index, raw in enumerate(rows)]
             print(f"{write_parquet(f'{options.out}/{split}.parquet', records)}: {len(records)} rows")
     except CamshaftError as error:
-        return tell(error)
+        return report_error(error)
     return 0
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from camshaft.data.parquet import write_parquet
 from camshaft.data.raw import read_splits
-from camshaft.errors import BatchError, CamshaftError, tell
+from camshaft.errors import BatchError, CamshaftError, report_error
 
 DATA_SOURCE = "Anthropic/hh-rlhf"
 ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -82,7 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
             if len(pairs) < len(rows):
                 print(f"{split}: {len(rows) - len(pairs)} of {len(rows)} rows left out, which are no pairs")
     except CamshaftError as error:
-        return tell(error)
+        return report_error(error)
     return 0
 
 

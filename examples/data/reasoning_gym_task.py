@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from camshaft.data.reasoning_gym import write_reasoning_gym
-from camshaft.errors import CamshaftError, ConfigError, tell
+from camshaft.errors import CamshaftError, ConfigError, report_error
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
             system=options.system,
         )
     except CamshaftError as error:
-        return tell(error)
+        return report_error(error)
     print(f"{paths.train}: {options.size} rows\n{paths.test}: {options.test_size} rows")
     return 0
 

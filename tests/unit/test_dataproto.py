@@ -102,12 +102,14 @@ def test_require_names_the_source_of_a_missing_column():
         batch.require("score", "values", "whatever")
     assert str(error.value) == (
         "the batch lacks 'values' (written by roles/critic.compute_values), "
-        "'whatever' (not in the table of columns); it has: responses, score, extra_info"
+        "'whatever' (not in the table of columns); it contains responses, score, extra_info"
     )
 
 
 def test_reading_a_missing_column_gives_the_same_error():
-    with pytest.raises(BatchError, match=r"'values' \(written by roles/critic.compute_values\); it has: no columns"):
+    with pytest.raises(
+        BatchError, match=r"'values' \(written by roles/critic.compute_values\); it contains no columns"
+    ):
         DataProto()["values"]
 
 
@@ -202,7 +204,7 @@ def test_union_compares_objects_with_arrays():
 def test_union_of_different_meta_or_rows_is_an_error():
     with pytest.raises(BatchError, match="meta_info 'step'"):
         batch_of().union(DataProto(meta_info={"step": 8}))
-    with pytest.raises(BatchError, match="4 rows on one side, 3 on the other"):
+    with pytest.raises(BatchError, match="the batches have 4 and 3 rows"):
         batch_of().union(batch_of(3))
 
 
@@ -250,7 +252,7 @@ def test_split_leaves_a_short_last_part():
 
 def test_chunk_returns_equal_parts_or_reports_the_fix():
     assert [ids(part) for part in batch_of().chunk(2)] == [[0, 1], [2, 3]]
-    with pytest.raises(BatchError, match=r"4 rows do not divide into 3 equal parts; pad_to_divisor\(3\) adds 2 rows"):
+    with pytest.raises(BatchError, match=r"4 rows are not divisible by 3; pad_to_divisor\(3\) adds 2 rows"):
         batch_of().chunk(3)
     with pytest.raises(BatchError, match="into 0 equal parts"):
         batch_of().chunk(0)
@@ -316,7 +318,7 @@ def test_iterator_does_not_use_the_global_generator():
 
 @pytest.mark.parametrize("size", [0, 3, 8])
 def test_mini_batches_must_divide_the_rows(size):
-    with pytest.raises(BatchError, match=f"4 rows do not divide into mini-batches of {size}"):
+    with pytest.raises(BatchError, match=f"4 rows are not divisible by mini_batch_size={size}"):
         next(batch_of().make_iterator(size))
 
 

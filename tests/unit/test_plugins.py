@@ -52,16 +52,18 @@ def test_built_in_names_precede_entry_points(package):
 
 
 def test_an_unknown_name_gives_the_nearest_and_all():
-    with pytest.raises(ConfigError, match=r"no 'decodr' in camshaft.test_things\. Did you mean 'decoder'\?") as error:
+    message = r"unknown name 'decodr' in camshaft.test_things\. Did you mean 'decoder'\?"
+    with pytest.raises(ConfigError, match=message) as error:
         plugins.load("decodr", KNOWN, GROUP, json.JSONDecoder)
-    assert "Known: decoder, encoder, or package.module:Class" in str(error.value)
+    assert "Use decoder, encoder, or package.module:Class" in str(error.value)
 
 
 def test_load_function_takes_built_in_and_external_functions(package):
     (package / "their_functions.py").write_text("def add(a, b): return a + b\nNAME = 'no function'\n")
     assert plugins.load_function("length", {"length": len}, GROUP) is len
     assert plugins.load_function("their_functions:add", {"length": len}, GROUP)(1, 2) == 3
-    with pytest.raises(ConfigError, match=r"no 'lenght' in .* Did you mean 'length'\? .* or package.module:function"):
+    message = r"unknown name 'lenght' in .* Did you mean 'length'\? .* or package.module:function"
+    with pytest.raises(ConfigError, match=message):
         plugins.load_function("lenght", {"length": len}, GROUP)
     with pytest.raises(ConfigError, match="their_functions:NAME must be callable, got str"):
         plugins.load_function("their_functions:NAME", {}, GROUP)
@@ -75,7 +77,7 @@ def test_no_suggestion_without_a_near_match():
 
 @pytest.mark.parametrize("target", ["json:JSONEncoder", "json:loads"])
 def test_other_types_are_rejected(target):
-    with pytest.raises(ConfigError, match="is not a JSONDecoder class"):
+    with pytest.raises(ConfigError, match="is not a subclass of JSONDecoder"):
         plugins.load(target, KNOWN, GROUP, json.JSONDecoder)
 
 
@@ -86,19 +88,20 @@ def test_a_target_has_two_parts(target):
 
 
 def test_a_missing_module_is_named():
-    with pytest.raises(ConfigError, match="there is no module 'no_such_thing'; is its package installed"):
+    with pytest.raises(ConfigError, match="the module 'no_such_thing' does not exist"):
         plugins.import_attribute("no_such_thing.engine:Engine")
 
 
 def test_a_missing_class_is_named():
-    with pytest.raises(ConfigError, match="module json has no 'Nothing'"):
+    with pytest.raises(ConfigError, match="module json has no attribute 'Nothing'"):
         plugins.import_attribute("json:Nothing")
 
 
 def test_a_missing_library_error_has_the_install_command(package, monkeypatch):
     (package / "needs_it.py").write_text("import wandb\n")
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=re.escape("needs 'wandb': pip install 'camshaft[wandb]'")):
+    message = "requires 'wandb', which is not installed: pip install 'camshaft[wandb]'"
+    with pytest.raises(ConfigError, match=re.escape(message)):
         plugins.import_attribute("needs_it:Tracker")
 
 

@@ -233,9 +233,9 @@ def test_unsupported_features_of_another_packages_engine_are_rejected(words):
 def test_engine_class_that_cannot_be_imported_is_rejected(words):
     text = _error([*words, f"{ACTOR}.strategy=no_such_package.engine:Engine"])
     assert "1 error in the config" in text
-    assert "there is no module 'no_such_package'" in text
+    assert "the module 'no_such_package' does not exist" in text
     text = _error([*words, f"{ROLLOUT}.name=support.own_backends:NoSuchRollout"])
-    assert "has no 'NoSuchRollout'" in text
+    assert "has no attribute 'NoSuchRollout'" in text
 
 
 def test_capabilities_of_registry_and_classes_agree():

@@ -8,7 +8,7 @@ import hydra
 import pytest
 
 from camshaft.config import PPOConfig, SFTConfig, compose, from_container, load_ppo, load_sft
-from camshaft.errors import ConfigError, tell
+from camshaft.errors import ConfigError, report_error
 
 
 def _error(words, **where) -> str:
@@ -312,7 +312,7 @@ def _run(argv: list[str], schema: Any = PPOConfig) -> tuple[int, list]:
     try:
         return 0, compose(argv, schema)
     except ConfigError as error:
-        return tell(error), []
+        return report_error(error), []
 
 
 def test_command_line_gives_a_config(words, tmp_path, monkeypatch):

@@ -60,7 +60,8 @@ def test_an_unknown_built_in_is_an_error_that_lists_them():
 def test_a_missing_library_is_reported_with_its_install_command(file, monkeypatch, tmp_path, name, library, extra):
     file(f"raise ModuleNotFoundError('not here', name='{library}')", name=f"{library}.py")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    with pytest.raises(RewardError, match=rf"needs '{library}': pip install 'camshaft\[{extra}\]'"):
+    message = rf"requires '{library}', which is not installed: pip install 'camshaft\[{extra}\]'"
+    with pytest.raises(RewardError, match=message):
         RewardManager(name=name)
 
 

@@ -276,8 +276,8 @@ def test_a_custom_class_scores(home: Path) -> None:
     ("name", "message"),
     [
         ("support.reward_models:IncompleteReward", "does not register compute_rm_score"),
-        ("support.reward_models:make_tiny_reward_model", "is not a Worker class"),
-        ("support.reward_models:Nobody", "has no 'Nobody'"),
+        ("support.reward_models:make_tiny_reward_model", "is not a subclass of Worker"),
+        ("support.reward_models:Nobody", "has no attribute 'Nobody'"),
         ("no_such_module:Mine", "no module 'no_such_module'"),
     ],
 )

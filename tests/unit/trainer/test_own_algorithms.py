@@ -54,7 +54,7 @@ def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("example")
 @pytest.mark.parametrize("key", list(OWN)[:2])
 def test_a_missing_folder_is_an_error_before_loading(key: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="module my_algorithms has no 'nothing'"):
+    with pytest.raises(ConfigError, match="module my_algorithms has no attribute 'nothing'"):
         run_ppo(tmp_path, {**OWN, key: "my_algorithms:nothing"}, steps=1)
 
 

@@ -32,8 +32,8 @@ def test_the_built_in_classes_are_the_default(tmp_path: Path) -> None:
     ("name", "message"),
     [
         ("support.own_roles:NoRole", "does not register init_model"),
-        ("support.own_roles:Nobody", "has no 'Nobody'"),
-        ("support.own_roles:Tensor", "is not a Worker class"),
+        ("support.own_roles:Nobody", "has no attribute 'Nobody'"),
+        ("support.own_roles:Tensor", "is not a subclass of Worker"),
     ],
 )
 def test_a_class_without_the_methods_of_its_role_is_an_error(key: str, name: str, message: str, tmp_path: Path) -> None:
