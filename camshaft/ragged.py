@@ -5,8 +5,8 @@
     r.lengths     # tensor([2, 1])
     r.padded()    # tensor([[1, 2], [3, 0]])
 
-`lengths` is always on the CPU, independent of the device of `values`, so slicing and splitting never synchronize with
-an accelerator. Operations return new objects; slices of consecutive rows share storage.
+`lengths` is always on the CPU, whatever the device of `values`, so that slicing and splitting never synchronize with an
+accelerator. Operations return new objects. Slices of consecutive rows share storage.
 """
 
 from __future__ import annotations
@@ -25,32 +25,40 @@ from camshaft.device import to_device
 from camshaft.errors import BatchError
 
 Rows = slice | Sequence[int] | Tensor
-"""Row selection: numbers (repeats allowed, negative ones count from the end) or a slice."""
+"""Selection of rows: a slice, or row numbers. Numbers can repeat, and negative numbers count from the end."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """A flat tensor of all tokens (N, ...) and the lengths of the rows (B,)."""
+    """Rows of different lengths, stored in a flat tensor."""
 
     values: Tensor
+    """(N, ...): one entry per token, row after row."""
     lengths: Tensor
+    """(B,) int64, on the CPU: number of tokens of each row."""
 
     def __post_init__(self) -> None:
         lengths = torch.as_tensor(self.lengths, dtype=torch.int64, device="cpu")
         object.__setattr__(self, "lengths", lengths)
         if lengths.ndim != 1 or self.values.ndim < 1:
-            raise BatchError(f"Ragged needs flat values and 1-D lengths, got {self.values.shape} and {lengths.shape}")
+            raise BatchError(
+                "Ragged: values must have at least one dimension and lengths exactly one, got shapes "
+                f"{tuple(self.values.shape)} and {tuple(lengths.shape)}"
+            )
         total = int(lengths.sum())
         if total != self.values.shape[0]:
             raise BatchError(f"Ragged: the lengths sum to {total}, but values has {self.values.shape[0]} entries")
         if len(lengths) and int(lengths.min()) < 0:
-            raise BatchError(f"Ragged: a length is negative: {lengths.tolist()}")
+            raise BatchError(f"Ragged: lengths must not be negative, got {lengths.tolist()}")
 
     # -- construction -----------------------------------------------------------------------------
 
     @staticmethod
     def from_rows(rows: Sequence[Tensor | Sequence[int] | Sequence[float]], dtype: torch.dtype | None = None) -> Ragged:
-        """Build from one item per row; `dtype` defaults to that of the first non-empty row (int64 if all are empty)."""
+        """Build from a sequence of rows.
+
+        `dtype` defaults to the dtype of the first row that is not empty, or to int64 if all rows are empty.
+        """
         if dtype is None:
             dtype = next((torch.as_tensor(row).dtype for row in rows if len(row)), torch.int64)
         tensors = [torch.as_tensor(row, dtype=dtype) for row in rows]
@@ -59,26 +67,29 @@ class Ragged:
 
     @staticmethod
     def from_padded(tensor: Tensor, mask: Tensor) -> Ragged:
-        """Build from the entries of `tensor` (B, W, ...) where `mask` (B, W) is set."""
+        """Build from the entries of a padded tensor (B, W, ...) at which `mask` (B, W) is set."""
         keep = mask.bool()
         if keep.shape != tensor.shape[:2]:
-            raise BatchError(f"from_padded: mask {tuple(mask.shape)} does not fit tensor {tuple(tensor.shape)}")
+            raise BatchError(
+                f"from_padded: mask has shape {tuple(mask.shape)}, but must have shape {tuple(tensor.shape[:2])}, the "
+                "first two dimensions of the tensor"
+            )
         return Ragged(tensor[keep], keep.sum(dim=1).cpu())
 
     @staticmethod
     def concat(parts: Sequence[Ragged]) -> Ragged:
-        """Concatenate the rows of all parts."""
+        """Concatenate the rows of several objects."""
         if not parts:
-            raise BatchError("concat: no parts")
+            raise BatchError("concat: the list of parts is empty")
         if len(parts) == 1:
             return parts[0]
         return Ragged(torch.cat([p.values for p in parts]), torch.cat([p.lengths for p in parts]))
 
     @staticmethod
     def join(left: Ragged, right: Ragged) -> Ragged:
-        """Concatenate `left` and `right` row by row, for example prompts and responses; dtypes are promoted."""
+        """Append each row of `right` to the same row of `left`, for example responses to prompts. Promotes dtypes."""
         if len(left) != len(right):
-            raise BatchError(f"join: {len(left)} rows on the left, {len(right)} on the right")
+            raise BatchError(f"join: left has {len(left)} rows and right has {len(right)}, but both must have the same")
         lengths = left.lengths + right.lengths
         starts = lengths.cumsum(0) - lengths
         shape = (len(left.values) + len(right.values), *left.values.shape[1:])
@@ -88,7 +99,7 @@ class Ragged:
         return Ragged(values, lengths)
 
     def like(self, values: Tensor) -> Ragged:
-        """Return other values with the same row lengths."""
+        """Return a `Ragged` with other values and the same row lengths."""
         return Ragged(values, self.lengths)
 
     # -- access -----------------------------------------------------------------------------------
@@ -101,33 +112,33 @@ class Ragged:
 
     @cached_property
     def offsets(self) -> Tensor:
-        """(B + 1,) start of each row, and the end of the last row."""
+        """Start of each row in `values`, and the end of the last row, shape (B + 1,)."""
         return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
 
     def rows(self) -> list[Tensor]:
-        """Return one tensor per row, sharing storage."""
+        """Return one tensor per row. The tensors share storage with `values`."""
         return list(self.values.split(self.lengths.tolist()))
 
     def row_ids(self) -> Tensor:
-        """Return the row number of each token (N,), on the device of the values."""
+        """Return the row number of each token, shape (N,), on the device of `values`."""
         return to_device(torch.repeat_interleave(torch.arange(len(self)), self.lengths), self.values.device)
 
     def positions(self) -> Tensor:
-        """Return the position of each token in its row (N,), counted from 0, on the device of the values."""
+        """Return the position of each token in its row, counted from 0, shape (N,), on the device of `values`."""
         return to_device(_spans(torch.zeros_like(self.lengths), self.lengths), self.values.device)
 
     # -- selection --------------------------------------------------------------------------------
 
     def select(self, index: Rows) -> Ragged:
-        """Select rows by number (repeats allowed) or by slice; a slice of step 1 copies nothing."""
+        """Select rows by number, with repetitions, or by slice. A slice with step 1 does not copy."""
         rows = row_index(index, len(self))
         lengths = self.lengths[rows]
         if isinstance(rows, slice):
             return Ragged(self.values[int(self.offsets[rows.start]) : int(self.offsets[rows.stop])], lengths)
-        return self._at(self.offsets[rows], lengths)
+        return self._gather(self.offsets[rows], lengths)
 
     def split(self, sizes: Sequence[int]) -> list[Ragged]:
-        """Split into consecutive groups of rows; `sizes` must sum to the number of rows."""
+        """Split into consecutive parts with `sizes` rows each. The sizes must sum to the number of rows."""
         if sum(sizes) != len(self) or min(sizes, default=0) < 0:
             raise BatchError(f"split: the sizes {list(sizes)} do not sum to {len(self)} rows")
         ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
@@ -135,47 +146,48 @@ class Ragged:
 
     def suffix(self, lengths: Tensor) -> Ragged:
         """Return the last `lengths[i]` tokens of each row, for example the response part of a sequence."""
-        lengths = self._within("suffix", lengths)
-        return self._at(self.offsets[1:] - lengths, lengths)
+        lengths = self._check_lengths("suffix", lengths)
+        return self._gather(self.offsets[1:] - lengths, lengths)
 
     def prefix(self, lengths: Tensor) -> Ragged:
         """Return the first `lengths[i]` tokens of each row."""
-        lengths = self._within("prefix", lengths)
-        return self._at(self.offsets[:-1], lengths)
+        lengths = self._check_lengths("prefix", lengths)
+        return self._gather(self.offsets[:-1], lengths)
 
-    def _at(self, starts: Tensor, lengths: Tensor) -> Ragged:
-        """Gather `lengths[i]` tokens from each start offset."""
+    def _gather(self, starts: Tensor, lengths: Tensor) -> Ragged:
+        """Return rows that consist of the `lengths[i]` tokens from offset `starts[i]` on."""
         return Ragged(self.values[to_device(_spans(starts, lengths), self.values.device)], lengths)
 
-    def _within(self, caller: str, lengths: Tensor) -> Tensor:
+    def _check_lengths(self, caller: str, lengths: Tensor) -> Tensor:
+        """Return `lengths` on the CPU; raise BatchError if a row has fewer tokens."""
         lengths = lengths.to("cpu", torch.int64)
         if len(lengths) != len(self):
-            raise BatchError(f"{caller}: {len(lengths)} lengths for {len(self)} rows")
+            raise BatchError(f"{caller}: got {len(lengths)} lengths for {len(self)} rows; pass one length per row")
         invalid = ((lengths > self.lengths) | (lengths < 0)).nonzero().flatten().tolist()
         if invalid:
             requested, available = int(lengths[invalid[0]]), int(self.lengths[invalid[0]])
-            raise BatchError(f"{caller}: requested {requested} of the {available} tokens of row {invalid[0]}")
+            raise BatchError(f"{caller}: row {invalid[0]} has {available} tokens, but {requested} were requested")
         return lengths
 
     def to(self, device: torch.device | str) -> Ragged:
         return Ragged(to_device(self.values, device), self.lengths)
 
     def map(self, fn: Callable[[Tensor], Tensor]) -> Ragged:
-        """Apply `fn` to the flat values; it must keep the number of tokens."""
+        """Apply `fn` to the flat values. The result must have the same number of tokens."""
         return Ragged(fn(self.values), self.lengths)
 
     def padded(self, side: Literal["left", "right"] = "right", value: float = 0, width: int | None = None) -> Tensor:
-        """Return a padded copy (B, W, ...); W defaults to the longest row."""
+        """Return a padded copy, shape (B, W, ...). W is `width`, or the length of the longest row."""
         longest = int(self.lengths.max()) if len(self) else 0
         width = longest if width is None else width
         if width < longest:
-            raise BatchError(f"padded: width={width} is below the longest row, {longest}")
+            raise BatchError(f"padded: width={width} is smaller than the longest row, which has {longest} tokens")
         grid = self.values.new_full((len(self), width, *self.values.shape[1:]), value)
         grid[self.mask(side, width)] = self.values
         return grid
 
     def mask(self, side: Literal["left", "right"] = "right", width: int | None = None) -> Tensor:
-        """Return a bool mask (B, W) of the tokens in `padded`."""
+        """Return a bool mask, shape (B, W), that is True at the tokens of `padded`."""
         width = (int(self.lengths.max()) if len(self) else 0) if width is None else width
         columns = torch.arange(width)
         columns = columns if side == "right" else columns.flip(0)
@@ -184,7 +196,10 @@ class Ragged:
     # -- reduction --------------------------------------------------------------------------------
 
     def sum(self) -> Tensor:
-        """Sum each row (B, ...): int64 for integers and bool, otherwise at least float32; 0 for an empty row."""
+        """Return the sum of each row, shape (B, ...). The sum of an empty row is 0.
+
+        The result is int64 for integer and bool values, float64 for float64 values, and float32 for other floats.
+        """
         values, lengths = self.values, to_device(self.lengths, self.values.device)
         if not len(self):
             return values.clone()
@@ -195,19 +210,25 @@ class Ragged:
         return torch.segment_reduce(values, "sum", unsafe=True, lengths=lengths, initial=0)
 
     def mean(self) -> Tensor:
-        """Average each row (B, ...): float32 unless the values are float64; 0 for an empty row."""
+        """Return the mean of each row, shape (B, ...), in float32 (float64 for float64 values).
+
+        The mean of an empty row is 0.
+        """
         counts = to_device(self.lengths.clamp(min=1), self.values.device)
         return self.sum() / counts.reshape(-1, *[1] * (self.values.ndim - 1))
 
     # -- serialization ----------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as flat numpy buffers; see `to_buffer`."""
+        """Pickle the tensors as numpy buffers; see `to_buffer`."""
         return _rebuild, (to_buffer(self.values), to_buffer(self.lengths))
 
 
 def row_index(index: Rows, count: int) -> slice | Tensor:
-    """Normalize `index` into `count` rows to a slice of step 1 or to non-negative int64 numbers (K,) on the CPU."""
+    """Normalize a selection of `count` rows to a slice with step 1, or to non-negative row numbers.
+
+    Row numbers are returned as an int64 tensor, shape (K,), on the CPU.
+    """
     if isinstance(index, slice):
         start, stop, step = index.indices(count)
         if step == 1:
@@ -215,7 +236,9 @@ def row_index(index: Rows, count: int) -> slice | Tensor:
         index = range(start, stop, step)
     rows = torch.as_tensor(index, device="cpu")
     if rows.ndim != 1 or (rows.numel() and (rows.dtype == torch.bool or rows.is_floating_point())):
-        raise BatchError(f"rows are selected by integers, not by {index}; for a mask use mask.nonzero().flatten()")
+        raise BatchError(
+            f"rows must be selected by integers or a slice, got {index}; convert a mask with mask.nonzero().flatten()"
+        )
     rows = rows.long()
     invalid = rows[(rows >= count) | (rows < -count)]
     if len(invalid):
@@ -227,18 +250,18 @@ Buffer = tuple[np.ndarray, str, tuple[int, ...]]
 
 
 def to_buffer(tensor: Tensor) -> Buffer:
-    """Convert a tensor to bytes, dtype and shape for pickle; the bytes are sent out of band in protocol 5.
+    """Convert a tensor to bytes, dtype and shape for pickling. Protocol 5 transfers the bytes out of band.
 
-    The restored tensor is on the CPU and has no gradient.
+    The restored tensor is on the CPU and does not require gradients.
     """
     contiguous = tensor.detach().cpu().contiguous()
-    # A single element is contiguous for any stride, but a view as bytes requires stride 1.
+    # A tensor with a single element is contiguous for any stride, but viewing it as bytes requires stride 1.
     flat = contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
     return flat.numpy(), str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
 def from_buffer(buffer: Buffer) -> Tensor:
-    """Restore a tensor from `to_buffer`."""
+    """Restore a tensor from the result of `to_buffer`."""
     flat, dtype, shape = buffer
     if not flat.size:
         return torch.empty(shape, dtype=getattr(torch, dtype))
@@ -251,17 +274,20 @@ def _rebuild(values: Buffer, lengths: Buffer) -> Ragged:
 
 
 def _spans(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Concatenate the integer ranges start, ..., start + length - 1."""
+    """Return the concatenation of the ranges `starts[i], ..., starts[i] + lengths[i] - 1`."""
     firsts = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
     return firsts + torch.arange(len(firsts))
 
 
 def on_last_token(scores: Tensor, mask: Ragged) -> Ragged:
-    """Put each row's score (B,) on its last masked-in token; rows without such a token get no score."""
-    counted = mask.values.nonzero().squeeze(-1).cpu()
-    rows = mask.row_ids()[counted].cpu()
-    ends = torch.ones(len(counted), dtype=torch.bool)
-    ends[:-1] = rows[1:] != rows[:-1]  # True at the last counted token of a row
+    """Return a value per token: the score of the row (B,) at its last masked-in token, and 0 elsewhere.
+
+    A row without masked-in tokens contains only zeros.
+    """
+    masked_in = mask.values.nonzero().squeeze(-1).cpu()
+    rows = mask.row_ids()[masked_in].cpu()
+    is_last = torch.ones(len(masked_in), dtype=torch.bool)
+    is_last[:-1] = rows[1:] != rows[:-1]
     values = torch.zeros(len(mask.values), dtype=torch.float32)
-    values[counted[ends]] = scores[rows[ends]]
+    values[masked_in[is_last]] = scores[rows[is_last]]
     return mask.like(values.to(mask.values.device))

@@ -1,16 +1,16 @@
 """Graceful stop on SIGTERM or SIGUSR1 (Slurm's `--signal`): finish the current step, save and exit.
 
-    with listening() as stop:                 # in the driver
+    with handle_stop_signals() as stop:       # in the driver
         for batch in loader:
             ...
             if stop.requested: save(); stop.acknowledge(step, total); break
     return stop.status
 
-    ignore_stop_signals()                    # in workers, which the driver stops
+    ignore_stop_signals()                     # in workers, which the driver stops
 
-The exit status is 128 + the signal number, as for a program ended by the signal, so that schedulers restart the
-unfinished run. A second signal ends the driver immediately. Schedulers may send the signal to every process of a job,
-and twice to some, so workers ignore it and signals within one second count as one.
+The exit status is 128 + the signal number, as for a program that the signal ended, so that schedulers restart the
+unfinished run. A second signal ends the driver immediately. A scheduler can send the signal to every process of a job,
+and to some of them twice. Workers therefore ignore the signal, and signals within one second count as one.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ from typing import Any
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 SAME_SECONDS = 1.0
-"""Signals within this time after the first are ignored: `timeout` signals its child and then the process group."""
+"""Signals within this time after the first one are ignored. `timeout` signals its child and then its process group."""
 ENDED_BY_SIGNAL = 128
-"""Exit status of a program that was ended by signal n, minus n."""
+"""Offset of exit statuses: a program that signal n ends has the exit status 128 + n."""
 
 logger = logging.getLogger(__name__)
 
 
 class Stop:
-    """State of a stop request."""
+    """Records whether a stop was requested, and the exit status of the run."""
 
     def __init__(self) -> None:
         self.requested: signal.Signals | None = None
         self.status = 0
-        """Exit status of the run: 0 unless it stopped early."""
-        self._at = 0.0
+        """Exit status of the run. It is 0 unless a signal stopped the run early."""
+        self._request_time = 0.0
 
     def request(self, number: int, _frame: Any = None) -> None:
-        """Handle a signal: the first requests a stop, a later one has its default effect."""
+        """Handle a signal. The first signal requests a stop, and a later one has its default effect."""
         now = time.monotonic()
         if self.requested is None:
-            self.requested, self._at = signal.Signals(number), now
-            # Written directly, because the signal may interrupt a log call.
+            self.requested, self._request_time = signal.Signals(number), now
+            # Write to the descriptor directly, because the signal can interrupt a log call.
             message = (
                 f"\ncamshaft: {self.requested.name}: finishing the current step and saving; "
                 "send the signal again to exit immediately\n"
             )
             os.write(2, message.encode())
-        elif now - self._at > SAME_SECONDS:
+        elif now - self._request_time > SAME_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
     def acknowledge(self, step: int, total: int) -> None:
-        """Record that the run stopped at `step`, after saving."""
+        """Set the exit status after the run saved its checkpoint and stopped at `step`."""
         assert self.requested is not None
         self.status = ENDED_BY_SIGNAL + self.requested
         logger.info(
@@ -68,32 +68,32 @@ class Stop:
 
 
 @contextlib.contextmanager
-def listening() -> Iterator[Stop]:
-    """Convert stop signals to stop requests within the block; no effect outside the main thread."""
+def handle_stop_signals() -> Iterator[Stop]:
+    """Convert stop signals to stop requests within the block. Outside the main thread, this has no effect."""
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, stop.request) for number in STOP_SIGNALS}
+    previous_handlers = {number: signal.signal(number, stop.request) for number in STOP_SIGNALS}
     try:
         yield stop
     finally:
-        for number, handler in before.items():
+        for number, handler in previous_handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
 
 
 @contextlib.contextmanager
 def block_stop_signals() -> Iterator[None]:
-    """Block stop signals in processes started within the block until they call `ignore_stop_signals`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    """Block stop signals in processes that are started within the block, until they call `ignore_stop_signals`."""
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def ignore_stop_signals(*numbers: signal.Signals) -> None:
-    """Ignore stop signals, or the given ones, in this process but not in its child processes."""
+    """Ignore all stop signals, or only `numbers`, in this process but not in its child processes."""
     for number in numbers or STOP_SIGNALS:
         signal.signal(number, lambda *_: None)  # SIG_IGN would be inherited by child processes
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)

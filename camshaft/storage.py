@@ -1,12 +1,13 @@
-"""Atomic folders on disk: temporary name, manifest with checksums, fsync, rename.
+"""Atomic writing of folders, with checksums, and copies to and from remote file systems.
 
     with new_folder("ckpt/global_step_20/actor", kind="engine", step=20) as folder:
         save_file(tensors, folder / "model.safetensors")
-    manifest = verify("ckpt/global_step_20/actor")      # CheckpointError if a byte is missing
+    facts = verify("ckpt/global_step_20/actor")         # raises CheckpointError if a file is missing or damaged
 
-Engines, trainer and export use this module, so that a run killed while writing leaves neither an incomplete checkpoint
-nor a missing previous one. `begin` and `finish` are the two halves of `new_folder`, for folders that several processes
-write. The functions below `copy_folder` also accept URLs.
+A folder is written under a temporary name, gets a manifest with the size and the checksum of every file, and is then
+renamed. If a run is killed while it writes, the previous folder remains intact. Several processes can write a folder
+together: one calls `begin` and `finish`, the two halves of `new_folder`. From `copy_folder` on, functions also accept
+URLs.
 """
 
 import contextlib
@@ -34,15 +35,15 @@ _PACKAGES = {
     "webhdfs": "requests",
     "oss": "ossfs",
 }
-"""URL scheme -> package that fsspec needs; fsspec's error reports the others."""
+"""Maps URL schemes to packages that fsspec requires. For other schemes, the error of fsspec names the package."""
 _STEP = re.compile(r"^global_step_(\d+)$")
 
 
 @contextlib.contextmanager
 def new_folder(target: str | Path, **facts: Any) -> Iterator[Path]:
-    """Yield a folder to write; it replaces `target` when the block ends without an error.
+    """Yield a temporary folder, which replaces `target` when the block ends without an error.
 
-    `facts` (JSON) are stored in the manifest with the size and checksum of every file.
+    The manifest contains `facts` (JSON values), and the size and the checksum of every file.
     """
     work = begin(target)
     yield work
@@ -50,7 +51,7 @@ def new_folder(target: str | Path, **facts: Any) -> Iterator[Path]:
 
 
 def begin(target: str | Path) -> Path:
-    """Create an empty folder next to `target`, to write into before `finish`."""
+    """Create and return an empty temporary folder next to `target`. `finish` renames it to `target`."""
     target = Path(target).expanduser().absolute()
     _put_back(target)
     work, aside = target.with_name(target.name + _UNFINISHED), target.with_name(target.name + _REPLACED)
@@ -62,9 +63,10 @@ def begin(target: str | Path) -> Path:
 
 
 def finish(target: str | Path, files: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-    """Write the manifest (`fingerprints` and `facts`) and rename the folder of `begin` to `target`.
+    """Write the manifest, and rename the folder that `begin` created to `target`.
 
-    An existing `target` is renamed before and deleted after, so that a kill at any moment leaves one of the two.
+    `files` is the result of `fingerprints`. An existing `target` is renamed first and deleted last, so that the old or
+    the new folder exists if the process is killed.
     """
     target = Path(target).expanduser().absolute()
     work, aside = target.with_name(target.name + _UNFINISHED), target.with_name(target.name + _REPLACED)
@@ -82,7 +84,7 @@ def finish(target: str | Path, files: Mapping[str, Any], facts: Mapping[str, Any
 
 @contextlib.contextmanager
 def new_file(target: str | Path) -> Iterator[Path]:
-    """Yield a path to write; the file replaces `target` when the block ends without an error."""
+    """Yield the path of a temporary file, which replaces `target` when the block ends without an error."""
     target = Path(target).expanduser().absolute()
     work = target.with_name(target.name + _UNFINISHED)
     yield work
@@ -91,8 +93,8 @@ def new_file(target: str | Path) -> Iterator[Path]:
     os.replace(work, target)
 
 
-def hold(folder: Path) -> IO[str] | None:
-    """Lock a folder until the returned file is closed or the process ends; return None if it is already locked."""
+def lock_folder(folder: Path) -> IO[str] | None:
+    """Lock a folder until the returned file is closed or the process ends. Return None if it is locked already."""
     lock = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -103,21 +105,21 @@ def hold(folder: Path) -> IO[str] | None:
 
 
 def fingerprints(root: Path, paths: Iterable[Path]) -> dict[str, Any]:
-    """Return size and checksum of each path, by its name relative to `root`."""
+    """Map the path of each file, relative to `root`, to its size and checksum."""
     return {str(path.relative_to(root)): _fingerprint(path) for path in paths}
 
 
 def _put_back(target: Path) -> None:
-    """Undo a replacement that was interrupted between its two renames."""
+    """Restore the previous `target` if a process was killed between the two renames of `finish`."""
     if not target.exists():
-        with contextlib.suppress(FileNotFoundError):  # nothing to undo, or another process did it
+        with contextlib.suppress(FileNotFoundError):  # no previous folder, or another process restored it
             os.replace(target.with_name(target.name + _REPLACED), target)
 
 
 def verify(folder: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
-    """Verify size and checksum of every file and return the facts of the manifest.
+    """Verify the size and the checksum of every file, and return the facts in the manifest.
 
-    With `share=(r, n)`, this process is one of n and verifies every n-th file.
+    With `share=(r, n)`, this process verifies only every n-th file, starting with file r.
     """
     folder = Path(folder).expanduser()
     manifest = read_manifest(folder)
@@ -131,7 +133,7 @@ def verify(folder: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Return True if `folder` has a manifest and all files have their full size; checksums are not read."""
+    """Return True if `folder` contains a manifest and all files have the expected size. Checksums are not verified."""
     folder = Path(folder).expanduser()
     try:
         files = read_manifest(folder)["files"]
@@ -141,16 +143,16 @@ def is_complete(folder: str | Path) -> bool:
 
 
 def is_unfinished(path: Path) -> bool:
-    """Return True if this is a leftover of an interrupted `new_folder`."""
+    """Return True if this is a temporary folder of `new_folder` that an interrupted process did not remove."""
     return path.name.endswith((_UNFINISHED, _REPLACED))
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read the manifest of a folder; raise CheckpointError if it is missing or unreadable."""
+    """Return the manifest of a folder; raise CheckpointError if it is missing or unreadable."""
     _put_back(folder)
     path = folder / MANIFEST
     if not path.is_file():
-        raise CheckpointError(f"{folder} is not a complete checkpoint: it has no {MANIFEST}")
+        raise CheckpointError(f"{folder} is not a complete checkpoint: it contains no {MANIFEST}")
     return _parse_manifest(path.read_bytes(), folder)
 
 
@@ -162,22 +164,27 @@ def _parse_manifest(manifest: bytes, folder: str | Path) -> dict[str, Any]:
 
 
 def check_replaceable(target: str | Path, kind: str) -> None:
-    """Raise CheckpointError if `target` exists and is not a folder of the same `kind`."""
+    """Raise CheckpointError if `target` exists, is not empty, and was not written with the same `kind`."""
     target = Path(target).expanduser()
     _put_back(target)
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if (target / MANIFEST).is_file() and read_manifest(target)["facts"].get("kind") == kind:
         return
-    raise CheckpointError(f"{target} already exists and is not an older {kind}; use a new folder")
+    raise CheckpointError(f"{target} already exists and is not an older {kind} folder; use a new folder")
 
 
 def prune(target: str | Path, keep: int) -> list[Path]:
-    """Delete the oldest folders that differ from `target` only in the number of `global_step_<n>`; keep `keep`."""
+    """Delete old folders whose path differs from `target` only in the number of `global_step_<n>`.
+
+    Keep the newest `keep` of them, and return the deleted folders.
+    """
     target = Path(target).expanduser()
     index = next((i for i, part in enumerate(target.parts) if _STEP.match(part)), None)
     if index is None:
-        raise CheckpointError(f"max_ckpt_to_keep needs a part 'global_step_<n>' in the path, got {target}")
+        raise CheckpointError(
+            f"max_ckpt_to_keep requires a path that contains a folder 'global_step_<n>', got {target}"
+        )
     root, rest = Path(*target.parts[:index]), target.parts[index + 1 :]
     folders = sorted((step, folder) for step, folder in step_folders(root) if (folder / Path(*rest)).is_dir())
     removed = []
@@ -210,30 +217,30 @@ def _fingerprint(path: Path) -> dict[str, Any]:
 
 
 def copy_folder(source: str, target: str) -> None:
-    """Copy a complete folder and verify its checksums; each side is a path or a URL (`hdfs://`, `s3://`, ...).
+    """Copy a complete folder and verify its checksums. `source` or `target` can be a URL (`hdfs://`, `s3://`, ...).
 
-    A local `target` appears atomically. Object stores cannot rename: at a URL the manifest of an older copy is deleted
-    first and the new manifest is written last, so every folder with a manifest is complete. Only files listed in a
-    manifest are replaced or deleted there.
+    A local `target` appears atomically. This is not possible at a URL, because object stores cannot rename. There, the
+    manifest of an older copy is deleted first and the new manifest is written last, so that a folder with a manifest is
+    always complete. Only files that a manifest lists are replaced or deleted.
     """
     if is_url(source) and is_url(target):
-        raise CheckpointError(f"'{source}' to '{target}': one of the two must be a local path")
+        raise CheckpointError(f"cannot copy '{source}' to '{target}'; one of the two must be a local path")
     if is_url(target):
         _upload(local(source), target)
     elif is_url(source):
         _download(source, local(target))
     else:
-        origin, goal = local(source), local(target)
-        verify(origin)
-        copy = begin(goal)
-        shutil.copytree(origin, copy, dirs_exist_ok=True)
+        source_folder, target_folder = local(source), local(target)
+        verify(source_folder)
+        copy = begin(target_folder)
+        shutil.copytree(source_folder, copy, dirs_exist_ok=True)
         verify(copy)
         manifest = read_manifest(copy)
-        finish(goal, manifest["files"], manifest["facts"])
+        finish(target_folder, manifest["files"], manifest["facts"])
 
 
 def steps_at(place: str | Path) -> list[int]:
-    """Return the step numbers of the `global_step_<n>` folders in a folder or at a URL."""
+    """Return the numbers of the `global_step_<n>` folders in a folder or at a URL, sorted."""
     if not is_url(place):
         return [step for step, _ in step_folders(local(place))]
     files, root = file_system(str(place))
@@ -242,7 +249,7 @@ def steps_at(place: str | Path) -> list[int]:
 
 
 def facts_at(place: str | Path) -> dict[str, Any]:
-    """Return the manifest facts of a folder or URL; raise CheckpointError without a manifest."""
+    """Return the facts in the manifest of a folder or URL; raise CheckpointError if there is no manifest."""
     if not is_url(place):
         return read_manifest(local(place))["facts"]
     files, root = file_system(str(place))
@@ -250,7 +257,7 @@ def facts_at(place: str | Path) -> dict[str, Any]:
 
 
 def write_text(place: str | Path, name: str, text: str) -> None:
-    """Write a small file to a folder (atomically) or a URL."""
+    """Write a small file to a folder, atomically, or to a URL."""
     if is_url(place):
         files, root = file_system(str(place))
         files.pipe_file(f"{root}/{name}", text.encode())
@@ -260,7 +267,7 @@ def write_text(place: str | Path, name: str, text: str) -> None:
 
 
 def read_text(place: str | Path, name: str) -> str | None:
-    """Read a file written by `write_text`; None if it does not exist."""
+    """Return the content of a file that `write_text` wrote, or None if it does not exist."""
     with contextlib.suppress(FileNotFoundError):
         if not is_url(place):
             return (local(place) / name).read_text(encoding="utf-8")
@@ -270,7 +277,7 @@ def read_text(place: str | Path, name: str) -> str | None:
 
 
 def is_there(folder: str | Path) -> bool:
-    """Return True if a local folder exists, or if a URL has a folder with a manifest."""
+    """Return True if a local folder exists, or if the folder at a URL contains a manifest."""
     if not is_url(folder):
         return local(folder).exists()
     files, root = file_system(str(folder))
@@ -278,7 +285,7 @@ def is_there(folder: str | Path) -> bool:
 
 
 def remove(folder: str | Path) -> None:
-    """Delete a folder; at a URL the manifest first, then only the files that it lists."""
+    """Delete a folder. At a URL, delete the manifest first, and then only the files that it lists."""
     if not is_url(folder):
         shutil.rmtree(local(folder))
         return
@@ -287,17 +294,17 @@ def remove(folder: str | Path) -> None:
 
 
 def is_url(place: str | Path) -> bool:
-    """Return True if `place` is a URL of another file system."""
+    """Return True if `place` is the URL of a remote file system."""
     return isinstance(place, str) and "://" in place and not place.startswith("file://")
 
 
 def local(place: str | Path) -> Path:
-    """Return the local path of `place`."""
+    """Return a path or `file://` URL as a local path, with `~` expanded."""
     return Path(str(place).removeprefix("file://")).expanduser()
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, and the path in it."""
+    """Return the fsspec file system of a URL, and the path of the URL in this file system."""
     scheme = url.partition("://")[0]
     try:
         from fsspec.core import url_to_fs
@@ -305,20 +312,20 @@ def file_system(url: str) -> tuple[Any, str]:
         files, root = url_to_fs(url)
     except ImportError as error:
         package = _PACKAGES.get(scheme)
-        more = f" {package}" if package else f" and the one for {scheme}://"
+        more = f" {package}" if package else f" and the package for {scheme}://"
         raise StorageError(
             f"'{url}' requires a package that is not installed: pip install 'camshaft[remote]'{more} ({error})"
         ) from error
     except ValueError as error:
         raise StorageError(f"'{url}': {error}; use a local path, or a URL that fsspec supports") from error
     except OSError as error:
-        # pyarrow contains the Hadoop client and searches for the Hadoop libraries when it connects.
+        # pyarrow includes the Hadoop client, which searches for the Hadoop libraries when it connects.
         hint = ". Set JAVA_HOME, HADOOP_HOME and CLASSPATH=$(hadoop classpath --glob)" if scheme == "hdfs" else ""
         reason = str(error).partition("\n")[0]  # pyarrow lists every searched path
         raise StorageError(f"'{url}': {scheme}:// is unreachable ({reason}){hint}") from error
     if not root.strip("/"):
-        raise StorageError(f"'{url}' has no path; add a folder after the host or bucket")
-    files.invalidate_cache()  # other processes may write to it
+        raise StorageError(f"'{url}' contains no path; add a folder after the host or bucket")
+    files.invalidate_cache()  # other processes may have written to it
     return files, root.rstrip("/")
 
 
@@ -326,22 +333,22 @@ def _manifest_at(files: Any, root: str, url: str) -> dict[str, Any]:
     try:
         manifest = _parse_manifest(files.cat_file(f"{root}/{MANIFEST}"), url)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{url} is not a complete checkpoint: it has no {MANIFEST}") from error
+        raise CheckpointError(f"{url} is not a complete checkpoint: it contains no {MANIFEST}") from error
     for name in manifest["files"]:
         if name.startswith("/") or ".." in name.split("/"):
-            raise CheckpointError(f"{url} is damaged: '{name}' in its {MANIFEST} is not inside the folder")
+            raise CheckpointError(f"{url} is damaged: '{name}' in its {MANIFEST} is outside the folder")
     return manifest
 
 
 def _remove_copy(files: Any, root: str, url: str) -> None:
     names: list[str] = []
-    with contextlib.suppress(CheckpointError):  # missing or truncated: its files are unknown
+    with contextlib.suppress(CheckpointError):  # if the manifest is missing or truncated, its files are unknown
         names += _manifest_at(files, root, url)["files"]
     for name in (MANIFEST, *names):
         if files.exists(f"{root}/{name}"):
             files.rm_file(f"{root}/{name}")
     if files.exists(root) and not files.find(root):
-        files.rm(root, recursive=True)  # empty folders remain on some file systems
+        files.rm(root, recursive=True)  # some file systems keep empty folders
 
 
 def _upload(origin: Path, url: str) -> None:
@@ -355,7 +362,9 @@ def _upload(origin: Path, url: str) -> None:
     for name in expected:
         size = files.info(f"{root}/{name}")["size"]
         if size != expected[name]["bytes"]:
-            raise CheckpointError(f"{url}: '{name}' has {size} bytes, but {expected[name]['bytes']} in {origin}")
+            raise CheckpointError(
+                f"{url}: '{name}' has {size} bytes after the upload, but {expected[name]['bytes']} bytes in {origin}"
+            )
     files.put_file(str(origin / MANIFEST), f"{root}/{MANIFEST}")
 
 

@@ -100,7 +100,7 @@ class ResponseFile:
         folder = self._folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = storage.hold(folder)
+            lock = storage.lock_folder(folder)
         except OSError as error:
             raise ConfigError(
                 f"data.output_path={self.path} is not writable ({error.strerror}); use another path"

@@ -37,7 +37,7 @@ from camshaft.controller import Options, Pool, PoolSpec, pools
 from camshaft.data import StatefulLoader
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SupervisedWorker
-from camshaft.stop import Stop, listening
+from camshaft.stop import Stop, handle_stop_signals
 from camshaft.tracking import RunInfo, Tracking, check_trackers
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ class Session:
 
     def listen(self) -> Stop:
         """Handle stop signals until the session ends. Call this when the run has state to save."""
-        return self._exit_stack.enter_context(listening())
+        return self._exit_stack.enter_context(handle_stop_signals())
 
     def close(self) -> None:
         self._exit_stack.close()
@@ -107,7 +107,7 @@ def log_to_console(console: Console, seed: int) -> Iterator[None]:
 
 
 def _lock_folder(folder: Path) -> IO[str]:
-    lock = storage.hold(folder)
+    lock = storage.lock_folder(folder)
     if lock is None:
         raise ConfigError(
             f"trainer.default_local_dir={folder}: another run is writing to this folder; wait for it, or use another "

@@ -259,7 +259,7 @@ def test_chunk_returns_equal_parts_or_reports_the_fix():
 
 
 def test_concat_rejects_parts_that_differ():
-    with pytest.raises(BatchError, match="no parts"):
+    with pytest.raises(BatchError, match="list of batches is empty"):
         DataProto.concat([])
     with pytest.raises(BatchError, match=r"differ in columns \['score'\]"):
         DataProto.concat([batch_of(), batch_of().drop("score")])

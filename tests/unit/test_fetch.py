@@ -194,7 +194,7 @@ def test_a_process_waits_for_another_that_is_copying(
     [
         ("counting://bucket/none.parquet", "counting://bucket/none.parquet does not exist"),
         ("s4://bucket/x", "Protocol not known: s4"),
-        ("needs-s3://host/x", r"pip install 'camshaft\[remote\]' and the one for needs-s3:// \(Install s3fs"),
+        ("needs-s3://host/x", r"pip install 'camshaft\[remote\]' and the package for needs-s3:// \(Install s3fs"),
         ("hdfs://nowhere:1/x", r"hdfs:// is unreachable.*Set JAVA_HOME, HADOOP_HOME and CLASSPATH"),
     ],
 )

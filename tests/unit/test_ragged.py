@@ -56,8 +56,8 @@ def test_no_rows_at_all():
     [
         (torch.zeros(3), torch.tensor([1, 1]), "sum to 2, but values has 3"),
         (torch.zeros(1), torch.tensor([2, -1]), "negative"),
-        (torch.zeros(1), torch.tensor([[1]]), "1-D lengths"),
-        (torch.zeros(()), torch.tensor([1]), "flat values"),
+        (torch.zeros(1), torch.tensor([[1]]), "lengths exactly one"),
+        (torch.zeros(()), torch.tensor([1]), "at least one dimension"),
     ],
 )
 def test_values_and_lengths_that_do_not_fit_are_an_error(values, lengths, says):
@@ -69,20 +69,20 @@ def test_from_padded_keeps_masked_in_tokens():
     grid = torch.tensor([[0, 1, 2], [3, 0, 4]])
     mask = torch.tensor([[0, 1, 1], [1, 0, 1]])
     assert lists(Ragged.from_padded(grid, mask)) == [[1, 2], [3, 4]]
-    with pytest.raises(BatchError, match="does not fit"):
+    with pytest.raises(BatchError, match="mask has shape"):
         Ragged.from_padded(grid, mask[:1])
 
 
 def test_concat_puts_rows_below_rows():
     assert lists(Ragged.concat([R, Ragged.from_rows([[6]])])) == [[1, 2, 3], [], [4, 5], [6]]
-    with pytest.raises(BatchError, match="no parts"):
+    with pytest.raises(BatchError, match="list of parts is empty"):
         Ragged.concat([])
 
 
 def test_join_concatenates_row_by_row():
     right = Ragged.from_rows([[7], [8, 9], []])
     assert lists(Ragged.join(R, right)) == [[1, 2, 3, 7], [8, 9], [4, 5]]
-    with pytest.raises(BatchError, match="3 rows on the left, 1 on the right"):
+    with pytest.raises(BatchError, match="left has 3 rows and right has 1"):
         Ragged.join(R, Ragged.from_rows([[1]]))
 
 
@@ -178,11 +178,11 @@ def test_prefix_and_suffix():
 
 @pytest.mark.parametrize("method", [Ragged.prefix, Ragged.suffix])
 def test_too_many_tokens_is_an_error_that_names_the_row(method):
-    with pytest.raises(BatchError, match="requested 3 of the 2 tokens of row 2"):
+    with pytest.raises(BatchError, match="row 2 has 2 tokens, but 3 were requested"):
         method(R, torch.tensor([3, 0, 3]))
-    with pytest.raises(BatchError, match="requested -1 of the 3 tokens of row 0"):
+    with pytest.raises(BatchError, match="row 0 has 3 tokens, but -1 were requested"):
         method(R, torch.tensor([-1, 0, 0]))
-    with pytest.raises(BatchError, match="2 lengths for 3 rows"):
+    with pytest.raises(BatchError, match="got 2 lengths for 3 rows"):
         method(R, torch.tensor([1, 1]))
 
 
@@ -190,7 +190,7 @@ def test_padded_on_either_side():
     assert R.padded().tolist() == [[1, 2, 3], [0, 0, 0], [4, 5, 0]]
     assert R.padded("left", value=-1, width=4).tolist() == [[-1, 1, 2, 3], [-1, -1, -1, -1], [-1, -1, 4, 5]]
     assert R.mask("left").tolist() == [[True, True, True], [False] * 3, [False, True, True]]
-    with pytest.raises(BatchError, match="width=2 is below the longest row, 3"):
+    with pytest.raises(BatchError, match="width=2 is smaller than the longest row, which has 3 tokens"):
         R.padded(width=2)
 
 

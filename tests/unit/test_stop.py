@@ -8,7 +8,7 @@ import time
 import pytest
 
 from camshaft import stop as stop_module
-from camshaft.stop import STOP_SIGNALS, block_stop_signals, listening
+from camshaft.stop import STOP_SIGNALS, block_stop_signals, handle_stop_signals
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
@@ -16,7 +16,7 @@ def test_the_first_signal_requests_a_stop_and_restores_handlers(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
     before = [signal.getsignal(each) for each in STOP_SIGNALS]
-    with listening() as stop:
+    with handle_stop_signals() as stop:
         assert stop.requested is None
         os.kill(os.getpid(), number)
         assert stop.requested == number
@@ -29,7 +29,7 @@ def test_the_first_signal_requests_a_stop_and_restores_handlers(
 
 def test_immediate_repeats_of_a_signal_count_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stop_module, "SAME_SECONDS", 60.0)
-    with listening() as stop:
+    with handle_stop_signals() as stop:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested == signal.SIGTERM
@@ -37,7 +37,7 @@ def test_immediate_repeats_of_a_signal_count_as_one(monkeypatch: pytest.MonkeyPa
 
 def test_a_second_signal_ends_the_process_at_once() -> None:
     program = "from camshaft import stop\nimport os, time\nstop.SAME_SECONDS = 0.0\n"
-    program += "with stop.listening() as stop:\n    os.kill(os.getpid(), 10)\n    time.sleep(0.1)\n"
+    program += "with stop.handle_stop_signals() as stop:\n    os.kill(os.getpid(), 10)\n    time.sleep(0.1)\n"
     program += "    assert stop.requested\n    os.kill(os.getpid(), 15)\n    time.sleep(60)\n"
     start = time.monotonic()
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGTERM
@@ -49,7 +49,7 @@ def test_no_signal_handler_outside_the_main_thread() -> None:
     handlers = []
 
     def run() -> None:
-        with listening() as stop:
+        with handle_stop_signals() as stop:
             handlers.append((stop.requested, signal.getsignal(signal.SIGTERM)))
 
     thread = threading.Thread(target=run)

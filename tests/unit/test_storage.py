@@ -215,10 +215,10 @@ def test_a_file_is_replaced_when_the_block_succeeds(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_held_by_one_at_a_time(tmp_path: Path) -> None:
-    lock = storage.hold(tmp_path)
+    lock = storage.lock_folder(tmp_path)
     assert lock is not None
-    assert storage.hold(tmp_path) is None
+    assert storage.lock_folder(tmp_path) is None
     lock.close()
-    again = storage.hold(tmp_path)
+    again = storage.lock_folder(tmp_path)
     assert again is not None
     again.close()

@@ -127,7 +127,7 @@ def test_an_interrupted_copy_is_not_a_checkpoint(
         with pytest.raises(OSError, match="connection lost"):
             storage.copy_folder(str(tmp_path / "x"), url)
     assert not storage.is_there(url)
-    with pytest.raises(CheckpointError, match=r"not a complete checkpoint: it has no manifest\.json"):
+    with pytest.raises(CheckpointError, match=r"not a complete checkpoint: it contains no manifest\.json"):
         storage.copy_folder(url, str(tmp_path / "back"))
     storage.copy_folder(str(tmp_path / "x"), url)
     storage.copy_folder(url, str(tmp_path / "back"))
@@ -139,7 +139,7 @@ def test_a_short_upload_is_detected_before_the_manifest(
 ) -> None:
     write(tmp_path / "x", "hello")
     monkeypatch.setattr(breaking, "cuts", "a.txt")
-    with pytest.raises(CheckpointError, match=r"'a\.txt' has 4 bytes, but 5 in"):
+    with pytest.raises(CheckpointError, match=r"'a\.txt' has 4 bytes after the upload, but 5 bytes in"):
         storage.copy_folder(str(tmp_path / "x"), "breaking://host/actor")
     assert not storage.is_there("breaking://host/actor")
 

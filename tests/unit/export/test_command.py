@@ -241,7 +241,7 @@ def test_a_folder_without_checkpoint_is_an_error(tmp_path: Path) -> None:
         tmp_path / "nowhere": "does not exist",
         tmp_path / "notes": "is not a checkpoint (it contains read.me); use the folder of a run",
         tiny_folder(): "is not a checkpoint",
-        half: "is not a complete checkpoint: it has no manifest.json",
+        half: "is not a complete checkpoint: it contains no manifest.json",
         none: "contains no complete checkpoint",
         none / "global_step_3": "is not a complete checkpoint",
         foreign: "does not record its model",
