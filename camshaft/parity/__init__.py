@@ -1,13 +1,13 @@
-"""Compare the log-probs of a rollout with those of an engine, and diagnose a difference: `camshaft parity`.
+"""Compares the log-probs of a rollout with those of an engine, and diagnoses differences: `camshaft parity`.
 
     diagnosis = diagnose(ParityCase("fsdp", "vllm", "models/tiny"), prompts, tokenizer, limit=1e-3)
     diagnosis.comparisons["as loaded"].metrics["log_prob_diff_max"]
-    diagnosis.findings                         # empty if the two agree
+    diagnosis.findings                         # empty if engine and rollout agree
 
-    pair.py       an engine and a rollout on one model: sync weights, generate, recompute log-probs, compare
-    diagnosis.py  experiments that change one setting and test whether the difference disappears
-    tokens.py     test prompts, and a comparison of two tokenizers
-    report.py     the output of the command
+    pair.py       builds an engine and a rollout on one model, generates, and compares log-probs
+    diagnosis.py  finds the cause of a difference by changing one setting at a time
+    tokens.py     creates test prompts, and compares tokenizers
+    report.py     runs the command and prints its report
 
 The package uses only the public interfaces, so it works with engines and rollouts of other packages.
 """

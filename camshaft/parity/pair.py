@@ -1,8 +1,8 @@
-"""Build an engine and a rollout on one model, and compare their log-probs as in a run.
+"""Builds an engine and a rollout on one model, and compares their log-probs like a training run.
 
 pair = Pair(ParityCase("reference", "torch", "models/tiny", sampling=SamplingParams(max_tokens=32)))
 comparison = pair.measure(prompts)     # sync weights, generate, recompute log-probs with the engine, compare
-pair.update(comparison)                # one optimizer step, after which the weights differ from the folder's
+pair.update(comparison)                # one optimizer step; the weights now differ from those in the folder
 pair.measure(prompts)
 """
 
@@ -26,27 +26,28 @@ from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
 
 DType = Literal["float32", "bfloat16", "float64"]
 EXACT: DType = "float32"
+"""dtype of comparisons without the rounding of half precision."""
 
-STEP = 0.1
-"""Norm of the update over all weights; it changes the log-probs of the learned tokens by about as much."""
+UPDATE_NORM = 0.1
+"""Norm of the update over all weights. It changes the log-probs of the trained tokens by about the same amount."""
 
-ROWS = 4
+MICRO_BATCH_SIZE = 4
 """Sequences per micro-batch of the engine."""
 
 
 @dataclass(frozen=True)
 class ParityCase:
-    """An engine and a rollout, their model and their settings."""
+    """Names and settings of an engine and a rollout, and their model."""
 
     engine: str
     rollout: str
     model: str
     device: str = "cpu"
     dtype: DType = EXACT
-    """dtype of the engine's weights; `mixed_precision.param_dtype` in `options` sets that of its forward pass."""
+    """dtype of the engine's weights. `mixed_precision.param_dtype` in `options` sets the dtype of its forward pass."""
     rollout_dtype: DType = EXACT
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=32))
-    longest_prompt: int = 64
+    max_prompt_length: int = 64
     seed: int = 0
     trust_remote_code: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -54,12 +55,12 @@ class ParityCase:
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the rollout, as in `RolloutEngineConfig.engine_kwargs`."""
 
-    def exact(self) -> ParityCase:
-        """Return the case with float32 instead of bfloat16 on both sides; float64 is unchanged."""
+    def without_bfloat16(self) -> ParityCase:
+        """Return the case with float32 instead of bfloat16 in engine and rollout. Other dtypes do not change."""
         options = dict(self.options)
-        numbers = options.get("mixed_precision") or {}
-        if numbers.get("param_dtype") == "bfloat16":
-            options["mixed_precision"] = {**numbers, "param_dtype": EXACT}
+        mixed_precision = options.get("mixed_precision") or {}
+        if mixed_precision.get("param_dtype") == "bfloat16":
+            options["mixed_precision"] = {**mixed_precision, "param_dtype": EXACT}
         return replace(
             self,
             dtype=EXACT if self.dtype == "bfloat16" else self.dtype,
@@ -72,22 +73,22 @@ class ParityCase:
         return (self.options.get("mixed_precision") or {}).get("param_dtype") or self.dtype
 
     def engine_config(self) -> EngineConfig:
-        """Return the config of the engine, with an optimizer if it can train."""
-        optim = OptimConfig(optimizer="SGD", lr=STEP, weight_decay=0.0) if self.trains() else None
+        """Return the config of the engine, with an optimizer if `can_train()`."""
+        optim = OptimConfig(optimizer="SGD", lr=UPDATE_NORM, weight_decay=0.0) if self.can_train() else None
         return EngineConfig(
             model=EngineModel(path=self.model, trust_remote_code=self.trust_remote_code),
             optim=optim,
             grad_clip=1.0,
-            micro_batch_size=ROWS,
-            infer_micro_batch_size=ROWS,
+            micro_batch_size=MICRO_BATCH_SIZE,
+            infer_micro_batch_size=MICRO_BATCH_SIZE,
             device=self.device,
             dtype=self.dtype,
             seed=self.seed,
             options=dict(self.options),
         )
 
-    def trains(self) -> bool:
-        """Return False for bfloat16 weights, where rounding discards small updates."""
+    def can_train(self) -> bool:
+        """Return False for bfloat16 weights, which lose small updates to rounding."""
         return self.dtype != "bfloat16"
 
     def rollout_config(self) -> RolloutEngineConfig:
@@ -96,7 +97,7 @@ class ParityCase:
             model_path=self.model,
             dtype=self.rollout_dtype,
             device=self.device,
-            max_model_len=self.longest_prompt + self.sampling.max_tokens,
+            max_model_len=self.max_prompt_length + self.sampling.max_tokens,
             seed=self.seed,
             trust_remote_code=self.trust_remote_code,
             engine_kwargs=dict(self.engine_kwargs),
@@ -105,36 +106,36 @@ class ParityCase:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The responses of one generation, with log-probs from the rollout and from the engine."""
+    """Responses of the rollout, with their log-probs from the rollout and from the engine."""
 
     prompts: Ragged
     responses: Ragged
     rollout: Ragged
-    """log-probs from the rollout"""
+    """Log-probs of the response tokens from the rollout."""
     engine: Ragged
-    """log-probs from the engine"""
+    """Log-probs of the response tokens from the engine."""
     metrics: dict[str, float]
-    """Metrics of `algorithms.mismatch`."""
+    """Metrics that `algorithms.mismatch` computes from both."""
 
     @property
     def worst(self) -> float:
-        """The largest difference; infinity for NaN."""
-        largest = self.metrics["log_prob_diff_max"]
-        return largest if largest == largest else float("inf")
+        """Maximum absolute difference of the log-probs; infinity if it is NaN."""
+        maximum = self.metrics["log_prob_diff_max"]
+        return maximum if maximum == maximum else float("inf")
 
-    def against(self, engine: Ragged) -> Comparison:
-        """Compare the same generation with other log-probs of the engine."""
+    def with_engine(self, engine: Ragged) -> Comparison:
+        """Compare the same responses with other log-probs from the engine."""
         ones = torch.ones_like(engine.values, dtype=torch.bool)
         metrics = mismatch(engine.values, self.rollout.values, ones, engine.lengths)
         return replace(self, engine=engine, metrics={name: float(value) for name, value in metrics.items()})
 
 
 class WeightSyncError(RolloutError):
-    """The weight sync failed, so nothing was generated."""
+    """Raised if the weight sync failed, so that no response was generated."""
 
 
 class Pair:
-    """An engine and a rollout on the same model."""
+    """An engine and a rollout with the same model."""
 
     def __init__(self, case: ParityCase):
         self.case = case
@@ -146,27 +147,30 @@ class Pair:
         """Sync weights, generate, recompute the log-probs with the engine, and compare."""
         sampling = sampling or self.case.sampling
         seeds = torch.arange(len(prompts)) + 1000 * self.case.seed
-        synced = False
+        is_synced = False
         try:
             with rollout_mode(self.engine, self.rollout):
-                synced = True
+                is_synced = True
                 out = self.rollout.generate_sequences(prompts, sampling, seeds)
         except RolloutError as error:
-            if synced:
+            if is_synced:
                 raise
             raise WeightSyncError(str(error)) from error
         comparison = Comparison(prompts, out.responses.to("cpu"), out.log_probs.to("cpu"), out.log_probs.to("cpu"), {})
-        return comparison.against(self.log_probs(prompts, comparison.responses, temperature_of(sampling)))
+        return comparison.with_engine(self.log_probs(prompts, comparison.responses, log_prob_temperature(sampling)))
 
     def log_probs(self, prompts: Ragged, responses: Ragged, temperature: float) -> Ragged:
-        """Return the engine's log-probs of the response tokens."""
+        """Compute the engine's log-probs of the response tokens."""
         ctx = StepContext(outputs=("log_probs",), temperature=temperature)
         with self.engine.eval_mode():
             outputs = self.engine.infer_batch(_sequences(prompts, responses), ctx)
         return outputs["log_probs"].suffix(responses.lengths).to("cpu")
 
     def update(self, comparison: Comparison) -> float:
-        """Train one step on the responses; return the mean absolute change of their log-probs."""
+        """Apply one optimizer step that increases the likelihood of the responses.
+
+        Returns the mean absolute change of their log-probs in the engine.
+        """
         batch = _sequences(comparison.prompts, comparison.responses)
         before = self.log_probs(comparison.prompts, comparison.responses, 1.0)
         with self.engine.train_mode():
@@ -175,16 +179,17 @@ class Pair:
         after = self.log_probs(comparison.prompts, comparison.responses, 1.0)
         return float((after.values - before.values).abs().mean())
 
-    def first_tokens(self, prompts: Ragged, changed: str | None) -> tuple[Tensor, Tensor]:
-        """Return (tokens, log-probs) of one-token responses, with other values for the weight `changed`.
+    def generate_one_token(self, prompts: Ragged, changed_weight: str | None) -> tuple[Tensor, Tensor]:
+        """Return (tokens, log-probs) of responses of one token.
 
-        The weight sync is not verified, since the verification would detect the change.
+        The rollout receives other values for the weight named `changed_weight`. The weight sync is not verified,
+        because the verification would detect the change.
         """
         with self.engine.eval_mode():
             self.rollout.wake_up()
             try:
                 self.rollout.load_weights(
-                    (name, _changed_values(tensor) if name == changed else tensor)
+                    (name, _changed_values(tensor) if name == changed_weight else tensor)
                     for name, tensor in self.engine.named_weights()
                 )
                 out = self.rollout.generate_sequences(prompts, SamplingParams(max_tokens=1), torch.arange(len(prompts)))
@@ -193,32 +198,35 @@ class Pair:
         return out.responses.values.to("cpu"), out.log_probs.values.to("cpu")
 
     def weight_names(self) -> list[str]:
+        """Return the names of the weights that the engine sends to the rollout."""
         with self.engine.eval_mode():
             return [name for name, _ in self.engine.named_weights()]
 
     def close(self) -> None:
-        """Free the memory of both."""
+        """Delete the engine and the rollout to free their memory."""
         del self.engine, self.rollout
         gc.collect()
 
 
-def temperature_of(sampling: SamplingParams) -> float:
-    """Return the temperature of the log-probs, which is 1 for greedy rows."""
+def log_prob_temperature(sampling: SamplingParams) -> float:
+    """Return the temperature of the rollout's log-probs, which is 1 for greedy decoding."""
     return 1.0 if sampling.greedy else sampling.temperature
 
 
 def _sequences(prompts: Ragged, responses: Ragged) -> DataProto:
+    """Concatenate prompts and responses to an engine's batch whose `loss_mask` selects the responses."""
     ids = Ragged.join(prompts, responses)
     is_response = ids.positions() >= torch.repeat_interleave(prompts.lengths, ids.lengths)
     return DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(is_response)})
 
 
 def _likelihood(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
+    """Return the mean negative log-likelihood of the response tokens."""
     ctx["metrics"] = {}
-    counted = torch.where(data["loss_mask"].values, predictions["log_probs"].values, 0)
-    return -counted.sum() / ctx["num_tokens"], ctx
+    log_probs = torch.where(data["loss_mask"].values, predictions["log_probs"].values, 0)
+    return -log_probs.sum() / ctx["num_tokens"], ctx
 
 
 def _changed_values(tensor: Tensor) -> Tensor:
-    """Return a tensor with other values: reversed and scaled."""
+    """Return a tensor of the same shape with other values: reversed, scaled and shifted."""
     return (tensor.flatten().flip(0).view(tensor.shape) * 1.5 + 0.01).to(tensor.dtype)

@@ -1,6 +1,6 @@
-"""The command `camshaft parity`: check its arguments, compare the pair, and print the report.
+"""Implements the command `camshaft parity`: checks arguments, compares an engine and a rollout, prints a report.
 
-status = run(options)          # 0 if the two agree, 1 if not
+status = run(options)          # 0 if engine and rollout agree, else 1
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from camshaft.errors import ConfigError, EngineError, RolloutError
 from camshaft.models.loader import load_tokenizer, model_folder
 from camshaft.parity.diagnosis import Diagnosis, Finding, diagnose
 from camshaft.parity.pair import ParityCase
-from camshaft.parity.tokens import differences, file_prompts, random_prompts
+from camshaft.parity.tokens import compare_tokenizers, file_prompts, random_prompts
 from camshaft.rollout import SamplingParams, rollout_class
 
 ROWS = {
@@ -27,12 +27,13 @@ ROWS = {
     "kl_k3": "KL (k3)",
     "effective_sample_share": "effective sample share",
 }
+"""Metrics in the table of the report, with their labels."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Compare the pair and print the report with the likely causes of a difference."""
-    _check(options)
-    case = _case(options)
+    """Compare an engine and a rollout, and print a report with the likely causes of a difference."""
+    _check_options(options)
+    case = _make_case(options)
     model_tokenizer = load_tokenizer(options.model, options.trust_remote_code)
     tokenizer = (
         model_tokenizer if options.tokenizer is None else load_tokenizer(options.tokenizer, options.trust_remote_code)
@@ -51,23 +52,23 @@ def run(options: argparse.Namespace) -> int:
     )
     diagnosis = diagnose(case, prompts, tokenizer, options.limit, log)
     if tokenizer is not model_tokenizer:
-        diagnosis.findings += _two_tokenizers(differences(model_tokenizer, tokenizer), options)
-    _report(console, diagnosis, options.limit)
+        diagnosis.findings += _tokenizer_findings(compare_tokenizers(model_tokenizer, tokenizer), options)
+    _print_report(console, diagnosis, options.limit)
     return 1 if diagnosis.findings or diagnosis.worst > options.limit else 0
 
 
-def _check(options: argparse.Namespace) -> None:
-    """Reject wrong arguments before a model is loaded."""
+def _check_options(options: argparse.Namespace) -> None:
+    """Raise `ConfigError` for invalid arguments, before a model is loaded."""
     if not options.limit > 0:
-        raise ConfigError(f"--limit {options.limit:g} must be above 0, for instance 1e-3")
-    if options.prompts < 1 or options.prompt_length < 2:
-        raise ConfigError(
-            f"--prompts {options.prompts} must be at least 1 and --prompt-length {options.prompt_length} at least 2"
-        )
-    for find, name in ((engine_class, options.engine), (rollout_class, options.rollout)):
-        find(name)
+        raise ConfigError(f"--limit {options.limit:g} is not above 0; use for example 1e-3")
+    if options.prompts < 1:
+        raise ConfigError(f"--prompts {options.prompts} is too small; use at least 1")
+    if options.prompt_length < 2:
+        raise ConfigError(f"--prompt-length {options.prompt_length} is too small; use at least 2")
+    engine_class(options.engine)
+    rollout_class(options.rollout)
     if options.data is not None and not Path(options.data).is_file():
-        raise ConfigError(f"--data {options.data} does not exist; name a parquet file, or omit the option")
+        raise ConfigError(f"--data {options.data} does not exist; set it to a parquet file, or omit the option")
     try:
         for option in ("model", "tokenizer"):
             if vars(options)[option] is not None:
@@ -89,7 +90,7 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
         raise ConfigError(f"invalid sampling option: {message}") from error
 
 
-def _case(options: argparse.Namespace) -> ParityCase:
+def _make_case(options: argparse.Namespace) -> ParityCase:
     return ParityCase(
         engine=options.engine,
         rollout=options.rollout,
@@ -98,7 +99,7 @@ def _case(options: argparse.Namespace) -> ParityCase:
         dtype=options.dtype,
         rollout_dtype=options.rollout_dtype,
         sampling=_sampling(options),
-        longest_prompt=options.prompt_length,
+        max_prompt_length=options.prompt_length,
         seed=options.seed,
         trust_remote_code=options.trust_remote_code,
         options=parse_options(options.option) if options.option else {},
@@ -107,24 +108,25 @@ def _case(options: argparse.Namespace) -> ParityCase:
 
 
 def _settings(case: ParityCase) -> str:
-    """Describe sampling, dtypes and device."""
+    """Describe the sampling parameters, dtypes and device of a case."""
     sampling = case.sampling
     return (
         f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, "
-        f"{case.compute_dtype()} and {case.rollout_dtype} on {case.device}"
+        f"dtypes {case.compute_dtype()} and {case.rollout_dtype}, device {case.device}"
     )
 
 
-def _two_tokenizers(different: list[str], options: argparse.Namespace) -> list[Finding]:
-    """Report differences between the tokenizer of the prompts and that of the model."""
-    if not different:
+def _tokenizer_findings(differences: list[str], options: argparse.Namespace) -> list[Finding]:
+    """Report differences between the tokenizer of the model and that of the prompts."""
+    if not differences:
         return []
-    evidence = f"{options.model} and {options.tokenizer} have different tokenizers: {'; '.join(different)}."
-    advice = "Prompts and stop tokens must match the training of the model: use the tokenizer of its folder"
+    evidence = f"{options.model} and {options.tokenizer} have different tokenizers: {'; '.join(differences)}."
+    advice = "Prompts and stop tokens must be those of the model's training; use the tokenizer of the model's folder"
     return [Finding("template", evidence, advice)]
 
 
-def _report(console: Console, diagnosis: Diagnosis, limit: float) -> None:
+def _print_report(console: Console, diagnosis: Diagnosis, limit: float) -> None:
+    """Print a table of metrics, notes about the update, and the findings."""
     if diagnosis.comparisons:
         _print(console, f"{'':24}" + "".join(f"{name:>18}" for name in diagnosis.comparisons))
         for key, label in ROWS.items():
@@ -132,18 +134,18 @@ def _report(console: Console, diagnosis: Diagnosis, limit: float) -> None:
             _print(console, f"{label:24}{numbers}")
         tokens = "".join(f"{len(comparison.responses.values):>18}" for comparison in diagnosis.comparisons.values())
         _print(console, f"{'tokens':24}{tokens}")
-    if diagnosis.moved is not None:
-        _print(console, f"(the update moved the log-probs by {diagnosis.moved:.2g} on average)")
-    if diagnosis.no_update is not None:
-        _print(console, f"(update skipped: {diagnosis.no_update})")
+    if diagnosis.update_change is not None:
+        _print(console, f"(the update changed the log-probs by {diagnosis.update_change:.2g} on average)")
+    if diagnosis.update_skip_reason is not None:
+        _print(console, f"(update skipped: {diagnosis.update_skip_reason})")
     if diagnosis.worst <= limit and not diagnosis.findings:
-        _print(console, f"engine and rollout agree: no difference above {limit:g}")
+        _print(console, f"engine and rollout agree: no difference exceeds {limit:g}")
     for finding in diagnosis.findings:
         console.print(f"[red]LIKELY CAUSE: {finding.kind}[/]")
         _print(console, f"  {finding.evidence}")
         _print(console, f"  {finding.advice}.")
     if diagnosis.findings:
-        _print(console, "docs/mismatch.md explains the numbers")
+        _print(console, "docs/mismatch.md explains the metrics")
 
 
 def _print(console: Console, text: str) -> None:

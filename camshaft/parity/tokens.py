@@ -1,8 +1,8 @@
-"""Test prompts, and a comparison of two tokenizers.
+"""Creates test prompts for `camshaft parity`, and compares tokenizers.
 
-prompts = random_prompts(tokenizer, count=8, longest=64, seed=0)
-prompts = file_prompts("data/gsm8k/test.parquet", tokenizer, count=8, longest=64)
-differences(tokenizer_of_the_model, tokenizer_of_the_data)     # ["eos_token_id: 2 and 0", ...]
+prompts = random_prompts(tokenizer, count=8, max_length=64, seed=0)
+prompts = file_prompts("data/gsm8k/test.parquet", tokenizer, count=8, max_length=64)
+compare_tokenizers(model_tokenizer, data_tokenizer)     # ["eos_token_id: 2 and 0", ...]
 """
 
 from __future__ import annotations
@@ -16,52 +16,53 @@ from camshaft.dataproto import Ragged
 
 TEXTS = ("What is 12 + 30? Answer with a number.", "def f(x):\n    return x * 2\n", "a  b\t1,000.5 'quoted' [END]")
 CHAT = ({"role": "user", "content": TEXTS[0]},)
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+
+MAX_SPECIAL_TOKENS = 16
+"""Maximum number of special tokens that experiments add to prompts."""
 
 
-def random_prompts(tokenizer: Any, count: int, longest: int, seed: int) -> Ragged:
-    """Return rows of 2 to `longest` random tokens without special tokens."""
+def random_prompts(tokenizer: Any, count: int, max_length: int, seed: int) -> Ragged:
+    """Return `count` prompts of 2 to `max_length` random tokens, without special tokens."""
     generator = torch.Generator().manual_seed(seed)
-    special = set(tokenizer.all_special_ids)
-    vocabulary = torch.tensor([number for number in sorted(tokenizer.get_vocab().values()) if number not in special])
-    lengths = torch.randint(2, longest + 1, (count,), generator=generator).tolist()
+    excluded = set(tokenizer.all_special_ids)
+    vocabulary = torch.tensor([number for number in sorted(tokenizer.get_vocab().values()) if number not in excluded])
+    lengths = torch.randint(2, max_length + 1, (count,), generator=generator).tolist()
     return Ragged.from_rows([vocabulary[torch.randint(len(vocabulary), (n,), generator=generator)] for n in lengths])
 
 
-def file_prompts(path: str, tokenizer: Any, count: int, longest: int) -> Ragged:
-    """Return the first prompts of a parquet file, truncated on the left to `longest` tokens."""
-    options = PromptOptions(max_prompt_length=longest, truncation="left")
+def file_prompts(path: str, tokenizer: Any, count: int, max_length: int) -> Ragged:
+    """Return the first `count` prompts of a parquet file, truncated on the left to `max_length` tokens."""
+    options = PromptOptions(max_prompt_length=max_length, truncation="left")
     return load_prompts([path], tokenizer, options, count).batch.ragged("prompts")
 
 
-def differences(one: Any, other: Any) -> list[str]:
-    """Describe the differences of two tokenizers that affect prompts."""
-    different = [
-        f"{name}: {getattr(one, name)} and {getattr(other, name)}"
-        for name in SPECIAL
-        if getattr(one, name) != getattr(other, name)
+def compare_tokenizers(first: Any, second: Any) -> list[str]:
+    """Describe the differences between two tokenizers that affect prompts; return an empty list without differences."""
+    differences = [
+        f"{name}: {getattr(first, name)} and {getattr(second, name)}"
+        for name in SPECIAL_TOKENS
+        if getattr(first, name) != getattr(second, name)
     ]
-    if len(one) != len(other):
-        different.append(f"number of tokens: {len(one)} and {len(other)}")
+    if len(first) != len(second):
+        differences.append(f"number of tokens: {len(first)} and {len(second)}")
     for text in TEXTS:
-        ids = [tokenizer(text)["input_ids"] for tokenizer in (one, other)]
+        ids = [tokenizer(text)["input_ids"] for tokenizer in (first, second)]
         if ids[0] != ids[1]:
-            different.append(f"ids of {text!r}: {ids[0][:8]}... and {ids[1][:8]}...")
+            differences.append(f"token ids of {text!r}: {ids[0][:8]}... and {ids[1][:8]}...")
             break
-    if bool(one.chat_template) != bool(other.chat_template):
-        different.append("only one of them has a chat template")
-    elif one.chat_template:
-        texts = [t.apply_chat_template(list(CHAT), tokenize=False, add_generation_prompt=True) for t in (one, other)]
+    if bool(first.chat_template) != bool(second.chat_template):
+        differences.append("only one of them has a chat template")
+    elif first.chat_template:
+        tokenizers = (first, second)
+        texts = [t.apply_chat_template(list(CHAT), tokenize=False, add_generation_prompt=True) for t in tokenizers]
         if texts[0] != texts[1]:
-            different.append(f"the chat template makes {texts[0]!r} and {texts[1]!r}")
-    return different
+            differences.append(f"the chat templates render a message as {texts[0]!r} and {texts[1]!r}")
+    return differences
 
 
-def special_ids(tokenizer: Any) -> dict[int, str]:
-    """Map token id to text for at most `MAX_SPECIAL` special tokens that may surround a prompt."""
-    numbers = dict.fromkeys([getattr(tokenizer, name) for name in SPECIAL] + list(tokenizer.all_special_ids))
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Return token ids and texts of at most `MAX_SPECIAL_TOKENS` special tokens that may surround a prompt."""
+    numbers = dict.fromkeys([getattr(tokenizer, name) for name in SPECIAL_TOKENS] + list(tokenizer.all_special_ids))
     token_ids = [number for number in numbers if number is not None]
-    return {number: tokenizer.convert_ids_to_tokens(number) for number in token_ids[:MAX_SPECIAL]}
-
-
-MAX_SPECIAL = 16
+    return {number: tokenizer.convert_ids_to_tokens(number) for number in token_ids[:MAX_SPECIAL_TOKENS]}

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from camshaft.data import write_arithmetic
 from camshaft.models.loader import load_tokenizer
 from camshaft.parity import Pair, ParityCase, diagnosis
-from camshaft.parity.tokens import differences, random_prompts
+from camshaft.parity.tokens import compare_tokenizers, random_prompts
 from camshaft.rollout import SamplingParams
 
 FAULTY = "support.mismatched_rollouts:"
@@ -63,7 +63,7 @@ def test_update_changes_engine_and_rollout(folder: Path) -> None:
     before = pair.measure(prompts)
     assert pair.update(before) > 0.05
     after = pair.measure(prompts)
-    stale = before.against(pair.log_probs(prompts, before.responses, 1.0))
+    stale = before.with_engine(pair.log_probs(prompts, before.responses, 1.0))
     assert after.worst < 1e-4 < stale.worst
 
 
@@ -102,7 +102,7 @@ def test_lower_precision_on_one_side_is_found(engine: str, args: list[str], fold
     # A larger limit accepts the difference.
     run = parity(folder, "torch", *args, "--limit", "2", engine=engine)
     assert run.status == 0
-    assert ("update skipped: rounding discards small updates of bfloat16" in run.out) == ("--dtype" in args)
+    assert ("update skipped: bfloat16 weights lose small updates to rounding" in run.out) == ("--dtype" in args)
 
 
 @pytest.mark.parametrize("args", [("--top-p", "0.8"), ("--top-k", "5", "--temperature", "0.7")], ids=" ".join)
@@ -167,8 +167,8 @@ def test_different_tokenizer_is_found(folder: Path, tmp_path: Path) -> None:
     run = parity(folder, "torch", "--tokenizer", str(tmp_path))
     assert (run.status, cause(run)) == (1, "template"), run.out + run.err
     assert "eos_token_id: 2 and 0" in run.out
-    assert "the chat template makes" in run.out
-    assert differences(load_tokenizer(str(folder)), load_tokenizer(str(folder))) == []
+    assert "the chat templates render a message as" in run.out
+    assert compare_tokenizers(load_tokenizer(str(folder)), load_tokenizer(str(folder))) == []
 
 
 def test_fault_is_found_despite_lower_precision(folder: Path) -> None:
@@ -180,7 +180,7 @@ def test_unexplained_difference_is_unknown(folder: Path) -> None:
     run = parity(folder, FAULTY + "NoisyLogProbs")
     assert (run.status, cause(run)) == (1, "unknown"), run.out + run.err
     assert "the weight sync is correct for every weight, and each has an effect." in run.out
-    assert "update skipped: the two differ without it" in run.out
+    assert "update skipped: engine and rollout already differ before the update" in run.out
 
 
 @pytest.mark.parametrize(("name", "message"), [("MAX_TENSORS", "are too many"), ("MAX_SECONDS", "would take")])
