@@ -1,14 +1,14 @@
-"""Child processes: start them, exchange messages with them, and end them together with their parent.
+"""Child processes: start them, exchange messages with them, and end them when their parent ends.
 
     process = start_python(["-m", "camshaft.rewards.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    send(descriptor, pack(value))              # and in the child: value = unpack(receive(descriptor))
-    kill_group(process.pid)                    # the child and everything that it started
+    send(descriptor, pack(value))              # in the child: value = unpack(receive(descriptor))
+    kill_group(process.pid)                    # kill the child and all processes that it started
 
-    end_with(parent)                           # in the child: ends even if the parent is killed
-    guard_group(process.pid)                   # for programs that cannot call `end_with`
+    end_with(parent)                           # in the child: end it when the process `parent` ends or is killed
+    guard_group(process.pid)                   # the same, for programs that cannot call `end_with`
 
-Used by the local and Ray backends of the controller, reward workers, generators in a process or behind a server, and
-the tokenizing pool. Imports only the standard library: some children must not import torch.
+The controller backends, reward workers, the process and server rollouts, and the tokenizer pool use this module. It
+imports only the standard library, because some child processes must not import torch.
 """
 
 import contextlib
@@ -26,17 +26,20 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 WATCH_SECONDS = 0.5
-"""Interval at which a child checks that the process it ends with is running."""
+"""Interval at which a child process checks whether the process that it must end with is running."""
 
 _MAPPED_BYTES = 2**20
 _GUARD = 'read _; kill -s KILL -- "-$0"; [ $# -gt 0 ] && sleep 10 && rm -f -- "$@"'
-"""Waits until the pipe from the guarding process breaks; files of the group are readable for ten more seconds."""
+"""Shell script that waits for the end of its input, kills the group, and deletes the files ten seconds later."""
 
 
 def start_python(
     arguments: Sequence[str], env: dict[str, str] | None = None, **options: Any
 ) -> subprocess.Popen[bytes]:
-    """Start a Python process that leads a process group and can import this package; options as for `Popen`."""
+    """Start a Python process in a new process group, with this package on its import path.
+
+    `options` are passed to `Popen`.
+    """
     environment = dict(os.environ if env is None else env)
     root = str(Path(__file__).resolve().parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
@@ -44,30 +47,30 @@ def start_python(
 
 
 def describe_exit(code: int | None) -> str:
-    """Describe an exit code of `Popen` or `multiprocessing` for an error message."""
+    """Format the exit code of a process for an error message."""
     if code is None or code >= 0:
         return f"exit code {code}"
     name = signal.Signals(-code).name
-    return f"{name}, which the kernel sends when memory runs out" if name == "SIGKILL" else name
+    return f"{name}, which the kernel sends when the machine is out of memory" if name == "SIGKILL" else name
 
 
 # -- ends ------------------------------------------------------------------------------------------
 
 
 def kill_group(group: int) -> None:
-    """Send SIGKILL to a process group; a group that has ended, or does not exist yet, is ignored."""
+    """Send SIGKILL to a process group. A group that does not exist is ignored."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
 
 
 def kill_own_group() -> NoReturn:
-    """Kill this process and the rest of its group."""
+    """Kill this process and all other processes of its group."""
     os.killpg(0, signal.SIGKILL)
     raise AssertionError("SIGKILL returned")
 
 
 def end_with(pid: int, end: Callable[[], object] = kill_own_group) -> None:
-    """Start a thread that calls `end` once the process `pid`, usually the parent, has ended for any reason."""
+    """Start a thread that calls `end` when the process `pid`, usually the parent, has ended for any reason."""
     threading.Thread(target=_watch_process, args=(pid, end), name="process-watch", daemon=True).start()
 
 
@@ -87,15 +90,16 @@ def is_running(pid: int) -> bool:
 
 
 def without_watcher(stacks: str) -> str:
-    """Remove the thread of `end_with` from a dump of all threads."""
+    """Remove the stack of the thread that `end_with` starts from a dump of all stacks."""
     return "\n\n".join(block for block in stacks.split("\n\n") if _watch_process.__name__ not in block)
 
 
 def guard_group(group: int, *files: Path) -> subprocess.Popen[bytes]:
-    """Kill a process group when this process ends, even by SIGKILL, and later delete `files`.
+    """Start a guard process that kills a process group when this process ends, even by SIGKILL.
 
-    The guard is a shell in a separate session. It reads from a pipe that breaks when this process ends, or when the
-    returned object is garbage collected. To end the guard without killing the group, kill it.
+    The guard is a shell in a separate session. It reads from a pipe that is closed when this process ends, or when the
+    returned object is garbage collected. It deletes `files` ten seconds after it has killed the group. To remove the
+    guard without killing the group, kill the guard.
     """
     command = ["/bin/sh", "-c", _GUARD, str(group), *map(str, files)]
     silent = subprocess.DEVNULL
@@ -105,18 +109,19 @@ def guard_group(group: int, *files: Path) -> subprocess.Popen[bytes]:
 # -- messages --------------------------------------------------------------------------------------
 
 Frames = Sequence[bytes | memoryview]
-"""A message: a pickle and its out-of-band buffers. On a pipe, the number and sizes of the frames precede them."""
+"""A message: a pickle, followed by its out-of-band buffers. On a pipe, the number and sizes of the frames are sent
+first."""
 
 
 def pack(value: Any) -> Frames:
-    """Pickle `value`; the buffers of its tensors and arrays are not copied."""
+    """Pickle `value` without copying the buffers of its tensors and arrays."""
     buffers: list[pickle.PickleBuffer] = []
     head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
     return [head, *(buffer.raw() for buffer in buffers)]
 
 
 def unpack(frames: Frames) -> Any:
-    """Rebuild the value of a message; its tensors and arrays share memory with the frames."""
+    """Restore the value of a message. Its tensors and arrays share memory with the frames."""
     return pickle.loads(frames[0], buffers=frames[1:])
 
 
@@ -130,13 +135,13 @@ def send(descriptor: int, frames: Frames) -> None:
 
 
 def receive(descriptor: int) -> Frames:
-    """Read the next message from a pipe or socket; raises `BrokenPipeError` if the other end is closed."""
+    """Read the next message from a pipe or socket; raise BrokenPipeError if the other end is closed."""
     (count,) = struct.unpack("!Q", _read(descriptor, 8))
     return [_read(descriptor, size) for size in struct.unpack(f"!{count}Q", _read(descriptor, 8 * count))]
 
 
 def _read(descriptor: int, size: int) -> memoryview:
-    # An anonymous mapping is zero-filled on first access; a large bytearray would be filled with zeros in advance.
+    # The pages of an anonymous mapping are zero-filled on first access. A bytearray would be filled with zeros here.
     large = size >= _MAPPED_BYTES
     view = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if large else bytearray(size))
     filled = 0
@@ -149,13 +154,13 @@ def _read(descriptor: int, size: int) -> memoryview:
 
 
 class MessageReader:
-    """Assembles messages from chunks of bytes, for a reader that waits for several processes at once."""
+    """Assemble messages from chunks of bytes, for a process that reads from several pipes at the same time."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[Any]:
-        """Yield the values of the messages that `data` completes."""
+        """Add `data` to the buffer, and yield the values of all messages that are complete."""
         self._buffer += data
         while (frames := self._next()) is not None:
             yield unpack(frames)

@@ -261,7 +261,7 @@ def test_chunk_returns_equal_parts_or_reports_the_fix():
 def test_concat_rejects_parts_that_differ():
     with pytest.raises(BatchError, match="list of batches is empty"):
         DataProto.concat([])
-    with pytest.raises(BatchError, match=r"differ in columns \['score'\]"):
+    with pytest.raises(BatchError, match=r"have the columns \['score'\]"):
         DataProto.concat([batch_of(), batch_of().drop("score")])
     with pytest.raises(BatchError, match=r"'score' has different kinds: \['Ragged', 'Tensor'\]"):
         DataProto.concat([batch_of(), batch_of().with_columns(score=Ragged.from_rows([[1.0]] * 4))])
@@ -284,7 +284,7 @@ def test_padding_repeats_the_first_rows_and_is_removed(num_rows, divisor, added)
 def test_padding_errors():
     with pytest.raises(BatchError, match="divisor=0"):
         batch_of().pad_to_divisor(0)
-    with pytest.raises(BatchError, match="cannot remove 5 of 4 rows"):
+    with pytest.raises(BatchError, match="added=5 must be between 0 and the 4 rows"):
         batch_of().unpad(5)
     assert DataProto().pad_to_divisor(3)[1] == 0
 

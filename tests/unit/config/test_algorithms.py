@@ -23,7 +23,7 @@ BUFFER = "reward_model.overlong_buffer"
         ([FILTER, f"{ROLLOUT}.n=4"], "algorithm.adv_estimator=gae does not."),
         ([FILTER, "algorithm.adv_estimator=my.module:mine"], f"Set {ROLLOUT}.n=8."),
         ([*GRPO, "data.gen_batch_size=2048"], f"Set {FILTER}, or data.gen_batch_size=null."),
-        ([*GRPO, FILTER, "data.gen_batch_size=64", "data.train_max_samples=32"], "data.gen_batch_size=64."),
+        ([*GRPO, FILTER, "data.gen_batch_size=64", "data.train_max_samples=32"], "contains (data.gen_batch_size=64)."),
         (
             [*GRPO, FILTER, "algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=true"],
             "Set algorithm.filter_groups.metric=seq_reward.",
