@@ -151,7 +151,7 @@ def command(pid: int) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "seed"),
-    [pytest.param(*case, marks=() if case in ALWAYS else pytest.mark.cluster) for case in CASES],
+    [pytest.param(*case, marks=pytest.mark.slow if case in ALWAYS else pytest.mark.cluster) for case in CASES],
 )
 def test_a_run_resumes_after_any_killed_process(
     kind: str, seed: int, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -34,6 +34,7 @@ def untimed(step: Step) -> dict[str, float]:
     return {name: value for name, value in step.metrics.items() if not name.startswith(("timing_s/", "perf/"))}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_one_rank_on_ray_matches_an_in_process_run_bitwise(tmp_path: Path) -> None:
     local, remote = (run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True, **more}, steps=2) for more in ({}, RAY))
@@ -43,6 +44,7 @@ def test_one_rank_on_ray_matches_an_in_process_run_bitwise(tmp_path: Path) -> No
         assert all(torch.equal(actual.critic[name], weight) for name, weight in expected.critic.items())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_several_ranks_on_ray_give_the_same_numbers(ranks: int, in_process: tuple[Path, list[Step]]) -> None:
@@ -57,6 +59,7 @@ def test_two_ray_ranks_match_two_local_ranks_bitwise(tmp_path: Path) -> None:
         assert untimed(actual) == untimed(expected)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_scoring_begins_while_another_rank_generates(tmp_path: Path) -> None:
     with late_rank(tmp_path, 0) as overrides:

@@ -24,6 +24,7 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Ste
     return home, run_ppo(home, SHUFFLED, steps=2)
 
 
+@pytest.mark.slow
 def test_two_machines_give_the_same_numbers(in_process: tuple[Path, list[Step]]) -> None:
     home, steps = in_process
     with two_machines():
@@ -48,6 +49,7 @@ def ranks_on(machine: Machine, within: float = 5.0) -> list[str]:
     return remaining
 
 
+@pytest.mark.slow
 def test_machines_with_separate_networks_give_the_same_numbers(
     machines: tuple[Machine, Machine], in_process: tuple[Path, list[Step]]
 ) -> None:
@@ -55,6 +57,7 @@ def test_machines_with_separate_networks_give_the_same_numbers(
     compare(machines[0].call(run_ppo, home, LAYOUT, 2), steps, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_each_rank_has_its_node_and_network_interface(machines: tuple[Machine, Machine]) -> None:
     ranks = machines[0].call(places)
     assert sorted(host for host, *_ in ranks) == ["one", "two"]
