@@ -48,7 +48,7 @@ def resolve_device(device: str) -> torch.device:
     return resolved
 
 
-def here(device: str) -> torch.device:
+def with_device_index(device: str) -> torch.device:
     """Return `device` with the current device index.
 
     Pass the result to other processes, because they would resolve a device without an index to index 0.
@@ -66,12 +66,12 @@ def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     wait for all work that is queued on the device.
     """
     target = torch.device(device)
-    if tensor.device.type != "cpu" or not tensor.numel() or not pins_for(target):
+    if tensor.device.type != "cpu" or not tensor.numel() or not can_pin_memory(target):
         return tensor.to(target)
     return tensor.pin_memory().to(target, non_blocking=True)
 
 
-def pins_for(device: torch.device) -> bool:
+def can_pin_memory(device: torch.device) -> bool:
     """Return True if CPU memory can be pinned for copies to this device."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type
@@ -161,7 +161,7 @@ def set_random_states(states: dict[str, Tensor], device: torch.device) -> None:
         _module(device).set_rng_state(states["device"], device)
 
 
-def wait_for(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
     """Wait until all work that is queued on the device is finished."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)

@@ -54,7 +54,7 @@ def fetch(place: str | Path) -> Path:
     if not storage.is_url(place):
         return storage.local(place)
     url = str(place).rstrip("/")
-    with readable(url):
+    with convert_errors(url):
         files, root = storage.file_system(url)
         target = _target(url)
         try:
@@ -71,7 +71,7 @@ def fetch(place: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def readable(url: str) -> Iterator[None]:
+def convert_errors(url: str) -> Iterator[None]:
     """Convert all exceptions of a file system client to a StorageError that contains the URL."""
     try:
         yield

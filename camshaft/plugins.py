@@ -49,7 +49,7 @@ REWARDS = {
 """Built-in scoring functions. Other packages register functions as entry points of the group `camshaft.rewards`."""
 
 
-def find(name: str, built_in: Mapping[str, str], group: str) -> str | None:
+def find_target(name: str, built_in: Mapping[str, str], group: str) -> str | None:
     """Return the import path `module:attribute` of `name`, or None if the name is unknown."""
     if ":" in name:
         return name
@@ -58,25 +58,25 @@ def find(name: str, built_in: Mapping[str, str], group: str) -> str | None:
     return next((point.value for point in entry_points(group=group) if point.name == name), None)
 
 
-def names(built_in: Mapping[str, str], group: str) -> list[str]:
+def list_names(built_in: Mapping[str, str], group: str) -> list[str]:
     """Return all built-in names and all entry points of the group, sorted."""
     return sorted({*built_in, *(point.name for point in entry_points(group=group))})
 
 
 def load(name: str, built_in: Mapping[str, str], group: str, base: type[T]) -> type[T]:
     """Import and return the class `name`; raise ConfigError if it is not a subclass of `base`."""
-    target = target_of(name, built_in, group)
+    target = resolve_target(name, built_in, group)
     loaded = import_attribute(target)
     if not (isinstance(loaded, type) and issubclass(loaded, base)):
         raise ConfigError(f"{target} is not a subclass of {base.__name__}")
     return loaded
 
 
-def target_of(name: str, built_in: Mapping[str, str], group: str, kind: str = "Class") -> str:
+def resolve_target(name: str, built_in: Mapping[str, str], group: str, kind: str = "Class") -> str:
     """Return the import path `module:attribute` of `name`; raise ConfigError if the name is unknown."""
-    target = find(name, built_in, group)
+    target = find_target(name, built_in, group)
     if target is None:
-        choices = names(built_in, group)
+        choices = list_names(built_in, group)
         close = difflib.get_close_matches(name, choices, n=1)
         hint = f" Did you mean '{close[0]}'?" if close else ""
         valid = f"{', '.join(choices)}, or package.module:{kind}"
@@ -88,7 +88,7 @@ def load_function(name: str, built_in: Mapping[str, F], group: str) -> F | Calla
     """Return the function `name`: a value of `built_in`, or an imported function of another package."""
     if name in built_in:
         return built_in[name]
-    target = target_of(name, dict.fromkeys(built_in, ""), group, "function")
+    target = resolve_target(name, dict.fromkeys(built_in, ""), group, "function")
     loaded = import_attribute(target)
     if not callable(loaded):
         raise ConfigError(f"{target} must be callable, got {type(loaded).__name__}")

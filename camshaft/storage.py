@@ -276,7 +276,7 @@ def read_text(place: str | Path, name: str) -> str | None:
     return None
 
 
-def is_there(folder: str | Path) -> bool:
+def exists(folder: str | Path) -> bool:
     """Return True if a local folder exists, or if the folder at a URL contains a manifest."""
     if not is_url(folder):
         return local(folder).exists()

@@ -43,7 +43,7 @@ Write = Callable[[str, str | None], None]
 logger = logging.getLogger(__name__)
 
 
-def export_of(role: str) -> str:
+def export_folder_name(role: str) -> str:
     """Return the name of the role's Hugging Face folder in a checkpoint."""
     return f"{role}_huggingface"
 
@@ -94,10 +94,10 @@ class CheckpointManager:
         folder, copy = self.root / name, None if self.mirror is None else f"{self.mirror}/{name}"
         # Remove the `trainer` folder of an existing checkpoint first, so that it is incomplete while it is overwritten.
         for location in (str(folder), *([] if copy is None else [copy])):
-            for old in (TRAINER, *roles, *map(export_of, roles)):
-                if storage.is_there(f"{location}/{old}"):
+            for old in (TRAINER, *roles, *map(export_folder_name, roles)):
+                if storage.exists(f"{location}/{old}"):
                     storage.remove(f"{location}/{old}")
-        writers = {**roles, **{export_of(role): write for role, write in (exports or {}).items()}}
+        writers = {**roles, **{export_folder_name(role): write for role, write in (exports or {}).items()}}
         for part, write in writers.items():
             write(str(folder / part), None if copy is None else f"{copy}/{part}")
         with storage.new_folder(folder / TRAINER, kind="trainer", global_step=step, roles=list(roles)) as work:
@@ -154,7 +154,7 @@ class CheckpointManager:
         complete = [step for step, folder in steps if all(map(storage.is_complete, (folder / TRAINER, folder / role)))]
         for step, folder in steps:
             if step < min(complete[-count:], default=0) and step not in protected_steps:
-                for old in (folder / export_of(role), folder / role):
+                for old in (folder / export_folder_name(role), folder / role):
                     if old.is_dir():
                         storage.remove(old)
 

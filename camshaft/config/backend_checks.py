@@ -30,7 +30,7 @@ from camshaft.config.schema.roles import GeneratorConfig
 from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.tree import flatten_mappings, format_value
 from camshaft.errors import ConfigError
-from camshaft.plugins import names
+from camshaft.plugins import list_names
 
 ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -181,7 +181,7 @@ def _unknown_backend(key: str, name: str, backends: Mapping[str, Any], group: st
     """Return the problem of a name that is not registered, or of a class that cannot be imported."""
     if ":" in name:
         return Problem(key, name, f"{error}.")
-    return unknown_name(key, name, names(targets(backends), group))
+    return unknown_name(key, name, list_names(targets(backends), group))
 
 
 def _check_single_process(

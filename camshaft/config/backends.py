@@ -17,7 +17,7 @@ from camshaft.config.rollout import OPTIONAL_KEYS, RolloutCapabilities
 from camshaft.config.schema.fsdp import FSDP1Options, FSDPOptions
 from camshaft.config.schema.rollouts import OneDeviceOptions, ServerOptions, SGLangOptions, VLLMOptions
 from camshaft.errors import ConfigError
-from camshaft.plugins import import_attribute, target_of
+from camshaft.plugins import import_attribute, resolve_target
 
 Capabilities = TypeVar("Capabilities")
 
@@ -80,7 +80,7 @@ def _capabilities(
 ) -> Capabilities:
     if name in backends:
         return backends[name].capabilities
-    target = target_of(name, targets(backends), group)
+    target = resolve_target(name, targets(backends), group)
     capabilities = getattr(import_attribute(target), "capabilities", default)
     if not isinstance(capabilities, type(default)):
         raise ConfigError(

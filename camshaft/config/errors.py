@@ -23,7 +23,7 @@ from camshaft.config.tree import (
     nearest_keys,
     shorten,
 )
-from camshaft.plugins import find, names
+from camshaft.plugins import find_target, list_names
 
 ABSENT = object()
 """Value of a problem whose key has no value in the config."""
@@ -70,8 +70,8 @@ def check_name(
 ) -> Iterator[Problem]:
     """Yield a problem unless `name` is a key of `built_in`, an entry point of `camshaft.<kind>` or an import path."""
     targets, group = dict.fromkeys(built_in, ""), f"camshaft.{kind}"
-    if find(name, targets, group) is None:
-        yield unknown_name(key, name, names(targets, group), form, related)
+    if find_target(name, targets, group) is None:
+        yield unknown_name(key, name, list_names(targets, group), form, related)
 
 
 def format_problems(problems: Iterable[Problem]) -> str:

@@ -15,7 +15,7 @@ from pathlib import Path
 from camshaft import storage
 from camshaft.data.parquet import Paths
 from camshaft.errors import BatchError
-from camshaft.fetch import fetch, readable
+from camshaft.fetch import convert_errors, fetch
 
 _ENDING = "*.parquet"
 
@@ -42,7 +42,7 @@ def _urls(url: str) -> list[str]:
     """Resolve a URL of a file, folder or pattern to URLs of files."""
     if url.startswith(("http://", "https://")):
         return [url]  # HTTP has no folders or patterns; a question mark in the URL starts the query string
-    with readable(url):
+    with convert_errors(url):
         files, root = storage.file_system(url)
         if glob.has_magic(root) and not files.exists(root):
             paths = _non_empty(sorted(files.glob(root)), f"no file matches {url}")

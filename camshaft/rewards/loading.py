@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from camshaft.errors import CamshaftError
-from camshaft.plugins import REWARDS, find, import_attribute, names
+from camshaft.plugins import REWARDS, find_target, import_attribute, list_names
 from camshaft.rewards import GROUP, REGISTERED
 from camshaft.rewards.messages import Sample, Spec
 
@@ -59,11 +59,11 @@ def function_name(spec: Spec) -> str:
 
 
 def _find_function(spec: Spec) -> Any:
-    target = find(spec.name, REWARDS, GROUP)
+    target = find_target(spec.name, REWARDS, GROUP)
     if target is None:
         raise CamshaftError(
-            f"no reward function '{spec.name}'; use one of {', '.join(names(REWARDS, GROUP))}. For a custom function, "
-            "set custom_reward_function.path and name"
+            f"no reward function '{spec.name}'; use one of {', '.join(list_names(REWARDS, GROUP))}. For a custom "
+            "function, set custom_reward_function.path and name"
         )
     return import_attribute(target)
 

@@ -62,7 +62,7 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device.type == DEVICE), raising=False)
         patch.setattr(torch.Tensor, "pin_memory", pin_memory)
-        patch.setattr("camshaft.device.pins_for", lambda device: device.type == DEVICE)
+        patch.setattr("camshaft.device.can_pin_memory", lambda device: device.type == DEVICE)
         patch.setattr("camshaft.engine.torch_engine.resolve_device", lambda _: torch.device(DEVICE))
         yield DEVICE
     _pinned.clear()

@@ -39,7 +39,7 @@ def test_an_entry_point_of_an_installed_package(package):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-things\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{GROUP}]\ntheirs = their_things:Theirs\n")
-    assert plugins.names(KNOWN, GROUP) == ["decoder", "encoder", "theirs"]
+    assert plugins.list_names(KNOWN, GROUP) == ["decoder", "encoder", "theirs"]
     assert plugins.load("theirs", KNOWN, GROUP, json.JSONDecoder).__name__ == "Theirs"
 
 
@@ -48,7 +48,7 @@ def test_built_in_names_precede_entry_points(package):
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: their-things\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(f"[{GROUP}]\ndecoder = nowhere:Nothing\n")
-    assert plugins.find("decoder", KNOWN, GROUP) == "json:JSONDecoder"
+    assert plugins.find_target("decoder", KNOWN, GROUP) == "json:JSONDecoder"
 
 
 def test_an_unknown_name_gives_the_nearest_and_all():

@@ -35,9 +35,9 @@ def names_at(url: str) -> list[str]:
 
 def test_a_folder_round_trips_through_a_url(tmp_path: Path, remote: str) -> None:
     write(tmp_path / "x", step=7)
-    assert not storage.is_there(remote)
+    assert not storage.exists(remote)
     storage.copy_folder(str(tmp_path / "x"), remote)
-    assert storage.is_there(remote)
+    assert storage.exists(remote)
     assert names_at(remote) == ["a.txt", "manifest.json", "sub/b.txt"]
     storage.copy_folder(remote, str(tmp_path / "back"))
     assert storage.verify(tmp_path / "back") == {"step": 7}
@@ -56,7 +56,7 @@ def test_a_newer_copy_replaces_only_the_older_one(tmp_path: Path, remote: str) -
     assert names_at(remote) == ["c.txt", "manifest.json", "notes.txt"]
     storage.remove(remote)
     assert names_at(remote) == ["notes.txt"]
-    assert not storage.is_there(remote)
+    assert not storage.exists(remote)
 
 
 def test_removing_a_copy_leaves_no_empty_folders(tmp_path: Path, remote: str) -> None:
@@ -126,7 +126,7 @@ def test_an_interrupted_copy_is_not_a_checkpoint(
         patch.setattr(breaking, "breaks_at", name)
         with pytest.raises(OSError, match="connection lost"):
             storage.copy_folder(str(tmp_path / "x"), url)
-    assert not storage.is_there(url)
+    assert not storage.exists(url)
     with pytest.raises(CheckpointError, match=r"not a complete checkpoint: it contains no manifest\.json"):
         storage.copy_folder(url, str(tmp_path / "back"))
     storage.copy_folder(str(tmp_path / "x"), url)
@@ -141,7 +141,7 @@ def test_a_short_upload_is_detected_before_the_manifest(
     monkeypatch.setattr(breaking, "cuts", "a.txt")
     with pytest.raises(CheckpointError, match=r"'a\.txt' has 4 bytes after the upload, but 5 bytes in"):
         storage.copy_folder(str(tmp_path / "x"), "breaking://host/actor")
-    assert not storage.is_there("breaking://host/actor")
+    assert not storage.exists("breaking://host/actor")
 
 
 def test_only_a_complete_folder_is_copied_to_a_url(tmp_path: Path, remote: str) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from camshaft.config.backends import PROCESS
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.device import here
+from camshaft.device import with_device_index
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
@@ -55,7 +55,7 @@ class ProcessRollout(BaseRollout):
         engine_kwargs = dict(config.engine_kwargs)
         name, timeout = engine_kwargs.pop("rollout", "torch"), engine_kwargs.pop("timeout", None)
         self._timeout = float(DEFAULT_CALL_SECONDS if timeout is None else timeout)
-        self._device = here(config.device)
+        self._device = with_device_index(config.device)
         self._dtypes: dict[str, torch.dtype] = {}
         child_config = config.model_copy(update={"engine_kwargs": engine_kwargs, "device": str(self._device)})
         self._child = _Child(self._timeout)

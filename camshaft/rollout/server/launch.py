@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.device import here
+from camshaft.device import with_device_index
 from camshaft.errors import RolloutError
 from camshaft.rollout.external import reject_reserved
 from camshaft.rollout.server.http_client import HTTPClient
@@ -158,7 +158,7 @@ def _environment(device: str) -> dict[str, str]:
     if device_type == "cpu":
         environment.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # binding would take cores away from the trainer
     elif device_type == "cuda":
-        index = here(device).index or 0
+        index = with_device_index(device).index or 0
         visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         environment["CUDA_VISIBLE_DEVICES"] = visible[index] if visible else str(index)
     return environment

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from camshaft.device import here, join_group, rank, world_size
+from camshaft.device import join_group, rank, with_device_index, world_size
 
 
 @contextlib.contextmanager
@@ -39,7 +39,7 @@ def _environment(device: str) -> Iterator[None]:
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if world_size() > 1:
-        local_rank = here(device).index or 0
+        local_rank = with_device_index(device).index or 0
         os.environ |= {"RANK": str(rank()), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size())}
     yield
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from camshaft.config.backends import VLLM
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.device import here, world_size
+from camshaft.device import with_device_index, world_size
 from camshaft.digest import record_digests
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
@@ -162,7 +162,7 @@ def _check_device(device: str) -> None:
     torch_device = torch.device(device)
     if torch_device.type == "cpu" or world_size() > 1 or not torch.accelerator.is_available():
         return
-    index = here(device).index
+    index = with_device_index(device).index
     if index != 0:
         raise RolloutError(
             f"the rollout's device is {torch_device.type}:{index}, but vLLM in a single process always uses "

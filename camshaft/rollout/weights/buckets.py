@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from camshaft.device import wait_for
+from camshaft.device import synchronize
 from camshaft.errors import RolloutError
 
 
@@ -56,13 +56,13 @@ def pack_buckets(weights: Iterable[tuple[str, Tensor]], buffer: Tensor) -> Itera
             )
             num_bytes, start = num_bytes + size, start + size
             if num_bytes == len(buffer):
-                wait_for(buffer.device)
+                synchronize(buffer.device)
                 yield pieces, num_bytes
                 pieces, num_bytes = [], 0
             if not len(raw):
                 break
     if pieces:
-        wait_for(buffer.device)
+        synchronize(buffer.device)
         yield pieces, num_bytes
 
 
@@ -85,7 +85,7 @@ class Assembler:
                 yield piece.name, tensor
             else:
                 self._incomplete = (piece, tensor)
-        wait_for(self._device)
+        synchronize(self._device)
 
     def finish(self) -> None:
         """Raise an error if a tensor is still incomplete after the last bucket."""

@@ -33,7 +33,7 @@ import torch.multiprocessing  # registers the reductions with which ForkingPickl
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from camshaft.device import wait_for
+from camshaft.device import synchronize
 from camshaft.errors import RolloutError
 
 BUCKET_SECONDS = 60.0
@@ -231,7 +231,7 @@ def _broadcast(group: Any, data: Tensor, seconds: float) -> None:
     wait = timedelta(seconds=seconds)
     try:
         group.broadcast(data, 0, wait).wait(wait)
-        wait_for(data.device)
+        synchronize(data.device)
     except RuntimeError as error:
         raise RolloutError(f"the weight broadcast failed: {error}; check that all its processes are alive") from error
 

@@ -177,8 +177,8 @@ def test_a_remote_copy_may_be_a_url_and_is_restored(tmp_path: Path) -> None:
         # A step that is written again and interrupted has no trainer folder that confirms it.
         with pytest.raises(OSError, match="no space"):
             manager.save(2, {"actor": role("new"), "critic": fails}, {}, {})
-        assert not storage.is_there("memory://steps/run/global_step_2/trainer")
-        assert storage.is_there("memory://steps/run/global_step_1/trainer")
+        assert not storage.exists("memory://steps/run/global_step_2/trainer")
+        assert storage.exists("memory://steps/run/global_step_1/trainer")
     finally:
         files.rm("/steps", recursive=True)
 

@@ -19,7 +19,7 @@ from support.tiny import tiny_folder, tiny_rows
 from torch import Tensor
 
 from camshaft.config import EngineConfig, EngineModel, RolloutEngineConfig
-from camshaft.device import here
+from camshaft.device import with_device_index
 from camshaft.engine import BaseEngine, build_engine
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
@@ -293,5 +293,5 @@ def test_timeout_also_extends_the_start(monkeypatch: pytest.MonkeyPatch) -> None
 def test_current_device_has_an_index(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
-    devices = [here(name) for name in ("cuda", "cuda:1", "cpu")]
+    devices = [with_device_index(name) for name in ("cuda", "cuda:1", "cpu")]
     assert devices == [torch.device("cuda:3"), torch.device("cuda:1"), torch.device("cpu")]
