@@ -270,9 +270,9 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         "free_cache_engine": (
             "tests/unit/rollout/builtin/test_rollout.py::test_sleep_frees_the_kv_cache_unless_configured",
         ),
-        "max_num_seqs": ("tests/unit/rollout/test_hf.py::test_a_part_has_at_most_max_num_seqs_rows",),
+        "max_num_seqs": ("tests/unit/rollout/test_hf.py::test_a_batch_has_at_most_max_num_seqs_rows",),
         "max_num_batched_tokens": (
-            "tests/unit/rollout/test_hf.py::test_padded_prompt_tokens_of_a_part_respect_the_limit",
+            "tests/unit/rollout/test_hf.py::test_padded_prompt_tokens_of_a_batch_respect_the_limit",
         ),
         "max_model_len": (f"{_GENERATES}[torch-max_model_len_ends_a_row]",),
         "engine_kwargs": (f"{_BORROWED}::test_engine_kwargs_are_for_other_generators",),
