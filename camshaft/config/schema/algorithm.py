@@ -84,7 +84,7 @@ class RolloutCorrectionConfig(Section):
         gt=0, description="Upper bound of the importance weights. Larger weights are truncated to this value."
     )
     rollout_is_batch_normalize: bool = Field(
-        description="Divide the importance weights by their mean over all responses of the iteration."
+        description="Divide the importance weights by their mean over the iteration."
     )
     rollout_rs: RejectionRules = Field(
         description="Rejection sampling: rules that mask tokens (token_*) or whole responses (seq_*) out of the loss. "

@@ -92,8 +92,10 @@ Contents = Annotated[
     BeforeValidator(_as_tuple),
     Described("a list of model, optimizer, extra, hf_model"),
 ]
-Modules = Annotated[str, BeforeValidator(_join_list), Described("a module, or several separated by commas")]
-OffOrPositive = Annotated[int, AfterValidator(_off_or_positive), Described("-1 (off), or an integer >= 1")]
+Modules = Annotated[
+    str, BeforeValidator(_join_list), Described("a module name, or a comma-separated list of module names")
+]
+OffOrPositive = Annotated[int, AfterValidator(_off_or_positive), Described("-1, or an integer >= 1")]
 Betas = Annotated[
     tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]],
     BeforeValidator(_as_tuple),

@@ -203,7 +203,7 @@ def test_key_without_a_near_match_lists_the_sections(words):
         ("actor_rollout_ref.actor.optim.lr=inf", "must be a number > 0"),
         ("actor_rollout_ref.actor.optim.betas=[0.9,1.0]", "must be two numbers, each >= 0 and < 1"),
         ("actor_rollout_ref.actor.clip_ratio_low=-1", "must be a number >= 0, or null"),
-        ("trainer.save_freq=0", "must be -1 (off), or an integer >= 1"),
+        ("trainer.save_freq=0", "must be -1, or an integer >= 1"),
         ("trainer=5", "must be a section with the keys nnodes"),
         ("data.train_files=[1,2]", "must be a path or a list of paths"),
         ("trainer.use_legacy_worker_impl=perhaps", "must be one of auto, disable, enable, or true or false"),

@@ -81,5 +81,8 @@ def test_types_and_bounds_are_described():
     assert words["algorithm.gamma"] == "a number >= 0 and <= 1"
     assert words["trainer.resume_mode"] == "one of auto, disable, resume_path"
     assert words["actor_rollout_ref.model.override_config"] == "a mapping"
-    assert words["actor_rollout_ref.model.external_lib"] == "a module, or several separated by commas, or null"
+    assert (
+        words["actor_rollout_ref.model.external_lib"]
+        == "a module name, or a comma-separated list of module names, or null"
+    )
     assert words["trainer.logger"] == "a list of names"
