@@ -106,7 +106,7 @@ class ExternalRollout(BaseRollout):
                 f"the model's logits are not finite for row {int(invalid_rows[0])}; check the weights for NaN or "
                 "infinite values"
             )
-        num_cached = sum(row.cached for row in rows)
+        num_cached = sum(row.num_cached for row in rows)
         metrics = {
             "prompt_tokens_computed": float(len(prompts.values) - num_cached),
             "prompt_tokens_cached": float(num_cached),
