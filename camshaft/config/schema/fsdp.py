@@ -132,12 +132,12 @@ class FSDPOptions(TrainedSharding, EngineOptions):
         sequence, tensor = self.ulysses_sequence_parallel_size, self.tensor_parallel_size
         if world_size % (sequence * tensor):
             option = "tensor_parallel_size" if sequence == 1 else "ulysses_sequence_parallel_size"
+            fix = f". Use {option}={largest_divisor(world_size, sequence * tensor)}" if 1 in (sequence, tensor) else ""
             yield Conflict(
                 option,
                 f"world_size={world_size} is not divisible by ulysses_sequence_parallel_size={sequence} x "
                 f"tensor_parallel_size={tensor} = {sequence * tensor}: "
-                f"{format_division(world_size, sequence * tensor)}",
-                (f"{option}={largest_divisor(world_size, sequence * tensor)}",) if 1 in (sequence, tensor) else (),
+                f"{format_division(world_size, sequence * tensor)}{fix}",
             )
             return
         ranks = world_size // tensor
@@ -146,7 +146,7 @@ class FSDPOptions(TrainedSharding, EngineOptions):
             quotient = f" / tensor_parallel_size={tensor} = {ranks}" if tensor > 1 else ""
             division = format_division(ranks, shards)
             message = f"world_size={world_size}{quotient} is not divisible by fsdp_size={shards}: {division}"
-            yield Conflict("fsdp_size", message, (f"fsdp_size={largest_divisor(ranks, shards)}",))
+            yield Conflict("fsdp_size", f"{message}. Use fsdp_size={largest_divisor(ranks, shards)}")
 
     def shards(self, world_size: int) -> int:
         """Return the size of a shard group: the ranks over which FSDP shards one copy of the weights.

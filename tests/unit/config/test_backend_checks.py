@@ -122,18 +122,18 @@ def test_several_ranks_need_an_engine_for_them(words, sft_words):
             8,
             [f"{ACTOR}.ulysses_sequence_parallel_size=3"],
             "world_size=8 is not divisible by ulysses_sequence_parallel_size=3 x tensor_parallel_size=1 = 3:"
-            f" 8 = 2 x 3 + 2. Set {ACTOR}.ulysses_sequence_parallel_size=2.",
+            " 8 = 2 x 3 + 2. Use ulysses_sequence_parallel_size=2.",
         ),
         (
             1,
             [f"{ACTOR}.fsdp_config.tensor_parallel_size=2"],
             "world_size=1 is not divisible by ulysses_sequence_parallel_size=1 x tensor_parallel_size=2 = 2:"
-            f" 1 = 0 x 2 + 1. Set {ACTOR}.fsdp_config.tensor_parallel_size=1.",
+            " 1 = 0 x 2 + 1. Use tensor_parallel_size=1.",
         ),
         (
             8,
             [f"{ACTOR}.fsdp_config.fsdp_size=3"],
-            f"world_size=8 is not divisible by fsdp_size=3: 8 = 2 x 3 + 2. Set {ACTOR}.fsdp_config.fsdp_size=2.",
+            "world_size=8 is not divisible by fsdp_size=3: 8 = 2 x 3 + 2. Use fsdp_size=2.",
         ),
         (
             8,
