@@ -103,7 +103,7 @@ class State:
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedState:
     """State of a checkpoint that `load_into` does not restore; the engine restores it."""
 
     metadata: dict[str, Any]
@@ -208,10 +208,10 @@ def _finish(target: Path, work: Path, files: dict[str, Any], state: Mapping[str,
     """Write `state.json` and the manifest, and rename the folder to `target`."""
     with _checkpoint_errors(0, f"{target} could not be written"):
         visible = {str(path.relative_to(work)) for path in work.rglob("*") if path.is_file()}
-        if missing := sorted(files.keys() - visible):
+        if missing_files := sorted(files.keys() - visible):
             raise CheckpointError(
-                f"rank 0 cannot see '{missing[0]}' of {target}, which another rank has written; use a folder on a file "
-                "system that all nodes share"
+                f"rank 0 cannot see '{missing_files[0]}' of {target}, which another rank has written; use a folder on "
+                "a file system that all nodes share"
             )
         assert visible == files.keys(), f"no checksum of {sorted(visible - files.keys())}"
         (work / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
@@ -304,7 +304,7 @@ def load_into(
     parameters: Mapping[str, Tensor] | None = None,
     *,
     group: Group = None,
-) -> Loaded:
+) -> LoadedState:
     """Load a checkpoint into the tensors of `model` and the state of `optimizer`. This is a collective over `group`.
 
     The checksums of all files and the names and shapes of the weights are verified before any tensor changes. Without
@@ -314,14 +314,14 @@ def load_into(
     rank, world_size = rank_and_size(group)
     with _checkpoint_errors(rank, f"{folder} could not be read"):
         on_every_rank(group, lambda: storage.verify(folder, (rank, world_size)))
-        saved_state, stored, stored_state = on_rank_zero(group, lambda: _read_contents(folder))
+        saved_state, weight_infos, optimizer_infos = on_rank_zero(group, lambda: _read_contents(folder))
         expected = _merge_over_ranks(group, {name: tuple(tensor.shape) for name, tensor in model.items()})
-        _check_weights(folder, stored, expected)
+        _check_weights(folder, weight_infos, expected)
         targets: dict[str, Tensor] = {}
         if optimizer is not None:
             assert parameters is not None, "optimizer state is stored by parameter names"
             if _has_optimizer_state(optimizer, saved_state, folder):
-                local_infos = _select_local(stored_state, parameters, group)
+                local_infos = _select_local(optimizer_infos, parameters, group)
                 make = functools.partial(optimizer_targets, optimizer, parameters, local_infos, folder)
                 on_every_rank(group, lambda: targets.update(make()))
         _load_tensors(folder / "model", model, group)
@@ -329,7 +329,7 @@ def load_into(
         if optimizer is not None and parameters is not None:
             restore_optimizer(optimizer, parameters, targets, saved_state["optimizer_values"])
         random = _load_random_state(folder, saved_state["world_size"], rank, world_size)
-        return Loaded(saved_state["engine"], random)
+        return LoadedState(saved_state["engine"], random)
 
 
 def _read_contents(folder: Path) -> tuple[dict[str, Any], dict[str, TensorInfo], dict[str, TensorInfo]]:
@@ -364,10 +364,10 @@ def _check_weights(folder: Path, stored: Mapping[str, TensorInfo], expected: Map
         if name in stored and stored[name][0] != shape
     ]
     if problems:
-        more = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
+        suffix = f" and {len(problems) - 5} more" if len(problems) > 5 else ""
         raise CheckpointError(
-            f"{folder} is a checkpoint of another model: {'; '.join(problems[:5])}{more}; load it with the model that "
-            "wrote it"
+            f"{folder} is a checkpoint of another model: {'; '.join(problems[:5])}{suffix}; load it with the model "
+            "that wrote it"
         )
 
 

@@ -32,10 +32,10 @@ def on_rank_zero(group: Group, action: Callable[[], T]) -> T:
     if group is None:
         return action()
     rank, _ = rank_and_size(group)
-    local = _try(action) if rank == 0 else None
-    received: list[Any] = [local]
+    local_outcome = _try(action) if rank == 0 else None
+    received: list[Any] = [local_outcome]
     dist.broadcast_object_list(received, src=dist.get_global_rank(group, 0), group=group)
-    return _value(received[0] if local is None else local)
+    return _unwrap(received[0] if local_outcome is None else local_outcome)
 
 
 def on_every_rank(group: Group, action: Callable[[], T]) -> list[T]:
@@ -47,20 +47,20 @@ def on_every_rank(group: Group, action: Callable[[], T]) -> list[T]:
         return [action()]
     rank, size = rank_and_size(group)
     outcomes: list[Any] = [None] * size
-    local = _try(action)
-    dist.all_gather_object(outcomes, local, group=group)
-    outcomes[rank] = local  # the local error keeps its traceback; an unpickled one has none
-    return [_value(outcome) for outcome in outcomes]
+    local_outcome = _try(action)
+    dist.all_gather_object(outcomes, local_outcome, group=group)
+    outcomes[rank] = local_outcome  # the local error keeps its traceback; an unpickled one has none
+    return [_unwrap(outcome) for outcome in outcomes]
 
 
 def _try(action: Callable[[], Any]) -> tuple[Any, Exception | None]:
     try:
         return action(), None
     except Exception as error:
-        return None, _portable(error)
+        return None, _make_picklable(error)
 
 
-def _portable(error: Exception) -> Exception:
+def _make_picklable(error: Exception) -> Exception:
     """Return `error`, or an `EngineError` with its text if it cannot be pickled.
 
     Without the replacement, the exchange would fail on this rank and the other ranks would hang.
@@ -72,7 +72,7 @@ def _portable(error: Exception) -> Exception:
     return error
 
 
-def _value(outcome: tuple[Any, Exception | None]) -> Any:
+def _unwrap(outcome: tuple[Any, Exception | None]) -> Any:
     value, error = outcome
     if error is not None:
         raise error

@@ -247,9 +247,9 @@ def _split_largest(bins: list[list[int]], count: int) -> list[list[int]]:
     for _ in range(count):
         largest = max(range(len(bins)), key=lambda b: len(bins[b]))
         items = bins[largest]
-        half = (len(items) + 1) // 2
-        bins[largest] = items[:half]
-        bins.append(items[half:])
+        middle = (len(items) + 1) // 2
+        bins[largest] = items[:middle]
+        bins.append(items[middle:])
     return bins
 
 
@@ -310,10 +310,10 @@ def prefix_groups(ids: Ragged, mask: Ragged) -> list[PrefixGroup]:
     start = 0
     for row, length in enumerate(ids.lengths.tolist()):
         stop = start + length
-        first = int(counted[start:stop].argmax()) if length else 0  # 0 also if no token of the row is counted
-        key = row if first == 0 else tokens[start : start + first].tobytes()
+        prefix_length = int(counted[start:stop].argmax()) if length else 0  # 0 also if no token of the row is counted
+        key = row if prefix_length == 0 else tokens[start : start + prefix_length].tobytes()
         members.setdefault(key, []).append(row)
-        prefix_lengths[key] = first
+        prefix_lengths[key] = prefix_length
         start = stop
     return [PrefixGroup(tuple(rows), prefix_lengths[key] if len(rows) > 1 else 0) for key, rows in members.items()]
 
@@ -341,12 +341,12 @@ def pack_rows(ids: Ragged, at: Tensor, groups: Sequence[PrefixGroup] = ()) -> Pa
             prefix_of.append(None)
             size += group.shared
         for row in group.rows:
-            first, stop = starts[row] + group.shared, starts[row + 1]
-            shift[row] = size - first
-            segments.append((first, stop))
+            start, stop = starts[row] + group.shared, starts[row + 1]
+            shift[row] = size - start
+            segments.append((start, stop))
             prefix_of.append(prefix)
-            size += stop - first
-    source = torch.cat([torch.arange(first, stop) for first, stop in segments])
+            size += stop - start
+    source = torch.cat([torch.arange(start, stop) for start, stop in segments])
     row_ids = torch.repeat_interleave(torch.arange(len(lengths)), ids.lengths)
-    packing = Packing([stop - first for first, stop in segments], prefix_of)
+    packing = Packing([stop - start for start, stop in segments], prefix_of)
     return PackedRows(ids.values[source.to(ids.values.device)], packing, at + shift[row_ids[at]], source)

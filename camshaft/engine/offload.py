@@ -44,20 +44,20 @@ class Parts:
     def on_device(self, *parts: Part) -> Iterator[None]:
         """Move `parts` to the engine's compute device, and back on exit. Blocks may be nested."""
         unused: list[Part] = [part for part in parts if part not in self._in_use]
-        before: dict[Part, torch.device | None] = {part: self.device_of(part) for part in unused}
+        previous_devices: dict[Part, torch.device | None] = {part: self.device_of(part) for part in unused}
         self._in_use.update(unused)
         try:
-            for part, device in before.items():
+            for part, device in previous_devices.items():
                 if device is not None and device.type != self._device.type:
                     self.move(part, self._device)
             yield
         finally:
             self._in_use.difference_update(unused)
-            self._restore(before)
+            self._restore(previous_devices)
 
-    def _restore(self, before: Mapping[Part, torch.device | None]) -> None:
-        """Move each part in `offloaded` to host memory, and the others to their device in `before`."""
-        for part, previous_device in before.items():
+    def _restore(self, previous_devices: Mapping[Part, torch.device | None]) -> None:
+        """Move each part in `offloaded` to host memory, and the others to `previous_devices`."""
+        for part, previous_device in previous_devices.items():
             target = HOST if part in self._offloaded else previous_device
             device = self.device_of(part)
             if target is not None and device is not None and device.type != target.type:

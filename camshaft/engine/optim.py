@@ -128,11 +128,11 @@ def _overrides(optim: OptimConfig, name: str, signature: Mapping[str, inspect.Pa
     if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in signature.values()):
         return overrides
     arguments = [argument for argument in signature if argument not in ("params", "lr")]
-    unknown = [argument for argument in overrides if argument not in arguments]
-    if unknown:
+    unknown_arguments = [argument for argument in overrides if argument not in arguments]
+    if unknown_arguments:
         raise EngineError(
-            f"override_optimizer_config contains {', '.join(unknown)}, which {name} does not accept; its arguments "
-            f"are {', '.join(arguments)}"
+            f"override_optimizer_config contains {', '.join(unknown_arguments)}, which {name} does not accept; its "
+            f"arguments are {', '.join(arguments)}"
         )
     return overrides
 
@@ -235,8 +235,8 @@ def _combine_norms(norms: list[Tensor]) -> Tensor:
     """Return the norm of the concatenated gradients from the norms of their groups."""
     # Norms of offloaded parameters are on the CPU and move to the accelerator.
     device = next((norm.device for norm in norms if norm.device.type != "cpu"), norms[0].device)
-    wide = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
-    return torch.linalg.vector_norm(torch.stack([norm.to(device, wide) for norm in norms]))
+    dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+    return torch.linalg.vector_norm(torch.stack([norm.to(device, dtype) for norm in norms]))
 
 
 def _mean_over_ranks(norm: Tensor, groups: list[list[torch.nn.Parameter]]) -> Tensor:

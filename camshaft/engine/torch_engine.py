@@ -168,13 +168,13 @@ class TorchEngine(BaseEngine):
 
     @contextlib.contextmanager
     def _mode(self, training: bool, *parts: Part) -> Iterator[None]:
-        before = self.module.training
+        was_training = self.module.training
         with self.parts.on_device(*parts):
             self.module.train(training)
             try:
                 yield
             finally:
-                self.module.train(before)
+                self.module.train(was_training)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         target = torch.device(device)
@@ -208,7 +208,7 @@ class TorchEngine(BaseEngine):
         data = as_batch(batch)
         ctx = self._count(data, call)
         lengths = data.ragged("input_ids").lengths
-        shortest = int(lengths.argmin())
+        shortest_row = int(lengths.argmin())
         plan = self._plan(data, forward_only)
         total, metrics = torch.zeros((), device=self.device), dict[str, Tensor]()
         outputs: list[Predictions] = []
@@ -216,7 +216,7 @@ class TorchEngine(BaseEngine):
             for rows in plan:
                 # Every rank must run the same number of micro-batches, since they contain collectives. A rank with
                 # fewer rows runs its shortest row as a dummy with weight 0.
-                micro_batch = data.reorder(rows or [shortest])
+                micro_batch = data.reorder(rows or [shortest_row])
                 predictions, loss, ctx = self._micro_batch(
                     micro_batch, ctx, loss_fn, preprocess_fn, postprocess_fn, 1 if rows else 0
                 )
@@ -311,13 +311,13 @@ class TorchEngine(BaseEngine):
     def _count(self, data: DataProto, ctx: StepContext) -> StepContext:
         """Store `num_tokens` and `num_sequences` of the mini-batch, over all data-parallel ranks, in `ctx`."""
         mask = data.ragged("loss_mask").map(Tensor.double)
-        local = torch.stack([mask.values.sum(), (mask.sum() > 0).sum().double()])
-        tokens, sequences = self.sum_over_ranks(to_device(local, self.device)).tolist()
+        local_counts = torch.stack([mask.values.sum(), (mask.sum() > 0).sum().double()])
+        tokens, sequences = self.sum_over_ranks(to_device(local_counts, self.device)).tolist()
         ctx["num_tokens"], ctx["num_sequences"] = max(tokens, 1.0), max(sequences, 1.0)
         return ctx
 
     def _warn_of_unread_counts(self, ctx: Mapping[str, Any], micro_batches: int) -> None:
-        """Warn once if the mini-batch is split but the loss does not divide by its counts."""
+        """Warn once if the mini-batch is split but the loss function does not read its counts."""
         is_split = micro_batches * self.seat.dp_size > 1
         if is_split and not self._warned_of_unread_counts and isinstance(ctx, CallContext) and not ctx.counts_read:
             self._warned_of_unread_counts = True
@@ -391,12 +391,12 @@ class TorchEngine(BaseEngine):
         folder_context = checkpoint.fetch_folder(local_path, hdfs_path, del_local_after_load, self.checkpoint_group)
         # State is loaded on the compute device; offloaded parts return to host memory when the block ends.
         with folder_context as folder, self.parts.on_device("model", "optimizer"):
-            loaded = self._load_state(folder)
+            loaded_state = self._load_state(folder)
         if self._optimizer is not None:
-            self.schedule.set_update(loaded.metadata["update"])
-            if loaded.random:
-                set_random_states(loaded.random, self.device)
-        self._skipped_steps = loaded.metadata["skipped_steps"]
+            self.schedule.set_update(loaded_state.metadata["update"])
+            if loaded_state.random:
+                set_random_states(loaded_state.random, self.device)
+        self._skipped_steps = loaded_state.metadata["skipped_steps"]
 
     def _state(self) -> checkpoint.State:
         random = random_states(self.device)
@@ -404,7 +404,7 @@ class TorchEngine(BaseEngine):
             self._checkpoint_weights(), self._optimizer, self._parameters(), self._metadata(), random
         )
 
-    def _load_state(self, folder: Path) -> checkpoint.Loaded:
+    def _load_state(self, folder: Path) -> checkpoint.LoadedState:
         weights = self._checkpoint_weights()
         return checkpoint.load_into(folder, weights, self._optimizer, self._parameters(), group=self.checkpoint_group)
 

@@ -83,18 +83,18 @@ def offload_activations(device: torch.device | str, min_bytes: int = MIN_OFFLOAD
         if parameter or tensor.device.type != target.type or tensor.layout != torch.strided:
             return tensor.detach()  # saving the tensor itself would create a reference cycle with its graph
         with torch.no_grad():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            if local.nbytes < min_bytes:
+            local_shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            if local_shard.nbytes < min_bytes:
                 return tensor.detach()
-            host = torch.empty_like(local, device="cpu", pin_memory=target.type != "cpu")
-            host.copy_(local, non_blocking=True)
-        return _OffloadedTensor(host, local.device, _layout(tensor) if isinstance(tensor, DTensor) else None)
+            host = torch.empty_like(local_shard, device="cpu", pin_memory=target.type != "cpu")
+            host.copy_(local_shard, non_blocking=True)
+        return _OffloadedTensor(host, local_shard.device, _layout(tensor) if isinstance(tensor, DTensor) else None)
 
-    def unpack(saved: Tensor | _OffloadedTensor) -> Tensor:
-        if not isinstance(saved, _OffloadedTensor):
-            return saved
-        local = saved.host.to(saved.device, non_blocking=True)
-        return local if saved.layout is None else DTensor.from_local(local, **saved.layout)
+    def unpack(saved_tensor: Tensor | _OffloadedTensor) -> Tensor:
+        if not isinstance(saved_tensor, _OffloadedTensor):
+            return saved_tensor
+        local_shard = saved_tensor.host.to(saved_tensor.device, non_blocking=True)
+        return local_shard if saved_tensor.layout is None else DTensor.from_local(local_shard, **saved_tensor.layout)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield

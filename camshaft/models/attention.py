@@ -228,14 +228,14 @@ def _attend_equal_lengths(
     blocks, size = [], max(window, 256)
     for start in range(0, length, size):
         # A block of queries attends to itself and to the window before it, so memory is linear in the length.
-        stop, first = min(start + size, length), max(0, start - window + 1)
+        stop, window_start = min(start + size, length), max(0, start - window + 1)
         rows = torch.arange(start, stop, device=query.device)[:, None]
-        distance = rows - torch.arange(first, stop, device=query.device)
+        distance = rows - torch.arange(window_start, stop, device=query.device)
         blocks.append(
             F.scaled_dot_product_attention(
                 query[:, :, start:stop],
-                key[:, :, first:stop],
-                value[:, :, first:stop],
+                key[:, :, window_start:stop],
+                value[:, :, window_start:stop],
                 attn_mask=(distance >= 0) & (distance < window),
                 scale=scaling,
                 dropout_p=dropout,
@@ -266,8 +266,8 @@ def _attend_flash(
     else:  # torch 2.11
         key, value = _repeat_heads(query, key, value)
     q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    bounds, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
-    out = varlen_attn(q, k, v, bounds, bounds, longest, longest, **options)
+    bounds, max_length = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+    out = varlen_attn(q, k, v, bounds, bounds, max_length, max_length, **options)
     assert isinstance(out, Tensor)  # it would be a pair if the logsumexp had been requested
     return out[None]
 

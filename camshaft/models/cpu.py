@@ -148,7 +148,7 @@ def _concat(parts: Sequence[Tensor], runs: Sequence[SegmentRun]) -> Tensor:
 def _merge(out: Tensor, lse: Tensor, other_out: Tensor, other_lse: Tensor) -> None:
     """Combine attention over two sets of keys in place: `out` and `lse` become output and logsumexp of their union."""
     total = torch.logaddexp(lse, other_lse)
-    weight, other_weight = (each.sub(total).exp_().to(out.dtype)[..., None] for each in (lse, other_lse))
+    weight, other_weight = (lse_part.sub(total).exp_().to(out.dtype)[..., None] for lse_part in (lse, other_lse))
     out.mul_(weight).addcmul_(other_out, other_weight)
     lse.copy_(total)
 
@@ -184,9 +184,9 @@ class FusedRMSNorm(nn.Module):
 
 def rms_norm(hidden_states: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute RMSNorm with the operators of `transformers`: normalize in float32, scale in the dtype of the input."""
-    wide = hidden_states.to(torch.float32)
-    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * wide.to(hidden_states.dtype)
+    float_states = hidden_states.to(torch.float32)
+    float_states = float_states * torch.rsqrt(float_states.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * float_states.to(hidden_states.dtype)
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -224,7 +224,7 @@ def replace_norms(model: nn.Module) -> int:
 
 
 def _computes_rms_norm(cls: type) -> bool:
-    """Return True if the results of this class are bitwise equal to `rms_norm`.
+    """Return True if the results of this class are bitwise equal to those of `rms_norm`.
 
     The name of the class does not suffice: variants whose names also end in RMSNorm may, for example, add 1 to the
     weight.
@@ -235,10 +235,10 @@ def _computes_rms_norm(cls: type) -> bool:
         try:
             norm = cls(PROBE_WIDTH, eps=0.3)
             norm.weight.copy_(weight)
-            equal = [
+            matches = [
                 torch.equal(norm.to(dtype)(x.to(dtype)), rms_norm(x.to(dtype), weight.to(dtype), 0.3))
                 for dtype in (torch.float32, torch.bfloat16)
             ]
         except (TypeError, AttributeError, RuntimeError):
             return False
-    return all(equal) and getattr(norm, "variance_epsilon", None) == 0.3
+    return all(matches) and getattr(norm, "variance_epsilon", None) == 0.3

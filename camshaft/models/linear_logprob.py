@@ -118,18 +118,18 @@ def log_distribution(
     if temperature != 1.0:
         logits.div_(temperature)
     if shard is not None and len(hidden):
-        logits = _all_rows(logits.t(), shard.group).t()
+        logits = _gather_rows(logits.t(), shard.group).t()
     return logits.log_softmax(dim=1)
 
 
-def _all_rows(local: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _gather_rows(local_rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Gather and concatenate the rows of all ranks. The number of rows may differ between ranks."""
     ranks = dist.get_world_size(group)
-    counts = [torch.zeros(1, dtype=torch.int64, device=local.device) for _ in range(ranks)]
-    dist.all_gather(counts, torch.tensor([len(local)], device=local.device), group=group)
+    counts = [torch.zeros(1, dtype=torch.int64, device=local_rows.device) for _ in range(ranks)]
+    dist.all_gather(counts, torch.tensor([len(local_rows)], device=local_rows.device), group=group)
     sizes = [int(count) for count in counts]
-    padded = local.new_zeros((max(sizes), *local.shape[1:]))
-    padded[: len(local)] = local
+    padded = local_rows.new_zeros((max(sizes), *local_rows.shape[1:]))
+    padded[: len(local_rows)] = local_rows
     gathered = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(gathered, padded, group=group)
     return torch.cat([rows[:size] for rows, size in zip(gathered, sizes, strict=True)])
@@ -169,7 +169,7 @@ class _LinearLogProb(torch.autograd.Function):
                 return kernels.reduce_tile(
                     logits, head.unclamped_columns(targets[rows], vocabulary), options.temperature, need_entropy
                 )
-            logits = head.scaled(logits)
+            logits = head.scale(logits)
             columns, inside = head.columns(targets[rows], vocabulary)
             target_logits = logits.gather(1, columns[:, None])[:, 0]
             results = [logits.logsumexp(dim=1), target_logits if inside is None else target_logits.where(inside, 0)]
@@ -209,7 +209,7 @@ class _LinearLogProb(torch.autograd.Function):
                 )
             else:
                 columns = head.columns(targets[rows], vocabulary)
-                gradients.add(rows, vocabulary, _logit_gradient(head.scaled(logits), *columns, *row_statistics))
+                gradients.add(rows, vocabulary, _logit_gradient(head.scale(logits), *columns, *row_statistics))
         return *gradients.total(), None, None, None
 
 
@@ -249,7 +249,7 @@ class _LinearFullKL(torch.autograd.Function):
         head = _Head(hidden, weight, bias, options)
 
         def reduce(logits: Tensor, tokens: slice, vocabulary: slice) -> list[Tensor]:
-            logits = head.scaled(logits)
+            logits = head.scale(logits)
             normalisers = logits.logsumexp(dim=1)
             p = logits.sub_(normalisers[:, None]).exp()
             return [normalisers, logits.sub_(log_q[:, vocabulary].index_select(0, rows[tokens])).mul_(p).sum(dim=1)]
@@ -270,7 +270,7 @@ class _LinearFullKL(torch.autograd.Function):
         gradients = _Gradients(ctx.needs_input_grad, head)
         grad_kl = grad_kl / ctx.options.temperature
         for logits, tokens, vocabulary in head.tiles(backward=True):
-            log_p = head.scaled(logits).sub_(normalisers[tokens, None])
+            log_p = head.scale(logits).sub_(normalisers[tokens, None])
             p = log_p.exp()
             slope = log_p.sub_(log_q[:, vocabulary].index_select(0, rows[tokens])).sub_(divergence[tokens, None])
             gradients.add(tokens, vocabulary, slope.mul_(p).mul_(grad_kl[tokens, None]))
@@ -300,7 +300,7 @@ class _Head(NamedTuple):
             bias = None if self.bias is None else self.bias[vocabulary]
             yield _logits(self.hidden[rows], self.weight[vocabulary], bias), rows, vocabulary
 
-    def scaled(self, logits: Tensor) -> Tensor:
+    def scale(self, logits: Tensor) -> Tensor:
         """Divide logits by the temperature, in place."""
         return logits if self.options.temperature == 1.0 else logits.div_(self.options.temperature)
 
@@ -347,23 +347,23 @@ class _Gradients:
 
     def __init__(self, required: Sequence[bool], head: _Head):
         hidden, weight, bias, _ = self._head = head
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        self._hidden = torch.empty_like(hidden, dtype=wide) if required[0] else None
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
+        self._hidden = torch.empty_like(hidden, dtype=dtype) if required[0] else None
         self._weight = torch.empty_like(weight) if required[1] else None
         # Weight gradient of the current slice of the vocabulary, accumulated in float32 or wider and rounded once.
         self._sum: Tensor
-        self._bias = torch.zeros_like(bias, dtype=wide) if bias is not None and required[2] else None
+        self._bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and required[2] else None
 
     def add(self, rows: slice, vocabulary: slice, grad: Tensor) -> None:
         """Add the logit gradient of a tile. Tiles of one slice of the vocabulary must be added in token order."""
         hidden, weight, _, _ = self._head
         if self._hidden is not None:
-            _add_product(self._hidden[rows], grad, weight[vocabulary], first=vocabulary.start == 0)
+            _add_product(self._hidden[rows], grad, weight[vocabulary], is_first=vocabulary.start == 0)
         if self._weight is not None:
             if rows.start == 0:
                 target = self._weight[vocabulary]
                 self._sum = torch.empty_like(target, dtype=torch.float32) if target.dtype in HALF else target
-            _add_product(self._sum, grad.t(), hidden[rows], first=rows.start == 0)
+            _add_product(self._sum, grad.t(), hidden[rows], is_first=rows.start == 0)
             if self._sum.dtype != weight.dtype and rows.stop == len(hidden):
                 self._weight[vocabulary] = self._sum
         if self._bias is not None:
@@ -401,22 +401,22 @@ def _kernels(head: _Head) -> ModuleType | None:
 
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute the logits (C, V) in float32 or wider, in a new buffer that the caller may overwrite."""
-    if _half_on_cuda(hidden):
+    if _is_half_on_cuda(hidden):
         logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # pyright: ignore[reportCallIssue]
     else:
         logits = torch.mm(hidden, weight.t()).to(torch.promote_types(hidden.dtype, torch.float32))
     return logits if bias is None else logits.add_(bias)
 
 
-def _add_product(total: Tensor, grad: Tensor, factor: Tensor, first: bool) -> None:
+def _add_product(total: Tensor, grad: Tensor, factor: Tensor, is_first: bool) -> None:
     """Add grad @ factor to `total` in the dtype of `total`; the first tile overwrites `total`."""
-    if _half_on_cuda(factor):
+    if _is_half_on_cuda(factor):
         product = torch.mm(grad.to(factor.dtype), factor, out_dtype=torch.float32)  # pyright: ignore[reportCallIssue]
-        total.copy_(product) if first else total.add_(product)
+        total.copy_(product) if is_first else total.add_(product)
     else:
-        total.addmm_(grad, factor.to(total.dtype), beta=0 if first else 1)
+        total.addmm_(grad, factor.to(total.dtype), beta=0 if is_first else 1)
 
 
-def _half_on_cuda(tensor: Tensor) -> bool:
+def _is_half_on_cuda(tensor: Tensor) -> bool:
     """Return True if `torch.mm` can return float32 results for these half-precision inputs without rounding."""
     return tensor.is_cuda and tensor.dtype in HALF

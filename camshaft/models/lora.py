@@ -339,8 +339,8 @@ def _check_settings(folder: Path, settings: Mapping[str, Any], config: LoRAConfi
 def _merge_layer(weight: Tensor, layer: Any, gather: GatherFn) -> Tensor:
     """Return the base weight plus the scaled product B A, computed in float32 or wider."""
     a, b = (gather(part[ADAPTER].weight.detach()) for part in (layer.lora_A, layer.lora_B))
-    wide = torch.promote_types(weight.dtype, torch.promote_types(a.dtype, torch.float32))
-    return (weight.to(wide) + layer.scaling[ADAPTER] * (b.to(wide) @ a.to(wide))).to(weight.dtype)
+    dtype = torch.promote_types(weight.dtype, torch.promote_types(a.dtype, torch.float32))
+    return (weight.to(dtype) + layer.scaling[ADAPTER] * (b.to(dtype) @ a.to(dtype))).to(weight.dtype)
 
 
 # -- helpers ------------------------------------------------------------------------------------------

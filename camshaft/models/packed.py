@@ -122,17 +122,19 @@ class PackedModel(nn.Module):
         at, log_q = unwrap(at), None if log_q is None else unwrap(log_q)
         self.check_inputs(tokens, packing, at, outputs)
         split = self.sequence
-        before = packing.ends - 1 if self.head == "reward" else packing.previous(at)
+        previous_offsets = packing.ends - 1 if self.head == "reward" else packing.previous(at)
         if split is None:
-            hidden = self._hidden(tokens, packing, before)
+            hidden = self._hidden(tokens, packing, previous_offsets)
             return self.apply_head(hidden, tokens, at, outputs, temperature, log_q)
-        share = split.share(before, len(tokens))
+        share = split.share(previous_offsets, len(tokens))
         hidden = self._hidden(*split.pad(tokens, packing), share.offsets)
         local_at = at if self.head == "reward" else at[share.indices]
-        local = self.apply_head(hidden, tokens, local_at, outputs, temperature, log_q)
-        wide = {name: split.gather(share, local.pop(name))[0] for name in outputs if name == "distribution"}
-        gathered = split.gather(share, *local.values()) if local else []
-        return dict(zip(local, gathered, strict=True)) | wide
+        local_outputs = self.apply_head(hidden, tokens, local_at, outputs, temperature, log_q)
+        distributions = {
+            name: split.gather(share, local_outputs.pop(name))[0] for name in outputs if name == "distribution"
+        }
+        gathered = split.gather(share, *local_outputs.values()) if local_outputs else []
+        return dict(zip(local_outputs, gathered, strict=True)) | distributions
 
     def _hidden(self, tokens: Tensor, packing: Packing, rows: Tensor) -> Tensor:
         """Return the last hidden states at offsets `rows` of this rank's tokens: all tokens, or this rank's chunk."""
@@ -190,8 +192,8 @@ class PackedModel(nn.Module):
 
     def check_inputs(self, tokens: Tensor, packing: Packing, at: Tensor, outputs: Sequence[str]) -> None:
         """Raise `EngineError` if arguments of `forward` contradict each other or the head."""
-        unknown = [name for name in outputs if name not in OUTPUTS[self.head]]
-        if unknown or not outputs:
+        unsupported = [name for name in outputs if name not in OUTPUTS[self.head]]
+        if unsupported or not outputs:
             raise EngineError(
                 f"a model with head={self.head} supports the outputs {', '.join(OUTPUTS[self.head])}, got "
                 f"{list(outputs)}; request supported outputs, or set another EngineModel.head"
@@ -321,9 +323,9 @@ def _local_rows(output: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularySha
 
 def _scalar_output(layer: nn.Module, hidden: Tensor) -> Tensor:
     """Map each row of `hidden` to one number, in float32 or wider because half precision would round large values."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
+    dtype = torch.promote_types(hidden.dtype, torch.float32)
     if not isinstance(layer, nn.Linear):
-        return layer(hidden).to(wide)[:, 0].clone()
-    bias = None if layer.bias is None else layer.bias.to(wide)
+        return layer(hidden).to(dtype)[:, 0].clone()
+    bias = None if layer.bias is None else layer.bias.to(dtype)
     # Clone the view: an in-place operation on it would drop the hooks by which FSDP detects the backward pass.
-    return nn.functional.linear(hidden.to(wide), layer.weight.to(wide), bias)[:, 0].clone()
+    return nn.functional.linear(hidden.to(dtype), layer.weight.to(dtype), bias)[:, 0].clone()

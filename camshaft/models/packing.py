@@ -81,7 +81,7 @@ class Packing:
         """
         if self.prefix_of is None:
             return at - 1
-        before = torch.arange(-1, self.size - 1)
+        previous_offsets = torch.arange(-1, self.size - 1)
         children = [segment for segment, prefix in enumerate(self.prefix_of) if prefix is not None]
-        before[self.starts[children]] = self.ends[[self.prefix_of[segment] for segment in children]] - 1
-        return before[at]
+        previous_offsets[self.starts[children]] = self.ends[[self.prefix_of[segment] for segment in children]] - 1
+        return previous_offsets[at]

@@ -216,11 +216,11 @@ def join_columns(data: DataProto, split: SequenceSplit) -> DataProto:
     lengths = torch.stack([column.lengths for column in ragged.values()])
     gathered = split.all_gather(lengths.to(split.device), [len(lengths)] * split.size).cpu()
     by_rank = gathered.unflatten(0, (split.size, -1))
-    joined = {
+    joined_columns = {
         name: Ragged(_gather_values(column.values, by_rank[:, i].sum(dim=1).tolist(), split), by_rank[:, i].sum(dim=0))
         for i, (name, column) in enumerate(ragged.items())
     }
-    return DataProto(data.columns | joined, data.meta_info)
+    return DataProto(data.columns | joined_columns, data.meta_info)
 
 
 def _chunk(column: Ragged, split: SequenceSplit) -> Ragged:

@@ -293,12 +293,15 @@ def _test_sampling(search: _Search) -> Finding | None:
         return _test_hidden_truncation(comparison, search.limit)
     settings = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
     search.log("generating without top_k and top_p, and at temperature 1")
-    for full in (replace(sampling, top_k=0, top_p=1.0), replace(sampling, top_k=0, top_p=1.0, temperature=1.0)):
-        full_comparison = search.pair.measure(search.prompts, full)
-        if full != sampling and full_comparison.worst <= search.limit:
-            without = "top_k and top_p" if full.temperature == sampling.temperature else "these settings"
+    for full_sampling in (
+        replace(sampling, top_k=0, top_p=1.0),
+        replace(sampling, top_k=0, top_p=1.0, temperature=1.0),
+    ):
+        full_comparison = search.pair.measure(search.prompts, full_sampling)
+        if full_sampling != sampling and full_comparison.worst <= search.limit:
+            removed = "top_k and top_p" if full_sampling.temperature == sampling.temperature else "these settings"
             evidence = (
-                f"With {settings}, the maximum difference is {comparison.worst:.1e}; without {without}, it is "
+                f"With {settings}, the maximum difference is {comparison.worst:.1e}; without {removed}, it is "
                 f"{full_comparison.worst:.1e}. The rollout returns log-probs of the distribution it samples from, but "
                 "the engine computes them from the full distribution of the model."
             )

@@ -172,12 +172,12 @@ class Pair:
         Returns the mean absolute change of their log-probs in the engine.
         """
         batch = _sequences(comparison.prompts, comparison.responses)
-        before = self.log_probs(comparison.prompts, comparison.responses, 1.0)
+        old_log_probs = self.log_probs(comparison.prompts, comparison.responses, 1.0)
         with self.engine.train_mode():
             self.engine.train_batch(batch, StepContext(outputs=("log_probs",)), _likelihood)
             self.engine.optimizer_zero_grad()
-        after = self.log_probs(comparison.prompts, comparison.responses, 1.0)
-        return float((after.values - before.values).abs().mean())
+        new_log_probs = self.log_probs(comparison.prompts, comparison.responses, 1.0)
+        return float((new_log_probs.values - old_log_probs.values).abs().mean())
 
     def generate_one_token(self, prompts: Ragged, changed_weight: str | None) -> tuple[Tensor, Tensor]:
         """Return (tokens, log-probs) of responses of one token.

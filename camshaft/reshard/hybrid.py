@@ -66,13 +66,13 @@ class Sync:
     def record(self, weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout) -> Iterator[tuple[str, Tensor]]:
         """Yield the weights cast to the rollout's dtype, and record their sizes and digests."""
         for name, tensor in weights:
-            cast = tensor.detach().to(rollout.sync_dtype(name, tensor))
-            self.bytes += cast.numel() * cast.element_size()
-            self.shares_storage |= cast.dtype == tensor.dtype
+            cast_tensor = tensor.detach().to(rollout.sync_dtype(name, tensor))
+            self.bytes += cast_tensor.numel() * cast_tensor.element_size()
+            self.shares_storage |= cast_tensor.dtype == tensor.dtype
             start = time.perf_counter()
-            self.digests[name] = digest(cast)
+            self.digests[name] = digest(cast_tensor)
             self.check_seconds += time.perf_counter() - start
-            yield name, cast
+            yield name, cast_tensor
 
     def check(self, received: Mapping[str, int], previous: Mapping[str, int]) -> None:
         """Raise `RolloutError` if the digests sent by the engine differ from `received`, those of the rollout.
@@ -80,12 +80,12 @@ class Sync:
         `previous` holds the digests sent in the previous weight sync, by which stale weights are recognized.
         """
         different = [name for name, number in self.digests.items() if received.get(name, number) != number]
-        stale = [name for name in different if received[name] == previous.get(name)]
+        stale_names = [name for name in different if received[name] == previous.get(name)]
         problems = {
             "missing in the rollout": [name for name in self.digests if name not in received],
             "in the rollout, but never sent by the engine": [name for name in received if name not in self.digests],
-            "stale, unchanged since the previous weight sync": stale,
-            "different from the weights sent by the engine": [name for name in different if name not in stale],
+            "stale, unchanged since the previous weight sync": stale_names,
+            "different from the weights sent by the engine": [name for name in different if name not in stale_names],
         }
         descriptions = [f"{_format_names(names)}: {problem}" for problem, names in problems.items() if names]
         if descriptions:
@@ -170,5 +170,5 @@ def _sleep_after(error: BaseException, rollout: BaseRollout) -> None:
 
 def _format_names(names: list[str]) -> str:
     """Join the first `MAX_NAMES` names and count the others."""
-    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
-    return ", ".join(names[:MAX_NAMES]) + more
+    suffix = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+    return ", ".join(names[:MAX_NAMES]) + suffix

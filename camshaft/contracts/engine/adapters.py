@@ -52,9 +52,9 @@ def adapter(harness: EngineHarness) -> None:
         )
     expect_close(harness.infer(engine)["log_probs"], log_probs, 0.0, "log_probs after disable_adapter")
     harness.save(engine, harness.folder / "trained")
-    loaded = harness.build(**changes)
-    loaded.load_checkpoint(str(harness.folder / "trained"))
-    expect_equal(harness.trained_weights(loaded), harness.trained_weights(engine), "a loaded adapter")
+    loaded_engine = harness.build(**changes)
+    loaded_engine.load_checkpoint(str(harness.folder / "trained"))
+    expect_equal(harness.trained_weights(loaded_engine), harness.trained_weights(engine), "a loaded adapter")
 
 
 def _random_adapter(engine: BaseEngine) -> dict[str, Tensor]:

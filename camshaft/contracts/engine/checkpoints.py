@@ -40,17 +40,17 @@ def resume_is_bitwise(harness: EngineHarness) -> None:
     path = harness.folder / "ckpt" / "global_step_2" / "actor"
     harness.save(engine, path, global_step=2)
     continued = [harness.train(engine, harness.batch) for _ in range(2)]
-    loaded = harness.build(**changes)
+    loaded_engine = harness.build(**changes)
     with _UnsafeLoads() as unsafe:
-        loaded.load_checkpoint(str(path))
+        loaded_engine.load_checkpoint(str(path))
     expect(not unsafe, "load_checkpoint called torch.load with weights_only=False")
-    resumed = [harness.train(loaded, harness.batch) for _ in range(2)]
+    resumed = [harness.train(loaded_engine, harness.batch) for _ in range(2)]
     actual, expected = ([(step.loss, step.grad_norm) for step in steps] for steps in (resumed, continued))
     expect(
         actual == expected,
         f"(loss, gradient norm) of two steps after loading are {actual}, but {expected} in the engine that saved",
     )
-    expect_equal(harness.weights(loaded), harness.weights(engine), "weights two steps after loading")
+    expect_equal(harness.weights(loaded_engine), harness.weights(engine), "weights two steps after loading")
 
 
 def damaged_checkpoints_are_rejected(harness: EngineHarness) -> None:

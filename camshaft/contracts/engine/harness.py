@@ -253,9 +253,9 @@ class EngineHarness:
 
         The update of a weight is w - w' = g / (|g| + 1), which is solved for g.
         """
-        before = self.trained_weights(engine)
+        old_weights = self.trained_weights(engine)
         result = self.train(engine, batch, ctx, preprocess_fn)
-        updates = {name: before[name] - weight for name, weight in self.trained_weights(engine).items()}
+        updates = {name: old_weights[name] - weight for name, weight in self.trained_weights(engine).items()}
         gradients = {name: update / (1 - update.abs()) for name, update in updates.items()}
         return StepMeasurement(result.loss, result.grad_norm, result.metrics, gradients)
 
@@ -270,14 +270,14 @@ class EngineHarness:
 
     def gather(self, engine: BaseEngine, predictions: dict[str, Any]) -> dict[str, Ragged | Tensor]:
         """Gather the predictions of all data-parallel ranks and concatenate them in the order of the rows."""
-        local = {name: value.to("cpu") for name, value in predictions.items()}
-        gathered = self.all_gather((engine.seat, local))
+        local_predictions = {name: value.to("cpu") for name, value in predictions.items()}
+        gathered = self.all_gather((engine.seat, local_predictions))
         parts = [part for seat, part in sorted(gathered, key=lambda pair: pair[0].dp_rank) if seat.collects]
         return {
             name: Ragged.concat([part[name] for part in parts])
-            if isinstance(local[name], Ragged)
+            if isinstance(local_predictions[name], Ragged)
             else torch.cat([part[name] for part in parts])
-            for name in local
+            for name in local_predictions
         }
 
     def all_gather(self, value: Any) -> list[Any]:

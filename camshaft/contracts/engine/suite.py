@@ -108,12 +108,12 @@ def hooks(harness: EngineHarness) -> None:
     predictions of postprocess_fn, which are Ragged (one value per token), or tensors or lists (one value per row)."""
     calls: list[str] = []
 
-    def before(data: DataProto, ctx: Any) -> tuple[DataProto, Any]:
+    def record_preprocess(data: DataProto, ctx: Any) -> tuple[DataProto, Any]:
         calls.append("before")
         ctx["rows"] = len(data)
         return data, ctx
 
-    def after(outputs: Any, ctx: Any) -> tuple[Any, Any]:
+    def record_postprocess(outputs: Any, ctx: Any) -> tuple[Any, Any]:
         calls.append(f"after {ctx['rows']}")
         log_probs = outputs["log_probs"]
         lengths = log_probs.lengths.tolist()
@@ -124,7 +124,7 @@ def hooks(harness: EngineHarness) -> None:
     with engine.eval_mode():
         log_probs = engine.infer_batch(harness.batch)["log_probs"]
         result, _ = engine.forward_backward_step(
-            harness.batch, forward_only=True, preprocess_fn=before, postprocess_fn=after
+            harness.batch, forward_only=True, preprocess_fn=record_preprocess, postprocess_fn=record_postprocess
         )
         expect_error(
             lambda: engine.infer_batch(harness.batch, postprocess_fn=lambda outputs, ctx: ({"mean": 0.5}, ctx)),
@@ -328,13 +328,13 @@ def padded_batch(harness: EngineHarness) -> None:
 def non_finite_gradient_is_skipped(harness: EngineHarness) -> None:
     """A step with a non-finite gradient changes no weight, is counted, and does not affect the next step."""
     engine = harness.build()
-    before = harness.weights(engine)
+    old_weights = harness.weights(engine)
     engine.set_loss_fn(lambda data, outputs, ctx: (outputs["log_probs"].values.sum() * float("nan"), ctx))
     with engine.train_mode():
         result = engine.train_batch(harness.batch)
     expect(result.skipped and engine.skipped_steps == 1, "a step with a NaN gradient was not reported as skipped")
     expect(not math.isfinite(result.grad_norm), f"the gradient norm of a NaN gradient is {result.grad_norm}")
-    expect_equal(harness.weights(engine), before, "weights after a skipped step")
+    expect_equal(harness.weights(engine), old_weights, "weights after a skipped step")
     engine.set_loss_fn(harness.loss_fn("causal_lm"))
     next_step, expected = harness.train(engine, harness.batch), harness.train(harness.build(), harness.batch)
     expect(
@@ -480,13 +480,15 @@ def _use(engine: BaseEngine, name: str, arguments: tuple[Any, ...]) -> None:
 
 def libraries_stay_unpatched(harness: EngineHarness) -> None:
     """Building an engine, training and saving replace no function of torch or transformers."""
-    before = _functions()
+    functions_before = _functions()
     engine = harness.build()
     harness.step(engine, harness.batch)
-    after = _functions()
-    changed = [name for name, function in after.items() if before.get(name, function) is not function]
+    functions_after = _functions()
+    changed = [
+        name for name, function in functions_after.items() if functions_before.get(name, function) is not function
+    ]
     # The compiler of torch replaces some functions of torch.
-    changed = [name for name in changed if not str(after[name].__module__).startswith("torch._dynamo.")]
+    changed = [name for name in changed if not str(functions_after[name].__module__).startswith("torch._dynamo.")]
     expect(not changed, f"the engine has replaced {', '.join(changed)}")
 
 

@@ -116,17 +116,19 @@ class FSDP1Engine(FSDPEngine):
         random = random_states(self.device)
         return checkpoint.State.collect(shards, mirror.optimizer, mirror.parameters, self._metadata(), random)
 
-    def _load_state(self, folder: Path) -> checkpoint.Loaded:
+    def _load_state(self, folder: Path) -> checkpoint.LoadedState:
         shards = self._shards()
         mirror = self._mirror(shards)
-        loaded = checkpoint.load_into(folder, shards, mirror.optimizer, mirror.parameters, group=self.checkpoint_group)
-        weights = shards | {name: shards[first] for name, first in self._tied_names.items()}
+        loaded_state = checkpoint.load_into(
+            folder, shards, mirror.optimizer, mirror.parameters, group=self.checkpoint_group
+        )
+        weights = shards | {name: shards[parameter_name] for name, parameter_name in self._tied_names.items()}
         set_model_state_dict(self.module, {PREFIX + name: tensor for name, tensor in weights.items()})
         if mirror.optimizer is not None and mirror.optimizer.state:
             state_dict: Any = get_optimizer_state_dict(self.module, self.optimizer)
             state = {PREFIX + name: mirror.optimizer.state[p] for name, p in mirror.parameters.items()}
             set_optimizer_state_dict(self.module, self.optimizer, state_dict | {"state": state})
-        return loaded
+        return loaded_state
 
     def _mirror(self, shards: dict[str, Tensor]) -> _Mirror:
         """Build an optimizer of the same class for the parameters in `shards`; checkpoints save and load its state."""

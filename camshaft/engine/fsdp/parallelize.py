@@ -66,10 +66,10 @@ def units_of(packed: PackedModel, policy: WrapPolicy) -> Iterator[nn.Module]:
     classes = policy.transformer_layer_cls_to_wrap
     names = {name.strip() for name in classes.split(",")} if classes else set(packed.hf._no_split_modules or ())
     present = {type(module).__name__ for module in packed.hf.modules()}
-    missing = sorted(names - present) if classes else []
-    if missing:
+    missing_classes = sorted(names - present) if classes else []
+    if missing_classes:
         raise EngineError(
-            f"wrap_policy.transformer_layer_cls_to_wrap contains {', '.join(missing)}, but "
+            f"wrap_policy.transformer_layer_cls_to_wrap contains {', '.join(missing_classes)}, but "
             f"{type(packed.hf).__name__} has no such module; its layer classes are "
             f"{', '.join(sorted(packed.hf._no_split_modules or present))}"
         )

@@ -43,8 +43,8 @@ class _SharedInput(ParallelStyle):
         name = next(iter(inspect.signature(module.forward).parameters))
 
         def share(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-            local = args[0] if args else kwargs[name]
-            shared = DTensor.from_local(local, device_mesh, [Replicate()], run_check=False)
+            local_input = args[0] if args else kwargs[name]
+            shared = DTensor.from_local(local_input, device_mesh, [Replicate()], run_check=False)
             return ((shared, *args[1:]), kwargs) if args else (args, kwargs | {name: shared})
 
         module.register_forward_pre_hook(share, with_kwargs=True)

@@ -68,8 +68,8 @@ def logit_gradient(
     return grad
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], logits: Tensor, *rest: Any, **constants: bool) -> None:
-    kernel[grid](logits, *rest, **constants, BLOCK=_block(logits.shape[1]), num_warps=WARPS)
+def _launch(kernel: Any, grid: tuple[int, ...], logits: Tensor, *arguments: Any, **constants: bool) -> None:
+    kernel[grid](logits, *arguments, **constants, BLOCK=_block(logits.shape[1]), num_warps=WARPS)
 
 
 def _block(vocabulary: int) -> int:
@@ -93,16 +93,16 @@ def _reduce_kernel(
     for start in range(0, vocabulary_size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         z = tl.load(row + at, mask=at < vocabulary_size, other=-float("inf")) / temperature
-        new = tl.maximum(top, tl.max(z, axis=0))
-        shift = tl.where(new == -float("inf"), 0.0, new)  # avoids -inf - -inf
+        new_top = tl.maximum(top, tl.max(z, axis=0))
+        shift = tl.where(new_top == -float("inf"), 0.0, new_top)  # avoids -inf - -inf
         smaller = tl.exp(tl.where(top == -float("inf"), 0.0, top - shift))
         below = z - shift
         share = tl.exp(below)
         if ENTROPY:
-            moved = tl.where(total > 0, moment + (top - shift) * total, 0.0)
-            moment = moved * smaller + tl.sum(tl.where(share > 0, share * below, 0.0), axis=0)
+            shifted_moment = tl.where(total > 0, moment + (top - shift) * total, 0.0)
+            moment = shifted_moment * smaller + tl.sum(tl.where(share > 0, share * below, 0.0), axis=0)
         total = total * smaller + tl.sum(share, axis=0)
-        top = new
+        top = new_top
     tl.store(results + token, top + tl.log(total))
     column = tl.load(columns + token)
     inside = (column >= 0) & (column < vocabulary_size)

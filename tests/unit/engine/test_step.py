@@ -149,7 +149,7 @@ def test_postprocess_must_return_a_mapping() -> None:
 
 @pytest.mark.parametrize("value", [0.5, torch.tensor(0.5), torch.zeros(2), "a", ["a", "b"], {"a": 1}])
 def test_a_prediction_without_a_value_per_row_is_rejected(value: Any) -> None:
-    with pytest.raises(EngineError, match=r"'mean' as a .* one value per row of 1 rows"):
+    with pytest.raises(EngineError, match=r"'mean' as a .* one entry for each of 1 rows"):
         linear().run(batch_of(3, 2), postprocess_fn=lambda outputs, ctx: ({"mean": value}, ctx))
 
 
