@@ -182,7 +182,9 @@ def load_config(folder: Path, trust_remote_code: bool, override: Mapping[str, An
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise EngineError(f"{folder}/config.json cannot be read: {error}") from error
+        raise EngineError(
+            f"{folder}/config.json cannot be read: {error}\nSet the path to a folder that save_pretrained wrote"
+        ) from error
     if not override:
         return config
     values = config.to_dict()
@@ -248,8 +250,8 @@ def _pretrained_model(
     if problems:
         listed = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise EngineError(
-            f"the weights in {folder} do not match {type(hf).__name__} (head={model.head}): {listed}; set the path and "
-            "head of the same model"
+            f"the weights in {folder} do not match {type(hf).__name__} (head={model.head}): {listed}; set a path "
+            "whose weights match, or another head"
         )
     return hf
 

@@ -281,7 +281,9 @@ def _load_adapter_tensors(
         settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "adapter_model.safetensors")
     except (ValueError, SafetensorError) as error:
-        raise EngineError(f"the adapter in lora.adapter_path={folder} cannot be read: {error}") from error
+        raise EngineError(
+            f"the adapter in lora.adapter_path={folder} cannot be read: {error}; save the adapter again"
+        ) from error
     _check_settings(folder, settings, config)
     # As in a model folder, the head of a value model may be missing; the head of `hf` then keeps its values.
     heads = {name: tuple(parameter.shape) for name, parameter in hf.named_parameters() if _is_head_name(name)}

@@ -245,7 +245,7 @@ def test_a_tokenizer_needs_no_model_next_to_it(tmp_path: Path):
     assert alone.get_vocab() == of_model.get_vocab()
     assert alone.encode("12+3=15") == of_model.encode("12+3=15")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(EngineError, match="cannot read a tokenizer from .*empty"):
+    with pytest.raises(EngineError, match=r"cannot read a tokenizer from .*empty"):
         load_tokenizer(str(tmp_path / "empty"))
 
 
