@@ -207,8 +207,8 @@ class PackedModel(nn.Module):
         if at.ndim != 1 or at.dtype != torch.int64 or at.device not in devices:
             names = " or ".join(sorted(str(device) for device in devices))
             raise EngineError(
-                f"`at` must be int64 of shape (M,) on {names}, got {at.dtype} of shape {tuple(at.shape)} on {at.device}; "
-                "convert it"
+                f"`at` must be int64 of shape (M,) on {names}, got {at.dtype} of shape {tuple(at.shape)} on "
+                f"{at.device}; convert it"
             )
         if self.head != "reward" and at.device.type == "cpu" and len(at):
             if int(at.min()) < 0 or int(at.max()) >= len(tokens):
