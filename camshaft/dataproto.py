@@ -239,8 +239,8 @@ class DataProto:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle tensors as numpy buffers (`ragged.to_buffer`). Restored tensors are on the CPU, without gradient."""
         buffers = {name: to_buffer(column) for name, column in self.columns.items() if isinstance(column, Tensor)}
-        others = {name: column for name, column in self.columns.items() if name not in buffers}
-        return _rebuild, (others, buffers, list(self.columns), self.meta_info)
+        other_columns = {name: column for name, column in self.columns.items() if name not in buffers}
+        return _rebuild, (other_columns, buffers, list(self.columns), self.meta_info)
 
 
 # -- one column -----------------------------------------------------------------------------------
@@ -327,6 +327,8 @@ def _as_json(name: str, value: Any) -> Any:
     raise BatchError(f"'{name}' cannot be written as JSON: it contains a {type(value).__name__}")
 
 
-def _rebuild(others: dict[str, Column], buffers: dict[str, Buffer], order: list[str], meta_info: Any) -> DataProto:
-    columns = others | {name: from_buffer(buffer) for name, buffer in buffers.items()}
+def _rebuild(
+    other_columns: dict[str, Column], buffers: dict[str, Buffer], order: list[str], meta_info: Any
+) -> DataProto:
+    columns = other_columns | {name: from_buffer(buffer) for name, buffer in buffers.items()}
     return DataProto({name: columns[name] for name in order}, meta_info)

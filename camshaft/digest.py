@@ -69,9 +69,9 @@ def _words(piece: Tensor) -> Tensor:
     if piece.storage_offset() * piece.element_size() % 4 or piece.stride(0) != 1:
         piece = torch.empty(len(piece), dtype=piece.dtype, device=piece.device).copy_(piece)
     raw = piece.view(torch.uint8)
-    missing = -len(raw) % (4 * BLOCK)
-    if missing:
-        raw = torch.cat([raw, raw.new_zeros(missing)])
+    padding = -len(raw) % (4 * BLOCK)
+    if padding:
+        raw = torch.cat([raw, raw.new_zeros(padding)])
     return raw.view(torch.int32)
 
 
@@ -82,8 +82,8 @@ def _elements(tensor: Tensor, start: int, stop: int) -> Tensor:
     if tensor.dim() == 1:
         return tensor[start:stop].contiguous()
     row = tensor[0].numel()
-    first, last = start // row, -(-stop // row)
+    first_row, last_row = start // row, -(-stop // row)
     if row <= stop - start:
-        return tensor[first:last].reshape(-1)[start - first * row : stop - first * row]
-    pieces = [(i, max(start - i * row, 0), min(stop - i * row, row)) for i in range(first, last)]
+        return tensor[first_row:last_row].reshape(-1)[start - first_row * row : stop - first_row * row]
+    pieces = [(i, max(start - i * row, 0), min(stop - i * row, row)) for i in range(first_row, last_row)]
     return torch.cat([_elements(tensor[i], begin, end) for i, begin, end in pieces])

@@ -77,8 +77,8 @@ def resolve_target(name: str, built_in: Mapping[str, str], group: str, kind: str
     target = find_target(name, built_in, group)
     if target is None:
         choices = list_names(built_in, group)
-        close = difflib.get_close_matches(name, choices, n=1)
-        hint = f" Did you mean '{close[0]}'?" if close else ""
+        suggestions = difflib.get_close_matches(name, choices, n=1)
+        hint = f" Did you mean '{suggestions[0]}'?" if suggestions else ""
         valid = f"{', '.join(choices)}, or package.module:{kind}"
         raise ConfigError(f"unknown name '{name}' in {group}.{hint} Use {valid}")
     return target
@@ -103,10 +103,10 @@ def import_attribute(target: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing in PROVIDED_BY:
+        library = (error.name or "").partition(".")[0]
+        if library in PROVIDED_BY:
             raise ConfigError(
-                f"{target} requires '{missing}', which is not installed: pip install '{PROVIDED_BY[missing]}'"
+                f"{target} requires '{library}', which is not installed: pip install '{PROVIDED_BY[library]}'"
             ) from error
         raise ConfigError(
             f"{target}: the module '{error.name}' does not exist; check the name, or install its package"

@@ -75,19 +75,19 @@ def _report(backend: type, rules: Sequence[Rule], check: Check, options: argpars
     from rich.console import Console
 
     console = Console(highlight=False)
-    chosen = [rule for rule in rules if options.rule in rule.name]
-    if not chosen:
+    selected_rules = [rule for rule in rules if options.rule in rule.name]
+    if not selected_rules:
         names = ", ".join(rule.name for rule in rules)
         raise ConfigError(f"--rule {options.rule} matches no rule; use a part of one of these names: {names}")
-    title = f"{backend.__module__}:{backend.__name__} against {len(chosen)} rules"
+    title = f"{backend.__module__}:{backend.__name__} against {len(selected_rules)} rules"
     console.print(title, markup=False, soft_wrap=True)
-    holding = 0
+    num_passed = 0
     with tempfile.TemporaryDirectory() as folder:
-        for finding in check(folder, chosen, options.device):
-            holding += finding.problem is None
+        for finding in check(folder, selected_rules, options.device):
+            num_passed += finding.problem is None
             state = "[green]holds [/]" if finding.problem is None else "[red]BROKEN[/]"
             console.print(f"{state}  {finding.rule.name}", soft_wrap=True)
             detail = finding.problem or finding.rule.meaning
             console.print(f"        {detail}", markup=False, style="dim", soft_wrap=True)
-    console.print(f"{holding} of {len(chosen)} rules hold")
-    return 0 if holding == len(chosen) else 1
+    console.print(f"{num_passed} of {len(selected_rules)} rules hold")
+    return 0 if num_passed == len(selected_rules) else 1

@@ -108,12 +108,12 @@ def _checkpoint_folder(path: Path) -> Path:
     if not path.is_dir():
         raise CheckpointError(f"{path} does not exist")
     if storage.step_folders(path):
-        saved = CheckpointManager(path).latest()
-        if saved is None:
+        checkpoint = CheckpointManager(path).latest()
+        if checkpoint is None:
             raise CheckpointError(
                 f"{path} contains no complete checkpoint; use the folder of a role, which may be complete"
             )
-        return saved.folder
+        return checkpoint.folder
     if path in [folder for _, folder in storage.step_folders(path.parent)]:
         return CheckpointManager(path.parent).open(path).folder
     content = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"

@@ -327,23 +327,23 @@ def _check_scoring_function(custom: CustomRewardConfig) -> Iterator[Problem]:
 
 
 def _check_overlong_buffer(config: PPOConfig) -> Iterator[Problem]:
-    buffer, longest = config.reward_model.overlong_buffer, config.actor_rollout_ref.rollout.response_length
-    if buffer.enable and not 1 <= buffer.len <= longest:
+    buffer, max_length = config.reward_model.overlong_buffer, config.actor_rollout_ref.rollout.response_length
+    if buffer.enable and not 1 <= buffer.len <= max_length:
         key, limit = f"{REWARD}.overlong_buffer.len", f"{ROLLOUT}.response_length"
         message = (
-            f"must be between 1 and {limit}={longest}. Set {key}={max(1, longest // 4)}, a quarter of the "
+            f"must be between 1 and {limit}={max_length}. Set {key}={max(1, max_length // 4)}, a quarter of the "
             "response length."
         )
         yield Problem(key, buffer.len, message, (limit, f"{REWARD}.overlong_buffer.enable"))
 
 
 def _check_token_budget_of_scores(config: PPOConfig) -> Iterator[Problem]:
-    reward, longest = config.reward_model, config.max_scored_length()
+    reward, max_length = config.reward_model, config.max_scored_length()
     key, budget = f"{REWARD}.forward_max_token_len_per_gpu", reward.forward_max_token_len_per_gpu
-    if not reward.use_dynamic_bsz or budget >= longest:
+    if not reward.use_dynamic_bsz or budget >= max_length:
         return
     source = f"{REWARD}.max_length" if reward.max_length else "data.max_prompt_length + rollout.response_length"
-    message = f"is smaller than the longest scored sequence: {source} = {longest}. Set {key}={longest} or more."
+    message = f"is smaller than the longest scored sequence: {source} = {max_length}. Set {key}={max_length} or more."
     related = (f"{REWARD}.max_length", "data.max_prompt_length", f"{ROLLOUT}.response_length")
     yield Problem(key, budget, message, related)
 
@@ -560,10 +560,10 @@ def _check_supervised(config: SupervisedConfig) -> Iterator[Problem]:
             f"or at least {batch}."
         )
         yield Problem("data.train_max_samples", data.train_max_samples, message, ("data.train_batch_size",))
-    longest = config.max_row_length()
-    if data.use_dynamic_bsz and data.max_token_len_per_gpu < longest:
-        kind = "sequence" if longest == data.max_length else f"pair of sequences ({longest} tokens)"
-        message = f"is smaller than the longest {kind}: data.max_length={data.max_length}. Set {longest} or more."
+    max_length = config.max_row_length()
+    if data.use_dynamic_bsz and data.max_token_len_per_gpu < max_length:
+        kind = "sequence" if max_length == data.max_length else f"pair of sequences ({max_length} tokens)"
+        message = f"is smaller than the longest {kind}: data.max_length={data.max_length}. Set {max_length} or more."
         yield Problem("data.max_token_len_per_gpu", data.max_token_len_per_gpu, message, ("data.max_length",))
     yield from _check_training_files(data.train_files)
     if not data.val_files and trainer.test_freq != -1:

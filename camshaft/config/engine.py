@@ -222,15 +222,15 @@ def _conflict(schema: type[BaseModel], location: tuple[Any, ...], kind: str, mes
     if kind != "extra_forbidden":
         return Conflict(name, message.removeprefix("Value error, "))
     for part in location[:-1]:
-        inner = schema.model_fields[part].annotation
-        assert isinstance(inner, type)
-        assert issubclass(inner, BaseModel)
-        schema = inner
+        section = schema.model_fields[part].annotation
+        assert isinstance(section, type)
+        assert issubclass(section, BaseModel)
+        schema = section
     names = list(schema.model_fields)
-    close = difflib.get_close_matches(str(location[-1]), names, n=1)
+    suggestions = difflib.get_close_matches(str(location[-1]), names, n=1)
     if not names:
         return Conflict(name, "unknown option; the backend accepts no options")
-    hint = f"did you mean '{close[0]}'? The" if close else "the"
+    hint = f"did you mean '{suggestions[0]}'? The" if suggestions else "the"
     return Conflict(name, f"unknown option; {hint} options are {', '.join(names)}")
 
 

@@ -54,10 +54,10 @@ def unknown_name(
     key: str, name: str, choices: Sequence[str], form: str = "module:Class", related: tuple[str, ...] = ()
 ) -> Problem:
     """Return the problem of a name that is neither built in nor an entry point. `choices` are the valid names."""
-    close = difflib.get_close_matches(name, choices, n=1)
-    hint = f" Did you mean {close[0]}?" if close else ""
-    listed = f"one of {', '.join(choices)}, or " if choices else ""
-    return Problem(key, name, f"must be {listed}package.{form}.{hint}", related)
+    suggestions = difflib.get_close_matches(name, choices, n=1)
+    hint = f" Did you mean {suggestions[0]}?" if suggestions else ""
+    valid_names = f"one of {', '.join(choices)}, or " if choices else ""
+    return Problem(key, name, f"must be {valid_names}package.{form}.{hint}", related)
 
 
 def check_name(
@@ -88,9 +88,9 @@ def format_problems(problems: Iterable[Problem]) -> str:
 
 def unknown_key(key: str, value: Any, schema: type[Section]) -> Problem:
     """Return the problem of a key that is not in the schema, with suggestions for similar keys."""
-    close = nearest_keys(key, fields(schema))
-    if close:
-        return Problem(key, value, f"unknown key. Did you mean {' or '.join(close)}?")
+    suggestions = nearest_keys(key, fields(schema))
+    if suggestions:
+        return Problem(key, value, f"unknown key. Did you mean {' or '.join(suggestions)}?")
     return Problem(key, value, f"unknown key. Keys begin with {', '.join(schema.model_fields)}.")
 
 

@@ -467,12 +467,12 @@ def _separate_hydra() -> Iterator[None]:
     """Save and restore the global state of Hydra, so that calling programs can use Hydra too."""
     from hydra.core.global_hydra import GlobalHydra
 
-    before = GlobalHydra.instance().hydra
+    previous_hydra = GlobalHydra.instance().hydra
     GlobalHydra.instance().clear()
     try:
         yield
     finally:
-        GlobalHydra.instance().hydra = before
+        GlobalHydra.instance().hydra = previous_hydra
 
 
 @contextlib.contextmanager

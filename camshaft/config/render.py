@@ -91,12 +91,12 @@ def _section(key: str, section: type[Section], schema: type[Section]) -> str:
 
 
 def _unknown(key: str, trainer: str) -> str:
-    close = nearest_keys(key, fields(SCHEMAS[trainer]), limit=4)
-    hint = f" Nearest: {', '.join(close)}." if close else ""
+    suggestions = nearest_keys(key, fields(SCHEMAS[trainer]), limit=4)
+    hint = f" Nearest: {', '.join(suggestions)}." if suggestions else ""
     other = next((name for name, schema in SCHEMAS.items() if key in fields(schema)), None)
-    elsewhere = "" if other is None else f" It is a key of `camshaft {other}`; add --trainer {other}."
+    note = "" if other is None else f" It is a key of `camshaft {other}`; add --trainer {other}."
     sections = ", ".join(SCHEMAS[trainer].model_fields)
-    return f"'{key}' is not a config key of `camshaft {trainer}`.{elsewhere}{hint} Sections: {sections}"
+    return f"'{key}' is not a config key of `camshaft {trainer}`.{note}{hint} Sections: {sections}"
 
 
 def _has_unimplemented_values(key: str) -> bool:

@@ -22,9 +22,9 @@ def fields(schema: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     for name, field in schema.model_fields.items():
         key = f"{prefix}{name}"
         keys[key] = field
-        inner = as_section(field)
-        if inner is not None:
-            keys.update(fields(inner, f"{key}."))
+        section = as_section(field)
+        if section is not None:
+            keys.update(fields(section, f"{key}."))
     return keys
 
 
@@ -74,8 +74,8 @@ def expand_keys(tree: Mapping[Any, Any], leaves: Iterable[str], prefix: str = ""
     for name, value in tree.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping) and key not in leaves:
-            inner = expand_keys(value, leaves, f"{key}.")
-            for part, leaf in flatten({str(name): inner}, leaves).items():
+            subtree = expand_keys(value, leaves, f"{key}.")
+            for part, leaf in flatten({str(name): subtree}, leaves).items():
                 put(expanded, part, leaf)
         else:
             put(expanded, str(name), value)

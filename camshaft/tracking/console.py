@@ -91,10 +91,10 @@ class ConsoleTracker(Tracker):
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     def _format_remaining_time(self, step: int) -> str:
-        (first, began), (last, now) = self._step_times[0], self._step_times[-1]
-        if last <= first:
+        (first_step, start), (last_step, now) = self._step_times[0], self._step_times[-1]
+        if last_step <= first_step:
             return "?"
-        return str(timedelta(seconds=round((now - began) / (last - first) * (self._run.total_steps - step))))
+        return str(timedelta(seconds=round((now - start) / (last_step - first_step) * (self._run.total_steps - step))))
 
 
 def _format_value(value: float) -> str:

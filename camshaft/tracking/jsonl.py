@@ -70,7 +70,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    kept = [line for line in _lines(path) if line["step"] <= step]
+    lines = [line for line in _lines(path) if line["step"] <= step]
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     os.replace(temporary, path)

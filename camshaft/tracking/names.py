@@ -448,8 +448,8 @@ def find(name: str, trainer: str | None = None) -> Metric:
     for metric in candidates:
         if any(name == pattern or matches(pattern, name) for pattern in (metric.name, *metric.names())):
             return metric
-    close = get_close_matches(name, [name for metric in candidates for name in metric.names()], n=3)
-    hint = f" Nearest: {', '.join(close)}." if close else ""
+    suggestions = get_close_matches(name, [name for metric in candidates for name in metric.names()], n=3)
+    hint = f" Nearest: {', '.join(suggestions)}." if suggestions else ""
     raise ConfigError(f"unknown metric '{name}'.{hint} docs/metrics.md and `camshaft metrics docs` list all metrics")
 
 
