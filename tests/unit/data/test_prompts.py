@@ -90,7 +90,7 @@ def test_a_long_prompt_error_names_row_length_limit_and_fix(load):
         load([row("ab"), row("abcdefg"), row("abcdefghi")], max_prompt_length=4)
     text = str(exc_info.value)
     assert "train.parquet, row 1: the prompt has 7 tokens, but data.max_prompt_length=4" in text
-    assert "2 of 3 prompts are too long, the longest has 9 tokens" in text
+    assert "2 of 3 prompts are too long; the longest has 9 tokens" in text
     assert "data.filter_overlong_prompts=true" in text
 
 

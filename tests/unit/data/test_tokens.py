@@ -119,7 +119,7 @@ def test_a_killed_process_is_an_error(tokenizer, monkeypatch) -> None:
     def killed(start: int, stop: int):
         os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(tokens._Work, "ids", lambda self, start, stop: killed(start, stop))
+    monkeypatch.setattr(tokens._Job, "tokenize", lambda self, start, stop: killed(start, stop))
     with pytest.raises(BatchError, match=r"was killed.*data\.filter_overlong_prompts_workers=1"):
         tokenize(prompts(), tokenizer, PLACES, 2)
 
@@ -132,7 +132,7 @@ def test_processes_exit_with_the_driver() -> None:
         try:
             driver_pid = os.getpid()
             if os.fork() == 0:
-                tokens._begin(tokens._Work([], None, []), driver_pid)
+                tokens._begin(tokens._Job([], None, []), driver_pid)
                 time.sleep(60)
         finally:  # a forked test process never returns to pytest
             os._exit(0)

@@ -69,7 +69,7 @@ def test_a_score_that_is_no_number_is_an_error(wrong):
 
 
 def test_a_result_entry_named_model_is_an_error(manager):
-    with pytest.raises(RewardError, match=r"a number 'model'.*rename it"):
+    with pytest.raises(RewardError, match=r"contains 'model'.*rename it"):
         CombinedRewards(manager("return {'score': 1, 'model': 2}")).score(batch_of([2.0], [0, 0, 3.0]), decode)
 
 
