@@ -106,7 +106,7 @@ class CheckpointManager:
             storage.copy_folder(str(folder / TRAINER), f"{copy}/{TRAINER}")
         for location in (self.root, *([] if self.mirror is None else [self.mirror])):
             storage.write_text(location, LATEST, str(step))
-        # An engine may still write in the background. Until then, the previous checkpoint is the newest complete one.
+        # An engine can still be writing in the background. The new checkpoint is incomplete until it finishes.
         complete = all(storage.is_complete(folder / role) for role in roles)
         protected_steps = self._record_best(best)
         for role in roles:
