@@ -144,10 +144,12 @@ class DataProto:
 
     def chunk(self, chunks: int) -> list[DataProto]:
         """Split into `chunks` batches of equal size. The number of rows must be divisible by `chunks`."""
-        if chunks < 1 or len(self) % chunks:
+        if chunks < 1:
+            raise BatchError(f"chunk: chunks={chunks} must be at least 1")
+        if len(self) % chunks:
             raise BatchError(
                 f"chunk: {len(self)} rows are not divisible by {chunks}; "
-                f"pad_to_divisor({chunks}) adds {-len(self) % max(chunks, 1)} rows"
+                f"pad_to_divisor({chunks}) adds {-len(self) % chunks} rows"
             )
         return self.split(len(self) // chunks) if len(self) else [self] * chunks
 

@@ -254,7 +254,7 @@ def test_chunk_returns_equal_parts_or_reports_the_fix():
     assert [ids(part) for part in batch_of().chunk(2)] == [[0, 1], [2, 3]]
     with pytest.raises(BatchError, match=r"4 rows are not divisible by 3; pad_to_divisor\(3\) adds 2 rows"):
         batch_of().chunk(3)
-    with pytest.raises(BatchError, match="into 0 equal parts"):
+    with pytest.raises(BatchError, match="chunks=0 must be at least 1"):
         batch_of().chunk(0)
 
 

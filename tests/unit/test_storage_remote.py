@@ -85,7 +85,7 @@ def test_an_incomplete_copy_at_a_url_is_an_error(tmp_path: Path, remote: str, na
 def test_names_that_lead_out_of_the_folder_are_rejected(tmp_path: Path, remote: str) -> None:
     manifest = {"facts": {}, "files": {"../outside.txt": {"bytes": 1, "sha256": ""}}}
     fsspec.filesystem("memory").pipe_file(f"/bucket/run/actor/{storage.MANIFEST}", json.dumps(manifest).encode())
-    with pytest.raises(CheckpointError, match=r"\.\./outside\.txt.*not inside the folder"):
+    with pytest.raises(CheckpointError, match=r"\.\./outside\.txt.*outside the folder"):
         storage.copy_folder(remote, str(tmp_path / "back"))
 
 
@@ -156,7 +156,7 @@ def test_only_a_complete_folder_is_copied_to_a_url(tmp_path: Path, remote: str) 
     ("url", "message"),
     [
         ("s4://bucket/x", "Protocol not known: s4; use a local path"),
-        ("memory://", "has no path"),
+        ("memory://", "contains no path"),
         ("needs-more://host/x", r"pip install 'camshaft\[remote\]'.*needs-more:// \(Install morefs"),
     ],
 )
