@@ -88,7 +88,7 @@ def test_state_changing_request_is_sent_once() -> None:
 
 def test_late_reply_is_an_error() -> None:
     with fake_server(lambda path, body: (time.sleep(1), (200, {}))[1]) as fake:
-        with pytest.raises(RolloutError, match=r"not answered /slow for 0.2 s.*engine_kwargs.timeout"):
+        with pytest.raises(RolloutError, match=r"did not answer /slow within 0.2 s.*engine_kwargs.timeout"):
             HTTPClient(fake.url, 0.2, 5).request("POST", "/slow", {})
         assert len(fake.paths) == 1
 

@@ -158,37 +158,35 @@ def _attend(
     acc = tl.zeros([PADDED_GROUP, DIMS], tl.float32)
     for begin in range(start, end, BLOCK):
         indices = begin + tl.arange(0, BLOCK)
-        position_mask = indices < end
+        valid = indices < end
         k = tl.load(
-            keys + indices[None, :] * DIM + offsets[:, None],
-            mask=position_mask[None, :] & (offsets < DIM)[:, None],
-            other=0.0,
+            keys + indices[None, :] * DIM + offsets[:, None], mask=valid[None, :] & (offsets < DIM)[:, None], other=0.0
         )
         scores = tl.dot(q, k, input_precision="ieee") * scale
-        scores = tl.where(position_mask[None, :], scores, -float("inf"))
+        scores = tl.where(valid[None, :], scores, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         rescale = tl.exp2(row_max - new_max)
         weights = tl.exp2(scores - new_max[:, None])
         v = tl.load(
             values + indices[:, None] * VALUE_DIM + offsets[None, :],
-            mask=position_mask[:, None] & (offsets < VALUE_DIM)[None, :],
+            mask=valid[:, None] & (offsets < VALUE_DIM)[None, :],
             other=0.0,
         )
         acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         row_max = new_max
 
-    out_index = heads * NUM_SPLITS + split
+    target = heads * NUM_SPLITS + split
     out_mask = head_mask & (offsets < VALUE_DIM)[None, :]
     if NUM_SPLITS == 1:
         result = (acc / row_sum[:, None]).to(parts.dtype.element_ty)
-        tl.store(parts + out_index[:, None] * VALUE_DIM + offsets[None, :], result, mask=out_mask)
+        tl.store(parts + target[:, None] * VALUE_DIM + offsets[None, :], result, mask=out_mask)
     else:
         non_empty = end > start
         log_sum = tl.where(non_empty, row_max + tl.log2(row_sum), -float("inf"))
-        tl.store(log_sums + out_index, log_sum, mask=group_index < GROUP)
+        tl.store(log_sums + target, log_sum, mask=group_index < GROUP)
         tl.store(
-            parts + out_index[:, None] * VALUE_DIM + offsets[None, :], acc / row_sum[:, None], mask=out_mask & non_empty
+            parts + target[:, None] * VALUE_DIM + offsets[None, :], acc / row_sum[:, None], mask=out_mask & non_empty
         )
 
 
