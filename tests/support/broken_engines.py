@@ -214,7 +214,7 @@ class WarmsUpTooLow(SingleDeviceEngine):
 
     @property
     def learning_rate(self) -> float:
-        return self.schedule.rate * (0.5 if self.schedule.update < 2 else 1.0)
+        return self.schedule.learning_rate * (0.5 if self.schedule.update < 2 else 1.0)
 
 
 class RenamesParameter(SingleDeviceEngine):
