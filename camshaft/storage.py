@@ -53,7 +53,7 @@ def new_folder(target: str | Path, **facts: Any) -> Iterator[Path]:
 def begin(target: str | Path) -> Path:
     """Create and return an empty temporary folder next to `target`. `finish` renames it to `target`."""
     target = Path(target).expanduser().absolute()
-    _put_back(target)
+    _restore_replaced(target)
     work, aside = target.with_name(target.name + _UNFINISHED), target.with_name(target.name + _REPLACED)
     for leftover in (work, aside):
         if leftover.exists():
@@ -109,7 +109,7 @@ def fingerprints(root: Path, paths: Iterable[Path]) -> dict[str, Any]:
     return {str(path.relative_to(root)): _fingerprint(path) for path in paths}
 
 
-def _put_back(target: Path) -> None:
+def _restore_replaced(target: Path) -> None:
     """Restore the previous `target` if a process was killed between the two renames of `finish`."""
     if not target.exists():
         with contextlib.suppress(FileNotFoundError):  # no previous folder, or another process restored it
@@ -149,7 +149,7 @@ def is_unfinished(path: Path) -> bool:
 
 def read_manifest(folder: Path) -> dict[str, Any]:
     """Return the manifest of a folder; raise CheckpointError if it is missing or unreadable."""
-    _put_back(folder)
+    _restore_replaced(folder)
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a complete checkpoint: it contains no {MANIFEST}")
@@ -166,7 +166,7 @@ def _parse_manifest(manifest: bytes, folder: str | Path) -> dict[str, Any]:
 def check_replaceable(target: str | Path, kind: str) -> None:
     """Raise CheckpointError if `target` exists, is not empty, and was not written with the same `kind`."""
     target = Path(target).expanduser()
-    _put_back(target)
+    _restore_replaced(target)
     if not target.exists() or (target.is_dir() and not any(target.iterdir())):
         return
     if (target / MANIFEST).is_file() and read_manifest(target)["facts"].get("kind") == kind:
@@ -239,7 +239,7 @@ def copy_folder(source: str, target: str) -> None:
         finish(target_folder, manifest["files"], manifest["facts"])
 
 
-def steps_at(place: str | Path) -> list[int]:
+def list_steps(place: str | Path) -> list[int]:
     """Return the numbers of the `global_step_<n>` folders in a folder or at a URL, sorted."""
     if not is_url(place):
         return [step for step, _ in step_folders(local(place))]
@@ -248,12 +248,12 @@ def steps_at(place: str | Path) -> list[int]:
     return sorted(int(match[1]) for name in names if (match := _STEP.match(name)))
 
 
-def facts_at(place: str | Path) -> dict[str, Any]:
+def read_facts(place: str | Path) -> dict[str, Any]:
     """Return the facts in the manifest of a folder or URL; raise CheckpointError if there is no manifest."""
     if not is_url(place):
         return read_manifest(local(place))["facts"]
     files, root = file_system(str(place))
-    return _manifest_at(files, root, str(place))["facts"]
+    return _read_remote_manifest(files, root, str(place))["facts"]
 
 
 def write_text(place: str | Path, name: str, text: str) -> None:
@@ -329,7 +329,7 @@ def file_system(url: str) -> tuple[Any, str]:
     return files, root.rstrip("/")
 
 
-def _manifest_at(files: Any, root: str, url: str) -> dict[str, Any]:
+def _read_remote_manifest(files: Any, root: str, url: str) -> dict[str, Any]:
     try:
         manifest = _parse_manifest(files.cat_file(f"{root}/{MANIFEST}"), url)
     except FileNotFoundError as error:
@@ -343,7 +343,7 @@ def _manifest_at(files: Any, root: str, url: str) -> dict[str, Any]:
 def _remove_copy(files: Any, root: str, url: str) -> None:
     names: list[str] = []
     with contextlib.suppress(CheckpointError):  # if the manifest is missing or truncated, its files are unknown
-        names += _manifest_at(files, root, url)["files"]
+        names += _read_remote_manifest(files, root, url)["files"]
     for name in (MANIFEST, *names):
         if files.exists(f"{root}/{name}"):
             files.rm_file(f"{root}/{name}")
@@ -370,7 +370,7 @@ def _upload(origin: Path, url: str) -> None:
 
 def _download(url: str, goal: Path) -> None:
     files, root = file_system(url)
-    manifest = _manifest_at(files, root, url)
+    manifest = _read_remote_manifest(files, root, url)
     copy = begin(goal)
     for name, expected in manifest["files"].items():
         path = copy / name

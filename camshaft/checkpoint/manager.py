@@ -113,7 +113,9 @@ class CheckpointManager:
             self._remove_old(role, keep.get(role), step if complete else step - 1, protected_steps)
         self._remove_empty(step)
         note = "" if complete else "; still writing in the background"
-        logger.info("saved %s: %.1f s, %s%s", folder, time.perf_counter() - start, format_size(size_of(folder)), note)
+        logger.info(
+            "saved %s: %.1f s, %s%s", folder, time.perf_counter() - start, format_size(folder_size(folder)), note
+        )
         return Saved(step, folder, dict(state), tuple(roles))
 
     def _record_best(self, best: int | None) -> set[int]:
@@ -180,7 +182,7 @@ class CheckpointManager:
         """Copy the newest complete checkpoint in the mirror to `root`, and return True if there is one."""
         # Checkpoints after the marker belong to an earlier run, which was started again from an earlier step.
         newest = storage.read_text(mirror, LATEST)
-        for step in reversed(storage.steps_at(mirror)):
+        for step in reversed(storage.list_steps(mirror)):
             name = f"global_step_{step}"
             if newest is not None and step > int(newest):
                 continue
@@ -195,9 +197,9 @@ class CheckpointManager:
 
     def _copy_to_root(self, source: str, folder: Path) -> None:
         """Copy a checkpoint. The `trainer` folder is copied last, so that an interrupted copy is incomplete."""
-        roles = storage.facts_at(f"{source}/{TRAINER}")["roles"]
+        roles = storage.read_facts(f"{source}/{TRAINER}")["roles"]
         for role in roles:
-            storage.facts_at(f"{source}/{role}")  # raises an error before anything is copied if the role is missing
+            storage.read_facts(f"{source}/{role}")  # raises an error before anything is copied if the role is missing
         for part in (*roles, TRAINER):
             storage.copy_folder(f"{source}/{part}", str(folder / part))
 
@@ -242,7 +244,7 @@ def incomplete_reason(step: Path) -> str | None:
     return None
 
 
-def size_of(folder: Path) -> int:
+def folder_size(folder: Path) -> int:
     """Return the total size of all files in a folder, in bytes."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 

@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("folder", metavar="FOLDER", help="trainer.default_local_dir of the run")
     root = Path(parser.parse_args(argv).folder).expanduser()
-    from camshaft.checkpoint.manager import BEST, TRAINER, format_size, incomplete_reason, read_marker, size_of
+    from camshaft.checkpoint.manager import BEST, TRAINER, folder_size, format_size, incomplete_reason, read_marker
 
     if not root.is_dir():
         raise ConfigError(f"{root} does not exist; set FOLDER to trainer.default_local_dir of a run")
@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
         marks = [word for word, which in (("newest", newest), ("best", best)) if step == which]
         state = "intact" if problem is None else "broken"
         age = _age(folder, folder / TRAINER / storage.MANIFEST)
-        rows.append((str(step), state, format_size(size_of(folder)), age, ", ".join(marks) or problem or ""))
+        rows.append((str(step), state, format_size(folder_size(folder)), age, ", ".join(marks) or problem or ""))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     for number, state, size, age, note in rows:
         cells = (number.rjust(widths[0]), state.ljust(widths[1]), size.rjust(widths[2]), age.rjust(widths[3]), note)

@@ -54,16 +54,16 @@ class Role:
     section: AnyModelConfig | None = None
     """Section `model` of a trained engine. None for an engine that is not trained."""
 
-    def key_of(self, option: str) -> str:
+    def config_key(self, option: str) -> str:
         """Return the config key of `Conflict.option`."""
         name, _, rest = option.partition(".")
         if not option:
             return self.strategy_key
         if name == "model":
             return f"{self.model_key}.{rest}"
-        return f"{self.key}engine_kwargs.{option}" if name in self.engine_kwargs else self.key_of_setting(option)
+        return f"{self.key}engine_kwargs.{option}" if name in self.engine_kwargs else self.setting_key(option)
 
-    def key_of_setting(self, option: str) -> str:
+    def setting_key(self, option: str) -> str:
         """Return the config key of a dotted option in `settings`."""
         keys = {
             "activation_offload": f"{self.model_key}.enable_activation_offload",
@@ -74,7 +74,7 @@ class Role:
         in_fsdp_config = option.partition(".")[0] in FSDPConfig.model_fields
         return f"{self.fsdp_key}.{option}" if in_fsdp_config else f"{self.key}{option}"
 
-    def value_of(self, option: str) -> Any:
+    def option_value(self, option: str) -> Any:
         """Return the value of a dotted option, or ABSENT if it is not set."""
         if not option:
             return self.strategy
@@ -219,7 +219,7 @@ def _check_unsupported(group: list[Role], capabilities: EngineCapabilities) -> I
     for role in group:
         for option, value in _requested_settings(role).items():
             if option.partition(".")[0] not in options:
-                settings.setdefault(option, []).append((role.key_of_setting(option), value))
+                settings.setdefault(option, []).append((role.setting_key(option), value))
     for option, uses in settings.items():
         name = option.partition(".")[0]
         supporting = (other for other, backend in ENGINES.items() if name in backend.capabilities.options.model_fields)
@@ -251,12 +251,12 @@ def _check_options(role: Role, capabilities: EngineCapabilities, world_size: int
     schema = capabilities.options
     misplaced = [name for name in role.engine_kwargs if name in role.settings and name in schema.model_fields]
     for name in misplaced:
-        message = f"duplicates {role.key_of_setting(name)}. Set that key instead."
-        yield Problem(role.key_of(name), role.engine_kwargs[name], message)
+        message = f"duplicates {role.setting_key(name)}. Set that key instead."
+        yield Problem(role.config_key(name), role.engine_kwargs[name], message)
     values = select_options(schema, role.settings, role.engine_kwargs)
     errors = invalid_options(schema, values)
     for error in errors:
-        yield Problem(role.key_of(error.option), role.value_of(error.option), f"{error.message}.")
+        yield Problem(role.config_key(error.option), role.option_value(error.option), f"{error.message}.")
     if errors or misplaced:
         return
     options = schema.from_dict(values)
@@ -270,9 +270,9 @@ def _to_problem(role: Role, conflict: Conflict, related: tuple[str, ...]) -> Pro
     fixes = []
     for fix in conflict.fixes:
         option, _, value = fix.partition("=")
-        fixes.append(f"{role.strategy_key if option == 'strategy' else role.key_of(option)}={value}")
+        fixes.append(f"{role.strategy_key if option == 'strategy' else role.config_key(option)}={value}")
     message = f"{conflict.message}. Set {', or '.join(fixes)}." if fixes else f"{conflict.message}."
-    return Problem(role.key_of(conflict.option), role.value_of(conflict.option), message, related)
+    return Problem(role.config_key(conflict.option), role.option_value(conflict.option), message, related)
 
 
 def _check_lora(role: Role, capabilities: EngineCapabilities) -> Iterator[Problem]:

@@ -21,7 +21,7 @@ from camshaft.config.load import (
     Config,
     as_config_errors,
     from_container,
-    keys_of,
+    overridden_keys,
     prepare_overrides,
     to_dict,
 )
@@ -54,7 +54,7 @@ def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
     only_print = arguments_without_printing != arguments
     if only_print:
         composed = _run_hydra(arguments_without_printing, config_name)
-    configs = [from_container(tree, schema, keys_of(overrides)) for tree, overrides in composed]
+    configs = [from_container(tree, schema, overridden_keys(overrides)) for tree, overrides in composed]
     _check_folders(configs, composed)
     return [] if only_print else configs
 
@@ -82,7 +82,7 @@ def _without_printing(argv: Sequence[str]) -> list[str]:
 def _check_folders(configs: Sequence[Config], composed: Composed) -> None:
     """Raise a `ConfigError` if several jobs of a sweep would write to the same folder."""
     for key in ("trainer.default_local_dir", "trainer.export_path", "data.output_path", "data.metrics_path"):
-        folders = [folder for folder in (_folder_of(config, key) for config in configs) if folder]
+        folders = [folder for folder in (_output_folder(config, key) for config in configs) if folder]
         shared = next((folder for folder in folders if folders.count(folder) > 1), None)
         if shared is not None:
             raise ConfigError(
@@ -91,7 +91,7 @@ def _check_folders(configs: Sequence[Config], composed: Composed) -> None:
             )
 
 
-def _folder_of(config: Config, key: str) -> str | None:
+def _output_folder(config: Config, key: str) -> str | None:
     if isinstance(config, EvalConfig):
         return {"data.output_path": config.data.output_path, "data.metrics_path": config.data.metrics_path}.get(key)
     if isinstance(config, GenerateConfig):
@@ -109,7 +109,7 @@ def _separate_folders(key: str, shared: str, configs: Sequence[Config], composed
     leaves = leaf_fields(type(configs[0]))
     values = [flatten(config.model_dump(), leaves) for config in configs]
     differing = [leaf for leaf in leaves if leaf != target and any(other[leaf] != values[0][leaf] for other in values)]
-    overridden = {key for _, overrides in composed for key in keys_of(overrides)}
+    overridden = {key for _, overrides in composed for key in overridden_keys(overrides)}
     # Omit keys that differ only because they are interpolated from an overridden key. A config group sets keys without
     # an override; then all differing keys are used.
     swept = [leaf for leaf in differing if leaf in overridden] or differing

@@ -12,7 +12,6 @@ from pydantic import ValidationError
 
 from camshaft.config.schema.fields import Section, describe
 from camshaft.config.tree import (
-    as_section,
     fields,
     flatten,
     format_value,
@@ -21,6 +20,7 @@ from camshaft.config.tree import (
     keys_overlap,
     leaf_fields,
     nearest_keys,
+    section_class,
     shorten,
 )
 from camshaft.plugins import find_target, list_names
@@ -118,7 +118,7 @@ def _prefixes(names: list[str]) -> list[str]:
 
 def _expected(key: str, schema: type[Section]) -> str:
     field = fields(schema)[key]
-    section = as_section(field)
+    section = section_class(field)
     if section is None:
         return describe(field)
     return f"a section with the keys {', '.join(section.model_fields)}"

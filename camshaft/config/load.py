@@ -88,7 +88,7 @@ def load_eval(
 
 def _load(schema: type[Config], overrides: Sequence[str], config_dir: str | None, config_name: str | None) -> Config:
     composed = _compose(schema, overrides, config_dir, config_name)
-    return from_container(composed, schema, keys_of(overrides))
+    return from_container(composed, schema, overridden_keys(overrides))
 
 
 def from_container(
@@ -311,14 +311,14 @@ class NotImplementedValue:
     message: str
 
 
-def _is(*values: Any) -> Callable[[Any], bool]:
+def _equals_any(*values: Any) -> Callable[[Any], bool]:
     return lambda value: value in values
 
 
 NOT_IMPLEMENTED = (
     NotImplementedValue(
         ("actor_rollout_ref.actor.strategy", "critic.strategy", "reward_model.strategy", "strategy"),
-        _is("megatron", "torchtitan"),
+        _equals_any("megatron", "torchtitan"),
         "is not implemented. Set {key}=fsdp, or {key}=reference for a single process.",
     ),
     NotImplementedValue(
@@ -327,14 +327,14 @@ NOT_IMPLEMENTED = (
             "critic.model.fsdp_config.model_dtype",
             "fsdp_config.model_dtype",
         ),
-        _is("bfloat16"),
+        _equals_any("bfloat16"),
         "training bfloat16 weights is not implemented, because optimizer updates that are smaller than the rounding "
         "error of bfloat16 are lost. Keep float32 weights and compute in bfloat16. Set {key}=float32 "
         "{section}.mixed_precision.param_dtype=bfloat16.",
     ),
     NotImplementedValue(
         ("actor_rollout_ref.hybrid_engine",),
-        _is(False),
+        _equals_any(False),
         "running actor and rollout on separate devices is not implemented. Set {key}=true.",
     ),
 )
@@ -457,7 +457,7 @@ def prepare_overrides(overrides: list[str], folders: list[str]) -> list[str]:
     return [prepare(override) for override in overrides]
 
 
-def keys_of(overrides: Sequence[str]) -> set[str]:
+def overridden_keys(overrides: Sequence[str]) -> set[str]:
     """Return the keys that `overrides` set."""
     return {override.lstrip("+").partition("=")[0] for override in overrides if not override.startswith("~")}
 

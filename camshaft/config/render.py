@@ -23,7 +23,7 @@ from camshaft.config.schema.fields import Section, describe
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.supervised import RMConfig, SFTConfig
-from camshaft.config.tree import as_section, fields, flatten, format_value, get, leaf_fields, nearest_keys, put
+from camshaft.config.tree import fields, flatten, format_value, get, leaf_fields, nearest_keys, put, section_class
 from camshaft.errors import ConfigError
 
 # -- keys -----------------------------------------------------------------------------------------
@@ -46,7 +46,7 @@ def explain(key: str, trainer: str = "ppo") -> str:
         return f"{key} is an alias of:\n\n{explain(ALIASES[key], trainer)}"
     if key not in fields(schema):
         raise ConfigError(_unknown(key, trainer))
-    section = as_section(fields(schema)[key])
+    section = section_class(fields(schema)[key])
     return _leaf(key, schema) if section is None else _section(key, section, schema)
 
 

@@ -22,7 +22,7 @@ def fields(schema: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     for name, field in schema.model_fields.items():
         key = f"{prefix}{name}"
         keys[key] = field
-        section = as_section(field)
+        section = section_class(field)
         if section is not None:
             keys.update(fields(section, f"{key}."))
     return keys
@@ -31,10 +31,10 @@ def fields(schema: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
 @cache
 def leaf_fields(schema: type[Section]) -> dict[str, FieldInfo]:
     """Map every key of the schema that has a value to its field. The keys of sections are excluded."""
-    return {key: field for key, field in fields(schema).items() if as_section(field) is None}
+    return {key: field for key, field in fields(schema).items() if section_class(field) is None}
 
 
-def as_section(field: FieldInfo) -> type[Section] | None:
+def section_class(field: FieldInfo) -> type[Section] | None:
     """Return the class of a section, or None if the field has a value."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None

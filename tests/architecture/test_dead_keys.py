@@ -29,7 +29,7 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.roles import CriticModelConfig
 from camshaft.config.schema.trainer import TrainerConfig
-from camshaft.config.tree import as_section, fields, leaf_fields
+from camshaft.config.tree import fields, leaf_fields, section_class
 
 ROOT = Path(camshaft.config.__file__).parents[1]
 CHECKING = ("backend_checks.py", "checks.py", "files.py")
@@ -181,7 +181,7 @@ def dead_keys(reader: Reader, schema: type[Section]) -> list[str]:
         for name in key.split("."):
             if not is_read(reader, kind, name) and key not in excused and key not in dead:
                 dead.append(key)
-            kind = as_section(kind.model_fields[name]) or kind
+            kind = section_class(kind.model_fields[name]) or kind
     return dead
 
 
