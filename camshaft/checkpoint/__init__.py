@@ -6,7 +6,7 @@
 
     manager = CheckpointManager("checkpoints/demo")
     manager.save(20, {"actor": actor.save_checkpoint}, state={"loader": loader.state_dict()}, keep={"actor": 3})
-    manager.latest()           # -> Saved(step=20, folder=..., state={...}) or None
+    manager.latest()           # -> SavedCheckpoint(step=20, folder=..., state={...}) or None
 
 A checkpoint has one folder per role, which the engine writes, and one for the state of the trainer. It is complete when
 all of them are.
@@ -14,13 +14,13 @@ all of them are.
 
 from camshaft.checkpoint.best import BestStep
 from camshaft.checkpoint.export import Probe, check_export_path, export_adapter, export_hugging_face
-from camshaft.checkpoint.manager import CheckpointManager, Saved
+from camshaft.checkpoint.manager import CheckpointManager, SavedCheckpoint
 
 __all__ = [
     "BestStep",
     "CheckpointManager",
     "Probe",
-    "Saved",
+    "SavedCheckpoint",
     "check_export_path",
     "export_adapter",
     "export_hugging_face",

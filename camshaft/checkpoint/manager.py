@@ -49,8 +49,8 @@ def export_folder_name(role: str) -> str:
 
 
 @dataclass(frozen=True)
-class Saved:
-    """A complete checkpoint."""
+class SavedCheckpoint:
+    """A complete checkpoint: its step, folder, trainer state and roles."""
 
     step: int
     folder: Path
@@ -78,7 +78,7 @@ class CheckpointManager:
         keep: Mapping[str, int | None],
         exports: Mapping[str, Write] | None = None,
         best: int | None = None,
-    ) -> Saved:
+    ) -> SavedCheckpoint:
         """Save a checkpoint, and remove old checkpoints.
 
         Args:
@@ -116,7 +116,7 @@ class CheckpointManager:
         logger.info(
             "saved %s: %.1f s, %s%s", folder, time.perf_counter() - start, format_size(folder_size(folder)), note
         )
-        return Saved(step, folder, dict(state), tuple(roles))
+        return SavedCheckpoint(step, folder, dict(state), tuple(roles))
 
     def _record_best(self, best: int | None) -> set[int]:
         """Record the best step on disk, and return the steps that retention must keep.
@@ -171,7 +171,7 @@ class CheckpointManager:
 
     # -- reading ----------------------------------------------------------------------------------
 
-    def latest(self) -> Saved | None:
+    def latest(self) -> SavedCheckpoint | None:
         """Return the newest complete checkpoint, or None. If `root` contains none, fetch one from the mirror."""
         saved = self._latest_local()
         if saved is not None or self.mirror is None or not self._fetch(self.mirror):
@@ -203,7 +203,7 @@ class CheckpointManager:
         for part in (*roles, TRAINER):
             storage.copy_folder(f"{source}/{part}", str(folder / part))
 
-    def _latest_local(self) -> Saved | None:
+    def _latest_local(self) -> SavedCheckpoint | None:
         for _, folder in reversed(storage.step_folders(self.root)):
             try:
                 return self.open(folder)
@@ -211,7 +211,7 @@ class CheckpointManager:
                 logger.warning("skipped a checkpoint: %s", error)
         return None
 
-    def open(self, folder: str | Path) -> Saved:
+    def open(self, folder: str | Path) -> SavedCheckpoint:
         """Return the checkpoint in `folder`; raise CheckpointError if it is incomplete."""
         folder = Path(folder).expanduser()
         if not folder.is_dir():
@@ -225,7 +225,7 @@ class CheckpointManager:
         if problem is not None:
             raise CheckpointError(f"{folder} is incomplete: {problem}")
         state = json.loads((folder / TRAINER / "state.json").read_text(encoding="utf-8"))
-        return Saved(facts["global_step"], folder, state, tuple(facts["roles"]))
+        return SavedCheckpoint(facts["global_step"], folder, state, tuple(facts["roles"]))
 
 
 # -- state of checkpoints, without verifying checksums ----------------------------------------------

@@ -93,7 +93,7 @@ def _class(name: str) -> type[Tracker]:
 def _start(name: str, run: RunInfo) -> SynchronousTracker | ThreadedTracker:
     tracker_class = _class(name)
     try:
-        runner = SynchronousTracker if tracker_class.at_once else ThreadedTracker
+        runner = SynchronousTracker if tracker_class.synchronous else ThreadedTracker
         return runner(name, lambda: tracker_class(run))  # pyright: ignore[reportAbstractUsage]  (a subclass)
     except Exception as error:
         raise ConfigError(

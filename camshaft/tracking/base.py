@@ -61,11 +61,11 @@ class Tracker(ABC):
     """Base class of trackers.
 
     A run calls the constructor, `log` once per step, and `finish` at the end, also after an error. All calls are made
-    from one dedicated thread, unless `at_once` is set. Errors of `log` and `log_generations` do not stop the run, and
-    only the first one is logged. Errors of `check` and of the constructor end the run before its first step.
+    from one dedicated thread, unless `synchronous` is set. Errors of `log` and `log_generations` do not stop the run,
+    and only the first one is logged. Errors of `check` and of the constructor end the run before its first step.
     """
 
-    at_once: ClassVar[bool] = False
+    synchronous: ClassVar[bool] = False
     """True if the run calls the tracker synchronously. Set it only for trackers that are fast and never block."""
 
     @classmethod

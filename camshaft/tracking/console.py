@@ -34,7 +34,7 @@ _WINDOW = 20
 class ConsoleTracker(Tracker):
     """Print metrics to standard output, or to another rich console."""
 
-    at_once = True
+    synchronous = True
 
     def __init__(self, run: RunInfo, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
         self._run = run

@@ -22,7 +22,7 @@ FILE_NAME = "metrics.jsonl"
 class JsonlTracker(Tracker):
     """Append one line per step without buffering. A line that cannot be written is written with the next step."""
 
-    at_once = True
+    synchronous = True
 
     def __init__(self, run: RunInfo):
         self.path = run.path(FILE_NAME)

@@ -19,7 +19,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from camshaft.checkpoint import BestStep, Saved
+from camshaft.checkpoint import BestStep, SavedCheckpoint
 from camshaft.config import PPOConfig
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
@@ -217,7 +217,7 @@ class PPOTrainer:
 
     # -- training loop ---------------------------------------------------------------------------------
 
-    def prepare(self) -> Saved | None:
+    def prepare(self) -> SavedCheckpoint | None:
         """Build the models. If the run resumes from a checkpoint, load and return it."""
         saved = self._checkpoint_to_resume()
         if saved is not None:
@@ -309,7 +309,7 @@ class PPOTrainer:
         }
         self.parts.checkpoints.save(step, roles, state, keep, exports, self.best.step)
 
-    def _checkpoint_to_resume(self) -> Saved | None:
+    def _checkpoint_to_resume(self) -> SavedCheckpoint | None:
         trainer, checkpoints = self.config.trainer, self.parts.checkpoints
         if trainer.resume_mode == "disable":
             return None

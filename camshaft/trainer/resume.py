@@ -15,7 +15,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from camshaft.checkpoint import Saved
+from camshaft.checkpoint import SavedCheckpoint
 from camshaft.config import PPOConfig, SupervisedConfig, without_secrets
 from camshaft.config.tree import flatten, format_value, leaf_fields
 from camshaft.errors import CheckpointError
@@ -41,7 +41,7 @@ def list_changes(saved_values: Mapping[str, Any], config: PPOConfig | Supervised
     ]
 
 
-def check_resume(saved: Saved, config: PPOConfig | SupervisedConfig, roles: Iterable[str]) -> None:
+def check_resume(saved: SavedCheckpoint, config: PPOConfig | SupervisedConfig, roles: Iterable[str]) -> None:
     """Log config changes since the checkpoint. Raise CheckpointError if a role of the run is missing in it."""
     changes = list_changes(saved.state["config"], config)
     if changes:
@@ -55,7 +55,7 @@ def check_resume(saved: Saved, config: PPOConfig | SupervisedConfig, roles: Iter
         )
 
 
-def log_resume(saved: Saved, total_steps: int) -> None:
+def log_resume(saved: SavedCheckpoint, total_steps: int) -> None:
     """Log the next step, or a warning if the run has already finished."""
     if saved.step < total_steps:
         logger.info("resumed from %s: step %d of %d is next", saved.folder, saved.step + 1, total_steps)

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from camshaft import storage
-from camshaft.checkpoint import Saved
+from camshaft.checkpoint import SavedCheckpoint
 from camshaft.config import (
     GLOBAL_POOL,
     PlacementConfig,
@@ -55,7 +55,7 @@ class Session:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def tracking(
-        self, config: PPOConfig | SupervisedConfig, total_steps: int, saved: Saved | None, subfolder: str = ""
+        self, config: PPOConfig | SupervisedConfig, total_steps: int, saved: SavedCheckpoint | None, subfolder: str = ""
     ) -> Tracking:
         """Build the trackers. Validation-only runs set `subfolder` to keep the metrics of the training run."""
         trainer = self.trainer

@@ -23,7 +23,7 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
-from camshaft.checkpoint import BestStep, CheckpointManager, Saved, check_export_path
+from camshaft.checkpoint import BestStep, CheckpointManager, SavedCheckpoint, check_export_path
 from camshaft.config import GLOBAL_POOL, SupervisedConfig, Topology
 from camshaft.controller import spawn
 from camshaft.data import StatefulLoader, data_files
@@ -94,7 +94,7 @@ class SupervisedTrainer(ABC, Generic[W]):
 
     # -- training loop ---------------------------------------------------------------------------------
 
-    def prepare(self) -> Saved | None:
+    def prepare(self) -> SavedCheckpoint | None:
         """Build the model. If the run resumes from a checkpoint, load and return it."""
         saved = self.checkpoints.latest() if self.config.trainer.resume_mode == "auto" else None
         if saved is not None:

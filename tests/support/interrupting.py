@@ -25,7 +25,7 @@ def _step(file: Path) -> int | None:
 
 
 class InterruptingTracker(Tracker):
-    at_once = True
+    synchronous = True
 
     def __init__(self, run: RunInfo):
         self.folder = run.folder

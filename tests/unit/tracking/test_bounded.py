@@ -46,7 +46,7 @@ class FullDisk(Plain):
 
 
 class AtOnce(FullDisk):
-    at_once = True
+    synchronous = True
 
 
 class Hanging(Plain):

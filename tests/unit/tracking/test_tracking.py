@@ -13,7 +13,7 @@ EVENTS: list[tuple] = []
 class Recorder(Tracker):
     """A tracker that records its calls."""
 
-    at_once = True
+    synchronous = True
 
     def __init__(self, run):
         EVENTS.append(("start", run.experiment))
@@ -54,7 +54,7 @@ class NeedsStatus(Recorder):
 class NeedsStatusInThread(NeedsStatus):
     """A tracker with a thread that the run does not wait for."""
 
-    at_once = False
+    synchronous = False
 
 
 @pytest.fixture(autouse=True)
