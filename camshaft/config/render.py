@@ -10,6 +10,7 @@ Descriptions, types and bounds are read from the schema. Defaults and comments a
 """
 
 import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -79,15 +80,27 @@ def _leaf(key: str, schema: type[Section]) -> str:
     rows += [("comment", comment) for comment in [comments(schema).get(key)] if comment]
     rows += [("alias", alias) for alias, name in ALIASES.items() if name == key]
     rows += [("note", "some values are not implemented")] if _has_unimplemented_values(key) else []
-    return "\n".join([key, f"  {field.description}", "", *(f"  {name:<10}  {text}" for name, text in rows)])
+    return "\n".join([key, _wrap(field.description), "", *(f"  {name:<10}  {text}" for name, text in rows)])
 
 
 def _section(key: str, section: type[Section], schema: type[Section]) -> str:
-    lines = [key, f"  {fields(schema)[key].description}", ""]
+    lines = [key, _wrap(fields(schema)[key].description), ""]
     width = max(len(name) for name in section.model_fields)
     for name, field in section.model_fields.items():
-        lines.append(f"  {name:<{width}}  {field.description}")
+        lines.append(_wrap(field.description, f"  {name:<{width}}  "))
     return "\n".join(lines)
+
+
+def _wrap(description: str | None, label: str = "  ") -> str:
+    """Wrap a description to 120 columns after `label`, and indent the following lines by its length."""
+    return textwrap.fill(
+        description or "",
+        120,
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _unknown(key: str, trainer: str) -> str:
