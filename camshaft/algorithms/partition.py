@@ -44,7 +44,9 @@ def karmarkar_karp(costs: Sequence[float], count: int) -> list[list[int]]:
     Costs must be non-negative. A group is empty only if `count` exceeds the number of rows.
     """
     if count < 1 or min(costs, default=0) < 0:
-        raise ValueError(f"count={count} must be at least 1 and costs={list(costs)[:8]} must not be negative")
+        raise ValueError(
+            f"karmarkar_karp: count={count} must be at least 1 and costs={list(costs)[:8]} must be at least 0"
+        )
     # A partition is a list of non-empty groups, most expensive first. Its spread is the remaining imbalance.
     heap = [(-_spread([(-cost, row, [row])], count), row, [(-cost, row, [row])]) for row, cost in enumerate(costs)]
     heapq.heapify(heap)

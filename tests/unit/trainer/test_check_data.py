@@ -119,7 +119,7 @@ def test_invalid_data_and_functions_fail_with_one_line(check: Check, what: str) 
 def test_all_that_is_wrong_is_said_at_once(check: Check) -> None:
     status, output = check([row("1")], reward="return 1 / 0")
     assert status == 1
-    assert "(and 1 more, above)" in output.splitlines()[-1]
+    assert "(and 1 more above)" in output.splitlines()[-1]
     assert output.count("\n! ") == 2
 
 

@@ -137,13 +137,13 @@ def test_a_step_without_a_required_critic_is_rejected(tmp_path: Path) -> None:
     run(tmp_path, {**grpo, "trainer.save_freq": 1}, steps=1)
     with pytest.raises(CheckpointError) as exc_info:
         run(tmp_path, {}, steps=2)
-    assert "has no critic, which this run needs" in str(exc_info.value)
+    assert "does not contain critic, which this run needs" in str(exc_info.value)
     assert "algorithm.adv_estimator=gae (was grpo)" in str(exc_info.value)
     assert "trainer.resume_mode=disable" in str(exc_info.value)
 
 
 def test_other_rows_and_another_model_are_rejected(home: Path, tmp_path: Path) -> None:
-    with pytest.raises(BatchError, match="has num_rows=64, but this run has num_rows=16: rows were added or removed"):
+    with pytest.raises(BatchError, match="with num_rows=64, but this run has num_rows=16: rows were added or removed"):
         run(home, {"data.train_files": home / "data" / "heldout.parquet"}, saves_to=tmp_path)
     with pytest.raises(CheckpointError, match="is a checkpoint of another model"):
         run(home, {"actor_rollout_ref.model.lora_rank": 2}, saves_to=tmp_path)
