@@ -17,8 +17,8 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
         (f"{ACTOR}.strategy=megatron", "strategy=reference"),
         ("critic.strategy=torchtitan", "critic.strategy=fsdp"),
         ("actor_rollout_ref.hybrid_engine=false", "hybrid_engine=true"),
-        ("trainer.default_local_dir=s3://bucket/run", "accept a URL"),
-        ("custom_reward_function.path=s3://bucket/reward.py", "accept a URL"),
+        ("trainer.default_local_dir=s3://bucket/run", "accept URLs"),
+        ("custom_reward_function.path=s3://bucket/reward.py", "accept URLs"),
     ],
 )
 def test_unimplemented_value_is_rejected_with_a_fix(words, word, instead):

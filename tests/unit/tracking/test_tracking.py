@@ -128,12 +128,12 @@ def test_trackers_end_as_failed_if_another_cannot_start(run, events):
 
 
 def test_an_unknown_tracker_is_named_with_the_nearest(run):
-    with pytest.raises(ConfigError, match=r"no 'consol' .*Did you mean 'console'"):
+    with pytest.raises(ConfigError, match=r"unknown name 'consol' .*Did you mean 'console'"):
         Tracking(["consol"], run)
 
 
 def test_a_tracker_must_be_one(run):
-    with pytest.raises(ConfigError, match="is not a Tracker"):
+    with pytest.raises(ConfigError, match="is not a subclass of Tracker"):
         Tracking(["pathlib:Path"], run)
 
 

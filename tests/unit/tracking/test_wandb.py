@@ -104,7 +104,7 @@ def test_a_missing_account_is_an_error_without_a_prompt(monkeypatch, capfd):
     monkeypatch.delenv("WANDB_MODE")
     wandb.teardown()  # wandb remembers the mode
     monkeypatch.setattr(sys.stdin, "isatty", lambda: True, raising=False)
-    with pytest.raises(ConfigError, match=r"no account.*wandb login.*WANDB_API_KEY.*WANDB_MODE=offline"):
+    with pytest.raises(ConfigError, match=r"requires an API key.*wandb login.*WANDB_API_KEY.*WANDB_MODE=offline"):
         check_trackers(["wandb"])
     wandb.teardown()
     assert capfd.readouterr() == ("", "")
