@@ -5,14 +5,16 @@ from pathlib import Path
 
 import pytest
 from support import ranks  # noqa: F401  (preloads the fork server)
-from support.broken_controllers import CAUGHT_BY
+from support.broken_controllers import FAULTS
 from support.cluster import ray_here
 
 from camshaft.contracts.controller.harness import ControllerHarness, Start
 from camshaft.contracts.controller.suite import RULES, check_controller
 from camshaft.contracts.rules import Rule, Violation
+from camshaft.controller import Dispatch, group
 from camshaft.controller.group import BACKENDS
 from camshaft.controller.local import start as start_local
+from camshaft.errors import WorkerError
 from camshaft.plugins import import_attribute
 
 BY_NAME = {rule.name: rule for rule in RULES}
@@ -49,15 +51,25 @@ def test_backend_keeps_rule(backend: str, rule: Rule[ControllerHarness], tmp_pat
     rule.check(ControllerHarness(import_attribute(BACKENDS[backend]), tmp_path))
 
 
-@pytest.mark.parametrize("broken", CAUGHT_BY, ids=lambda start: start.__name__)
-def test_contract_catches_broken_backend(broken: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("start", "rule"), [pytest.param(*case, id=f"{name}-{case[1]}") for name, *case in FAULTS])
+def test_contract_detects_fault(start: Start, rule: str, tmp_path: Path) -> None:
+    with pytest.raises((Violation, WorkerError)):
+        BY_NAME[rule].check(ControllerHarness(start, tmp_path))
+
+
+def test_contract_detects_methods_that_need_no_decorator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group, "registered_methods", lambda role: dict.fromkeys(dir(role), Dispatch.ONE_TO_ALL))
     with pytest.raises(Violation):
-        BY_NAME[CAUGHT_BY[broken]].check(ControllerHarness(broken, tmp_path))
+        BY_NAME["unregistered methods are rejected"].check(ControllerHarness(start_local, tmp_path))
+
+
+def test_every_rule_detects_a_fault() -> None:
+    assert {rule for _, _, rule in FAULTS} | {"unregistered methods are rejected"} == set(BY_NAME)
 
 
 def test_rules_have_meanings_and_unique_names() -> None:
     assert len(BY_NAME) == len(RULES)
-    assert set(BY_NAME) >= TIMED | FAST_ON_RAY | set(CAUGHT_BY.values())
+    assert set(BY_NAME) >= TIMED | FAST_ON_RAY
     for rule in RULES:
         assert rule.meaning.endswith("."), rule.name
 

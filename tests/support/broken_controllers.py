@@ -1,16 +1,21 @@
-"""Controller backends that each break a rule of the contract: local pools with one fault."""
+"""Controller backends with one fault each, and the rules of the contract that detect it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from camshaft.controller import Options, Pool, PoolSpec
+from camshaft.controller.group import RoleSpec
 from camshaft.controller.local import LocalPool
 from camshaft.controller.process_pool import Request
 from camshaft.controller.worker import Call
 from camshaft.errors import WorkerError
 from camshaft.seat import Seat
+
+Start = Callable[[Sequence[PoolSpec], Options], list[Pool]]
 
 
 def start_all(pool_class: type[LocalPool], specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
@@ -22,7 +27,12 @@ def start_all(pool_class: type[LocalPool], specs: Sequence[PoolSpec], options: O
     return list(pools)
 
 
-class Reversed(LocalPool):
+# -- results ---------------------------------------------------------------------------------------
+
+
+class ReversedAnswers(LocalPool):
+    """Assign the answers of a call to the ranks in reverse order."""
+
     def answers(self, request: Request) -> Iterator[tuple[int, Any]]:
         answers = list(super().answers(request))
         if request.method.startswith("seat_for"):
@@ -31,25 +41,78 @@ class Reversed(LocalPool):
         yield from zip((rank for rank, _ in answers), (answer for _, answer in reversed(answers)), strict=True)
 
 
-class Blocking(LocalPool):
+class StaleAnswers(LocalPool):
+    """Return the previous answer of a method."""
+
+    def __init__(self, spec: PoolSpec, options: Options):
+        super().__init__(spec, options)
+        self.previous: dict[str, list[tuple[int, Any]]] = {}
+
+    def answers(self, request: Request) -> Iterator[tuple[int, Any]]:
+        answers = list(super().answers(request))
+        yield from self.previous.get(request.method, answers)
+        self.previous[request.method] = answers
+
+
+class LateAnswers(LocalPool):
+    """Return the answers when all ranks have answered."""
+
+    def build(self, role: RoleSpec) -> int:
+        return super().build(replace(role, timeout=2))  # the rule waits for the first answer
+
+    def answers(self, request: Request) -> Iterator[tuple[int, Any]]:
+        yield from list(super().answers(request))
+
+
+class BlockingSubmit(LocalPool):
+    """Wait for the answers before `submit` returns."""
+
     def submit(self, key: int, method: str, calls: Sequence[Call | None], send_result: Sequence[bool]) -> Request:
         request = super().submit(key, method, calls, send_result)
         dict(request)
         return request
 
 
-class EagerSeats(LocalPool):
-    def seats(self, key: int, method: str) -> list[Seat]:
-        return [Seat(rank, self.world_size, rank, self.world_size) for rank in range(self.world_size)]
+class CallsEveryRank(LocalPool):
+    """Call ranks that have no call, too."""
 
-
-class EveryRank(LocalPool):
     def submit(self, key: int, method: str, calls: Sequence[Call | None], send_result: Sequence[bool]) -> Request:
         call = next(call for call in calls if call is not None)
         return super().submit(key, method, [one or call for one in calls], send_result)
 
 
-class Terse(LocalPool):
+# -- layout ----------------------------------------------------------------------------------------
+
+
+class OwnSeats(LocalPool):
+    """Give each rank its own slice of the rows."""
+
+    def seats(self, key: int, method: str) -> list[Seat]:
+        return [Seat(rank, self.world_size, rank, self.world_size) for rank in range(self.world_size)]
+
+
+class EarlySeats(LocalPool):
+    """Read the seats when a role is built."""
+
+    def build(self, role: RoleSpec) -> int:
+        key = super().build(role)
+        self.seats(key, "scale")
+        return key
+
+
+class KeepsDroppedRoles(LocalPool):
+    """Leave a role usable that was shut down."""
+
+    def drop(self, key: int) -> None:
+        pass
+
+
+# -- errors ----------------------------------------------------------------------------------------
+
+
+class TerseErrors(LocalPool):
+    """Raise errors without the rank, the method and the cause."""
+
     def answers(self, request: Request) -> Iterator[tuple[int, Any]]:
         try:
             yield from super().answers(request)
@@ -57,61 +120,142 @@ class Terse(LocalPool):
             raise WorkerError("a worker failed") from None
 
 
-class Lenient(LocalPool):
-    def drop(self, key: int) -> None:
-        """Do not drop the role."""
+class RepeatedErrors(LocalPool):
+    """Raise an error that contains the traceback twice."""
+
+    def answers(self, request: Request) -> Iterator[tuple[int, Any]]:
+        try:
+            yield from super().answers(request)
+        except WorkerError as error:
+            raise WorkerError(f"{error}\n{error}") from error
 
 
-class Leaky(LocalPool):
+class IgnoresBuildErrors(LocalPool):
+    """Return from `build` although the role cannot be built."""
+
+    def build(self, role: RoleSpec) -> int:
+        try:
+            return super().build(role)
+        except WorkerError:
+            return 0
+
+
+class EndsOnInvalidCalls(LocalPool):
+    """End the pool if an argument cannot be sent."""
+
+    def submit(self, key: int, method: str, calls: Sequence[Call | None], send_result: Sequence[bool]) -> Request:
+        try:
+            return super().submit(key, method, calls, send_result)
+        except WorkerError:
+            self.shutdown()
+            raise
+
+
+class NoStacks(LocalPool):
+    """Report late ranks without their stacks."""
+
+    def create_processes(self) -> None:
+        super().create_processes()
+        for process in self.processes:
+            process.stacks = str  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class IgnoresDeaths(LocalPool):
+    """Wait for the answer of a dead rank until the time limit."""
+
+    def build(self, role: RoleSpec) -> int:
+        return super().build(replace(role, timeout=2))
+
+    def _check_alive(self) -> None:
+        pass
+
+
+class IgnoresOtherPools(LocalPool):
+    """Wait for one pool without monitoring the others."""
+
+    def build(self, role: RoleSpec) -> int:
+        return super().build(replace(role, timeout=2))
+
+    def _poll_if_unattended(self) -> None:
+        pass
+
+
+# -- processes -------------------------------------------------------------------------------------
+
+
+class IgnoresShutdown(LocalPool):
+    """Ignore the first shutdown; the harness shuts the pool down again."""
+
     ignored = False
 
     def shutdown(self) -> None:
-        """Ignore the first call; the harness calls again."""
         if self.ignored:
             super().shutdown()
         self.ignored = True
 
 
-def reversed_answers(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
-    return start_all(Reversed, specs, options)
+class SurvivesErrors(LocalPool):
+    """Leave the processes running after an error, until the shutdown."""
+
+    def _terminate(self, reason: str) -> None:
+        if "failed" in reason:
+            self._end_reason = reason
+        else:
+            super()._terminate(reason)
+
+    def shutdown(self) -> None:
+        self._end_reason = ""
+        super()._terminate("it was shut down")
 
 
-def blocking_submit(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
-    return start_all(Blocking, specs, options)
+def without_process_group(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
+    """Start pools whose ranks are in no process group."""
+    pools = [LocalPool(spec, options) for spec in specs]
+    for pool in pools:
+        pool.start()
+    return list(pools)
 
 
-def eager_seats(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
-    return start_all(EagerSeats, specs, options)
+def with_all_cores(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
+    """Start each pool as if it were the only one on the machine."""
+    return start_all(LocalPool, specs, options)
 
 
-def every_rank(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
-    return start_all(EveryRank, specs, options)
-
-
-def terse_errors(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
-    return start_all(Terse, specs, options)
-
-
-def undropped_roles(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
-    return start_all(Lenient, specs, options)
-
-
-def leaked_processes(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
-    return start_all(Leaky, specs, options)
-
-
-def no_logs(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
+def without_log_files(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
+    """Start pools that write their output to that of the driver."""
     return start_all(LocalPool, specs, Options(timeout=options.timeout, preload=options.preload))
 
 
-CAUGHT_BY = {
-    reversed_answers: "rows keep their order",
-    blocking_submit: "pools run at once",
-    eager_seats: "seats split and merge",
-    every_rank: "modes choose ranks",
-    terse_errors: "exceptions reach the driver",
-    undropped_roles: "roles share processes",
-    leaked_processes: "shutdown leaves no process",
-    no_logs: "output goes to log files",
-}
-"""The rule that detects each fault."""
+DETECTED_BY: dict[type[LocalPool] | Start, tuple[str, ...]] = {
+    ReversedAnswers: ("rows keep their order", "parts make the result", "parts follow seats"),
+    StaleAnswers: ("calls run in order", "small answers do not overtake"),
+    LateAnswers: ("parts arrive early",),
+    BlockingSubmit: ("pools run at once",),
+    CallsEveryRank: ("modes choose ranks",),
+    OwnSeats: ("seats split and merge",),
+    EarlySeats: ("seats are read late",),
+    KeepsDroppedRoles: ("roles share processes",),
+    TerseErrors: (
+        "exceptions reach the driver", "pending calls raise", "failures after a part are errors", "results must pickle",
+        "killed ranks are errors", "suspended ranks do not block",
+    ),
+    RepeatedErrors: ("equal failures are one error",),
+    IgnoresBuildErrors: ("construction errors are raised by spawn",),
+    EndsOnInvalidCalls: ("wrong batches leave the ranks intact",),
+    NoStacks: ("late ranks are reported",),
+    IgnoresDeaths: ("deaths between calls are detected",),
+    IgnoresOtherPools: ("deaths end waits for other pools",),
+    IgnoresShutdown: ("shutdown leaves no process",),
+    SurvivesErrors: ("errors leave no process",),
+    without_process_group: ("ranks share a process group",),
+    with_all_cores: ("pools share the cores",),
+    without_log_files: ("output goes to log files",),
+}  # fmt: skip
+"""The rules that detect each fault."""
+
+FAULTS: list[tuple[str, Start, str]] = [
+    (fault.__name__, partial(start_all, fault) if isinstance(fault, type) else fault, rule)
+    for fault, rules in DETECTED_BY.items()
+    for rule in rules
+]
+"""Name of the fault, backend, and name of the rule."""
