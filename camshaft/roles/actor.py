@@ -28,7 +28,7 @@ from camshaft.plugins import load_function
 from camshaft.roles.base import EngineRole, TrainedRole, UpdatePlan, build_counts, select_responses
 
 OldLogProbs = Literal["actor", "update", "rollout"]
-"""Source of the old log-probs, as returned by `PPOConfig.old_log_probs`."""
+"""Source of the old log-probs, as returned by `PPOConfig.old_log_prob_source`."""
 
 
 class ActorWorker(TrainedRole):

@@ -148,4 +148,4 @@ def test_an_invalid_config_is_reported_as_in_a_run(check: Check) -> None:
 
 def test_help_describes_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check-data", "--help"]) == 0
-    assert "Takes the arguments of camshaft ppo" in capsys.readouterr().out
+    assert "Accepts the same arguments as camshaft ppo" in capsys.readouterr().out

@@ -61,7 +61,7 @@ def test_a_single_update_computes_its_old_log_probs(
         **({} if ranks == 1 else {"actor_rollout_ref.actor.strategy": "fsdp"}),
     }
     with monkeypatch.context() as patch:
-        patch.setattr(PPOConfig, "old_log_probs", lambda self: "actor")
+        patch.setattr(PPOConfig, "old_log_prob_source", lambda self: "actor")
         apart = run_ppo(tmp_path / "apart", once, steps=2)
     together = run_ppo(tmp_path / "together", once, steps=2)
     for one, other in zip(apart, together, strict=True):
