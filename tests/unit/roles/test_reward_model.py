@@ -278,7 +278,7 @@ def test_a_custom_class_scores(home: Path) -> None:
         ("support.reward_models:IncompleteReward", "does not register compute_rm_score"),
         ("support.reward_models:make_tiny_reward_model", "is not a subclass of Worker"),
         ("support.reward_models:Nobody", "has no attribute 'Nobody'"),
-        ("no_such_module:Mine", "no module 'no_such_module'"),
+        ("no_such_module:Mine", "the module 'no_such_module' does not exist"),
     ],
 )
 def test_a_class_without_scoring_is_an_error(name: str, message: str, home: Path) -> None:
