@@ -207,7 +207,7 @@ def test_a_checkpoint_is_exported_with_the_scores_of_the_run(uninterrupted: Path
         (
             {"data.use_dynamic_bsz": True, "data.max_token_len_per_gpu": 63},
             2,
-            ["the longest pair of sequences, 64 tokens: data.max_length=32. Set 64 or more."],
+            ["the longest pair of sequences (64 tokens): data.max_length=32. Set 64 or more."],
         ),
         ({"strategy": "fsdp", "trainer.n_gpus_per_node": 3}, 2, ["data.train_batch_size = 8", "8 = 3 ranks x 2 + 2"]),
         ({"data.rejected_key": "worse"}, 1, ["has no column 'worse'", "prompt, chosen, rejected"]),
