@@ -3,7 +3,8 @@
     problems = list(check(config))        # the config of any command
 
 A problem lists the keys that it depends on, so that `load.py` can omit it if one of them has an invalid value. Messages
-about batch sizes include the arithmetic. `backend_checks.py` checks engines and rollouts, `files.py` files on disk.
+about batch sizes include the arithmetic. `backend_checks.py` checks engines and rollouts; `files.py` checks files on
+disk.
 """
 
 import re

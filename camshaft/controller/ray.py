@@ -8,9 +8,9 @@ that is rebuilt from it copies the data before writing to it. Before the pools a
 requested resources with those of the cluster. While the driver waits for an answer, `network.py` connects to the
 daemons of the cluster, which detects a dead machine within seconds. Ray itself needs fifteen seconds.
 
-The backend joins the cluster given by `ray_init.address`, by RAY_ADDRESS, or running on this machine. If there is none,
-it starts a cluster on this machine. This cluster declares at least as many CPUs as the pools request, so on a small
-machine the ranks share the cores.
+The backend joins the cluster at `ray_init.address` or, if that is unset, at RAY_ADDRESS. Otherwise it joins a cluster
+that already runs on this machine, or starts one. This cluster declares at least as many CPUs as the pools request, so
+on a small machine the ranks share the cores.
 """
 
 from __future__ import annotations

@@ -185,8 +185,8 @@ def gather(mode: Dispatch, seats: Sequence[Seat], results: Sequence[Any]) -> Any
     for rank, part in zip(ranks, parts, strict=True):
         if not isinstance(part, DataProto):
             raise BatchError(
-                f"a DP_COMPUTE_PROTO method returned {type(part).__name__} on rank {rank}; return a DataProto with "
-                "numbers in its meta_info, or None on all ranks"
+                f"a DP_COMPUTE_PROTO method returned {type(part).__name__} on rank {rank}; return a DataProto on "
+                "every rank, or None on every rank"
             )
     if len(parts) == 1:
         return parts[0]

@@ -109,7 +109,7 @@ def _texts(cell: Any, location: str, key: str) -> list[str]:
 
 
 def _prompt_key(table: Table, index: int, columns: AnswerColumns) -> str:
-    """Return a key that is equal for all rows with single responses to the same prompt."""
+    """Return a key that identifies the prompt of a row that holds a single response."""
     row = table.rows[index]
     if columns.prompt_key not in row:
         raise BatchError(

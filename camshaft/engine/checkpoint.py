@@ -5,7 +5,7 @@
     loaded = load_into("ckpt/global_step_20/actor", weights, optimizer, parameters, group=group)
 
     model/*.safetensors       weights by Hugging Face names
-    optimizer/*.safetensors   optimizer tensors by `<parameter>/<key>`, for example model.norm.weight/exp_avg
+    optimizer/*.safetensors   optimizer tensors keyed by `<parameter>/<key>`, for example model.norm.weight/exp_avg
     random/rank_0.safetensors random state of each rank (for dropout); loaded only at the same world size
     state.json                world size, optimizer class, metadata of the engine
     manifest.json             size and checksum of every file (camshaft/storage.py)
@@ -438,7 +438,10 @@ def _checkpoint_errors(rank: int, problem: str) -> Iterator[None]:
 def optimizer_state(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor]
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the state of `optimizer` as (tensors, other values), by `<parameter>/<key>`. Tensors are not copied."""
+    """Return the state of `optimizer` as (tensors, other values), keyed by `<parameter>/<key>`.
+
+    Tensors are not copied.
+    """
     tensors: dict[str, Tensor] = {}
     values: dict[str, Any] = {}
     named = {name: optimizer.state[p] for name, p in parameters.items() if p in optimizer.state}

@@ -305,9 +305,9 @@ def unwrap(argument: Tensor | OpaqueTensor) -> Tensor:
 
 
 def _local_rows(output: nn.Linear) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
-    """Return this rank's rows of the weight and bias of the output layer, and their shard of the vocabulary.
+    """Return this rank's rows of the output layer's weight and bias, and the range of token ids that they cover.
 
-    The shard is None if the layer is not sharded.
+    The range is None if the layer is not sharded.
     """
     weight, bias = output.weight, output.bias
     if not isinstance(weight, DTensor):

@@ -23,7 +23,7 @@ Start = Callable[[Sequence[PoolSpec], Options], list[Pool]]
 
 
 class ControllerHarness:
-    """Harness of one backend, with a scratch folder. Each rule gets a new folder."""
+    """Harness for one backend, with a scratch folder. Each rule gets a new folder."""
 
     worlds = (1, 2, 4)
     """Sizes of the pools on which `each_world` runs a rule."""

@@ -31,7 +31,8 @@ def weights_have_hugging_face_names(harness: EngineHarness) -> None:
 
 
 def resume_is_bitwise(harness: EngineHarness) -> None:
-    """An engine that loads a checkpoint has bitwise the same weights and next steps as the engine that saved it."""
+    """After a checkpoint is loaded, the weights and all later steps are bitwise identical to those of the engine that
+    saved it."""
     changes: dict[str, Any] = {"override_config": {"attention_dropout": 0.1}, "micro_batch_size": 3}
     engine = harness.build(**changes)
     for _ in range(2):
@@ -100,8 +101,8 @@ def retention(harness: EngineHarness) -> None:
 
 
 def remote_copy(harness: EngineHarness) -> None:
-    """With hdfs_path, save_checkpoint also writes a copy there. load_checkpoint copies it back and removes only this
-    local copy afterwards."""
+    """With hdfs_path, save_checkpoint also writes a copy there. load_checkpoint downloads that copy and afterwards
+    deletes only what it downloaded."""
     engine = harness.build()
     local, remote, copy = (str(harness.folder / name) for name in ("local", "remote", "copy"))
     harness.save(engine, Path(local), hdfs_path=remote)

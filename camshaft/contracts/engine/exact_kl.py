@@ -20,7 +20,8 @@ REQUEST = StepContext(outputs=("log_probs", "full_kl"), temperature=0.7)
 
 
 def exact_kl(harness: EngineHarness) -> None:
-    """A loss of full_kl and log_probs has the same gradients as autograd over the whole vocabulary, for any split.
+    """A loss computed from full_kl and log_probs has the same gradients as autograd over the whole vocabulary, for any
+    split into micro-batches.
     full_kl without the column log_q raises an error that names the column."""
     variants: list[dict[str, Any]] = [{}, {"micro_batch_size": 3}, {"micro_batch_size": 1}]
     for changes in variants:

@@ -146,8 +146,8 @@ def hooks(harness: EngineHarness) -> None:
 
 
 def raw_batches(harness: EngineHarness) -> None:
-    """A batch without input_ids is first passed to preprocess_fn. Without preprocess_fn, or if it does not return a
-    batch, the error describes the expected batch."""
+    """A batch without input_ids is first passed to preprocess_fn. If there is no preprocess_fn, or it does not return a
+    batch, an error describes the expected batch."""
     engine = harness.build(infer_micro_batch_size=3)
     names = [f"row {number}" for number in range(len(harness.batch))]
 
@@ -315,7 +315,7 @@ def context(harness: EngineHarness) -> None:
 
 
 def padded_batch(harness: EngineHarness) -> None:
-    """A padded mapping has the same predictions as the equivalent ragged batch."""
+    """A mapping of padded tensors gives the same predictions as the equivalent ragged batch."""
     engine = harness.build()
     ids: Ragged = harness.batch["input_ids"]
     padded_columns = {"input_ids": ids.padded("left"), "attention_mask": ids.mask("left")}
@@ -358,7 +358,7 @@ class _ScalarReads(TorchDispatchMode):
 
 
 def no_wait_per_micro_batch(harness: EngineHarness) -> None:
-    """The number of reads from the device does not grow with the number of micro-batches."""
+    """The number of device-to-host synchronizations does not grow with the number of micro-batches."""
     counts = []
     for size in (4, 1):
         engine = harness.build(micro_batch_size=size)
@@ -386,7 +386,8 @@ def modes(harness: EngineHarness) -> None:
 
 
 def schedule(harness: EngineHarness) -> None:
-    """The learning rate rises linearly from above 0 during warm-up, then follows a cosine to min_lr_ratio.
+    """The learning rate rises linearly from above 0 during warm-up, then decays along a cosine to min_lr_ratio
+    times its maximum.
     lr_scheduler_step returns the next learning rate."""
     optim = OptimConfig(lr=1.0, lr_warmup_steps=2, lr_scheduler_type="cosine", total_training_steps=6, min_lr_ratio=0.1)
     engine = harness.build(optim=optim)
@@ -412,7 +413,7 @@ def runs_are_reproducible(harness: EngineHarness) -> None:
 
 
 def seat_and_shards(harness: EngineHarness) -> None:
-    """The ranks of `seat` are below its sizes, and unshard_data inverts shard_data."""
+    """Each rank in `seat` is less than the size of its group, and unshard_data inverts shard_data."""
     engine = harness.build()
     seat = engine.seat
     expect(0 <= seat.dp_rank < seat.dp_size <= seat.world, f"seat violates dp_rank < dp_size <= world: {seat}")
@@ -425,7 +426,7 @@ def seat_and_shards(harness: EngineHarness) -> None:
 
 def errors_name_the_missing_call(harness: EngineHarness) -> None:
     """A call before init_model, a training step before set_loss_fn, and an update of a forward-only engine raise an
-    error that names the missing call."""
+    error that names the missing call or setting."""
     folder = str(harness.folder / "unused")
     arguments: dict[str, tuple[Any, ...]] = {
         "forward_backward_step": (harness.batch,),

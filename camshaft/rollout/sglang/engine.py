@@ -155,7 +155,8 @@ class SGLangEngine:
     ) -> list[RowResponse]:
         """Return one response per request, in request order.
 
-        `stop_ids` are all tokens that end a row. Stop strings have no effect here; the caller truncates the responses.
+        `stop_ids` contains every token id that ends a response. Stop strings have no effect here; the caller truncates
+        the responses.
         """
         params = [_build_sampling_params(request, sampling, stop_ids) for request in requests]
         prompts = [request.prompt for request in requests]

@@ -169,7 +169,10 @@ class VLLMEngine:
     def generate(
         self, requests: Sequence[RowRequest], sampling: SamplingParams, stop_ids: Sequence[int]
     ) -> list[RowResponse]:
-        """Return one response per request, in request order. `stop_ids` are all tokens that end a row."""
+        """Return one response per request, in request order.
+
+        `stop_ids` contains every token id that ends a response.
+        """
         self._check_usable()
         import vllm  # pyright: ignore[reportMissingImports]
 

@@ -148,7 +148,7 @@ class OneDNNPacked:
 
 
 class PackableLinear(nn.Linear):
-    """A linear layer that multiplies with `packed` inside the context of `packed_linears`."""
+    """A linear layer that multiplies by `packed` inside a `packed_linears` context."""
 
     packed: PackedWeight | None = None
 
