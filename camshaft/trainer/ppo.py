@@ -73,11 +73,9 @@ class PPOTrainer:
         config, metrics = self.config, StepMetrics()
         if self.needs_greedy:
             prompts = self._add_baselines(prompts, metrics)
+        scoring: PendingScores | None = None
         if config.algorithm.filter_groups.enable:
-            batch, scoring = (
-                sample_informative_prompts(prompts, self._generate_and_score, self.parts.loader, config, metrics),
-                None,
-            )
+            batch = sample_informative_prompts(prompts, self._generate_and_score, self.parts.loader, config, metrics)
         else:
             batch, scoring = self._generate(prompts, metrics)
         batch = self._evaluate(batch, scoring, metrics)
