@@ -304,7 +304,7 @@ def test_an_incomplete_newest_step_is_skipped(
     resumed = camshaft(*command(PPO, run))
     assert resumed.status == 0
     output = "".join(resumed.out.split())
-    assert "skipped:" in output
+    assert "skippedacheckpoint:" in output
     assert "resumedfrom" in output
     assert "global_step_4" in output.split("resumedfrom")[1]
     assert lines(run) == lines(uninterrupted)

@@ -228,7 +228,7 @@ def test_a_classifier_of_several_labels_is_rejected(home: Path, tmp_path: Path) 
     AutoModelForSequenceClassification.from_pretrained(tmp_path, num_labels=3).save_pretrained(tmp_path)
     run = camshaft("rm", *rm_args(home, {"model.path": tmp_path}))
     assert run.status == 1
-    assert "score.weight is (3, 32), not (1, 32)" in run.err
+    assert "score.weight has shape (3, 32), not (1, 32)" in run.err
 
 
 def test_help_lists_the_required_keys(home: Path) -> None:

@@ -227,12 +227,12 @@ def without_log_files(specs: Sequence[PoolSpec], options: Options) -> list[Pool]
 
 
 DETECTED_BY: dict[type[LocalPool] | Start, tuple[str, ...]] = {
-    ReversedAnswers: ("rows keep their order", "parts make the result", "parts follow seats"),
+    ReversedAnswers: ("rows keep their order", "parts make the result"),
     StaleAnswers: ("calls run in order", "small answers do not overtake"),
     LateAnswers: ("parts arrive early",),
     BlockingSubmit: ("pools run at once",),
     CallsEveryRank: ("modes choose ranks",),
-    OwnSeats: ("seats split and merge",),
+    OwnSeats: ("seats split and merge", "parts follow seats"),
     EarlySeats: ("seats are read late",),
     KeepsDroppedRoles: ("roles share processes",),
     TerseErrors: (
