@@ -9,7 +9,7 @@
 # make test-slow     the cases that test-main leaves out: every layout of a run, kills at random moments
 # make test-kernels  GPU kernels, in Triton's interpreter and compiler
 # make test-vllm     the vLLM rollout, with a CPU build of vLLM
-# make test-server   the vLLM server rollout (starts a server per model; slow)
+# make test-server   the vLLM server rollout, and slow cases of the vLLM rollout (starts a server per model)
 # make test-sglang   the SGLang rollout, on a CPU (slow)
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)
 # make test-cluster  Ray: kill -9 of every kind of process, two machines, the launch scripts (half an hour)
@@ -114,11 +114,13 @@ test-kernels: $(TRITON_INSTALLED)
 
 test-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
-		$(VLLM)/bin/python -m pytest -m vllm tests/contracts/test_vllm_contract.py tests/vllm_rollout
+		$(VLLM)/bin/python -m pytest -m "vllm and not slow" tests/contracts/test_vllm_contract.py tests/vllm_rollout
 
 test-server: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
 		$(VLLM)/bin/python -m pytest -m vllm tests/contracts/test_server_contract.py
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
+		$(VLLM)/bin/python -m pytest -m "vllm and slow" tests/contracts/test_vllm_contract.py tests/vllm_rollout
 
 test-sglang: $(SGLANG_INSTALLED)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind \

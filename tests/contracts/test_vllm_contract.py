@@ -21,6 +21,10 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("rollout")
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param(rule, marks=[pytest.mark.slow] * (rule.name == "thousands of prompts")) for rule in RULES],
+    ids=lambda rule: rule.name.replace(" ", "_"),
+)
 def test_vllm_keeps_rule(rule: Rule, scratch: Path) -> None:
     rule.check(RolloutHarness(rollout_class("vllm"), scratch, sizes=SIZES))

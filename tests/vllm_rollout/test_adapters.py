@@ -214,7 +214,7 @@ def flipped(tensor: Tensor) -> Tensor:
     [
         ("dropped", rf"load_adapter: 1 weights are missing: {NAME}"),
         ("transposed", rf"{NAME}: different from the weights sent by the engine"),
-        ("turned over", rf"load_adapter: '{NAME}' has shape \(128, 6\), but the model expects \(6, 128\)"),
+        ("turned over", rf"load_adapter: weight '{NAME}' has shape \(128, 6\), but the model expects \(6, 128\)"),
         ("cut", rf"'{NAME}' has shape \(6, 127\)"),
         ("added", r"the adapter has no weight '.*z_proj.*'; did you mean"),
         ("twice", rf"'{NAME}' was sent twice"),
@@ -338,6 +338,7 @@ def test_vllm_follows_the_adapter_of_an_actor(tmp_path: Path) -> None:
     check(responses)
 
 
+@pytest.mark.slow
 def test_vllm_on_two_ranks_follows_a_sharded_adapter(tmp_path: Path) -> None:
     """Both ranks share one engine, which shards the adapter."""
     more = {

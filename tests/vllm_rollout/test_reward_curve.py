@@ -37,6 +37,7 @@ def curve(folder: Path, rollout: str, seed: int) -> list[float]:
     return [step.metrics["critic/score/mean"] for step in run_ppo(folder, how, STEPS)]
 
 
+@pytest.mark.slow
 def test_vllm_and_torch_reach_the_same_reward_curve(tmp_path: Path) -> None:
     curves = {name: [curve(tmp_path, name, seed) for seed in SEEDS] for name in ("torch", "vllm")}
     for name, rewards in curves.items():

@@ -29,7 +29,7 @@ from camshaft.rollout.server import ServerRollout
 from camshaft.rollout.server.launch import ServerProcess
 from camshaft.subprocesses import is_running
 
-pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SLOW = {"vllm_server_timeout": 600}
 SAMPLING = SamplingParams(12, temperature=0.7)

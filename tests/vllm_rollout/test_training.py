@@ -42,7 +42,7 @@ def test_vllm_follows_the_actor_of_one_process(tmp_path: Path) -> None:
     check(run_with_vllm(tmp_path, steps=3), 3)
 
 
-@pytest.mark.parametrize("parallel", [1, 2])
+@pytest.mark.parametrize("parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_vllm_follows_an_actor_sharded_over_two_ranks(parallel: int, tmp_path: Path) -> None:
     """Test one engine per rank, and one engine on both ranks."""
     more = {"actor_rollout_ref.rollout.tensor_model_parallel_size": parallel}
