@@ -43,7 +43,8 @@ JOBS ?= 2
 export PYTHONDONTWRITEBYTECODE :=
 SUITE := not matrix and not vllm and not sglang and not cluster and not interpreted and not compiled
 FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/config/test_schema.py \
-	tests/unit/config/test_load.py tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py
+	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
+	tests/contracts/test_engine_contract.py
 
 .PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-matrix test-cluster test-gpu bench bench-trl bench-gpu bench-check trl check format docs clean install
 
@@ -96,8 +97,8 @@ test: check test-main test-kernels test-vllm
 test-all: test test-slow test-server test-matrix test-cluster
 
 test-fast: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "$(SUITE) and not slow and not alone" $(FAST)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -k reference tests/contracts/test_engine_contract.py
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "$(SUITE) and not slow and not alone" \
+		-k "(not test_engine_contract or reference) and not test_path" $(FAST)
 
 # Two tests at a time, then those that bound a time, one by one.
 test-main: $(INSTALLED)

@@ -1,6 +1,7 @@
 """Rules for imports between packages, checked on the source."""
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -70,17 +71,20 @@ def part_of(path: Path) -> str:
     return relative.parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[tuple[str, int]]:
+@functools.cache
+def imports(path: Path) -> list[tuple[str, int]]:
     """Return (dotted name, line) of every import in a file, including imports in functions."""
+    names: list[tuple[str, int]] = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            yield from ((alias.name, node.lineno) for alias in node.names)
+            names += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno} imports relatively; write the whole name"
             module = node.module or ""
-            yield from (
+            names += [
                 (f"{module}.{alias.name}" if module == "camshaft" else module, node.lineno) for alias in node.names
-            )
+            ]
+    return names
 
 
 def test_every_part_of_the_package_has_its_level() -> None:
