@@ -80,6 +80,12 @@ def test_all_trackers_record_the_metrics_of_the_file(tmp_path: Path, capfd: pyte
     assert len(json.loads(table.read_text())["data"]) == 3
 
 
+@pytest.fixture(autouse=True)
+def _file_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let MLflow read the files that a run in another process has written."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+
+
 def runs_of(folder: Path) -> list[str]:
     """Return the final status of each run according to MLflow."""
     client = MlflowClient(tracking_uri=(folder / "mlruns").as_uri())
