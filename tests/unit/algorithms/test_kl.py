@@ -59,7 +59,8 @@ def test_equal_policies_have_no_divergence(kind):
 @settings(deadline=None, max_examples=50)
 @given(st.floats(-15, 15), st.sampled_from(["abs", "mse", "low_var_kl"]))
 def test_all_estimates_but_k1_are_never_negative(d, kind):
-    assert kl_penalty(torch.tensor(d, dtype=torch.float64), torch.zeros((), dtype=torch.float64), kind) >= 0
+    estimate = kl_penalty(torch.tensor(d, dtype=torch.float64), torch.zeros((), dtype=torch.float64), kind)
+    assert estimate >= -torch.finfo(torch.float64).eps * (1 + abs(d))  # the terms of k3 round separately
 
 
 @pytest.mark.parametrize("kind", ["kl", "mse", "low_var_kl"])
