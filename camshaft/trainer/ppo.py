@@ -58,7 +58,7 @@ class PPOTrainer:
         self.config, self.parts = config, parts
         self.actor, self.critic, self.rewards = parts.actor, parts.critic, parts.rewards
         self.kl = build_kl_controller(config.algorithm)
-        self.old_log_probs: Literal["actor", "update", "rollout"] = config.old_log_prob_source()
+        self.old_log_prob_source: Literal["actor", "update", "rollout"] = config.old_log_prob_source()
         self.actor_mini_batch, self.critic_mini_batch = config.actor_mini_batch(), config.critic_mini_batch()
         self.needs_greedy, self.needs_ref_log_prob = config.needs_greedy(), config.needs_ref_log_prob()
         correction = config.algorithm.rollout_correction
@@ -96,7 +96,7 @@ class PPOTrainer:
                 critic_update = submit(self.critic.update_critic, critic_rows, presharded=True)
         if self._updates_actor():
             with metrics.phase("update_actor"):
-                rows, source = self._actor_rows(len(inputs)), self._old_log_probs()
+                rows, source = self._actor_rows(len(inputs)), self._old_log_prob_source()
                 update = submit(
                     self.actor.update_actor, inputs.reorder(rows), presharded=True, old_log_probs=source
                 ).result()
@@ -107,7 +107,7 @@ class PPOTrainer:
             with metrics.phase("update_critic"):
                 metrics.add(critic_update.result().meta_info["metrics"])
         metrics.add(batch_metrics(batch))
-        if self._old_log_probs() != "rollout":
+        if self._old_log_prob_source() != "rollout":
             metrics.add(mismatch(batch))
         return metrics.finished(batch)
 
@@ -119,9 +119,9 @@ class PPOTrainer:
         """
         sequences = batch.select(*SEQUENCES)
         pending: dict[str, Pending[DataProto]] = {}
-        if self._old_log_probs() == "rollout":
+        if self._old_log_prob_source() == "rollout":
             batch = batch.with_columns(old_log_probs=batch["rollout_log_probs"])
-        elif self._old_log_probs() == "actor":
+        elif self._old_log_prob_source() == "actor":
             with metrics.phase("old_log_prob"):
                 pending["old_log_prob"] = submit(self.actor.compute_log_prob, sequences)
         if self.needs_ref_log_prob:
@@ -192,11 +192,11 @@ class PPOTrainer:
     def _updates_actor(self) -> bool:
         return self.global_step > self.config.trainer.critic_warmup
 
-    def _old_log_probs(self) -> Literal["actor", "update", "rollout"]:
+    def _old_log_prob_source(self) -> Literal["actor", "update", "rollout"]:
         """Return the source of the old log-probs in this step. Without an actor update, the actor computes them."""
-        if self.old_log_probs == "update" and not self._updates_actor():
+        if self.old_log_prob_source == "update" and not self._updates_actor():
             return "actor"
-        return self.old_log_probs
+        return self.old_log_prob_source
 
     def _actor_rows(self, count: int) -> Tensor:
         """Return the row order for `presharded` actor updates."""

@@ -253,9 +253,17 @@ DETECTED_BY: dict[type[LocalPool] | Start, tuple[str, ...]] = {
 }  # fmt: skip
 """The rules that detect each fault."""
 
-FAULTS: list[tuple[str, Start, str]] = [
-    (fault.__name__, partial(start_all, fault) if isinstance(fault, type) else fault, rule)
+RAISES: dict[type[LocalPool] | Start, str] = {
+    LateAnswers: "rank.s. 0 of 2 have not answered",
+    EarlySeats: "call init_model first",
+    EndsOnInvalidCalls: "its workers have ended .it was shut down",
+    without_process_group: "process group has not been initialized",
+}
+"""Messages of the faults that end a rule with a WorkerError instead of a Violation."""
+
+FAULTS: list[tuple[str, Start, str, str | None]] = [
+    (fault.__name__, partial(start_all, fault) if isinstance(fault, type) else fault, rule, RAISES.get(fault))
     for fault, rules in DETECTED_BY.items()
     for rule in rules
 ]
-"""Name of the fault, backend, and name of the rule."""
+"""Name of the fault, backend, name of the rule, and message of the WorkerError, if the rule raises one."""
