@@ -6,7 +6,7 @@
 # make test          what CI runs: check, test-main, test-kernels, test-vllm; needs no accelerator
 # make test-all      make test, then test-slow, test-server, test-matrix and test-cluster (hours)
 # make test-main     the test suite of the package, without its slow cases and without optional libraries
-# make test-slow     the cases that test-main leaves out: every layout of a run, kills at random moments
+# make test-slow     the cases that test-main leaves out: every layout of a run, kills at random moments, more random inputs
 # make test-kernels  GPU kernels, in Triton's interpreter and compiler
 # make test-vllm     the vLLM rollout, with a CPU build of vLLM
 # make test-server   the vLLM server rollout, and slow cases of the vLLM rollout (starts a server per model)
@@ -108,6 +108,8 @@ test-main: $(INSTALLED)
 test-slow: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and slow and not alone"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SUITE) and slow and alone"
+	OMP_NUM_THREADS=1 CAMSHAFT_CONFIG_CASES=200 CAMSHAFT_EXAMPLES=150 CAMSHAFT_REWARD_CASES=200 $(BIN)/python -m pytest \
+		tests/unit/config/test_any_overrides.py tests/unit/data/test_any_rows.py tests/unit/rewards/test_anything.py
 
 test-kernels: $(TRITON_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreted tests/kernels
