@@ -24,31 +24,46 @@ TIMED = {
 }  # fmt: skip
 """Rules with time limits, which must not run in parallel with other tests."""
 
-
-FAST_ON_RAY = {
-    "rows keep their order", "seats are read late", "ranks share a process group",
-    "construction errors are raised by spawn", "exceptions reach the driver", "killed ranks are errors",
-}  # fmt: skip
-"""Rules that `make test` checks on Ray, where each starts actors; `make test-slow` checks the others."""
+FAST_ON_RAY = {"rows keep their order", "exceptions reach the driver", "killed ranks are errors"}
+"""Rules that `make test` checks on Ray, on two ranks, because each rank imports torch; `make test-slow` checks all."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _cluster() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
     with ray_here(num_cpus=12):
         yield
 
 
+@pytest.fixture
+def start_of_backend(backend: str, request: pytest.FixtureRequest) -> Start:
+    """Return the function that starts pools, after starting a cluster if it needs one."""
+    if backend == "ray":
+        request.getfixturevalue("ray_cluster")
+    return import_attribute(BACKENDS[backend])
+
+
 def cases() -> Iterator[object]:
-    for backend in BACKENDS:
-        for rule in RULES:
-            marks = [pytest.mark.alone] * (rule.name in TIMED)
-            marks += [pytest.mark.slow] * (backend == "ray" and rule.name not in FAST_ON_RAY)
-            yield pytest.param(backend, rule, id=f"{backend}-{rule.name.replace(' ', '_')}", marks=marks)
+    for rule in RULES:
+        id_ = rule.name.replace(" ", "_")
+        marks = [pytest.mark.alone] * (rule.name in TIMED)
+        yield pytest.param("local", rule, ControllerHarness.worlds, id=f"local-{id_}", marks=marks)
+        if rule.name in FAST_ON_RAY:
+            yield pytest.param("ray", rule, (2,), id=f"ray-{id_}-2_ranks", marks=pytest.mark.alone)
+        marks = [pytest.mark.alone, pytest.mark.slow]
+        yield pytest.param("ray", rule, ControllerHarness.worlds, id=f"ray-{id_}", marks=marks)
 
 
-@pytest.mark.parametrize(("backend", "rule"), cases())
-def test_backend_keeps_rule(backend: str, rule: Rule[ControllerHarness], tmp_path: Path) -> None:
-    rule.check(ControllerHarness(import_attribute(BACKENDS[backend]), tmp_path))
+def test_rules_are_checked_on_every_backend() -> None:
+    assert BACKENDS.keys() == {"local", "ray"}
+
+
+@pytest.mark.parametrize(("backend", "rule", "worlds"), cases())
+def test_backend_keeps_rule(
+    start_of_backend: Start, rule: Rule[ControllerHarness], worlds: tuple[int, ...], tmp_path: Path
+) -> None:
+    harness = ControllerHarness(start_of_backend, tmp_path)
+    harness.worlds = worlds
+    rule.check(harness)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 from support.command_line import ROOT, Run, camshaft
 from support.ppo_runs import ppo_args, saved_weights
-from support.processes import MARK, marked, still_running
+from support.processes import MARK, marked, none_left_behind, start_fork_server, still_running
 from support.same_run import ACTOR, MEASURED, SHUFFLED, close
 
 from camshaft.contracts.engine.suite import RULES
+from camshaft.controller.local import PRELOAD
 from camshaft.engine import base, torch_engine
 from camshaft.models import packed
 from camshaft.tracking.jsonl import read_metrics
@@ -66,12 +67,29 @@ def install(folder: Path) -> None:
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with the installed package."""
+    folder = tmp_path_factory.mktemp("packages")
+    install(folder)
+    return folder
+
+
 @pytest.fixture
-def command(tmp_path: Path) -> Iterator[Command]:
+def command(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
+    """Run `camshaft` in this process with the package installed; no rank may outlive the test."""
+    start_fork_server(*PRELOAD)
+    monkeypatch.syspath_prepend(packages)
+    with none_left_behind(10):
+        yield camshaft
+    for name in [name for name in sys.modules if name.partition(".")[0] in os.listdir(packages)]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def new_process(packages: Path, tmp_path: Path) -> Iterator[Command]:
     """Run `camshaft` in a separate process with the package installed; no process may outlive the test."""
-    packages, mark = tmp_path / "packages", uuid.uuid4().hex
-    packages.mkdir()
-    install(packages)
+    mark = uuid.uuid4().hex
     path = os.pathsep.join([str(ROOT), str(packages)])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: mark}
 
@@ -100,8 +118,8 @@ def options(**values: int) -> list[str]:
         pytest.param(["--ranks", "4", *options(pipeline_size=2)], id="2_stages_of_2_data_parallel_ranks"),
     ],
 )
-def test_the_engine_keeps_every_rule_of_the_contract(args: list[str], command: Command) -> None:
-    run = command("check-engine", "pipeline", *args, seconds=500)
+def test_the_engine_keeps_every_rule_of_the_contract(args: list[str], new_process: Command) -> None:
+    run = new_process("check-engine", "pipeline", *args, seconds=500)
     assert run.status == 0, run.out + run.err
     assert f"{len(RULES)} of {len(RULES)} rules hold" in run.out
 

@@ -18,6 +18,7 @@ def ray_here(num_cpus: int, **options: Any) -> Iterator[None]:
     """Start a cluster that is declared with `num_cpus` CPUs."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # otherwise Ray starts one idle worker per CPU
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
     ray.init(address="local", num_cpus=num_cpus, object_store_memory=2**28, **(quiet | options))
     try:
