@@ -1,7 +1,8 @@
 """The sharded engine follows the contract on real ranks, in every layout and with every feature.
 
-Every test run checks all rules on two ranks. The other layouts check only the rules about numbers and files.
-`make test-matrix` checks all rules in all layouts, and in all pairs of features.
+`make test` checks all rules on two ranks; `tests/parity/test_sharded_parity.py` compares three steps in every layout.
+`make test-slow` checks the rules about numbers and files in the other layouts. `make test-matrix` checks all rules in
+all layouts, and in all pairs of features.
 """
 
 from collections.abc import Iterator, Sequence
@@ -39,10 +40,10 @@ NUMBERS_APART = NUMBERS | {
 
 
 def _marks(layout: str, rule: str) -> Sequence[pytest.MarkDecorator]:
-    """Leave all rules of one layout, and a step of every layout, to `make test`; `compiled` takes a minute per rule."""
+    """Leave all rules of one layout to `make test`; `compiled` takes a minute per rule."""
+    if layout == "two":
+        return ()
     if layout not in PAIRS and layout != "compiled":
-        if layout == "two" or rule == "step equals oracle":
-            return ()
         if rule in NUMBERS or (layout in APART and rule in NUMBERS_APART):
             return (pytest.mark.slow,)
     return (pytest.mark.matrix,)
