@@ -1,6 +1,8 @@
 """Every engine of the package follows every rule of the contract, and every rule detects a broken engine."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.broken_engines import CAUGHT_BY, PatchesTransformers
@@ -16,10 +18,18 @@ from camshaft.errors import EngineError
 BY_NAME = {rule.name: rule for rule in RULES}
 STRATEGIES = tuple({path: name for name, path in reversed(ENGINES.items())}.values())[::-1]
 """One name per engine."""
+FAST_ON_SHARDED = {"step equals oracle", "resume is bitwise"}
+"""Rules that `make test` checks on one rank of a sharded engine, because it checks all rules on two ranks."""
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name.replace(" ", "_"))
-@pytest.mark.parametrize("strategy", STRATEGIES)
+def cases() -> Iterator[Any]:
+    for strategy in STRATEGIES:
+        for rule in RULES:
+            marks = [pytest.mark.slow] * (strategy != "reference" and rule.name not in FAST_ON_SHARDED)
+            yield pytest.param(strategy, rule, id=f"{strategy}-{rule.name.replace(' ', '_')}", marks=marks)
+
+
+@pytest.mark.parametrize(("strategy", "rule"), cases())
 def test_engine_keeps_rule(strategy: str, rule: Rule, tmp_path: Path) -> None:
     rule.check(EngineHarness(engine_class(strategy), tmp_path))
 

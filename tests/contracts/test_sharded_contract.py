@@ -15,7 +15,7 @@ from support.layouts import ALONE, OLDER, PAIRS, REFUSED, Layout, together
 
 from camshaft.cli import main
 from camshaft.config.engine import EngineConfig, EngineModel
-from camshaft.contracts.engine.ranks import RuleRanks, check_engine_on_ranks
+from camshaft.contracts.engine.ranks import RuleRanks
 from camshaft.contracts.engine.suite import RULES
 from camshaft.engine import engine_class
 from camshaft.engine.fsdp import FSDPEngine
@@ -97,15 +97,17 @@ def test_fsdp1_rejects_unsupported_options(feature: str) -> None:
         engine_class("fsdp1")(EngineConfig(model=EngineModel(path="models/tiny", **model), **fields))
 
 
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[RuleRanks]:
+    with RuleRanks(2) as rule_ranks:
+        yield rule_ranks
+
+
 @pytest.mark.parametrize("broken", CAUGHT_BY, ids=lambda cls: cls.__name__)
-def test_contract_catches_on_two_ranks(broken: type[FSDPEngine], tmp_path: Path) -> None:
-    names = [CAUGHT_BY[broken], "schedule"]
-    rules = [rule for rule in RULES if rule.name in names]
-    problems = {
-        finding.rule.name: finding.problem for finding in check_engine_on_ranks(broken, 2, str(tmp_path), rules)
-    }
-    assert problems[CAUGHT_BY[broken]] is not None
-    assert problems["schedule"] is None, "ranks that a broken rule killed were not replaced"
+def test_contract_catches_on_two_ranks(broken: type[FSDPEngine], two_ranks: RuleRanks, tmp_path: Path) -> None:
+    assert two_ranks.find_problem(CAUGHT_BY[broken], broken, str(tmp_path / "caught")) is not None
+    problem = two_ranks.find_problem("schedule", broken, str(tmp_path / "kept"))
+    assert problem is None, f"ranks that a broken rule killed were not replaced: {problem}"
 
 
 def test_the_command_line_checks_on_ranks(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,8 +15,8 @@ from spec.fields import ACTOR, CRITIC, MODEL, REF, REWARD, ROLLOUT
 
 Row = tuple[str, tuple[str, ...]]
 
-_RULE = "tests/contracts/test_engine_contract.py::test_engine_keeps_rule"
 _SHARDED = "tests/contracts/test_sharded_contract.py::test_sharded_engine_keeps_rule"
+_STEPS = "tests/parity/test_sharded_parity.py::test_three_steps_in_float32"
 _SIGNATURE = "tests/architecture/test_names.py::test_engine_method_has_the_specified_signature"
 _MODES = "tests/architecture/test_names.py::test_roles_offer_the_specified_methods_in_the_specified_modes"
 _CONTROLLER = "tests/contracts/test_controller_contract.py::test_backend_keeps_rule"
@@ -27,7 +27,7 @@ _HYBRID = "tests/unit/reshard/test_hybrid.py"
 
 
 def _method(name: str, *rules: str, also: tuple[str, ...] = ()) -> tuple[str, ...]:
-    return f"{_SIGNATURE}[{name}]", *(f"{_RULE}[fsdp-{rule}]" for rule in rules), *also
+    return f"{_SIGNATURE}[{name}]", *(f"{_SHARDED}[two-{rule}]" for rule in rules), *also
 
 
 _ENGINE_METHODS: dict[str, Row] = {
@@ -109,37 +109,37 @@ _ENGINE_METHODS: dict[str, Row] = {
 _FEATURES: dict[str, Row] = {
     "sharding over several devices": (
         "FSDP2 (`fsdp`, alias `fsdp2`) or FSDP1 (`fsdp1`).",
-        (f"{_SHARDED}[two-step_equals_oracle]", f"{_SHARDED}[four-step_equals_oracle]",
-         f"{_SHARDED}[fsdp1_two-step_equals_oracle]"),
+        (f"{_SHARDED}[two-step_equals_oracle]", f"{_STEPS}[four]",
+         f"{_STEPS}[fsdp1_two]"),
     ),
     "HybridShard": (
         "With `fsdp_size` below the number of ranks, the weights are sharded over groups of `fsdp_size` ranks and "
         "replicated between the groups. Not in the specification.",
-        (f"{_SHARDED}[hsdp-step_equals_oracle]", f"{_OPTIONS}::test_ranks_share_weights_and_rows_by_config"),
+        (f"{_STEPS}[hsdp]", f"{_OPTIONS}::test_ranks_share_weights_and_rows_by_config"),
     ),
     "offloading of parameters, gradients and optimizer": (
         "Moves state to host memory between phases, or keeps it there at all times with FSDP's offload policy.",
-        (f"{_SHARDED}[offload-step_equals_oracle]", f"{_OPTIONS}::test_offloaded_parts_match_the_config",
+        (f"{_STEPS}[offload]", f"{_OPTIONS}::test_offloaded_parts_match_the_config",
          f"{_OPTIONS}::test_with_the_policy_units_live_in_host_memory"),
     ),
     "offloading of activations": (
         "Keeps the activations that are saved for the backward pass in CPU memory.",
-        (f"{_SHARDED}[activation_offload-step_equals_oracle]",
+        (f"{_STEPS}[activation_offload]",
          f"{_OPTIONS}::test_activations_of_a_training_step_are_offloaded"),
     ),
     "LoRA": (
         "Trains an adapter, and exports it and syncs it to the rollout either merged or separately.",
-        (f"{_SHARDED}[lora-step_equals_oracle]",
+        (f"{_STEPS}[lora]",
          "tests/unit/engine/test_reference_lora.py::test_training_takes_the_steps_of_peft_and_torch"),
     ),
     "sequence parallelism": (
         "Splits the tokens of a micro-batch over ranks (Ulysses).",
-        (f"{_SHARDED}[sp2-step_equals_oracle]",
+        (f"{_STEPS}[sp2]",
          "tests/unit/models/test_sequence.py::test_log_probs_and_gradients_do_not_depend_on_ranks"),
     ),
     "dynamic batch size": (
         "Fills micro-batches up to a token budget, which is a hard limit.",
-        (f"{_SHARDED}[dynamic-step_equals_oracle]", f"{_RULE}[fsdp-token_budget_is_hard]"),
+        (f"{_STEPS}[dynamic]", f"{_SHARDED}[two-token_budget_is_hard]"),
     ),
     "remove padding": (
         "Deviates: rows are packed from the file to the gradient, and batches are never padded.",
