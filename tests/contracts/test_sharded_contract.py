@@ -43,10 +43,10 @@ def _marks(layout: str, rule: str) -> Sequence[pytest.MarkDecorator]:
     """Leave all rules of one layout to `make test`; `compiled` takes a minute per rule."""
     if layout == "two":
         return ()
-    if layout not in PAIRS and layout != "compiled":
-        if rule in NUMBERS or (layout in APART and rule in NUMBERS_APART):
-            return (pytest.mark.slow,)
-    return (pytest.mark.matrix,)
+    if layout in PAIRS or layout == "compiled":
+        return (pytest.mark.matrix,)
+    numbers = NUMBERS_APART if layout in APART else NUMBERS
+    return (pytest.mark.slow if rule in numbers else pytest.mark.matrix,)
 
 
 def _cases() -> Iterator[Any]:
