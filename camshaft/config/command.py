@@ -22,6 +22,7 @@ from camshaft.config.load import (
     as_config_errors,
     from_container,
     overridden_keys,
+    override_defaults,
     prepare_overrides,
     to_dict,
 )
@@ -49,6 +50,9 @@ def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
     """
     arguments, config_name = list(argv), DEFAULTS[schema]
     _check_arguments(arguments)
+    overrides = prepare_overrides(arguments, [str(HOME)])
+    if (tree := override_defaults(schema, overrides)) is not None:
+        return [from_container(tree, schema, overridden_keys(overrides))]
     composed = _run_hydra(arguments, config_name)
     arguments_without_printing = _without_printing(arguments)
     only_print = arguments_without_printing != arguments
