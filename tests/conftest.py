@@ -20,10 +20,13 @@ settings.load_profile("busy machine")
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _preload_fork_server() -> None:
+def _preload_fork_server() -> Iterator[None]:
     """Start all ranks of this process from one fork server, which has the modules imported."""
     if local := sys.modules.get("camshaft.controller.local"):
         local.PRELOAD += ["camshaft.roles", "camshaft.engine.fsdp", "transformers.models.qwen2.modeling_qwen2", "peft"]
+    yield
+    if ranks := sys.modules.get("support.ranks"):
+        ranks.WARM_RANKS.__exit__()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -67,12 +67,13 @@ def _read(pid: int, name: str) -> bytes:
 @contextmanager
 def none_left_behind(seconds: float = 5.0) -> Iterator[str]:
     """Mark all processes started in the block, and fail if one outlives it by `seconds`."""
+    earlier = set(forked())
     mark = os.environ[MARK] = uuid.uuid4().hex
     try:
         yield mark
     finally:
         del os.environ[MARK]
     deadline = time.monotonic() + seconds
-    while marked(mark) + forked() and time.monotonic() < deadline:
+    while (remaining := {*marked(mark), *forked()} - earlier) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert marked(mark) + forked() == []
+    assert not remaining

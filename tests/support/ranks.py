@@ -7,13 +7,16 @@
 
     assert run_ranks(all_sum, 2, 1.5) == [3.0, 3.0]
 
-Ranks are processes of the fork server, with one thread each; after the first, a call takes a fraction of a second. An
-exception of a rank is raised in the test, with the rank's traceback as a note. Functions without lasting side effects
-can share ranks: `with Ranks() as ranks: ranks.run(all_sum, 2, 1.5)`.
+Ranks are processes of the fork server, with one thread each. An exception of a rank is raised in the test, with the
+rank's traceback as a note. `run_ranks` starts new ranks. Functions without lasting side effects run faster on ranks
+that all tests of this process share, because models, DTensor and FSDP initialize themselves once:
+
+    assert run_warm_ranks(all_sum, 2, 1.5) == [3.0, 3.0]
 """
 
 import contextlib
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -39,34 +42,55 @@ class _Runner(Worker):
         return function(*args)
 
 
+CALLS_PER_PROCESS = 30
+"""Number of calls after which shared ranks are replaced, because process groups leave open files."""
+
+
 class Ranks(contextlib.AbstractContextManager["Ranks"]):
-    """Ranks that run several functions, so that torch is imported and DTensor dispatch is cached once."""
+    """Ranks that run several functions."""
 
     def __init__(self) -> None:
         self._pools: dict[int, LocalPool] = {}
+        self._num_calls: Counter[int] = Counter()
 
     def run(self, function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
         """Run a function as `run_ranks` does; after an error the next function gets new ranks."""
         try:
+            if self._num_calls[world_size] == CALLS_PER_PROCESS:
+                self._shut_down(world_size)
             if world_size not in self._pools:
                 options = Options(timeout=timeout, preload=(__name__,))
                 self._pools[world_size] = process_pool(PoolSpec(function.__name__, ranks_per_node=world_size), options)
+            self._num_calls[world_size] += 1
             runner = spawn(_Runner, pool=self._pools[world_size], name=function.__name__, timeout=timeout)
             return runner.run([function] * world_size, [args] * world_size)
         except WorkerError as error:
-            if pool := self._pools.pop(world_size, None):
-                pool.shutdown()
+            self._shut_down(world_size)
             if error.__cause__ is None:
                 raise
             error.__cause__.add_note(str(error))
             raise error.__cause__ from None
 
-    def __exit__(self, *_: object) -> None:
-        for pool in self._pools.values():
+    def _shut_down(self, world_size: int) -> None:
+        del self._num_calls[world_size]
+        if pool := self._pools.pop(world_size, None):
             pool.shutdown()
+
+    def __exit__(self, *_: object) -> None:
+        for world_size in list(self._pools):
+            self._shut_down(world_size)
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
     """Run `function(*args)` on each rank of a gloo group; returns the results in the order of ranks."""
     with Ranks() as ranks:
         return ranks.run(function, world_size, *args, timeout=timeout)
+
+
+WARM_RANKS = Ranks()
+"""Ranks that all tests of this process share, which `tests/conftest.py` shuts down."""
+
+
+def run_warm_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+    """Run a function without lasting side effects as `run_ranks` does, on ranks that have run other functions."""
+    return WARM_RANKS.run(function, world_size, *args, timeout=timeout)

@@ -14,7 +14,7 @@ difference between a float32 and a float64 run of the oracle. A generator may di
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,9 +166,7 @@ class Case:
         """
         rows = [torch.cat(pair) for pair in zip(prompts.rows(), responses.rows(), strict=True)]
         log_probs: list[Tensor] = [torch.empty(0)] * len(rows)
-        order = sorted(range(len(rows)), key=lambda row: len(rows[row]))
-        for start in range(0, len(order), 64):
-            batch = order[start : start + 64]
+        for batch in _batches_of_similar_lengths([len(row) for row in rows]):
             grid = torch.nn.utils.rnn.pad_sequence([rows[row] for row in batch], batch_first=True)
             scores = self._logits(model, grid)[:, :-1] / temperature
             token_log_probs = scores.log_softmax(-1).gather(-1, grid[:, 1:, None])[..., 0]
@@ -196,6 +194,18 @@ class Case:
             pad_token_id=0,
         )
         return out[0, len(prompt) :].tolist()
+
+
+def _batches_of_similar_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
+    """Yield batches of at most 64 rows. The longest row of a batch has at most twice as many tokens as the shortest."""
+    batch: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: lengths[row]):
+        if batch and (len(batch) == 64 or lengths[row] > 2 * lengths[batch[0]]):
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
 
 
 def _truncated(scores: Tensor, sampling: SamplingParams) -> Tensor:

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from support.ranks import run_ranks
+from support.ranks import run_ranks, run_warm_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -88,7 +88,7 @@ def read(folder: str, layout: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def on(layout: str, size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Run `function` on `size` ranks, or in this process without torch.distributed for one."""
-    return [function(*args)] if layout == "plain" else run_ranks(function, size, *args)
+    return [function(*args)] if layout == "plain" else run_warm_ranks(function, size, *args)
 
 
 @pytest.mark.parametrize(
@@ -117,22 +117,22 @@ def test_checkpoints_load_on_another_number_of_ranks(
 
 
 def test_large_parts_are_split_into_files(tmp_path: Path) -> None:
-    run_ranks(write, 2, str(tmp_path / "ckpt"), "1d", 60)
+    run_warm_ranks(write, 2, str(tmp_path / "ckpt"), "1d", 60)
     assert len(list((tmp_path / "ckpt" / "model").glob("shard-00001-*"))) > 2
     read(str(tmp_path / "ckpt"), "plain")
-    run_ranks(read, 3, str(tmp_path / "ckpt"), "1d")
+    run_warm_ranks(read, 3, str(tmp_path / "ckpt"), "1d")
 
 
 def test_a_copy_of_a_weight_is_written_once(tmp_path: Path) -> None:
-    run_ranks(write, 4, str(tmp_path / "ckpt"), "hsdp")
+    run_warm_ranks(write, 4, str(tmp_path / "ckpt"), "hsdp")
     files = [load_file(path) for path in (tmp_path / "ckpt" / "model").iterdir()]
     assert sum(t.nbytes for file in files for t in file.values()) == sum(t.nbytes for t in full_tensors().values())
 
 
 def test_random_state_is_separate_for_each_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = str(tmp_path / "ckpt")
-    run_ranks(write, 2, folder, "1d")
-    results = run_ranks(read, 2, folder, "1d")
+    run_warm_ranks(write, 2, folder, "1d")
+    results = run_warm_ranks(read, 2, folder, "1d")
     assert [random["cpu"].tolist() for _, random in results] == [[0] * 3, [1] * 3]
     with caplog.at_level(logging.INFO):
         assert read(folder, "plain")[1] == {}
@@ -174,7 +174,7 @@ def write_module(folder: str) -> list[bool]:
 
 def test_sharded_checkpoints_load_into_an_unsharded_model(tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
-    assert run_ranks(write_module, 4, folder) == [[True] * (4 + 4 * 3)] * 4
+    assert run_warm_ranks(write_module, 4, folder) == [[True] * (4 + 4 * 3)] * 4
 
     unsharded = block(1)
     optimizer = torch.optim.AdamW(unsharded.parameters())
@@ -215,10 +215,10 @@ def spoil_bit(path: Path) -> None:
 
 @pytest.mark.parametrize("spoil", [spoil_truncate, spoil_bit, Path.unlink])
 def test_a_damaged_file_is_named_on_every_rank(spoil: Callable[[Path], None], tmp_path: Path) -> None:
-    run_ranks(write, 2, str(tmp_path / "ckpt"), "1d")
+    run_warm_ranks(write, 2, str(tmp_path / "ckpt"), "1d")
     (victim,) = (tmp_path / "ckpt" / "model").glob("shard-00002-*")
     spoil(victim)
-    errors = run_ranks(refusal, 3, str(tmp_path / "ckpt"), "1d")
+    errors = run_warm_ranks(refusal, 3, str(tmp_path / "ckpt"), "1d")
     assert len(set(errors)) == 1
     assert f"model/{victim.name}" in errors[0]
 
@@ -229,7 +229,7 @@ def test_another_model_is_rejected_by_the_names_that_differ(tmp_path: Path) -> N
     tensors["norm.weight"] = torch.zeros(9)
     save(State(tensors, {}, {}, {}), tmp_path / "ckpt")
     phrases = ("'half' is missing", "'more' is not in the model", "'norm.weight' has shape (9,) but the model has (7,)")
-    for error in [refusal(str(tmp_path / "ckpt")), *run_ranks(refusal, 2, str(tmp_path / "ckpt"), "1d")]:
+    for error in [refusal(str(tmp_path / "ckpt")), *run_warm_ranks(refusal, 2, str(tmp_path / "ckpt"), "1d")]:
         assert all(part in error for part in phrases), error
 
 
@@ -303,14 +303,14 @@ def write_with_file_limit(folder: str, rank: int) -> str:
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_full_disk_keeps_the_older_checkpoint(rank: int, tmp_path: Path) -> None:
     folder = tmp_path / "ckpt"
-    run_ranks(write, 2, str(folder), "1d")
+    run_warm_ranks(write, 2, str(folder), "1d")
     (folder / "older").touch()
-    errors = run_ranks(write_with_file_limit, 2, str(folder), rank)
+    errors = run_warm_ranks(write_with_file_limit, 2, str(folder), rank)
     assert len(set(errors)) == 1
     assert f"rank {rank}: " in errors[0]
     assert "File too large" in errors[0]
     assert (folder / "older").exists()
-    run_ranks(read, 2, str(folder), "1d")
+    run_warm_ranks(read, 2, str(folder), "1d")
 
 
 def write_on_separate_disks(folder: str) -> str:
@@ -333,7 +333,7 @@ def write_on_separate_disks(folder: str) -> str:
 
 
 def test_separate_disks_are_an_error(tmp_path: Path) -> None:
-    errors = run_ranks(write_on_separate_disks, 2, str(tmp_path / "ckpt"))
+    errors = run_warm_ranks(write_on_separate_disks, 2, str(tmp_path / "ckpt"))
     assert all("use a folder on a file system that all nodes share" in text for text in errors)
     assert not (tmp_path / "ckpt").exists()
 
@@ -415,7 +415,7 @@ def train_while_saving(folder: str) -> list[float]:
 
 def test_training_continues_during_a_background_save(tmp_path: Path) -> None:
     expected = [512.0 * (100 + step) for step in (1, 2, 3) for _ in range(5)]
-    assert run_ranks(train_while_saving, 2, str(tmp_path)) == [expected] * 2
+    assert run_warm_ranks(train_while_saving, 2, str(tmp_path)) == [expected] * 2
     for step in (1, 2, 3):
         target = torch.zeros(64, 8)
         load_into(tmp_path / f"global_step_{step}", {"weight": target})
@@ -499,16 +499,16 @@ def read_copied(root: str) -> bool:
 
 
 def test_copies_and_retention_are_rank_zeros(tmp_path: Path) -> None:
-    run_ranks(write_and_copy, 2, str(tmp_path))
+    run_warm_ranks(write_and_copy, 2, str(tmp_path))
     assert [step for step, _ in storage.step_folders(tmp_path / "run")] == [2, 3]
-    assert run_ranks(read_copied, 2, str(tmp_path)) == [True, True]
+    assert run_warm_ranks(read_copied, 2, str(tmp_path)) == [True, True]
     assert not (tmp_path / "back").exists()
     shutil.rmtree(tmp_path / "run")
     assert sorted(path.name for path in (tmp_path / "far").iterdir()) == ["1", "2", "3"]
 
 
 def test_facts_name_the_writer(tmp_path: Path) -> None:
-    run_ranks(write, 2, str(tmp_path / "ckpt"), "1d")
+    run_warm_ranks(write, 2, str(tmp_path / "ckpt"), "1d")
     facts = json.loads((tmp_path / "ckpt" / "state.json").read_text())
     assert facts == {"world_size": 2, "optimizer": None, "optimizer_values": {}, "engine": {"update": 5}}
 

@@ -4,7 +4,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_ranks
+from support.ranks import run_warm_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -211,7 +211,7 @@ def test_mixed_meshes_step_like_one_process(ranks: int, outer: int, name: str, m
             parameter.grad = gradient
         norms.append(math.sqrt(sum(float((g.double() ** 2).sum()) for g in full(seed))))
         clip_and_step(alone, 2.0)
-    for result, weights in run_ranks(steps_on_a_mesh, ranks, outer, optim, 2.0):
+    for result, weights in run_warm_ranks(steps_on_a_mesh, ranks, outer, optim, 2.0):
         assert result == pytest.approx(norms, rel=1e-6)
         for weight, parameter in zip(weights, parameters, strict=True):
             torch.testing.assert_close(weight, parameter.detach(), rtol=1e-5, atol=1e-6)
@@ -240,4 +240,4 @@ def local_part(tensor: torch.Tensor | None) -> torch.Tensor:
 
 
 def test_a_non_finite_gradient_on_one_rank_skips_all() -> None:
-    assert run_ranks(step_with_inf, 4, 2) == [[(False, False, True)] * len(SHAPES)] * 4
+    assert run_warm_ranks(step_with_inf, 4, 2) == [[(False, False, True)] * len(SHAPES)] * 4

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_ranks
+from support.ranks import run_warm_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -109,11 +109,11 @@ def load_and_train(folder: str, name: str, sharded: bool, used_before: bool) -> 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_is_restored_exactly_on_other_ranks_and_on_none(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
-    (saved, later), *_ = run_ranks(train_and_save, 2, folder, name, True)
+    (saved, later), *_ = run_warm_ranks(train_and_save, 2, folder, name, True)
     loaded, went_on = load_and_train(folder, name, False, True)
     same(loaded, saved)
     same(went_on, later)
-    for loaded, went_on in run_ranks(load_and_train, 3, folder, name, True, False):
+    for loaded, went_on in run_warm_ranks(load_and_train, 3, folder, name, True, False):
         same(loaded, saved)
         same(went_on, later)
 
@@ -122,7 +122,7 @@ def test_state_is_restored_exactly_on_other_ranks_and_on_none(name: str, tmp_pat
 def test_state_of_one_process_is_restored_on_ranks(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
     saved, later = train_and_save(folder, name, False)
-    for loaded, went_on in run_ranks(load_and_train, 2, folder, name, True, True):
+    for loaded, went_on in run_warm_ranks(load_and_train, 2, folder, name, True, True):
         same(loaded, saved)
         same(went_on, later)
 
@@ -138,7 +138,7 @@ def layouts(folder: str) -> dict[str, bool]:
 
 
 def test_state_of_the_parameters_shape_is_laid_out_like_it() -> None:
-    assert run_ranks(layouts, 2, "ckpt") == [{"dtype": True, "step is plain": True}] * 2
+    assert run_warm_ranks(layouts, 2, "ckpt") == [{"dtype": True, "step is plain": True}] * 2
 
 
 def test_unsupported_optimizer_state_is_rejected() -> None:

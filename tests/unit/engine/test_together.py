@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.ranks import run_ranks
+from support.ranks import run_warm_ranks
 
 from camshaft.engine.collectives import on_every_rank, on_rank_zero, rank_and_size
 from camshaft.errors import CheckpointError, EngineError
@@ -26,7 +26,7 @@ def shared_results() -> tuple[list[int], list[int], list[int]]:
 
 
 def test_the_result_of_rank_zero_reaches_all_ranks() -> None:
-    results = run_ranks(shared_results, WORLD)
+    results = run_warm_ranks(shared_results, WORLD)
     assert [(first, each) for first, each, _ in results] == [([0, 7], [0, 10, 20])] * WORLD
     assert [ran for _, _, ran in results] == [[0], [], []]
 
@@ -59,7 +59,7 @@ def shared_errors() -> list[str]:
 
 def test_every_rank_raises_the_error_of_one() -> None:
     expected = ["CheckpointError: rank 0 said so", "CheckpointError: rank 1 said so", "EngineError: Unpicklable: odd"]
-    assert run_ranks(shared_errors, WORLD) == [expected] * WORLD
+    assert run_warm_ranks(shared_errors, WORLD) == [expected] * WORLD
 
 
 def results_in_subgroup() -> str | None:
@@ -69,7 +69,7 @@ def results_in_subgroup() -> str | None:
 
 
 def test_rank_zero_is_relative_to_the_group() -> None:
-    assert run_ranks(results_in_subgroup, WORLD) == [None, "from 1", "from 1"]
+    assert run_warm_ranks(results_in_subgroup, WORLD) == [None, "from 1", "from 1"]
 
 
 def test_without_a_group_the_world_is_one_rank() -> None:

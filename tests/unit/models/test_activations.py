@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_ranks
+from support.ranks import run_warm_ranks
 from support.tiny import predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -231,7 +231,7 @@ def sharded_gradients(path: str, recomputing: str) -> tuple[bool, int, int]:
 
 @pytest.mark.parametrize("recomputing", RECOMPUTING)
 def test_sharded_models_keep_gradients_and_gathered_layers(recomputing: str) -> None:
-    for equal, moved, parameters in run_ranks(sharded_gradients, 2, source(), recomputing):
+    for equal, moved, parameters in run_warm_ranks(sharded_gradients, 2, source(), recomputing):
         assert equal
         assert moved >= 3 * sum(LENGTHS) * 64 * 4
         assert parameters
@@ -260,4 +260,4 @@ def tensor_parallel_gradients() -> bool:
 
 
 def test_offload_restores_tensor_parallel_activations() -> None:
-    assert run_ranks(tensor_parallel_gradients, 2) == [True, True]
+    assert run_warm_ranks(tensor_parallel_gradients, 2) == [True, True]

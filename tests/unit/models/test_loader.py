@@ -3,6 +3,8 @@
 import json
 import logging
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -295,3 +297,28 @@ def test_a_url_is_a_folder_like_any_other(tmp_path: Path, monkeypatch: pytest.Mo
             load_tokenizer("memory://bucket/none")
     finally:
         files.rm("/bucket", recursive=True)
+
+
+def test_optional_libraries_are_imported_only_on_demand() -> None:
+    """PEFT may be missing without adapters, and CPU builds of torch do not include Triton."""
+    code = f"""
+import sys
+sys.modules["peft"] = None                     # import peft: ModuleNotFoundError
+import torch
+from camshaft.config.engine import EngineModel, LoRAConfig
+from camshaft.errors import EngineError
+from camshaft.models.linear_logprob import linear_logprob
+from camshaft.models.loader import load_model
+from camshaft.models.lora import merged_weights
+model = EngineModel(path={str(tiny_folder())!r})
+assert dict(merged_weights(load_model(model, "float32", "cpu", 0).hf))
+linear_logprob(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64))
+assert "camshaft.models.triton.linear_logprob" not in sys.modules
+try:
+    load_model(model.model_copy(update={{"lora": LoRAConfig(rank=2)}}), "float32", "cpu", 0)
+except EngineError as error:
+    sys.exit(str(error))
+"""
+    process = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)
+    error = process.stderr.strip().splitlines()[-1]
+    assert error == "LoRA requires the package 'peft'; run: pip install 'camshaft[lora]'"

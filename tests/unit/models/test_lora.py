@@ -1,8 +1,6 @@
 """Adapters, compared with PEFT on transformers models, row by row."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support.ranks import run_ranks
+from support.ranks import run_warm_ranks
 from support.tiny import predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -486,27 +484,7 @@ def test_a_folder_that_is_no_adapter_is_an_error(tmp_path: Path):
         load(lora=config)
 
 
-# -- without PEFT, and with sharded parameters --------------------------------------------------------
-
-
-def test_peft_is_imported_only_for_adapters():
-    code = f"""
-import sys
-sys.modules["peft"] = None                     # import peft: ModuleNotFoundError
-from camshaft.config.engine import EngineModel, LoRAConfig
-from camshaft.errors import EngineError
-from camshaft.models.loader import load_model
-from camshaft.models.lora import merged_weights
-model = EngineModel(path={folder_of()!r})
-assert dict(merged_weights(load_model(model, "float32", "cpu", 0).hf))
-try:
-    load_model(model.model_copy(update={{"lora": LoRAConfig(rank=2)}}), "float32", "cpu", 0)
-except EngineError as error:
-    sys.exit(str(error))
-"""
-    process = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)
-    error = process.stderr.strip().splitlines()[-1]
-    assert error == "LoRA requires the package 'peft'; run: pip install 'camshaft[lora]'"
+# -- with sharded parameters --------------------------------------------------------------------------
 
 
 def sharded(folder: str, adapter: str) -> dict[str, Any]:
@@ -539,7 +517,7 @@ def test_sharded_parameters_match_unsharded_ones(tmp_path: Path):
     actual = log_probs(model)
     actual.sum().backward()
     gradients = {name: p.grad for name, p in model.hf.named_parameters() if p.grad is not None}
-    for results in run_ranks(sharded, 2, folder_of(), str(stored), timeout=120):
+    for results in run_warm_ranks(sharded, 2, folder_of(), str(stored), timeout=120):
         assert results["sharded"]
         torch.testing.assert_close(results["base"], log_probs(load(lora=None)), rtol=0, atol=1e-6)
         torch.testing.assert_close(results["log_probs"], actual.detach(), rtol=0, atol=1e-6)

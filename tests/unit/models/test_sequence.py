@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_ranks
+from support.ranks import run_warm_ranks
 from support.tiny import predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
@@ -91,7 +91,7 @@ def test_log_probs_and_gradients_do_not_depend_on_ranks(family: str, size: int):
     folder = str(tiny_folder(family, **{"hidden": 32, "initializer_range": 0.1, **MODELS[family]}))
     expected = numbers(model_of(folder, "causal_lm"), LENGTHS, predicted_tokens(LENGTHS))
     assert expected[0]["log_probs"].std() > 0.05
-    for outputs, gradients in run_ranks(
+    for outputs, gradients in run_warm_ranks(
         on_each_rank, size, folder, "causal_lm", LENGTHS, predicted_tokens(LENGTHS), False
     ):
         same(outputs, expected[0])
@@ -103,7 +103,7 @@ def test_values_and_scores_do_not_depend_on_the_ranks(head: Head):
     folder = folder_of("llama")
     expected = numbers(model_of(folder, head), LENGTHS, predicted_tokens(LENGTHS))
     assert next(iter(expected[0].values())).std() > 0.01
-    for outputs, gradients in run_ranks(on_each_rank, 4, folder, head, LENGTHS, predicted_tokens(LENGTHS), False):
+    for outputs, gradients in run_warm_ranks(on_each_rank, 4, folder, head, LENGTHS, predicted_tokens(LENGTHS), False):
         same(outputs, expected[0])
         same(gradients, expected[1])
 
@@ -121,7 +121,7 @@ def test_values_and_scores_do_not_depend_on_the_ranks(head: Head):
 def test_every_rank_takes_part_for_any_output_positions(head: Head, lengths: list[int], at: list[int]):
     folder, places = folder_of("qwen2"), torch.tensor(at, dtype=torch.int64)
     expected = numbers(model_of(folder, head), lengths, places)
-    for outputs, gradients in run_ranks(on_each_rank, 4, folder, head, lengths, places, False):
+    for outputs, gradients in run_warm_ranks(on_each_rank, 4, folder, head, lengths, places, False):
         same(outputs, expected[0])
         same(gradients, expected[1])  # and the same names: a rank without outputs has gradients for all parameters
 
@@ -129,7 +129,7 @@ def test_every_rank_takes_part_for_any_output_positions(head: Head, lengths: lis
 def test_gradient_checkpointing_exchanges_again_in_the_backward_pass():
     folder = folder_of("qwen2")
     expected = numbers(model_of(folder, "causal_lm"), LENGTHS, predicted_tokens(LENGTHS))
-    for outputs, gradients in run_ranks(on_each_rank, 2, folder, "causal_lm", LENGTHS, predicted_tokens(LENGTHS), True):
+    for outputs, gradients in run_warm_ranks(on_each_rank, 2, folder, "causal_lm", LENGTHS, predicted_tokens(LENGTHS), True):
         same(outputs, expected[0])
         same(gradients, expected[1])
 
@@ -147,8 +147,8 @@ def engine_step(folder: str) -> dict[str, Ragged]:
 
 def test_every_rank_passes_full_rows_to_an_engine_step():
     folder = folder_of("qwen2")
-    (alone,) = run_ranks(engine_step, 1, folder)
-    for predictions in run_ranks(engine_step, 2, folder):
+    (alone,) = run_warm_ranks(engine_step, 1, folder)
+    for predictions in run_warm_ranks(engine_step, 2, folder):
         torch.testing.assert_close(predictions["log_probs"].values, alone["log_probs"].values, rtol=0, atol=NEAR)
 
 
@@ -162,7 +162,7 @@ def with_dropout(folder: str) -> tuple[Tensor, Tensor]:
 
 
 def test_attention_dropout_acts_in_train_mode():
-    (calm, trained), (_, other) = run_ranks(with_dropout, 2, folder_of("qwen2"))
+    (calm, trained), (_, other) = run_warm_ranks(with_dropout, 2, folder_of("qwen2"))
     assert not torch.allclose(calm, trained)
     assert torch.equal(trained, other)
 
@@ -194,7 +194,7 @@ def three_ranks(folder: str) -> None:
 
 def test_indivisible_heads_are_an_error_in_the_call():
     with pytest.raises(EngineError, match="4 query heads cannot be split evenly over 3 sequence-parallel ranks"):
-        run_ranks(three_ranks, 3, folder_of("qwen2"))
+        run_warm_ranks(three_ranks, 3, folder_of("qwen2"))
 
 
 def test_a_chunk_without_exchange_is_an_error():
@@ -235,7 +235,7 @@ def split_and_merge(lengths: list[int]) -> tuple[DataProto, DataProto]:
 @pytest.mark.parametrize(("size", "lengths"), [(2, [5, 1, 7, 4]), (4, [5, 1, 7, 4]), (4, [2, 3]), (2, [1])])
 def test_split_columns_are_restored(size: int, lengths: list[int]):
     batch = batch_of(lengths)
-    for _, back in run_ranks(split_and_merge, size, lengths):
+    for _, back in run_warm_ranks(split_and_merge, size, lengths):
         assert back.meta_info == {"step": 3}
         assert list(back.columns) == list(batch.columns)
         batch.union(back)  # raises an error with the column name if two ranks differ in values, lengths or dtype
@@ -243,7 +243,7 @@ def test_split_columns_are_restored(size: int, lengths: list[int]):
 
 def test_a_part_has_the_tokens_of_its_rank():
     # 17 tokens over 2 ranks: 9 and 8. The first rank has rows of 5 and 1 and 3 of the 7 tokens of the third row.
-    (first, _), (second, _) = run_ranks(split_and_merge, 2, [5, 1, 7, 4])
+    (first, _), (second, _) = run_warm_ranks(split_and_merge, 2, [5, 1, 7, 4])
     assert first["input_ids"].lengths.tolist() == [5, 1, 3, 0]
     assert second["input_ids"].lengths.tolist() == [0, 0, 4, 4]
     rows = tiny_rows([5, 1, 7, 4])

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks
+from support.ranks import run_warm_ranks
 from torch.distributed.utils import _to_kwargs
 
 from camshaft.contracts.engine.harness import EngineHarness
@@ -25,13 +25,13 @@ def _dropout(folder: str, options: dict[str, Any]) -> tuple[list[float], float]:
 
 
 def test_dropout_depends_on_seed_and_data_parallel_rank(tmp_path: Path) -> None:
-    runs = [run_ranks(_dropout, 2, str(tmp_path / name), {}) for name in ("a", "b")]
+    runs = [run_warm_ranks(_dropout, 2, str(tmp_path / name), {}) for name in ("a", "b")]
     assert runs[0] == runs[1]
     assert runs[0][0][1] != runs[0][1][1]
 
 
 def test_ranks_that_share_a_matrix_product_draw_the_same(tmp_path: Path) -> None:
-    first, second = run_ranks(_dropout, 2, str(tmp_path), {"tensor_parallel_size": 2})
+    first, second = run_warm_ranks(_dropout, 2, str(tmp_path), {"tensor_parallel_size": 2})
     assert first == second
 
 
@@ -49,8 +49,8 @@ def _saved_first(strategy: str, folder: str, save: bool) -> dict[str, torch.Tens
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
 def test_a_checkpoint_before_the_first_update_changes_nothing(strategy: str, tmp_path: Path) -> None:
-    still = run_ranks(_saved_first, 2, strategy, str(tmp_path / "still"), False)[0]
-    saved = run_ranks(_saved_first, 2, strategy, str(tmp_path / "saved"), True)[0]
+    still = run_warm_ranks(_saved_first, 2, strategy, str(tmp_path / "still"), False)[0]
+    saved = run_warm_ranks(_saved_first, 2, strategy, str(tmp_path / "saved"), True)[0]
     assert all(torch.equal(weight, saved[name]) for name, weight in still.items())
 
 
@@ -68,7 +68,7 @@ def _skipped_first(strategy: str, folder: str) -> int:
 
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
 def test_a_checkpoint_after_only_skipped_steps_is_valid(strategy: str, tmp_path: Path) -> None:
-    assert run_ranks(_skipped_first, 2, strategy, str(tmp_path)) == [1, 1]
+    assert run_warm_ranks(_skipped_first, 2, strategy, str(tmp_path)) == [1, 1]
 
 
 def _wrapped(folder: str, name: str) -> None:
@@ -83,7 +83,7 @@ def test_an_unknown_layer_class_is_named(tmp_path: Path) -> None:
     with pytest.raises(
         EngineError, match=r"contains Qwen9Layer, but .* has no such module; its layer classes are Qwen2DecoderLayer"
     ):
-        run_ranks(_wrapped, 2, str(tmp_path), "Qwen9Layer")
+        run_warm_ranks(_wrapped, 2, str(tmp_path), "Qwen9Layer")
 
 
 def test_a_bfloat16_divergence_uses_the_other_models_log_probs(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks
+from support.ranks import run_warm_ranks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -206,4 +206,4 @@ def _laid_out(folder: str, options: dict[str, Any]) -> tuple[int, float]:
 def test_ranks_share_weights_and_rows_by_config(
     tmp_path: Path, options: dict[str, Any], expected: tuple[int, float]
 ) -> None:
-    assert run_ranks(_laid_out, 2, str(tmp_path), options) == [expected, expected]
+    assert run_warm_ranks(_laid_out, 2, str(tmp_path), options) == [expected, expected]

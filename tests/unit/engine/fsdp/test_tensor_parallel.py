@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_ranks
+from support.ranks import run_warm_ranks
 from support.tiny import predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -97,20 +97,20 @@ def test_log_probs_and_gradients_do_not_depend_on_ranks(model: str):
     folder = folder_of(family, **sizes)
     expected = numbers(model_of(folder))
     assert expected[0]["log_probs"].std() > 0.05
-    for actual in run_ranks(cut, 2, folder, "causal_lm", False, {}):
+    for actual in run_warm_ranks(cut, 2, folder, "causal_lm", False, {}):
         same(actual, expected)
 
 
 @pytest.mark.parametrize("head", ["value", "reward"])
 def test_values_and_scores_do_not_depend_on_the_ranks(head: Head):
     folder = folder_of("llama")
-    for actual in run_ranks(cut, 2, folder, head, False, {}):
+    for actual in run_warm_ranks(cut, 2, folder, head, False, {}):
         same(actual, numbers(model_of(folder, head)))
 
 
 def test_gradient_checkpointing_changes_nothing():
     folder = folder_of("qwen3")
-    for actual in run_ranks(cut, 2, folder, "causal_lm", True, {}):
+    for actual in run_warm_ranks(cut, 2, folder, "causal_lm", True, {}):
         same(actual, numbers(model_of(folder)))
 
 
@@ -119,7 +119,7 @@ def test_gradient_checkpointing_changes_nothing():
 def test_a_vocabulary_that_does_not_divide(vocabulary: int, ranks: int, tied: bool):
     folder, override = folder_of("llama", kv_heads=4, tie_embeddings=tied), {"vocab_size": vocabulary}
     expected = numbers(model_of(folder, **override))
-    for actual in run_ranks(cut, ranks, folder, "causal_lm", False, override):
+    for actual in run_warm_ranks(cut, ranks, folder, "causal_lm", False, override):
         same(actual, expected)
 
 
@@ -135,7 +135,7 @@ def whole_logits(folder: str) -> tuple[Tensor, bool]:
 def test_the_transformers_model_keeps_full_logits_and_tied_weights():
     folder = folder_of("qwen2")
     expected = AutoModelForCausalLM.from_pretrained(folder)(torch.arange(3, 9)[None]).logits
-    for logits, tied in run_ranks(whole_logits, 2, folder):
+    for logits, tied in run_warm_ranks(whole_logits, 2, folder):
         torch.testing.assert_close(logits, expected, rtol=0, atol=NEAR)
         assert tied
 
@@ -157,7 +157,7 @@ def sums_over_ranks(folder: str) -> tuple[int, int]:
 
 def test_a_layer_sums_twice_in_each_direction():
     # Two layers: the outputs of attention and of the MLP, and the gradients of their inputs. The embedding adds one.
-    assert run_ranks(sums_over_ranks, 2, folder_of("qwen2"))[0] == (5, 4)
+    assert run_warm_ranks(sums_over_ranks, 2, folder_of("qwen2"))[0] == (5, 4)
 
 
 # -- with fully_shard ------------------------------------------------------------------------------
@@ -205,7 +205,7 @@ def test_together_with_fully_shard_from_the_meta_device(tied: bool):
     model = model_of(folder)
     outputs, gradients = numbers(model)
     weights = {name: weight.detach() for name, weight in model.hf.named_parameters()}
-    for actual, summed, cut_twice in run_ranks(tensor_parallel_and_sharded, 4, folder, weights, timeout=120):
+    for actual, summed, cut_twice in run_warm_ranks(tensor_parallel_and_sharded, 4, folder, weights, timeout=120):
         # Both data-parallel ranks have the same rows in this test, and gradients are summed over them.
         same((actual, {name: gradient / 2 for name, gradient in summed.items()}), (outputs, gradients))
         assert {name for name in weights if name not in cut_twice} == {
@@ -240,7 +240,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_models_that_do_not_fit_are_rejected(case: str):
     family, sizes, ranks, message = REFUSED[case]
-    for text in run_ranks(refusal, ranks, folder_of(family, **sizes)):
+    for text in run_warm_ranks(refusal, ranks, folder_of(family, **sizes)):
         assert message in text
 
 
@@ -274,7 +274,7 @@ def _forget_plan(hf: Any) -> None:
 
 
 def test_layers_missing_in_the_plan_are_rejected():
-    adapted, stray, planless, mesh = run_ranks(odd_layers, 2, folder_of("qwen2"))[0]
+    adapted, stray, planless, mesh = run_warm_ranks(odd_layers, 2, folder_of("qwen2"))[0]
     assert "its layer model.layers.1.self_attn.o_proj is a _Adapted, not a Linear" in adapted
     assert "has no style for model.layers.1.self_attn.scale, which shares its input with sharded matrices" in stray
     assert "transformers defines no tensor-parallel plan for it" in planless
