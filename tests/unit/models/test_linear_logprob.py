@@ -297,7 +297,9 @@ def test_vocabulary_shards_add_up_to_the_formula(starts: list[int], with_bias: b
     reference = naive(hidden, large, bias if with_bias else None, targets, 0.7)
     mixture = torch.randn(2, M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = torch.autograd.grad((reference[0] * mixture[0] + reference[1] * mixture[1]).sum(), leaves)
-    for rank, (outputs, gradients) in enumerate(run_warm_ranks(by_parts, len(starts) - 1, starts, with_bias, M, factor)):
+    for rank, (outputs, gradients) in enumerate(
+        run_warm_ranks(by_parts, len(starts) - 1, starts, with_bias, M, factor)
+    ):
         torch.testing.assert_close(outputs, [tensor.detach() for tensor in reference], rtol=1e-11, atol=1e-11)
         shard = slice(starts[rank], starts[rank + 1])
         torch.testing.assert_close(gradients[0], expected[0], rtol=1e-9, atol=1e-9)
@@ -328,7 +330,9 @@ def test_divergences_over_parts_of_the_vocabulary_add_up(starts: list[int], fact
     reference = naive_kl(hidden, large, bias, log_q[picked], 0.7)
     mixture = torch.randn(M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     expected = torch.autograd.grad((reference * mixture).sum(), [hidden, large, bias])
-    for rank, (divergence, gradients) in enumerate(run_warm_ranks(divergence_by_parts, len(starts) - 1, starts, M, factor)):
+    for rank, (divergence, gradients) in enumerate(
+        run_warm_ranks(divergence_by_parts, len(starts) - 1, starts, M, factor)
+    ):
         torch.testing.assert_close(divergence, reference.detach(), rtol=1e-11, atol=1e-11)
         shard = slice(starts[rank], starts[rank + 1])
         torch.testing.assert_close(gradients[0], expected[0], rtol=1e-9, atol=1e-9)

@@ -129,7 +129,9 @@ def test_every_rank_takes_part_for_any_output_positions(head: Head, lengths: lis
 def test_gradient_checkpointing_exchanges_again_in_the_backward_pass():
     folder = folder_of("qwen2")
     expected = numbers(model_of(folder, "causal_lm"), LENGTHS, predicted_tokens(LENGTHS))
-    for outputs, gradients in run_warm_ranks(on_each_rank, 2, folder, "causal_lm", LENGTHS, predicted_tokens(LENGTHS), True):
+    for outputs, gradients in run_warm_ranks(
+        on_each_rank, 2, folder, "causal_lm", LENGTHS, predicted_tokens(LENGTHS), True
+    ):
         same(outputs, expected[0])
         same(gradients, expected[1])
 
