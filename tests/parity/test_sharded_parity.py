@@ -1,14 +1,13 @@
 """Three optimizer steps of the sharded engine equal three steps of the reference engine in every layout."""
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.layouts import ALONE, OLDER, Layout, together
-from support.ranks import Ranks
+from support.ranks import run_warm_ranks
 
 from camshaft.config.engine import OptimConfig
 from camshaft.contracts.engine.harness import EngineHarness
@@ -56,13 +55,7 @@ def _fields(dtype: str) -> dict[str, Any]:
     return {"optim": optim, "grad_clip": 0.5, "dtype": dtype, "micro_batch_size": 3}
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[Ranks]:
-    with Ranks() as pool:
-        yield pool
-
-
-def _compared(ranks: Ranks, layout: Layout, dtype: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _compared(layout: Layout, dtype: str, folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the results of (the sharded engine, the reference engine)."""
     of_model = {name: value for name, value in layout.common_fields.items() if name == "lora"}
     reference = EngineHarness(SingleDeviceEngine, folder / "reference", common_fields=_fields(dtype) | of_model)
@@ -70,7 +63,7 @@ def _compared(ranks: Ranks, layout: Layout, dtype: str, folder: Path) -> tuple[d
     common_fields = _fields(dtype) | layout.common_fields
     if "max_tokens" in layout.common_fields:
         common_fields |= {"max_tokens": 150, "micro_batch_size": None}
-    actual = ranks.run(_run, layout.world, layout.strategy, str(folder / "sharded"), common_fields, timeout=120)[0]
+    actual = run_warm_ranks(_run, layout.world, layout.strategy, str(folder / "sharded"), common_fields, timeout=120)[0]
     return actual, expected
 
 
@@ -100,18 +93,20 @@ LAYOUTS = ALONE | {name: OLDER[name] for name in ("fsdp1_two", "fsdp1_hsdp+sp2")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.matrix if n == "compiled" else ()) for n in LAYOUTS]
 )
-def test_three_steps_in_float32(name: str, ranks: Ranks, tmp_path: Path) -> None:
-    _check(*_compared(ranks, LAYOUTS[name], "float32", tmp_path), bound=1e-5)
+def test_three_steps_in_float32(name: str, tmp_path: Path) -> None:
+    _check(*_compared(LAYOUTS[name], "float32", tmp_path), bound=1e-5)
 
 
-@pytest.mark.parametrize("feature", ["", "hsdp", "sp2", "tp2", "lora"])
-def test_three_steps_in_bfloat16_with_float32_weights(feature: str, ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "feature", ["", *(pytest.param(n, marks=pytest.mark.slow) for n in ("hsdp", "sp2", "tp2", "lora"))]
+)
+def test_three_steps_in_bfloat16_with_float32_weights(feature: str, tmp_path: Path) -> None:
     """Losses agree within 0.1 %, norms within 1 %, and the change of all weights within 6 % of its length."""
     common_fields = together(feature) if feature else {}
     common_fields = common_fields | {
         "options": common_fields.get("options", {}) | {"mixed_precision": {"param_dtype": "bfloat16"}}
     }
-    actual, expected = _compared(ranks, Layout(4 if feature == "hsdp" else 2, common_fields), "float32", tmp_path)
+    actual, expected = _compared(Layout(4 if feature == "hsdp" else 2, common_fields), "float32", tmp_path)
     for name, bound in (("loss", 1e-3), ("norm", 1e-2)):
         for a, b in zip(actual[name], expected[name], strict=True):
             assert math.isclose(a, b, rel_tol=bound), f"{name}: {a}, not {b}"

@@ -17,7 +17,7 @@ from camshaft.rollout import SamplingParams
 
 FAULTY = "support.mismatched_rollouts:"
 SMALL = ("--prompts", "4", "--prompt-length", "12", "--response-length", "12")
-SHARP: dict[str, Any] = {"hidden": 32, "initializer_range": 0.3, "tie_embeddings": False}
+SHARP: dict[str, Any] = {"layers": 1, "hidden": 32, "initializer_range": 0.3, "tie_embeddings": False}
 
 
 @pytest.fixture(scope="module")

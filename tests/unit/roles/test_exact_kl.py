@@ -94,7 +94,13 @@ def test_the_penalty_is_the_divergence_over_the_full_vocabulary(home: Path, one_
     assert second == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("more", [{}, {f"{ACTOR}.ulysses_sequence_parallel_size": 2}], ids=["rows", "tokens"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param({}, id="rows", marks=pytest.mark.slow),
+        pytest.param({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, id="tokens"),
+    ],
+)
 def test_ranks_find_the_same(more: dict[str, Any], home: Path, one_rank: list[Step]) -> None:
     steps = run_ppo(home, {**FULL, **RANKS, **more}, steps=2)
     for step, reference in zip(steps, one_rank, strict=True):
@@ -144,8 +150,11 @@ BUDGET = {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu"
 
 @pytest.mark.parametrize(
     "more",
-    [BUDGET, {f"{ACTOR}.ulysses_sequence_parallel_size": 2}, TENSOR],
-    ids=["rows", "tokens", "vocabulary"],
+    [
+        pytest.param(BUDGET, id="rows", marks=pytest.mark.slow),
+        pytest.param({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, id="tokens"),
+        pytest.param(TENSOR, id="vocabulary"),
+    ],
 )
 def test_ranks_learn_the_same_from_it(more: dict[str, Any], home: Path, learned_alone: list[Step]) -> None:
     compare(run_ppo(home, {**LEARNED, **RANKS, **more}, steps=2), learned_alone, rel=1e-6)
