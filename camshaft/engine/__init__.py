@@ -4,9 +4,10 @@
     engine = build_engine("reference", EngineConfig(...))
 
     base.py             the interface; roles import from this package, never from a backend
-    torch_engine.py     base class of the built-in engines: a transformers model and a torch optimizer
+    torch_engine.py     base class of the built-in engines: a packed model and a torch optimizer
     single.py           `TorchEngine` on one device (`reference`)
-    fsdp/               `TorchEngine` sharded over ranks (`fsdp`, `fsdp1`)
+    sharded.py          base class of engines that shard a model over ranks
+    fsdp/               `ShardedEngine` with PyTorch's FSDP (`fsdp`, `fsdp1`)
     micro_batches.py    splits a mini-batch into micro-batches
     optim.py            optimizer, learning-rate schedule, gradient clipping
     offload.py          moves parameters, gradients and optimizer state to host memory between phases

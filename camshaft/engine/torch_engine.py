@@ -28,6 +28,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from camshaft.config.engine import EngineConfig
 from camshaft.dataproto import DataProto, Ragged
@@ -57,7 +58,7 @@ from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
 from camshaft.errors import EngineError
 from camshaft.models.lora import adapter_weights, disable_adapter, merged_weights
-from camshaft.models.packed import OpaqueTensor, PackedModel, named_tensors
+from camshaft.models.packed import OpaqueTensor, PackedModel, PackedModule
 from camshaft.seat import ONLY_RANK, Seat
 
 PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "full_kl", "values"})
@@ -71,7 +72,7 @@ class TorchEngine(BaseEngine):
     """A `PackedModel`, its optimizer and its schedule. A subclass places the model on devices."""
 
     # `init_model` sets the first three attributes.
-    module: PackedModel
+    module: PackedModule
     parts: Parts
     device: torch.device
     offloaded_parts: tuple[Part, ...] = ()
@@ -90,7 +91,7 @@ class TorchEngine(BaseEngine):
     # -- placement on devices, implemented by subclasses ------------------------------------------
 
     @abstractmethod
-    def build_model(self) -> PackedModel:
+    def build_model(self) -> PackedModule:
         """Build the model with its weights, in eval mode, on `self.device` or sharded over ranks."""
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
@@ -305,7 +306,7 @@ class TorchEngine(BaseEngine):
             return plan_micro_batches(ids.lengths, size, None, self.max_over_ranks)
         # The plan keeps prefix groups together, because a prefix is shared only within a micro-batch.
         groups = prefix_groups(ids, data.ragged("loss_mask")) if self._shares_prefixes else None
-        pivot = attention_pivot(self.module.hf.config.get_text_config().hidden_size)
+        pivot = attention_pivot(self.module.hidden_size)
         return plan_micro_batches(ids.lengths, size, max_tokens, self.max_over_ranks, pivot, groups)
 
     def _count(self, data: DataProto, ctx: StepContext) -> StepContext:
@@ -362,13 +363,20 @@ class TorchEngine(BaseEngine):
 
     def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
         if adapter_only:
-            return adapter_weights(self.module.hf, self.full_tensor)
+            return adapter_weights(self._adapted_model, self.full_tensor)
         if self.config.model.lora is not None:
-            return merged_weights(self.module.hf, self.full_tensor)
-        return ((name, self.full_tensor(tensor)) for name, tensor in named_tensors(self.module.hf))
+            return merged_weights(self._adapted_model, self.full_tensor)
+        return ((name, self.full_tensor(tensor)) for name, tensor in self.module.weights())
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
-        return disable_adapter(self.module.hf)
+        return disable_adapter(self._adapted_model)
+
+    @property
+    def _adapted_model(self) -> PreTrainedModel:
+        """The transformers model, which holds the adapter if there is one."""
+        if not isinstance(self.module, PackedModel):
+            raise EngineError(f"the model has no adapter, because {type(self).__name__} does not support LoRA")
+        return self.module.hf
 
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
@@ -417,13 +425,13 @@ class TorchEngine(BaseEngine):
         return {"update": update, "skipped_steps": self._skipped_steps, "model": model, "seed": self.config.seed}
 
     def _parameters(self) -> dict[str, Tensor]:
-        return dict(self.module.hf.named_parameters())
+        return dict(self.module.weight_parameters())
 
     def _checkpoint_weights(self) -> dict[str, Tensor]:
         """Return the live weights that a checkpoint stores: all weights, or only the trained ones with an adapter."""
         if self.config.model.lora is None:
-            return dict(named_tensors(self.module.hf))
-        return {name: p.detach() for name, p in self.module.hf.named_parameters() if p.requires_grad}
+            return dict(self.module.weights())
+        return {name: p.detach() for name, p in self.module.weight_parameters().items() if p.requires_grad}
 
 
 def _detach(predictions: Any, rows: int) -> dict[str, Any]:

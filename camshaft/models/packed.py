@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
@@ -61,41 +62,48 @@ class OpaqueTensor:
         self.tensor = tensor
 
 
-class PackedModel(nn.Module):
-    """A transformers model with a language-model, value or reward head, called on packed rows.
+class PackedModule(nn.Module, ABC):
+    """A decoder with a language-model, value or reward head, called on packed rows. Engines train any subclass.
 
     If `sequence` is set, the ranks of a sequence-parallel group split the tokens of each call (`sequence.py`).
     """
 
+    head: Head
     sequence: SequenceSplit | None = None
+    supports_prefix_sharing: bool
 
-    def __init__(self, hf: PreTrainedModel, head: Head):
-        super().__init__()
-        self.hf = hf
-        self.head: Head = head
-        _check_model(hf)
-        replace_norms(hf)
-        output = output_layer(hf, head)
-        if head != "causal_lm" and isinstance(output, nn.Linear) and output.out_features != 1:
-            raise EngineError(
-                f"a {head} head must have one output, but that of {type(hf).__name__} has {output.out_features}; load "
-                "the model with num_labels=1"
-            )
-        self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
-        self.supports_prefix_sharing = supports_prefix_sharing(hf.config)
+    @property
+    @abstractmethod
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
 
-    def enable_gradient_checkpointing(self, mode: Mode = "full") -> None:
-        """Recompute layers in the backward pass, in train mode only.
+    @abstractmethod
+    def weight_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by their names in `transformers`; tied parameters once."""
 
-        Mode "full" saves only the input of each layer. Mode "selective" also saves the results of matrix products and
-        attention.
+    @abstractmethod
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the names in `transformers` and the live weights, detached: parameters and persistent buffers."""
+
+    @abstractmethod
+    def hidden_states(self, tokens: Tensor, packing: Packing, rows: Tensor) -> Tensor:
+        """Return the last hidden states at offsets `rows` of this rank's tokens: all tokens, or this rank's chunk."""
+
+    @abstractmethod
+    def apply_head(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        at: Tensor,
+        outputs: Sequence[str],
+        temperature: float,
+        log_q: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """Compute `outputs` from `hidden` (M, H), the last hidden states before the tokens `at` (M,).
+
+        The other arguments are those of `forward`. For a reward head, `hidden` holds the states of the last token of
+        each row. M may be 0.
         """
-        if not self.hf.supports_gradient_checkpointing:
-            raise EngineError(
-                f"{type(self.hf).__name__} does not support gradient checkpointing; set "
-                "enable_gradient_checkpointing=False"
-            )
-        self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing_kwargs(mode))
 
     def forward(
         self,
@@ -124,10 +132,10 @@ class PackedModel(nn.Module):
         split = self.sequence
         previous_offsets = packing.ends - 1 if self.head == "reward" else packing.previous(at)
         if split is None:
-            hidden = self._hidden(tokens, packing, previous_offsets)
+            hidden = self.hidden_states(tokens, packing, previous_offsets)
             return self.apply_head(hidden, tokens, at, outputs, temperature, log_q)
         share = split.share(previous_offsets, len(tokens))
-        hidden = self._hidden(*split.pad(tokens, packing), share.offsets)
+        hidden = self.hidden_states(*split.pad(tokens, packing), share.offsets)
         local_at = at if self.head == "reward" else at[share.indices]
         local_outputs = self.apply_head(hidden, tokens, local_at, outputs, temperature, log_q)
         distributions = {
@@ -135,60 +143,6 @@ class PackedModel(nn.Module):
         }
         gathered = split.gather(share, *local_outputs.values()) if local_outputs else []
         return dict(zip(local_outputs, gathered, strict=True)) | distributions
-
-    def _hidden(self, tokens: Tensor, packing: Packing, rows: Tensor) -> Tensor:
-        """Return the last hidden states at offsets `rows` of this rank's tokens: all tokens, or this rank's chunk."""
-        inputs = packed_kwargs(packing, tokens.device)
-        if self.sequence is not None:
-            chunk = self.sequence.chunk(len(tokens))
-            tokens, inputs["position_ids"] = tokens[chunk], inputs["position_ids"][:, chunk]
-            inputs["exchange"] = self.sequence
-        hidden = self.hf.base_model(input_ids=tokens[None], **inputs).last_hidden_state[0]
-        return hidden.index_select(0, to_device(rows, tokens.device))
-
-    def apply_head(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        at: Tensor,
-        outputs: Sequence[str],
-        temperature: float,
-        log_q: Tensor | None,
-    ) -> dict[str, Tensor]:
-        """Compute `outputs` from `hidden` (M, H), the last hidden states before the tokens `at` (M,).
-
-        The other arguments are those of `forward`. For a reward head, `hidden` holds the states of the last token of
-        each row. M may be 0. Even then, all parameters are part of the autograd graph, so that all ranks reduce
-        gradients of the same parameters.
-        """
-        output = output_layer(self.hf, self.head)
-        if self.head != "causal_lm":
-            return {OUTPUTS[self.head][0]: _scalar_output(output, hidden)}
-        if not isinstance(output, nn.Linear):
-            raise EngineError(
-                f"the output layer is a {type(output).__name__}, not an nn.Linear; exclude lm_head from the layers "
-                "that an adapter or a quantizer replaces"
-            )
-        weight, bias, shard = _local_rows(output)
-        temperature /= self.logit_factor
-        results: dict[str, Tensor | None] = {}
-        if "distribution" in outputs:
-            results["distribution"] = log_distribution(hidden, weight, bias, temperature, shard)
-        at = to_device(at, tokens.device)
-        if "full_kl" in outputs:
-            shape = (len(tokens), len(output.weight))
-            if log_q is None or log_q.shape != shape:
-                actual = None if log_q is None else tuple(log_q.shape)
-                raise EngineError(
-                    f"full_kl requires `log_q` of shape {shape} (tokens, vocabulary), got {actual}; pass the "
-                    "'distribution' of another model for the same batch"
-                )
-            results["full_kl"] = linear_full_kl(hidden, weight, log_q, at, bias, temperature, shard=shard)
-        if results.keys() != set(outputs):
-            results["log_probs"], results["entropy"] = linear_logprob(
-                hidden, weight, tokens[at], bias, temperature, need_entropy="entropy" in outputs, shard=shard
-            )
-        return {name: tensor for name in outputs if (tensor := results[name]) is not None}
 
     def check_inputs(self, tokens: Tensor, packing: Packing, at: Tensor, outputs: Sequence[str]) -> None:
         """Raise `EngineError` if arguments of `forward` contradict each other or the head."""
@@ -221,6 +175,112 @@ class PackedModel(nn.Module):
                     f"`at` contains offset {int(first_tokens[0])}, the first token of a row, which the model does not "
                     "predict; set loss_mask to 0 on the first token of each row"
                 )
+
+
+class PackedModel(PackedModule):
+    """A transformers model with a language-model, value or reward head."""
+
+    def __init__(self, hf: PreTrainedModel, head: Head):
+        super().__init__()
+        self.hf = hf
+        self.head = head
+        _check_model(hf)
+        replace_norms(hf)
+        output = output_layer(hf, head)
+        if head != "causal_lm" and isinstance(output, nn.Linear) and output.out_features != 1:
+            raise EngineError(
+                f"a {head} head must have one output, but that of {type(hf).__name__} has {output.out_features}; load "
+                "the model with num_labels=1"
+            )
+        self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
+        self.supports_prefix_sharing = supports_prefix_sharing(hf.config)
+
+    @property
+    def hidden_size(self) -> int:
+        return self.hf.config.get_text_config().hidden_size
+
+    def weight_parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self.hf.named_parameters())
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        return named_tensors(self.hf)
+
+    def enable_gradient_checkpointing(self, mode: Mode = "full") -> None:
+        """Recompute layers in the backward pass, in train mode only.
+
+        Mode "full" saves only the input of each layer. Mode "selective" also saves the results of matrix products and
+        attention.
+        """
+        if not self.hf.supports_gradient_checkpointing:
+            raise EngineError(
+                f"{type(self.hf).__name__} does not support gradient checkpointing; set "
+                "enable_gradient_checkpointing=False"
+            )
+        self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing_kwargs(mode))
+
+    def hidden_states(self, tokens: Tensor, packing: Packing, rows: Tensor) -> Tensor:
+        inputs = packed_kwargs(packing, tokens.device)
+        if self.sequence is not None:
+            chunk = self.sequence.chunk(len(tokens))
+            tokens, inputs["position_ids"] = tokens[chunk], inputs["position_ids"][:, chunk]
+            inputs["exchange"] = self.sequence
+        hidden = self.hf.base_model(input_ids=tokens[None], **inputs).last_hidden_state[0]
+        return hidden.index_select(0, to_device(rows, tokens.device))
+
+    def apply_head(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        at: Tensor,
+        outputs: Sequence[str],
+        temperature: float,
+        log_q: Tensor | None,
+    ) -> dict[str, Tensor]:
+        output = output_layer(self.hf, self.head)
+        return head_outputs(output, self.head, hidden, tokens, at, outputs, temperature / self.logit_factor, log_q)
+
+
+def head_outputs(
+    output: nn.Module,
+    head: Head,
+    hidden: Tensor,
+    tokens: Tensor,
+    at: Tensor,
+    outputs: Sequence[str],
+    temperature: float,
+    log_q: Tensor | None,
+) -> dict[str, Tensor]:
+    """Compute `outputs` from `hidden` with the output layer `output`; the arguments are those of `apply_head`.
+
+    Even if `hidden` has no rows, all parameters of the layer are part of the autograd graph, so that all ranks reduce
+    gradients of the same parameters.
+    """
+    if head != "causal_lm":
+        return {OUTPUTS[head][0]: _scalar_output(output, hidden)}
+    if not isinstance(output, nn.Linear):
+        raise EngineError(
+            f"the output layer is a {type(output).__name__}, not an nn.Linear; exclude lm_head from the layers "
+            "that an adapter or a quantizer replaces"
+        )
+    weight, bias, shard = _local_rows(output)
+    results: dict[str, Tensor | None] = {}
+    if "distribution" in outputs:
+        results["distribution"] = log_distribution(hidden, weight, bias, temperature, shard)
+    at = to_device(at, tokens.device)
+    if "full_kl" in outputs:
+        shape = (len(tokens), len(output.weight))
+        if log_q is None or log_q.shape != shape:
+            actual = None if log_q is None else tuple(log_q.shape)
+            raise EngineError(
+                f"full_kl requires `log_q` of shape {shape} (tokens, vocabulary), got {actual}; pass the "
+                "'distribution' of another model for the same batch"
+            )
+        results["full_kl"] = linear_full_kl(hidden, weight, log_q, at, bias, temperature, shard=shard)
+    if results.keys() != set(outputs):
+        results["log_probs"], results["entropy"] = linear_logprob(
+            hidden, weight, tokens[at], bias, temperature, need_entropy="entropy" in outputs, shard=shard
+        )
+    return {name: tensor for name in outputs if (tensor := results[name]) is not None}
 
 
 def supports_prefix_sharing(config: PreTrainedConfig) -> bool:

@@ -5,7 +5,7 @@ fsdp1.py             `FSDP1Engine`, based on `FullyShardedDataParallel` (strateg
 mesh.py              device meshes: replicas x shards x tensor for weights, data x sequence x tensor for tokens
 parallelize.py       chooses the FSDP units and applies `fully_shard` to them
 tensor_parallel.py   shards the matrices of each layer
-weights.py           loads weights into shards and gathers shards
+weights.py           loads weights into shards
 """
 
 from camshaft.engine.fsdp.engine import FSDPEngine

@@ -1,7 +1,6 @@
-"""Loads the weights of a model folder into a sharded model, and gathers sharded weights.
+"""Loads the weights of a model folder into a sharded model.
 
     packed = build(config, device, device, group, parallelize)   # parallelize(packed) shards it on the meta device
-    full_tensor(packed.hf.lm_head.weight, device)
 
 Only rank 0 reads the folder (or initializes the weights) and holds the full model in host memory. Every rank builds and
 shards the model on the meta device, allocates its shards, and receives their values from rank 0.
@@ -10,13 +9,11 @@ shards the model on the meta device, allocates its shards, and receives their va
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
-from torch.distributed.tensor import DTensor
 
 from camshaft.config.engine import EngineConfig
 from camshaft.engine.collectives import on_rank_zero
@@ -65,13 +62,3 @@ def broadcast_weights(packed: nn.Module, full_model: nn.Module | None, device: t
         dist.broadcast(buffer, src=0)
         owner, _, leaf = name.rpartition(".")
         setattr(packed.get_submodule(owner), leaf, buffer)
-
-
-def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """Gather a sharded tensor on `device`. This is a collective over its mesh."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    with torch.no_grad():
-        # Offloaded shards move to the device first, because the collectives of its backend reject host memory.
-        on_device: Any = tensor.detach().to(device)
-        return on_device.full_tensor()

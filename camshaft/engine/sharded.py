@@ -1,0 +1,119 @@
+"""Base class of engines that shard a model over the ranks of a process group.
+
+    class MyEngine(ShardedEngine):
+        def build_model(self) -> PackedModule:
+            group = self.join_ranks()           # for errors and checkpoints
+            self.data_group = ...               # data-parallel ranks
+
+It contains what such engines share: the process group of checkpoints, background saves, offloading, sums over
+data-parallel ranks and sequence parallelism. A subclass builds and shards the model. Its options have the fields
+`param_offload`, `grad_offload`, `optimizer_offload`, `activation_offload` and `async_save`.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from camshaft.config.engine import EngineConfig
+from camshaft.dataproto import DataProto
+from camshaft.device import join_group
+from camshaft.engine import checkpoint
+from camshaft.engine.offload import Part
+from camshaft.engine.torch_engine import TorchEngine
+from camshaft.models.activations import offload_activations
+from camshaft.models.sequence import join_columns, split_columns
+
+SAVE_TIMEOUT = timedelta(hours=12)
+"""Timeout of checkpoint collectives. It is long because ranks wait while rank 0 copies to remote storage."""
+
+
+class ShardedEngine(TorchEngine):
+    """One model on the ranks of the default process group."""
+
+    data_group: dist.ProcessGroup | None = None
+    """Data-parallel ranks, which process different rows; None if there is only one."""
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        offloads: dict[Part, bool] = {
+            "model": self.options.param_offload,
+            "gradients": self.options.grad_offload,
+            "optimizer": self.options.optimizer_offload,
+        }
+        self.offloaded_parts = tuple(part for part in offloads if offloads[part])
+        self._background_save: checkpoint.BackgroundSave | None = None
+
+    def join_ranks(self) -> dist.ProcessGroup:
+        """Join the default process group, and return a gloo group of its ranks for checkpoints and errors."""
+        join_group(self.device)
+        # Collectives of a background save would interleave with those of training, so checkpoints use another group.
+        self.checkpoint_group = group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
+        self._background_save = checkpoint.BackgroundSave(group) if self.options.async_save else None
+        return group
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def forward_context(self) -> AbstractContextManager[Any]:
+        offload = self.options.activation_offload and torch.is_grad_enabled()
+        return offload_activations(self.device) if offload else nullcontext()
+
+    def after_inference(self) -> None:
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # exports and checkpoints require sharded parameters
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        if self.data_group is not None:
+            dist.all_reduce(tensor, group=self.data_group)
+        return tensor
+
+    def max_over_ranks(self, count: int) -> int:
+        if self.data_group is None:
+            return count
+        maximum = torch.tensor(count, device=self.device)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.data_group)
+        return int(maximum)
+
+    def shard_data(self, data: DataProto) -> DataProto:
+        split = self.module.sequence
+        return data if split is None else split_columns(data, split)
+
+    def unshard_data(self, data: DataProto) -> DataProto:
+        split = self.module.sequence
+        return data if split is None else join_columns(data, split)
+
+    # -- weights and checkpoints ------------------------------------------------------------------
+
+    def full_tensor(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor.detach()
+        with torch.no_grad():
+            # Offloaded shards move to the device first, because the collectives of its backend reject host memory.
+            on_device: Any = tensor.detach().to(self.device)
+            return on_device.full_tensor()
+
+    def _save(
+        self, state: checkpoint.State, local_path: str, hdfs_path: str | None, global_step: int, keep: int | None
+    ) -> None:
+        if self._background_save is None:
+            super()._save(state, local_path, hdfs_path, global_step, keep)
+        else:
+            self._background_save.start(
+                state, local_path, hdfs_path=hdfs_path, global_step=global_step, max_ckpt_to_keep=keep
+            )
+
+    def wait_for_checkpoint(self) -> None:
+        if self._background_save is not None:
+            self._background_save.wait()
+
+    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
+        self.wait_for_checkpoint()
+        super().load_checkpoint(local_path, hdfs_path, del_local_after_load)
