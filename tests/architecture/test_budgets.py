@@ -1,6 +1,7 @@
 """Limits on the sizes of files and functions. An exception is listed with its reason."""
 
 import ast
+import functools
 from collections import Counter
 from pathlib import Path
 
@@ -16,10 +17,16 @@ MANY_PARAMETERS = {
 }
 
 
+@functools.cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def functions() -> list[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
     definitions = []
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(tree(path)):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
                 definitions.append((f"{path.relative_to(ROOT)}:{node.name}", node))
     return definitions
@@ -44,11 +51,7 @@ def test_functions_take_few_parameters() -> None:
 
 
 def test_modules_have_docstrings() -> None:
-    missing = [
-        str(path.relative_to(ROOT))
-        for path in FILES
-        if not ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    ]
+    missing = [str(path.relative_to(ROOT)) for path in FILES if not ast.get_docstring(tree(path))]
     assert not missing, missing
 
 

@@ -9,6 +9,8 @@ comparison is exact on that processor; elsewhere it allows rounding differences.
 import json
 import sys
 import tempfile
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,16 @@ def written(name: str) -> tuple[str, list[dict[str, float]]]:
     return json.loads(head)["processor"], [json.loads(line) for line in lines]
 
 
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[dict[str, float]]]:
+    """Return the metrics of a run, which is made once."""
+    return cache(lambda name: metrics_of(name, tmp_path_factory.mktemp(name)))
+
+
 @pytest.mark.parametrize("name", RUNS)
-def test_run_reproduces_its_golden_metrics(name: str, tmp_path: Path) -> None:
+def test_run_reproduces_its_golden_metrics(name: str, runs: Callable[[str], list[dict[str, float]]]) -> None:
     where, golden = written(name)
-    steps = metrics_of(name, tmp_path)
+    steps = runs(name)
     assert len(steps) == len(golden) == STEPS
     exact = where == processor()
     for step, (actual, reference) in enumerate(zip(steps, golden, strict=True), start=1):
@@ -66,8 +74,8 @@ def test_run_reproduces_its_golden_metrics(name: str, tmp_path: Path) -> None:
             assert actual[key] == expected, f"step {step}: {key}"
 
 
-def test_two_equal_runs_are_bitwise_equal(tmp_path: Path) -> None:
-    assert metrics_of("ppo_tiny", tmp_path / "a") == metrics_of("ppo_tiny", tmp_path / "b")
+def test_two_equal_runs_are_bitwise_equal(runs: Callable[[str], list[dict[str, float]]], tmp_path: Path) -> None:
+    assert metrics_of("ppo_tiny", tmp_path) == runs("ppo_tiny")
 
 
 if __name__ == "__main__":

@@ -149,7 +149,9 @@ def in_rounding(name: str, real: Any, reference: Any, tolerance: float) -> bool:
     return float(off.max()) < 3e-5 and int((off > tolerance).sum()) <= max(1, len(off) // 500)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-6)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [pytest.param("float32", 1e-5, marks=pytest.mark.slow), ("float64", 1e-6)]
+)
 def test_ten_steps_of_ppo_match_the_reference_program(tmp_path: Path, dtype: str, tolerance: float) -> None:
     steps = compare(tmp_path, replace(PPO, dtype=dtype), UNEVEN, tolerance)
     for name in ("actor/pg_clipfrac", "actor/pg_clipfrac_lower", "critic/vf_clipfrac"):
@@ -229,6 +231,7 @@ def test_adaptive_kl_controller_matches_the_reference_program(tmp_path: Path) ->
     assert weights[2] != weights[1]
 
 
+@pytest.mark.slow
 def test_micro_batches_by_tokens_match_the_reference_program(tmp_path: Path) -> None:
     budget = {
         f"{ACTOR}.use_dynamic_bsz": True,
@@ -238,6 +241,7 @@ def test_micro_batches_by_tokens_match_the_reference_program(tmp_path: Path) -> 
     compare(tmp_path, replace(PPO, steps=3, actor_lr_warmup=0, kl_penalty="mse"), budget)
 
 
+@pytest.mark.slow
 def test_actor_is_untouched_while_the_critic_warms_up(tmp_path: Path) -> None:
     steps = compare(tmp_path, replace(PPO, steps=3, critic_warmup=2, actor_lr_warmup=2, kl_penalty="abs"), UNEVEN)
     initial = load_file(tmp_path / "actor/model.safetensors")

@@ -12,17 +12,15 @@ import pytest
 import torch
 from pyarrow import parquet
 from support import even_digits, holding
-from support.command_line import Run, camshaft, finished, generate_args, start
+from support.command_line import Forked, Run, camshaft, finished, generate_args, start
 from support.ppo_runs import ppo_args, ppo_config
-from support.processes import start_fork_server
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from camshaft.controller.local import PRELOAD
 from camshaft.data.parquet import write_parquet
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.validate import validate
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.usefixtures("fork_server")]
 
 PATIENCE = 60.0
 """Time limit in seconds for a command to reach a given point, far below the limit of a test with several commands."""
@@ -30,11 +28,6 @@ PATIENCE = 60.0
 PROMPT = [{"role": "user", "content": "1+1="}]
 COLUMNS = ["responses", "responses_tokens", "responses_finished", "responses_log_prob"]
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> None:
-    start_fork_server(*PRELOAD, "camshaft.roles", "transformers.models.qwen2.modeling_qwen2")
 
 
 @pytest.fixture(scope="module")
@@ -201,7 +194,7 @@ def killed_in_call(call: int, args: list[str], hold: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setenv(holding.HOLD, str(hold))
     hold.write_text(str(call))
-    process, reached = start("-m", "camshaft", "generate", *args), hold.with_name(f"{hold.name}.reached")
+    process, reached = Forked("generate", *args), hold.with_name(f"{hold.name}.reached")
     try:
         deadline = time.monotonic() + PATIENCE
         while not reached.exists():

@@ -15,7 +15,7 @@ from support.processes import still_running
 from camshaft.tracking import deterministic
 from camshaft.tracking.jsonl import read_metrics
 
-pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
+pytestmark = [pytest.mark.timeout(280), pytest.mark.alone, pytest.mark.slow]
 
 RUN: dict[str, Any] = {
     "data.train_max_samples": 24,

@@ -7,18 +7,16 @@ import peft
 import pytest
 import torch
 from support.ppo_runs import ppo_config, run_ppo
-from support.processes import start_fork_server
 from support.tiny import tiny_batch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from camshaft import storage
 from camshaft.config import Topology, actor_engine, critic_engine
-from camshaft.controller.local import PRELOAD
 from camshaft.engine import EngineConfig
 from camshaft.engine.single import SingleDeviceEngine
 
-pytestmark = pytest.mark.timeout(100)
+pytestmark = [pytest.mark.timeout(100), pytest.mark.usefixtures("fork_server")]
 
 ACTOR = "actor_rollout_ref.actor"
 CONTENTS = "[model,optimizer,extra,hf_model]"
@@ -42,11 +40,6 @@ LORA: dict[str, Any] = {
 }
 ALL = ["actor", "actor_huggingface", "critic", "critic_huggingface", "trainer"]
 ROWS = tiny_batch([7, 4, 9])
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> None:
-    start_fork_server(*PRELOAD, "camshaft.roles", "transformers.models.qwen2.modeling_qwen2")
 
 
 def contents(root: Path) -> dict[int, list[str]]:

@@ -7,12 +7,9 @@ from typing import Any
 import pytest
 from support.late_rank import late_rank
 from support.ppo_runs import Step, run_ppo
-from support.processes import start_fork_server
 from support.same_run import RANKS
 
-from camshaft.controller.local import PRELOAD
-
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("fork_server")]
 
 GRPO: dict[str, Any] = {
     # Validation has five rows, so the second rank has one padding row that is dropped.
@@ -22,11 +19,6 @@ GRPO: dict[str, Any] = {
     "actor_rollout_ref.rollout.n": 2,
 }
 REMAX: dict[str, Any] = {"algorithm.adv_estimator": "remax"}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> None:
-    start_fork_server(*PRELOAD, "camshaft.roles", "transformers.models.qwen2.modeling_qwen2")
 
 
 def untimed(step: Step) -> dict[str, float]:

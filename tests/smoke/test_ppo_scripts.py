@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import wandb
 from support.command_line import camshaft
 from support.ppo_runs import ppo_args
 from support.wandb_file import history
 from transformers import AutoModelForCausalLM
 
+from camshaft.config import load_ppo
+from camshaft.errors import ConfigError
 from camshaft.tracking.jsonl import read_metrics
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "ppo_trainer"
@@ -62,9 +65,22 @@ def args_of(script: str, folder: Path, overrides: dict[str, Any]) -> list[str]:
 
 
 @pytest.mark.timeout(300)
-def test_the_command_line_of_the_specification_runs(tmp_path: Path) -> None:
-    process = started("run_deepseek7b_llm.sh", tmp_path, places(tmp_path) | TINY, shlex.quote(sys.executable))
-    assert process.returncode == 0, f"{process.stdout[-3000:]}\n{process.stderr[-3000:]}"
+@pytest.mark.parametrize(
+    "separate", [pytest.param(False, id="here"), pytest.param(True, id="in bash", marks=pytest.mark.slow)]
+)
+def test_the_command_line_of_the_specification_runs(
+    separate: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, overrides = "run_deepseek7b_llm.sh", places(tmp_path) | TINY
+    if separate:
+        process = started(script, tmp_path, overrides, shlex.quote(sys.executable))
+        assert process.returncode == 0, f"{process.stdout[-3000:]}\n{process.stderr[-3000:]}"
+    else:
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("WANDB_MODE", "offline")
+        result = camshaft("ppo", *args_of(script, tmp_path, overrides))
+        wandb.teardown()  # ends the process that wandb started for the run
+        assert result.status == 0, result.err
     run = tmp_path / "checkpoints" / "verl_example_gsm8k" / "deepseek_llm_7b_function_rm"
     metrics = history(run)  # of wandb, in offline mode
     assert [line["step"] for line in metrics] == [0, 1, 2]  # validation before the first step and after every step
@@ -90,8 +106,7 @@ def test_the_tiny_script_needs_no_setup_and_accepts_overrides(tmp_path: Path) ->
 def test_every_script_passes_the_checks_of_the_config(script: str, tmp_path: Path) -> None:
     paths = places(tmp_path)
     paths |= {"reward_model.model.path": paths["critic.model.path"]}
-    run = camshaft("ppo", *args_of(script, tmp_path / "there", paths), "--cfg", "job")
-    assert run.status == 0, run.err
-    missing = camshaft("ppo", *args_of(script, tmp_path / "missing", {}), "--cfg", "job")
-    assert missing.status == 2
-    assert len(re.findall("(file|folder) not found", missing.err)) > 2  # keys of data and models
+    assert load_ppo(args_of(script, tmp_path / "there", paths))
+    with pytest.raises(ConfigError) as caught:
+        load_ppo(args_of(script, tmp_path / "missing", {}))
+    assert len(re.findall("(file|folder) not found", str(caught.value))) > 2  # keys of data and models

@@ -11,19 +11,17 @@ import torch
 from support.command_line import camshaft, sft_args
 from support.interrupting import NAME, run_until
 from support.ppo_runs import ppo_args, run_ppo, saved_weights
-from support.processes import start_fork_server
 from support.same_run import ACTOR, RANKS, SHUFFLED, close, compare
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from camshaft import storage
 from camshaft.config import load_sft
-from camshaft.controller.local import PRELOAD
 from camshaft.tracking import deterministic
 from camshaft.tracking.jsonl import read_metrics
 from camshaft.trainer.sft import SFTTrainer
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("fork_server")]
 
 LORA: dict[str, Any] = {
     "algorithm.adv_estimator": "grpo",
@@ -31,11 +29,6 @@ LORA: dict[str, Any] = {
     f"{ACTOR}.use_kl_loss": True,
     "actor_rollout_ref.model.lora_rank": 4,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def server() -> None:
-    start_fork_server(*PRELOAD, "camshaft.roles", "transformers.models.qwen2.modeling_qwen2")
 
 
 @pytest.mark.parametrize(

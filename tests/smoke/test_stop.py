@@ -42,7 +42,7 @@ def run_args(home: Path, run: Path, **more: Any) -> list[str]:
 
 def test_sigterm_saves_the_current_step_and_the_run_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, uninterrupted = tmp_path / "run", tmp_path / "whole"
-    result = run_until(2, run, run_args(tmp_path, run), monkeypatch, signal.SIGTERM)
+    result = run_until(2, run, run_args(tmp_path, run), monkeypatch, signal.SIGTERM, fork=True)
     assert result.status == 143
     assert "camshaft: SIGTERM: finishing the current step and saving;" in result.err
     assert "Traceback" not in result.err

@@ -1,9 +1,9 @@
-"""Run the command line as users type it, in this process (fast) or in a separate one (real).
+"""Run the command line as users type it, in this process, in a fork of it (fast), or in a new one (real).
 
     run = camshaft("ppo", *ppo_args(folder, {"trainer.seed": "abc"}))
     assert run.status == 2 and "trainer.seed" in run.err
 
-    process = start("-m", "camshaft", "sft", *sft_args(folder))
+    process = start("-m", "camshaft", "sft", *sft_args(folder))     # or Forked("sft", *sft_args(folder))
     run = finished(process)
 
 Every wait is bounded.
@@ -11,10 +11,12 @@ Every wait is bounded.
 
 import contextlib
 import io
+import multiprocessing
+import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,12 +116,50 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+class Forked:
+    """A command of `camshaft` in a fork of this process, which has imported everything; like `subprocess.Popen`."""
+
+    def __init__(self, *args: str):
+        self.files = [os.memfd_create(name) for name in ("stdout", "stderr")]
+        self.process = multiprocessing.get_context("fork").Process(target=self._run, args=(args,))
+        self.process.start()
+        self.pid = self.process.pid
+
+    def _run(self, args: Sequence[str]) -> None:
+        for number, file in enumerate(self.files, start=1):
+            os.dup2(file, number)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        sys.exit(main(list(args)))
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        assert self.pid is not None
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.process.join(timeout)
+        if self.process.exitcode is None:
+            raise subprocess.TimeoutExpired("camshaft", timeout or 0)
+        out, err = (os.pread(file, os.fstat(file).st_size, 0).decode() for file in self.files)
+        return out, err
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+
 def restore_ctrl_c() -> None:
     """Restore the default handler of Ctrl-C, which background processes of a shell inherit as ignored."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def finished(process: subprocess.Popen[str], seconds: float = 100) -> Run:
+def finished(process: subprocess.Popen[str] | Forked, seconds: float = 100) -> Run:
     """Wait for the process and return its result; kill it after the time limit."""
     try:
         out, err = process.communicate(timeout=seconds)
@@ -127,4 +167,5 @@ def finished(process: subprocess.Popen[str], seconds: float = 100) -> Run:
         process.kill()
         process.communicate()
         raise
+    assert process.returncode is not None
     return Run(process.returncode, out, err)

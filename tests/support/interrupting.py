@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from camshaft.tracking import RunInfo, Tracker
-from support.command_line import Run, finished, start
+from support.command_line import Forked, Run, finished, start
 
 NAME = f"{__name__}:InterruptingTracker"
 
@@ -47,16 +47,17 @@ def run_until(
     monkeypatch: pytest.MonkeyPatch,
     how: signal.Signals = signal.SIGKILL,
     everybody: Callable[[signal.Signals], None] | None = None,
+    fork: bool = False,
 ) -> Run:
     """Start `camshaft *args` in a separate process, and end it when the step is logged and not yet saved.
 
     `run` is the folder of the run, which has this module's tracker. `everybody` sends the signal to further processes
-    besides the driver.
+    besides the driver. `fork` saves the time of a new process, for runs without ranks.
     """
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     run.mkdir()
     (run / "hold").write_text(str(step))
-    process, log = start("-m", "camshaft", *args), run / "metrics.jsonl"
+    process, log = Forked(*args) if fork else start("-m", "camshaft", *args), run / "metrics.jsonl"
     try:
         deadline = time.monotonic() + 100
         while not log.exists() or f'{{"step": {step},' not in log.read_text():

@@ -9,10 +9,12 @@ Overrides may set any config key; `SMALL` contains the defaults. The first run i
 and the data to it, and later runs reuse them.
 """
 
+import shutil
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +84,7 @@ def ppo_args(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[s
     """Return the command-line arguments of a run on this machine, and write the files that they name to `folder`."""
     actor, critic, data = folder / "actor", folder / "critic", folder / "data"
     if not actor.is_dir():
-        make_tiny_model(actor, hidden=32, initializer_range=SPREAD)
-        _make_tiny_critic(critic)
-        write_arithmetic(data, left=(0, 20), right=(0, 20), num_train=64, num_heldout=16)
+        shutil.copytree(_tiny_files(), folder, dirs_exist_ok=True)
     paths = {
         "data.train_files": data / "train.parquet",
         "data.val_files": data / "heldout.parquet",
@@ -111,6 +111,19 @@ def run_ppo(folder: Path, overrides: Mapping[str, Any] | None = None, steps: int
         recorder = _Recorder(parts, watched)
         trainer.fit(recorder)  # pyright: ignore[reportArgumentType]
     return recorder.steps
+
+
+_HOME = tempfile.TemporaryDirectory(prefix="camshaft-runs-")
+
+
+@cache
+def _tiny_files() -> Path:
+    """Write the model, the critic and the data once in this process."""
+    folder = Path(_HOME.name)
+    make_tiny_model(folder / "actor", hidden=32, initializer_range=SPREAD)
+    _make_tiny_critic(folder / "critic")
+    write_arithmetic(folder / "data", left=(0, 20), right=(0, 20), num_train=64, num_heldout=16)
+    return folder
 
 
 def _make_tiny_critic(folder: Path) -> None:

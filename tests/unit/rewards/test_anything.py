@@ -106,7 +106,7 @@ def score_of(action: Any) -> float:
 def rewards(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RewardManager]:
     path = Path(tmp_path_factory.mktemp("anything")) / "reward.py"
     path.write_text(REWARD)
-    with none_left_behind(), RewardManager(str(path), request.param, timeout=2.0, num_workers=2) as manager:
+    with none_left_behind(), RewardManager(str(path), request.param, timeout=1.0, num_workers=2) as manager:
         yield manager
 
 

@@ -7,8 +7,6 @@ import pytest
 from camshaft.errors import RewardError
 from camshaft.rewards.manager import RewardManager
 
-pytestmark = pytest.mark.alone
-
 HEAD = "def compute_score(data_sources, solution_strs, ground_truths, extra_infos):\n"
 
 
@@ -48,6 +46,7 @@ def test_a_batch_without_rows_makes_no_call(batched, score):
     assert len(score(batched("raise ValueError"), []).scores) == 0
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(
     ("failure", "metric"),
     [

@@ -19,8 +19,6 @@ from camshaft.rewards.overlong import OverlongPenalty
 
 from .conftest import batch_of, decode
 
-pytestmark = pytest.mark.alone
-
 TEXTS = ["0", "1", "bad", "3", "dies", "5", "none", "7", "hangs", "9"]
 ALL_KINDS = """
 import os, time
@@ -51,7 +49,8 @@ def untimed(result: RewardResult) -> tuple[object, ...]:
     )
 
 
-@pytest.mark.parametrize("num_workers", [1, 3])
+@pytest.mark.alone
+@pytest.mark.parametrize("num_workers", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("parts", [[(0, 5), (5, 10)], [(5, 10), (0, 5)], [(8, 10), (0, 3), (3, 3), (3, 8)]])
 def test_result_does_not_depend_on_the_order_of_parts(manager, num_workers, parts):
     rewards = manager(ALL_KINDS, timeout=0.5, num_workers=num_workers, on_error="drop")
@@ -131,6 +130,7 @@ def test_unscorable_data_are_reported_at_once(manager):
 # -- canceled requests ----------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 def test_closing_ends_pending_calls(manager, alive):
     rewards = manager("import time; time.sleep(60)", timeout=100.0)
     added(rewards.begin(batch_of(list("abcd"))), "abcd", [(0, 2)])

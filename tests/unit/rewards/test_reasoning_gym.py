@@ -33,7 +33,9 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
     return read_parquet(path, ["prompt", "data_source", "reward_model", "extra_info"]).rows
 
 
-@pytest.mark.parametrize("task", TINY)
+@pytest.mark.parametrize(
+    "task", ["gcd", *(pytest.param(task, marks=pytest.mark.slow) for task in ("chain_sum", "spell_backward"))]
+)
 def test_a_tiny_model_is_scored_on_a_generated_task(task: str, tmp_path: Path) -> None:
     paths, tokenizer = write(tmp_path, task), make_tiny_tokenizer(tmp_path / "tokenizer")
     batch = load_prompts(paths.train, tokenizer, PromptOptions(max_prompt_length=256)).batch

@@ -221,7 +221,7 @@ def test_bypass_mode_uses_the_rollout_log_probs(home: Path) -> None:
     assert not any(name.startswith("rollout/log_prob_diff") for name in step.metrics)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_bypass_mode_changes_little_where_the_two_agree(ranks: int, home: Path) -> None:
     keys = {"algorithm.use_kl_in_reward": True, "trainer.n_gpus_per_node": ranks}
     keys |= {} if ranks == 1 else {"actor_rollout_ref.actor.strategy": "fsdp", "critic.strategy": "fsdp"}

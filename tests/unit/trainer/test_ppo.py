@@ -48,7 +48,7 @@ def test_warm_up_trains_only_the_critic(tmp_path: Path) -> None:
     assert not torch.equal(after.critic[name], warm.critic[name])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_single_update_computes_its_old_log_probs(
     ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
