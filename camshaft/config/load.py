@@ -482,8 +482,8 @@ def _compose(
 def override_defaults(schema: type[Section], overrides: Iterable[str]) -> dict[str, Any] | None:
     """Apply prepared overrides to the defaults without Hydra, which takes ten times as long.
 
-    The result is None if Hydra has to compose the config: for other overrides than `++key=value`, for interpolations,
-    sweeps, and errors.
+    The result is None if Hydra has to compose the config: for other overrides than `++key=value`, for keys of Hydra,
+    interpolations, sweeps, and errors.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
@@ -492,7 +492,8 @@ def override_defaults(schema: type[Section], overrides: Iterable[str]) -> dict[s
     try:
         for text in overrides:
             override = parser.parse_override(text)
-            if not override.is_force_add() or override.is_sweep_override() or "${" in text:
+            is_group = override.package is not None or override.is_hydra_override()
+            if not override.is_force_add() or override.is_sweep_override() or is_group or "${" in text:
                 return None
             OmegaConf.update(tree, str(override.key_or_group), override.value(), merge=True, force_add=True)
     except (HydraException, OmegaConfBaseException, ValueError, RecursionError):

@@ -337,7 +337,10 @@ def test_invalid_config_prints_one_message_with_status_2(words, capfd):
     assert "HYDRA_FULL_ERROR" not in err
 
 
-@pytest.mark.parametrize("word", ["trainer.logger=[console", "+trainer.seed=3", "--config-name=nothing_here", "a/b=c"])
+@pytest.mark.parametrize(
+    "word",
+    ["trainer.logger=[console", "+trainer.seed=3", "--config-name=nothing_here", "a/b=c", "++trainer@pkg=true"],
+)
 def test_hydra_error_prints_one_message_with_status_2(words, word, capfd):
     status, _ = _run([*words, word])
     _, err = capfd.readouterr()
@@ -345,6 +348,11 @@ def test_hydra_error_prints_one_message_with_status_2(words, word, capfd):
     assert err.startswith("cannot compose the config: ")
     assert "Traceback" not in err
     assert "HYDRA_FULL_ERROR" not in err
+
+
+@pytest.mark.parametrize("word", ["hydra.job.name=mine", "++hydra.job.name=mine"])
+def test_keys_of_hydra_are_no_keys_of_the_config(words, word):
+    assert _run([*words, word]) == (0, compose(words, PPOConfig))
 
 
 def test_key_can_be_added_and_deleted(words, tmp_path):
