@@ -425,7 +425,10 @@ def test_an_invalid_config_stops_the_sweep_before_any_job(words, capfd):
     assert "trainer.seed = -2" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("option", [["--cfg", "job"], ["--cfg=job"], ["-c", "job", "--resolve"]])
+@pytest.mark.parametrize(
+    "option",
+    [["-c", "job", "--resolve"], *(pytest.param(o, marks=pytest.mark.slow) for o in (["--cfg", "job"], ["--cfg=job"]))],
+)
 def test_composed_config_can_be_printed(words, option, capfd):
     status, configs = _run([*option, *words, "trainer.seed=64"])
     out, err = capfd.readouterr()

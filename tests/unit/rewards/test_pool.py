@@ -1,13 +1,18 @@
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import pytest
 
 from camshaft.errors import RewardError
 from camshaft.rewards.manager import RewardManager
+
+from .conftest import batch_of, decode
 
 
 def test_closing_ends_the_workers(manager, score, alive):
@@ -45,33 +50,29 @@ def test_a_worker_death_while_idle_loses_no_sample(manager, score, alive):
     assert score(rewards, ["a"] * 4).num_failed == 0
 
 
+def drive(path: str, scored: Connection) -> NoReturn:
+    """Score two responses in a process that goes on until it is killed."""
+    rewards = RewardManager(path, num_workers=2)
+    rewards.score(batch_of(["a", "b"]), decode)
+    scored.send(True)
+    while True:
+        time.sleep(60)
+
+
 @pytest.mark.parametrize("body", ["return 1.0", "import time; time.sleep(60)"])
 def test_workers_end_when_the_driver_is_killed(file, body, alive):
     path = file(f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    {body}")
-    driver = f"""
-import sys
-from camshaft.dataproto import DataProto, Ragged
-from camshaft.rewards.manager import RewardManager
-rewards = RewardManager({path!r}, num_workers=2)
-two = ["x"] * 2
-batch = DataProto.from_dict({{"responses": Ragged.from_rows([[1], [2]]), "data_source": two, "ground_truth": two}})
-rewards.score(batch, lambda rows: ["a"] * len(rows))
-print("scored", flush=True)
-sys.stdin.read()
-"""
-    process = subprocess.Popen([sys.executable, "-c", driver], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdin is not None
-    assert process.stdout is not None
+    scored, sender = multiprocessing.Pipe(duplex=False)
+    driver = multiprocessing.get_context("fork").Process(target=drive, args=(path, sender))
+    driver.start()
     if "sleep" in body:
-        while len(alive()) < 3:  # the driver and two workers during calls
+        while len(alive()) < 2:  # workers during calls
             time.sleep(0.05)
         time.sleep(0.5)
     else:
-        assert process.stdout.readline() == b"scored\n"
-    process.kill()
-    process.wait()
-    process.stdin.close()
-    process.stdout.close()
+        assert scored.recv()
+    driver.kill()
+    driver.join()
     deadline = time.monotonic() + 10
     while alive() and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,12 +1,14 @@
 """Correction for the rollout's distribution: columns, metrics, and runs in which both distributions differ."""
 
 import math
+from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.ppo_runs import ppo_config, run_ppo
+from support.ppo_runs import Step, ppo_config, run_ppo
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -43,6 +45,16 @@ def batch_of() -> DataProto:
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("correction")
+
+
+Run = Callable[[Mapping[str, Any]], Step]
+
+
+@pytest.fixture(scope="module")
+def run(home: Path) -> Run:
+    """Return the step of a run; equal runs are made once."""
+    cached = cache(lambda overrides: run_ppo(home, dict(overrides), steps=1)[0])
+    return lambda overrides: cached(tuple(overrides.items()))
 
 
 # -- on the driver --------------------------------------------------------------------------------
@@ -159,10 +171,10 @@ def nucleus_masses(home: Path, batch: DataProto) -> list[Tensor]:
     return masses
 
 
-def test_truncated_distribution_weights_equal_the_kept_mass(home: Path) -> None:
+def test_truncated_distribution_weights_equal_the_kept_mass(home: Path, run: Run) -> None:
     # pi_rollout = pi_train / mass for a kept token, so its weight is the mass; a row's weight is their product.
     for level in ("token", "sequence"):
-        (step,) = run_ppo(home, {**TOP_P, **correcting(rollout_is=level)}, steps=1)
+        step = run({**TOP_P, **correcting(rollout_is=level)})
         masses = nucleus_masses(home, step.batch)
         if level == "sequence":
             masses = [mass.prod().expand(len(mass)) for mass in masses]
@@ -172,29 +184,29 @@ def test_truncated_distribution_weights_equal_the_kept_mass(home: Path) -> None:
         assert step.metrics["rollout_corr/rollout_is_min"] == pytest.approx(float(weights.min()), rel=1e-4)
         assert step.metrics["rollout/log_prob_diff_above_0.1"] == 1.0
     # If sampling has no limits, the same weights are one and have no effect.
-    (baseline,) = run_ppo(home, {}, steps=1)
-    (step,) = run_ppo(home, correcting(rollout_is="sequence"), steps=1)
+    baseline = run({})
+    step = run(correcting(rollout_is="sequence"))
     assert step.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.0, abs=1e-5)
     assert step.metrics["actor/pg_loss"] == pytest.approx(baseline.metrics["actor/pg_loss"], abs=1e-6)
 
 
-def test_normalized_correction_weights_have_mean_one(home: Path) -> None:
+def test_normalized_correction_weights_have_mean_one(run: Run) -> None:
     token = correcting(rollout_is="token")
-    (small,) = run_ppo(home, {**TOP_P, **token}, steps=1)
-    (normalized,) = run_ppo(home, {**TOP_P, **token, f"{KEY}.rollout_is_batch_normalize": True}, steps=1)
+    small = run({**TOP_P, **token})
+    normalized = run({**TOP_P, **token, f"{KEY}.rollout_is_batch_normalize": True})
     assert small.metrics["rollout_corr/rollout_is_mean"] < 0.7
     assert normalized.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(1.0)
     assert normalized.metrics["actor/grad_norm"] > 1.3 * small.metrics["actor/grad_norm"]
 
 
-def test_rejection_keeps_responses_with_little_truncated_mass(home: Path) -> None:
+def test_rejection_keeps_responses_with_little_truncated_mass(home: Path, run: Run) -> None:
     """The mask follows from the masses, and the metrics cover all rows."""
-    (baseline,) = run_ppo(home, TOP_P, steps=1)
+    baseline = run(TOP_P)
     masses = torch.cat(nucleus_masses(home, baseline.batch)).sort().values
     widest = int((masses[1:] - masses[:-1]).argmax())
     low = float(masses[widest : widest + 2].mean())  # in the middle of the widest gap, so that rounding has no effect
     keys = correcting(rollout_rs="token_k1", rollout_rs_threshold=f"{low}-2.0")
-    (step,) = run_ppo(home, {**TOP_P, **keys}, steps=1)
+    step = run({**TOP_P, **keys})
     rejected = (widest + 1) / len(masses)
     assert step.metrics["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(rejected)
 

@@ -172,7 +172,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+@pytest.mark.parametrize("estimator", [pytest.param("gae", marks=pytest.mark.slow), "grpo"])
 def test_a_run_counts_dropped_rows_and_trains_on_the_others(
     tmp_path: Path, estimator: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
