@@ -52,6 +52,7 @@ def test_several_ranks_on_ray_give_the_same_numbers(ranks: int, in_process: tupl
     compare(run_ppo(home, {**SHUFFLED, **RANKS, **RAY, "trainer.n_gpus_per_node": ranks}, steps=2), steps, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_two_ray_ranks_match_two_local_ranks_bitwise(tmp_path: Path) -> None:
     local, remote = (run_ppo(tmp_path, {**SHUFFLED, **RANKS, **more}, steps=2) for more in ({}, RAY))
@@ -70,35 +71,31 @@ def test_scoring_begins_while_another_rank_generates(tmp_path: Path) -> None:
     assert remote.metrics["reward/errors"] > 0, "the test needs a row that fails"
 
 
-@pytest.fixture(scope="module")
-def scored(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], list[Step]]:
-    """Return the folder, the overrides and the steps of a run in this process with a reward model."""
-    home = tmp_path_factory.mktemp("home")
+POOLS: dict[str, Any] = {
+    **RANKS,
+    "actor_rollout_ref.resource_pool": "a",
+    "critic.resource_pool": "b",
+    "reward_model.resource_pool": "c",
+    "trainer.n_gpus_per_node": 1,
+    "+trainer.resource_pools.a.n_gpus_per_node": 2,
+    "+trainer.resource_pools.b.n_gpus_per_node": 1,
+    "+trainer.resource_pools.c.n_gpus_per_node": 1,
+}
+"""The actor has two ranks, the critic one, and the reward model another one, each in a separate pool."""
+
+
+@pytest.mark.usefixtures("cluster")
+def test_separate_pools_on_ray_match_local_ones_bitwise(tmp_path: Path) -> None:
     overrides = {
         **SHUFFLED,
         "reward_model.enable": True,
-        "reward_model.model.path": make_tiny_reward_model(home / "rm", template=NEWLINE, turned=True),
+        "reward_model.model.path": make_tiny_reward_model(tmp_path / "rm", template=NEWLINE, turned=True),
         "reward_model.strategy": f"${{{ACTOR}.strategy}}",
         "reward_model.micro_batch_size_per_gpu": 3,
         "reward_model.max_length": 60,
     }
-    return home, overrides, run_ppo(home, overrides, steps=2)
-
-
-@pytest.mark.parametrize("controller", ["ray", "local"])
-@pytest.mark.usefixtures("cluster")
-def test_roles_on_separate_pools(controller: str, scored: tuple[Path, dict[str, Any], list[Step]]) -> None:
-    """The actor has two ranks, the critic one, and the reward model another one, each in a separate pool."""
-    home, overrides, steps = scored
-    pools = {
-        "actor_rollout_ref.resource_pool": "a",
-        "critic.resource_pool": "b",
-        "reward_model.resource_pool": "c",
-        "+trainer.resource_pools.a.n_gpus_per_node": 2,
-        "+trainer.resource_pools.b.n_gpus_per_node": 1,
-        "+trainer.resource_pools.c.n_gpus_per_node": 1,
-        "trainer.controller": controller,
-    }
-    actual = run_ppo(home, {**overrides, **RANKS, "trainer.n_gpus_per_node": 1, **pools}, steps=2)
-    compare(actual, steps, rel=1e-6)
-    assert all(step.metrics["reward/model/mean"] != 0 for step in actual)
+    in_process, local, remote = (run_ppo(tmp_path, overrides | more, steps=2) for more in ({}, POOLS, POOLS | RAY))
+    compare(local, in_process, rel=1e-6)
+    for actual, expected in zip(remote, local, strict=True):
+        assert untimed(actual) == untimed(expected)
+        assert actual.metrics["reward/model/mean"] != 0
