@@ -187,7 +187,7 @@ def test_killed_child_is_an_error_within_seconds(engine: BaseEngine) -> None:
 
     def generate_until_killed() -> None:
         start_times.append(time.monotonic())
-        threading.Timer(1.5, os.kill, (pid_of(rollout), signal.SIGKILL)).start()
+        threading.Timer(0.3, os.kill, (pid_of(rollout), signal.SIGKILL)).start()
         generate(rollout, HANGS)
 
     message = r"died in generate_sequences \(SIGKILL.*; resume the run from its last checkpoint"
@@ -208,10 +208,10 @@ def test_exit_code_of_the_child_is_reported(engine: BaseEngine) -> None:
 
 @pytest.mark.alone
 def test_child_that_does_not_answer_is_killed(engine: BaseEngine) -> None:
-    rollout = start(rollout=NAME, timeout=5)
+    rollout = start(rollout=NAME, timeout=2)
     rollout.load_weights(engine.named_weights())
     start_time = time.monotonic()
-    with pytest.raises(RolloutError, match="did not answer generate_sequences within 5 s and was killed"):
+    with pytest.raises(RolloutError, match="did not answer generate_sequences within 2 s and was killed"):
         generate(rollout, HANGS)
     assert time.monotonic() - start_time < 15
     assert not is_running(pid_of(rollout))
@@ -219,11 +219,11 @@ def test_child_that_does_not_answer_is_killed(engine: BaseEngine) -> None:
 
 @pytest.mark.alone
 def test_child_that_does_not_read_is_killed() -> None:
-    rollout = start(timeout=3)
+    rollout = start(timeout=1)
     os.kill(pid_of(rollout), signal.SIGSTOP)
     more_than_a_pipe_takes = Ragged.from_rows([torch.zeros(2**20, dtype=torch.int64)])
     start_time = time.monotonic()
-    with pytest.raises(RolloutError, match="did not read generate_sequences within 3 s and was killed"):
+    with pytest.raises(RolloutError, match="did not read generate_sequences within 1 s and was killed"):
         rollout.generate_sequences(more_than_a_pipe_takes, SAMPLING)
     assert time.monotonic() - start_time < 15
     assert not is_running(pid_of(rollout))

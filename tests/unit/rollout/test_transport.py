@@ -1,18 +1,15 @@
 """Weight transport between real processes: shared memory, broadcast, and killed peers."""
 
-import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from support.weight_peers import Peer, receive_weights, send_by_broadcast, share_memory
 
 from camshaft.digest import digest
 from camshaft.errors import RolloutError
@@ -25,59 +22,11 @@ WEIGHTS = {f"w{i}": torch.randn(50, 13, generator=torch.Generator().manual_seed(
 SIZE = 3000
 """Bytes of a bucket: one tensor is 2600."""
 
-RECEIVER = """
-import json, sys
-from camshaft.rollout.weights.buckets import Assembler, Piece
-from camshaft.digest import digest
-from camshaft.rollout.weights.transport import open_receiver
-from camshaft.errors import RolloutError
-
-def say(value):
-    print(json.dumps(value), flush=True)
-
-rank = int(sys.argv[1])
-say("ready")
-for line in sys.stdin:
-    told = json.loads(line)
-    try:
-        if "means" in told:
-            receiver, assembler = open_receiver(told, rank=rank), Assembler("cpu")
-            say("open")
-            continue
-        pieces = [Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in told["pieces"]]
-        say({name: digest(tensor) for name, tensor in assembler.unpack(pieces, receiver.pull(told["used"]))})
-    except RolloutError as error:
-        say(str(error))
-"""
-
-
-class ReceiverProcess:
-    """A receiver in a separate process that communicates in lines of JSON."""
-
-    def __init__(self, rank: int = 1):
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", RECEIVER, str(rank)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-
-    def tell(self, value: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(value) + "\n")
-        self.process.stdin.flush()
-
-    def hear(self) -> Any:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        return json.loads(line) if line else None
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[list[ReceiverProcess]]:
+def pool() -> Iterator[list[Peer]]:
     """Two receivers; a test that ended one has it replaced."""
-    started = [ReceiverProcess(1), ReceiverProcess(2)]
+    started = [Peer(receive_weights, 1), Peer(receive_weights, 2)]
     assert [other.hear() for other in started] == ["ready", "ready"]
     yield started
     for other in started:
@@ -85,15 +34,15 @@ def pool() -> Iterator[list[ReceiverProcess]]:
 
 
 @pytest.fixture
-def others(pool: list[ReceiverProcess]) -> list[ReceiverProcess]:
+def others(pool: list[Peer]) -> list[Peer]:
     for rank, other in enumerate(pool, start=1):
-        if other.process.poll() is not None:
-            pool[rank - 1] = ReceiverProcess(rank)
+        if not other.process.is_alive():
+            pool[rank - 1] = Peer(receive_weights, rank)
             assert pool[rank - 1].hear() == "ready"
     return pool
 
 
-def meet(sender: Sender, others: list[ReceiverProcess]) -> None:
+def meet(sender: Sender, others: list[Peer]) -> None:
     for other in others:
         other.tell(sender.handle())
     sender.connect()
@@ -101,12 +50,12 @@ def meet(sender: Sender, others: list[ReceiverProcess]) -> None:
         assert other.hear() == "open"
 
 
-def send_all(sender: Sender, others: list[ReceiverProcess]) -> dict[str, int]:
+def send_all(sender: Sender, others: list[Peer]) -> dict[str, int]:
     """Return the receivers' reports."""
     reports: dict[str, int] = {}
     for pieces, used in pack_buckets(WEIGHTS.items(), sender.buffer):
         for other in others:
-            other.tell({"pieces": [vars(piece) for piece in pieces], "used": used})
+            other.tell({"pieces": pieces, "used": used})
         sender.push(used)
         answers = [other.hear() for other in others]
         assert all(answer == answers[0] for answer in answers)
@@ -117,7 +66,7 @@ def send_all(sender: Sender, others: list[ReceiverProcess]) -> dict[str, int]:
 DIGESTS = {name: digest(weight) for name, weight in WEIGHTS.items()}
 
 
-def test_shared_memory_transfers_repeatedly(others: list[ReceiverProcess]) -> None:
+def test_shared_memory_transfers_repeatedly(others: list[Peer]) -> None:
     sender = open_sender(torch.device("cpu"), SIZE)
     meet(sender, others)
     assert send_all(sender, others) == DIGESTS
@@ -126,14 +75,14 @@ def test_shared_memory_transfers_repeatedly(others: list[ReceiverProcess]) -> No
     assert place.startswith("/memfd:"), "a file would have to be removed"
 
 
-def test_broadcast_reaches_all_receivers(others: list[ReceiverProcess]) -> None:
+def test_broadcast_reaches_all_receivers(others: list[Peer]) -> None:
     sender = Broadcast(torch.device("cpu"), SIZE, "127.0.0.1", receivers=2)
     meet(sender, others)
     assert send_all(sender, others) == DIGESTS
     assert send_all(sender, others) == DIGESTS
 
 
-def push_often(sender: Sender, other: ReceiverProcess) -> None:
+def push_often(sender: Sender, other: Peer) -> None:
     """Send repeatedly, because small messages are sent before a missing receiver is detected."""
     for _ in range(50):
         other.tell({"pieces": [], "used": SIZE})
@@ -141,7 +90,7 @@ def push_often(sender: Sender, other: ReceiverProcess) -> None:
 
 
 @pytest.mark.alone
-def test_killed_receiver_ends_broadcast_within_seconds(others: list[ReceiverProcess]) -> None:
+def test_killed_receiver_ends_broadcast_within_seconds(others: list[Peer]) -> None:
     sender = Broadcast(torch.device("cpu"), SIZE, "127.0.0.1", receivers=2, seconds=20)
     meet(sender, others)
     others[1].end()
@@ -153,10 +102,10 @@ def test_killed_receiver_ends_broadcast_within_seconds(others: list[ReceiverProc
 
 
 @pytest.mark.alone
-def test_stopped_receiver_ends_broadcast_after_its_timeout(others: list[ReceiverProcess]) -> None:
+def test_stopped_receiver_ends_broadcast_after_its_timeout(others: list[Peer]) -> None:
     sender = Broadcast(torch.device("cpu"), 2**24, "127.0.0.1", seconds=2)
     meet(sender, others[:1])
-    os.kill(others[0].process.pid, signal.SIGSTOP)
+    os.kill(others[0].pid, signal.SIGSTOP)
     start = time.monotonic()
     with pytest.raises(RolloutError, match="weight broadcast failed"):
         sender.push(2**24)
@@ -172,23 +121,12 @@ def test_broadcast_without_receivers_times_out() -> None:
 
 @pytest.mark.alone
 def test_killed_sender_ends_receiver_within_seconds() -> None:
-    code = f"""
-import json, sys, time, torch
-from camshaft.rollout.weights.transport import Broadcast
-sender = Broadcast(torch.device("cpu"), {SIZE}, "127.0.0.1", seconds=60)
-print(json.dumps(sender.handle()), flush=True)
-sender.connect()
-print("met", flush=True)
-time.sleep(1000)
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
+    sender = Peer(send_by_broadcast, SIZE)
     try:
-        receiver = open_receiver(json.loads(process.stdout.readline()))
-        assert process.stdout.readline() == "met\n"
+        receiver = open_receiver(sender.hear())
+        assert sender.hear() == "met"
     finally:
-        process.kill()
-        process.wait()
+        sender.end()
     start = time.monotonic()
     with pytest.raises(RolloutError, match="weight broadcast failed"):
         receiver.pull(SIZE)
@@ -196,22 +134,12 @@ time.sleep(1000)
 
 
 def test_memory_of_an_ended_process_is_an_error() -> None:
-    code = """
-import json, time, torch
-from camshaft.rollout.weights.transport import SharedMemory
-sender = SharedMemory(2**20)
-sender.buffer.fill_(7)
-print(json.dumps(sender.handle()), flush=True)
-time.sleep(1000)
-"""
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    handle = json.loads(process.stdout.readline())
+    sender = Peer(share_memory, 2**20)
+    handle = sender.hear()
     receiver = open_receiver(handle)
-    process.kill()
-    process.wait()
+    sender.end()
     assert bool((receiver.pull(2**20) == 7).all()), "memory stays until the last mapping is closed"
-    with pytest.raises(RolloutError, match=f"cannot open the shared weights of process {process.pid}"):
+    with pytest.raises(RolloutError, match=f"cannot open the shared weights of process {handle['process']}"):
         open_receiver(handle)
 
 
