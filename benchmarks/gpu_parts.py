@@ -25,6 +25,7 @@ from roofline import Group, Rates
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.engine.micro_batches import MicroBatches
 from camshaft.engine.torch_engine import TorchEngine
 from camshaft.models.linear_logprob import linear_logprob
 from camshaft.ragged import Ragged
@@ -204,15 +205,15 @@ def syncs_rows(job: Job) -> list[dict[str, Any]]:
 
 @contextlib.contextmanager
 def marked(around: Callable[[], Any] = contextlib.nullcontext) -> Iterator[list[int]]:
-    """Mark each micro-batch in the profiler's trace and run it inside `around()`; yields one number per micro-batch."""
-    original, passes = TorchEngine._micro_batch, list[int]()
+    """Mark the micro-batches in the profiler's trace and run them inside `around()`; yield a number for each."""
+    original, passes = TorchEngine.run_micro_batches, list[int]()
 
-    def run(self: Any, *args: Any, **options: Any) -> Any:
-        passes.append(len(passes))
+    def run(self: Any, micro_batches: MicroBatches) -> None:
+        passes.extend(range(len(micro_batches)))
         with torch.profiler.record_function(MARK), around():
-            return original(self, *args, **options)
+            original(self, micro_batches)
 
-    with mock.patch.object(TorchEngine, "_micro_batch", run):
+    with mock.patch.object(TorchEngine, "run_micro_batches", run):
         yield passes
 
 

@@ -8,10 +8,14 @@ set partitioning", Report UCB/CSD 82/113, University of California, Berkeley, 19
 rows in different groups and decides later, from cost differences, which groups to merge. The remaining imbalance is far
 smaller than that of a greedy assignment in order of decreasing cost. All functions are deterministic: ties go to the
 lower row index, so ranks with the same rows compute the same plan.
+
+`BinPacker` adds limits: it partitions items into as few groups (bins) as the limits on items and tokens allow.
 """
 
+import bisect
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 Group = tuple[float, int, list[int]]
 """A group of rows: negative cost, lowest row index, row indices. Sorting puts the most expensive group first."""
@@ -73,3 +77,74 @@ def _merge(a: list[Group], b: list[Group], count: int) -> list[Group]:
         groups.append((cost_a + cost_b, min(row_a, row_b), rows_a + rows_b))
     groups.sort()
     return groups
+
+
+@dataclass(frozen=True)
+class BinPacker:
+    """Packs items (rows or prefix groups) into bins (micro-batches) with limits on items and tokens."""
+
+    sizes: Sequence[int]
+    """Number of tokens of each item."""
+    costs: Sequence[float]
+    """Compute cost of each item."""
+    max_items: int
+    max_tokens: int
+
+    def cost(self, items: Sequence[int]) -> float:
+        return sum(self.costs[item] for item in items)
+
+    def pack(self) -> list[list[int]]:
+        """Pack the items into as few bins as possible, balanced by cost if this needs no additional bin.
+
+        Best-fit decreasing is close to optimal. Its result is replaced if `balance` finds as few or fewer bins.
+        """
+        bins = self._best_fit_decreasing()
+        lower_bound = max(-(-sum(self.sizes) // self.max_tokens), -(-len(self.sizes) // self.max_items))
+        bins = self.balance(len(bins)) or bins
+        while len(bins) > lower_bound and (fewer_bins := self.balance(len(bins) - 1)):
+            bins = fewer_bins
+        return bins
+
+    def balance(self, count: int) -> list[list[int]] | None:
+        """Pack the items into `count` bins of nearly equal cost; return None if no such packing is found."""
+        # Bins of equal cost may exceed a tight token budget; bins with equal numbers of tokens rarely do.
+        candidates = [self._repair(karmarkar_karp(weights, count)) for weights in (self.costs, self.sizes)]
+        valid = [bins for bins in candidates if bins is not None]
+        return min(valid, key=lambda bins: max(map(self.cost, bins)), default=None)
+
+    def _repair(self, bins: list[list[int]]) -> list[list[int]] | None:
+        """Move the shortest items of bins over a limit to the cheapest bin with space; return None if no bin has."""
+        bins, moved_items = [sorted(items, key=lambda item: (-self.sizes[item], item)) for items in bins], []
+        tokens = [sum(self.sizes[item] for item in items) for items in bins]
+        costs = [self.cost(items) for items in bins]
+        for index, items in enumerate(bins):
+            while tokens[index] > self.max_tokens or len(items) > self.max_items:
+                moved_items.append(item := items.pop())
+                tokens[index] -= self.sizes[item]
+                costs[index] -= self.costs[item]
+        for item in sorted(moved_items, key=lambda item: (-self.sizes[item], item)):
+            limit = self.max_tokens - self.sizes[item]
+            candidates = [b for b, items in enumerate(bins) if tokens[b] <= limit and len(items) < self.max_items]
+            if not candidates:
+                return None
+            target = min(candidates, key=lambda b: (costs[b], b))
+            bins[target].append(item)
+            tokens[target] += self.sizes[item]
+            costs[target] += self.costs[item]
+        return bins
+
+    def _best_fit_decreasing(self) -> list[list[int]]:
+        """Assign items, longest first, to the fullest bin with space."""
+        bins: list[list[int]] = []
+        open_bins: list[tuple[int, int]] = []  # (free tokens, number of the bin), sorted
+        for item in sorted(range(len(self.sizes)), key=lambda item: (-self.sizes[item], item)):
+            index = bisect.bisect_left(open_bins, (self.sizes[item], -1))
+            if index < len(open_bins):
+                free_tokens, target = open_bins.pop(index)
+            else:
+                free_tokens, target = self.max_tokens, len(bins)
+                bins.append([])
+            bins[target].append(item)
+            if len(bins[target]) < self.max_items:
+                bisect.insort(open_bins, (free_tokens - self.sizes[item], target))
+        return bins

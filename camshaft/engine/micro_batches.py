@@ -1,12 +1,14 @@
-"""Splits a mini-batch into micro-batches, packs their rows, and restores the order of the rows.
+"""Splits a mini-batch into micro-batches, runs hooks and the loss on each, and restores the order of the rows.
 
     plan = plan_micro_batches(lengths, size=4, max_tokens=None)
-    parts = [model(batch.reorder(rows)) for rows in plan]
-    predictions = restore_order(plan, parts)
+    micro_batches = MicroBatches(batch, plan, ...)
+    for index in range(len(micro_batches)):
+        loss = micro_batches.finish(index, model(*micro_batches.prepare(index)))
+    predictions = micro_batches.predictions()
 
 With `size`, a micro-batch holds up to `size` consecutive rows. With `max_tokens`, rows are assigned to as few
 micro-batches of at most `max_tokens` tokens as possible. These micro-batches are balanced by the compute cost of their
-rows, including attention (`algorithms/partition.py`), and the most expensive one comes first. A row with more than
+rows, including attention (`BinPacker`), and the most expensive one comes first. A row with more than
 `max_tokens` tokens raises an error. Within a micro-batch rows are sorted by length, because packed attention batches
 rows of equal length into one call.
 
@@ -23,18 +25,21 @@ its responses.
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from camshaft.algorithms.partition import attention_pivot, karmarkar_karp, row_cost
+from camshaft.algorithms.partition import BinPacker, attention_pivot, row_cost
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.errors import BatchError
+from camshaft.device import to_device
+from camshaft.engine.base import LossFn, PostprocessFn, Predictions, PreprocessFn, StepContext
+from camshaft.errors import BatchError, EngineError
+from camshaft.models.packed import OpaqueTensor
 from camshaft.models.packing import Packing
 
 PIVOT = attention_pivot(hidden_size=4096)
@@ -170,77 +175,6 @@ def _split_groups(groups: Sequence[PrefixGroup], sizes: Sequence[int], max_token
     return parts
 
 
-@dataclass(frozen=True)
-class BinPacker:
-    """Packs items (rows or prefix groups) into bins (micro-batches) with limits on items and tokens."""
-
-    sizes: Sequence[int]
-    """Number of tokens of each item."""
-    costs: Sequence[float]
-    """Compute cost of each item."""
-    max_items: int
-    max_tokens: int
-
-    def cost(self, items: Sequence[int]) -> float:
-        return sum(self.costs[item] for item in items)
-
-    def pack(self) -> list[list[int]]:
-        """Pack the items into as few bins as possible, balanced by cost if this needs no additional bin.
-
-        Best-fit decreasing is close to optimal. Its result is replaced if `balance` finds as few or fewer bins.
-        """
-        bins = self._best_fit_decreasing()
-        lower_bound = max(-(-sum(self.sizes) // self.max_tokens), -(-len(self.sizes) // self.max_items))
-        bins = self.balance(len(bins)) or bins
-        while len(bins) > lower_bound and (fewer_bins := self.balance(len(bins) - 1)):
-            bins = fewer_bins
-        return bins
-
-    def balance(self, count: int) -> list[list[int]] | None:
-        """Pack the items into `count` bins of nearly equal cost; return None if no such packing is found."""
-        # Bins of equal cost may exceed a tight token budget; bins with equal numbers of tokens rarely do.
-        candidates = [self._repair(karmarkar_karp(weights, count)) for weights in (self.costs, self.sizes)]
-        valid = [bins for bins in candidates if bins is not None]
-        return min(valid, key=lambda bins: max(map(self.cost, bins)), default=None)
-
-    def _repair(self, bins: list[list[int]]) -> list[list[int]] | None:
-        """Move the shortest items of bins over a limit to the cheapest bin with space; return None if no bin has."""
-        bins, moved_items = [sorted(items, key=lambda item: (-self.sizes[item], item)) for items in bins], []
-        tokens = [sum(self.sizes[item] for item in items) for items in bins]
-        costs = [self.cost(items) for items in bins]
-        for index, items in enumerate(bins):
-            while tokens[index] > self.max_tokens or len(items) > self.max_items:
-                moved_items.append(item := items.pop())
-                tokens[index] -= self.sizes[item]
-                costs[index] -= self.costs[item]
-        for item in sorted(moved_items, key=lambda item: (-self.sizes[item], item)):
-            limit = self.max_tokens - self.sizes[item]
-            candidates = [b for b, items in enumerate(bins) if tokens[b] <= limit and len(items) < self.max_items]
-            if not candidates:
-                return None
-            target = min(candidates, key=lambda b: (costs[b], b))
-            bins[target].append(item)
-            tokens[target] += self.sizes[item]
-            costs[target] += self.costs[item]
-        return bins
-
-    def _best_fit_decreasing(self) -> list[list[int]]:
-        """Assign items, longest first, to the fullest bin with space."""
-        bins: list[list[int]] = []
-        open_bins: list[tuple[int, int]] = []  # (free tokens, number of the bin), sorted
-        for item in sorted(range(len(self.sizes)), key=lambda item: (-self.sizes[item], item)):
-            index = bisect.bisect_left(open_bins, (self.sizes[item], -1))
-            if index < len(open_bins):
-                free_tokens, target = open_bins.pop(index)
-            else:
-                free_tokens, target = self.max_tokens, len(bins)
-                bins.append([])
-            bins[target].append(item)
-            if len(bins[target]) < self.max_items:
-                bisect.insort(open_bins, (free_tokens - self.sizes[item], target))
-        return bins
-
-
 def _split_largest(bins: list[list[int]], count: int) -> list[list[int]]:
     """Add `count` bins by halving the largest bin `count` times. If it holds one item, the new bin is empty."""
     bins = [list(items) for items in bins]
@@ -268,6 +202,169 @@ def restore_order(plan: Sequence[Sequence[int]], parts: Sequence[Any]) -> Any:
         return torch.cat(list(parts))[order.to(sample.device)]
     values = [value for part in parts for value in part]
     return [values[index] for index in order.tolist()]
+
+
+# -- running the micro-batches ---------------------------------------------------------------------
+
+
+PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "full_kl", "values"})
+"""Model outputs with one entry per token. The other outputs have one entry per row."""
+
+
+class Hooks(NamedTuple):
+    """Functions that a caller passes to `forward_backward_step`."""
+
+    preprocess: PreprocessFn | None
+    postprocess: PostprocessFn | None
+    loss: LossFn | None
+
+
+class ModelInputs(NamedTuple):
+    """Arguments of `PackedModel.forward` for one micro-batch."""
+
+    tokens: Tensor
+    packing: Packing
+    at: OpaqueTensor
+    outputs: Sequence[str]
+    temperature: float
+    log_q: OpaqueTensor | None
+
+
+class PreparedRows(NamedTuple):
+    """Rows of a micro-batch between `prepare` and `finish`."""
+
+    data: DataProto
+    """The rows before `preprocess_fn`, which the loss receives."""
+    ids: Ragged
+    positions: Tensor
+    """(M,) offsets of the counted tokens in the flattened rows."""
+    ctx_changes: dict[str, Any]
+    """Entries of the context that `preprocess_fn` set."""
+
+
+class MicroBatches:
+    """The micro-batches of one `forward_backward_step`: calls the hooks and the loss, and collects the results.
+
+        inputs = micro_batches.prepare(0)       # preprocess_fn; packs the rows
+        outputs = module(*inputs)
+        loss = micro_batches.finish(0, outputs) # postprocess_fn and loss_fn; None for a forward pass
+
+    Call `prepare` and `finish` once per micro-batch and in order. A pipeline may prepare later micro-batches before it
+    finishes earlier ones. Every rank runs the same number of micro-batches, since they contain collectives. A rank with
+    fewer rows runs its shortest row as a dummy: its loss is multiplied by zero and its results are dropped.
+    """
+
+    def __init__(
+        self,
+        data: DataProto,
+        plan: list[list[int]],
+        ctx: StepContext,
+        hooks: Hooks,
+        device: torch.device,
+        shares_prefixes: bool,
+    ):
+        self.ctx = ctx
+        """Context that the hooks pass on from call to call."""
+        self.loss = torch.zeros((), device=device)
+        """Sum of the losses, detached."""
+        self.metrics: dict[str, Tensor] = {}
+        """Sums of the metrics that the loss stores in the context."""
+        self._data, self._plan, self._hooks, self._device = data, plan, hooks, device
+        self._shares_prefixes = shares_prefixes
+        self._shortest_row = int(data.ragged("input_ids").lengths.argmin())
+        self._prepared: dict[int, PreparedRows] = {}
+        self._predictions: list[Predictions] = []
+
+    def __len__(self) -> int:
+        return len(self._plan)
+
+    def prepare(self, index: int) -> ModelInputs:
+        """Call `preprocess_fn` on the rows of a micro-batch, pack them, and move them to the device."""
+        data = inputs = self._data.reorder(self._plan[index] or [self._shortest_row])
+        ctx = self.ctx
+        ctx["metrics"] = {}
+        ctx_before = dict(ctx)
+        if self._hooks.preprocess is not None:
+            inputs, ctx = self._hooks.preprocess(data, ctx)
+            inputs = as_batch(inputs)
+        self.ctx = ctx
+        missing = object()
+        ctx_changes = {key: value for key, value in dict(ctx).items() if ctx_before.get(key, missing) is not value}
+        ids, mask = inputs.ragged("input_ids"), inputs.ragged("loss_mask")
+        positions = mask.values.nonzero().squeeze(-1).cpu()
+        self._prepared[index] = PreparedRows(data, ids, positions, {"metrics": ctx.get("metrics", {})} | ctx_changes)
+        packed = pack_rows(ids, positions, prefix_groups(ids, mask) if self._shares_prefixes else ())
+        log_q = None
+        if "full_kl" in ctx["outputs"]:
+            log_q = OpaqueTensor(to_device(packed.reorder(inputs.ragged("log_q").values), self._device))
+        return ModelInputs(
+            to_device(packed.tokens, self._device),
+            packed.packing,
+            OpaqueTensor(packed.at),  # on the CPU, so that the model checks it without waiting for a device
+            ctx["outputs"],
+            ctx["temperature"],
+            log_q,
+        )
+
+    def finish(self, index: int, outputs: Mapping[str, Tensor]) -> Tensor | None:
+        """Call `postprocess_fn` and the loss on the outputs of a micro-batch; return the loss to differentiate."""
+        rows, is_dummy = self._prepared.pop(index), not self._plan[index]
+        self.ctx.update(rows.ctx_changes)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        predictions: Any = self._align(outputs, rows.ids, rows.positions)
+        if self._hooks.postprocess is not None:
+            predictions, self.ctx = self._hooks.postprocess(predictions, self.ctx)
+        detached, loss = _detach(predictions, len(rows.data)), None
+        if self._hooks.loss is not None:
+            loss, self.ctx = self._hooks.loss(rows.data.to(self._device), predictions, self.ctx)
+        if is_dummy:
+            return None if loss is None else loss * 0
+        self._predictions.append(detached)
+        if loss is not None:
+            self.loss = self.loss + loss.detach()
+            for name, share in self.ctx.get("metrics", {}).items():
+                self.metrics[name] = self.metrics.get(name, 0) + share.detach()
+        return loss
+
+    def predictions(self) -> Predictions:
+        """Return the predictions of all finished micro-batches in the order of the rows."""
+        names = self._predictions[0]
+        return {name: restore_order(self._plan, [part[name] for part in self._predictions]) for name in names}
+
+    def _align(self, outputs: Mapping[str, Tensor], ids: Ragged, positions: Tensor) -> dict[str, Any]:
+        """Convert outputs of the counted tokens, at flattened offsets `positions`, to `Ragged` columns like `ids`.
+
+        Entries of other tokens are zero. Outputs per row are unchanged.
+        """
+        positions = to_device(positions, self._device)
+        aligned: dict[str, Any] = {}
+        for name, value in outputs.items():
+            if name in PER_TOKEN:
+                value = ids.like(value.new_zeros((len(ids.values), *value.shape[1:])).index_copy_(0, positions, value))
+            aligned[name] = value
+        return aligned
+
+
+def _detach(predictions: Any, rows: int) -> dict[str, Any]:
+    """Detach the predictions of one micro-batch; raise `EngineError` for predictions without one entry per row."""
+    if not isinstance(predictions, Mapping):
+        raise EngineError(
+            f"postprocess_fn returned a {type(predictions).__name__} as predictions; return a mapping from names to "
+            "Ragged columns (a value per token), or to tensors or lists (a value per row)"
+        )
+    detached: dict[str, Any] = {}
+    for name, value in predictions.items():
+        if isinstance(value, Ragged):
+            detached[name] = value.map(Tensor.detach)
+        elif isinstance(value, Tensor):
+            detached[name] = value.detach() if value.ndim else None
+        else:
+            detached[name] = list(value) if isinstance(value, np.ndarray | Sequence) else None
+        if isinstance(value, str) or detached[name] is None or len(detached[name]) != rows:
+            raise EngineError(
+                f"postprocess_fn returned '{name}' as a {type(value).__name__} that does not have one entry for each "
+                f"of {rows} rows; return a Ragged column (a value per token), a tensor or a list (a value per row)"
+            )
+    return detached
 
 
 # -- prefix sharing -------------------------------------------------------------------------------

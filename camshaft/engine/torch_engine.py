@@ -8,7 +8,7 @@
 
 A subclass places the model on devices: `SingleDeviceEngine`, `FSDPEngine`, and the `PipelineEngine` of
 `examples/pipeline_engine`. The optimizer is in `optim.py`, offloading in `offload.py`, checkpoints in `checkpoint.py`
-and the split into micro-batches in `micro_batches.py`. A step consists of
+and the micro-batches in `micro_batches.py`. A step consists of
 
     padded mapping -> ragged batch -> token and sequence counts over all ranks -> micro-batch plan
       -> [ preprocess -> model -> postprocess -> loss -> backward ] for each micro-batch
@@ -20,18 +20,17 @@ from __future__ import annotations
 import contextlib
 import warnings
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from camshaft.config.engine import EngineConfig
-from camshaft.dataproto import DataProto, Ragged
+from camshaft.config.engine import EngineConfig, OptimConfig
+from camshaft.dataproto import DataProto
 from camshaft.device import random_states, resolve_device, set_random_states, to_device
 from camshaft.engine import checkpoint
 from camshaft.engine.base import (
@@ -40,30 +39,25 @@ from camshaft.engine.base import (
     CallContext,
     LossFn,
     PostprocessFn,
-    Predictions,
     PreprocessFn,
     StepContext,
     call_context,
 )
 from camshaft.engine.micro_batches import (
+    Hooks,
+    MicroBatches,
     as_batch,
     attention_pivot,
     has_input_ids,
-    pack_rows,
     plan_micro_batches,
     prefix_groups,
-    restore_order,
 )
 from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
 from camshaft.errors import EngineError
 from camshaft.models.lora import adapter_weights, disable_adapter, merged_weights
-from camshaft.models.packed import OpaqueTensor, PackedModel, PackedModule
+from camshaft.models.packed import PackedModel, PackedModule
 from camshaft.seat import ONLY_RANK, Seat
-
-PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "full_kl", "values"})
-"""Model outputs with one entry per token. The other outputs have one entry per row."""
-
 
 FORWARD_ONLY = "this engine is forward-only; set EngineConfig.optim to train it"
 
@@ -93,6 +87,10 @@ class TorchEngine(BaseEngine):
     @abstractmethod
     def build_model(self) -> PackedModule:
         """Build the model with its weights, in eval mode, on `self.device` or sharded over ranks."""
+
+    def build_optimizer(self, config: OptimConfig) -> torch.optim.Optimizer:
+        """Build the optimizer of the trainable parameters of `self.module`."""
+        return build_optimizer(self.module.parameters(), config)
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
         """Sum a tensor over the data-parallel ranks."""
@@ -139,7 +137,7 @@ class TorchEngine(BaseEngine):
         self.module = self.build_model()
         if self.config.optim is not None:
             # Built after `build_model`, which may replace parameters, and before any forward pass.
-            self._optimizer = build_optimizer(self.module.parameters(), self.config.optim)
+            self._optimizer = self.build_optimizer(self.config.optim)
             self._schedule = Schedule(self._optimizer, self.config.optim)
         self.parts = Parts(self.module, self._optimizer, self.home_device, self.offloaded_parts)
 
@@ -207,95 +205,39 @@ class TorchEngine(BaseEngine):
             batch, call = preprocess_fn(batch, call)
             preprocess_fn = None
         data = as_batch(batch)
-        ctx = self._count(data, call)
-        lengths = data.ragged("input_ids").lengths
-        shortest_row = int(lengths.argmin())
+        call = self._count(data, call)
         plan = self._plan(data, forward_only)
-        total, metrics = torch.zeros((), device=self.device), dict[str, Tensor]()
-        outputs: list[Predictions] = []
+        hooks = Hooks(preprocess_fn, postprocess_fn, loss_fn)
+        micro_batches = MicroBatches(data, plan, call, hooks, self.device, self._shares_prefixes)
         with torch.set_grad_enabled(not forward_only):
-            for rows in plan:
-                # Every rank must run the same number of micro-batches, since they contain collectives. A rank with
-                # fewer rows runs its shortest row as a dummy with weight 0.
-                micro_batch = data.reorder(rows or [shortest_row])
-                predictions, loss, ctx = self._micro_batch(
-                    micro_batch, ctx, loss_fn, preprocess_fn, postprocess_fn, 1 if rows else 0
-                )
-                if not rows:
-                    continue
-                outputs.append(predictions)
-                if loss is not None:
-                    total = total + loss
-                    for name, share in ctx.get("metrics", {}).items():
-                        metrics[name] = metrics.get(name, 0) + share.detach()
-        predictions = {name: restore_order(plan, [part[name] for part in outputs]) for name in outputs[0]}
+            self.run_micro_batches(micro_batches)
+        predictions, call = micro_batches.predictions(), micro_batches.ctx
         if loss_fn is None:
             self.after_inference()
-            ctx["metrics"] = {}
-            return predictions, {**ctx}
-        self._warn_of_unread_counts(ctx, len(plan))
+            call["metrics"] = {}
+            return predictions, {**call}
+        self._warn_of_unread_counts(call, len(plan))
         # The loss and all metrics are summed in one collective.
-        shares = [torch.as_tensor(share, device=self.device).double() for share in (total, *metrics.values())]
-        total, *sums = self.sum_over_ranks(torch.stack(shares))
-        ctx["metrics"] = dict(zip(metrics, sums, strict=True))
-        return predictions, total, {**ctx}
+        shares = (micro_batches.loss, *micro_batches.metrics.values())
+        loss, *sums = self.sum_over_ranks(
+            torch.stack([torch.as_tensor(s, device=self.device).double() for s in shares])
+        )
+        call["metrics"] = dict(zip(micro_batches.metrics, sums, strict=True))
+        return predictions, loss, {**call}
 
-    def _micro_batch(
-        self,
-        data: DataProto,
-        ctx: StepContext,
-        loss_fn: LossFn | None,
-        preprocess_fn: PreprocessFn | None,
-        postprocess_fn: PostprocessFn | None,
-        weight: int = 1,
-    ) -> tuple[Predictions, Tensor | None, StepContext]:
-        """Run the model, the hooks and the backward pass on one micro-batch; with weight 0 the gradients are zero.
+    def run_micro_batches(self, micro_batches: MicroBatches) -> None:
+        """Run the forward pass and, with gradients enabled, the backward pass of every micro-batch.
 
-        Returns the detached predictions, the loss of this micro-batch, and the context. If the rows are in host memory,
-        this method never waits for an accelerator, so the host can queue several micro-batches.
+        A pipeline overrides this method with its schedule. If the rows are in host memory, this method never waits for
+        an accelerator, so the host can queue several micro-batches.
         """
-        ctx["metrics"] = {}
-        inputs = data
-        if preprocess_fn is not None:
-            inputs, ctx = preprocess_fn(data, ctx)
-            inputs = as_batch(inputs)
-        ids, mask = inputs.ragged("input_ids"), inputs.ragged("loss_mask")
-        positions = mask.values.nonzero().squeeze(-1).cpu()
-        packed = pack_rows(ids, positions, prefix_groups(ids, mask) if self._shares_prefixes else ())
-        log_q = None
-        if "full_kl" in ctx["outputs"]:
-            log_q = OpaqueTensor(to_device(packed.reorder(inputs.ragged("log_q").values), self.device))
-        with self.forward_context():
-            outputs = self.module(
-                to_device(packed.tokens, self.device),
-                packed.packing,
-                OpaqueTensor(packed.at),  # on the CPU, so that the model checks it without waiting for a device
-                ctx["outputs"],
-                ctx["temperature"],
-                log_q,
-            )
-            predictions: Any = self._align(outputs, ids, positions)
-        if postprocess_fn is not None:
-            predictions, ctx = postprocess_fn(predictions, ctx)
-        detached, loss = _detach(predictions, len(data)), None
-        if loss_fn is not None:
-            loss, ctx = loss_fn(data.to(self.device), predictions, ctx)
-            self.backward(loss if weight else loss * 0)
-            loss = loss.detach()
-        return detached, loss, ctx
-
-    def _align(self, outputs: Mapping[str, Tensor], ids: Ragged, positions: Tensor) -> dict[str, Any]:
-        """Convert outputs of the counted tokens, at flattened offsets `positions`, to `Ragged` columns like `ids`.
-
-        Entries of other tokens are zero. Outputs per row are unchanged.
-        """
-        positions = to_device(positions, self.device)
-        aligned: dict[str, Any] = {}
-        for name, value in outputs.items():
-            if name in PER_TOKEN:
-                value = ids.like(value.new_zeros((len(ids.values), *value.shape[1:])).index_copy_(0, positions, value))
-            aligned[name] = value
-        return aligned
+        for index in range(len(micro_batches)):
+            inputs = micro_batches.prepare(index)
+            with self.forward_context():
+                outputs = self.module(*inputs)
+            loss = micro_batches.finish(index, outputs)
+            if loss is not None:
+                self.backward(loss)
 
     def _plan(self, data: DataProto, forward_only: bool) -> list[list[int]]:
         """Return the row numbers of each micro-batch. All data-parallel ranks get the same number of micro-batches."""
@@ -409,12 +351,14 @@ class TorchEngine(BaseEngine):
     def _state(self) -> checkpoint.State:
         random = random_states(self.device)
         return checkpoint.State.collect(
-            self._checkpoint_weights(), self._optimizer, self._parameters(), self._metadata(), random
+            self.checkpoint_weights(), self._optimizer, self.named_parameters(), self._metadata(), random
         )
 
     def _load_state(self, folder: Path) -> checkpoint.LoadedState:
-        weights = self._checkpoint_weights()
-        return checkpoint.load_into(folder, weights, self._optimizer, self._parameters(), group=self.checkpoint_group)
+        weights = self.checkpoint_weights()
+        return checkpoint.load_into(
+            folder, weights, self._optimizer, self.named_parameters(), group=self.checkpoint_group
+        )
 
     def _metadata(self) -> dict[str, Any]:
         """Return the position of the schedule, and the model description that exports of the checkpoint read."""
@@ -424,34 +368,12 @@ class TorchEngine(BaseEngine):
             model["path"] = str(path.absolute())
         return {"update": update, "skipped_steps": self._skipped_steps, "model": model, "seed": self.config.seed}
 
-    def _parameters(self) -> dict[str, Tensor]:
+    def named_parameters(self) -> dict[str, Tensor]:
+        """Return the parameters by the names under which a checkpoint stores their optimizer state."""
         return dict(self.module.weight_parameters())
 
-    def _checkpoint_weights(self) -> dict[str, Tensor]:
+    def checkpoint_weights(self) -> dict[str, Tensor]:
         """Return the live weights that a checkpoint stores: all weights, or only the trained ones with an adapter."""
         if self.config.model.lora is None:
             return dict(self.module.weights())
         return {name: p.detach() for name, p in self.module.weight_parameters().items() if p.requires_grad}
-
-
-def _detach(predictions: Any, rows: int) -> dict[str, Any]:
-    """Detach the predictions of one micro-batch; raise `EngineError` for predictions without one entry per row."""
-    if not isinstance(predictions, Mapping):
-        raise EngineError(
-            f"postprocess_fn returned a {type(predictions).__name__} as predictions; return a mapping from names to "
-            "Ragged columns (a value per token), or to tensors or lists (a value per row)"
-        )
-    detached: dict[str, Any] = {}
-    for name, value in predictions.items():
-        if isinstance(value, Ragged):
-            detached[name] = value.map(Tensor.detach)
-        elif isinstance(value, Tensor):
-            detached[name] = value.detach() if value.ndim else None
-        else:
-            detached[name] = list(value) if isinstance(value, np.ndarray | Sequence) else None
-        if isinstance(value, str) or detached[name] is None or len(detached[name]) != rows:
-            raise EngineError(
-                f"postprocess_fn returned '{name}' as a {type(value).__name__} that does not have one entry for each "
-                f"of {rows} rows; return a Ragged column (a value per token), a tensor or a list (a value per row)"
-            )
-    return detached

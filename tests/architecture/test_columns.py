@@ -10,7 +10,7 @@ from support.reward_models import make_tiny_reward_model
 
 from camshaft.columns import COLUMNS
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.torch_engine import TorchEngine
+from camshaft.engine.micro_batches import MicroBatches
 from camshaft.roles.base import as_sequences
 from camshaft.trainer import ppo
 
@@ -24,17 +24,20 @@ def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypa
     original = ppo.batch_metrics
     monkeypatch.setattr(ppo, "batch_metrics", lambda batch: (batches.append(batch), original(batch))[1])
     of_engines: list[DataProto] = []
-    micro_batch = TorchEngine._micro_batch
+    prepare = MicroBatches.prepare
 
-    def watched(engine: TorchEngine, data: DataProto, ctx: Any, loss_fn: Any, preprocess_fn: Any, *rest: Any) -> Any:
+    def watched(micro_batches: MicroBatches, index: int) -> Any:
         def inputs(data: DataProto, ctx: Any) -> tuple[DataProto, Any]:
-            data, ctx = preprocess_fn(data, ctx) if preprocess_fn is not None else (data, ctx)
+            data, ctx = hooks.preprocess(data, ctx) if hooks.preprocess is not None else (data, ctx)
             of_engines.append(data)
             return data, ctx
 
-        return micro_batch(engine, data, ctx, loss_fn, inputs, *rest)
+        hooks = micro_batches._hooks
+        with monkeypatch.context() as patch:
+            patch.setattr(micro_batches, "_hooks", hooks._replace(preprocess=inputs))
+            return prepare(micro_batches, index)
 
-    monkeypatch.setattr(TorchEngine, "_micro_batch", watched)
+    monkeypatch.setattr(MicroBatches, "prepare", watched)
     correction = {"rollout_is": "token", "rollout_rs": "token_k1", "rollout_rs_threshold": 2.0}
     overrides = {f"algorithm.rollout_correction.{key}": value for key, value in correction.items()}
     overrides |= {"reward_model.enable": True, "reward_model.model.path": make_tiny_reward_model(tmp_path / "rm")}

@@ -15,6 +15,7 @@ from support.ppo_runs import ppo_config
 
 from camshaft.config import Topology
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine.micro_batches import MicroBatches
 from camshaft.engine.torch_engine import TorchEngine
 from camshaft.roles import ActorWorker
 
@@ -52,17 +53,17 @@ def actor_of(folder: Path, side: str) -> ActorWorker:
 @contextmanager
 def strict() -> Iterator[list[int]]:
     """Make CUDA raise if the host waits inside a micro-batch; return a list with one entry per micro-batch."""
-    original, passes = TorchEngine._micro_batch, list[int]()
+    original, passes = TorchEngine.run_micro_batches, list[int]()
 
-    def run(self: Any, *args: Any, **options: Any) -> Any:
-        passes.append(len(passes))
+    def run(self: Any, micro_batches: MicroBatches) -> None:
+        passes.extend(range(len(micro_batches)))
         torch.cuda.set_sync_debug_mode("error")
         try:
-            return original(self, *args, **options)
+            original(self, micro_batches)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    with mock.patch.object(TorchEngine, "_micro_batch", run):
+    with mock.patch.object(TorchEngine, "run_micro_batches", run):
         yield passes
 
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from camshaft.dataproto import DataProto
-from camshaft.engine import torch_engine
+from camshaft.engine import micro_batches
 from camshaft.engine.base import Batch, StepContext
-from camshaft.engine.micro_batches import as_batch
+from camshaft.engine.micro_batches import MicroBatches, as_batch
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.models import packed
 from camshaft.models.attention import packed_kwargs
@@ -58,7 +58,7 @@ class ReturnsExecutionOrder(SingleDeviceEngine):
     """Return predictions in execution order of the micro-batches."""
 
     def forward_backward_step(self, *args: Any, **kwargs: Any) -> Any:
-        with mock.patch.object(torch_engine, "restore_order", _in_order_of_running):
+        with mock.patch.object(micro_batches, "restore_order", _in_order_of_running):
             return _as_ever(self, *args, **kwargs)
 
 
@@ -322,11 +322,17 @@ class StartsResponsesAtZero(SingleDeviceEngine):
 class EstimatesTheGradient(SingleDeviceEngine):
     """Return the exact divergence with the gradient of its estimate, log p(token) - log q(token)."""
 
-    def _align(self, outputs: Any, ids: Any, positions: Any) -> Any:
-        if "full_kl" in outputs:
-            estimate = outputs["log_probs"] - outputs["log_probs"].detach()
-            outputs = outputs | {"full_kl": outputs["full_kl"].detach() + estimate}
-        return super()._align(outputs, ids, positions)
+    def run_micro_batches(self, micro_batches: MicroBatches) -> None:
+        finish = micro_batches.finish
+
+        def finish_with_estimate(index: int, outputs: Any) -> Tensor | None:
+            if "full_kl" in outputs:
+                estimate = outputs["log_probs"] - outputs["log_probs"].detach()
+                outputs = outputs | {"full_kl": outputs["full_kl"].detach() + estimate}
+            return finish(index, outputs)
+
+        with mock.patch.object(micro_batches, "finish", finish_with_estimate):
+            super().run_micro_batches(micro_batches)
 
 
 class ClearsGradientsOnInference(SingleDeviceEngine):

@@ -17,6 +17,7 @@ from support.ppo_runs import ppo_config
 
 from camshaft.config import Topology
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine.micro_batches import MicroBatches
 from camshaft.engine.torch_engine import TorchEngine
 from camshaft.roles import ActorWorker, CriticWorker
 
@@ -59,6 +60,18 @@ def batch_of() -> DataProto:
     return DataProto.from_dict({"prompts": numbers(PROMPTS), "responses": responses, "response_mask": mask, **columns})
 
 
+def watch_micro_batches(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], HostWaits]:
+    """Record the waits inside micro-batches; return (the number of each finished micro-batch, all waits)."""
+    numbers, finish = list[int](), MicroBatches.finish
+
+    def watched(micro_batches: MicroBatches, index: int, outputs: Any) -> Any:
+        numbers.append(index)
+        return finish(micro_batches, index, outputs)
+
+    monkeypatch.setattr(MicroBatches, "finish", watched)
+    return numbers, inside(monkeypatch, TorchEngine, "run_micro_batches")[1]
+
+
 def actor_of(home: Path, more: dict[str, Any], micro_batch: int = 2, half: bool = True) -> ActorWorker:
     settings = {
         f"{ACTOR}.ppo_mini_batch_size": ROWS,
@@ -85,11 +98,11 @@ def test_no_micro_batch_of_an_actor_waits(
     home: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, loss: str, half: bool
 ) -> None:
     actor = actor_of(home, LOSSES[loss], half=half)
-    calls, waits = inside(monkeypatch, TorchEngine, "_micro_batch")
+    numbers, waits = watch_micro_batches(monkeypatch)
     with HostWaits():  # answers waits outside of micro-batches
         actor.update_actor(batch_of())
     assert not waits.operations, waits.operations
-    assert len(calls) >= 3
+    assert len(numbers) >= 3
     kernels = {"torch_attn::_varlen_attn.default", "torch_attn::_varlen_attn_backward.default", "aten::mm.dtype"}
     assert kernels <= waits.operators if half else not kernels & waits.operators
 
@@ -98,20 +111,20 @@ def test_no_micro_batch_of_a_critic_waits(home: Path, accelerator: str, monkeypa
     settings = {"algorithm.adv_estimator": "gae", "critic.ppo_mini_batch_size": ROWS, "data.train_batch_size": ROWS}
     critic = CriticWorker(ppo_config(home, settings), Topology(), total_steps=5)
     critic.init_model()
-    calls, waits = inside(monkeypatch, TorchEngine, "_micro_batch")
+    numbers, waits = watch_micro_batches(monkeypatch)
     with HostWaits():
         critic.update_critic(batch_of())
     assert not waits.operations, waits.operations
-    assert len(calls) == ROWS // 2
+    assert len(numbers) == ROWS // 2
 
 
 def test_no_micro_batch_without_gradients_waits(home: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = actor_of(home, {"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu": 2})
-    calls, waits = inside(monkeypatch, TorchEngine, "_micro_batch")
+    numbers, waits = watch_micro_batches(monkeypatch)
     with HostWaits():
         actor.compute_log_prob(batch_of())
     assert not waits.operations, waits.operations
-    assert len(calls) == ROWS // 2
+    assert len(numbers) == ROWS // 2
 
 
 def test_synchronizations_do_not_depend_on_micro_batches(home: Path, accelerator: str) -> None:
@@ -209,20 +222,20 @@ def test_injected_loss_waits_are_detected(
         return loss, metrics
 
     monkeypatch.setattr(actor, "policy_loss", planted)
-    calls, waits = inside(monkeypatch, TorchEngine, "_micro_batch")
+    numbers, waits = watch_micro_batches(monkeypatch)
     with HostWaits():
         actor.update_actor(batch_of())
-    assert calls == [1] * (ROWS // 2), waits.operations
+    assert len(waits.operations) == len(numbers) == ROWS // 2, waits.operations
 
 
 def test_injected_model_waits_are_detected(home: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = actor_of(home, {})
     norm = actor.engine.module.hf.base_model.norm  # pyright: ignore[reportAttributeAccessIssue]
     norm.register_forward_hook(lambda _module, _inputs, output: float(output[0, 0, 0]) * output)
-    calls, _ = inside(monkeypatch, TorchEngine, "_micro_batch")
+    numbers, waits = watch_micro_batches(monkeypatch)
     with HostWaits():
         actor.update_actor(batch_of())
-    assert calls == [1] * (ROWS // 2)
+    assert len(waits.operations) == len(numbers) == ROWS // 2
 
 
 def test_tensors_pass_for_those_of_an_accelerator_only_inside(monkeypatch: pytest.MonkeyPatch) -> None:
