@@ -384,24 +384,24 @@ def test_sweep_gives_one_config_per_combination(words, tmp_path, monkeypatch):
     assert list(folder.iterdir()) == []
 
 
-def test_jobs_of_a_sweep_need_separate_checkpoint_folders(words, capfd):
-    sweep = ["-m", *words, "trainer.seed=1,2", "algorithm.lam=0.9,1.0", "trainer.default_local_dir=out"]
-    status, configs = _run(sweep)
+def test_jobs_of_a_sweep_need_separate_checkpoint_folders(sft_words, capfd):
+    sweep = ["-m", *sft_words, "trainer.seed=1,2", "grad_clip=0.9,1.0", "trainer.default_local_dir=out"]
+    status, configs = _run(sweep, SFTConfig)
     assert (status, configs) == (2, [])
     err = capfd.readouterr().err
     assert "4 jobs of this sweep would write to trainer.default_local_dir=out" in err
     # The suggested override works.
     _, _, typed = err.strip().rpartition("Set ")
-    status, configs = _run([*sweep, typed.strip("'")])
+    status, configs = _run([*sweep, typed.strip("'")], SFTConfig)
     assert (status, len(configs)) == (0, 4)
 
 
-def test_folder_of_the_experiment_depends_on_its_name(words, capfd):
-    sweep = ["-m", *words, "actor_rollout_ref.actor.optim.lr=1e-6,1e-5"]
-    assert _run(sweep) == (2, [])
-    typed = "trainer.experiment_name=lr_${actor_rollout_ref.actor.optim.lr}"
+def test_folder_of_the_experiment_depends_on_its_name(sft_words, capfd):
+    sweep = ["-m", *sft_words, "optim.lr=1e-6,1e-5"]
+    assert _run(sweep, SFTConfig) == (2, [])
+    typed = "trainer.experiment_name=lr_${optim.lr}"
     assert f"Set '{typed}'" in capfd.readouterr().err
-    status, configs = _run([*sweep, typed])
+    status, configs = _run([*sweep, typed], SFTConfig)
     names = [config.trainer.experiment_name for config in configs]
     assert (status, names) == (0, ["lr_1e-06", "lr_1e-05"])
 
@@ -414,13 +414,13 @@ def test_jobs_of_a_sweep_need_separate_export_folders(sft_words, capfd):
     assert [config.export_path() for config in configs] == ["out/1", "out/2"]
 
 
-def test_equal_jobs_of_a_sweep_are_rejected(words, capfd):
-    assert _run(["-m", *words, "trainer.seed=1,1"]) == (2, [])
+def test_equal_jobs_of_a_sweep_are_rejected(sft_words, capfd):
+    assert _run(["-m", *sft_words, "trainer.seed=1,1"], SFTConfig) == (2, [])
     assert "the configs of these jobs are equal" in capfd.readouterr().err
 
 
-def test_an_invalid_config_stops_the_sweep_before_any_job(words, capfd):
-    status, configs = _run([*words, "trainer.seed=1,-2", "--multirun"])
+def test_an_invalid_config_stops_the_sweep_before_any_job(sft_words, capfd):
+    status, configs = _run([*sft_words, "trainer.seed=1,-2", "--multirun"], SFTConfig)
     assert (status, configs) == (2, [])
     assert "trainer.seed = -2" in capfd.readouterr().err
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from support.command_line import Run, camshaft
 from support.ppo_runs import run_ppo, saved_weights
-from support.ranks import run_ranks
+from support.ranks import run_warm_ranks
 from support.tiny import tiny_folder, tiny_rows
 from torch import Tensor
 from transformers import (
@@ -103,7 +103,7 @@ def test_transformers_finds_every_weight_of_the_checkpoint(head: str, tie_embedd
 
 def test_shards_of_two_ranks_are_joined(tmp_path: Path) -> None:
     step = tmp_path / "run" / "global_step_1"
-    run_ranks(save_on_ranks, 2, model_of(), str(step / "actor"))
+    run_warm_ranks(save_on_ranks, 2, model_of(), str(step / "actor"))
     succeeded(step / "actor", tmp_path / "out")
     assert len(list((step / "actor" / "model").glob("shard-*"))) == 2
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), saved_weights(step / "actor"))
@@ -130,7 +130,7 @@ def test_files_do_not_exceed_the_size_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("head", ["causal_lm", "value"])
 def test_a_merged_adapter_matches_peft(head: str, tmp_path: Path) -> None:
     step = tmp_path / "run" / "global_step_1"
-    run_ranks(save_on_ranks, 2, model_of(head, rank=4), str(step / "actor"))
+    run_warm_ranks(save_on_ranks, 2, model_of(head, rank=4), str(step / "actor"))
     succeeded(step / "actor", tmp_path / "merged")
     succeeded(step / "actor", tmp_path / "adapter", "--adapter")
     assert not list((tmp_path / "adapter").glob("model*"))
