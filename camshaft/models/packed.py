@@ -13,7 +13,8 @@ from __future__ import annotations
 import itertools
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -146,35 +147,45 @@ class PackedModule(nn.Module, ABC):
 
     def check_inputs(self, tokens: Tensor, packing: Packing, at: Tensor, outputs: Sequence[str]) -> None:
         """Raise `EngineError` if arguments of `forward` contradict each other or the head."""
-        unsupported = [name for name in outputs if name not in OUTPUTS[self.head]]
-        if unsupported or not outputs:
-            raise EngineError(
-                f"a model with head={self.head} supports the outputs {', '.join(OUTPUTS[self.head])}, got "
-                f"{list(outputs)}; request supported outputs, or set another EngineModel.head"
-            )
-        if tokens.ndim != 1 or packing.size != len(tokens):
-            raise EngineError(
-                f"tokens of shape {tuple(tokens.shape)} do not match a packing of {packing.size} tokens; concatenate "
-                "the packed rows to one tensor of shape (N,)"
-            )
         devices = {torch.device("cpu")} | ({tokens.device} if self.sequence is None else set())
-        if at.ndim != 1 or at.dtype != torch.int64 or at.device not in devices:
-            names = " or ".join(sorted(str(device) for device in devices))
+        check_inputs(self.head, tokens, packing, at, outputs, devices)
+
+
+def check_inputs(
+    head: Head, tokens: Tensor, packing: Packing, at: Tensor, outputs: Sequence[str], devices: Set[torch.device]
+) -> None:
+    """Raise `EngineError` if arguments of `PackedModule.forward` contradict each other or the head.
+
+    `devices` are the devices that `at` may be on.
+    """
+    unsupported = [name for name in outputs if name not in OUTPUTS[head]]
+    if unsupported or not outputs:
+        raise EngineError(
+            f"a model with head={head} supports the outputs {', '.join(OUTPUTS[head])}, got "
+            f"{list(outputs)}; request supported outputs, or set another EngineModel.head"
+        )
+    if tokens.ndim != 1 or packing.size != len(tokens):
+        raise EngineError(
+            f"tokens of shape {tuple(tokens.shape)} do not match a packing of {packing.size} tokens; concatenate "
+            "the packed rows to one tensor of shape (N,)"
+        )
+    if at.ndim != 1 or at.dtype != torch.int64 or at.device not in devices:
+        names = " or ".join(sorted(str(device) for device in devices))
+        raise EngineError(
+            f"`at` must be int64 of shape (M,) on {names}, got {at.dtype} of shape {tuple(at.shape)} on "
+            f"{at.device}; convert it"
+        )
+    if head != "reward" and at.device.type == "cpu" and len(at):
+        if int(at.min()) < 0 or int(at.max()) >= len(tokens):
             raise EngineError(
-                f"`at` must be int64 of shape (M,) on {names}, got {at.dtype} of shape {tuple(at.shape)} on "
-                f"{at.device}; convert it"
+                f"`at` must hold offsets in 0..{len(tokens) - 1}, got values in {int(at.min())}..{int(at.max())}"
             )
-        if self.head != "reward" and at.device.type == "cpu" and len(at):
-            if int(at.min()) < 0 or int(at.max()) >= len(tokens):
-                raise EngineError(
-                    f"`at` must hold offsets in 0..{len(tokens) - 1}, got values in {int(at.min())}..{int(at.max())}"
-                )
-            first_tokens = at[torch.isin(at, packing.row_starts)]
-            if len(first_tokens):
-                raise EngineError(
-                    f"`at` contains offset {int(first_tokens[0])}, the first token of a row, which the model does not "
-                    "predict; set loss_mask to 0 on the first token of each row"
-                )
+        first_tokens = at[torch.isin(at, packing.row_starts)]
+        if len(first_tokens):
+            raise EngineError(
+                f"`at` contains offset {int(first_tokens[0])}, the first token of a row, which the model does not "
+                "predict; set loss_mask to 0 on the first token of each row"
+            )
 
 
 class PackedModel(PackedModule):
@@ -262,25 +273,49 @@ def head_outputs(
             f"the output layer is a {type(output).__name__}, not an nn.Linear; exclude lm_head from the layers "
             "that an adapter or a quantizer replaces"
         )
-    weight, bias, shard = _local_rows(output)
-    results: dict[str, Tensor | None] = {}
-    if "distribution" in outputs:
-        results["distribution"] = log_distribution(hidden, weight, bias, temperature, shard)
-    at = to_device(at, tokens.device)
-    if "full_kl" in outputs:
-        shape = (len(tokens), len(output.weight))
-        if log_q is None or log_q.shape != shape:
-            actual = None if log_q is None else tuple(log_q.shape)
-            raise EngineError(
-                f"full_kl requires `log_q` of shape {shape} (tokens, vocabulary), got {actual}; pass the "
-                "'distribution' of another model for the same batch"
+    rows = VocabularyRows(*_local_rows(output), count=len(output.weight))
+    return rows.outputs(hidden, tokens, at, outputs, temperature, log_q)
+
+
+@dataclass(frozen=True)
+class VocabularyRows:
+    """This rank's rows of the output layer of a causal language model."""
+
+    weight: Tensor
+    bias: Tensor | None
+    shard: VocabularyShard | None
+    count: int
+    """Number of rows on all ranks, the size of the vocabulary."""
+
+    def outputs(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        at: Tensor,
+        outputs: Sequence[str],
+        temperature: float,
+        log_q: Tensor | None,
+    ) -> dict[str, Tensor]:
+        """Compute `outputs` from `hidden`; the arguments are those of `apply_head`."""
+        weight, bias, shard = self.weight, self.bias, self.shard
+        results: dict[str, Tensor | None] = {}
+        if "distribution" in outputs:
+            results["distribution"] = log_distribution(hidden, weight, bias, temperature, shard)
+        at = to_device(at, tokens.device)
+        if "full_kl" in outputs:
+            shape = (len(tokens), self.count)
+            if log_q is None or log_q.shape != shape:
+                actual = None if log_q is None else tuple(log_q.shape)
+                raise EngineError(
+                    f"full_kl requires `log_q` of shape {shape} (tokens, vocabulary), got {actual}; pass the "
+                    "'distribution' of another model for the same batch"
+                )
+            results["full_kl"] = linear_full_kl(hidden, weight, log_q, at, bias, temperature, shard=shard)
+        if results.keys() != set(outputs):
+            results["log_probs"], results["entropy"] = linear_logprob(
+                hidden, weight, tokens[at], bias, temperature, need_entropy="entropy" in outputs, shard=shard
             )
-        results["full_kl"] = linear_full_kl(hidden, weight, log_q, at, bias, temperature, shard=shard)
-    if results.keys() != set(outputs):
-        results["log_probs"], results["entropy"] = linear_logprob(
-            hidden, weight, tokens[at], bias, temperature, need_entropy="entropy" in outputs, shard=shard
-        )
-    return {name: tensor for name in outputs if (tensor := results[name]) is not None}
+        return {name: tensor for name in outputs if (tensor := results[name]) is not None}
 
 
 def supports_prefix_sharing(config: PreTrainedConfig) -> bool:
