@@ -10,6 +10,7 @@
 # make test-kernels  GPU kernels, in Triton's interpreter and compiler
 # make test-vllm     the vLLM rollout, with a CPU build of vLLM
 # make test-server   the vLLM server rollout, and slow cases of the vLLM rollout (starts a server per model)
+# make test-megatron the Megatron engine: every rule of the contract, in several layouts on CPU ranks; PPO runs
 # make test-sglang   the SGLang rollout, on a CPU (slow)
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)
 # make test-cluster  Ray: kill -9 of every kind of process, two machines, the launch scripts (half an hour)
@@ -36,17 +37,19 @@ TRITON := .venv-triton
 TRITON_INSTALLED := $(TRITON)/.installed
 SGLANG := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG)/.installed
+MEGATRON := .venv-megatron
+MEGATRON_INSTALLED := $(MEGATRON)/.installed
 TRL_INSTALLED := .venv-trl/.installed
 TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
 JOBS ?= 2
 # Unset: tests start hundreds of Python processes, each of which would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
-SUITE := not matrix and not vllm and not sglang and not cluster and not interpreted and not compiled
+SUITE := not matrix and not vllm and not sglang and not megatron and not cluster and not interpreted and not compiled
 FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/config/test_schema.py \
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-matrix test-cluster test-gpu bench bench-trl bench-gpu bench-check trl check format docs clean install
+.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-matrix test-cluster test-gpu bench bench-trl bench-gpu bench-check trl megatron check format docs clean install
 
 install: $(INSTALLED)
 
@@ -78,6 +81,16 @@ $(SGLANG_INSTALLED): pyproject.toml constraints.txt requirements-vllm.txt requir
 	$(SGLANG)/bin/python -m pip install -q --no-deps -r requirements-sglang.txt
 	$(SGLANG)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $(SGLANG_INSTALLED)
+
+$(MEGATRON_INSTALLED): pyproject.toml constraints.txt requirements-megatron.txt
+	test -x $(MEGATRON)/bin/python || $(PYTHON) -m venv $(MEGATRON)
+	$(MEGATRON)/bin/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(MEGATRON)/bin/python -m pip install -q -c constraints.txt setuptools
+	$(MEGATRON)/bin/python -m pip install -q --no-deps -r requirements-megatron.txt
+	$(MEGATRON)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $(MEGATRON_INSTALLED)
+
+megatron: $(MEGATRON_INSTALLED)
 
 $(TRL_INSTALLED): TRL_VERSION := 1.16.0
 $(TRL_PPO_INSTALLED): TRL_VERSION := 1.12.0
@@ -130,6 +143,9 @@ test-sglang: $(SGLANG_INSTALLED)
 		PYTHONPATH=$(CURDIR)/tests/support/torchvision_without_kernels \
 		$(SGLANG)/bin/python -m pytest -m sglang tests/contracts/test_sglang_contract.py tests/sglang_rollout
 
+test-megatron: $(MEGATRON_INSTALLED)
+	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -m megatron tests/contracts/test_megatron_contract.py tests/megatron_engine
+
 test-matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m matrix
 
@@ -168,4 +184,4 @@ docs: $(INSTALLED)
 	$(BIN)/python tests/spec/table.py
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(TRITON) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TRITON) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache

@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 from camshaft.config.engine import EngineCapabilities, EngineOptions
 from camshaft.config.rollout import OPTIONAL_KEYS, RolloutCapabilities
 from camshaft.config.schema.fsdp import FSDP1Options, FSDPOptions
+from camshaft.config.schema.megatron import MegatronOptions
 from camshaft.config.schema.rollouts import OneDeviceOptions, ServerOptions, SGLangOptions, VLLMOptions
 from camshaft.errors import ConfigError
 from camshaft.plugins import import_attribute, resolve_target
@@ -33,12 +34,14 @@ class Backend(Generic[Capabilities]):
 SINGLE_DEVICE = EngineCapabilities(multiple_ranks=False)
 FSDP = EngineCapabilities(FSDPOptions)
 FSDP1 = EngineCapabilities(FSDP1Options)
+MEGATRON = EngineCapabilities(MegatronOptions, supports_lora=False)
 
 ENGINES = {
     "reference": Backend("camshaft.engine.single:SingleDeviceEngine", SINGLE_DEVICE),
     "fsdp": Backend("camshaft.engine.fsdp:FSDPEngine", FSDP),
     "fsdp2": Backend("camshaft.engine.fsdp:FSDPEngine", FSDP),
     "fsdp1": Backend("camshaft.engine.fsdp:FSDP1Engine", FSDP1),
+    "megatron": Backend("camshaft.engine.megatron:MegatronEngine", MEGATRON),
 }
 
 _LIBRARY_KEYS = frozenset(OPTIONAL_KEYS) - {"update_weights_bucket_megabytes"}

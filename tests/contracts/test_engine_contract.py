@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from support.broken_engines import CAUGHT_BY, PatchesTransformers
+from support.optional_engines import OPTIONAL_ENGINES
 
 from camshaft.config.engine import EngineConfig
 from camshaft.contracts.engine.harness import EngineHarness
@@ -16,7 +17,11 @@ from camshaft.engine.single import SingleDeviceEngine
 from camshaft.errors import EngineError
 
 BY_NAME = {rule.name: rule for rule in RULES}
-STRATEGIES = tuple({path: name for name, path in reversed(ENGINES.items())}.values())[::-1]
+STRATEGIES = tuple(
+    name
+    for name in tuple({path: name for name, path in reversed(ENGINES.items())}.values())[::-1]
+    if name not in OPTIONAL_ENGINES
+)
 """One name per engine."""
 FAST_ON_SHARDED = {"step equals oracle", "resume is bitwise"}
 """Rules that `make test` checks on one rank of a sharded engine, because it checks all rules on two ranks."""

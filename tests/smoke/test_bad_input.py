@@ -81,7 +81,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "no such reward file": ({REWARD: "/nowhere/reward.py"}, [f"{REWARD} = /nowhere/reward.py", "file not found"]),
     "no such engine": ({"actor_rollout_ref.actor.strategy": "referense"}, ["strategy", "Did you mean reference?"]),
     "an engine that is not implemented": (
-        {"actor_rollout_ref.actor.strategy": "megatron"},
+        {"actor_rollout_ref.actor.strategy": "torchtitan"},
         ["not implemented", "=fsdp"],
     ),
     "two ranks of one process": ({"trainer.n_gpus_per_node": 2}, ["trainer.n_gpus_per_node = 2", "strategy=fsdp"]),

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from support.optional_engines import OPTIONAL_ENGINES
 from support.ppo_runs import run_ppo
 
 from camshaft.algorithms import ESTIMATORS
@@ -19,7 +20,7 @@ LIBRARIES = {"vllm", "server", "sglang"}
 def pairs() -> Iterator[Any]:
     """Return all pairs; those in one process with the `reference` engine or the built-in rollout are fast."""
     for rollout in sorted(ROLLOUTS.keys() - LIBRARIES):
-        for engine in sorted(ENGINES.keys() - {"fsdp2"}):  # `fsdp2` is an alias of `fsdp`
+        for engine in sorted(ENGINES.keys() - {"fsdp2"} - OPTIONAL_ENGINES):  # `fsdp2` is an alias of `fsdp`
             fast = (engine == "reference" and rollout != "process") or rollout == "torch"
             yield pytest.param(rollout, engine, marks=() if fast else pytest.mark.slow)
 

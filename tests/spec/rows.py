@@ -336,8 +336,5 @@ class Unimplemented:
     missing: str
 
 
-UNIMPLEMENTED = (
-    Unimplemented(f"{ACTOR}.strategy", "megatron", "the Megatron engine"),
-    Unimplemented(f"{ACTOR}.strategy", "torchtitan", "the torchtitan engine"),
-)
+UNIMPLEMENTED = (Unimplemented(f"{ACTOR}.strategy", "torchtitan", "the torchtitan engine"),)
 """Unimplemented values. `python tests/spec/table.py --strict` fails if there are any."""

@@ -14,7 +14,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
     ("word", "instead"),
     [
         (f"{ACTOR}.strategy=torchtitan", "strategy=fsdp"),
-        (f"{ACTOR}.strategy=megatron", "strategy=reference"),
+        (f"{ACTOR}.strategy=torchtitan", "strategy=reference"),
         ("critic.strategy=torchtitan", "critic.strategy=fsdp"),
         ("actor_rollout_ref.hybrid_engine=false", "hybrid_engine=true"),
         ("trainer.default_local_dir=s3://bucket/run", "accept URLs"),
@@ -85,7 +85,7 @@ def test_problem_with_one_cause_is_reported_once(words):
 
 def test_supervised_runs_reject_the_same_values(sft_words):
     with pytest.raises(ConfigError) as caught:
-        load_sft([*sft_words, "strategy=megatron", "fsdp_config.model_dtype=bfloat16"])
+        load_sft([*sft_words, "strategy=torchtitan", "fsdp_config.model_dtype=bfloat16"])
     text = str(caught.value)
     assert "2 errors in the config" in text
     assert "strategy=reference" in text

@@ -1,0 +1,220 @@
+"""The `megatron` engine: trains a GPT model of megatron-core over several ranks.
+
+    engine = MegatronEngine(EngineConfig(model=..., optim=..., options={"tensor_model_parallel_size": 2}))
+
+`options` are described by `MegatronOptions` in `config/schema/megatron.py`. Megatron provides the layers, the pipeline
+schedules and the reduction of gradients. Micro-batches, hooks, losses, learning rates and checkpoints are inherited
+from `TorchEngine`.
+"""
+
+# pyright: reportMissingImports=false
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+from torch import Tensor
+
+from camshaft.config.backends import MEGATRON
+from camshaft.config.engine import EngineConfig
+from camshaft.config.schema.megatron import MegatronOptions
+from camshaft.dataproto import DataProto
+from camshaft.device import join_group, random_states, seed_ranks
+from camshaft.engine import checkpoint
+from camshaft.engine.fsdp.weights import load_full_model
+from camshaft.engine.megatron.architecture import transformer_config
+from camshaft.engine.megatron.cpu import on_device
+from camshaft.engine.megatron.data_parallel import DataParallel, ShardedDataParallel
+from camshaft.engine.megatron.groups import Layout, create_groups
+from camshaft.engine.megatron.model import MegatronModel
+from camshaft.engine.megatron.pipeline import run_pipeline
+from camshaft.engine.megatron.state import Mirror
+from camshaft.engine.megatron.weights import load_weights, shards_by_name, weight_blocks
+from camshaft.engine.micro_batches import MicroBatches
+from camshaft.engine.torch_engine import FORWARD_ONLY, TorchEngine
+from camshaft.errors import EngineError
+from camshaft.models.loader import DTYPES, skeleton
+from camshaft.models.sequence import join_columns, split_columns
+from camshaft.seat import Seat
+
+SAVE_TIMEOUT = timedelta(hours=12)
+"""Timeout of checkpoint collectives. It is long because ranks wait while rank 0 copies to remote storage."""
+ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
+"""Supported optimizers of torch.optim. They update each element independently, so matrices may be fused and split."""
+RNG = "model-parallel-rng"
+"""Name of the random state that Megatron uses inside layers."""
+
+
+class MegatronEngine(TorchEngine):
+    """One GPT model of megatron-core, parallel over the ranks of the default process group."""
+
+    capabilities = MEGATRON
+    options: MegatronOptions
+    module: MegatronModel  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def __init__(self, config: EngineConfig):
+        super().__init__(config)
+        if config.optim is None:
+            return
+        if config.dtype == "bfloat16":
+            raise EngineError(
+                "dtype=bfloat16 is not supported for training with strategy=megatron, because bfloat16 weights lose "
+                "small updates to rounding; set dtype=float32"
+            )
+        if self.options.use_distributed_optimizer and (config.optim.optimizer, config.dtype) != ("AdamW", "float32"):
+            raise EngineError(
+                "use_distributed_optimizer supports only AdamW with float32 weights, got "
+                f"optimizer={config.optim.optimizer} and dtype={config.dtype}; set use_distributed_optimizer=false"
+            )
+        if config.optim.optimizer not in ELEMENTWISE:
+            raise EngineError(
+                f"optimizer={config.optim.optimizer} is not supported by strategy=megatron, which fuses and splits "
+                f"matrices and therefore needs an elementwise optimizer; use one of {', '.join(ELEMENTWISE)}"
+            )
+
+    def build_model(self) -> MegatronModel:  # pyright: ignore[reportIncompatibleMethodOverride]
+        join_group(self.device)
+        self.layout = Layout.from_options(self.options, dist.get_world_size())
+        self.groups = create_groups(dist.group.WORLD, self.layout)  # pyright: ignore[reportArgumentType]
+        self.checkpoint_group = group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
+        full_model = load_full_model(self.config, group)
+        hf = skeleton(self.config.model, self.config.dtype).hf
+        self._shapes = {name: parameter.shape for name, parameter in hf.named_parameters()}
+        config = transformer_config(hf.config, self.config, self.options)
+        with on_device(self.device):
+            module = MegatronModel(hf, self.config.model.head, config, self.groups, self.device).to(self.device)
+        self._blocks = weight_blocks(module, self._shapes)
+        self._stage_of = self._locate_weights()
+        weights = dict(full_model.hf.named_parameters()) if full_model is not None else {}
+        load_weights(self._blocks, self._broadcast(weights))
+        self._data_parallel: DataParallel | None = None
+        if self.config.optim is not None:
+            kind = ShardedDataParallel if self.options.use_distributed_optimizer else DataParallel
+            self._data_parallel = kind(module, self.device)
+        seed_ranks(self.device, self.config.seed, dist.get_rank())
+        return module.eval()
+
+    def init_model(self) -> None:
+        super().init_model()
+        if self._data_parallel is not None:
+            self._data_parallel.attach(self.optimizer)
+
+    def _locate_weights(self) -> dict[str, int]:
+        """Return the first pipeline stage that holds each weight, in the order of the transformers model."""
+        names: list[Any] = [None] * self.groups.pp.size()
+        dist.all_gather_object(names, [w.name for block in self._blocks for w in block.weights], group=self.groups.pp)
+        return {name: next(i for i, held in enumerate(names) if name in held) for name in self._shapes}
+
+    def _broadcast(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """Yield all weights, one at a time, from rank 0, the only rank whose `weights` are not empty."""
+        for name, shape in self._shapes.items():
+            if weights:
+                full = weights[name].detach().to(self.device)
+            else:
+                full = torch.empty(shape, dtype=DTYPES[self.config.dtype], device=self.device)
+            dist.broadcast(full, src=0)
+            yield name, full
+
+    @property
+    def data_parallel(self) -> DataParallel:
+        if self._data_parallel is None:
+            raise EngineError(FORWARD_ONLY)
+        return self._data_parallel
+
+    @property
+    def seat(self) -> Seat:
+        return self.layout.seat(dist.get_rank())
+
+    # -- one step ---------------------------------------------------------------------------------
+
+    def run_micro_batches(self, micro_batches: MicroBatches) -> None:
+        with on_device(self.device), self._random_state():
+            if self.options.pipeline_model_parallel_size > 1:
+                run_pipeline(self.module, micro_batches)
+            else:
+                super().run_micro_batches(micro_batches)
+
+    @contextlib.contextmanager
+    def _random_state(self) -> Iterator[None]:
+        """Set the random state that Megatron uses inside layers, which differs between ranks.
+
+        It is derived from the state of torch, which checkpoints contain.
+        """
+        tracker = get_cuda_rng_tracker()
+        previous = tracker.get_states()
+        tracker.reset()
+        tracker.add(RNG, int(torch.randint(1 << 31, ())) if self.module.training else 0)
+        try:
+            yield
+        finally:
+            tracker.set_states(previous)
+
+    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=self.groups.dp)
+        return tensor
+
+    def max_over_ranks(self, count: int) -> int:
+        if self.options.virtual_pipeline_model_parallel_size is not None:
+            # The interleaved schedule requires a multiple of the number of stages; additional ones are dummies.
+            count += -count % self.options.pipeline_model_parallel_size
+        maximum = torch.tensor(count, device=self.device)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.groups.dp)
+        return int(maximum)
+
+    def shard_data(self, data: DataProto) -> DataProto:
+        split = self.module.sequence
+        return data if split is None else split_columns(data, split)
+
+    def unshard_data(self, data: DataProto) -> DataProto:
+        split = self.module.sequence
+        return data if split is None else join_columns(data, split)
+
+    def optimizer_zero_grad(self) -> None:
+        self.data_parallel.zero_grad()
+
+    def clip_and_step(self) -> tuple[float, bool]:
+        return self.data_parallel.clip_and_step(self.optimizer, self.config.grad_clip)
+
+    # -- weights and checkpoints ------------------------------------------------------------------
+
+    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+        if adapter_only:
+            raise EngineError("the model has no adapter, because strategy=megatron does not support LoRA")
+        weights = {weight.name: weight for block in self._blocks for weight in block.weights}
+        shards = shards_by_name(self._blocks)
+        for name, stage in self._stage_of.items():
+            if name in weights:
+                full = weights[name].as_dtensor(shards[name]().to(self.device)).full_tensor()
+            else:
+                full = torch.empty(self._shapes[name], dtype=DTYPES[self.config.dtype], device=self.device)
+            if self.groups.pp.size() > 1:
+                dist.broadcast(full, group=self.groups.pp, group_src=stage)
+            yield name, full
+
+    def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
+        raise EngineError("the model has no adapter, because strategy=megatron does not support LoRA")
+
+    def _mirror(self) -> Mirror:
+        return Mirror(self._blocks, self._data_parallel, self._optimizer, self.config.optim)
+
+    def _state(self) -> checkpoint.State:
+        mirror = self._mirror()
+        mirror.read()
+        return checkpoint.State.collect(
+            mirror.weights, mirror.optimizer, mirror.parameters, self._metadata(), random_states(self.device)
+        )
+
+    def _load_state(self, folder: Path) -> checkpoint.LoadedState:
+        mirror = self._mirror()
+        loaded_state = checkpoint.load_into(
+            folder, mirror.weights, mirror.optimizer, mirror.parameters, group=self.checkpoint_group
+        )
+        mirror.write()
+        return loaded_state

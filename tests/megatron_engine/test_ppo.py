@@ -1,0 +1,35 @@
+"""PPO and GRPO runs with Megatron engines have the metrics and weights of runs on one device."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.ppo_runs import run_ppo
+from support.same_run import ACTOR, SHUFFLED, compare
+
+pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]
+
+TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+
+
+def megatron(actor: dict[str, Any], critic: dict[str, Any]) -> dict[str, Any]:
+    """Return the overrides of a run with Megatron engines on two ranks."""
+    return {
+        f"{ACTOR}.strategy": "megatron",
+        "critic.strategy": "megatron",
+        "trainer.n_gpus_per_node": 2,
+        **{f"+{ACTOR}.engine_kwargs.{name}": value for name, value in actor.items()},
+        **{f"+critic.engine_kwargs.{name}": value for name, value in critic.items()},
+    }
+
+
+def test_ppo_with_tensor_parallel_actor_and_pipeline_critic_equals_one_device(tmp_path: Path) -> None:
+    expected = run_ppo(tmp_path, SHUFFLED, steps=10)
+    compare(run_ppo(tmp_path, SHUFFLED | megatron({TENSOR: 2}, {PIPELINE: 2}), steps=10), expected, rel=1e-6)
+
+
+def test_grpo_with_pipeline_parallel_actor_equals_one_device(tmp_path: Path) -> None:
+    grpo = {**SHUFFLED, "algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4}
+    grpo |= {"algorithm.use_kl_in_reward": False, f"{ACTOR}.use_kl_loss": True}
+    expected = run_ppo(tmp_path, grpo, steps=10)
+    compare(run_ppo(tmp_path, grpo | megatron({PIPELINE: 2}, {}), steps=10), expected, rel=1e-6)
