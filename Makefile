@@ -125,8 +125,9 @@ test-slow: $(INSTALLED)
 		tests/unit/config/test_any_overrides.py tests/unit/data/test_any_rows.py tests/unit/rewards/test_anything.py
 
 test-kernels: $(TRITON_INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreted tests/kernels
-	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -m compiled tests/kernels
+	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
+		-m interpreted tests/kernels
+	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m compiled tests/kernels
 
 test-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
