@@ -1,4 +1,7 @@
-"""Every controller backend follows every rule of the contract, and the contract rejects broken backends."""
+"""The local controller backend follows every rule of the contract, and the contract rejects broken backends.
+
+`tests/ray_controller/test_one_machine.py` checks the rules on Ray.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -6,16 +9,13 @@ from pathlib import Path
 import pytest
 from support import ranks  # noqa: F401  (preloads the fork server)
 from support.broken_controllers import FAULTS
-from support.cluster import ray_here
 
 from camshaft.contracts.controller.harness import ControllerHarness, Start
 from camshaft.contracts.controller.suite import RULES, check_controller
 from camshaft.contracts.rules import Rule, Violation
 from camshaft.controller import Dispatch, group
-from camshaft.controller.group import BACKENDS
 from camshaft.controller.local import start as start_local
 from camshaft.errors import WorkerError
-from camshaft.plugins import import_attribute
 
 BY_NAME = {rule.name: rule for rule in RULES}
 TIMED = {
@@ -24,46 +24,16 @@ TIMED = {
 }  # fmt: skip
 """Rules with time limits, which must not run in parallel with other tests."""
 
-FAST_ON_RAY = {"rows keep their order", "exceptions reach the driver", "killed ranks are errors"}
-"""Rules that `make test` checks on Ray, on two ranks, because each rank imports torch; `make test-slow` checks all."""
-
-
-@pytest.fixture(scope="module")
-def ray_cluster() -> Iterator[None]:
-    with ray_here(num_cpus=12):
-        yield
-
-
-@pytest.fixture
-def start_of_backend(backend: str, request: pytest.FixtureRequest) -> Start:
-    """Return the function that starts pools, after starting a cluster if it needs one."""
-    if backend == "ray":
-        request.getfixturevalue("ray_cluster")
-    return import_attribute(BACKENDS[backend])
-
 
 def cases() -> Iterator[object]:
     for rule in RULES:
-        id_ = rule.name.replace(" ", "_")
         marks = [pytest.mark.alone] * (rule.name in TIMED)
-        yield pytest.param("local", rule, ControllerHarness.worlds, id=f"local-{id_}", marks=marks)
-        if rule.name in FAST_ON_RAY:
-            yield pytest.param("ray", rule, (2,), id=f"ray-{id_}-2_ranks", marks=pytest.mark.alone)
-        marks = [pytest.mark.alone, pytest.mark.slow]
-        yield pytest.param("ray", rule, ControllerHarness.worlds, id=f"ray-{id_}", marks=marks)
+        yield pytest.param(start_local, rule, id=f"local-{rule.name.replace(' ', '_')}", marks=marks)
 
 
-def test_rules_are_checked_on_every_backend() -> None:
-    assert BACKENDS.keys() == {"local", "ray"}
-
-
-@pytest.mark.parametrize(("backend", "rule", "worlds"), cases())
-def test_backend_keeps_rule(
-    start_of_backend: Start, rule: Rule[ControllerHarness], worlds: tuple[int, ...], tmp_path: Path
-) -> None:
-    harness = ControllerHarness(start_of_backend, tmp_path)
-    harness.worlds = worlds
-    rule.check(harness)
+@pytest.mark.parametrize(("start", "rule"), cases())
+def test_backend_keeps_rule(start: Start, rule: Rule[ControllerHarness], tmp_path: Path) -> None:
+    rule.check(ControllerHarness(start, tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +56,7 @@ def test_every_rule_detects_a_fault() -> None:
 
 def test_rules_have_meanings_and_unique_names() -> None:
     assert len(BY_NAME) == len(RULES)
-    assert set(BY_NAME) >= TIMED | FAST_ON_RAY
+    assert set(BY_NAME) >= TIMED
     for rule in RULES:
         assert rule.meaning.endswith("."), rule.name
 

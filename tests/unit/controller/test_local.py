@@ -58,7 +58,13 @@ def start_driver(folder: Path, then: str) -> tuple[subprocess.Popen[str], list[i
     return driver, [int(pid) for pid in driver.stdout.readline().split()]
 
 
-@pytest.mark.parametrize("then", [IN_A_CALL, BETWEEN_CALLS], ids=["in a call", "between calls"])
+@pytest.mark.parametrize(
+    "then",
+    [
+        pytest.param(IN_A_CALL, id="in a call"),
+        pytest.param(BETWEEN_CALLS, id="between calls", marks=pytest.mark.slow),
+    ],
+)
 def test_no_process_is_left_when_the_driver_is_killed(tmp_path: Path, then: str):
     driver, pids = start_driver(tmp_path, then)
     with driver:

@@ -1,4 +1,4 @@
-"""The same PPO run on Ray: bit-identical on one rank, equal within rounding on several, with separate pools."""
+"""The Ray backend on one machine: the rules of the controller contract, and PPO with the numbers of local ranks."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +12,11 @@ from support.ppo_runs import Step, run_ppo
 from support.reward_models import NEWLINE, make_tiny_reward_model
 from support.same_run import ACTOR, RANKS, SHUFFLED, compare
 
+from camshaft.contracts.controller.harness import ControllerHarness
+from camshaft.contracts.controller.suite import RULES
+from camshaft.contracts.rules import Rule
+from camshaft.controller.ray import start
+
 pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 
 RAY: dict[str, Any] = {"trainer.controller": "ray"}
@@ -19,8 +24,28 @@ RAY: dict[str, Any] = {"trainer.controller": "ray"}
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    with ray_here(num_cpus=8):
+    with ray_here(num_cpus=12):
         yield
+
+
+FAST = {"rows keep their order", "exceptions reach the driver", "killed ranks are errors"}
+"""Rules that `make test` checks, on two ranks, because each rank imports torch; `make test-slow` checks all rules."""
+
+
+def rule_cases() -> Iterator[Any]:
+    for rule in RULES:
+        id_ = rule.name.replace(" ", "_")
+        if rule.name in FAST:
+            yield pytest.param(rule, (2,), id=f"{id_}-2_ranks")
+        yield pytest.param(rule, ControllerHarness.worlds, id=id_, marks=pytest.mark.slow)
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(("rule", "worlds"), rule_cases())
+def test_ray_keeps_rule(rule: Rule[ControllerHarness], worlds: tuple[int, ...], tmp_path: Path) -> None:
+    harness = ControllerHarness(start, tmp_path)
+    harness.worlds = worlds
+    rule.check(harness)
 
 
 @pytest.fixture(scope="module")
