@@ -28,24 +28,18 @@ def cluster() -> Iterator[None]:
         yield
 
 
-FAST = {"rows keep their order", "exceptions reach the driver", "killed ranks are errors"}
-"""Rules that `make test` checks, on two ranks, because each rank imports torch; `make test-slow` checks all rules."""
-
-
-def rule_cases() -> Iterator[Any]:
-    for rule in RULES:
-        id_ = rule.name.replace(" ", "_")
-        if rule.name in FAST:
-            yield pytest.param(rule, (2,), id=f"{id_}-2_ranks")
-        yield pytest.param(rule, ControllerHarness.worlds, id=id_, marks=pytest.mark.slow)
+FAST = {"exceptions reach the driver", "killed ranks are errors"}
+"""Rules that `make test` checks. On Ray each rank imports torch, and a PPO run shows what the other rules state."""
 
 
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize(("rule", "worlds"), rule_cases())
-def test_ray_keeps_rule(rule: Rule[ControllerHarness], worlds: tuple[int, ...], tmp_path: Path) -> None:
-    harness = ControllerHarness(start, tmp_path)
-    harness.worlds = worlds
-    rule.check(harness)
+@pytest.mark.parametrize(
+    "rule",
+    [pytest.param(rule, marks=[pytest.mark.slow] * (rule.name not in FAST)) for rule in RULES],
+    ids=lambda rule: rule.name.replace(" ", "_"),
+)
+def test_ray_keeps_rule(rule: Rule[ControllerHarness], tmp_path: Path) -> None:
+    rule.check(ControllerHarness(start, tmp_path))
 
 
 @pytest.fixture(scope="module")
