@@ -17,6 +17,7 @@ from camshaft.config.rollout import OPTIONAL_KEYS, RolloutCapabilities
 from camshaft.config.schema.fsdp import FSDP1Options, FSDPOptions
 from camshaft.config.schema.megatron import MegatronOptions
 from camshaft.config.schema.rollouts import OneDeviceOptions, ServerOptions, SGLangOptions, VLLMOptions
+from camshaft.config.schema.torchtitan import TorchtitanOptions
 from camshaft.errors import ConfigError
 from camshaft.plugins import import_attribute, resolve_target
 
@@ -35,6 +36,7 @@ SINGLE_DEVICE = EngineCapabilities(multiple_ranks=False)
 FSDP = EngineCapabilities(FSDPOptions)
 FSDP1 = EngineCapabilities(FSDP1Options)
 MEGATRON = EngineCapabilities(MegatronOptions, supports_lora=False)
+TORCHTITAN = EngineCapabilities(TorchtitanOptions, supports_lora=False)
 
 ENGINES = {
     "reference": Backend("camshaft.engine.single:SingleDeviceEngine", SINGLE_DEVICE),
@@ -42,6 +44,7 @@ ENGINES = {
     "fsdp2": Backend("camshaft.engine.fsdp:FSDPEngine", FSDP),
     "fsdp1": Backend("camshaft.engine.fsdp:FSDP1Engine", FSDP1),
     "megatron": Backend("camshaft.engine.megatron:MegatronEngine", MEGATRON),
+    "torchtitan": Backend("camshaft.engine.torchtitan:TorchtitanEngine", TORCHTITAN),
 }
 
 _LIBRARY_KEYS = frozenset(OPTIONAL_KEYS) - {"update_weights_bucket_megabytes"}

@@ -1,0 +1,82 @@
+"""A decoder of torchtitan that is called on packed rows.
+
+    packed = TitanModel(decoder, "value", hf_config, names)
+    packed(tokens, packing, at, ("values",))                     # as `PackedModel`
+"""
+
+# pyright: reportMissingImports=false
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig
+
+from camshaft.device import to_device
+from camshaft.engine.torchtitan.families import PackedDecoder
+from camshaft.models.attention import packed_kwargs
+from camshaft.models.packed import Head, PackedModule, supports_prefix_sharing
+from camshaft.models.packing import Packing
+
+WRAPPED = "_checkpoint_wrapped_module."
+"""Prefix that activation checkpointing inserts into parameter names."""
+
+
+class TitanModel(PackedModule):
+    """A decoder of torchtitan with a language-model, value or reward head."""
+
+    def __init__(
+        self, decoder: PackedDecoder, head: Head, hf: PreTrainedConfig, names: Mapping[str, str], token_multiple: int = 1
+    ):
+        """Wrap a parallelized decoder.
+
+        `names` maps names of weights in transformers to those in the decoder. The tokens of a call are padded to a
+        multiple of `token_multiple`, over whose ranks tensor parallelism splits them.
+        """
+        super().__init__()
+        self.decoder = decoder
+        self.head = head
+        self.names, self.token_multiple = dict(names), token_multiple
+        self.supports_prefix_sharing = supports_prefix_sharing(hf)
+        self._hidden_size = hf.hidden_size
+
+    @property
+    def hidden_size(self) -> int:
+        return self._hidden_size
+
+    def weight_parameters(self) -> dict[str, nn.Parameter]:
+        parameters = {name.replace(WRAPPED, ""): p for name, p in self.decoder.named_parameters()}
+        return {name: parameters[titan_name] for name, titan_name in self.names.items()}
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        for name, parameter in self.weight_parameters().items():
+            yield name, parameter.detach()
+
+    def hidden_states(self, tokens: Tensor, packing: Packing, rows: Tensor) -> Tensor:
+        extra = -len(tokens) % self.token_multiple
+        if extra:  # a segment at the end, to which no other token attends
+            prefixes = None if packing.prefix_of is None else [*packing.prefix_of, None]
+            tokens, packing = F.pad(tokens, (0, extra)), Packing([*packing.lengths, extra], prefixes)
+        inputs = packed_kwargs(packing, tokens.device)
+        positions = inputs.pop("position_ids")
+        if self.sequence is not None:
+            chunk = self.sequence.chunk(len(tokens))
+            tokens, positions = tokens[chunk], positions[:, chunk]
+            inputs["exchange"] = self.sequence
+        hidden = self.decoder(tokens[None], positions, inputs)
+        if isinstance(hidden, DTensor):
+            hidden = hidden.to_local()
+        return hidden[0].index_select(0, to_device(rows, tokens.device))
+
+    def apply_head(
+        self,
+        hidden: Tensor,
+        tokens: Tensor,
+        at: Tensor,
+        outputs: Sequence[str],
+        temperature: float,
+        log_q: Tensor | None,
+    ) -> dict[str, Tensor]:
+        return self.decoder.lm_head(hidden, tokens, at, outputs, temperature, log_q)
