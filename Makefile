@@ -4,7 +4,7 @@
 # make check         format, lint and types
 # make test-fast     a contributor's first check, under a minute: algorithms, config, data, batches, one engine
 # make test          what CI runs: check, test-main, test-kernels, test-vllm; needs no accelerator
-# make test-all      make test, then test-slow, test-server, test-matrix and test-cluster (hours)
+# make test-all      make test, then test-slow, test-titan, test-server, test-matrix and test-cluster (hours)
 # make test-main     the test suite of the package, without its slow cases and without optional libraries
 # make test-slow     the cases that test-main leaves out: every layout of a run, kills at random moments, more random inputs
 # make test-kernels  GPU kernels, in Triton's interpreter and compiler
@@ -12,6 +12,7 @@
 # make test-server   the vLLM server rollout, and slow cases of the vLLM rollout (starts a server per model)
 # make test-megatron the Megatron engine: every rule of the contract, in several layouts on CPU ranks; PPO runs
 # make test-sglang   the SGLang rollout, on a CPU (slow)
+# make test-titan    the torchtitan engine, on a CPU; `make titan` creates its environment
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)
 # make test-cluster  Ray: kill -9 of every kind of process, two machines, the launch scripts (half an hour)
 # make test-gpu      the sharded engine on CUDA and NCCL, and tests that need an accelerator
@@ -39,17 +40,19 @@ SGLANG := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG)/.installed
 MEGATRON := .venv-megatron
 MEGATRON_INSTALLED := $(MEGATRON)/.installed
+TITAN := .venv-titan
+TITAN_INSTALLED := $(TITAN)/.installed
 TRL_INSTALLED := .venv-trl/.installed
 TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
 JOBS ?= 2
 # Unset: tests start hundreds of Python processes, each of which would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
-SUITE := not matrix and not vllm and not sglang and not megatron and not cluster and not interpreted and not compiled
+SUITE := not matrix and not vllm and not sglang and not megatron and not titan and not cluster and not interpreted and not compiled
 FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/config/test_schema.py \
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-matrix test-cluster test-gpu bench bench-trl bench-gpu bench-check trl megatron check format docs clean install
+.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-titan test-matrix test-cluster test-gpu bench bench-trl bench-gpu bench-check trl megatron titan check format docs clean install
 
 install: $(INSTALLED)
 
@@ -92,6 +95,17 @@ $(MEGATRON_INSTALLED): pyproject.toml constraints.txt requirements-megatron.txt
 
 megatron: $(MEGATRON_INSTALLED)
 
+# The list is complete, as for vLLM.
+$(TITAN_INSTALLED): pyproject.toml constraints.txt requirements-titan.txt
+	test -x $(TITAN)/bin/python || $(PYTHON) -m venv $(TITAN)
+	$(TITAN)/bin/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(TITAN)/bin/python -m pip install -q -c constraints.txt setuptools
+	$(TITAN)/bin/python -m pip install -q --no-deps -r requirements-titan.txt
+	$(TITAN)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $(TITAN_INSTALLED)
+
+titan: $(TITAN_INSTALLED)
+
 $(TRL_INSTALLED): TRL_VERSION := 1.16.0
 $(TRL_PPO_INSTALLED): TRL_VERSION := 1.12.0
 $(TRL_INSTALLED) $(TRL_PPO_INSTALLED): constraints.txt requirements-trl.txt
@@ -107,7 +121,7 @@ demo: $(INSTALLED)
 
 test: check test-main test-kernels test-vllm
 
-test-all: test test-slow test-server test-matrix test-cluster
+test-all: test test-slow test-titan test-server test-matrix test-cluster
 
 test-fast: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "$(SUITE) and not slow and not alone" \
@@ -147,6 +161,9 @@ test-sglang: $(SGLANG_INSTALLED)
 test-megatron: $(MEGATRON_INSTALLED)
 	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -m megatron tests/contracts/test_megatron_contract.py tests/megatron_engine
 
+test-titan: $(TITAN_INSTALLED)
+	OMP_NUM_THREADS=1 $(TITAN)/bin/python -m pytest -m titan tests/contracts/test_torchtitan_contract.py
+
 test-matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m matrix
 
@@ -185,4 +202,4 @@ docs: $(INSTALLED)
 	$(BIN)/python tests/spec/table.py
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TRITON) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache

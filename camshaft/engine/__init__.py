@@ -9,6 +9,7 @@
     sharded.py          base class of engines that shard a model over ranks
     fsdp/               `ShardedEngine` with PyTorch's FSDP (`fsdp`, `fsdp1`)
     megatron/           GPT models of megatron-core, with tensor, pipeline and expert parallelism (`megatron`)
+    torchtitan/         `ShardedEngine` with model definitions of torchtitan (`torchtitan`)
     micro_batches.py    splits a mini-batch into micro-batches
     optim.py            optimizer, learning-rate schedule, gradient clipping
     offload.py          moves parameters, gradients and optimizer state to host memory between phases

@@ -15,6 +15,20 @@ from camshaft.config.engine import Conflict, EngineModel, EngineOptions, format_
 from camshaft.config.schema.fields import OffOrPositive
 from camshaft.config.schema.fsdp import MixedPrecision
 
+UNSUPPORTED = {
+    "pipeline_parallel_degree": (
+        "the schedules of torchtitan exchange activations of one size, but micro-batches of packed rows differ in size",
+        "data_parallel_shard_degree=-1",
+    ),
+    "context_parallel_degree": (
+        "torchtitan splits rows only with its flex attention, which has no backward pass on a CPU and does not take "
+        "packed rows",
+        "ulysses_sequence_parallel_size=2",
+    ),
+    "expert_parallel_degree": ("the engine supports dense models only",),
+}
+"""Degrees of torchtitan that the engine does not support: the reason, and settings to use instead."""
+
 
 class TorchtitanOptions(EngineOptions):
     """Options of `TorchtitanEngine`."""
@@ -30,8 +44,10 @@ class TorchtitanOptions(EngineOptions):
     """Split the tokens between tensor-parallel layers over the tensor-parallel ranks."""
     ulysses_sequence_parallel_size: int = Field(default=1, ge=1)
     """Number of ranks over which the tokens of a micro-batch are split."""
+    pipeline_parallel_degree: int = Field(default=1, ge=1)
     context_parallel_degree: int = Field(default=1, ge=1)
-    """Rejected above 1; `ulysses_sequence_parallel_size` splits long rows instead."""
+    expert_parallel_degree: int = Field(default=1, ge=1)
+    """Degrees of torchtitan that are rejected above 1, with the reason (`UNSUPPORTED`)."""
     mixed_precision: MixedPrecision = MixedPrecision()
     reshard_after_forward: bool = True
     """Free the gathered weights of each layer after its forward pass."""
@@ -63,9 +79,11 @@ class TorchtitanOptions(EngineOptions):
         if world_size % product or (shards != -1 and product != world_size):
             used = {name: size for name, size in sizes.items() if size > 1 or name == "data_parallel_shard_degree"}
             factors = " x ".join(f"{name}={size}" for name, size in used.items())
-            problem = "is not divisible by" if shards == -1 else "differs from"
-            division = f": {format_division(world_size, product)}" if shards == -1 else f" = {product}"
-            yield Conflict(next(reversed(used)), f"world_size={world_size} {problem} {factors}{division}")
+            if shards == -1:
+                problem = f"is not divisible by {factors}: {format_division(world_size, product)}"
+            else:
+                problem = f"differs from {factors}" + (f" = {product}" if len(used) > 1 else "")
+            yield Conflict(next(reversed(used)), f"world_size={world_size} {problem}")
         elif self.shards(world_size) % sequence:
             yield Conflict(
                 "ulysses_sequence_parallel_size",
@@ -75,13 +93,9 @@ class TorchtitanOptions(EngineOptions):
 
     def conflicts(self, model: EngineModel) -> Iterator[Conflict]:
         sequence, tensor = self.ulysses_sequence_parallel_size, self.tensor_parallel_size
-        if self.context_parallel_degree > 1:
-            yield Conflict(
-                "context_parallel_degree",
-                "context parallelism of torchtitan requires its flex attention, which supports neither a CPU nor the "
-                "packed rows of this engine",
-                ("ulysses_sequence_parallel_size=2", "context_parallel_degree=1"),
-            )
+        for option, (reason, *fixes) in UNSUPPORTED.items():
+            if (degree := getattr(self, option)) > 1:
+                yield Conflict(option, f"{option}={degree} is not supported: {reason}", (f"{option}=1", *fixes))
         if sequence > 1 and tensor > 1:
             yield Conflict(
                 "ulysses_sequence_parallel_size",

@@ -32,9 +32,7 @@ class TorchtitanEngine(ShardedEngine):
     def __init__(self, config: EngineConfig):
         super().__init__(config)
         if config.dtype == "float64":
-            raise EngineError(
-                "strategy=torchtitan does not support dtype=float64; set dtype=float32, or strategy=fsdp"
-            )
+            raise EngineError("strategy=torchtitan does not support dtype=float64; set dtype=float32, or strategy=fsdp")
 
     def build_model(self) -> TitanModel:
         group = self.join_ranks()

@@ -141,9 +141,7 @@ class Family:
             ),
             rope=_rope_config(hf, head_dim),
         )
-        feed_forward = FeedForward.Config(
-            w1=linear(width, hidden), w2=linear(hidden, width), w3=linear(width, hidden)
-        )
+        feed_forward = FeedForward.Config(w1=linear(width, hidden), w2=linear(hidden, width), w3=linear(width, hidden))
         return self.block.Config(
             attention=attention, feed_forward=feed_forward, attention_norm=norm(width), ffn_norm=norm(width)
         )

@@ -38,9 +38,15 @@ class PackedAttention(Module):
 
     # torchtitan shards the first three arguments by these names.
     def forward(
-        self, q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, *,  # noqa: N803
-        attention_masks: dict[str, Any], scale: float | None = None, **_: Any,
-    ) -> Tensor:  # fmt: skip
+        self,
+        q_BLNH: Tensor,
+        k_BLNH: Tensor,
+        v_BLNH: Tensor,
+        *,
+        attention_masks: dict[str, Any],
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
         query, key, value = (tensor.transpose(1, 2) for tensor in (q_BLNH, k_BLNH, v_BLNH))
         output, _ = packed_attention(
             self,

@@ -1,7 +1,7 @@
 """A decoder of torchtitan that is called on packed rows.
 
-    packed = TitanModel(decoder, "value", hf_config, names)
-    packed(tokens, packing, at, ("values",))                     # as `PackedModel`
+packed = TitanModel(decoder, "value", hf_config, names)
+packed(tokens, packing, at, ("values",))                     # as `PackedModel`
 """
 
 # pyright: reportMissingImports=false
@@ -28,7 +28,12 @@ class TitanModel(PackedModule):
     """A decoder of torchtitan with a language-model, value or reward head."""
 
     def __init__(
-        self, decoder: PackedDecoder, head: Head, hf: PreTrainedConfig, names: Mapping[str, str], token_multiple: int = 1
+        self,
+        decoder: PackedDecoder,
+        head: Head,
+        hf: PreTrainedConfig,
+        names: Mapping[str, str],
+        token_multiple: int = 1,
     ):
         """Wrap a parallelized decoder.
 

@@ -9,6 +9,8 @@ memory. Every rank builds and shards the model on the meta device, and receives 
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -89,7 +91,8 @@ def _parallelize(
             mixed_precision_param=compute_dtype, mixed_precision_reduce=dtypes.reduce_dtype or compute_dtype
         ),
         parallelism=ParallelismConfig(
-            spmd_backend=SPMD_BACKEND, fsdp_reshard_after_forward="default" if options.reshard_after_forward else "never"
+            spmd_backend=SPMD_BACKEND,
+            fsdp_reshard_after_forward="default" if options.reshard_after_forward else "never",
         ),
         compile_config=CompileConfig(),
         ac_config=checkpointing,
@@ -103,7 +106,7 @@ def _parallelize(
 
 def _load(decoder: PackedDecoder, full_model: PackedModel | None, names: dict[str, str]) -> None:
     """Copy the weights of rank 0's `full_model` into the sharded decoder of every rank."""
-    state = {}
+    state: dict[str, Any] = {}
     if full_model is not None:
         state = {names[name]: weight for name, weight in full_model.weights()}
         if decoder.enable_weight_tying:

@@ -1,0 +1,158 @@
+"""The torchtitan engine follows the contract on gloo ranks; run by `make test-titan` in an environment with torchtitan.
+
+All rules are checked on two ranks with FSDP. The other layouts check the rules about numbers and files.
+"""
+
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig
+from camshaft.contracts.engine import suite
+from camshaft.contracts.engine.harness import TINY, EngineHarness
+from camshaft.contracts.engine.ranks import RuleRanks
+from camshaft.contracts.engine.suite import RULES
+from camshaft.controller import local
+from camshaft.engine import build_engine, engine_class
+from camshaft.errors import EngineError
+from camshaft.models.loader import stored_weights
+from camshaft.models.tiny import make_tiny_model
+
+pytestmark = [pytest.mark.titan, pytest.mark.timeout(600)]
+
+local.PRELOAD.append("camshaft.engine.torchtitan")
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "one": (1, {}),
+    "two": (2, {}),
+    "tp2": (2, {"tensor_parallel_size": 2}),
+    "tp2_without_sp": (2, {"tensor_parallel_size": 2, "enable_sequence_parallel": False}),
+    "sp2": (2, {"ulysses_sequence_parallel_size": 2}),
+    "gathered": (2, {"reshard_after_forward": False, "async_save": True, "activation_offload": True}),
+    "offload": (2, {"param_offload": True, "grad_offload": True, "optimizer_offload": True}),
+    "hsdp": (4, {"data_parallel_replicate_degree": 2}),
+    "tp2_x_fsdp2": (4, {"tensor_parallel_size": 2, "data_parallel_shard_degree": 2}),
+    "sp2_x_dp2": (4, {"ulysses_sequence_parallel_size": 2}),
+}
+"""Number of ranks and options."""
+
+NUMBERS = {"step equals oracle", "resume is bitwise"}
+TENSOR_PARALLEL = NUMBERS | {
+    "predictions",
+    "norm is before clipping",
+    "split invariance",
+    "prefix sharing",
+    "non finite gradient is skipped",
+    "weights have hugging face names",
+    "exact kl",
+    "seat and shards",
+}
+CHECKED = {"two": {rule.name for rule in RULES}, "tp2": TENSOR_PARALLEL, "sp2": TENSOR_PARALLEL - {"prefix sharing"}}
+"""Rules by layout; other layouts check `NUMBERS`."""
+
+
+def _cases() -> Iterator[Any]:
+    """Return the cases, grouped by the number of ranks so that consecutive layouts share processes."""
+    for name, (world, options) in sorted(LAYOUTS.items(), key=lambda item: item[1][0]):
+        for rule in RULES:
+            if rule.name in CHECKED.get(name, NUMBERS):
+                yield pytest.param(world, options, rule.name, id=f"{name}-{rule.name.replace(' ', '_')}")
+
+
+@pytest.fixture(scope="module")
+def ranks(request: pytest.FixtureRequest) -> Iterator[RuleRanks]:
+    with RuleRanks(request.param) as rule_ranks:
+        yield rule_ranks
+
+
+@pytest.mark.parametrize(("ranks", "options", "rule"), _cases(), indirect=["ranks"], scope="module")
+def test_torchtitan_keeps_rule(ranks: RuleRanks, options: dict[str, Any], rule: str, tmp_path: Path) -> None:
+    problem = ranks.find_problem(rule, engine_class("torchtitan"), str(tmp_path), {"options": options})
+    assert problem is None, problem
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"family": "llama", "tie_embeddings": False},
+    "llama3": {
+        "family": "llama",
+        "rope_parameters": {
+            "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
+        },
+    },
+    "yarn": {
+        "family": "qwen3",
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+        },
+    },
+    "qwen3": {"family": "qwen3", "tie_embeddings": False},
+    "window": {"family": "qwen2", "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+}  # fmt: skip
+"""Arguments of `make_tiny_model`; the model of the contract is a tied qwen2."""
+
+
+class FamilyHarness(EngineHarness):
+    """The harness of the contract on a model of another family."""
+
+    family: dict[str, Any]
+
+    @cached_property
+    def model_folder(self) -> Path:
+        return make_tiny_model(self.folder / "model", **TINY, **self.family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_equals_transformers(family: str, tmp_path: Path) -> None:
+    harness = FamilyHarness(engine_class("torchtitan"), tmp_path)
+    harness.family = FAMILIES[family]
+    suite.predictions(harness)
+    suite.step_equals_oracle(harness)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_weights_pass_the_engine_bitwise(family: str, tmp_path: Path) -> None:
+    model = EngineModel(path=str(make_tiny_model(tmp_path / "model", **FAMILIES[family])))
+    engine = build_engine("torchtitan", EngineConfig(model=model))
+    engine.init_model()
+    weights, expected = dict(engine.named_weights()), dict(stored_weights(model))
+    assert weights.keys() == expected.keys()
+    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+
+
+REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "lora": ({"lora": LoRAConfig(rank=2)}, {}, "LoRA is not supported"),
+    "float64": ({}, {"dtype": "float64"}, "does not support dtype=float64"),
+    "pp": ({}, {"options": {"pipeline_parallel_degree": 2}}, "micro-batches of packed rows differ in size"),
+    "typo": ({}, {"options": {"tensor_paralel_size": 2}}, "did you mean 'tensor_parallel_size'"),
+}
+"""Fields of `EngineModel` and of `EngineConfig`, and a part of the error."""
+
+
+@pytest.mark.parametrize("name", REJECTED)
+def test_unsupported_settings_are_rejected_at_construction(name: str) -> None:
+    model, fields, message = REJECTED[name]
+    with pytest.raises(EngineError, match=message):
+        build_engine("torchtitan", EngineConfig(model=EngineModel(path="models/tiny", **model), **fields))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"family": "mistral"}, "does not support mistral models; choose a model of type llama, qwen2, qwen3"),
+        ({"family": "llama", "mlp_bias": True}, "only with mlp_bias=False"),
+        (
+            {"family": "llama", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "does not support rope_type=dynamic",
+        ),
+    ],
+)
+def test_unsupported_models_are_rejected(config: dict[str, Any], message: str, tmp_path: Path) -> None:
+    model = EngineModel(path=str(make_tiny_model(tmp_path / "model", **config)))
+    engine = build_engine("torchtitan", EngineConfig(model=model))
+    with pytest.raises(EngineError, match=message):
+        engine.init_model()

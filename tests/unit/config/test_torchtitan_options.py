@@ -1,0 +1,60 @@
+"""Options of the torchtitan engine: ranks per row, shards, and layouts that are rejected. No torchtitan is needed."""
+
+import re
+from typing import Any
+
+import pytest
+
+from camshaft.config.backends import engine_capabilities
+from camshaft.config.engine import EngineModel
+from camshaft.config.schema.torchtitan import TorchtitanOptions
+from camshaft.errors import EngineError
+
+
+def test_tensor_and_sequence_parallel_ranks_share_rows() -> None:
+    assert TorchtitanOptions(tensor_parallel_size=4).ranks_per_row() == 4
+    assert TorchtitanOptions(ulysses_sequence_parallel_size=2).ranks_per_row() == 2
+
+
+def test_remaining_ranks_shard_the_weights() -> None:
+    assert TorchtitanOptions().shards(8) == 8
+    assert TorchtitanOptions(tensor_parallel_size=2, data_parallel_replicate_degree=2).shards(8) == 2
+    assert TorchtitanOptions(data_parallel_shard_degree=4).shards(4) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 3}, "world_size=8 is not divisible by tensor_parallel_size=3: 8 = 2 x 3 + 2"),
+        ({"data_parallel_shard_degree": 4}, "world_size=8 differs from data_parallel_shard_degree=4"),
+        (
+            {"tensor_parallel_size": 2, "data_parallel_shard_degree": 8},
+            "world_size=8 differs from tensor_parallel_size=2 x data_parallel_shard_degree=8 = 16",
+        ),
+        (
+            {"data_parallel_replicate_degree": 4, "ulysses_sequence_parallel_size": 4},
+            "ulysses_sequence_parallel_size=4 does not divide the 2 ranks",
+        ),
+    ],
+)
+def test_layouts_that_do_not_fit_are_rejected(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(EngineError, match=re.escape(message)):
+        TorchtitanOptions.from_dict(options).check_layout(8)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_degree": 2}, "packed rows differ in size. Set pipeline_parallel_degree=1"),
+        ({"context_parallel_degree": 2}, "or ulysses_sequence_parallel_size=2"),
+        ({"expert_parallel_degree": 2}, "supports dense models only"),
+        ({"ulysses_sequence_parallel_size": 2, "tensor_parallel_size": 2}, "both shard the attention heads"),
+    ],
+)
+def test_unsupported_combinations_are_rejected(options: dict[str, Any], message: str) -> None:
+    conflicts = TorchtitanOptions.from_dict(options).conflicts(EngineModel(path="models/tiny"))
+    assert [conflict for conflict in conflicts if message in str(conflict)]
+
+
+def test_capabilities_need_no_torchtitan() -> None:
+    assert not engine_capabilities("torchtitan").supports_lora
