@@ -24,7 +24,7 @@ from camshaft.models.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.titan, pytest.mark.timeout(600)]
 
-local.PRELOAD.append("camshaft.engine.torchtitan")
+local.PRELOAD.append("camshaft.engine.torchtitan.weights")
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one": (1, {}),

@@ -1,13 +1,15 @@
 """Options of the torchtitan engine: ranks per row, shards, and layouts that are rejected. No torchtitan is needed."""
 
+import importlib.util
 import re
 from typing import Any
 
 import pytest
 
 from camshaft.config.backends import engine_capabilities
-from camshaft.config.engine import EngineModel
+from camshaft.config.engine import EngineConfig, EngineModel
 from camshaft.config.schema.torchtitan import TorchtitanOptions
+from camshaft.engine import build_engine
 from camshaft.errors import EngineError
 
 
@@ -58,3 +60,10 @@ def test_unsupported_combinations_are_rejected(options: dict[str, Any], message:
 
 def test_capabilities_need_no_torchtitan() -> None:
     assert not engine_capabilities("torchtitan").supports_lora
+
+
+def test_missing_package_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    config = EngineConfig(model=EngineModel(path="models/tiny"))
+    with pytest.raises(EngineError, match=r"requires torchtitan, .*; run pip install triton tyro"):
+        build_engine("torchtitan", config)
