@@ -1,6 +1,6 @@
 """PPO with vLLM: after each update, greedy responses match those of the trained model, token for token.
 
-Run by `make test-vllm`.
+Run by `make test-vllm`; `make test-server` runs the cases on two ranks, each of which imports vLLM.
 """
 
 import math
@@ -42,7 +42,8 @@ def test_vllm_follows_the_actor_of_one_process(tmp_path: Path) -> None:
     check(run_with_vllm(tmp_path, steps=3), 3)
 
 
-@pytest.mark.parametrize("parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [1, 2])
 def test_vllm_follows_an_actor_sharded_over_two_ranks(parallel: int, tmp_path: Path) -> None:
     """Test one engine per rank, and one engine on both ranks."""
     more = {"actor_rollout_ref.rollout.tensor_model_parallel_size": parallel}
