@@ -1,3 +1,3 @@
-"""Engines that need another library, which only a separate environment has (`make test-megatron`)."""
+"""Engines that need another library, which only a separate environment has (`make test-megatron`, for example)."""
 
-OPTIONAL_ENGINES = frozenset({"megatron"})
+OPTIONAL_ENGINES = frozenset({"megatron", "torchtitan"})
