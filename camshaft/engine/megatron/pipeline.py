@@ -4,14 +4,14 @@
 
 Without virtual stages, the schedule is 1F1B; with them, it is interleaved 1F1B. The last stage calls the hooks and the
 loss within the schedule. The other stages call them afterwards, on the outputs that the last stage broadcasts, so that
-every rank returns the same results.
+every rank returns the same results. An error of a hook or of the loss is raised on all stages.
 """
 
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor, nn
 
+from camshaft.engine.collectives import on_every_rank
 from camshaft.engine.megatron.model import Call, MegatronModel
 from camshaft.engine.micro_batches import MicroBatches
 
@@ -35,17 +36,23 @@ def run_pipeline(model: MegatronModel, micro_batches: MicroBatches) -> None:
     length = max(len(each.tokens) for each in inputs) if virtual else 0
     calls = [model.prepare(*each, length=length) for each in inputs]
     last_outputs: list[Outputs] = []
+    errors: list[Exception] = []
 
     def forward_step(indices: Iterator[int], stage: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         index = next(indices)
         call = calls[index]
 
         def compute_loss(hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-            outputs = model.apply_head(hidden, call)
-            last_outputs.append({name: output.detach() for name, output in outputs.items()})
-            loss = micro_batches.finish(index, outputs)
-            zero = torch.zeros((), dtype=torch.int, device=hidden.device)
-            return hidden.new_zeros(()) if loss is None else loss, zero, {}
+            loss = None
+            if not errors:
+                try:
+                    outputs = model.apply_head(hidden, call)
+                    last_outputs.append({name: output.detach() for name, output in outputs.items()})
+                    loss = micro_batches.finish(index, outputs)
+                except Exception as error:  # raised on all stages after the schedule, for which they wait
+                    errors.append(error)
+            num_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)
+            return (hidden * 0).sum() if loss is None else loss, num_tokens, {}
 
         return stage(call.padded, call.angles, call.rows), compute_loss
 
@@ -62,11 +69,17 @@ def run_pipeline(model: MegatronModel, micro_batches: MicroBatches) -> None:
         p2p_communicator=P2PCommunicator(model.groups.pp, model.config),
         pg_collection=model.groups,
     )
+    on_every_rank(model.groups.pp, lambda: _raise_first(errors))
     is_last = model.groups.pp.rank() == model.groups.pp.size() - 1
     for index, call in enumerate(calls):
         outputs = _broadcast(model, call, last_outputs[index] if is_last else None)
         if not is_last:
             micro_batches.finish(index, outputs)
+
+
+def _raise_first(errors: Sequence[Exception]) -> None:
+    if errors:
+        raise errors[0]
 
 
 def _broadcast(model: MegatronModel, call: Call, outputs: Outputs | None) -> Outputs:
