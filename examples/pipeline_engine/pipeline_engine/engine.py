@@ -111,7 +111,7 @@ class PipelineEngine(TorchEngine):
         if adapter_only:
             raise EngineError("no adapter: strategy=pipeline does not support LoRA")
         local = dict(self.module.hf.named_parameters())
-        for name, weight in self.module.weights.items():
+        for name, weight in self.module.located_weights.items():
             if weight.stage == self.module.index:
                 tensor = local[name].detach().to(self.device)
             else:

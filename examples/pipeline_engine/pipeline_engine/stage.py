@@ -71,7 +71,7 @@ class PipelineStage(PackedModel):
         output: Any = output_layer(self.hf, self.head)
         self.dtype, self.vocabulary = self.hf.dtype, len(output.weight)
         modules = modules_of_stages(self.hf, output, self.last + 1)
-        self.weights = locate_weights(self.hf, modules)
+        self.located_weights = locate_weights(self.hf, modules)
         embedding: Any = self.hf.get_input_embeddings()
         tied = self.last > 0 and embedding in modules[-1] and self.index in (0, self.last)
         self.tied: nn.Parameter | None = embedding.weight if tied else None
