@@ -355,11 +355,6 @@ def _equals_any(*values: Any) -> Callable[[Any], bool]:
 
 NOT_IMPLEMENTED = (
     NotImplementedValue(
-        ("actor_rollout_ref.actor.strategy", "critic.strategy", "reward_model.strategy", "strategy"),
-        _equals_any("torchtitan"),
-        "is not implemented. Set {key}=fsdp, or {key}=reference for a single process.",
-    ),
-    NotImplementedValue(
         (
             "actor_rollout_ref.actor.fsdp_config.model_dtype",
             "critic.model.fsdp_config.model_dtype",

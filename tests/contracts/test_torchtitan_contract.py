@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Qwen2Config
 
 from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig
 from camshaft.contracts.engine import suite
-from camshaft.contracts.engine.harness import TINY, EngineHarness
+from camshaft.contracts.engine.harness import TINY, EngineHarness, expect_equal
 from camshaft.contracts.engine.ranks import RuleRanks
 from camshaft.contracts.engine.suite import RULES
 from camshaft.controller import local
@@ -124,6 +125,30 @@ def test_weights_pass_the_engine_bitwise(family: str, tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
 
 
+def test_three_steps_equal_the_reference_engine(tmp_path: Path) -> None:
+    harnesses = [EngineHarness(engine_class(name), tmp_path) for name in ("torchtitan", "reference")]
+    engines = [harness.build(micro_batch_size=3) for harness in harnesses]
+    for _ in range(3):
+        step, expected = (h.train(e, h.batch) for h, e in zip(harnesses, engines, strict=True))
+        assert (step.loss, step.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-5)
+    weights, expected_weights = (h.weights(e) for h, e in zip(harnesses, engines, strict=True))
+    for name, weight in expected_weights.items():
+        torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_checkpoint_of_the_reference_engine_loads(tmp_path: Path) -> None:
+    harness, reference = (EngineHarness(engine_class(name), tmp_path) for name in ("torchtitan", "reference"))
+    saved, loaded = reference.build(), harness.build()
+    reference.train(saved, harness.batch)
+    reference.save(saved, tmp_path / "checkpoint")
+    loaded.load_checkpoint(str(tmp_path / "checkpoint"))
+    expect_equal(harness.weights(loaded), harness.weights(saved), "loaded weights")
+    step, expected = harness.train(loaded, harness.batch), reference.train(saved, harness.batch)
+    assert (step.loss, step.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-5)
+    for name, weight in harness.weights(saved).items():
+        torch.testing.assert_close(harness.weights(loaded)[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+
+
 REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "lora": ({"lora": LoRAConfig(rank=2)}, {}, "LoRA is not supported"),
     "float64": ({}, {"dtype": "float64"}, "does not support dtype=float64"),
@@ -156,3 +181,12 @@ def test_unsupported_models_are_rejected(config: dict[str, Any], message: str, t
     engine = build_engine("torchtitan", EngineConfig(model=model))
     with pytest.raises(EngineError, match=message):
         engine.init_model()
+
+
+def test_heads_that_tensor_parallel_ranks_cannot_share_are_rejected() -> None:
+    from camshaft.engine.torchtitan.families import check_tensor_parallel
+
+    config = Qwen2Config(num_attention_heads=8, num_key_value_heads=2, intermediate_size=64, vocab_size=64)
+    check_tensor_parallel(config, 2)
+    with pytest.raises(EngineError, match="num_key_value_heads=2 of this qwen2 model is not divisible"):
+        check_tensor_parallel(config, 4)

@@ -195,6 +195,16 @@ def family_of(hf: PreTrainedConfig) -> Family:
     return FAMILIES[hf.model_type]
 
 
+def check_tensor_parallel(hf: PreTrainedConfig, size: int) -> None:
+    """Raise `EngineError` if the matrices of the model cannot be split evenly over `size` ranks."""
+    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
+        if getattr(hf, key) % size:
+            raise EngineError(
+                f"{key}={getattr(hf, key)} of this {hf.model_type} model is not divisible by "
+                f"tensor_parallel_size={size}; set tensor_parallel_size to a common divisor"
+            )
+
+
 def _rope_config(hf: PreTrainedConfig, head_dim: int) -> RotaryEmbedding.Config:
     rope = hf.rope_parameters
     kind = rope["rope_type"]

@@ -21,7 +21,7 @@ from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from camshaft.config.engine import EngineConfig
 from camshaft.config.schema.torchtitan import TorchtitanOptions
 from camshaft.engine.fsdp.weights import load_full_model
-from camshaft.engine.torchtitan.families import Family, PackedDecoder, family_of
+from camshaft.engine.torchtitan.families import Family, PackedDecoder, check_tensor_parallel, family_of
 from camshaft.engine.torchtitan.mesh import SPMD_BACKEND, Meshes
 from camshaft.engine.torchtitan.model import TitanModel
 from camshaft.errors import EngineError
@@ -39,7 +39,8 @@ def build(
     template = skeleton(config.model, config.dtype)
     hf = template.hf.config
     family = family_of(hf)
-    check_heads(hf, meshes.layout.sequence * meshes.layout.tensor)
+    check_tensor_parallel(hf, meshes.layout.tensor)
+    check_heads(hf, meshes.layout.sequence)
     decoder_config = family.decoder_config(hf, config.model.head, options.enable_sequence_parallel)
     with torch.device("meta"):
         decoder = decoder_config.build().to(DTYPES[config.dtype])

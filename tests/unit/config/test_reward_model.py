@@ -93,10 +93,6 @@ def test_batch_table_has_a_reward_column(on, words):
     [
         ([f"{MODEL}.path=/nowhere/rm"], [f"{MODEL}.path = /nowhere/rm", "folder not found"]),
         (["reward_model.strategy=fdsp"], ["reward_model.strategy = fdsp", "Did you mean fsdp"]),
-        (
-            ["reward_model.strategy=torchtitan"],
-            ["reward_model.strategy", "not implemented", "reward_model.strategy=fsdp"],
-        ),
         (["reward_model.worker_cls=Mine"], ["reward_model.worker_cls = Mine", "must be package.module:Class"]),
         ([f"{INPUT}=/nowhere"], [f"{INPUT} = /nowhere", "folder not found"]),
         ([f"{INPUT}=null", "data.return_raw_input_ids=true"], ["data.return_raw_input_ids", "has no effect", INPUT]),
