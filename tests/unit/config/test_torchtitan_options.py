@@ -1,6 +1,5 @@
 """Options of the torchtitan engine: ranks per row, shards, and layouts that are rejected. No torchtitan is needed."""
 
-import importlib.util
 import re
 from typing import Any
 
@@ -10,6 +9,7 @@ from camshaft.config.backends import engine_capabilities
 from camshaft.config.engine import EngineConfig, EngineModel
 from camshaft.config.schema.torchtitan import TorchtitanOptions
 from camshaft.engine import build_engine
+from camshaft.engine.torchtitan import installed
 from camshaft.errors import EngineError
 
 
@@ -63,7 +63,9 @@ def test_capabilities_need_no_torchtitan() -> None:
 
 
 def test_missing_package_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(installed, "REQUIRED", ("not_installed",))
     config = EngineConfig(model=EngineModel(path="models/tiny"))
-    with pytest.raises(EngineError, match=r"requires torchtitan, .*; run pip install triton tyro"):
+    with pytest.raises(
+        EngineError, match="requires not_installed, which is not installed; run pip install triton tyro"
+    ):
         build_engine("torchtitan", config)
