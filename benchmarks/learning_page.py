@@ -139,7 +139,8 @@ are in `benchmarks/results/learning.json`.
 
 Values are means over {seeds} seeds, with minimum and maximum if they differ. "Solved" is the fraction of {heldout}
 held-out problems with a correct greedy response. The score is the reward of the same responses; wrong responses can
-have a score above 0. Seconds are the median wall time of a whole run, including startup and validation.
+have a score above 0. The column "seconds" contains the median wall time of a whole run, including startup and
+validation.
 
 The stated values were written into the script after trials that selected the numbers of warm-up steps and training
 steps, and before the first complete series of runs. They have not changed since. Two settings of `spell_backward` have

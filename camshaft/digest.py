@@ -3,8 +3,8 @@
     digest(engine_weight) == digest(rollout_weight)
 
 A checksum depends on the dtype, the shape and the position of every bit, so it detects transposed matrices, swapped
-rows and stale tensors. It uses exact integer arithmetic, so it does not depend on the device or the strides. Computing
-it takes as long as one or two copies of the tensor and requires little memory. It is not cryptographically secure.
+rows and stale tensors. It uses exact integer arithmetic, so it does not depend on the device or the strides. A CPU core
+computes it at 1 to 2 GB/s and needs little memory. It is not cryptographically secure.
 """
 
 from __future__ import annotations

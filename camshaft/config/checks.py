@@ -175,12 +175,12 @@ def _quotient(total: int, world_size: int, dp_size: int) -> str:
 
 
 def _check_iteration_of_reference(config: PPOConfig, dp_size: int) -> Iterator[Problem]:
-    """Check that the sequences of an iteration are divisible by the data-parallel size of the reference."""
+    """Check that the sequences of an iteration are divisible by the data-parallel size of the reference model."""
     train, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     if train * n % dp_size:
         quotient = _quotient(train * n, config.topology().world_size, dp_size).partition(" = ")[2]
         message = (
-            f"is not divisible by the data-parallel size of the reference: {train} prompts x rollout.n={n} = "
+            f"is not divisible by the data-parallel size of the reference model: {train} prompts x rollout.n={n} = "
             f"{train * n} sequences = {quotient}."
         )
         yield Problem("data.train_batch_size", train, message, (*WORLD, f"{ROLLOUT}.n"))

@@ -52,8 +52,8 @@ def actor_train(config: PPOConfig, topology: Topology) -> MicroBatch:
 def log_prob(config: PPOConfig, topology: Topology, key: Literal["rollout", "ref"]) -> MicroBatch:
     """Return the micro-batch size for computing log-probs.
 
-    `rollout` selects the old log-probs, which the actor computes, and `ref` the log-probs of the reference. Each is
-    configured in the section of that name.
+    `rollout` selects the old log-probs, which the actor computes, and `ref` the log-probs of the reference model. Each
+    is configured in the section of that name.
     """
     section = config.actor_rollout_ref.rollout if key == "rollout" else config.actor_rollout_ref.ref
     if section.log_prob_use_dynamic_bsz:
@@ -126,7 +126,7 @@ def actor_engine_keys(config: PPOConfig) -> dict[str, Any]:
 
 
 def ref_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
-    """Return the engine config of the reference: the model of the actor, without an optimizer."""
+    """Return the engine config of the reference model: the model config of the actor, without an optimizer."""
     section = config.actor_rollout_ref
     infer = log_prob(config, topology, "ref")
     model = multi_response_engine_model(section.model, section.model.random_init)
@@ -303,7 +303,7 @@ def multi_response_engine_model(
 def engine_model(
     model: AnyModelConfig, random_init: bool = False, head: Literal["causal_lm", "value", "reward"] = "causal_lm"
 ) -> EngineModel:
-    """Return the engine model of a trained role, or of the reference."""
+    """Return the engine model of a trained role or of the reference model."""
     return EngineModel(
         path=model.path,
         head=head,

@@ -19,7 +19,7 @@ from camshaft.storage import is_url
 
 
 def check_ppo_files(config: PPOConfig) -> Iterator[Problem]:
-    """Check data, models and the scoring function of an RL run."""
+    """Check the data files, the models and the scoring function of an RL run."""
     trainer, model = config.trainer, config.actor_rollout_ref.model
     yield from check_data_files("data.train_files", config.data.train_files)
     yield from check_data_files("data.val_files", config.data.val_files)
@@ -44,7 +44,7 @@ def check_ppo_files(config: PPOConfig) -> Iterator[Problem]:
 
 
 def check_supervised_files(config: SupervisedConfig) -> Iterator[Problem]:
-    """Check data and model of a supervised run."""
+    """Check the data files and the model of a supervised run."""
     yield from check_data_files("data.train_files", config.data.train_files)
     yield from check_data_files("data.val_files", config.data.val_files)
     yield from check_model_folder("model.path", config.model.path)
@@ -52,7 +52,10 @@ def check_supervised_files(config: SupervisedConfig) -> Iterator[Problem]:
 
 
 def check_generate_files(config: GenerateConfig) -> Iterator[Problem]:
-    """Check prompts, model and scoring function of `camshaft generate`. The run itself checks an existing output."""
+    """Check the prompts, the model and the scoring function of `camshaft generate`.
+
+    The run itself checks whether an existing output file was written with the same settings.
+    """
     yield from check_data_files("data.path", config.data.path)
     yield from check_model_folder("model.path", config.model.path)
     if config.data.tokenizer is not None:
@@ -64,7 +67,7 @@ def check_generate_files(config: GenerateConfig) -> Iterator[Problem]:
 
 
 def check_eval_files(config: EvalConfig) -> Iterator[Problem]:
-    """Check responses, scoring function and output files of `camshaft eval`. Existing output files are rejected."""
+    """Check the responses and the scoring function of `camshaft eval`, and reject existing output files."""
     yield from check_data_files("data.path", config.data.path)
     yield from _check_reward_file(config.custom_reward_function)
     outputs = {"data.output_path": config.data.output_path, "data.metrics_path": config.data.metrics_path}

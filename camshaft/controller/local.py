@@ -213,9 +213,9 @@ class LocalProcess(WorkerProcess):
 
 
 def device_of(index: int, count: int, kind: str | None) -> str:
-    """Return the accelerator with this index, or "cpu" if the machine has fewer than `count` accelerators.
+    """Return the device of a rank: the accelerator with this index, or "cpu" if `kind` is "cpu".
 
-    Ranks cannot share an accelerator.
+    If the machine has fewer than `count` accelerators, all ranks use the CPU, because they cannot share an accelerator.
     """
     if kind == "cpu":
         return "cpu"

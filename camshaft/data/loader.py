@@ -10,7 +10,6 @@
     loader.return_rows(3)                # return its last 3 rows, which then start the next batch
 
 The row order of an epoch depends only on the seed and the epoch number, so an epoch and a position define the state.
-The trainers use this class.
 """
 
 import hashlib

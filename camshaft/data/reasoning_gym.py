@@ -114,5 +114,7 @@ def _serialize(dataset: Any, task: str, entry: dict[str, Any]) -> str:
     except (TypeError, ValueError, KeyError) as error:
         raise ConfigError(f"an entry of {task} cannot be serialized as JSON: {error}; choose another task") from error
     if not is_equal:
-        raise ConfigError(f"an entry of {task} scores differently after JSON serialization; choose another task")
+        raise ConfigError(
+            f"the score of an answer of {task} changes when its entry is serialized as JSON; choose another task"
+        )
     return text

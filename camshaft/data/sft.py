@@ -149,8 +149,8 @@ def _sequences(
     per_turn = [_pieces(turns[: i + 1], [i], tokenizer, location, options) for i in trained_turns]
     if any(pieces is None for pieces in per_turn):
         raise BatchError(
-            f"{location}: the chat template does not format a conversation as the formatted prompt followed by the "
-            "answer, so the trained tokens cannot be determined; use another template"
+            f"{location}: with this chat template, a formatted conversation does not start with its formatted prompt, "
+            "so the tokens of the answer cannot be determined; use another template"
         )
     return [_Sequence(pieces, location, True) for pieces in per_turn if pieces is not None]
 

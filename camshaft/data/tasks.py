@@ -143,8 +143,8 @@ def _result(problem: Problem) -> int:
 
 def _wrong_result(result: int, rng: random.Random) -> int:
     """Return a wrong result that differs by at most max(9, |result|)."""
-    error = rng.randint(1, max(9, abs(result)))
-    return result + rng.choice((-error, error))
+    difference = rng.randint(1, max(9, abs(result)))
+    return result + rng.choice((-difference, difference))
 
 
 def _canonical_form(problem: Problem) -> Problem:

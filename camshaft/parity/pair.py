@@ -125,8 +125,8 @@ class Comparison:
 
     def with_engine(self, engine: Ragged) -> Comparison:
         """Compare the same responses with other log-probs from the engine."""
-        ones = torch.ones_like(engine.values, dtype=torch.bool)
-        metrics = mismatch(engine.values, self.rollout.values, ones, engine.lengths)
+        mask = torch.ones_like(engine.values, dtype=torch.bool)
+        metrics = mismatch(engine.values, self.rollout.values, mask, engine.lengths)
         return replace(self, engine=engine, metrics={name: float(value) for name, value in metrics.items()})
 
 

@@ -237,8 +237,10 @@ class RewardManager:
         if failures and self.on_error == "raise":
             raise RewardError(f"the reward function failed for {failures[0]}")
         final_outcomes = [outcome for outcome in outcomes if outcome is not None]
-        limit = SLOW * self._pool.spec.timeout
-        slow = [row for row, outcome in enumerate(final_outcomes) if outcome.kind == "ok" and outcome.seconds > limit]
+        slow_seconds = SLOW * self._pool.spec.timeout
+        slow = [
+            row for row, outcome in enumerate(final_outcomes) if outcome.kind == "ok" and outcome.seconds > slow_seconds
+        ]
         _warn(failures, len(final_outcomes), "are dropped" if self.on_error == "drop" else "count as 0")
         scores = torch.tensor([outcome.score for outcome in final_outcomes], dtype=torch.float32)
         listed = failures + [_failure(row, samples[row], final_outcomes[row]) for row in slow[:_NUM_LISTED]]

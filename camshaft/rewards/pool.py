@@ -197,7 +197,7 @@ class Job:
     def pop_calls(self, num_workers: int) -> list[Rows]:
         """Remove and return the next calls for a worker.
 
-        The number of calls decreases towards the end of the queue, which balances the workers.
+        The shorter the queue, the fewer calls are returned, so that all workers finish at about the same time.
         """
         count = min(_MAX_CHUNK, math.ceil(len(self._queue) / (4 * num_workers)))
         return [self._queue.popleft() for _ in range(count)]

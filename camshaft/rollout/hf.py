@@ -108,26 +108,26 @@ class HFRollout(BaseRollout):
             pad_token_id=0,  # written after the end of a row and removed below
             return_dict_in_generate=True,
         )
-        grid, width = prompts.to(self.model.device), int(prompts.lengths.max())
-        choice = _Sampler(sampling, seeds.to(self.model.device), grid.lengths.to(self.model.device))
-        strings = _StopCriteria(StopStrings(self.model.tokenizer, sampling.stop), width) if sampling.stop else None
+        prompts, width = prompts.to(self.model.device), int(prompts.lengths.max())
+        sampler = _Sampler(sampling, seeds.to(self.model.device), prompts.lengths.to(self.model.device))
+        criteria = _StopCriteria(StopStrings(self.model.tokenizer, sampling.stop), width) if sampling.stop else None
         with torch.no_grad():
             out = hf.generate(
-                grid.padded("left"),
-                attention_mask=grid.mask("left").long(),
+                prompts.padded("left"),
+                attention_mask=prompts.mask("left").long(),
                 generation_config=config,
-                logits_processor=LogitsProcessorList([choice]),
-                stopping_criteria=StoppingCriteriaList([] if strings is None else [strings]),
+                logits_processor=LogitsProcessorList([sampler]),
+                stopping_criteria=StoppingCriteriaList([] if criteria is None else [criteria]),
             )
         tokens = out.sequences[:, width:]
-        log_probs = torch.stack(choice.log_probs, dim=1)
+        log_probs = torch.stack(sampler.log_probs, dim=1)
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         is_within_limit = columns < limits.to(tokens.device)[:, None]
-        stops = torch.isin(tokens, torch.tensor(stop_ids, dtype=torch.int64, device=tokens.device))
-        if strings is not None:
-            stops |= columns == torch.tensor(strings.ends, device=tokens.device)[:, None]
-        stops &= is_within_limit
-        is_after_stop = stops.cumsum(dim=1) - stops.long() > 0  # the stop token itself is kept
+        is_stop = torch.isin(tokens, torch.tensor(stop_ids, dtype=torch.int64, device=tokens.device))
+        if criteria is not None:
+            is_stop |= columns == torch.tensor(criteria.ends, device=tokens.device)[:, None]
+        is_stop &= is_within_limit
+        is_after_stop = is_stop.cumsum(dim=1) - is_stop.long() > 0  # the stop token itself is kept
         mask = is_within_limit & ~is_after_stop
         steps = tokens.shape[1] - 1
         metrics = {
@@ -138,7 +138,7 @@ class HFRollout(BaseRollout):
         row_log_probs = Ragged.from_padded(log_probs, mask)
         if not bool(row_log_probs.values.isfinite().all()):
             raise RolloutError("the model's logits are not finite; check the weights for NaN or infinite values")
-        return Generation(Ragged.from_padded(tokens, mask), row_log_probs, stops.any(dim=1), metrics)
+        return Generation(Ragged.from_padded(tokens, mask), row_log_probs, is_stop.any(dim=1), metrics)
 
 
 class _Sampler(LogitsProcessor):
@@ -168,8 +168,8 @@ class _Sampler(LogitsProcessor):
 class _StopCriteria(StoppingCriteria):
     """Stopping criterion that ends rows at stop strings and records the column of each row's last token."""
 
-    def __init__(self, stops: StopStrings, width: int):
-        self._stops, self._width = stops, width
+    def __init__(self, stop_strings: StopStrings, width: int):
+        self._stop_strings, self._width = stop_strings, width
         self.ends: list[int] = []
         """Column of the last token of each row, or -1 if no stop string has ended the row."""
 
@@ -177,6 +177,6 @@ class _StopCriteria(StoppingCriteria):
         rows = input_ids[:, self._width :].tolist()
         self.ends = self.ends or [-1] * len(rows)
         for number, row in enumerate(rows):
-            if self.ends[number] < 0 and self._stops.is_ended_by(row):
+            if self.ends[number] < 0 and self._stop_strings.is_ended_by(row):
                 self.ends[number] = len(row) - 1
         return torch.tensor([end >= 0 for end in self.ends], device=input_ids.device)

@@ -98,7 +98,7 @@ class ConsoleTracker(Tracker):
 
 
 def _format_value(value: float) -> str:
-    """Format a value with four significant digits."""
+    """Format a value with four significant digits, or without decimals from 1000 on."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"
     if abs(value) >= 1000:

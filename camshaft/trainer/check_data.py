@@ -74,7 +74,7 @@ def _find_problems(config: PPOConfig, print_line: Print) -> Iterator[str]:
     """Print the report and yield problems. Raise CamshaftError for a problem that prevents further checks."""
     tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
     options = prompt_options(config)
-    tokenized: dict[str, TokenizedPrompts] = {}
+    tokenized_prompts: dict[str, TokenizedPrompts] = {}
     batches: dict[str, DataProto] = {}
     for name, train in (("training", True), ("validation", False)):
         paths, max_rows = prompt_files(config, train)
@@ -83,7 +83,7 @@ def _find_problems(config: PPOConfig, print_line: Print) -> Iterator[str]:
         print_line(f"\n{name} prompts")
         files = data_files(paths)
         _print_schema(files, options, print_line)
-        prompts = tokenized[name] = read_prompts(files, tokenizer, options, max_rows)
+        prompts = tokenized_prompts[name] = read_prompts(files, tokenizer, options, max_rows)
         if train:
             text = render_prompt(prompts.prompts[0], tokenizer, prompts.table.location(0))
             print_line(
@@ -99,7 +99,7 @@ def _find_problems(config: PPOConfig, print_line: Print) -> Iterator[str]:
                 check_scorable(batches[name], config.custom_reward_function, beside_model=config.reward_model.enable)
         except CamshaftError as error:
             yield str(error)
-    _print_duplicates(tokenized, print_line)
+    _print_duplicates(tokenized_prompts, print_line)
     if not config.needs_function():
         print_line("\nno reward function: the run uses only the reward model")
     elif "training" in batches:
@@ -145,15 +145,14 @@ def _print_lengths(prompts: TokenizedPrompts, options: PromptOptions, print_line
     )
 
 
-def _print_duplicates(tokenized: dict[str, TokenizedPrompts], print_line: Print) -> None:
+def _print_duplicates(tokenized_prompts: dict[str, TokenizedPrompts], print_line: Print) -> None:
     print_line("")
-    for name, prompts in tokenized.items():
+    for name, prompts in tokenized_prompts.items():
         print_line(f"duplicate {name} prompts: {count_repeated(prompts.ids)} of {len(prompts.ids)}")
-    if len(tokenized) == 2:
-        num_shared = count_shared(tokenized["validation"].ids, tokenized["training"].ids)
-        print_line(
-            f"validation prompts that are also training prompts: {num_shared} of {len(tokenized['validation'].ids)}"
-        )
+    if len(tokenized_prompts) == 2:
+        validation_ids = tokenized_prompts["validation"].ids
+        num_shared = count_shared(validation_ids, tokenized_prompts["training"].ids)
+        print_line(f"validation prompts that are also training prompts: {num_shared} of {len(validation_ids)}")
 
 
 # -- reward function --------------------------------------------------------------------------

@@ -32,7 +32,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     if data.output_path is not None:
         answers.check_columns(data.score_key)
     batch = answers.batch
-    _check_counts([ScoredResponse(*row, 0.0) for row in zip(batch["data_source"], batch["uid"], strict=True)])
+    _check_response_counts([ScoredResponse(*row, 0.0) for row in zip(batch["data_source"], batch["uid"], strict=True)])
     with build_rewards(custom) as rewards:
         result = rewards.score_texts(batch, answers.texts)
     columns_of_rows = (batch["data_source"], batch["uid"], result.scores.tolist(), result.answers, result.parts)
@@ -65,7 +65,7 @@ def _mean_scores(rows: Sequence[ScoredResponse]) -> dict[str, float]:
     return {f"test_score/{name}": fmean(row.score for group in groups[name] for row in group) for name in groups}
 
 
-def _check_counts(rows: Sequence[ScoredResponse]) -> None:
+def _check_response_counts(rows: Sequence[ScoredResponse]) -> None:
     """Raise BatchError unless all prompts of a data source have the same number of responses."""
     for source, groups in group_by_prompt(rows).items():
         sizes = {len(group): group[0].uid for group in groups}

@@ -5,8 +5,8 @@
         batch = metrics.union(batch, actor.generate_sequences(batch))
     metrics.add(batch_metrics(batch))
 
-Metric names follow common dashboards: `critic/score/mean`, `response_length/mean`, `actor/grad_norm`, `timing_s/gen`,
-`perf/throughput`, ...
+The most common metrics have the names that verl uses: `critic/score/mean`, `response_length/mean`, `actor/grad_norm`,
+`timing_s/gen`, `perf/throughput`, ...
 """
 
 from __future__ import annotations

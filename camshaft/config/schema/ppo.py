@@ -110,15 +110,15 @@ class PPOConfig(Section):
     def topology(self) -> Topology:
         """Return the number of ranks of each role."""
         sizes = pool_sizes(self.trainer, self.trainer.resource_pools)
-        ranks = {role: sizes.get(name, self.trainer).world_size for role, name in self.pools().items()}
-        return Topology(ranks["actor_rollout_ref"], ranks.get("critic"), ranks.get("reward_model"))
+        num_ranks = {role: sizes.get(name, self.trainer).world_size for role, name in self.pools().items()}
+        return Topology(num_ranks["actor_rollout_ref"], num_ranks.get("critic"), num_ranks.get("reward_model"))
 
     def actor_dp_size(self, topology: Topology) -> int:
         """Return the data-parallel size of the actor."""
         return topology.dp_size(self.actor_rollout_ref.actor.ranks_per_row())
 
     def ref_dp_size(self, topology: Topology) -> int:
-        """Return the data-parallel size of the reference."""
+        """Return the data-parallel size of the reference model."""
         if not self.needs_reference_model():
             return self.actor_dp_size(topology)
         return topology.dp_size(self.actor_rollout_ref.ref.ranks_per_row(self.actor_rollout_ref.actor.strategy))

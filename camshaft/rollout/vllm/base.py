@@ -50,6 +50,6 @@ def _check_quantization(config: RolloutEngineConfig) -> None:
     quantization = config.engine_kwargs.get("quantization")
     if quantization is not None:
         raise RolloutError(
-            f"engine_kwargs.quantization={quantization} is unsupported, because weights are synced and used in "
+            f"engine_kwargs.quantization={quantization} is unsupported: the rollout receives and stores weights in "
             f"rollout.dtype={config.dtype}; remove quantization from engine_kwargs"
         )

@@ -48,14 +48,14 @@ def _environment(device: str) -> Iterator[None]:
 def _restore_process(device: str) -> Iterator[None]:
     """Restore environment variables, random states and torch's thread settings on exit."""
     environment = dict(os.environ)
-    states = random.getstate(), np.random.get_state()
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     try:
         with preserve_random_state(device):
             yield
     finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
+        random.setstate(python_state)
+        np.random.set_state(numpy_state)
         torch.set_num_threads = set_threads  # vLLM has replaced it by a function that does nothing
         torch.set_num_threads(threads)
         for name in os.environ.keys() - environment.keys():

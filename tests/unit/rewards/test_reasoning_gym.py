@@ -97,7 +97,7 @@ def test_rows_without_an_entry_are_rejected() -> None:
         ("gcd", {"settings": {"min_value": 9, "max_value": 3}}, "invalid settings for gcd"),
         ("gcd", {"settings": TINY["gcd"] | {"max_value": 2}}, r"unique questions in 500 draws.*Request fewer"),
         ("gcd", {"num_heldout": 0}, "must be at least 1"),
-        ("rearc", {"settings": {}}, "scores differently"),
+        ("rearc", {"settings": {}}, "the score of an answer of rearc changes"),
     ],
 )
 def test_invalid_tasks_and_settings_are_errors(task: str, more: dict[str, Any], message: str, tmp_path: Path) -> None:

@@ -2,10 +2,11 @@
 
     graph = trace(hf, inputs, run)     # traces run(**inputs(rows)); raises TraceError with the reason
 
-A `TorchFunctionMode` intercepts each torch call of the forward in order, so the graph and the forward compute bitwise
-equal results. The forward runs with two batch sizes. An integer argument that is proportional to the batch size becomes
-a product with the batch size in the graph. Tracing fails if Python code reads tensor values, if a tensor is neither an
-input nor a weight, or if an operator writes in place. `traced_decoder.py` uses this module and verifies the result.
+A `TorchFunctionMode` records the torch calls of the forward. The graph repeats these calls in the same order, so its
+results are bitwise equal to those of the forward. The forward runs with two batch sizes. An integer argument that is
+proportional to the batch size becomes a product with the batch size in the graph. Tracing fails if Python code reads
+tensor values, if a tensor is neither an input nor a weight, or if an operator writes in place. `traced_decoder.py` uses
+this module and verifies the result.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_
 
 from camshaft.models.attention import Slots
 
-TRACED_ROWS = (3, 5)
+TRACED_BATCH_SIZES = (3, 5)
 """Batch sizes of the two runs of the forward."""
 
 METADATA = {"size", "dim", "ndimension", "stride", "numel", "nelement", "__len__", "is_contiguous", "is_floating_point"}
@@ -134,7 +135,7 @@ def trace(hf: nn.Module, inputs: Inputs, run: Callable[..., Tensor]) -> Graph:
     The placeholders of the graph are the inputs and `rows`. Its attributes are names of modules and weights of `hf`.
     """
     recorders, outputs = [], []
-    for rows in TRACED_ROWS:
+    for rows in TRACED_BATCH_SIZES:
         arguments = dict(inputs(rows))
         recorder = CallRecorder(arguments | named_members(hf))
         with torch.inference_mode(False), torch.no_grad(), recorder:
@@ -202,8 +203,9 @@ class _GraphMerger:
             return {key: self._merge_arguments(a[key], b[key]) for key in a}
         if isinstance(a, slice):
             return slice(*(self._merge_arguments(getattr(a, k), getattr(b, k)) for k in ("start", "stop", "step")))
-        if type(a) is int and a != b and a * TRACED_ROWS[1] == b * TRACED_ROWS[0] and not a % TRACED_ROWS[0]:
-            return self.fx.call_function(operator.mul, (self.nodes["rows"], a // TRACED_ROWS[0]))
+        small, large = TRACED_BATCH_SIZES
+        if type(a) is int and a != b and a * large == b * small and not a % small:
+            return self.fx.call_function(operator.mul, (self.nodes["rows"], a // small))
         if a != b:
             raise TraceError(f"an argument is {a} or {b}, depending on the batch size")
         return a
