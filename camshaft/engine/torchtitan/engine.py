@@ -51,12 +51,6 @@ class TorchtitanEngine(ShardedEngine):
         seed_ranks(self.device, self.config.seed, dist.get_rank() // self.meshes.layout.tensor)
         return module
 
-    def clip_and_step(self) -> tuple[float, bool]:
-        result = super().clip_and_step()
-        # torchtitan keeps the embedding, the last norm and the output layer gathered, which would hide the update.
-        self.after_inference()
-        return result
-
     @property
     def seat(self) -> Seat:
         return self.meshes.layout.seat(dist.get_rank())
