@@ -80,10 +80,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     "a model on the hub": ({MODEL: "Qwen/Qwen2.5-0.5B"}, ["hf download Qwen/Qwen2.5-0.5B --local-dir"]),
     "no such reward file": ({REWARD: "/nowhere/reward.py"}, [f"{REWARD} = /nowhere/reward.py", "file not found"]),
     "no such engine": ({"actor_rollout_ref.actor.strategy": "referense"}, ["strategy", "Did you mean reference?"]),
-    "an engine that is not implemented": (
-        {"actor_rollout_ref.actor.strategy": "torchtitan"},
-        ["not implemented", "=fsdp"],
-    ),
+    "a value that is not implemented": ({"actor_rollout_ref.hybrid_engine": False}, ["not implemented", "=true"]),
     "two ranks of one process": ({"trainer.n_gpus_per_node": 2}, ["trainer.n_gpus_per_node = 2", "strategy=fsdp"]),
     "no such tracker": ({"trainer.logger": "[consol]"}, ["trainer.logger", "Did you mean console?"]),
     "resume from nothing": (

@@ -82,7 +82,8 @@ def test_timeout_limits_one_call(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("workers", [1, 3])
 def test_num_workers_is_the_number_of_scoring_processes(tmp_path: Path, workers: int) -> None:
-    result = scored(tmp_path, responses=tuple("abcdef"), num_workers=workers, reward_kwargs={"seconds": 0.2})
+    seconds = 1.0 if workers > 1 else 0.0  # every worker starts before the first ones have scored all responses
+    result = scored(tmp_path, responses=tuple("abcdef"), num_workers=workers, reward_kwargs={"seconds": seconds})
     assert len({parts["pid"] for parts in result.parts}) == workers
 
 

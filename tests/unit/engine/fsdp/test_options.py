@@ -12,8 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from camshaft.contracts.engine.harness import EngineHarness
-from camshaft.engine import engine_class
-from camshaft.engine.fsdp import engine as sharded
+from camshaft.engine import engine_class, sharded
 from camshaft.engine.fsdp import parallelize
 from camshaft.engine.fsdp.engine import FSDPEngine
 
