@@ -162,7 +162,8 @@ test-megatron: $(MEGATRON_INSTALLED)
 	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -m megatron tests/contracts/test_megatron_contract.py tests/megatron_engine
 
 test-titan: $(TITAN_INSTALLED)
-	OMP_NUM_THREADS=1 $(TITAN)/bin/python -m pytest -m titan tests/contracts/test_torchtitan_contract.py
+	OMP_NUM_THREADS=1 $(TITAN)/bin/python -m pytest -m titan tests/contracts/test_torchtitan_contract.py \
+		tests/contracts/test_torchtitan_runs.py
 
 test-matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m matrix

@@ -51,6 +51,15 @@ class PackedDecoder(Decoder):
         super().parallelize(parallel_dims)  # replaces each parameter separately
         self.tie_weights()
 
+    def skip_padding(self, token: int | None, tensor_rank: int, tensor_size: int) -> None:
+        """Compute no gradient of the embedding of the padding token, as transformers does, if there is one.
+
+        Tensor-parallel ranks hold equal ranges of the vocabulary.
+        """
+        rows = self.tok_embeddings.num_embeddings // tensor_size
+        local = -1 if token is None else token - tensor_rank * rows
+        self.tok_embeddings.padding_idx = local if 0 <= local < rows else None
+
     def tie_weights(self) -> None:
         """Let the embedding and the output layer share one parameter, if the model ties them."""
         if self.enable_weight_tying:

@@ -49,8 +49,10 @@ def build(
     _parallelize(family, decoder, config, options, meshes)
     decoder.to_empty(device=device)
     decoder.tie_weights()
+    tensor = meshes.layout.tensor
+    decoder.skip_padding(hf.pad_token_id, dist.get_rank() % tensor, tensor)
     _load(decoder, full_model, names)
-    token_multiple = meshes.layout.tensor if options.enable_sequence_parallel else 1
+    token_multiple = tensor if options.enable_sequence_parallel else 1
     packed = TitanModel(decoder, config.model.head, hf, names, token_multiple)
     if meshes.sequence is not None:
         packed.sequence = SequenceSplit(meshes.sequence, device)
