@@ -34,6 +34,8 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 VLLM := .venv-vllm
 VLLM_INSTALLED := $(VLLM)/.installed
+VLLM_ENGINES := .venv-vllm-engines
+VLLM_ENGINES_INSTALLED := $(VLLM_ENGINES)/.installed
 TRITON := .venv-triton
 TRITON_INSTALLED := $(TRITON)/.installed
 SGLANG := .venv-sglang
@@ -72,6 +74,13 @@ $(VLLM_INSTALLED): pyproject.toml constraints.txt requirements-vllm.txt
 	$(VLLM)/bin/python -m pip install -q --no-deps -r requirements-vllm.txt
 	$(VLLM)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $(VLLM_INSTALLED)
+
+# Megatron and torchtitan beside vLLM, in a separate folder for the same reason as Triton below.
+$(VLLM_ENGINES_INSTALLED): $(VLLM_INSTALLED) requirements-megatron.txt requirements-titan.txt
+	$(VLLM)/bin/python -m pip install -q --no-deps --upgrade --target $(VLLM_ENGINES) \
+		-c requirements-megatron.txt -c requirements-titan.txt \
+		megatron-core torchtitan docstring_parser spmd_types triton typeguard tyro
+	touch $(VLLM_ENGINES_INSTALLED)
 
 # In a separate folder: torch imports Triton at start where it is installed, which slows the CPU tests down.
 $(TRITON_INSTALLED): $(INSTALLED)
@@ -158,12 +167,17 @@ test-sglang: $(SGLANG_INSTALLED)
 		PYTHONPATH=$(CURDIR)/tests/support/torchvision_without_kernels \
 		$(SGLANG)/bin/python -m pytest -m sglang tests/contracts/test_sglang_contract.py tests/sglang_rollout
 
-test-megatron: $(MEGATRON_INSTALLED)
-	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -m megatron tests/contracts/test_megatron_contract.py tests/megatron_engine
+test-megatron: $(MEGATRON_INSTALLED) $(VLLM_ENGINES_INSTALLED)
+	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -m "megatron and not vllm" \
+		tests/contracts/test_megatron_contract.py tests/megatron_engine tests/engine_runs
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind PYTHONPATH=$(CURDIR)/$(VLLM_ENGINES) \
+		$(VLLM)/bin/python -m pytest -m "megatron and vllm" tests/engine_runs/test_weight_sync.py
 
-test-titan: $(TITAN_INSTALLED)
-	OMP_NUM_THREADS=1 $(TITAN)/bin/python -m pytest -m titan tests/contracts/test_torchtitan_contract.py \
-		tests/contracts/test_torchtitan_runs.py
+test-titan: $(TITAN_INSTALLED) $(VLLM_ENGINES_INSTALLED)
+	OMP_NUM_THREADS=1 $(TITAN)/bin/python -m pytest -m "titan and not vllm" tests/contracts/test_torchtitan_contract.py \
+		tests/contracts/test_torchtitan_runs.py tests/engine_runs
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind PYTHONPATH=$(CURDIR)/$(VLLM_ENGINES) \
+		$(VLLM)/bin/python -m pytest -m "titan and vllm" tests/engine_runs/test_weight_sync.py
 
 test-matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m matrix
@@ -203,4 +217,4 @@ docs: $(INSTALLED)
 	$(BIN)/python tests/spec/table.py
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache

@@ -72,6 +72,13 @@ class StepContext(TypedDict, total=False):
 PreprocessFn = Callable[[Any, StepContext], tuple[Any, StepContext]]
 PostprocessFn = Callable[[Predictions, StepContext], tuple[Any, StepContext]]
 LossFn = Callable[[DataProto, Any, StepContext], tuple[Tensor, StepContext]]
+DtypeOf = Callable[[str, Tensor], torch.dtype]
+"""Maps the name of a weight and the weight, or a shard of it, to a dtype."""
+
+
+def cast_weight(name: str, tensor: Tensor, dtype_of: DtypeOf | None) -> Tensor:
+    """Cast a weight to the dtype that `dtype_of` selects; None keeps its dtype."""
+    return tensor if dtype_of is None else tensor.to(dtype_of(name, tensor))
 
 
 @dataclass(frozen=True)
@@ -256,13 +263,18 @@ class BaseEngine(ABC):
         """Rank and world size of this process, and its data-parallel rank and size."""
 
     @abstractmethod
-    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, full tensor) pairs one at a time, in the same order on every rank.
 
         By default an adapter is merged into the weights, under the names of the model without adapter; inside
         `disable_adapter` the base weights are yielded. `adapter_only` yields the adapter, and a value or reward head
         trained with it, under the names that PEFT uses in its files; it raises an error if the model has no adapter.
         The caller may keep a tensor: it is the live weight or a copy, never a reused buffer.
+
+        `dtype_of` selects the dtype of each weight, except with `adapter_only`. A sharded engine casts a shard before
+        it gathers the weight, because a smaller dtype needs less communication and memory.
         """
 
     @abstractmethod

@@ -37,11 +37,13 @@ from camshaft.engine.base import (
     BaseEngine,
     Batch,
     CallContext,
+    DtypeOf,
     LossFn,
     PostprocessFn,
     PreprocessFn,
     StepContext,
     call_context,
+    cast_weight,
 )
 from camshaft.engine.micro_batches import (
     Hooks,
@@ -303,12 +305,16 @@ class TorchEngine(BaseEngine):
 
     # -- weights and checkpoints ------------------------------------------------------------------
 
-    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         if adapter_only:
             return adapter_weights(self._adapted_model, self.full_tensor)
         if self.config.model.lora is not None:
-            return merged_weights(self._adapted_model, self.full_tensor)
-        return ((name, self.full_tensor(tensor)) for name, tensor in self.module.weights())
+            merged = merged_weights(self._adapted_model, self.full_tensor)
+            return ((name, cast_weight(name, tensor, dtype_of)) for name, tensor in merged)
+        shards = self.module.weights()
+        return ((name, self.full_tensor(cast_weight(name, tensor, dtype_of))) for name, tensor in shards)
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
         return disable_adapter(self._adapted_model)

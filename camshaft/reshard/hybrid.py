@@ -18,6 +18,7 @@ passes pointers only; otherwise it copies. `Sync` records bytes and seconds. If 
 from __future__ import annotations
 
 import contextlib
+import functools
 import time
 import weakref
 from collections.abc import Iterator, Mapping
@@ -63,16 +64,25 @@ class Sync:
             "timing_s/sync_check": self.check_seconds,
         }
 
-    def record(self, weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights cast to the rollout's dtype, and record their sizes and digests."""
+    def dtype_of(self, rollout: BaseRollout, name: str, tensor: Tensor) -> torch.dtype:
+        """Return the dtype in which `rollout` receives a weight, and record whether the weight needs no cast."""
+        dtype = rollout.sync_dtype(name, tensor)
+        self.shares_storage |= dtype == tensor.dtype
+        return dtype
+
+    def cast(self, weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights in the dtypes in which `rollout` receives them."""
         for name, tensor in weights:
-            cast_tensor = tensor.detach().to(rollout.sync_dtype(name, tensor))
-            self.bytes += cast_tensor.numel() * cast_tensor.element_size()
-            self.shares_storage |= cast_tensor.dtype == tensor.dtype
+            yield name, tensor.detach().to(self.dtype_of(rollout, name, tensor))
+
+    def record(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights, and record their sizes and digests."""
+        for name, tensor in weights:
+            self.bytes += tensor.numel() * tensor.element_size()
             start = time.perf_counter()
-            self.digests[name] = digest(cast_tensor)
+            self.digests[name] = digest(tensor)
             self.check_seconds += time.perf_counter() - start
-            yield name, cast_tensor
+            yield name, tensor
 
     def check(self, received: Mapping[str, int], previous: Mapping[str, int]) -> None:
         """Raise `RolloutError` if the digests sent by the engine differ from `received`, those of the rollout.
@@ -115,7 +125,7 @@ def rollout_mode(engine: BaseEngine, rollout: BaseRollout) -> Iterator[Sync]:
 def sync_weights(weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout, device: str) -> Sync:
     """Wake `rollout`, load `weights` from a sender on `device`, and verify them."""
     with _verified_sync(rollout, device) as sync:
-        rollout.load_weights(sync.record(weights, rollout))
+        rollout.load_weights(sync.record(sync.cast(weights, rollout)))
     return sync
 
 
@@ -125,18 +135,20 @@ def _sync_engine(engine: BaseEngine, rollout: BaseRollout) -> Sync:
     The first sync of an adapter also sends the base weights.
     """
     lora = rollout.config.lora
-    if lora is None:
-        return sync_weights(engine.named_weights(), rollout, engine.config.device)
     with _verified_sync(rollout, engine.config.device) as sync:
+        dtype_of = functools.partial(sync.dtype_of, rollout)
+        if lora is None:
+            rollout.load_weights(sync.record(engine.named_weights(dtype_of=dtype_of)))
+            return sync
         base = rollout.base_sent if rollout.base_owner is not None and rollout.base_owner() is engine else None
         rollout.base_sent, rollout.base_owner = None, weakref.ref(engine)
         if base is None:
             with engine.disable_adapter():
-                rollout.load_weights(sync.record(engine.named_weights(), rollout))
+                rollout.load_weights(sync.record(engine.named_weights(dtype_of=dtype_of)))
             base = dict(sync.digests)
         sync.digests.update(base)
         adapter = apply_scaling(engine.named_weights(adapter_only=True), lora)
-        rollout.load_adapter(sync.record(adapter, rollout))
+        rollout.load_adapter(sync.record(sync.cast(adapter, rollout)))
     rollout.base_sent = base
     return sync
 

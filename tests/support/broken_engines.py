@@ -13,7 +13,7 @@ from torch import Tensor
 
 from camshaft.dataproto import DataProto
 from camshaft.engine import micro_batches
-from camshaft.engine.base import Batch, StepContext
+from camshaft.engine.base import Batch, DtypeOf, StepContext
 from camshaft.engine.micro_batches import MicroBatches, as_batch
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.models import packed
@@ -200,9 +200,20 @@ class DeletesOriginals(SingleDeviceEngine):
 class PrefixesWeightNames(SingleDeviceEngine):
     """Stream weights under the names of a wrapper module."""
 
-    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
-        for name, weight in super().named_weights(adapter_only):
+    def named_weights(
+        self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in super().named_weights(adapter_only, dtype_of):
             yield f"module.{name}", weight
+
+
+class IgnoresTheDtypeOfWeights(SingleDeviceEngine):
+    """Stream weights in the dtype of training."""
+
+    def named_weights(
+        self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        return super().named_weights(adapter_only)
 
 
 class WarmsUpTooLow(SingleDeviceEngine):
@@ -397,6 +408,7 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     IgnoresRetention: "retention",
     DeletesOriginals: "remote copy",
     PrefixesWeightNames: "weights have hugging face names",
+    IgnoresTheDtypeOfWeights: "weights have hugging face names",
     WarmsUpTooLow: "schedule",
     RenamesParameter: "interface",
     PatchesTransformers: "libraries stay unpatched",

@@ -17,7 +17,7 @@ from camshaft.engine.base import StepContext
 
 def weights_have_hugging_face_names(harness: EngineHarness) -> None:
     """named_weights yields full tensors under Hugging Face names. transformers computes the same log-probs with these
-    tensors."""
+    tensors. With dtype_of, the same tensors are cast."""
     engine = harness.build()
     harness.train(engine, harness.batch)
     model: Any = harness.oracle_model(engine, "causal_lm")
@@ -28,6 +28,13 @@ def weights_have_hugging_face_names(harness: EngineHarness) -> None:
         harness.tolerance,
         "log_probs, compared with a transformers model that has the weights of named_weights",
     )
+    cast_weights = dict(engine.named_weights(dtype_of=lambda name, tensor: torch.bfloat16))
+    expected = {name: weight.bfloat16() for name, weight in harness.weights(engine).items()}
+    expect(
+        {weight.dtype for weight in cast_weights.values()} == {torch.bfloat16},
+        "named_weights does not yield bfloat16 tensors if dtype_of returns bfloat16",
+    )
+    expect_equal(cast_weights, expected, "weights cast to bfloat16")
 
 
 def resume_is_bitwise(harness: EngineHarness) -> None:

@@ -30,6 +30,7 @@ from camshaft.config.backends import FSDP1
 from camshaft.config.schema.fsdp import FSDPOptions
 from camshaft.device import random_states
 from camshaft.engine import checkpoint
+from camshaft.engine.base import DtypeOf, cast_weight
 from camshaft.engine.fsdp.engine import FSDPEngine
 from camshaft.engine.fsdp.mesh import Meshes
 from camshaft.engine.fsdp.parallelize import dtype_of, units_of
@@ -92,13 +93,15 @@ class FSDP1Engine(FSDPEngine):
 
     # -- weights and checkpoints ------------------------------------------------------------------
 
-    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         if adapter_only:
             raise EngineError(
                 "the model has no adapter, because strategy=fsdp1 does not support LoRA; set strategy=fsdp"
             )
         for name, tensor in self._shards().items():
-            yield name, self.full_tensor(tensor)
+            yield name, self.full_tensor(cast_weight(name, tensor, dtype_of))
 
     def _shards(self) -> dict[str, Tensor]:
         """Return copies of this rank's shards of the weights, by Hugging Face names."""

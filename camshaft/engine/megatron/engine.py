@@ -28,6 +28,7 @@ from camshaft.config.schema.megatron import MegatronOptions
 from camshaft.dataproto import DataProto
 from camshaft.device import join_group, random_states, seed_ranks
 from camshaft.engine import checkpoint
+from camshaft.engine.base import DtypeOf, cast_weight
 from camshaft.engine.fsdp.weights import load_full_model
 from camshaft.engine.megatron.architecture import transformer_config
 from camshaft.engine.megatron.cpu import on_device
@@ -184,16 +185,20 @@ class MegatronEngine(TorchEngine):
 
     # -- weights and checkpoints ------------------------------------------------------------------
 
-    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         if adapter_only:
             raise EngineError("the model has no adapter, because strategy=megatron does not support LoRA")
         weights = {weight.name: weight for block in self._blocks for weight in block.weights}
         shards = shards_by_name(self._blocks)
         for name, stage in self._stage_of.items():
             if name in weights:
-                full = weights[name].as_dtensor(shards[name]().to(self.device)).full_tensor()
+                shard = cast_weight(name, shards[name](), dtype_of)
+                full = weights[name].as_dtensor(shard.to(self.device)).full_tensor()
             else:
-                full = torch.empty(self._shapes[name], dtype=DTYPES[self.config.dtype], device=self.device)
+                meta = torch.empty(self._shapes[name], dtype=DTYPES[self.config.dtype], device="meta")
+                full = torch.empty_like(cast_weight(name, meta, dtype_of), device=self.device)
             if self.groups.pp.size() > 1:
                 dist.broadcast(full, group=self.groups.pp, group_src=stage)
             yield name, full

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from camshaft.device import join_group, seed_ranks
 from camshaft.engine import EngineCapabilities, EngineConfig, EngineOptions
+from camshaft.engine.base import DtypeOf, cast_weight
 from camshaft.engine.optim import clip_and_step
 from camshaft.engine.torch_engine import TorchEngine
 from camshaft.errors import EngineError
@@ -107,15 +108,18 @@ class PipelineEngine(TorchEngine):
 
     # -- weights ----------------------------------------------------------------------------------
 
-    def named_weights(self, adapter_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def named_weights(
+        self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
         if adapter_only:
             raise EngineError("no adapter: strategy=pipeline does not support LoRA")
         local = dict(self.module.hf.named_parameters())
         for name, weight in self.module.located_weights.items():
             if weight.stage == self.module.index:
-                tensor = local[name].detach().to(self.device)
+                tensor = cast_weight(name, local[name].detach(), dtype_of).to(self.device)
             else:
-                tensor = torch.empty(weight.shape, dtype=weight.dtype, device=self.device)
+                meta = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
+                tensor = torch.empty_like(cast_weight(name, meta, dtype_of), device=self.device)
             dist.broadcast(tensor, group=self.stage_group, group_src=weight.stage)
             yield name, tensor
 
