@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -71,7 +72,7 @@ def _parser(kind: str) -> argparse.ArgumentParser:
 
 
 def _report(backend: type, rules: Sequence[Rule], check: Check, options: argparse.Namespace) -> int:
-    """Check the selected rules, print each result when it is available, and return the exit status."""
+    """Check the selected rules, print each result and its duration when it is available, and return the exit status."""
     from rich.console import Console
 
     console = Console(highlight=False)
@@ -82,12 +83,15 @@ def _report(backend: type, rules: Sequence[Rule], check: Check, options: argpars
     title = f"{backend.__module__}:{backend.__name__} against {len(selected_rules)} rules"
     console.print(title, markup=False, soft_wrap=True)
     num_passed = 0
+    start = previous = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         for finding in check(folder, selected_rules, options.device):
+            now = time.perf_counter()
+            seconds, previous = f"{now - previous:5.1f} s", now
             num_passed += finding.problem is None
             state = "[green]holds [/]" if finding.problem is None else "[red]BROKEN[/]"
-            console.print(f"{state}  {finding.rule.name}", soft_wrap=True)
+            console.print(f"{state} {seconds}  {finding.rule.name}", soft_wrap=True)
             detail = finding.problem or finding.rule.meaning
             console.print(f"        {detail}", markup=False, style="dim", soft_wrap=True)
-    console.print(f"{num_passed} of {len(selected_rules)} rules hold")
+    console.print(f"{num_passed} of {len(selected_rules)} rules hold ({time.perf_counter() - start:.1f} s)")
     return 0 if num_passed == len(selected_rules) else 1

@@ -5,16 +5,15 @@
             group = self.join_ranks()           # for errors and checkpoints
             self.data_group = ...               # data-parallel ranks
 
-It contains what such engines share: the process group of checkpoints, background saves, offloading, sums over
-data-parallel ranks and sequence parallelism. A subclass builds and shards the model. Its options have the fields
-`param_offload`, `grad_offload`, `optimizer_offload`, `activation_offload` and `async_save`.
+It contains what such engines share: background saves, offloading, full tensors of shards and sequence parallelism. A
+subclass builds and shards the model. Its options have the fields `param_offload`, `grad_offload`, `optimizer_offload`,
+`activation_offload` and `async_save`.
 """
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,22 +23,15 @@ from torch.distributed.tensor import DTensor
 
 from camshaft.config.engine import EngineConfig
 from camshaft.dataproto import DataProto
-from camshaft.device import join_group
 from camshaft.engine import checkpoint
 from camshaft.engine.offload import Part
 from camshaft.engine.torch_engine import TorchEngine
 from camshaft.models.activations import offload_activations
 from camshaft.models.sequence import join_columns, split_columns
 
-SAVE_TIMEOUT = timedelta(hours=12)
-"""Timeout of checkpoint collectives. It is long because ranks wait while rank 0 copies to remote storage."""
-
 
 class ShardedEngine(TorchEngine):
     """One model on the ranks of the default process group."""
-
-    data_group: dist.ProcessGroup | None = None
-    """Data-parallel ranks, which process different rows; None if there is only one."""
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
@@ -52,10 +44,7 @@ class ShardedEngine(TorchEngine):
         self._background_save: checkpoint.BackgroundSave | None = None
 
     def join_ranks(self) -> dist.ProcessGroup:
-        """Join the default process group, and return a gloo group of its ranks for checkpoints and errors."""
-        join_group(self.device)
-        # Collectives of a background save would interleave with those of training, so checkpoints use another group.
-        self.checkpoint_group = group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
+        group = super().join_ranks()
         self._background_save = checkpoint.BackgroundSave(group) if self.options.async_save else None
         return group
 
@@ -69,18 +58,6 @@ class ShardedEngine(TorchEngine):
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # exports and checkpoints require sharded parameters
-
-    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        if self.data_group is not None:
-            dist.all_reduce(tensor, group=self.data_group)
-        return tensor
-
-    def max_over_ranks(self, count: int) -> int:
-        if self.data_group is None:
-            return count
-        maximum = torch.tensor(count, device=self.device)
-        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.data_group)
-        return int(maximum)
 
     def shard_data(self, data: DataProto) -> DataProto:
         split = self.module.sequence

@@ -6,9 +6,11 @@
         @property
         def seat(self) -> Seat: ...                     # rank and data-parallel rank, for several ranks
 
-A subclass places the model on devices: `SingleDeviceEngine`, `FSDPEngine`, and the `PipelineEngine` of
-`examples/pipeline_engine`. The optimizer is in `optim.py`, offloading in `offload.py`, checkpoints in `checkpoint.py`
-and the micro-batches in `micro_batches.py`. A step consists of
+A subclass places the model on devices: `SingleDeviceEngine`, `FSDPEngine`, the `DDPEngine` of `examples/engine`, and
+the `PipelineEngine` of `examples/pipeline_engine`. An engine of several ranks calls `join_ranks` in `build_model`, sets
+`data_group`, and sums the gradients of the data-parallel ranks, for example in `clip_and_step`. The optimizer is in
+`optim.py`, offloading in `offload.py`, checkpoints in `checkpoint.py` and the micro-batches in `micro_batches.py`. A
+step consists of
 
     padded mapping -> ragged batch -> token and sequence counts over all ranks -> micro-batch plan
       -> [ preprocess -> model -> postprocess -> loss -> backward ] for each micro-batch
@@ -21,8 +23,9 @@ import contextlib
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -31,7 +34,7 @@ from transformers import PreTrainedModel
 
 from camshaft.config.engine import EngineConfig, OptimConfig
 from camshaft.dataproto import DataProto
-from camshaft.device import random_states, resolve_device, set_random_states, to_device
+from camshaft.device import join_group, random_states, resolve_device, set_random_states, to_device
 from camshaft.engine import checkpoint
 from camshaft.engine.base import (
     BaseEngine,
@@ -61,6 +64,8 @@ from camshaft.models.lora import adapter_weights, disable_adapter, merged_weight
 from camshaft.models.packed import PackedModel, PackedModule
 from camshaft.seat import ONLY_RANK, Seat
 
+SAVE_TIMEOUT = timedelta(hours=12)
+"""Timeout of checkpoint collectives. It is long because ranks wait while rank 0 copies to remote storage."""
 FORWARD_ONLY = "this engine is forward-only; set EngineConfig.optim to train it"
 
 
@@ -75,6 +80,8 @@ class TorchEngine(BaseEngine):
     """Parts that stay in host memory outside `train_mode` and `eval_mode`."""
     checkpoint_group: dist.ProcessGroup | None = None
     """Process group that only checkpoints use; None for a single process."""
+    data_group: dist.ProcessGroup | None = None
+    """Data-parallel ranks, which process different rows; None if there is only one."""
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
@@ -94,13 +101,26 @@ class TorchEngine(BaseEngine):
         """Build the optimizer of the trainable parameters of `self.module`."""
         return build_optimizer(self.module.parameters(), config)
 
+    def join_ranks(self) -> dist.ProcessGroup:
+        """Join the default process group, and return a gloo group of its ranks for checkpoints and errors."""
+        join_group(self.device)
+        # Collectives of a background save would interleave with those of training, so checkpoints use another group.
+        self.checkpoint_group = group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
+        return group
+
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        """Sum a tensor over the data-parallel ranks."""
+        """Sum a tensor over the data-parallel ranks, in place."""
+        if self.data_group is not None:
+            dist.all_reduce(tensor, group=self.data_group)
         return tensor
 
     def max_over_ranks(self, count: int) -> int:
         """Return the maximum of `count` over the data-parallel ranks."""
-        return count
+        if self.data_group is None:
+            return count
+        maximum = torch.tensor(count, device=self.device)
+        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.data_group)
+        return int(maximum)
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
         """Gather a sharded weight; an unsharded one is returned unchanged."""

@@ -1,21 +1,23 @@
-"""An engine of another package follows the contract and trains with PPO. It has custom options and ranks per row.
+"""Engines of other packages follow the contract and train with PPO. They have custom options and ranks per row.
 
-The package is `examples/pipeline_engine`, installed into a temporary folder and found by its entry point.
+The packages are `examples/engine` and `examples/pipeline_engine`, which pip installs into a temporary folder. Runs find
+the engines by their entry points.
 """
 
+import importlib
 import inspect
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tomllib
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.command_line import ROOT, Run, camshaft
 from support.ppo_runs import ppo_args, saved_weights
 from support.processes import MARK, marked, none_left_behind, start_fork_server, still_running
@@ -29,7 +31,7 @@ from camshaft.tracking.jsonl import read_metrics
 
 pytestmark = pytest.mark.timeout(600)
 
-EXAMPLE = ROOT / "examples" / "pipeline_engine"
+EXAMPLES = (ROOT / "examples" / "engine", ROOT / "examples" / "pipeline_engine")
 STEPS = 2
 PPO: dict[str, Any] = {
     **SHUFFLED,
@@ -47,48 +49,46 @@ PIPELINE: dict[str, Any] = {
     "trainer.n_gpus_per_node": 2,
 }
 
+DDP: dict[str, Any] = {
+    f"{ACTOR}.strategy": "ddp",
+    f"+{ACTOR}.engine_kwargs.bucket_mb": 0.01,  # several buckets
+    "critic.strategy": "ddp",
+    "trainer.n_gpus_per_node": 2,
+}
+
 PRIVATE = re.compile(r"\b_[a-z]\w+")
 
 Command = Callable[..., Run]
 
 
-def install(folder: Path) -> None:
-    """Install the package as pip does, without building a wheel: its modules and their metadata."""
-    project = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())
-    for package in project["tool"]["setuptools"]["packages"]:
-        shutil.copytree(EXAMPLE / package, folder / package, ignore=shutil.ignore_patterns("__pycache__"))
-    name, version = project["project"]["name"], project["project"]["version"]
-    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    lines = []
-    for group, points in project["project"]["entry-points"].items():
-        lines += [f"[{group}]", *(f"{point} = {target}" for point, target in points.items())]
-    (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
-
-
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the installed package."""
-    folder = tmp_path_factory.mktemp("packages")
-    install(folder)
+    """Return a folder with the installed packages."""
+    sources, folder = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("packages")
+    # setuptools writes its build folder beside the sources.
+    copies = [str(shutil.copytree(example, sources / example.name)) for example in EXAMPLES]
+    options = ["-q", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), *copies]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
     return folder
 
 
 @pytest.fixture
 def command(packages: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Command]:
-    """Run `camshaft` in this process with the package installed; no rank may outlive the test."""
+    """Run `camshaft` in this process with the packages installed; no rank may outlive the test."""
     start_fork_server(*PRELOAD)
     monkeypatch.syspath_prepend(packages)
     with none_left_behind(10):
         yield camshaft
-    for name in [name for name in sys.modules if name.partition(".")[0] in os.listdir(packages)]:
+    installed = {Path(name).stem for name in os.listdir(packages)}
+    for name in [name for name in sys.modules if name.partition(".")[0] in installed]:
         del sys.modules[name]
 
 
 @pytest.fixture
 def new_process(packages: Path, tmp_path: Path) -> Iterator[Command]:
-    """Run `camshaft` in a separate process with the package installed; no process may outlive the test."""
+    """Run `camshaft` in a separate process with the packages installed; no process may outlive the test."""
     mark = uuid.uuid4().hex
     path = os.pathsep.join([str(ROOT), str(packages)])
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", MARK: mark}
@@ -105,7 +105,7 @@ def new_process(packages: Path, tmp_path: Path) -> Iterator[Command]:
     assert not remaining, f"processes {remaining} still run"
 
 
-def options(**values: int) -> list[str]:
+def options(**values: float | str) -> list[str]:
     return [word for name, value in values.items() for word in ("--option", f"{name}={value}")]
 
 
@@ -113,24 +113,34 @@ def options(**values: int) -> list[str]:
 @pytest.mark.parametrize(
     "args",
     [
-        pytest.param([], id="1_rank"),
-        pytest.param(["--ranks", "2", *options(pipeline_size=2, pipeline_micro_batches=2)], id="2_stages"),
-        pytest.param(["--ranks", "4", *options(pipeline_size=2)], id="2_stages_of_2_data_parallel_ranks"),
+        pytest.param(["ddp", "--ranks", "2", *options(bucket_mb=0.01)], id="ddp"),
+        pytest.param(["pipeline"], id="1_rank"),
+        pytest.param(["pipeline", "--ranks", "2", *options(pipeline_size=2, pipeline_micro_batches=2)], id="2_stages"),
+        pytest.param(["pipeline", "--ranks", "4", *options(pipeline_size=2)], id="2_stages_of_2_data_parallel_ranks"),
     ],
 )
 def test_the_engine_keeps_every_rule_of_the_contract(args: list[str], new_process: Command) -> None:
-    run = new_process("check-engine", "pipeline", *args, seconds=500)
+    run = new_process("check-engine", *args, seconds=500)
     assert run.status == 0, run.out + run.err
     assert f"{len(RULES)} of {len(RULES)} rules hold" in run.out
 
 
-def test_ppo_with_actor_and_critic_on_two_stages_equals_one_device(command: Command, tmp_path: Path) -> None:
-    folders = {name: tmp_path / name for name in ("pipeline", "reference")}
-    overrides = {name: {"trainer.default_local_dir": folder} for name, folder in folders.items()}
-    run = command("ppo", *ppo_args(tmp_path, PPO | PIPELINE | overrides["pipeline"]))
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the folder of a PPO run on one device, `run`, next to its model and data."""
+    folder = tmp_path_factory.mktemp("reference")
+    run = camshaft("ppo", *ppo_args(folder, PPO))
     assert run.status == 0, run.err
-    reference = camshaft("ppo", *ppo_args(tmp_path, PPO | overrides["reference"]))
-    assert reference.status == 0, reference.err
+    return folder
+
+
+@pytest.mark.parametrize("engine", [DDP, PIPELINE], ids=["ddp", "pipeline"])
+def test_ppo_with_actor_and_critic_on_two_ranks_equals_one_device(
+    engine: dict[str, Any], command: Command, reference: Path, tmp_path: Path
+) -> None:
+    run = command("ppo", *ppo_args(tmp_path, PPO | engine))
+    assert run.status == 0, run.err
+    folders = {"engine": tmp_path / "run", "reference": reference / "run"}
     steps, expected = (read_metrics(folder / "metrics.jsonl") for folder in folders.values())
     assert len(steps) == len(expected) == STEPS
     for metrics, values in zip(steps, expected, strict=True):
@@ -146,13 +156,23 @@ def test_ppo_with_actor_and_critic_on_two_stages_equals_one_device(command: Comm
             close(saved_weights(saved, part), saved_weights(reference_folder, part), 1e-5)
 
 
-def test_a_misspelt_option_is_rejected_with_the_nearest_name(command: Command, tmp_path: Path) -> None:
-    changes = {**PIPELINE, f"+{ACTOR}.engine_kwargs.pipelin_size": 2}
-    del changes[f"+{ACTOR}.engine_kwargs.pipeline_size"]
+@pytest.mark.parametrize(
+    ("engine", "option", "misspelt", "message"),
+    [
+        (DDP, "bucket_mb", "bucket_mbs", "'bucket_mb'? The options are bucket_mb, gradient_compression"),
+        (PIPELINE, "pipeline_size", "pipelin_size", "'pipeline_size'? The options are pipeline_size, pipeline_micro"),
+    ],
+    ids=["ddp", "pipeline"],
+)
+def test_a_misspelt_option_is_rejected_with_the_nearest_name(
+    engine: dict[str, Any], option: str, misspelt: str, message: str, command: Command, tmp_path: Path
+) -> None:
+    changes = dict(engine)
+    changes[f"+{ACTOR}.engine_kwargs.{misspelt}"] = changes.pop(f"+{ACTOR}.engine_kwargs.{option}")
     run = command("ppo", *ppo_args(tmp_path, {**PPO, **changes}))
     assert run.status == 2
-    assert f"{ACTOR}.engine_kwargs.pipelin_size" in run.err
-    assert "did you mean 'pipeline_size'? The options are pipeline_size, pipeline_micro_batches" in run.err
+    assert f"{ACTOR}.engine_kwargs.{misspelt}" in run.err
+    assert f"did you mean {message}" in run.err
     assert not (tmp_path / "run").exists()
 
 
@@ -163,8 +183,8 @@ def test_stages_that_do_not_divide_the_ranks_are_rejected(command: Command, tmp_
     assert "world_size=2 is not divisible by the model-parallel size 3" in run.err
 
 
-def test_the_package_uses_no_private_name_of_camshaft() -> None:
-    text = "".join(path.read_text() for path in sorted(EXAMPLE.rglob("*.py")))
+def test_the_packages_use_no_private_name_of_camshaft() -> None:
+    text = "".join(path.read_text() for example in EXAMPLES for path in sorted(example.rglob("*.py")))
     inherited = {name for module in (base, torch_engine, packed) for name in PRIVATE.findall(inspect.getsource(module))}
     assert not set(PRIVATE.findall(text)) & inherited
 
@@ -173,3 +193,21 @@ def test_an_unknown_strategy_lists_the_name_of_the_package(command: Command, tmp
     run = command("ppo", *ppo_args(tmp_path, {**PPO, f"{ACTOR}.strategy": "pipelin"}))
     assert run.status == 2
     assert "pipeline" in run.err
+
+
+def test_compressed_gradients_break_the_rule_about_gradients(command: Command) -> None:
+    rule = ["--rule", "step equals oracle"]
+    exact = command("check-engine", "ddp", "--ranks", "2", *rule)
+    assert exact.status == 0, exact.out + exact.err
+    compressed = command("check-engine", "ddp", "--ranks", "2", *rule, *options(gradient_compression="bfloat16"))
+    assert compressed.status == 1
+    assert re.search(r"^BROKEN +\d+\.\d s  step equals oracle$", compressed.out, re.MULTILINE)
+    assert "gradient norm" in compressed.out
+
+
+def test_buckets_hold_all_tensors_in_order(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(packages)
+    buckets = importlib.import_module("ddp_engine").buckets
+    tensors = [torch.zeros(size) for size in (2, 3, 9, 1, 1)]
+    assert [[len(t) for t in bucket] for bucket in buckets(tensors, 20)] == [[2, 3], [9], [1, 1]]
+    assert not list(buckets([], 20))

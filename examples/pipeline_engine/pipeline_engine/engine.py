@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from datetime import timedelta
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -19,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from camshaft.device import join_group, seed_ranks
+from camshaft.device import seed_ranks
 from camshaft.engine import EngineCapabilities, EngineConfig, EngineOptions
 from camshaft.engine.base import DtypeOf, cast_weight
 from camshaft.engine.optim import clip_and_step
@@ -28,9 +26,6 @@ from camshaft.errors import EngineError
 from camshaft.models.loader import load_model
 from camshaft.seat import Seat
 from pipeline_engine.stage import PipelineStage
-
-CHECKPOINT_TIMEOUT = timedelta(hours=12)
-"""Ranks wait while one of them copies a checkpoint to remote storage."""
 
 
 class PipelineOptions(EngineOptions):
@@ -58,11 +53,10 @@ class PipelineEngine(TorchEngine):
             raise EngineError("dtype=bfloat16: the optimizer would round small updates away; train in float32")
 
     def build_model(self) -> PipelineStage:
-        join_group(self.device)
+        self.join_ranks()
         self.options.check_layout(dist.get_world_size())
         mesh = mesh_of(dist.group.WORLD, self.options.pipeline_size, self.device.type)
         self.data_group, self.stage_group = mesh.get_group("data"), mesh.get_group("stage")
-        self.checkpoint_group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=CHECKPOINT_TIMEOUT))
         full = load_model(self.config.model, self.config.dtype, "cpu", self.config.seed)
         stage = PipelineStage(full, self.stage_group, self.options.pipeline_micro_batches)
         seed_ranks(self.device, self.config.seed, dist.get_rank())
@@ -75,24 +69,14 @@ class PipelineEngine(TorchEngine):
 
     # -- one step ---------------------------------------------------------------------------------
 
-    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=self.data_group)
-        return tensor
-
-    def max_over_ranks(self, count: int) -> int:
-        maximum = torch.tensor(count, device=self.device)
-        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.data_group)
-        return int(maximum)
-
     def backward(self, loss: Tensor) -> None:
         super().backward(loss)
         self.module.backward()
 
     def clip_and_step(self) -> tuple[float, bool]:
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        if gradients and self.data_group.size() > 1:
-            flat = torch.cat([gradient.flatten() for gradient in gradients])
-            dist.all_reduce(flat, group=self.data_group)
+        if gradients and self.seat.dp_size > 1:
+            flat = self.sum_over_ranks(torch.cat([gradient.flatten() for gradient in gradients]))
             for gradient, total in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
                 gradient.copy_(total.view_as(gradient))
         self.module.sum_tied_gradient()
