@@ -21,6 +21,7 @@ from camshaft.errors import EngineError
 from camshaft.models.loader import quiet_transformers
 
 PAD, START, END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+PAD_ID = 0
 CHARACTERS = string.digits + string.ascii_letters + string.punctuation + "\u0120\u010a"
 """Characters of the vocabulary; the last two represent space and newline in the byte-level alphabet.
 

@@ -18,6 +18,7 @@ from camshaft.engine.micro_batches import MicroBatches, as_batch
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.models import packed
 from camshaft.models.attention import packed_kwargs
+from camshaft.models.packed import PackedModel
 from camshaft.models.packing import Packing
 
 
@@ -276,6 +277,15 @@ class HalfGradient(SingleDeviceEngine):
         return super().optimizer_step()
 
 
+class TrainsPadToken(SingleDeviceEngine):
+    """Compute a gradient for the embedding of the pad token."""
+
+    def build_model(self) -> PackedModel:
+        model = super().build_model()
+        model.hf.get_input_embeddings().padding_idx = None
+        return model
+
+
 class LosesStateOnMove(SingleDeviceEngine):
     """Lose the optimizer's moments on a move."""
 
@@ -414,6 +424,7 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     PatchesTransformers: "libraries stay unpatched",
     SkipsHooks: "hooks",
     HalfGradient: "step equals oracle",
+    TrainsPadToken: "step equals oracle",
     LosesStateOnMove: "offload changes nothing",
     CountsPadding: "padded batch",
     UnseededStart: "runs are reproducible",

@@ -33,7 +33,7 @@ from camshaft.contracts.engine.oracle import (
 from camshaft.contracts.rules import expect
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import BaseEngine, LossFn, PreprocessFn, StepContext, StepResult
-from camshaft.models.tiny import VOCABULARY_ROWS, make_tiny_model, make_tiny_tokenizer
+from camshaft.models.tiny import PAD_ID, VOCABULARY_ROWS, make_tiny_model, make_tiny_tokenizer
 
 _MODEL_FIELDS = frozenset(EngineModel.model_fields)
 
@@ -303,13 +303,15 @@ TINY: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "s
 def make_batch() -> DataProto:
     """Return eight random rows of 2 to 17 tokens.
 
-    The fraction of tokens in `loss_mask` varies between rows, and is zero for one row. `log_q` holds the log-probs of a
-    random distribution q over the vocabulary.
+    The fraction of tokens in `loss_mask` varies between rows, and is zero for one row. One row contains the padding
+    token, whose embedding receives no gradient in `transformers`. `log_q` holds the log-probs of a random distribution
+    q over the vocabulary.
     """
     random = torch.Generator().manual_seed(11)
     lengths = torch.tensor([5, 17, 2, 9, 12, 3, 7, 4])
     count = int(lengths.sum())
     ids = Ragged(torch.randint(3, 30, (count,), generator=random), lengths)
+    ids.values[8] = PAD_ID
     mask = torch.rand(count, generator=random) < 0.6
     mask[ids.positions() == 0] = False
     mask[ids.row_ids() == 5] = False
