@@ -42,6 +42,10 @@ class CheckpointError(CamshaftError, RuntimeError):
     """A checkpoint is missing, incomplete or damaged."""
 
 
+class DivergenceError(CamshaftError, RuntimeError):
+    """A model has diverged: its gradients or outputs are not finite."""
+
+
 class WorkerError(CamshaftError, RuntimeError):
     """A worker process raised, died or did not answer in time."""
 

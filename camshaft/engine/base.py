@@ -289,6 +289,13 @@ class BaseEngine(ABC):
     def skipped_steps(self) -> int:
         """Number of optimizer steps skipped because the gradient was not finite."""
 
+    def non_finite_gradient(self) -> str | None:
+        """Return the name of a parameter whose gradient on this rank is not finite, or None. For error messages.
+
+        Of several parameters, it is the one that is first in the backward pass.
+        """
+        return None
+
     def wait_for_checkpoint(self) -> None:  # noqa: B027 - only engines that write in the background override it
         """Wait until the checkpoint in progress is written."""
 

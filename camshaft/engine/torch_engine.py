@@ -30,6 +30,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from camshaft.config.engine import EngineConfig, OptimConfig
@@ -310,6 +311,14 @@ class TorchEngine(BaseEngine):
             norm, updated = self.clip_and_step()
         self._skipped_steps += not updated
         return norm
+
+    def non_finite_gradient(self) -> str | None:
+        for name, parameter in reversed(self.named_parameters().items()):
+            gradient = parameter.grad
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if local is not None and not local.isfinite().all():
+                return name
+        return None
 
     def lr_scheduler_step(self) -> float:
         return self.schedule.set_update(self.schedule.update + 1)

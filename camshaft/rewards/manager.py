@@ -165,19 +165,20 @@ class RewardManager:
         num_workers: int = 4,
         on_error: Literal["zero", "drop", "raise"] = "zero",
         batched: bool | None = None,
+        max_abs_score: float = 1e6,
     ):
         """Load the function in a worker process. Raise RewardError on failure.
 
         Args:
             path: Python file or module that contains the function.
             name: Name of the function in `path`, by default "compute_score". Without `path`, a name in `REWARDS`, an
-            entry
-                point or `module:function`. With neither, `data_source` selects the function of each row.
+                entry point or `module:function`. With neither, `data_source` selects the function of each row.
             reward_kwargs: Additional keyword arguments of every call.
             timeout: Time limit of one call in seconds.
             num_workers: Maximum number of worker processes.
             on_error: Handling of failed samples: "zero", "drop" or "raise".
             batched: Call the function with lists of samples. None means detect it from the parameter names.
+            max_abs_score: Largest valid absolute value of a score.
         """
         if num_workers < 1 or timeout <= 0:
             raise RewardError(
@@ -185,7 +186,8 @@ class RewardManager:
             )
         self.on_error = on_error
         function = name or ("compute_score" if path else "auto")
-        spec = Spec(path, function, dict(reward_kwargs or {}), timeout, [entry for entry in sys.path if entry], batched)
+        folders = [entry for entry in sys.path if entry]
+        spec = Spec(path, function, dict(reward_kwargs or {}), timeout, folders, max_abs_score, batched)
         self._pool = WorkerPool(spec, num_workers)
         self._pool.check()
         self._pending: PendingScores | None = None

@@ -21,6 +21,7 @@ class Spec(NamedTuple):
     timeout: float
     sys_path: list[str]
     """Module search path of the driver, which is appended to that of the worker."""
+    max_abs_score: float
     batched: bool | None = None
     """True if the function takes lists of samples; None means detect it from the parameter names."""
 

@@ -40,6 +40,11 @@ Rows = tuple[int, ...]
 LOAD_SECONDS = 120.0
 """Time limit in seconds for loading the function in a worker."""
 
+REPORT_SECONDS = 10.0
+"""Interval in seconds between reports on a job that is still running. Each interval is twice as long as the last."""
+MAX_FIRST_TIMEOUTS = 8
+"""Number of timeouts after which a function is rejected that has not returned a single result."""
+
 _MAX_CHUNK = 64
 _EXIT_SECONDS = 2.0
 
@@ -69,6 +74,7 @@ class WorkerPool:
         self.batched = False
         """True if the function takes batches of samples. `check` sets this attribute."""
         self._workers: list[_Worker] = []
+        self._num_returned = self._num_timeouts = 0
         # finalize also runs at interpreter exit. A forked child inherits the workers but must not close them.
         self.close = weakref.finalize(self, _close_all, self._workers, os.getpid())
         """Stop all workers permanently. This also happens when the pool is deleted or the interpreter exits."""
@@ -79,7 +85,7 @@ class WorkerPool:
             worker = _Worker(self.spec)
             self._workers.append(worker)
             while not worker.ready:
-                self._wait(Job(0))
+                self._wait(Job(0), worker.deadline)
             self.batched = worker.batched
 
     def run(self, job: "Job") -> None:
@@ -87,15 +93,22 @@ class WorkerPool:
         if not self.close.alive:
             raise RewardError("the reward workers are closed; create a new RewardManager")
         self._stop([worker for worker in self._workers if worker.is_dead])
+        interval = REPORT_SECONDS
+        next_report = time.monotonic() + interval
         with self._all_stopped_on_error():
             while not job.done:
+                if time.monotonic() >= next_report:
+                    if any(worker.calls for worker in self._workers):
+                        logger.info("waiting for the reward function: %s", job.progress())
+                    interval *= 2
+                    next_report += interval
                 num_idle = sum(not worker.calls for worker in self._workers)
                 for _ in range(min(job.num_queued - num_idle, self.num_workers - len(self._workers))):
                     self._workers.append(_Worker(self.spec))
                 for worker in self._workers:
                     if worker.ready and not worker.calls and job.num_queued:
                         worker.assign(job, job.pop_calls(self.num_workers))
-                self._wait(job)
+                self._wait(job, next_report)
         self._stop([worker for worker in self._workers if worker.calls])
 
     @contextlib.contextmanager
@@ -107,11 +120,11 @@ class WorkerPool:
             self._stop(list(self._workers))
             raise
 
-    def _wait(self, job: "Job") -> None:
-        """Wait for messages or the next deadline, and process messages and exceeded deadlines."""
+    def _wait(self, job: "Job", until: float) -> None:
+        """Wait for messages, the next deadline or the time `until`, and process messages and exceeded deadlines."""
         busy = {worker.outbox: worker for worker in self._workers if worker.calls or not worker.ready}
-        limits = [max(0.0, worker.deadline - time.monotonic()) for worker in busy.values()]
-        for source in wait([job.wakeup_receiver, *busy], timeout=min(limits, default=None)):
+        limit = min([until, *(worker.deadline for worker in busy.values())])
+        for source in wait([job.wakeup_receiver, *busy], timeout=max(0.0, limit - time.monotonic())):
             if source is job.wakeup_receiver:
                 job.receive(self.batched)
                 self._stop([w for w in self._workers if w.is_dead and w.ready and not w.calls])
@@ -133,6 +146,14 @@ class WorkerPool:
             )
         timeout = f"no result within {self.spec.timeout:g} s; the process was killed"
         message = timeout if kind == "timeout" else f"the process {worker.describe_exit()}"
+        self._num_returned += worker.num_returned
+        self._num_timeouts += kind == "timeout"
+        num_returned = self._num_returned + sum(worker.num_returned for worker in self._workers)
+        if num_returned == 0 and self._num_timeouts >= max(MAX_FIRST_TIMEOUTS, self.num_workers):
+            raise RewardError(
+                f"the first {self._num_timeouts} calls of the reward function '{self.spec.name}' returned nothing "
+                f"within {self.spec.timeout:g} s each; correct the function, or raise custom_reward_function.timeout"
+            )
         rows = worker.calls.popleft()
         job.requeue(worker.calls)
         job.fail(rows, Outcome(kind, message=message, seconds=time.monotonic() - worker.since))
@@ -194,6 +215,16 @@ class Job:
     def num_queued(self) -> int:
         return len(self._queue)
 
+    def progress(self) -> str:
+        """Describe how many samples have an outcome, for example "12 of 32 responses scored, 3 timed out"."""
+        kinds = [outcome.kind for outcome in self.outcomes if outcome is not None]
+        failures = {
+            "timed out": kinds.count("timeout"),
+            "failed": len(kinds) - kinds.count("ok") - kinds.count("timeout"),
+        }
+        text = f"{kinds.count('ok')} of {len(self.outcomes)} responses scored"
+        return text + "".join(f", {count} {name}" for name, count in failures.items() if count)
+
     def pop_calls(self, num_workers: int) -> list[Rows]:
         """Remove and return the next calls for a worker.
 
@@ -250,6 +281,7 @@ class _Worker:
         self.calls: deque[Rows] = deque()
         """Calls without a result, of which the first one is running."""
         self.ready = self.batched = False
+        self.num_returned = 0
         self.since = time.monotonic()
         """Start time of the current call, or of the process while it loads the function."""
         self.deadline = self.since + LOAD_SECONDS
@@ -279,6 +311,7 @@ class _Worker:
                 raise RewardError(message.error)
             self.ready, self.batched = True, message.batched
             return
+        self.num_returned += 1
         job.record_result(self.calls.popleft(), message)
         self._next_call()
 

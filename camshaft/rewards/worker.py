@@ -28,14 +28,13 @@ from camshaft import plugins
 from camshaft.errors import CamshaftError
 from camshaft.rewards import loading
 from camshaft.rewards.loading import RewardFunction, function_name, load_function
-from camshaft.rewards.messages import CallResult, LoadResult, Reply
+from camshaft.rewards.messages import CallResult, LoadResult, Reply, Spec
 from camshaft.stop import ignore_stop_signals
 from camshaft.subprocesses import kill_own_group, pack, receive, send, unpack
 
 ANSWER = "pred"
 """Key of a dict result for the extracted answer. Validation compares the answers to the same prompt."""
 
-_MAX_FLOAT32 = 3.4028234663852886e38
 _TRACE_CHARACTERS = 2000
 _MAX_PARTS = 256
 """Maximum number of entries besides `score` and `pred` in a dict result, each of which becomes a metric."""
@@ -68,24 +67,25 @@ def main() -> None:
     loop, pid = asyncio.new_event_loop(), os.getpid()
     while (calls := messages.get()) is not None:
         for samples in calls:
-            result = call(function, samples, spec.timeout, loop)
+            result = call(function, samples, spec, loop)
             if os.getpid() != pid:
                 os._exit(0)  # this is a forked child that returned from the function; only the parent sends results
             _send(outbox, result)
     loop.close()
 
 
-def call(function: RewardFunction, samples: list[bytes], timeout: float, loop: asyncio.AbstractEventLoop) -> CallResult:
+def call(function: RewardFunction, samples: list[bytes], spec: Spec, loop: asyncio.AbstractEventLoop) -> CallResult:
     """Call the reward function and convert its result or exception to replies."""
     # The driver enforces the time limit. If the driver died and the function holds the interpreter lock, only this
     # alarm ends the process: its default action does not run Python code.
-    signal.setitimer(signal.ITIMER_REAL, 2 * timeout + 10)
+    signal.setitimer(signal.ITIMER_REAL, 2 * spec.timeout + 10)
     start = time.perf_counter()
     try:
         result = function.call([pickle.loads(sample) for sample in samples])
         if inspect.isawaitable(result):
             result = loop.run_until_complete(_await_result(result))
-        replies = _replies(result, len(samples)) if function.batched else [_reply(result)]
+        limit = spec.max_abs_score
+        replies = _replies(result, len(samples), limit) if function.batched else [_reply(result, limit)]
     except BaseException as error:  # includes SystemExit, so `sys.exit` in a reward function fails only its sample
         replies = [Reply("error", 0.0, {}, _format_message(error), _format_traceback(error))]
     finally:
@@ -97,7 +97,7 @@ async def _await_result(result: Any) -> Any:
     return await result
 
 
-def _replies(result: Any, num_samples: int) -> list[Reply]:
+def _replies(result: Any, num_samples: int, max_abs_score: float) -> list[Reply]:
     """Return one reply for each result of a batch, or a single reply if the batch result is invalid."""
     if isinstance(result, (str, bytes, dict)) or not isinstance(result, Sized):
         return [_invalid(f"the batched function returned {_abbreviate(result)}; it must return a list")]
@@ -108,10 +108,10 @@ def _replies(result: Any, num_samples: int) -> list[Reply]:
                 f"the function returned {len(results)} results for {num_samples} samples; it must return one per sample"
             )
         ]
-    return [_reply(item) for item in results]
+    return [_reply(item, max_abs_score) for item in results]
 
 
-def _reply(result: Any) -> Reply:
+def _reply(result: Any, max_abs_score: float) -> Reply:
     parts: dict[str, float] = {}
     answer = None
     if isinstance(result, dict):
@@ -127,8 +127,11 @@ def _reply(result: Any) -> Reply:
     score = _to_float(result)
     if score is None:
         return _invalid(f"the score is not a number: {_abbreviate(result)}")
-    if not abs(score) <= _MAX_FLOAT32:
+    if not math.isfinite(score):
         return _invalid(f"the score is not finite: {_abbreviate(result)}")
+    if abs(score) > max_abs_score:
+        limit = f"custom_reward_function.max_abs_score={max_abs_score:g}"
+        return _invalid(f"the score {_abbreviate(result)} exceeds {limit}")
     return Reply("ok", score, parts, answer=answer)
 
 

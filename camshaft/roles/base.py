@@ -9,15 +9,21 @@ the response. A trained role loops over mini-batches:
         for mini_batch in plan.mini_batches(data):
             metrics.add(self.engine.train_batch(mini_batch, ctx, self._loss))
     return metrics.result("actor")
+
+`SkippedSteps` reports optimizer steps that an engine has skipped, and `has_finite_outputs` probes the model before a
+checkpoint is saved. The trainer uses both to stop a run that has diverged.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from camshaft import storage
 from camshaft.algorithms import Counts
@@ -66,17 +72,34 @@ class UpdatePlan:
         return as_sequences(data).make_iterator(self.mini_batch_size, epochs, seed)
 
 
+@dataclass(frozen=True)
+class SkippedSteps:
+    """Consecutive optimizer steps that were skipped because the gradient was not finite, up to the latest step."""
+
+    steps: int = 0
+    updates: int = 0
+    """Consecutive updates, up to the latest one, in which every optimizer step was skipped."""
+    cause: str | None = None
+    """What was not finite in the latest skipped step: the loss, or the gradient of a parameter on this rank."""
+
+
 class UpdateMetrics:
     """Metrics of an update: means over its optimizer steps, the learning rate and the number of skipped steps."""
 
-    def __init__(self, learning_rate: float):
-        self._learning_rate = learning_rate
+    def __init__(self, engine: BaseEngine, skipped: SkippedSteps):
+        self._engine, self._learning_rate = engine, engine.learning_rate
         self._sums: dict[str, float] = defaultdict(float)
         self._steps = self._skipped = 0
+        self._before, self._in_a_row, self._cause = skipped, skipped.steps, skipped.cause
 
     def add(self, step: StepResult) -> None:
         """Add the metrics of one optimizer step."""
         self._steps, self._skipped = self._steps + 1, self._skipped + step.skipped
+        self._in_a_row = self._in_a_row + 1 if step.skipped else 0
+        if step.skipped:
+            name = self._engine.non_finite_gradient()
+            gradient = None if name is None else f"the gradient of {name}"
+            self._cause = gradient if math.isfinite(step.loss) else "the loss"
         for name, value in (step.metrics | {"grad_norm": step.grad_norm}).items():
             self._sums[name] += value
 
@@ -85,6 +108,11 @@ class UpdateMetrics:
         metrics = {name: value / self._steps for name, value in self._sums.items()}
         metrics |= {"lr": self._learning_rate, "skipped_steps": float(self._skipped)}
         return {f"{prefix}/{name}": value for name, value in metrics.items()}
+
+    def skipped_steps(self) -> SkippedSteps:
+        """Return the consecutive skipped steps, including those of earlier updates."""
+        updates = self._before.updates + 1 if self._skipped == self._steps else 0
+        return SkippedSteps(self._in_a_row, updates, self._cause)
 
 
 class EngineRole(Worker):
@@ -129,6 +157,7 @@ class TrainedRole(EngineRole):
 
     compute_dtype: str
     """Compute dtype of the engine, which can be lower than the dtype of the weights."""
+    _skipped = SkippedSteps()
 
     @contextmanager
     def update(self) -> Iterator[UpdateMetrics]:
@@ -136,11 +165,27 @@ class TrainedRole(EngineRole):
 
         The schedule therefore counts updates of the trainer, not optimizer steps.
         """
-        metrics = UpdateMetrics(self.engine.learning_rate)
+        metrics = UpdateMetrics(self.engine, self._skipped)
         with self.engine.train_mode():
             yield metrics
             self.engine.optimizer_zero_grad()  # frees the memory of the gradients until the next update
         self.engine.lr_scheduler_step()
+        self._skipped = metrics.skipped_steps()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def skipped_steps(self) -> SkippedSteps:
+        """Return the consecutive skipped optimizer steps up to now."""
+        return self._skipped
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def has_finite_outputs(self) -> bool:
+        """Run the model on one short row, and return True if all outputs on this rank are finite."""
+        ids = Ragged.from_rows([torch.arange(8)])
+        row = DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(ids.positions() > 0)})
+        with self.engine.eval_mode():
+            predictions = self.engine.infer_batch(row)
+        outputs = (value.values if isinstance(value, Ragged) else value for value in predictions.values())
+        return all(bool(output.isfinite().all()) for output in outputs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export(self, local_path: str, hdfs_path: str | None = None, tokenizer: str | None = None) -> None:

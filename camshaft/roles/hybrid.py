@@ -14,6 +14,7 @@ from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.errors import EngineError
 from camshaft.roles.actor import ActorWorker, AdapterlessRef, OldLogProbs, RefWorker
+from camshaft.roles.base import SkippedSteps
 from camshaft.roles.exact_kl import exact_kl, reference_distribution
 from camshaft.roles.rollout import RolloutWorker
 from camshaft.seat import Seat
@@ -91,6 +92,14 @@ class ActorRolloutRefWorker(Worker):
         exact = self.actor.full_kl_loss
         with reference_distribution(self._reference(), self.actor.temperature) if exact else nullcontext() as hook:
             return self.actor.update_actor(data, seed, presharded, old_log_probs, hook)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def skipped_steps(self) -> SkippedSteps:
+        return self.actor.skipped_steps()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def has_finite_outputs(self) -> bool:
+        return self.actor.has_finite_outputs()
 
     def _reference(self) -> RefWorker:
         if self.ref is None:

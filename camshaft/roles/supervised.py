@@ -6,6 +6,7 @@ The loss is a mean over the whole batch and does not depend on the number of mic
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 from camshaft.config import EngineConfig, SupervisedConfig
 from camshaft.controller import Dispatch, register
@@ -29,15 +30,7 @@ class SupervisedWorker(TrainedRole, ABC):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def train_batch(self, data: DataProto) -> DataProto:
         """Run one optimizer step and return its metrics in `meta_info["metrics"]`."""
-        rate = self.engine.learning_rate
-        with self.engine.train_mode():
-            result = self.optimizer_step(data)
-        self.engine.lr_scheduler_step()
-        metrics = {
-            "loss": result.loss,
-            **result.metrics,
-            "grad_norm": result.grad_norm,
-            "lr": rate,
-            "skipped_steps": float(result.skipped),
-        }
-        return DataProto({}, {"metrics": {f"train/{name}": value for name, value in metrics.items()}})
+        with self.update() as metrics:
+            step = self.optimizer_step(data)
+            metrics.add(replace(step, metrics={"loss": step.loss, **step.metrics}))
+        return DataProto({}, {"metrics": metrics.result("train")})

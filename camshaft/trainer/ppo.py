@@ -34,10 +34,10 @@ from camshaft.trainer.advantages import (
 )
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.dynamic_sampling import sample_informative_prompts
-from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
+from camshaft.trainer.metrics import DivergenceCheck, StepMetrics, batch_metrics, mismatch
 from camshaft.trainer.mini_batches import sampling_seeds, shard_rows, shuffle_seed
 from camshaft.trainer.resume import check_resume, config_record, log_resume
-from camshaft.trainer.scoring import add_scores, check_remaining
+from camshaft.trainer.scoring import add_scores, check_scored
 from camshaft.trainer.validate import Sample, decode_samples, save_samples, validate
 
 SEQUENCES = ("prompts", "responses", "response_mask")
@@ -64,6 +64,10 @@ class PPOTrainer:
         correction = config.algorithm.rollout_correction
         self.correction = correction if correction.is_enabled() else None
         self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
+        self.divergence = DivergenceCheck(
+            {"actor": parts.actor, **({} if parts.critic is None else {"critic": parts.critic})},
+            config.trainer.max_skipped_steps,
+        )
         self.global_step = 0
 
     # -- training step ----------------------------------------------------------------------------
@@ -161,6 +165,7 @@ class PPOTrainer:
         with metrics.phase("reward"):
             batch = self.parts.add_model_scores(batch)
             result = self.rewards.score(batch, self.parts.decode, scoring)
+            check_scored(result, len(batch), "responses")
             self.parts.failed.add(result.failures, f"step {self.global_step}")
             metrics.add(result.metrics)
         return add_scores(batch, result), result
@@ -183,7 +188,7 @@ class PPOTrainer:
         with metrics.phase("reward_max"):
             greedy = self.parts.add_model_scores(prompts.union(DataProto(generated.columns)))
             result = self.rewards.score(greedy, self.parts.decode, scoring)
-        check_remaining(result.keep_mask, result, "greedy responses")
+        check_scored(result, len(greedy), "greedy responses")
         baselines = torch.where(result.keep_mask, result.token_level_scores.sum(), torch.nan)
         baseline_metrics = {name.replace("reward/", "baseline/", 1): value for name, value in result.metrics.items()}
         metrics.add(baseline_metrics | {"baseline/score/mean": float(baselines.nanmean())})
@@ -258,11 +263,12 @@ class PPOTrainer:
                 should_save = self.best.update(val_metrics, self.global_step) or should_save
                 metrics |= val_metrics
             tracking.log(metrics, step=self.global_step)
+            has_updated = self.divergence.check_updates(self.global_step, metrics)
             if should_save:
-                self.save()
+                self.save(prune=has_updated)
             if stop.requested and not is_last:
                 if not should_save:
-                    self.save()
+                    self.save(prune=has_updated)
                 stop.acknowledge(self.global_step, total)
                 break
         return metrics
@@ -285,9 +291,10 @@ class PPOTrainer:
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def save(self) -> None:
-        """Save the state of the run as an atomic checkpoint."""
+    def save(self, prune: bool = True) -> None:
+        """Save the state of the run as an atomic checkpoint, unless a model has diverged, and prune old checkpoints."""
         trainer, step = self.config.trainer, self.global_step
+        self.divergence.check_outputs(step)
         roles = {"actor": partial(self.actor.save_checkpoint, global_step=step)}
         if self.critic is not None:
             roles["critic"] = partial(self.critic.save_checkpoint, global_step=step)
@@ -298,7 +305,7 @@ class PPOTrainer:
             "config": config_record(self.config),
             "tokenizer": str(Path(self.config.tokenizer_path()).absolute()),
         }
-        keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
+        keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep} if prune else {}
         contents = {"actor": self.config.actor_rollout_ref.actor.checkpoint, "critic": self.config.critic.checkpoint}
         exports = {
             name: partial(role.export, tokenizer=self.config.tokenizer_path())

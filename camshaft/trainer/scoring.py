@@ -10,8 +10,6 @@ Training, validation and `camshaft generate` use these functions. `check_scorabl
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from camshaft.config import CustomRewardConfig, PPOConfig
 from camshaft.dataproto import DataProto
 from camshaft.errors import RewardError
@@ -38,6 +36,7 @@ def build_rewards(custom: CustomRewardConfig) -> RewardManager:
         num_workers=custom.num_workers,
         on_error=custom.on_error,
         batched=custom.batched,
+        max_abs_score=custom.max_abs_score,
     )
 
 
@@ -83,18 +82,22 @@ def add_scores(batch: DataProto, result: RewardResult) -> DataProto:
         batch = batch.with_columns(reward_baselines=baselines.nan_to_num(0.0))
     if keep_mask.all():
         return batch
-    check_remaining(keep_mask, result, "responses")
+    if not keep_mask.any():
+        raise RewardError(
+            f"custom_reward_function.on_error=drop drops all {len(keep_mask)} responses of a step, because their "
+            "scoring or that of their greedy baseline failed; correct the function. The first failure is "
+            f"{result.failures[0]}"
+        )
     mask = batch.ragged("response_mask")
     return batch.with_columns(response_mask=mask.like(mask.values & keep_mask[mask.row_ids()]))
 
 
-def check_remaining(keep_mask: Tensor, result: RewardResult, noun: str) -> None:
-    """Raise RewardError if all rows were dropped."""
-    if len(keep_mask) and not keep_mask.any():
+def check_scored(result: RewardResult, num_rows: int, noun: str) -> None:
+    """Raise RewardError if the reward function failed for all rows of a training step."""
+    if num_rows and result.num_failed >= num_rows:
         raise RewardError(
-            f"the reward function failed for all {len(keep_mask)} {noun} of a step, and "
-            "custom_reward_function.on_error=drop drops them all; correct the function. "
-            f"The first failure is {result.failures[0]}"
+            f"the reward function failed for all {num_rows} {noun} of a step; correct the function. The first failure "
+            f"is {result.failures[0]}"
         )
 
 

@@ -32,6 +32,7 @@ from camshaft.models.loader import load_tokenizer
 from camshaft.roles import SupervisedWorker
 from camshaft.stop import ENDED_BY_SIGNAL, Stop
 from camshaft.tracking import Tracking
+from camshaft.trainer.metrics import DivergenceCheck
 from camshaft.trainer.mini_batches import balance_ranks
 from camshaft.trainer.resume import check_resume, config_record, log_resume
 from camshaft.trainer.session import finish_saving, global_pool, run_length, run_pools, session
@@ -69,6 +70,7 @@ class SupervisedTrainer(ABC, Generic[W]):
             self._exit = stack.pop_all()
         self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
         self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
+        self.divergence = DivergenceCheck({"model": self.model}, config.trainer.max_skipped_steps, prefix="train")
         self.global_step = 0
 
     def __enter__(self) -> Self:
@@ -133,11 +135,12 @@ class SupervisedTrainer(ABC, Generic[W]):
                 should_save = self.best.update(val_metrics, self.global_step) or should_save
                 metrics |= val_metrics
             tracking.log(metrics, step=self.global_step)
+            has_updated = self.divergence.check_updates(self.global_step, metrics)
             if should_save:
-                self.save()
+                self.save(prune=has_updated)
             if stop.requested and not is_last:
                 if not should_save:
-                    self.save()
+                    self.save(prune=has_updated)
                 stop.acknowledge(self.global_step, self.total_steps)
                 return metrics
         self.model.export(self.config.export_path())
@@ -159,10 +162,11 @@ class SupervisedTrainer(ABC, Generic[W]):
             results.append(method(padded).unpad(num_padding_rows))
         return DataProto.concat(results)
 
-    def save(self) -> None:
-        """Save the state of the run as an atomic checkpoint."""
+    def save(self, prune: bool = True) -> None:
+        """Save the state of the run as an atomic checkpoint, unless the model has diverged; prune old checkpoints."""
+        self.divergence.check_outputs(self.global_step)
         roles = {"model": partial(self.model.save_checkpoint, global_step=self.global_step)}
-        keep = {"model": self.config.trainer.max_ckpt_to_keep}
+        keep = {"model": self.config.trainer.max_ckpt_to_keep} if prune else {}
         exports = {"model": self.model.export} if self.config.checkpoint.saves_hf_model() else {}
         state = {
             "loader": self.loader.state_dict(),

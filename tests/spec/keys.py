@@ -13,6 +13,7 @@ from spec.fields import ACTOR, CRITIC, FIELD_TESTS, FIELDS, MODEL, REWARD, ROLLO
 REACHES = "tests/spec/test_fields.py::test_key_reaches_its_field"
 _DATA, _RUN, _PLACE = (f"tests/spec/test_{name}_keys.py" for name in ("data", "run", "place"))
 _REWARDS = "tests/spec/test_reward_keys.py"
+_DIVERGENCE = "tests/unit/trainer/test_divergence.py"
 _PARITY = "tests/parity/test_parity.py"
 _RELATIVES = f"{_PARITY}::test_grpo_variants_match_the_reference_program"
 _PPO = f"{_PARITY}::test_ten_steps_of_ppo_match_the_reference_program"
@@ -104,6 +105,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "custom_reward_function.name": (f"{_REWARDS}::test_path_and_name_select_the_function",),
     "custom_reward_function.reward_kwargs": (f"{_REWARDS}::test_reward_kwargs_are_arguments_of_every_call",),
     "custom_reward_function.batched": (f"{_REWARDS}::test_batched_selects_the_calling_convention",),
+    "custom_reward_function.max_abs_score": (f"{_DIVERGENCE}::test_an_absurd_score_counts_as_failed",),
     "custom_reward_function.timeout": (f"{_REWARDS}::test_timeout_limits_one_call",),
     "custom_reward_function.num_workers": (f"{_REWARDS}::test_num_workers_is_the_number_of_scoring_processes",),
     "custom_reward_function.on_error": (f"{_REWARDS}::test_on_error_selects_the_handling_of_failed_calls",),
@@ -168,6 +170,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
         f"{_PPO_UNIT}::test_responses_of_every_validation_and_every_step_are_written_down",
     ),
     "trainer.critic_warmup": (f"{_PARITY}::test_actor_is_untouched_while_the_critic_warms_up",),
+    "trainer.max_skipped_steps": (f"{_DIVERGENCE}::test_the_number_of_skipped_steps_ends_the_run",),
     "trainer.default_hdfs_dir": (f"{_RESUME}::test_resume_path_uses_the_remote_copy",),
     "trainer.max_actor_ckpt_to_keep": (f"{_RESUME}::test_retention_keeps_the_configured_number_of_checkpoints",),
     "trainer.max_critic_ckpt_to_keep": (f"{_RESUME}::test_retention_keeps_the_configured_number_of_checkpoints",),

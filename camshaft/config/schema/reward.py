@@ -124,6 +124,9 @@ class CustomRewardConfig(Section):
         description="Call the function once per batch with the lists data_sources, solution_strs, ground_truths and "
         "extra_infos. null detects a batched function by its parameter names."
     )
+    max_abs_score: float = Field(
+        gt=0, description="Largest valid absolute value of a score. A sample with a larger score counts as failed."
+    )
     timeout: float = Field(gt=0, description="Time limit of one call in seconds.")
     num_workers: int = Field(ge=1, description="Number of processes that run the scoring function.")
     on_error: Literal["zero", "drop", "raise"] = Field(

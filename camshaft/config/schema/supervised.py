@@ -62,6 +62,12 @@ class SupervisedTrainerConfig(PlacementConfig):
     )
     save_freq: OffOrPositive = Field(description="Number of steps between checkpoints. -1 disables checkpoints.")
     test_freq: OffOrPositive = Field(description="Number of steps between validations. -1 disables validation.")
+    max_skipped_steps: int | None = Field(
+        ge=1,
+        description="Number of consecutive optimizer steps that may be skipped because a gradient is not finite. The "
+        "run ends with an error at this number, or after 3 consecutive updates without an applied step. null "
+        "disables the limit.",
+    )
     default_local_dir: Path = Field(description="Folder for checkpoints and metrics.")
     default_hdfs_dir: Path | None = Field(
         description="Folder or URL (hdfs://, s3://) to copy checkpoints to; null disables copies. Old copies are not "

@@ -47,6 +47,12 @@ class TrainerConfig(PlacementConfig):
         "iteration. null disables this output."
     )
     critic_warmup: int = Field(ge=0, description="Number of initial iterations that train only the critic.")
+    max_skipped_steps: int | None = Field(
+        ge=1,
+        description="Number of consecutive optimizer steps that may be skipped because a gradient is not finite. The "
+        "run ends with an error at this number, or after 3 consecutive updates without an applied step. null "
+        "disables the limit.",
+    )
     default_hdfs_dir: Path | None = Field(
         description="Folder or URL (hdfs://, s3://) to copy checkpoints to; null disables copies. Old copies are not "
         "deleted. A run resumes from the newest copy if default_local_dir contains no checkpoint."

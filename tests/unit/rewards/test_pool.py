@@ -10,6 +10,7 @@ from typing import NoReturn
 import pytest
 
 from camshaft.errors import RewardError
+from camshaft.rewards import pool
 from camshaft.rewards.manager import RewardManager
 
 from .conftest import batch_of, decode
@@ -83,3 +84,19 @@ def test_a_driver_that_exits_leaves_no_process(alive):
     driver = "from camshaft.rewards.manager import RewardManager; keep = RewardManager(name='exact_match')"
     assert subprocess.run([sys.executable, "-c", driver], check=False).returncode == 0
     assert alive() == []
+
+
+def test_a_function_whose_first_calls_all_time_out_is_rejected(manager, score):
+    rewards = manager("import time; time.sleep(60)", timeout=0.2, num_workers=2)
+    message = r"first 8 calls of the reward function 'compute_score' returned nothing within 0\.2 s each"
+    with pytest.raises(RewardError, match=message):
+        score(rewards, ["a"] * 32)
+
+
+def test_slow_scoring_is_reported(manager, score, caplog, monkeypatch):
+    monkeypatch.setattr(pool, "REPORT_SECONDS", 0.2)
+    rewards = manager("import time; time.sleep(float(solution_str)); return 1.0", timeout=1.0, num_workers=2)
+    with caplog.at_level("INFO", "camshaft"):
+        score(rewards, ["0", "0", "0.9", "3"])
+    reports = [record.getMessage() for record in caplog.records if "waiting for the reward" in record.getMessage()]
+    assert "2 of 4 responses scored" in reports[0]

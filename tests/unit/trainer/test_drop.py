@@ -104,7 +104,7 @@ def test_a_prompt_without_a_baseline_is_dropped(home: Path) -> None:
     # Scores 5, 7 and 8, each on its row's last token, are the reward-to-go of every token.
     rows = [row.tolist() for row in result.ragged("advantages").rows()]
     assert rows == [[0.0] * 3, [0.0] * 2, [0.0] * 4, [0.0], [2.5] * 2, [0.0] * 3, [4.5] * 2, [5.5] * 2]
-    with pytest.raises(RewardError, match="for all 8 responses"):
+    with pytest.raises(RewardError, match="drops all 8 responses"):
         add_scores(unscored.with_columns(reward_baselines=baselines), result_of(unscored, (4, 5, 6, 7)))
 
 
@@ -158,7 +158,7 @@ def test_weights_equal_those_of_an_update_without_the_row(home: Path, mode: str)
 
 def test_a_step_without_remaining_samples_is_an_error() -> None:
     batch = batch_of(torch.Generator())
-    with pytest.raises(RewardError, match=r"for all 8 responses.*drops them all; correct .*ValueError: no"):
+    with pytest.raises(RewardError, match=r"drops all 8 responses.*; correct .*ValueError: no"):
         add_scores(batch, result_of(batch, tuple(range(8))))
 
 

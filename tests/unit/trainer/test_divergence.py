@@ -1,0 +1,77 @@
+"""A run whose model has diverged ends, and its last good checkpoint remains."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import sft_args
+from support.ppo_runs import run_ppo
+
+from camshaft import storage
+from camshaft.checkpoint import CheckpointManager
+from camshaft.config import load_sft
+from camshaft.errors import DivergenceError, RewardError
+from camshaft.tracking import RunInfo, Tracking
+from camshaft.trainer.sft import SFTTrainer
+
+ACTOR, CRITIC = "actor_rollout_ref.actor.optim.lr", "critic.optim.lr"
+SAVING: dict[str, Any] = {
+    "trainer.save_freq": 1,
+    "trainer.resume_mode": "auto",
+    "trainer.max_actor_ckpt_to_keep": 1,
+    "trainer.max_critic_ckpt_to_keep": 1,
+}
+
+
+@pytest.mark.parametrize(("key", "role"), [(ACTOR, "actor"), (CRITIC, "critic")])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_diverged_model_does_not_replace_the_last_checkpoint(key: str, role: str, ranks: int, tmp_path: Path) -> None:
+    sharded = {"actor_rollout_ref.actor.strategy": "fsdp", "critic.strategy": "fsdp", "trainer.n_gpus_per_node": 2}
+    settings = SAVING | (sharded if ranks == 2 else {})
+    run_ppo(tmp_path, settings, steps=2)
+    with pytest.raises(DivergenceError, match=rf"outputs of {role} are not finite after step 3.*lower {key}"):
+        run_ppo(tmp_path, settings | {key: 1e30}, steps=4)
+    saved = CheckpointManager(tmp_path / "run").latest()
+    assert saved is not None
+    assert saved.step == 2
+    assert len(run_ppo(tmp_path, settings, steps=3)) == 1, "the run resumes from step 2"
+
+
+def test_a_critic_that_only_skips_updates_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    message = r"critic has skipped 7 optimizer steps in a row up to step 4, because the loss is not finite.*lower crit"
+    with caplog.at_level(logging.WARNING, "camshaft"), pytest.raises(DivergenceError, match=message):
+        run_ppo(tmp_path, {CRITIC: 1e30}, steps=9)
+    assert "step 1: critic skipped 1 optimizer steps, because the loss is not finite" in caplog.text
+
+
+def test_the_number_of_skipped_steps_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(DivergenceError, match="critic has skipped 3 optimizer steps in a row up to step 2"):
+        run_ppo(tmp_path, {CRITIC: 1e30, "trainer.max_skipped_steps": 3}, steps=9)
+    assert len(run_ppo(tmp_path, {CRITIC: 1e30, "trainer.max_skipped_steps": "null"}, steps=5)) == 5
+
+
+def test_supervised_training_that_diverges_saves_nothing(tmp_path: Path) -> None:
+    args = sft_args(tmp_path, {"optim.lr": 1e30, "trainer.save_freq": 1, "trainer.total_training_steps": 9})
+    with SFTTrainer(load_sft(args)) as trainer, Tracking([], RunInfo("p", "e", tmp_path, 9, None, {})) as tracking:
+        trainer.prepare()
+        with pytest.raises(DivergenceError, match=r"outputs of model are not finite after step 1.*lower optim\.lr"):
+            trainer.fit(tracking)
+    assert not storage.step_folders(trainer.checkpoints.root)
+
+
+@pytest.mark.parametrize("on_error", ["zero", "drop"])
+def test_a_step_without_a_scored_response_ends_the_run(on_error: str, tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(**_):\n    raise ValueError('never')\n")
+    broken = {"custom_reward_function.path": reward, "custom_reward_function.on_error": on_error}
+    with pytest.raises(RewardError, match=r"failed for all 8 responses of a step.*ValueError: never"):
+        run_ppo(tmp_path, broken, steps=2)
+
+
+def test_an_absurd_score_counts_as_failed(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(**_):\n    return 1e38\n")
+    settings = {"custom_reward_function.path": reward, "custom_reward_function.on_error": "zero"}
+    with pytest.raises(RewardError, match=r"1e\+38 exceeds custom_reward_function.max_abs_score=1e\+06"):
+        run_ppo(tmp_path, settings, steps=1)
