@@ -44,6 +44,8 @@ _TABLE = (
     Column("rollout_log_probs", "ragged", "float32", "per response token: log-prob under the sampling distribution", "roles/rollout", ("trainer/advantages", "trainer/metrics", "trainer/ppo")),
     Column("rollout_is_weights", "ragged", "float32", "per response token: importance weight, with rollout_correction.rollout_is", "trainer/advantages", ("roles/actor.update_actor",)),
     Column("rollout_rs_mask", "ragged", "bool", "per response token: true if all rejection rules accept the token, with rollout_correction.rollout_rs", "trainer/advantages", ("roles/actor.update_actor",)),
+    Column("routed_experts", "ragged", "uint8", "per token: experts (layers, top-k) that the rollout chose, with enable_return_routed_experts or router_replay; int16 with 256 experts or more", "roles/rollout", ("roles/actor", "engine")),
+    Column("routing_mismatch", "ragged", "float64", "per response token: fraction of the choices of experts that differ between trainer and rollout", "roles/actor.compute_log_prob or roles/actor.update_actor", ("trainer/metrics",)),
     Column("finished", "tensor", "bool", "true if the response ended before the length limit", "roles/rollout", ("trainer/metrics",)),
     Column("rm_scores", "ragged", "float32", "per response token: score of the reward model at the last masked-in token, 0 elsewhere", "roles/reward_model.compute_rm_score", ("rewards/combined",)),
     Column("rm_truncated", "tensor", "bool", "true if the sequence was truncated for the reward model", "roles/reward_model.compute_rm_score", ("rewards/combined",)),

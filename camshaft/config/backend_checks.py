@@ -203,6 +203,7 @@ def _check_single_process(
 def _check_group(group: list[Role], capabilities: EngineCapabilities, world_size: int) -> Iterator[Problem]:
     """Check the engines of roles with the same strategy. A problem that several roles have is reported once."""
     yield from _check_lora(group[0], capabilities)
+    yield from _check_router_aux_loss(group[0], capabilities)
     yield from _check_unsupported(group, capabilities)
     reported: set[str] = set()
     for role in group:
@@ -291,6 +292,19 @@ def _check_lora(role: Role, capabilities: EngineCapabilities) -> Iterator[Proble
         yield Problem(f"{key}.lora_rank", model.lora_rank, message, (role.strategy_key,))
 
 
+def _check_router_aux_loss(role: Role, capabilities: EngineCapabilities) -> Iterator[Problem]:
+    """Check that the engine of a trained role supports the auxiliary loss of a mixture of experts."""
+    if role.section is None or not role.section.router_aux_loss_coef or capabilities.supports_router_aux_loss:
+        return
+    key = f"{role.model_key}.router_aux_loss_coef"
+    supporting = next(name for name, backend in ENGINES.items() if backend.capabilities.supports_router_aux_loss)
+    message = (
+        f"strategy={role.strategy} does not support the router auxiliary loss. Set {key}=0, or "
+        f"{role.strategy_key}={supporting}."
+    )
+    yield Problem(key, role.section.router_aux_loss_coef, message, (role.strategy_key,))
+
+
 def _check_reference_layout(config: PPOConfig) -> Iterator[Problem]:
     """Check that the reference has the same parallel layout as the actor, if the run requires it.
 
@@ -367,3 +381,37 @@ def check_rollout_adapter(config: PPOConfig) -> Iterator[Problem]:
             f" {ROLLOUT}.name={supporting}."
         )
         yield Problem(key, rollout.lora_weights, message, (f"{ROLLOUT}.name",))
+
+
+def check_routed_experts(config: PPOConfig) -> Iterator[Problem]:
+    """Check the keys that return, compare or replay the expert choices of the rollout."""
+    mode, rollout, actor = config.routing_mode(), config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
+    if mode is None:
+        return
+    replay, returned = f"{ACTOR}.router_replay.mode", f"{ROLLOUT}.enable_return_routed_experts"
+    key, value, off = (replay, "R3", "disabled") if mode == "replay" else (returned, True, "false")
+    try:
+        returns_experts = rollout_capabilities(rollout.name).supports_routed_experts
+        supports_replay = engine_capabilities(actor.strategy).supports_router_replay
+    except ConfigError:
+        return
+    if not returns_experts:
+        supporting = next(name for name, backend in ROLLOUTS.items() if backend.capabilities.supports_routed_experts)
+        message = (
+            f"{ROLLOUT}.name={rollout.name} does not return expert choices. Set {key}={off}, or "
+            f"{ROLLOUT}.name={supporting}."
+        )
+        yield Problem(key, value, message, (f"{ROLLOUT}.name",))
+    if not supports_replay:
+        supporting = next(name for name, backend in ENGINES.items() if backend.capabilities.supports_router_replay)
+        message = (
+            f"strategy={actor.strategy} cannot read the expert choices of the rollout. Set {key}={off}, or "
+            f"{ACTOR}.strategy={supporting}."
+        )
+        yield Problem(key, value, message, (f"{ACTOR}.strategy",))
+    if mode == "compare" and config.old_log_prob_source() == "rollout":
+        bypass = "algorithm.rollout_correction.bypass_mode"
+        message = (
+            f"has no effect with {bypass}=true, because the actor does not compute old log-probs. Set {key}=false."
+        )
+        yield Problem(key, value, message, (bypass,))

@@ -32,9 +32,9 @@ class Backend(Generic[Capabilities]):
     capabilities: Capabilities
 
 
-SINGLE_DEVICE = EngineCapabilities(multiple_ranks=False)
-FSDP = EngineCapabilities(FSDPOptions)
-FSDP1 = EngineCapabilities(FSDP1Options)
+SINGLE_DEVICE = EngineCapabilities(multiple_ranks=False, supports_router_aux_loss=True, supports_router_replay=True)
+FSDP = EngineCapabilities(FSDPOptions, supports_router_aux_loss=True, supports_router_replay=True)
+FSDP1 = EngineCapabilities(FSDP1Options, supports_router_aux_loss=True, supports_router_replay=True)
 MEGATRON = EngineCapabilities(MegatronOptions, supports_lora=False)
 TORCHTITAN = EngineCapabilities(TorchtitanOptions, supports_lora=False)
 
@@ -53,7 +53,7 @@ HF = RolloutCapabilities(OneDeviceOptions, reads=frozenset())
 PROCESS = RolloutCapabilities()
 SERVER = RolloutCapabilities(ServerOptions)
 SGLANG = RolloutCapabilities(SGLangOptions)
-TORCH = RolloutCapabilities(OneDeviceOptions, reads=frozenset({"enforce_eager"}))
+TORCH = RolloutCapabilities(OneDeviceOptions, reads=frozenset({"enforce_eager"}), supports_routed_experts=True)
 VLLM = RolloutCapabilities(VLLMOptions, reads=_LIBRARY_KEYS, supports_adapter=True)
 
 ROLLOUTS = {

@@ -14,6 +14,7 @@ from camshaft.config.backend_checks import (
     check_ppo_engines,
     check_rollout,
     check_rollout_adapter,
+    check_routed_experts,
     check_supervised_engines,
     layouts_are_valid,
 )
@@ -65,6 +66,7 @@ def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
     yield from _check_scores(config)
     yield from check_ppo_engines(config)
     yield from check_rollout_adapter(config)
+    yield from check_routed_experts(config)
     if layouts_are_valid(config):
         yield from _check_batches(config)
         yield from _check_global_micro_batches(config)

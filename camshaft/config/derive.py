@@ -167,7 +167,9 @@ def reward_engine_model(config: PPOConfig) -> EngineModel:
 def rollout_engine(config: PPOConfig) -> RolloutEngineConfig:
     """Return the config of the rollout of a training run."""
     section = config.actor_rollout_ref
-    generator = _rollout_engine_config(section.model, section.rollout, config.trainer)
+    generator = _rollout_engine_config(section.model, section.rollout, config.trainer).model_copy(
+        update={"enable_return_routed_experts": config.routing_mode() is not None}
+    )
     if section.rollout.lora_weights == "merged":
         return generator
     return generator.model_copy(update={"lora": _lora(section.model)})
@@ -313,6 +315,7 @@ def engine_model(
         trust_remote_code=model.trust_remote_code,
         enable_gradient_checkpointing=model.enable_gradient_checkpointing,
         gradient_checkpointing_mode=model.gradient_checkpointing_mode,
+        router_aux_loss_coef=model.router_aux_loss_coef,
         lora=_lora(model),
     )
 

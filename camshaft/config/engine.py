@@ -61,6 +61,9 @@ class EngineModel(Frozen):
     """full recomputes entire layers; selective stores the outputs of matrix multiplications and attention."""
     use_prefix_grouper: bool = True
     """Compute a prompt that several rows of a micro-batch share only once, if the device and the model support it."""
+    router_aux_loss_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the load-balancing loss of a mixture of experts, which is added to the loss of a training step.
+    The value in config.json is not used."""
     lora: LoRAConfig | None = None
     """LoRA adapters. None trains all weights."""
 
@@ -189,6 +192,11 @@ class EngineCapabilities:
     """True if the engine supports more than one rank."""
     supports_lora: bool = True
     """True if the engine can train LoRA adapters (`EngineModel.lora`)."""
+    supports_router_aux_loss: bool = False
+    """True if the engine adds the auxiliary loss of a mixture of experts (`EngineModel.router_aux_loss_coef`), and
+    returns the metrics of its routers."""
+    supports_router_replay: bool = False
+    """True if the engine can compare and replay the experts of another forward pass (`StepContext.routing`)."""
 
     def validate(self, config: EngineConfig) -> EngineOptions:
         """Return the validated options of `config`; an `EngineError` lists all unsupported settings."""
@@ -196,6 +204,11 @@ class EngineCapabilities:
         conflicts = [str(conflict) for conflict in options.conflicts(config.model)]
         if config.model.lora is not None and not self.supports_lora:
             conflicts.append("LoRA is not supported by this engine. Set model.lora=None")
+        if config.model.router_aux_loss_coef and not self.supports_router_aux_loss:
+            conflicts.append(
+                f"router_aux_loss_coef={config.model.router_aux_loss_coef} is not supported by this engine. Set "
+                "model.router_aux_loss_coef=0"
+            )
         if conflicts:
             raise EngineError("\n".join(conflicts))
         return options

@@ -41,6 +41,8 @@ class RolloutEngineConfig(Frozen):
     """Reuse the KV cache of shared prompt prefixes."""
     lora: LoRAConfig | None = None
     """LoRA adapter that is synced separately from the base weights. None syncs complete weights."""
+    enable_return_routed_experts: bool = False
+    """Return the experts that a mixture of experts chose for each token. Requires `supports_routed_experts`."""
     update_weights_bucket_megabytes: int = Field(default=512, ge=1)
     """Size in megabytes of the buckets in which weights are sent to another process."""
     seed: int = 0
@@ -101,3 +103,5 @@ class RolloutCapabilities:
     supports_adapter: bool = False
     """True if the rollout supports `RolloutEngineConfig.lora`: the base weights are synced once, and the adapter at
     every weight sync."""
+    supports_routed_experts: bool = False
+    """True if the rollout supports `RolloutEngineConfig.enable_return_routed_experts`."""

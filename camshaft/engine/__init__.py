@@ -11,6 +11,7 @@
     megatron/           GPT models of megatron-core, with tensor, pipeline and expert parallelism (`megatron`)
     torchtitan/         `ShardedEngine` with model definitions of torchtitan (`torchtitan`)
     micro_batches.py    splits a mini-batch into micro-batches
+    routing.py          auxiliary loss and metrics of the routers of a mixture of experts
     optim.py            optimizer, learning-rate schedule, gradient clipping
     offload.py          moves parameters, gradients and optimizer state to host memory between phases
     checkpoint.py       saves checkpoints, and loads them at any world size

@@ -46,6 +46,8 @@ sum_v p(v) (log p(v) - log q(v)) of the model's distribution p. The batch's colu
 `distribution` of another model; a `preprocess_fn` may add it. The gradient flows through p only.
 """
 
+RoutingMode = Literal["compare", "replay"]
+
 Batch = DataProto | Mapping[str, Any]
 Predictions = Mapping[str, Any]
 """Maps names to `Ragged` columns (one value per token), or to tensors or lists (one value per row)."""
@@ -61,6 +63,10 @@ class StepContext(TypedDict, total=False):
     """Predictions to compute; defaults to the first output of the head."""
     temperature: float
     """The engine divides the logits by it before it computes log-probs and entropy; defaults to 1.0."""
+    routing: RoutingMode
+    """Use of the batch's column `routed_experts` by a mixture-of-experts model. "replay" computes each token with these
+    experts. Both values add the prediction `routing_mismatch`: for each token, the fraction of the routers' choices at
+    the previous token that the column does not contain. Without this key, the column is not read."""
     num_tokens: float
     """Number of `loss_mask` tokens in the mini-batch, summed over all data-parallel ranks. Set by the engine."""
     num_sequences: float

@@ -207,7 +207,7 @@ def restore_order(plan: Sequence[Sequence[int]], parts: Sequence[Any]) -> Any:
 # -- running the micro-batches ---------------------------------------------------------------------
 
 
-PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "full_kl", "values"})
+PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "full_kl", "values", "routing_mismatch"})
 """Model outputs with one entry per token. The other outputs have one entry per row."""
 
 
@@ -240,6 +240,8 @@ class PreparedRows(NamedTuple):
     """(M,) offsets of the counted tokens in the flattened rows."""
     ctx_changes: dict[str, Any]
     """Entries of the context that `preprocess_fn` set."""
+    routed_experts: Tensor | None
+    """(N, layers, top-k) experts of the packed tokens, if the context has the key `routing`."""
 
 
 class MicroBatches:
@@ -292,8 +294,12 @@ class MicroBatches:
         ctx_changes = {key: value for key, value in dict(ctx).items() if ctx_before.get(key, missing) is not value}
         ids, mask = inputs.ragged("input_ids"), inputs.ragged("loss_mask")
         positions = mask.values.nonzero().squeeze(-1).cpu()
-        self._prepared[index] = PreparedRows(data, ids, positions, {"metrics": ctx.get("metrics", {})} | ctx_changes)
-        packed = pack_rows(ids, positions, prefix_groups(ids, mask) if self._shares_prefixes else ())
+        routed = inputs.ragged("routed_experts") if ctx.get("routing") is not None else None
+        packed = pack_rows(ids, positions, prefix_groups(ids, mask, routed) if self._shares_prefixes else ())
+        experts = None if routed is None else to_device(packed.reorder(routed.values), self._device)
+        self._prepared[index] = PreparedRows(
+            data, ids, positions, {"metrics": ctx.get("metrics", {})} | ctx_changes, experts
+        )
         log_q = None
         if "full_kl" in ctx["outputs"]:
             log_q = OpaqueTensor(to_device(packed.reorder(inputs.ragged("log_q").values), self._device))
@@ -306,9 +312,17 @@ class MicroBatches:
             log_q,
         )
 
+    def routed_experts(self, index: int) -> Tensor | None:
+        """Return the experts (N, layers, top-k) of the packed tokens of a prepared micro-batch."""
+        return self._prepared[index].routed_experts
+
+    def is_dummy(self, index: int) -> bool:
+        """Return True for a micro-batch without rows, which runs the shortest row with zero loss weight."""
+        return not self._plan[index]
+
     def finish(self, index: int, outputs: Mapping[str, Tensor]) -> Tensor | None:
         """Call `postprocess_fn` and the loss on the outputs of a micro-batch; return the loss to differentiate."""
-        rows, is_dummy = self._prepared.pop(index), not self._plan[index]
+        rows, is_dummy = self._prepared.pop(index), self.is_dummy(index)
         self.ctx.update(rows.ctx_changes)  # pyright: ignore[reportArgumentType, reportCallIssue]
         predictions: Any = self._align(outputs, rows.ids, rows.positions)
         if self._hooks.postprocess is not None:
@@ -399,9 +413,13 @@ class PackedRows:
         return values if self.source is None else values[self.source.to(values.device)]
 
 
-def prefix_groups(ids: Ragged, mask: Ragged) -> list[PrefixGroup]:
-    """Group the rows by the tokens before their first counted token, in the order of first occurrence."""
+def prefix_groups(ids: Ragged, mask: Ragged, routed_experts: Ragged | None = None) -> list[PrefixGroup]:
+    """Group the rows by the tokens before their first counted token, in the order of first occurrence.
+
+    With `routed_experts`, the tokens of a common prefix also have equal experts.
+    """
     tokens, counted = ids.values.cpu().numpy(), mask.values.cpu().numpy().astype(bool)
+    experts = None if routed_experts is None else routed_experts.values.cpu().numpy()
     members: dict[bytes | int, list[int]] = {}
     prefix_lengths: dict[bytes | int, int] = {}
     start = 0
@@ -409,6 +427,8 @@ def prefix_groups(ids: Ragged, mask: Ragged) -> list[PrefixGroup]:
         stop = start + length
         prefix_length = int(counted[start:stop].argmax()) if length else 0  # 0 also if no token of the row is counted
         key = row if prefix_length == 0 else tokens[start : start + prefix_length].tobytes()
+        if experts is not None and isinstance(key, bytes):
+            key += experts[start : start + prefix_length].tobytes()
         members.setdefault(key, []).append(row)
         prefix_lengths[key] = prefix_length
         start = stop

@@ -60,9 +60,11 @@ from camshaft.engine.micro_batches import (
 )
 from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
+from camshaft.engine.routing import RoutingStep
 from camshaft.errors import EngineError
 from camshaft.models.lora import adapter_weights, disable_adapter, merged_weights
 from camshaft.models.packed import PackedModel, PackedModule
+from camshaft.models.routing import supported_models
 from camshaft.seat import ONLY_RANK, Seat
 
 SAVE_TIMEOUT = timedelta(hours=12)
@@ -91,6 +93,7 @@ class TorchEngine(BaseEngine):
         self._loss_fn: LossFn | None = None
         self._warned_of_unread_counts = False
         self._skipped_steps = 0
+        self._routing: RoutingStep | None = None
 
     # -- placement on devices, implemented by subclasses ------------------------------------------
 
@@ -158,6 +161,12 @@ class TorchEngine(BaseEngine):
     def init_model(self) -> None:
         self.device = resolve_device(self.config.device)
         self.module = self.build_model()
+        coefficient = self.config.model.router_aux_loss_coef
+        if coefficient and self.module.routers is None:
+            raise EngineError(
+                f"router_aux_loss_coef={coefficient} requires a mixture of experts with supported routers "
+                f"({supported_models()}), which {self.config.model.path} is not; set router_aux_loss_coef=0"
+            )
         if self.config.optim is not None:
             # Built after `build_model`, which may replace parameters, and before any forward pass.
             self._optimizer = self.build_optimizer(self.config.optim)
@@ -229,7 +238,8 @@ class TorchEngine(BaseEngine):
             preprocess_fn = None
         data = as_batch(batch)
         call = self._count(data, call)
-        plan = self._plan(data, forward_only)
+        self._routing = self._start_routing(call, forward_only)
+        plan = self._plan(data, forward_only, call.get("routing") is not None)
         hooks = Hooks(preprocess_fn, postprocess_fn, loss_fn)
         micro_batches = MicroBatches(data, plan, call, hooks, self.device, self._shares_prefixes)
         with torch.set_grad_enabled(not forward_only):
@@ -246,6 +256,9 @@ class TorchEngine(BaseEngine):
             torch.stack([torch.as_tensor(s, device=self.device).double() for s in shares])
         )
         call["metrics"] = dict(zip(micro_batches.metrics, sums, strict=True))
+        if self._routing is not None:
+            aux_loss, metrics = self._routing.results()
+            loss, call["metrics"] = loss + aux_loss, call["metrics"] | metrics
         return predictions, loss, {**call}
 
     def run_micro_batches(self, micro_batches: MicroBatches) -> None:
@@ -254,6 +267,10 @@ class TorchEngine(BaseEngine):
         A pipeline overrides this method with its schedule. If the rows are in host memory, this method never waits for
         an accelerator, so the host can queue several micro-batches.
         """
+        routing = self._routing
+        if routing is not None:
+            self._run_routed(micro_batches, routing)
+            return
         for index in range(len(micro_batches)):
             inputs = micro_batches.prepare(index)
             with self.forward_context():
@@ -262,7 +279,38 @@ class TorchEngine(BaseEngine):
             if loss is not None:
                 self.backward(loss)
 
-    def _plan(self, data: DataProto, forward_only: bool) -> list[list[int]]:
+    def _run_routed(self, micro_batches: MicroBatches, routing: RoutingStep) -> None:
+        """Run the micro-batches of a mixture-of-experts model, with its auxiliary loss."""
+        count = range(len(micro_batches))
+        needs_count = routing.needs_count(len(micro_batches))
+        prepared = [micro_batches.prepare(index) for index in count] if needs_count else []
+        if needs_count:
+            routed = [micro_batches.routed_experts(index) for index in count]
+            routing.count(prepared, routed, [micro_batches.is_dummy(index) for index in count])
+        for index in count:
+            inputs = prepared[index] if needs_count else micro_batches.prepare(index)
+            with self.forward_context():
+                experts, is_dummy = micro_batches.routed_experts(index), micro_batches.is_dummy(index)
+                outputs = routing.forward(inputs, experts, is_dummy)
+            loss = micro_batches.finish(index, outputs)
+            if loss is not None:
+                self.backward(routing.add_loss(loss))
+        routing.routers.stop()
+
+    def _start_routing(self, ctx: StepContext, forward_only: bool) -> RoutingStep | None:
+        """Return the routing of a step; None for a dense model, or if the engine or the step does not use it."""
+        routers, mode = self.module.routers, ctx.get("routing")
+        if mode is not None and (routers is None or not self.capabilities.supports_router_replay):
+            raise EngineError(
+                f"ctx['routing']={mode} requires an engine that supports router replay and a model with routers "
+                f"({supported_models()}), got {type(self).__name__} and {self.config.model.path}; omit the key"
+            )
+        if routers is None or not self.capabilities.supports_router_aux_loss or (forward_only and mode is None):
+            return None
+        coefficient = self.config.model.router_aux_loss_coef
+        return RoutingStep(self.module, routers, coefficient, self.device, self.sum_over_ranks, mode)
+
+    def _plan(self, data: DataProto, forward_only: bool, is_routed: bool = False) -> list[list[int]]:
         """Return the row numbers of each micro-batch. All data-parallel ranks get the same number of micro-batches."""
         config, ids = self.config, data.ragged("input_ids")
         size = config.infer_micro_batch_size if forward_only else config.micro_batch_size
@@ -270,7 +318,8 @@ class TorchEngine(BaseEngine):
         if max_tokens is None:
             return plan_micro_batches(ids.lengths, size, None, self.max_over_ranks)
         # The plan keeps prefix groups together, because a prefix is shared only within a micro-batch.
-        groups = prefix_groups(ids, data.ragged("loss_mask")) if self._shares_prefixes else None
+        routed = data.ragged("routed_experts") if is_routed else None
+        groups = prefix_groups(ids, data.ragged("loss_mask"), routed) if self._shares_prefixes else None
         pivot = attention_pivot(self.module.hidden_size)
         return plan_micro_batches(ids.lengths, size, max_tokens, self.max_over_ranks, pivot, groups)
 

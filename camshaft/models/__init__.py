@@ -13,6 +13,7 @@
     lora.py             LoRA adapters
     activations.py      gradient checkpointing, and offloading of activations to host memory
     sequence.py         sequence parallelism
+    routing.py          routers of mixtures of experts: records and replays their choices
     tiny.py             creates small models for tests and demos
     cpu.py              autograd functions for CPUs: packed attention, RMSNorm
     triton/             Triton kernels for the tiles of the fused output layer

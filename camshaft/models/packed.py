@@ -29,6 +29,7 @@ from camshaft.models.attention import PACKED, packed_kwargs, reject_unsupported
 from camshaft.models.cpu import replace_norms
 from camshaft.models.linear_logprob import VocabularyShard, linear_full_kl, linear_logprob, log_distribution
 from camshaft.models.packing import Packing
+from camshaft.models.routing import Routers, find_routers
 from camshaft.models.sequence import SequenceSplit
 
 Head = Literal["causal_lm", "value", "reward"]
@@ -71,6 +72,8 @@ class PackedModule(nn.Module, ABC):
 
     head: Head
     sequence: SequenceSplit | None = None
+    routers: Routers | None = None
+    """Routers of a mixture of experts; None for a dense model."""
     supports_prefix_sharing: bool
 
     @property
@@ -205,6 +208,7 @@ class PackedModel(PackedModule):
             )
         self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
         self.supports_prefix_sharing = supports_prefix_sharing(hf.config)
+        self.routers = find_routers(hf)
 
     @property
     def hidden_size(self) -> int:

@@ -74,6 +74,14 @@ class Packing:
             offsets = offsets - torch.tensor([0 if p is None else self.lengths[p] for p in self.prefix_of])
         return torch.arange(self.size) - torch.repeat_interleave(offsets, torch.tensor(self.lengths))
 
+    def row_counts(self) -> Tensor:
+        """Return the number (N,) of rows that contain each token: more than 1 for the tokens of a shared prefix."""
+        counts = torch.ones(len(self.lengths))
+        if self.prefix_of is not None:
+            children = torch.tensor([prefix for prefix in self.prefix_of if prefix is not None], dtype=torch.int64)
+            counts = torch.bincount(children, minlength=len(self.lengths)).clamp(min=1).float()
+        return torch.repeat_interleave(counts, torch.tensor(self.lengths))
+
     def previous(self, at: Tensor) -> Tensor:
         """Return the offset (M,) of the token that precedes each token of `at` in its row.
 

@@ -22,7 +22,7 @@ from camshaft.config import PPOConfig, Topology, actor_engine, ref_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import BaseEngine, StepContext, build_engine
-from camshaft.engine.base import Output, PreprocessFn
+from camshaft.engine.base import Output, PreprocessFn, RoutingMode
 from camshaft.errors import BatchError
 from camshaft.plugins import load_function
 from camshaft.roles.base import EngineRole, TrainedRole, UpdatePlan, build_counts, select_responses
@@ -45,6 +45,7 @@ class ActorWorker(TrainedRole):
         self.policy_loss: PolicyLoss = load_function(mode, POLICY_LOSSES, "camshaft.policy_losses")
         self.engine = build_engine(self.actor.strategy, actor_engine(config, topology, total_steps))
         self.compute_dtype = self.actor.fsdp_config.compute_dtype()
+        self.routing: RoutingMode | None = config.routing_mode()
 
     @property
     def temperature(self) -> float:
@@ -52,8 +53,11 @@ class ActorWorker(TrainedRole):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Compute the columns `old_log_probs` and `entropy` of the responses at the sampling temperature."""
-        ctx = StepContext(outputs=("log_probs", "entropy"), temperature=self.temperature)
+        """Compute the columns `old_log_probs` and `entropy` of the responses at the sampling temperature.
+
+        If the batch has the column `routed_experts`, also compute `routing_mismatch`.
+        """
+        ctx = self._context("log_probs", "entropy", routing=self.routing)
         return _policy_columns(self.infer(data, ctx), data)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -84,6 +88,9 @@ class ActorWorker(TrainedRole):
             columns.append("ref_log_prob")
         if self.correction.rollout_is:
             columns.append("rollout_is_weights")
+        routing = self.routing if in_update or self.routing == "replay" else None
+        if routing is not None:
+            columns.append("routed_experts")
         rows = data.select(*columns)
         if self.correction.rollout_rs:  # rejected tokens are excluded from the loss and from its denominators
             accepted, mask = data.ragged("rollout_rs_mask"), data.ragged("response_mask")
@@ -105,7 +112,7 @@ class ActorWorker(TrainedRole):
             outputs.append("entropy")
         if self.full_kl_loss:
             outputs.append("full_kl")
-        ctx = StepContext(outputs=tuple(outputs), temperature=self.temperature)
+        ctx = self._context(*outputs, routing=routing)
         loss, result = partial(self._loss, old_log_probs), DataProto({})
         with self.update() as metrics:
             for mini_batch in plan.mini_batches(rows, presharded):
@@ -114,6 +121,12 @@ class ActorWorker(TrainedRole):
                 if in_update:
                     result = _policy_columns(step.predictions, data)
         return result.with_meta(metrics=metrics.result("actor"))
+
+    def _context(self, *outputs: Output, routing: RoutingMode | None) -> StepContext:
+        ctx = StepContext(outputs=outputs, temperature=self.temperature)
+        if routing is not None:
+            ctx["routing"] = routing
+        return ctx
 
     def _loss(
         self, source: OldLogProbs, data: DataProto, predictions: Any, ctx: StepContext
@@ -181,10 +194,12 @@ class AdapterlessRef(RefWorker):
 
 
 def _policy_columns(predictions: Mapping[str, Any], data: DataProto) -> DataProto:
-    """Return the columns `old_log_probs` and `entropy` of the responses."""
+    """Return the columns `old_log_probs` and `entropy` of the responses, and `routing_mismatch` if it is predicted."""
+    names = {"old_log_probs": "log_probs", "entropy": "entropy", "routing_mismatch": "routing_mismatch"}
     return DataProto.from_dict(
         {
-            "old_log_probs": select_responses(predictions, "log_probs", data).to("cpu"),
-            "entropy": select_responses(predictions, "entropy", data).to("cpu"),
+            column: select_responses(predictions, name, data).to("cpu")
+            for column, name in names.items()
+            if name in predictions
         }
     )

@@ -1,12 +1,13 @@
 """Role of the rollout, which generates responses with the weights of an engine.
 
 `generate_sequences` reads the columns `prompts` and, if it exists, `sampling_seed`. It writes `responses`,
-`response_mask`, `rollout_log_probs` and `finished`.
+`response_mask`, `rollout_log_probs` and `finished`, and with `enable_return_routed_experts` also `routed_experts`.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -55,15 +56,20 @@ class RolloutWorker(Worker):
         metrics = {f"rollout/{name}": value for name, value in out.metrics.items() if name != "seconds"}
         metrics |= sync.metrics()
         metrics["perf/rollout_tokens_per_second"] = len(out.responses.values) / max(seconds, 1e-9)
+        if validate or greedy:  # the actor does not read these rows
+            out = replace(out, routed_experts=None)
         return DataProto.from_dict(generation_columns(out), {"metrics": metrics})
 
 
 def generation_columns(out: Generation) -> dict[str, Any]:
     """Convert the output of a rollout to the columns of a batch."""
     responses = out.responses.to("cpu")
-    return {
+    columns: dict[str, Any] = {
         "responses": responses,
         "response_mask": responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool)),
         "rollout_log_probs": out.log_probs.to("cpu"),
         "finished": out.finished.cpu(),
     }
+    if out.routed_experts is not None:
+        columns["routed_experts"] = out.routed_experts.to("cpu")
+    return columns

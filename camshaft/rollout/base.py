@@ -78,6 +78,10 @@ class Generation:
     finished: Tensor
     """Bool of shape (B,): True if a stop token or stop string ended the row, False if a length limit did."""
     metrics: dict[str, float] = field(default_factory=dict)
+    routed_experts: Ragged | None = None
+    """Experts (layers, top-k) that a mixture of experts chose for each token of prompt and response, as integers of one
+    or two bytes, with `enable_return_routed_experts`. The largest integer marks a token that was not computed, such as
+    the last one of a row."""
 
     @staticmethod
     def empty(prompts: Ragged) -> Generation:
@@ -86,7 +90,9 @@ class Generation:
         return Generation(tokens, tokens.map(Tensor.float), tokens.values.bool())
 
     def to(self, device: torch.device | str) -> Generation:
-        return Generation(self.responses.to(device), self.log_probs.to(device), self.finished.to(device), self.metrics)
+        experts = None if self.routed_experts is None else self.routed_experts.to(device)
+        responses, log_probs = self.responses.to(device), self.log_probs.to(device)
+        return Generation(responses, log_probs, self.finished.to(device), self.metrics, experts)
 
 
 class BaseRollout(ABC):
@@ -103,6 +109,12 @@ class BaseRollout(ABC):
             raise RolloutError(
                 f"{type(self).__name__} does not support LoRA adapters; set "
                 "actor_rollout_ref.rollout.lora_weights=merged, or actor_rollout_ref.rollout.name=vllm"
+            )
+        if config.enable_return_routed_experts and not self.capabilities.supports_routed_experts:
+            raise RolloutError(
+                f"{type(self).__name__} does not return expert choices; set "
+                "actor_rollout_ref.rollout.enable_return_routed_experts=false and "
+                "actor_rollout_ref.actor.router_replay.mode=disabled, or actor_rollout_ref.rollout.name=torch"
             )
         self.config = config
         self.weights_version = 0

@@ -39,6 +39,45 @@ SPREAD = "{mean,max,min}"
 _UPDATE = "{actor,critic}"
 _PAIRS = "{train,val}"
 
+
+def _routing(section: str, trainer: str = "ppo") -> tuple[Metric, ...]:
+    """Return the metrics of the routers of a mixture of experts, over all tokens of a mini-batch."""
+    source = "engine/routing.py"
+    return (
+        Metric(
+            f"{section}/moe/max_vio",
+            "1",
+            "Load of the busiest expert of a layer above the mean load, as a fraction of the mean, averaged over "
+            "layers. 0 means balanced experts.",
+            source,
+            trainer,
+        ),
+        Metric(
+            f"{section}/moe/avg_vio",
+            "1",
+            "Absolute deviation of an expert's load from the mean load of its layer, as a fraction of the mean, "
+            "averaged over experts and layers.",
+            source,
+            trainer,
+        ),
+        Metric(
+            f"{section}/moe/aux_loss",
+            "1",
+            "Load-balancing loss without its coefficient (router_aux_loss_coef). Balanced experts give the number of "
+            "experts per token.",
+            source,
+            trainer,
+        ),
+        Metric(
+            f"{section}/moe/router_entropy",
+            "nats",
+            "Mean entropy of the router's distribution over the experts.",
+            source,
+            trainer,
+        ),
+    )
+
+
 METRICS = (
     # -- rewards and advantages
     Metric(
@@ -186,6 +225,7 @@ METRICS = (
         "Optimizer steps that were skipped because the gradient was not finite.",
         "roles/base.py",
     ),
+    *_routing(_UPDATE),
     # -- lengths
     Metric(f"response_length/{SPREAD}", "tokens", "Response length.", "trainer/metrics.py"),
     Metric(
@@ -250,6 +290,18 @@ METRICS = (
         "fraction of responses",
         "Relative effective sample size with sequence-level importance weights.",
         "algorithms/mismatch.py",
+    ),
+    Metric(
+        "rollout/routing_mismatch",
+        "fraction of choices",
+        "Expert choices of the trainer's routers that differ from those of the rollout, over all layers.",
+        "trainer/metrics.py",
+    ),
+    Metric(
+        "rollout/routing_mismatch_tokens",
+        "fraction of tokens",
+        "Tokens for which the expert choices of trainer and rollout differ in at least one layer.",
+        "trainer/metrics.py",
     ),
     Metric("rollout_corr/rollout_is_{mean,max,min}", "1", "Importance weights of the tokens.", "trainer/advantages.py"),
     Metric(
@@ -374,6 +426,8 @@ METRICS = (
         "reshard/hybrid.py",
     ),
     # -- supervised
+    *_routing("train", "sft"),
+    *_routing("train", "rm"),
     Metric("train/loss", "nats", "Mean cross-entropy of the trained tokens.", "roles/sft.py", "sft"),
     Metric(
         "val/loss", "nats", "Mean cross-entropy of the trained tokens in the validation data.", "trainer/sft.py", "sft"

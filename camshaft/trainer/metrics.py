@@ -212,9 +212,15 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
 
 
 def mismatch(batch: DataProto) -> dict[str, float]:
-    """Compute metrics of the mismatch between rollout and trainer log-probs (`algorithms/mismatch.py`)."""
+    """Compute metrics of the mismatch between rollout and trainer log-probs (`algorithms/mismatch.py`).
+
+    With the column `routing_mismatch`, they include the expert choices of a mixture of experts.
+    """
     train, mask = batch.ragged("old_log_probs"), batch["response_mask"].values
     metrics = algorithms.mismatch(train.values, batch["rollout_log_probs"].values, mask, train.lengths)
+    if "routing_mismatch" in batch:
+        routing = batch["routing_mismatch"].values[mask]
+        metrics |= {"routing_mismatch": routing.mean(), "routing_mismatch_tokens": (routing > 0).float().mean()}
     return {f"rollout/{name}": float(value) for name, value in metrics.items()}
 
 

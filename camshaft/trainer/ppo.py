@@ -58,6 +58,7 @@ class PPOTrainer:
         self.config, self.parts = config, parts
         self.actor, self.critic, self.rewards = parts.actor, parts.critic, parts.rewards
         self.kl = build_kl_controller(config.algorithm)
+        self.is_routed = config.routing_mode() is not None
         self.old_log_prob_source: Literal["actor", "update", "rollout"] = config.old_log_prob_source()
         self.actor_mini_batch, self.critic_mini_batch = config.actor_mini_batch(), config.critic_mini_batch()
         self.needs_greedy, self.needs_ref_log_prob = config.needs_greedy(), config.needs_ref_log_prob()
@@ -96,7 +97,7 @@ class PPOTrainer:
         inputs, critic_update = batch.drop(*DRIVER_ONLY), None
         if self.critic is not None:
             with metrics.phase("update_critic"):
-                critic_rows = inputs.reorder(self._critic_rows(len(inputs)))
+                critic_rows = inputs.drop("routed_experts").reorder(self._critic_rows(len(inputs)))
                 critic_update = submit(self.critic.update_critic, critic_rows, presharded=True)
         if self._updates_actor():
             with metrics.phase("update_actor"):
@@ -122,12 +123,13 @@ class PPOTrainer:
         worker processes. The time of a phase is the time that the driver waits for its result.
         """
         sequences = batch.select(*SEQUENCES)
+        routed = batch.select(*SEQUENCES, "routed_experts") if self.is_routed else sequences
         pending: dict[str, Pending[DataProto]] = {}
         if self._old_log_prob_source() == "rollout":
             batch = batch.with_columns(old_log_probs=batch["rollout_log_probs"])
         elif self._old_log_prob_source() == "actor":
             with metrics.phase("old_log_prob"):
-                pending["old_log_prob"] = submit(self.actor.compute_log_prob, sequences)
+                pending["old_log_prob"] = submit(self.actor.compute_log_prob, routed)
         if self.needs_ref_log_prob:
             with metrics.phase("ref"):
                 pending["ref"] = submit(self.actor.compute_ref_log_prob, sequences)

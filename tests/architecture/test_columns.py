@@ -11,6 +11,7 @@ from support.reward_models import make_tiny_reward_model
 from camshaft.columns import COLUMNS
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.micro_batches import MicroBatches
+from camshaft.models.tiny import make_tiny_model
 from camshaft.roles.base import as_sequences
 from camshaft.trainer import ppo
 
@@ -44,7 +45,11 @@ def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypa
     overrides |= {"data.return_raw_chat": True, "data.return_raw_input_ids": True, "data.prompt_id_key": "data_source"}
     run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "full", **overrides}, steps=1)
     run_ppo(tmp_path, {"algorithm.adv_estimator": "remax"}, steps=1)
-    batch = as_sequences(batches[0].union(batches[1].select("reward_baselines")))
+    experts = make_tiny_model(tmp_path / "experts", family="mixtral", num_local_experts=4)
+    routed = {"actor_rollout_ref.model.path": experts, "actor_rollout_ref.actor.router_replay.mode": "R3"}
+    run_ppo(tmp_path, routed, steps=1)
+    of_experts = batches[2].select("routed_experts", "routing_mismatch")
+    batch = as_sequences(batches[0].union(batches[1].select("reward_baselines")).union(of_experts))
     columns = batch.columns | next(micro.select("log_q").columns for micro in of_engines if "log_q" in micro)
     of_a_step = {name: column for name, column in COLUMNS.items() if not PAIRS & {column.written_by, *column.read_by}}
     assert set(columns) == set(of_a_step)

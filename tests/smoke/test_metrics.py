@@ -9,6 +9,7 @@ from support.reward_models import make_tiny_reward_model
 
 import camshaft as package
 from camshaft.errors import ConfigError
+from camshaft.models.tiny import make_tiny_model
 from camshaft.tracking.console import HEADLINES
 from camshaft.tracking.jsonl import read_metrics
 from camshaft.tracking.names import METRICS, find, matches
@@ -57,10 +58,22 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     little = {"algorithm.adv_estimator": "grpo", f"{rollout}.n": 2, f"{rollout}.name": "hf"}
     filtered = {"algorithm.adv_estimator": "grpo", f"{rollout}.n": 4, "algorithm.filter_groups.enable": True}
     greedy = {"algorithm.adv_estimator": "remax", "custom_reward_function.path": folder / "scored.py"}
-    ppo = [step for overrides in (everything, little, filtered, greedy) for step in run_ppo(folder, overrides, 1)]
+    experts = str(make_tiny_model(folder / "experts", family="mixtral", num_local_experts=4))
+    routed = {
+        "actor_rollout_ref.model.path": experts,
+        "critic.model.path": experts,
+        "actor_rollout_ref.actor.router_replay.mode": "R3",
+    }
+    runs = (everything, little, filtered, greedy, routed)
+    ppo = [step for overrides in runs for step in run_ppo(folder, overrides, 1)]
     names = {"ppo": {name for step in ppo for name in step.metrics}}
     for trainer, make_args, rows in (("sft", sft_args, "sft_heldout"), ("rm", rm_args, "preference_heldout")):
-        short = {"data.val_files": folder / "data" / f"{rows}.parquet", "trainer.test_freq": 1}
+        short = {
+            "data.val_files": folder / "data" / f"{rows}.parquet",
+            "trainer.test_freq": 1,
+            "model.path": experts,
+            "model.random_init": True,
+        }
         assert camshaft(trainer, *make_args(folder, {**short, "trainer.total_training_steps": 1})).status == 0
         lines = read_metrics(folder / trainer / "metrics.jsonl")
         names[trainer] = {name for line in lines for name in line} - {"step"}

@@ -64,6 +64,7 @@ _TRAINED_MODEL: dict[str, tuple[Any, ...]] = {
     "enable_activation_offload": ("options.activation_offload", True),
     "use_prefix_grouper": ("model.use_prefix_grouper", False),
     "lora_rank": ("model.lora.rank", 4),
+    "router_aux_loss_coef": ("model.router_aux_loss_coef", 0.5),
 }
 _LORA: dict[str, tuple[Any, ...]] = {
     "lora_alpha": ("model.lora.alpha", 3, None, {"lora_rank": 4}),
@@ -161,6 +162,10 @@ FIELDS: dict[str, Field] = {
     **_fields("ref", REF, _BESIDE | _LOG_PROBS),
     **_fields("actor", ROLLOUT, _LOG_PROBS),
     **_fields("rollout", ROLLOUT, _GENERATOR),
+    f"{ROLLOUT}.enable_return_routed_experts": Field(
+        "rollout", "enable_return_routed_experts", True, None,
+        {f"{ROLLOUT}.name": "torch", f"{ROLLOUT}.tensor_model_parallel_size": 1},
+    ),
     f"{ROLLOUT}.lora_weights": Field("rollout", "lora.rank", "adapter", 4, {f"{MODEL}.lora_rank": 4}),
     **_fields("sampling", ROLLOUT, _VALIDATION | {
         "do_sample": ("do_sample", False),
@@ -211,6 +216,10 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         "model.use_prefix_grouper": (
             "tests/unit/engine/test_prefix_sharing.py"
             "::test_the_model_computes_a_prompt_once_unless_disabled",
+        ),
+        "model.router_aux_loss_coef": (
+            "tests/unit/engine/test_routing.py"
+            "::test_auxiliary_loss_equals_that_of_transformers_in_every_split",
         ),
         "model.random_init": (f"{_LOADER}::test_random_init_depends_only_on_the_seed",),
         "model.lora.rank": (f"{_LORAS}::test_log_probs_and_gradients_match_peft",),
@@ -269,6 +278,9 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         "dtype": (f"{_BORROWED}::test_weights_of_another_dtype_are_copied_and_rounded",),
         "free_cache_engine": (
             "tests/unit/rollout/builtin/test_rollout.py::test_sleep_frees_the_kv_cache_unless_configured",
+        ),
+        "enable_return_routed_experts": (
+            "tests/unit/rollout/builtin/test_routed_experts.py::test_generator_returns_the_choices_of_transformers",
         ),
         "max_num_seqs": ("tests/unit/rollout/test_hf.py::test_a_batch_has_at_most_max_num_seqs_rows",),
         "max_num_batched_tokens": (

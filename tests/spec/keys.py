@@ -70,6 +70,9 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys((f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"), (_GRPO,)),
     f"{ACTOR}.loss_agg_mode": (_ADAPTIVE,),
+    f"{ACTOR}.router_replay.mode": (
+        "tests/unit/trainer/test_router_replay.py::test_replay_uses_the_experts_of_the_rollout",
+    ),
     f"{ACTOR}.policy_loss.loss_mode": (f"{_RELATIVES}[gspo]", f"{_RELATIVES}[cispo]"),
     f"{ACTOR}.checkpoint.save_contents": (_HF_MODEL,),
     f"{ROLLOUT}.name": ("tests/smoke/test_pairs.py::test_rollout_and_engine_agree_on_sampled_tokens",),

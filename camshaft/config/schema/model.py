@@ -27,6 +27,11 @@ class AnyModelConfig(Section):
     enable_activation_offload: bool = Field(
         description="Offload the activations that are saved for the backward pass to CPU memory."
     )
+    router_aux_loss_coef: float = Field(
+        ge=0,
+        description="Coefficient of the load-balancing loss that a mixture of experts adds to the loss. 0 disables it. "
+        "The value in the model's config.json is not used. See moe.md.",
+    )
     use_remove_padding: bool = Field(
         description="Has no effect and is accepted for compatibility only. Batches are never padded."
     )

@@ -149,6 +149,12 @@ class PPOConfig(Section):
         read_earlier = algorithm.rollout_correction.is_enabled() or algorithm.use_kl_in_reward
         return "update" if one_step and not read_earlier else "actor"
 
+    def routing_mode(self) -> Literal["compare", "replay"] | None:
+        """Return how the actor uses the expert choices of the rollout; None if the rollout does not return them."""
+        if self.actor_rollout_ref.actor.router_replay.mode == "R3":
+            return "replay"
+        return "compare" if self.actor_rollout_ref.rollout.enable_return_routed_experts else None
+
     def actor_mini_batch(self) -> int:
         """Return the number of sequences per optimizer step of the actor, summed over all ranks."""
         return self.actor_rollout_ref.actor.ppo_mini_batch_size * self.actor_rollout_ref.rollout.n

@@ -32,6 +32,15 @@ class PolicyLossConfig(Section):
     loss_mode: PolicyLossName = Field(description="Policy loss. vanilla is the clipped PPO loss. See algorithms.md.")
 
 
+class RouterReplayConfig(Section):
+    """Replay of the expert choices of the rollout in a mixture of experts."""
+
+    mode: Literal["disabled", "R3"] = Field(
+        description="R3 (rollout routing replay) computes old log-probs and updates with the experts that the rollout "
+        "chose for each token. The weights of these experts come from the actor's routers. See moe.md."
+    )
+
+
 class ActorConfig(Section):
     """Actor: training of the policy."""
 
@@ -95,6 +104,7 @@ class ActorConfig(Section):
         "vocabulary."
     )
     policy_loss: PolicyLossConfig = Field(description="Policy loss.")
+    router_replay: RouterReplayConfig = Field(description="Replay of expert choices in a mixture of experts.")
     ppo_epochs: int = Field(ge=1, description="Number of optimization epochs over the responses of one iteration.")
     shuffle: bool = Field(description="Shuffle the sequences in every epoch before they are split into mini-batches.")
     optim: OptimSection = Field(description="Optimizer and learning-rate schedule of the actor.")
@@ -259,6 +269,10 @@ class GeneratorConfig(Section):
 class RolloutConfig(GeneratorConfig):
     """Rollout: generation of the responses in training."""
 
+    enable_return_routed_experts: bool = Field(
+        description="Return the experts that a mixture of experts chose for each token, and log how many of them the "
+        "actor chooses differently. Enabled by actor.router_replay.mode=R3. See moe.md."
+    )
     lora_weights: Literal["merged", "adapter"] = Field(
         description="Weights sent in a weight sync with model.lora_rank > 0. merged sends all weights with the "
         "adapter merged into them; adapter (vllm only) sends the base model once, and then only the adapter."

@@ -2,6 +2,7 @@
 
 - `rollout`: `TorchRollout`, which is registered as `torch`
 - `scheduler`: continuous batching of the rows of one call
+- `routed_experts`: expert choices of a mixture of experts
 - `kv_cache`: KV cache of unfinished rows and attention over it
 - `cpu/`: traced forward and packed weights for decode steps on a CPU
 - `cuda/`: CUDA graphs and Triton kernels for decode steps on a GPU

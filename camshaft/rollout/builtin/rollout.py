@@ -20,12 +20,14 @@ from camshaft.config.backends import TORCH
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.models.attention import PACKED, reject_unsupported
+from camshaft.models.routing import Routers, find_routers, supported_models
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.builtin.cpu.linears import use_packable_linears
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
 from camshaft.rollout.builtin.cuda.graphs import build_graph_decoder
 from camshaft.rollout.builtin.kv_cache import KVCache
+from camshaft.rollout.builtin.routed_experts import RoutedExperts
 from camshaft.rollout.builtin.scheduler import GenerationRequest, Scheduler
 from camshaft.rollout.shared_model import SharedModel
 from camshaft.rollout.stop_strings import StopStrings
@@ -47,6 +49,7 @@ class TorchRollout(BaseRollout):
         self.decoder = Decoder(self.model.hf)
         self.cache = KVCache(self.model.hf.config, config.max_model_len)
         self.graphs = build_graph_decoder(self.decoder, self.cache, config)
+        self.routers = self._find_routers() if config.enable_return_routed_experts else None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.model.load(weights)
@@ -66,7 +69,8 @@ class TorchRollout(BaseRollout):
         stop_ids = (() if sampling.ignore_eos else self.model.stop_ids) + sampling.stop_token_ids
         strings = StopStrings(self.model.tokenizer, sampling.stop) if sampling.stop else None
         request = GenerationRequest(prompts, limits, seeds, sampling, stop_ids, strings)
-        generation = Scheduler(self.graphs or self.decoder, self.cache, request, self.config).generate()
+        recorder = None if self.routers is None else RoutedExperts(self.routers, len(prompts))
+        generation = Scheduler(self.graphs or self.decoder, self.cache, request, self.config, recorder).generate()
         invalid_rows = generation.log_probs.row_ids()[~generation.log_probs.values.isfinite()]
         if len(invalid_rows):
             self.cache.clear()  # masked positions must not contain NaN
@@ -75,6 +79,18 @@ class TorchRollout(BaseRollout):
                 "infinite values"
             )
         return generation.to(prompts.values.device)
+
+    def _find_routers(self) -> Routers:
+        """Return the routers whose choices are recorded, by hooks that disable traced decode steps."""
+        routers, key = find_routers(self.model.hf), "enable_return_routed_experts=true"
+        if routers is None:
+            raise RolloutError(
+                f"{key} requires a mixture of experts with supported routers ({supported_models()}), which "
+                f"{self.config.model_path} is not; set it to false and router_replay.mode to disabled"
+            )
+        if self.graphs is not None:
+            raise RolloutError(f"{key} is not supported with CUDA graphs; set enforce_eager=true")
+        return routers
 
     def sleep(self) -> None:
         self.model.sleep()

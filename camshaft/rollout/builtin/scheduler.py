@@ -21,6 +21,7 @@ from camshaft.rollout.base import Generation, SamplingParams
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder, Forward
 from camshaft.rollout.builtin.cuda.graphs import CUDAGraphDecoder
 from camshaft.rollout.builtin.kv_cache import DecodeStep, KVCache, PrefillStep
+from camshaft.rollout.builtin.routed_experts import RoutedExperts
 from camshaft.rollout.sampling import draw, restrict, sample_greedy, uniform_numbers
 from camshaft.rollout.stop_strings import StopStrings
 
@@ -66,7 +67,9 @@ class Scheduler:
         cache: KVCache,
         request: GenerationRequest,
         config: RolloutEngineConfig,
+        recorder: RoutedExperts | None = None,
     ):
+        self.recorder = recorder
         self.hf, self.decoder, self.cache, self.sampling = decoder.hf, decoder, cache, request.sampling
         prompts = request.prompts
         self.forward: Forward = decoder.eager
@@ -114,7 +117,8 @@ class Scheduler:
             "seconds": time.perf_counter() - start,
         }
         responses = Ragged(tokens[order], lengths)
-        return Generation(responses, responses.like(log_probs[order]), self.finished.clone(), metrics)
+        experts = None if self.recorder is None else self.recorder.result()
+        return Generation(responses, responses.like(log_probs[order]), self.finished.clone(), metrics, experts)
 
     def _fill_slots(self) -> None:
         """Start waiting rows until no slot is free or no row is waiting."""
@@ -140,7 +144,11 @@ class Scheduler:
         step = PrefillStep(self.cache, lengths, sources, targets, self.device)
         tokens = torch.tensor([token for group, _ in prefills for token in group.prompt], device=self.device)
         ends = (torch.tensor(lengths).cumsum(0) - 1).to(self.device)
+        if self.recorder is not None:
+            self.recorder.start()
         logits = self.hf(input_ids=tokens[None], **step.kwargs, slots=step, logits_to_keep=ends).logits[0]
+        if self.recorder is not None:
+            self.recorder.add_prompts([(group.rows, len(group.prompt)) for group, _ in prefills])
         self.cache.check_layers()
         if len(logits) != len(prefills):
             logits = logits[ends]  # the model ignores `logits_to_keep`
@@ -191,7 +199,11 @@ class Scheduler:
         self.cache.reserve(self.num_slots + 1, self.max_position + 1, len(rows))
         if self.decode_step is None or not self.decode_step.advance(self.max_position + 1):
             self.decode_step = DecodeStep(self.cache, positions, self.max_position + 1)
+        if self.recorder is not None:
+            self.recorder.start()
         logits = self.forward(tokens, positions, self.decode_step)
+        if self.recorder is not None:
+            self.recorder.add_step(rows)
         positions += 1
         self.max_position += 1
         self.steps_to_limit -= 1
