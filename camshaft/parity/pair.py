@@ -20,9 +20,10 @@ from camshaft.algorithms import mismatch
 from camshaft.config import EngineConfig, EngineModel, OptimConfig, RolloutEngineConfig
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine import BaseEngine, StepContext, build_engine
+from camshaft.engine.torch_engine import TorchEngine
 from camshaft.errors import RolloutError
 from camshaft.reshard import rollout_mode
-from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
+from camshaft.rollout import BaseRollout, SamplingParams, build_rollout, rollout_class
 
 DType = Literal["float32", "bfloat16", "float64"]
 EXACT: DType = "float32"
@@ -91,8 +92,8 @@ class ParityCase:
         """Return False for bfloat16 weights, which lose small updates to rounding."""
         return self.dtype != "bfloat16"
 
-    def rollout_config(self) -> RolloutEngineConfig:
-        """Return the config of the rollout."""
+    def rollout_config(self, return_experts: bool = False) -> RolloutEngineConfig:
+        """Return the config of the rollout, which returns its expert choices if `return_experts` is set."""
         return RolloutEngineConfig(
             model_path=self.model,
             dtype=self.rollout_dtype,
@@ -101,6 +102,7 @@ class ParityCase:
             seed=self.seed,
             trust_remote_code=self.trust_remote_code,
             engine_kwargs=dict(self.engine_kwargs),
+            enable_return_routed_experts=return_experts,
         )
 
 
@@ -116,6 +118,8 @@ class Comparison:
     """Log-probs of the response tokens from the engine."""
     metrics: dict[str, float]
     """Metrics that `algorithms.mismatch` computes from both."""
+    routing_mismatch: float | None = None
+    """Fraction of expert choices that differ; None if they are not compared."""
 
     @property
     def worst(self) -> float:
@@ -141,7 +145,8 @@ class Pair:
         self.case = case
         self.engine: BaseEngine = build_engine(case.engine, case.engine_config())
         self.engine.init_model()
-        self.rollout: BaseRollout = build_rollout(case.rollout, case.rollout_config())
+        return_experts = rollout_class(case.rollout).capabilities.supports_routed_experts and has_routers(self.engine)
+        self.rollout: BaseRollout = build_rollout(case.rollout, case.rollout_config(return_experts))
 
     def measure(self, prompts: Ragged, sampling: SamplingParams | None = None) -> Comparison:
         """Sync weights, generate, recompute the log-probs with the engine, and compare."""
@@ -157,7 +162,17 @@ class Pair:
                 raise
             raise WeightSyncError(str(error)) from error
         comparison = Comparison(prompts, out.responses.to("cpu"), out.log_probs.to("cpu"), out.log_probs.to("cpu"), {})
+        if out.routed_experts is not None:
+            fraction = self._routing_mismatch(prompts, comparison.responses, out.routed_experts)
+            comparison = replace(comparison, routing_mismatch=fraction)
         return comparison.with_engine(self.log_probs(prompts, comparison.responses, log_prob_temperature(sampling)))
+
+    def _routing_mismatch(self, prompts: Ragged, responses: Ragged, experts: Ragged) -> float:
+        """Return the fraction of the engine's expert choices that differ from those of the rollout."""
+        batch = _sequences(prompts, responses).with_columns(routed_experts=experts.to("cpu"))
+        with self.engine.eval_mode():
+            outputs = self.engine.infer_batch(batch, StepContext(routing="compare"))
+        return float(outputs["routing_mismatch"].suffix(responses.lengths).values.mean())
 
     def log_probs(self, prompts: Ragged, responses: Ragged, temperature: float) -> Ragged:
         """Compute the engine's log-probs of the response tokens."""
@@ -211,6 +226,12 @@ class Pair:
 def log_prob_temperature(sampling: SamplingParams) -> float:
     """Return the temperature of the rollout's log-probs, which is 1 for greedy decoding."""
     return 1.0 if sampling.greedy else sampling.temperature
+
+
+def has_routers(engine: BaseEngine) -> bool:
+    """Return True if the engine can compare the routing of its model with that of a rollout."""
+    supported = engine.capabilities.supports_router_replay and isinstance(engine, TorchEngine)
+    return supported and engine.module.routers is not None
 
 
 def _sequences(prompts: Ragged, responses: Ragged) -> DataProto:

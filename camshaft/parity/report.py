@@ -132,6 +132,9 @@ def _print_report(console: Console, diagnosis: Diagnosis, limit: float) -> None:
         for key, label in ROWS.items():
             numbers = "".join(f"{comparison.metrics[key]:>18.3g}" for comparison in diagnosis.comparisons.values())
             _print(console, f"{label:24}{numbers}")
+        fractions = [comparison.routing_mismatch for comparison in diagnosis.comparisons.values()]
+        if None not in fractions:
+            _print(console, f"{'routing mismatch':24}" + "".join(f"{fraction:>18.3g}" for fraction in fractions))
         tokens = "".join(f"{len(comparison.responses.values):>18}" for comparison in diagnosis.comparisons.values())
         _print(console, f"{'tokens':24}{tokens}")
     if diagnosis.update_change is not None:

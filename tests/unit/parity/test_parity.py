@@ -1,5 +1,6 @@
 """`camshaft parity`: pairs that agree, and one faulty rollout for each kind of finding."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,14 @@ def test_difference_equals_that_of_rollout_and_transformers(folder: Path) -> Non
         torch.testing.assert_close(engine.double(), expected, rtol=0, atol=2e-5)
         worst = max(worst, float((engine.double() - rollout.double()).abs().max()))
     assert comparison.worst == pytest.approx(worst, abs=1e-12)
+
+
+def test_expert_choices_are_compared(folder: Path) -> None:
+    experts = tiny_folder("mixtral", num_local_experts=4)
+    run = parity(experts, "torch")
+    assert run.status == 0, run.out + run.err
+    assert re.search(r"routing mismatch +0 +0\n", run.out)
+    assert "routing mismatch" not in parity(experts, "hf").out
 
 
 def test_update_changes_engine_and_rollout(folder: Path) -> None:
