@@ -23,7 +23,7 @@ PROVIDED_BY = {
     "math_verify": "camshaft[math]", "reasoning_gym": "camshaft[reasoning-gym]",
     "tensorboard": "camshaft[tensorboard]", "mlflow": "camshaft[mlflow]", "trackio": "camshaft[trackio]",
     "fsspec": "camshaft[remote]", "matplotlib": "camshaft[plot]",
-    "sglang": "sglang", "torchtitan": "torchtitan", "megatron": "megatron-core",
+    "sglang": "sglang", "torchtitan": "torchtitan==0.3.0", "triton": "triton", "megatron": "megatron-core",
 }  # fmt: skip
 """Maps optional libraries to the package to install, which is an extra of camshaft or the library itself."""
 

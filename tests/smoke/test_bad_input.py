@@ -5,6 +5,7 @@ traceback. A faulty reward function loses its samples but never ends the run. `c
 left.
 """
 
+import importlib.util
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -98,6 +99,20 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
 def test_an_invalid_config_is_one_error_with_a_fix(case: str, home: Path) -> None:
     overrides, phrases = WRONG[case]
     check(camshaft("ppo", *ppo_args(home, overrides)), 2, phrases)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "library", "package"),
+    [("megatron", "megatron", "megatron-core"), ("torchtitan", "torchtitan", "torchtitan==0.3.0")],
+)
+def test_a_missing_library_of_an_engine_is_an_error_with_the_install_command(
+    strategy: str, library: str, package: str, home: Path
+) -> None:
+    if importlib.util.find_spec(library) is not None:
+        pytest.skip(f"{library} is installed")
+    run = camshaft("ppo", *ppo_args(home, {"actor_rollout_ref.actor.strategy": strategy}))
+    assert (run.status, run.err.count("\n")) == (2, 1)
+    assert f"requires '{library}', which is not installed: pip install '{package}'" in run.err
 
 
 def test_an_invalid_supervised_config_is_one_error(home: Path) -> None:

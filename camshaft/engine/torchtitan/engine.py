@@ -9,8 +9,6 @@ of the other engines (`ShardedEngine`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch.distributed as dist
 
 from camshaft.config.backends import TORCHTITAN
@@ -18,12 +16,11 @@ from camshaft.config.engine import EngineConfig
 from camshaft.config.schema.torchtitan import TorchtitanOptions
 from camshaft.device import seed_ranks
 from camshaft.engine.sharded import ShardedEngine
-from camshaft.engine.torchtitan.installed import check_installed
+from camshaft.engine.torchtitan import weights
+from camshaft.engine.torchtitan.mesh import Layout, Meshes
+from camshaft.engine.torchtitan.model import TitanModel
 from camshaft.errors import EngineError
 from camshaft.seat import Seat
-
-if TYPE_CHECKING:
-    from camshaft.engine.torchtitan.model import TitanModel
 
 
 class TorchtitanEngine(ShardedEngine):
@@ -34,15 +31,10 @@ class TorchtitanEngine(ShardedEngine):
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
-        check_installed()
         if config.dtype == "float64":
             raise EngineError("strategy=torchtitan does not support dtype=float64; set dtype=float32, or strategy=fsdp")
 
     def build_model(self) -> TitanModel:
-        # torchtitan is imported here, so that the capabilities of this class can be read without it.
-        from camshaft.engine.torchtitan import weights
-        from camshaft.engine.torchtitan.mesh import Layout, Meshes
-
         group = self.join_ranks()
         self.meshes = Meshes.create(Layout.from_options(self.options, dist.get_world_size()), self.device)
         self.data_group = self.meshes.data

@@ -1,16 +1,16 @@
 """Options of the torchtitan engine: ranks per row, shards, and layouts that are rejected. No torchtitan is needed."""
 
 import re
+import sys
 from typing import Any
 
 import pytest
 
 from camshaft.config.backends import engine_capabilities
-from camshaft.config.engine import EngineConfig, EngineModel
+from camshaft.config.engine import EngineModel
 from camshaft.config.schema.torchtitan import TorchtitanOptions
-from camshaft.engine import build_engine
-from camshaft.engine.torchtitan import installed
-from camshaft.errors import EngineError
+from camshaft.engine import engine_class
+from camshaft.errors import ConfigError, EngineError
 
 
 def test_tensor_and_sequence_parallel_ranks_share_rows() -> None:
@@ -62,10 +62,10 @@ def test_capabilities_need_no_torchtitan() -> None:
     assert not engine_capabilities("torchtitan").supports_lora
 
 
-def test_missing_package_is_named_with_its_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(installed, "REQUIRED", ("not_installed",))
-    config = EngineConfig(model=EngineModel(path="models/tiny"))
-    with pytest.raises(
-        EngineError, match="requires not_installed, which is not installed; run pip install triton tyro"
-    ):
-        build_engine("torchtitan", config)
+def test_missing_library_error_has_the_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in sys.modules if name.startswith("camshaft.engine.torchtitan")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "torchtitan", None)  # as if it were not installed
+    message = "requires 'torchtitan', which is not installed: pip install 'torchtitan==0.3.0'"
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        engine_class("torchtitan")
