@@ -10,8 +10,10 @@ import pytest
 import torch
 from support.command_line import camshaft, sft_args
 from support.interrupting import NAME, run_until
+from support.moe import MODELS
 from support.ppo_runs import ppo_args, run_ppo, saved_weights
 from support.same_run import ACTOR, RANKS, SHUFFLED, close, compare
+from support.tiny import tiny_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -101,6 +103,26 @@ def test_adapter_and_its_reference_do_not_depend_on_ranks(tmp_path: Path) -> Non
     # The divergence is from the model under the adapter: zero at first, then positive.
     assert one_process[1].metrics["actor/kl_loss"] > one_process[0].metrics["actor/kl_loss"] >= 0
     assert all("lora_" in name for name in one_process[1].actor)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{}, {f"{ACTOR}.ulysses_sequence_parallel_size": 2}], ids=["rows", "tokens"])
+def test_experts_with_replay_and_router_loss_do_not_depend_on_ranks(layout: dict[str, Any], tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 2,
+        "actor_rollout_ref.model.path": tiny_folder(**MODELS["qwen3_moe"]),
+        "actor_rollout_ref.model.router_aux_loss_coef": 0.1,
+        f"{ACTOR}.router_replay.mode": "R3",
+        # transformers has no experts in float64; with this eps, Adam does not amplify rounding.
+        f"{ACTOR}.fsdp_config.model_dtype": "float32",
+        "actor_rollout_ref.rollout.dtype": "float32",
+        f"+{ACTOR}.optim.override_optimizer_config.eps": 1e-3,
+    }
+    one_process = run_ppo(tmp_path, {**SHUFFLED, **changes}, steps=2)
+    compare(run_ppo(tmp_path, {**SHUFFLED, **changes, **RANKS, **layout}, steps=2), one_process, rel=1e-4)
+    assert one_process[0].metrics["rollout/routing_mismatch"] == 0
+    assert one_process[0].metrics["actor/moe/aux_loss"] > 1
 
 
 def test_validation_rows_need_not_divide_by_ranks(tmp_path: Path) -> None:

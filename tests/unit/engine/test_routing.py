@@ -70,15 +70,14 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "sequence": ("fsdp", 2, {"micro_batch_size": 3, "options": {"ulysses_sequence_parallel_size": 2}}),
     "dummies": ("fsdp", 2, {"max_tokens": 17}),
 }
-SLOW = {"fsdp-one", "fsdp1", "dummies"}
+FAST = {("mixed", "one"), ("mixed", "rows"), ("mixed", "fsdp")}
+FAST_REPLAY = {("mixed", "rows"), ("mixed", "sequence")}
 
 
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        pytest.param(
-            model, name, marks=pytest.mark.slow if name in SLOW or (model != "mixed" and name != "rows") else ()
-        )
+        pytest.param(model, name, marks=() if (model, name) in FAST else pytest.mark.slow)
         for model in MODELS
         for name in LAYOUTS
     ],
@@ -228,8 +227,7 @@ def _replay_step(strategy: str, folder: str, sizes: dict[str, Any], fields: dict
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
-        pytest.param(model, name, marks=() if (model, name) in fast else pytest.mark.slow)
-        for fast in ({("mixed", "rows"), ("mixtral", "one"), ("mixed", "sequence")},)
+        pytest.param(model, name, marks=() if (model, name) in FAST_REPLAY else pytest.mark.slow)
         for model in MODELS
         for name in LAYOUTS
     ],

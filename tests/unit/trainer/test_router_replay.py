@@ -17,6 +17,10 @@ COMPARE: dict[str, Any] = {f"{ROLLOUT}.enable_return_routed_experts": True}
 REPLAY: dict[str, Any] = {f"{ACTOR}.router_replay.mode": "R3"}
 IN_UPDATE: dict[str, Any] = {f"{ACTOR}.ppo_mini_batch_size": 8}
 """One optimizer step per iteration, whose forward pass also computes the old log-probs."""
+WHEN = [
+    pytest.param({}, id="before the update", marks=pytest.mark.slow),
+    pytest.param(IN_UPDATE, id="in the update"),
+]
 
 
 def metrics_of(folder: Path, overrides: dict[str, Any]) -> dict[str, float]:
@@ -39,14 +43,14 @@ def other_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RoutedExperts, "result", shifted)
 
 
-@pytest.mark.parametrize("overrides", [{}, IN_UPDATE], ids=["before the update", "in the update"])
+@pytest.mark.parametrize("overrides", WHEN)
 def test_trainer_and_rollout_choose_the_same_experts(overrides: dict[str, Any], tmp_path: Path) -> None:
     metrics = metrics_of(tmp_path, COMPARE | overrides)
     assert metrics["rollout/routing_mismatch"] == metrics["rollout/routing_mismatch_tokens"] == 0
     assert metrics["rollout/log_prob_diff_max"] < 1e-4
 
 
-@pytest.mark.parametrize("overrides", [{}, IN_UPDATE], ids=["before the update", "in the update"])
+@pytest.mark.parametrize("overrides", WHEN)
 def test_replay_uses_the_experts_of_the_rollout(overrides: dict[str, Any], tmp_path: Path, other_experts: None) -> None:
     """If the recorded experts are wrong, only replay changes the log-probs; both modes report the difference."""
     compared, replayed = metrics_of(tmp_path, COMPARE | overrides), metrics_of(tmp_path, REPLAY | overrides)
