@@ -23,7 +23,7 @@
 # make bench-check   fail if a speed ratio fell below the committed one for this kind of processor
 #
 # make format        apply the formatter and the linter's fixes
-# make docs          regenerate docs/config.md, docs/metrics.md and docs/spec.md
+# make docs          regenerate the generated pages (config, metrics, engine-features, spec) and tables of contract rules
 # make clean         remove every environment and cache
 #
 # Environments (.venv, .venv-vllm, ...) are created when they are missing or when the pinned versions change.
@@ -214,7 +214,9 @@ format: $(INSTALLED)
 docs: $(INSTALLED)
 	$(BIN)/camshaft config docs --out docs/config.md
 	$(BIN)/camshaft metrics docs --out docs/metrics.md
+	$(BIN)/camshaft engines docs --out docs/engine-features.md
 	$(BIN)/python tests/spec/table.py
+	$(BIN)/python tools/rule_tables.py
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache

@@ -7,6 +7,7 @@
     check_data.py                 inspect the data and the reward function of a run
     export.py, checkpoints.py     export a model from a checkpoint, and list the checkpoints of a run
     config.py, metrics.py         explain config keys and metrics
+    engines.py                    explain the features of engines
     check.py, parity.py           check a backend against its contract, and compare an engine with a rollout
     usage.py                      help text that several commands share
 
@@ -51,6 +52,7 @@ COMMANDS = (
     Command("checkpoints", "list the checkpoints of a run", "camshaft.cli.checkpoints:main"),
     Command("config", "explain or list config keys", "camshaft.cli.config:main"),
     Command("metrics", "explain or list logged metrics", "camshaft.cli.metrics:main"),
+    Command("engines", "explain the features of training engines", "camshaft.cli.engines:main"),
     Command("check-engine", "check a training engine against the engine contract", "camshaft.cli.check:engine"),
     Command("check-rollout", "check a rollout backend against the rollout contract", "camshaft.cli.check:rollout"),
     Command("parity", "compare the log-probs of an engine and a rollout", "camshaft.cli.parity:main"),

@@ -11,6 +11,7 @@
     engine.py           config, options and capabilities of a training engine
     rollout.py          config, options and capabilities of a rollout
     backends.py         registry of engines and rollouts
+    engine_features.py  features of the engines, and the page that lists them
     layout.py           resource pools, numbers of ranks, controller
     load.py             composes files and overrides, renames aliases, resolves `${...}` and validates
     command.py          loads configs from command-line arguments, including sweeps

@@ -204,6 +204,7 @@ def _check_group(group: list[Role], capabilities: EngineCapabilities, world_size
     """Check the engines of roles with the same strategy. A problem that several roles have is reported once."""
     yield from _check_lora(group[0], capabilities)
     yield from _check_router_aux_loss(group[0], capabilities)
+    yield from _check_dtypes(group, capabilities)
     yield from _check_unsupported(group, capabilities)
     reported: set[str] = set()
     for role in group:
@@ -303,6 +304,17 @@ def _check_router_aux_loss(role: Role, capabilities: EngineCapabilities) -> Iter
         f"{role.strategy_key}={supporting}."
     )
     yield Problem(key, role.section.router_aux_loss_coef, message, (role.strategy_key,))
+
+
+def _check_dtypes(group: list[Role], capabilities: EngineCapabilities) -> Iterator[Problem]:
+    """Check that the engine supports the dtype of the weights of each role."""
+    for role in group:
+        dtype = role.settings["model_dtype"]
+        if dtype not in capabilities.dtypes:
+            message = (
+                f"strategy={role.strategy} does not support this dtype. Set one of {', '.join(capabilities.dtypes)}."
+            )
+            yield Problem(role.setting_key("model_dtype"), dtype, message, (role.strategy_key,))
 
 
 def _check_reference_layout(config: PPOConfig) -> Iterator[Problem]:

@@ -35,8 +35,19 @@ class Backend(Generic[Capabilities]):
 SINGLE_DEVICE = EngineCapabilities(multiple_ranks=False, supports_router_aux_loss=True, supports_router_replay=True)
 FSDP = EngineCapabilities(FSDPOptions, supports_router_aux_loss=True, supports_router_replay=True)
 FSDP1 = EngineCapabilities(FSDP1Options, supports_router_aux_loss=True, supports_router_replay=True)
-MEGATRON = EngineCapabilities(MegatronOptions, supports_lora=False)
-TORCHTITAN = EngineCapabilities(TorchtitanOptions, supports_lora=False)
+MEGATRON = EngineCapabilities(
+    MegatronOptions,
+    supports_lora=False,
+    families=("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"),
+    shares_prefixes=False,
+)
+TORCHTITAN = EngineCapabilities(
+    TorchtitanOptions,
+    supports_lora=False,
+    families=("llama", "qwen2", "qwen3"),
+    dtypes=("float32", "bfloat16"),
+    training_dtypes=("float32",),
+)
 
 ENGINES = {
     "reference": Backend("camshaft.engine.single:SingleDeviceEngine", SINGLE_DEVICE),

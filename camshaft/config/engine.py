@@ -17,6 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from camshaft.errors import EngineError
 
+Head = Literal["causal_lm", "value", "reward"]
+DType = Literal["float32", "bfloat16", "float64"]
+
 
 class Frozen(BaseModel):
     """Base class of configs. Instances are immutable, and unknown keys are rejected."""
@@ -43,7 +46,7 @@ class EngineModel(Frozen):
 
     path: str
     """Hugging Face model folder with config.json, and with weights unless `random_init` is set."""
-    head: Literal["causal_lm", "value", "reward"] = "causal_lm"
+    head: Head = "causal_lm"
     """Output head. causal_lm computes log-probs and entropy; value computes one value per token; reward computes one
     score per sequence."""
     random_init: bool = False
@@ -103,7 +106,7 @@ class EngineConfig(Frozen):
     infer_max_tokens: int | None = Field(default=None, ge=1)
     """Like `max_tokens`, for forward passes without a backward pass."""
     device: str = "cpu"
-    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    dtype: DType = "float32"
     seed: int = 0
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the engine class, for example `fsdp_size`. `EngineCapabilities.options` validates them."""
@@ -197,6 +200,19 @@ class EngineCapabilities:
     returns the metrics of its routers."""
     supports_router_replay: bool = False
     """True if the engine can compare and replay the experts of another forward pass (`StepContext.routing`)."""
+    heads: tuple[Head, ...] = ("causal_lm", "value", "reward")
+    """Supported output heads (`EngineModel.head`)."""
+    families: tuple[str, ...] = ()
+    """Supported model types of transformers, checked when the model is built. Empty: every decoder of transformers
+    whose attention uses the attention interface."""
+    dtypes: tuple[DType, ...] = ("float32", "bfloat16", "float64")
+    """Supported dtypes of the weights (`EngineConfig.dtype`)."""
+    training_dtypes: tuple[DType, ...] = ("float32", "float64")
+    """Those of `dtypes` in which the engine can train. bfloat16 weights lose small updates to rounding."""
+    shares_prefixes: bool = True
+    """True if the engine computes a prompt that several rows share only once (`EngineModel.use_prefix_grouper`)."""
+    tested_devices: tuple[str, ...] = ("cpu",)
+    """Device types on which the contract suite of the engine has run."""
 
     def validate(self, config: EngineConfig) -> EngineOptions:
         """Return the validated options of `config`; an `EngineError` lists all unsupported settings."""
@@ -208,6 +224,18 @@ class EngineCapabilities:
             conflicts.append(
                 f"router_aux_loss_coef={config.model.router_aux_loss_coef} is not supported by this engine. Set "
                 "model.router_aux_loss_coef=0"
+            )
+        if config.model.head not in self.heads:
+            conflicts.append(
+                f"this engine does not support head={config.model.head}; set one of {', '.join(self.heads)}"
+            )
+        if config.dtype not in self.dtypes:
+            conflicts.append(f"this engine does not support dtype={config.dtype}; set dtype={self.training_dtypes[0]}")
+        elif config.optim is not None and config.dtype not in self.training_dtypes:
+            conflicts.append(
+                f"this engine does not support training with dtype={config.dtype}, because its weights lose small "
+                f"updates to rounding; set dtype={self.training_dtypes[0]}, and mixed_precision.param_dtype=bfloat16 "
+                "if the engine has this option. A forward-only engine may use this dtype"
             )
         if conflicts:
             raise EngineError("\n".join(conflicts))
@@ -242,7 +270,7 @@ def _conflict(schema: type[BaseModel], location: tuple[Any, ...], kind: str, mes
     names = list(schema.model_fields)
     suggestions = difflib.get_close_matches(str(location[-1]), names, n=1)
     if not names:
-        return Conflict(name, "unknown option; the backend accepts no options")
+        return Conflict(name, "unknown option; the backend accepts no options, so omit it")
     hint = f"did you mean '{suggestions[0]}'? The" if suggestions else "the"
     return Conflict(name, f"unknown option; {hint} options are {', '.join(names)}")
 

@@ -57,6 +57,11 @@ def run_rules(rules: Sequence[Rule[Harness]], make_harness: Callable[[int], Harn
         yield Finding(rule, find_problem(lambda number=number, rule=rule: rule.check(make_harness(number))))
 
 
+def rule_table(rules: Sequence[Rule[Any]]) -> str:
+    """Return a Markdown table of the names and meanings of `rules`; `tools/rule_tables.py` writes it to the docs."""
+    return "".join(["| rule | meaning |\n|---|---|\n", *(f"| {rule.name} | {rule.meaning} |\n" for rule in rules)])
+
+
 def find_problem(action: Callable[[], Any]) -> str | None:
     """Run `action`; return a description of the violation or error it raises, or None if it raises none."""
     try:

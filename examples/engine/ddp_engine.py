@@ -62,7 +62,7 @@ class DDPEngine(TorchEngine):
 
 
 def buckets(tensors: Iterable[Tensor], limit: float) -> Iterator[list[Tensor]]:
-    """Group consecutive tensors into lists of at most `limit` bytes; a larger tensor is a list of its own."""
+    """Group consecutive tensors into lists of at most `limit` bytes; a larger tensor is in a separate list."""
     bucket: list[Tensor] = []
     for tensor in tensors:
         if bucket and sum(t.nbytes for t in bucket) + tensor.nbytes > limit:

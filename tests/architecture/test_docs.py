@@ -1,15 +1,18 @@
 """Documentation pages that repeat facts of the code agree with the code."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
+import pytest
 import torch
 
 from camshaft.algorithms import mismatch
 from camshaft.config import reference_page
 from camshaft.contracts.engine.suite import RULES
 from camshaft.contracts.rollout.suite import RULES as ROLLOUT_RULES
+from camshaft.contracts.rules import Rule, rule_table
 from camshaft.controller.ray import FORWARDED
 from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.engine import ENGINES
@@ -37,16 +40,13 @@ def test_the_page_on_tracking_has_every_tracker() -> None:
         assert f"\n| `{name}`" in page, name
 
 
-def test_the_page_on_engines_lists_every_rule_of_the_contract() -> None:
-    page = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
-    for rule in RULES:
-        assert f"| {rule.name} | {rule.meaning} |" in page, rule.name
-
-
-def test_the_page_on_rollouts_lists_every_rule_of_the_contract() -> None:
-    page = (ROOT / "docs" / "rollouts.md").read_text(encoding="utf-8")
-    for rule in ROLLOUT_RULES:
-        assert f"| {rule.name} | {rule.meaning} |" in page, rule.name
+@pytest.mark.parametrize(("name", "rules"), [("engines", RULES), ("rollouts", ROLLOUT_RULES)])
+def test_pages_contain_the_generated_table_of_rules(name: str, rules: Sequence[Rule[Any]]) -> None:
+    page = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    before, table, after = page.partition(rule_table(rules))
+    assert table, "run: make docs"
+    assert before.endswith("\n\n")
+    assert after[:1] in ("", "\n")
 
 
 def test_the_page_on_mismatch_explains_every_metric_of_it() -> None:

@@ -8,6 +8,7 @@ import importlib
 import inspect
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -195,19 +196,48 @@ def test_an_unknown_strategy_lists_the_name_of_the_package(command: Command, tmp
     assert "pipeline" in run.err
 
 
-def test_compressed_gradients_break_the_rule_about_gradients(command: Command) -> None:
-    rule = ["--rule", "step equals oracle"]
-    exact = command("check-engine", "ddp", "--ranks", "2", *rule)
-    assert exact.status == 0, exact.out + exact.err
-    compressed = command("check-engine", "ddp", "--ranks", "2", *rule, *options(gradient_compression="bfloat16"))
-    assert compressed.status == 1
-    assert re.search(r"^BROKEN +\d+\.\d s  step equals oracle$", compressed.out, re.MULTILINE)
-    assert "gradient norm" in compressed.out
-
-
 def test_buckets_hold_all_tensors_in_order(packages: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(packages)
     buckets = importlib.import_module("ddp_engine").buckets
     tensors = [torch.zeros(size) for size in (2, 3, 9, 1, 1)]
     assert [[len(t) for t in bucket] for bucket in buckets(tensors, 20)] == [[2, 3], [9], [1, 1]]
     assert not list(buckets([], 20))
+
+
+PAGE = (ROOT / "docs" / "engines.md").read_text(encoding="utf-8")
+BLOCK = re.compile(r"```(bash|python|toml)\n(.*?)```", re.DOTALL)
+
+
+def test_code_of_the_tutorial_is_that_of_the_example() -> None:
+    folder = ROOT / "examples" / "engine"
+    sources = {
+        "python": (folder / "ddp_engine.py").read_text(encoding="utf-8"),
+        "toml": (folder / "pyproject.toml").read_text(encoding="utf-8"),
+    }
+    excerpts = [(language, text) for language, text in BLOCK.findall(PAGE) if "import " not in text]
+    excerpts = [(language, text) for language, text in excerpts if language in sources]
+    assert len(excerpts) == 5
+    for language, text in excerpts:
+        assert text in sources[language]
+    assert f"{len(RULES)} of {len(RULES)} rules hold" in PAGE
+
+
+def test_commands_of_the_tutorial_run(command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for language, text in BLOCK.findall(PAGE):
+        if language == "python" and "camshaft.data" in text:
+            exec(text, {})
+        for line in text.replace("\\\n", " ").splitlines() if language == "bash" else ():
+            program, *args = shlex.split(line)
+            if program == "pip":
+                assert (ROOT / args[-1]) in EXAMPLES  # the fixture installs it
+                continue
+            if "--option" not in args and "--ranks" in args:
+                args += ["--rule", "step"]  # another test checks all rules
+            run = command(*args)
+            broken = "--option" in args
+            assert run.status == broken, f"{args}: {run.err}"
+            if broken:
+                verdict, detail = run.out.splitlines()[1:3]
+                assert verdict.startswith("BROKEN")
+                assert detail in PAGE or detail.startswith("        gradient norm of a causal_lm engine: differs")

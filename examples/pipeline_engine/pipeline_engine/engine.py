@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from camshaft.device import seed_ranks
-from camshaft.engine import EngineCapabilities, EngineConfig, EngineOptions
+from camshaft.engine import EngineCapabilities, EngineOptions
 from camshaft.engine.base import DtypeOf, cast_weight
 from camshaft.engine.optim import clip_and_step
 from camshaft.engine.torch_engine import TorchEngine
@@ -46,11 +46,6 @@ class PipelineEngine(TorchEngine):
     capabilities = EngineCapabilities(options=PipelineOptions, supports_lora=False)
     options: PipelineOptions
     module: PipelineStage
-
-    def __init__(self, config: EngineConfig):
-        super().__init__(config)
-        if config.optim is not None and config.dtype == "bfloat16":
-            raise EngineError("dtype=bfloat16: the optimizer would round small updates away; train in float32")
 
     def build_model(self) -> PipelineStage:
         self.join_ranks()
