@@ -3,7 +3,7 @@
 #
 # make check         format, lint and types
 # make test-fast     a contributor's first check, under a minute: algorithms, config, data, batches, one engine
-# make test          what CI runs: check, test-main, test-kernels, test-vllm; needs no accelerator
+# make test          what CI runs: check, test-kernels and test-vllm side by side, then test-main; needs no accelerator
 # make test-all      make test, then test-slow, test-titan, test-server, test-matrix and test-cluster (hours)
 # make test-main     the test suite of the package, without its slow cases and without optional libraries
 # make test-slow     the cases that test-main leaves out: every layout of a run, kills at random moments, more random inputs
@@ -49,6 +49,7 @@ TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
 JOBS ?= 2
 # Unset: tests start hundreds of Python processes, each of which would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
+ALONE = $(shell grep -rlE --include='test_*.py' 'mark\.alone' tests)
 SUITE := not matrix and not vllm and not sglang and not megatron and not titan and not cluster and not interpreted and not compiled
 FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/config/test_schema.py \
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
@@ -128,7 +129,10 @@ trl: $(TRL_INSTALLED) $(TRL_PPO_INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/python examples/arithmetic/demo.py
 
-test: check test-main test-kernels test-vllm
+# The first three leave a core idle, so they run at the same time; the output of each appears when it ends.
+test:
+	$(MAKE) --jobs=3 --output-sync=target check test-kernels test-vllm
+	$(MAKE) test-main
 
 test-all: test test-slow test-titan test-server test-matrix test-cluster
 
@@ -139,13 +143,13 @@ test-fast: $(INSTALLED)
 # Two tests at a time, then those that bound a time, one by one.
 test-main: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and not slow and not alone"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SUITE) and not slow and alone"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SUITE) and not slow and alone" $(ALONE)
 
 test-slow: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and slow and not alone"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SUITE) and slow and alone"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SUITE) and slow and alone" $(ALONE)
 	OMP_NUM_THREADS=1 CAMSHAFT_CONFIG_CASES=200 CAMSHAFT_EXAMPLES=150 CAMSHAFT_REWARD_CASES=200 $(BIN)/python -m pytest \
-		tests/unit/config/test_any_overrides.py tests/unit/data/test_any_rows.py tests/unit/rewards/test_anything.py
+		-m "$(SUITE) and hypothesis" tests/unit
 
 test-kernels: $(TRITON_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \

@@ -1,5 +1,6 @@
 """Use one thread per process: the tests are many small programs on few cores, and sums keep their order."""
 
+import gc
 import os
 import sys
 import tempfile
@@ -15,8 +16,14 @@ if "CAMSHAFT_CACHE" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory(prefix="camshaft-cache-")
     os.environ["CAMSHAFT_CACHE"] = _CACHE.name  # caches of a test are deleted when it ends
 
-settings.register_profile("busy machine", deadline=None)  # hypothesis fails an example that takes 0.2 s by default
-settings.load_profile("busy machine")
+# Without a deadline: hypothesis fails an example that takes 0.2 s by default. `make test-slow` tries more examples.
+settings.register_profile("camshaft", deadline=None, max_examples=int(os.environ.get("CAMSHAFT_EXAMPLES", "20")))
+settings.load_profile("camshaft")
+
+
+def pytest_collection_finish() -> None:
+    """Exclude the imported modules from garbage collection, which would traverse their objects again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

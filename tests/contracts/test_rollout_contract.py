@@ -26,10 +26,14 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("rollout")
 
 
+SLOW = {"thousands of prompts", "model types", "prompts of mixed lengths"}
+"""Rules that take seconds; `make test` checks them on the built-in rollout."""
+
+
 def cases() -> Iterator[Any]:
     for name in HERE:
         for rule in RULES:
-            slow = name != "torch" and rule.name == "thousands of prompts"
+            slow = name != "torch" and rule.name in SLOW
             yield pytest.param(name, rule, id=f"{name}-{rule.name.replace(' ', '_')}", marks=[pytest.mark.slow] * slow)
 
 
@@ -38,9 +42,8 @@ def test_rollout_keeps_rule(name: str, rule: Rule, scratch: Path) -> None:
     rule.check(RolloutHarness(rollout_class(name), scratch))
 
 
-IN_A_PROCESS = ("sleep and wake",)
-SLOW_IN_A_PROCESS = (
-    "seeds determine samples", "new weights replace old ones", "digests match the weights",
+IN_A_PROCESS = (
+    "sleep and wake", "seeds determine samples", "new weights replace old ones", "digests match the weights",
     "rows do not depend on the batch", "rows end", "stop strings end a row", "invalid prompts are rejected",
     "tied weights load under either name", "weight errors name the weight", "digests detect a transposed weight",
 )  # fmt: skip
@@ -50,12 +53,9 @@ SLOW_IN_A_PROCESS = (
 """
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    "name",
-    [*IN_A_PROCESS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_IN_A_PROCESS)],
-    ids=lambda name: name.replace(" ", "_"),
-)
+@pytest.mark.parametrize("name", IN_A_PROCESS, ids=lambda name: name.replace(" ", "_"))
 def test_a_rollout_in_a_separate_process_follows_rule(name: str, scratch: Path) -> None:
     BY_NAME[name].check(RolloutHarness(rollout_class("process"), scratch))
 

@@ -1,6 +1,6 @@
 """The sharded engine follows the contract on real ranks, in every layout and with every feature.
 
-`make test` checks all rules on two ranks; `tests/parity/test_sharded_parity.py` compares three steps in every layout.
+`make test` checks all rules on two ranks. `tests/parity/test_sharded_parity.py` compares three steps in every layout.
 `make test-slow` checks the rules about numbers and files in the other layouts. `make test-matrix` checks all rules in
 all layouts, and in all pairs of features.
 """
@@ -97,16 +97,11 @@ def test_fsdp1_rejects_unsupported_options(feature: str) -> None:
         engine_class("fsdp1")(EngineConfig(model=EngineModel(path="models/tiny", **model), **fields))
 
 
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RuleRanks]:
-    with RuleRanks(2) as rule_ranks:
-        yield rule_ranks
-
-
+@pytest.mark.parametrize("ranks", [2], indirect=True, scope="module")
 @pytest.mark.parametrize("broken", CAUGHT_BY, ids=lambda cls: cls.__name__)
-def test_contract_catches_on_two_ranks(broken: type[FSDPEngine], two_ranks: RuleRanks, tmp_path: Path) -> None:
-    assert two_ranks.find_problem(CAUGHT_BY[broken], broken, str(tmp_path / "caught")) is not None
-    problem = two_ranks.find_problem("schedule", broken, str(tmp_path / "kept"))
+def test_contract_catches_on_two_ranks(broken: type[FSDPEngine], ranks: RuleRanks, tmp_path: Path) -> None:
+    assert ranks.find_problem(CAUGHT_BY[broken], broken, str(tmp_path / "caught")) is not None
+    problem = ranks.find_problem("schedule", broken, str(tmp_path / "kept"))
     assert problem is None, f"ranks that a broken rule killed were not replaced: {problem}"
 
 

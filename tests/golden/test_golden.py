@@ -74,6 +74,7 @@ def test_run_reproduces_its_golden_metrics(name: str, runs: Callable[[str], list
             assert actual[key] == expected, f"step {step}: {key}"
 
 
+@pytest.mark.slow
 def test_two_equal_runs_are_bitwise_equal(runs: Callable[[str], list[dict[str, float]]], tmp_path: Path) -> None:
     assert metrics_of("ppo_tiny", tmp_path) == runs("ppo_tiny")
 

@@ -63,9 +63,8 @@ def test_one_rank_on_ray_matches_an_in_process_run_bitwise(tmp_path: Path) -> No
         assert all(torch.equal(actual.critic[name], weight) for name, weight in expected.critic.items())
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_ranks_on_ray_give_the_same_numbers(ranks: int, in_process: tuple[Path, list[Step]]) -> None:
     home, steps = in_process
     compare(run_ppo(home, {**SHUFFLED, **RANKS, **RAY, "trainer.n_gpus_per_node": ranks}, steps=2), steps, rel=1e-6)
@@ -103,6 +102,7 @@ POOLS: dict[str, Any] = {
 """The actor has two ranks, the critic one, and the reward model another one, each in a separate pool."""
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_separate_pools_on_ray_match_local_ones_bitwise(tmp_path: Path) -> None:
     overrides = {

@@ -365,7 +365,8 @@ def test_an_export_never_replaces_other_folders(home: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "case", ["camshaft", "main_ppo", "main_sft", *(pytest.param(c, marks=pytest.mark.slow) for c in ("data", "reward"))]
+    "case",
+    ["camshaft", *(pytest.param(c, marks=pytest.mark.slow) for c in ("main_ppo", "main_sft", "data", "reward"))],
 )
 def test_each_separate_entry_point_reports_one_error(case: str, home: Path, tmp_path: Path) -> None:
     bad = without("prompt")(tmp_path / "rows.parquet")

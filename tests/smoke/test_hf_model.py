@@ -92,6 +92,7 @@ def test_transformers_loads_the_weights_of_the_checkpoint(tmp_path: Path) -> Non
     assert not torch.allclose(actor, log_probs(AutoModelForCausalLM.from_pretrained(before)), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_an_adapter_is_merged_and_also_saved_for_peft(tmp_path: Path) -> None:
     run_ppo(tmp_path, {**RANKS, **LORA}, steps=1)
     assert contents(tmp_path / "run") == {1: ALL}

@@ -18,10 +18,10 @@ LIBRARIES = {"vllm", "server", "sglang"}
 
 
 def pairs() -> Iterator[Any]:
-    """Return all pairs; those in one process with the `reference` engine or the built-in rollout are fast."""
+    """Return all pairs; in one process, those with the `reference` engine and the default one are fast."""
     for rollout in sorted(ROLLOUTS.keys() - LIBRARIES):
         for engine in sorted(ENGINES.keys() - {"fsdp2"} - OPTIONAL_ENGINES):  # `fsdp2` is an alias of `fsdp`
-            fast = (engine == "reference" and rollout != "process") or rollout == "torch"
+            fast = (engine == "reference" and rollout != "process") or (rollout, engine) == ("torch", "fsdp")
             yield pytest.param(rollout, engine, marks=() if fast else pytest.mark.slow)
 
 

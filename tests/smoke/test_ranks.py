@@ -125,6 +125,7 @@ def test_experts_with_replay_and_router_loss_do_not_depend_on_ranks(layout: dict
     assert one_process[0].metrics["actor/moe/aux_loss"] > 1
 
 
+@pytest.mark.slow
 def test_validation_rows_need_not_divide_by_ranks(tmp_path: Path) -> None:
     odd = {
         "trainer.val_before_train": True,

@@ -72,11 +72,18 @@ def test_combined_scores_do_not_depend_on_ranks(home: Path) -> None:
             assert ranks.metrics[name] == pytest.approx(value, rel=1e-4, abs=1e-5), name
 
 
-def test_a_model_scores_without_a_function_in_validation(home: Path) -> None:
-    # Without a reward function, rows need no ground truth and any data_source is valid.
+def without_function(home: Path) -> dict[str, Any]:
+    """Return overrides of a run with validation that only the reward model scores.
+
+    Without a reward function, rows need no ground truth and any data_source is valid.
+    """
     alone = {"custom_reward_function.path": "null", "custom_reward_function.name": "null", **scored_by(home)}
     validated = {"trainer.val_before_train": True, "data.val_max_samples": 5, "reward_model.max_length": 20}
-    before, step = run_ppo(home, {**PLAIN, **alone, **validated}, steps=1)
+    return {**PLAIN, **alone, **validated}
+
+
+def test_a_model_scores_without_a_function_in_validation(home: Path) -> None:
+    before, step = run_ppo(home, without_function(home), steps=1)
     assert step.metrics["critic/score/mean"] == pytest.approx(step.metrics["reward/model/mean"], rel=1e-5)
     assert step.metrics["reward/model/truncated"] == 16  # of 8 prompts x 2
     assert "reward/function/mean" not in step.metrics
@@ -84,11 +91,17 @@ def test_a_model_scores_without_a_function_in_validation(home: Path) -> None:
     score = before.metrics[f"val-core/{source}/reward/mean"]
     assert score == pytest.approx(before.metrics[f"val-aux/{source}/model/mean@1"])
     assert before.metrics["val-aux/reward/model/truncated"] == 5
-    (_, ranks) = run_ppo(home, {**PLAIN, **alone, **validated, **RANKS}, steps=1)
+
+
+@pytest.mark.slow
+def test_scores_without_a_function_do_not_depend_on_ranks(home: Path) -> None:
+    (_, step), (_, ranks) = (run_ppo(home, {**without_function(home), **more}, steps=1) for more in ({}, RANKS))
     assert ranks.metrics["reward/model/mean"] == pytest.approx(step.metrics["reward/model/mean"], rel=1e-4)
 
 
-@pytest.mark.parametrize("more", [{}, RANKS], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    "more", [pytest.param({}, id="one rank"), pytest.param(RANKS, id="two ranks", marks=pytest.mark.slow)]
+)
 def test_a_custom_class_scores(more: dict[str, Any], home: Path) -> None:
     overrides = {"reward_model.enable": True, "reward_model.worker_cls": "support.reward_models:LengthReward"}
     (step,) = run_ppo(home, {**PLAIN, **overrides, **more}, steps=1)

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from camshaft.dataproto import DataProto, Ragged
@@ -478,13 +478,11 @@ def batches(draw):
     )
 
 
-@settings(deadline=None)
 @given(batches(), st.integers(1, 7))
 def test_splitting_and_concatenating(batch, size):
     assert same(DataProto.concat(batch.split(size)), batch)
 
 
-@settings(deadline=None)
 @given(batches(), st.integers(1, 4), st.booleans())
 def test_repeat_and_take_each_once(batch, times, interleave):
     repeated = batch.repeat(times, interleave)
@@ -492,7 +490,6 @@ def test_repeat_and_take_each_once(batch, times, interleave):
     assert same(repeated.reorder(slice(0, None, times) if interleave else slice(0, len(batch))), batch)
 
 
-@settings(deadline=None)
 @given(batches(), st.randoms(use_true_random=False))
 def test_reordering_and_back(batch, random):
     order = list(range(len(batch)))
@@ -500,7 +497,6 @@ def test_reordering_and_back(batch, random):
     assert same(batch.reorder(order).reorder(torch.tensor(order).argsort()), batch)
 
 
-@settings(deadline=None)
 @given(batches(), st.integers(1, 9))
 def test_padding_and_back(batch, divisor):
     padded, added = batch.pad_to_divisor(divisor)
@@ -509,7 +505,6 @@ def test_padding_and_back(batch, divisor):
     assert same(padded.unpad(added), batch)
 
 
-@settings(deadline=None)
 @given(batches())
 def test_popping_and_uniting(batch):
     popped, rest = batch.pop("tokens")
@@ -517,14 +512,12 @@ def test_popping_and_uniting(batch):
     assert same(batch.union(pickle.loads(pickle.dumps(batch))), batch)
 
 
-@settings(deadline=None)
 @given(batches(), st.data())
 def test_pickling_any_part(batch, data):
     part = batch.reorder(data.draw(st.slices(len(batch))))
     assert same(pickle.loads(pickle.dumps(part)), part)
 
 
-@settings(deadline=None, max_examples=40)
 @given(batch=batches())
 def test_saving_and_loading(tmp_path_factory, batch):
     folder = tmp_path_factory.mktemp("batch")

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from camshaft.errors import BatchError
@@ -239,7 +239,6 @@ def test_gradient_of_a_mean():
 # -- round trips ------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(ROWS, st.sampled_from(["left", "right"]), st.integers(0, 3), st.integers(-99, 99))
 def test_padding_and_back(rows, side, extra, value):
     ragged = make(rows)
@@ -250,7 +249,6 @@ def test_padding_and_back(rows, side, extra, value):
     assert (grid[~mask] == value).all()
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=4), st.lists(st.integers(0, 9), max_size=4)), max_size=5)
 )
@@ -262,7 +260,6 @@ def test_join_and_split(pairs):
     assert lists(joined.suffix(right.lengths)) == lists(right)
 
 
-@settings(deadline=None)
 @given(ROWS, st.data())
 def test_splitting_and_concatenating(rows, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=3)))
@@ -272,7 +269,6 @@ def test_splitting_and_concatenating(rows, data):
     assert lists(Ragged.concat(parts)) == rows
 
 
-@settings(deadline=None)
 @given(ROWS.filter(bool), st.data())
 def test_select_is_list_indexing(rows, data):
     index = data.draw(st.lists(st.integers(-len(rows), len(rows) - 1), max_size=8))
@@ -281,7 +277,6 @@ def test_select_is_list_indexing(rows, data):
     assert lists(make(rows).select(part)) == rows[part]
 
 
-@settings(deadline=None)
 @given(ROWS)
 def test_sums_match_those_of_lists(rows):
     assert make(rows).sum().tolist() == [sum(row) for row in rows]

@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from camshaft.algorithms import ESTIMATORS, AdvantageInputs, AdvantageOptions
@@ -271,7 +271,6 @@ def batches(draw):
     return AdvantageInputs(rewards, mask, values, groups, baselines)
 
 
-@settings(deadline=None, max_examples=60)
 @given(batches(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.9, 1.0]))
 def test_gae_is_the_double_sum_of_the_paper(batch, gamma, lam):
     expected = loop_gae(batch.rewards, batch.values, batch.mask, gamma, lam)
@@ -281,7 +280,6 @@ def test_gae_is_the_double_sum_of_the_paper(batch, gamma, lam):
 
 
 @pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
-@settings(deadline=None, max_examples=40)
 @given(batch=batches())
 def test_group_estimators_match_a_loop_over_rows(name, batch):
     advantages, _ = ESTIMATORS[name](batch, AdvantageOptions())
@@ -295,7 +293,6 @@ OPTIONS = AdvantageOptions(gamma=0.9, lam=0.8)
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@settings(deadline=None, max_examples=25)
 @given(batch=batches(), padding=st.integers(0, 4), junk=st.sampled_from([NAN, math.inf, -1e30]))
 def test_padding_and_masked_values_do_not_matter(name, batch, padding, junk):
     width = batch.mask.shape[1]
@@ -312,7 +309,6 @@ def test_padding_and_masked_values_do_not_matter(name, batch, padding, junk):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@settings(deadline=None, max_examples=25)
 @given(batch=batches(), seed=st.integers(0, 1000))
 def test_rows_may_come_in_any_order(name, batch, seed):
     order = torch.randperm(len(batch.mask), generator=torch.Generator().manual_seed(seed))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from camshaft.algorithms import (
@@ -151,7 +151,6 @@ def cut(mini_batch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(deadline=None, max_examples=40)
 @given(mini_batch=mini_batches())
 def test_shares_of_micro_batches_add_up_for_any_split(mode, mini_batch):
     lengths, mask, columns, _ = mini_batch
@@ -162,7 +161,6 @@ def test_shares_of_micro_batches_add_up_for_any_split(mode, mini_batch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(deadline=None, max_examples=25)
 @given(mini_batch=mini_batches())
 def test_accumulated_gradients_do_not_depend_on_the_split(mode, mini_batch):
     lengths, mask, columns, cuts = mini_batch
@@ -177,7 +175,6 @@ def test_accumulated_gradients_do_not_depend_on_the_split(mode, mini_batch):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(deadline=None, max_examples=25)
 @given(mini_batch=mini_batches(), junk=st.sampled_from([NAN, math.inf, -math.inf, 1e30]))
 def test_values_at_masked_tokens_do_not_matter(mode, mini_batch, junk):
     lengths, mask, columns, _ = mini_batch
@@ -191,7 +188,6 @@ def test_values_at_masked_tokens_do_not_matter(mode, mini_batch, junk):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@settings(deadline=None, max_examples=25)
 @given(mini_batch=mini_batches(), seed=st.integers(0, 1000))
 def test_rows_may_come_in_any_order(mode, mini_batch, seed):
     lengths, mask, columns, _ = mini_batch

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from camshaft.algorithms import masked_mean, masked_sum, masked_var, whiten
@@ -62,7 +62,6 @@ def test_equal_values_whiten_to_zero():
     assert whiten(torch.full((4,), 0.3), torch.ones(4, dtype=torch.bool)).abs().max() < 1e-3
 
 
-@settings(deadline=None, max_examples=50)
 @given(st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=20), st.integers(0, 5))
 def test_whitening_does_not_depend_on_padding(values, padding):
     x = torch.tensor(values, dtype=torch.float64)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from camshaft.algorithms import accept_tokens, effective_sample_share, importance_weights, mismatch
@@ -56,7 +56,6 @@ def test_the_report_by_hand():
     )
 
 
-@settings(max_examples=60, deadline=None)
 @given(batches())
 def test_the_report_matches_a_loop(batch):
     rows = oracle(*batch)
@@ -182,7 +181,6 @@ def test_rejection_by_hand(rule, bounds, expected):
     assert accept_tokens(*FLAT, rule, bounds).int().tolist() == expected
 
 
-@settings(max_examples=60, deadline=None)
 @given(batches(), st.sampled_from(RULES), st.floats(0.01, 3))
 def test_rejection_matches_a_loop(batch, rule, high):
     scope, k = rule.rpartition("_")[::2]

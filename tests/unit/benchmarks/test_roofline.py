@@ -140,6 +140,7 @@ def test_rates_are_measured_on_the_threads_that_are_named() -> None:
     assert 1e7 < rates.copy < 1e12
 
 
+@pytest.mark.slow
 def test_the_rate_of_products_is_that_of_a_format(monkeypatch: pytest.MonkeyPatch) -> None:
     multiplied = []
     original = torch.mm

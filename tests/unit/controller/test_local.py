@@ -74,6 +74,7 @@ def test_no_process_is_left_when_the_driver_is_killed(tmp_path: Path, then: str)
     assert list(tmp_path.glob("camshaft-*")) == []
 
 
+@pytest.mark.slow
 def test_no_process_is_left_without_a_shutdown(tmp_path: Path):
     driver, pids = start_driver(tmp_path, "print(*pids, flush=True)")
     with driver:

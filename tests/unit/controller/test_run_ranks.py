@@ -44,6 +44,7 @@ def test_an_error_of_a_rank_is_raised_with_its_traceback():
     assert "in refuse_on_last_rank" in note
 
 
+@pytest.mark.slow
 def test_a_rank_that_hangs_is_shown_with_its_stack():
     with pytest.raises(WorkerError, match="in sleep_on_rank_zero"):
         run_ranks(sleep_on_rank_zero, 2, timeout=3)

@@ -18,7 +18,7 @@ from camshaft.data import PromptOptions, SFTOptions, StatefulLoader, load_prompt
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import CamshaftError
 
-EXAMPLES = int(os.environ.get("CAMSHAFT_EXAMPLES", "50"))
+EXAMPLES = int(os.environ.get("CAMSHAFT_EXAMPLES", "20"))
 """Number of examples of each test."""
 
 many = settings(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from camshaft.data import PromptOptions, load_prompts
@@ -118,7 +118,6 @@ BALANCED = st.recursive(
 )
 
 
-@settings(max_examples=100, deadline=None)
 @given(BALANCED, st.text("ab$ .", max_size=5))
 def test_the_last_box_is_extracted_with_nested_braces(inside: str, after: str) -> None:
     last_boxed = runpy.run_path(str(SCRIPTS / "math_dataset.py"))["last_boxed"]

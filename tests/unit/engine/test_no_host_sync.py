@@ -85,12 +85,16 @@ def actor_of(home: Path, more: dict[str, Any], micro_batch: int = 2, half: bool 
     return actor
 
 
+FAST = {"vanilla-bfloat16", "vanilla-float32", "kl-bfloat16", "checkpointing-bfloat16", "tokens-bfloat16"}
+"""Cases of `make test`; the others differ from them in a few operators."""
+
+
 def actor_cases() -> Iterator[Any]:
     """Return all losses in both dtypes; in float32, other kernels run but the same losses."""
     for loss in LOSSES:
-        yield pytest.param(loss, True, id=f"{loss}-bfloat16")
-        marks = [pytest.mark.slow] * (loss != "vanilla")
-        yield pytest.param(loss, False, id=f"{loss}-float32", marks=marks)
+        for half in (True, False):
+            name = f"{loss}-{'bfloat16' if half else 'float32'}"
+            yield pytest.param(loss, half, id=name, marks=[pytest.mark.slow] * (name not in FAST))
 
 
 @pytest.mark.parametrize(("loss", "half"), actor_cases())
@@ -209,7 +213,9 @@ PLANTED: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("item", "backward"))) for n in PLANTED]
+)
 def test_injected_loss_waits_are_detected(
     home: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -127,7 +127,7 @@ def test_files_do_not_exceed_the_size_limit(tmp_path: Path) -> None:
     assert_same(AutoModelForCausalLM.from_pretrained(tmp_path / "out"), saved_weights(run / "global_step_3" / "actor"))
 
 
-@pytest.mark.parametrize("head", ["causal_lm", "value"])
+@pytest.mark.parametrize("head", ["causal_lm", pytest.param("value", marks=pytest.mark.slow)])
 def test_a_merged_adapter_matches_peft(head: str, tmp_path: Path) -> None:
     step = tmp_path / "run" / "global_step_1"
     run_warm_ranks(save_on_ranks, 2, model_of(head, rank=4), str(step / "actor"))

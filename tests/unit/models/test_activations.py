@@ -229,7 +229,9 @@ def sharded_gradients(path: str, recomputing: str) -> tuple[bool, int, int]:
     return same(results[1], results[0]), sum(watched.moved), watched.parameters_seen
 
 
-@pytest.mark.parametrize("recomputing", RECOMPUTING)
+@pytest.mark.parametrize(
+    "recomputing", [pytest.param(r, marks=[pytest.mark.slow] * (r != "selective")) for r in RECOMPUTING]
+)
 def test_sharded_models_keep_gradients_and_gathered_layers(recomputing: str) -> None:
     for equal, moved, parameters in run_warm_ranks(sharded_gradients, 2, source(), recomputing):
         assert equal

@@ -3,7 +3,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -62,7 +62,6 @@ def test_output_and_gradients_match_a_dense_softmax(
     compare(lengths, parents, dtype, within)
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 6), st.lists(st.integers(1, 5), max_size=4)), min_size=1, max_size=4))
 def test_any_families_of_documents(families: list[tuple[int, list[int]]]) -> None:
     lengths: list[int] = []

@@ -2,9 +2,10 @@
 
 import json
 import logging
+import multiprocessing
 import shutil
-import subprocess
 import sys
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -299,26 +300,35 @@ def test_a_url_is_a_folder_like_any_other(tmp_path: Path, monkeypatch: pytest.Mo
         files.rm("/bucket", recursive=True)
 
 
+def load_without_peft(folder: str, result: Connection) -> None:
+    """Import the package again without PEFT, load a model, and send the error of a model with an adapter."""
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("camshaft", "peft"):
+            del sys.modules[name]
+    sys.modules["peft"] = None  # pyright: ignore[reportArgumentType] (import peft: ModuleNotFoundError)
+    from camshaft.config.engine import EngineModel, LoRAConfig
+    from camshaft.errors import EngineError
+    from camshaft.models.linear_logprob import linear_logprob
+    from camshaft.models.loader import load_model
+    from camshaft.models.lora import merged_weights
+
+    model = EngineModel(path=folder)
+    assert dict(merged_weights(load_model(model, "float32", "cpu", 0).hf))
+    linear_logprob(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64))
+    assert "camshaft.models.triton.linear_logprob" not in sys.modules
+    try:
+        load_model(model.model_copy(update={"lora": LoRAConfig(rank=2)}), "float32", "cpu", 0)
+    except EngineError as error:
+        result.send(str(error))
+
+
 def test_optional_libraries_are_imported_only_on_demand() -> None:
     """PEFT may be missing without adapters, and CPU builds of torch do not include Triton."""
-    code = f"""
-import sys
-sys.modules["peft"] = None                     # import peft: ModuleNotFoundError
-import torch
-from camshaft.config.engine import EngineModel, LoRAConfig
-from camshaft.errors import EngineError
-from camshaft.models.linear_logprob import linear_logprob
-from camshaft.models.loader import load_model
-from camshaft.models.lora import merged_weights
-model = EngineModel(path={str(tiny_folder())!r})
-assert dict(merged_weights(load_model(model, "float32", "cpu", 0).hf))
-linear_logprob(torch.ones(2, 3), torch.ones(4, 3), torch.zeros(2, dtype=torch.int64))
-assert "camshaft.models.triton.linear_logprob" not in sys.modules
-try:
-    load_model(model.model_copy(update={{"lora": LoRAConfig(rank=2)}}), "float32", "cpu", 0)
-except EngineError as error:
-    sys.exit(str(error))
-"""
-    process = subprocess.run([sys.executable, "-c", code], timeout=120, capture_output=True, text=True, check=False)
-    error = process.stderr.strip().splitlines()[-1]
-    assert error == "LoRA requires the package 'peft'; run: pip install 'camshaft[lora]'"
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=load_without_peft, args=(str(tiny_folder()), sender))
+    process.start()
+    sender.close()
+    assert receiver.poll(100)
+    assert receiver.recv() == "LoRA requires the package 'peft'; run: pip install 'camshaft[lora]'"
+    process.join()

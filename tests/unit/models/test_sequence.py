@@ -85,7 +85,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", MODELS)
 def test_log_probs_and_gradients_do_not_depend_on_ranks(family: str, size: int):
     folder = str(tiny_folder(family, **{"hidden": 32, "initializer_range": 0.1, **MODELS[family]}))
@@ -117,7 +117,7 @@ def test_values_and_scores_do_not_depend_on_the_ranks(head: Head):
         ([6, 6], []),
     ],
 )
-@pytest.mark.parametrize("head", ["causal_lm", "value"])
+@pytest.mark.parametrize("head", ["causal_lm", pytest.param("value", marks=pytest.mark.slow)])
 def test_every_rank_takes_part_for_any_output_positions(head: Head, lengths: list[int], at: list[int]):
     folder, places = folder_of("qwen2"), torch.tensor(at, dtype=torch.int64)
     expected = numbers(model_of(folder, head), lengths, places)

@@ -77,7 +77,7 @@ def test_update_changes_engine_and_rollout(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("args", [(), ("--temperature", "0.7"), ("--temperature", "0")], ids=["1", "0.7", "greedy"])
-@pytest.mark.parametrize("rollout", ["torch", "hf"])
+@pytest.mark.parametrize("rollout", ["torch", pytest.param("hf", marks=pytest.mark.slow)])
 def test_pairs_agree_before_and_after_an_update(rollout: str, args: tuple[str, ...], folder: Path) -> None:
     run = parity(folder, rollout, *args)
     assert run.status == 0, run.out + run.err

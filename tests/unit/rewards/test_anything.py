@@ -19,7 +19,7 @@ from camshaft.rewards.manager import COUNTS, RewardManager
 
 pytestmark = pytest.mark.alone
 
-CASES = int(os.environ.get("CAMSHAFT_REWARD_CASES", "60"))
+CASES = int(os.environ.get("CAMSHAFT_REWARD_CASES", "30"))
 
 REWARD = """
 import os, signal, sys, time

@@ -150,6 +150,7 @@ def test_the_next_batch_ignores_answers_of_a_cancelled_one(manager):
     assert rewards.score(batch, decode, added(rewards.begin(batch), ["a", "bc"], [(0, 2)])).scores.tolist() == [1, 2]
 
 
+@pytest.mark.slow
 def test_a_failing_driver_leaves_no_processes(file, alive):
     path = file("import time\ndef compute_score(data_source, solution_str, ground_truth, extra_info): time.sleep(60)")
     driver = f"""

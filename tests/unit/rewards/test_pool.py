@@ -80,6 +80,7 @@ def test_workers_end_when_the_driver_is_killed(file, body, alive):
     assert alive() == []
 
 
+@pytest.mark.slow
 def test_a_driver_that_exits_leaves_no_process(alive):
     driver = "from camshaft.rewards.manager import RewardManager; keep = RewardManager(name='exact_match')"
     assert subprocess.run([sys.executable, "-c", driver], check=False).returncode == 0

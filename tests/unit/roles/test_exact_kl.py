@@ -94,12 +94,10 @@ def test_the_penalty_is_the_divergence_over_the_full_vocabulary(home: Path, one_
     assert second == pytest.approx(expected, rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "more",
-    [
-        pytest.param({}, id="rows", marks=pytest.mark.slow),
-        pytest.param({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, id="tokens"),
-    ],
+    [pytest.param({}, id="rows"), pytest.param({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, id="tokens")],
 )
 def test_ranks_find_the_same(more: dict[str, Any], home: Path, one_rank: list[Step]) -> None:
     steps = run_ppo(home, {**FULL, **RANKS, **more}, steps=2)
@@ -122,11 +120,14 @@ def test_the_model_under_an_adapter_is_a_reference_as_well(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     "more",
     [
-        {},
-        ADAPTER,
-        ADAPTER | RANKS | {"actor_rollout_ref.model.enable_gradient_checkpointing": True},
+        pytest.param({}, id="weights"),
+        pytest.param(ADAPTER, id="adapter"),
+        pytest.param(
+            ADAPTER | RANKS | {"actor_rollout_ref.model.enable_gradient_checkpointing": True},
+            id="adapter on ranks",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["weights", "adapter", "adapter on ranks"],
 )
 def test_the_kl_loss_uses_the_weights_before_the_update(more: dict[str, Any], tmp_path: Path) -> None:
     first, second = run_ppo(tmp_path, {**LOSS, **ONE_UPDATE, **more}, steps=2)
@@ -152,7 +153,7 @@ BUDGET = {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu"
     "more",
     [
         pytest.param(BUDGET, id="rows", marks=pytest.mark.slow),
-        pytest.param({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, id="tokens"),
+        pytest.param({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, id="tokens", marks=pytest.mark.slow),
         pytest.param(TENSOR, id="vocabulary"),
     ],
 )

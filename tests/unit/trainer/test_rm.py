@@ -124,7 +124,9 @@ RANKS: dict[str, Any] = {"strategy": "fsdp", "trainer.n_gpus_per_node": 2}
         {"data.micro_batch_size_per_gpu": 3},
         {"data.use_dynamic_bsz": True, "data.max_token_len_per_gpu": 64},
         pytest.param(RANKS, marks=pytest.mark.slow),
-        {**RANKS, "ulysses_sequence_parallel_size": 2, "data.micro_batch_size_per_gpu": 1},
+        pytest.param(
+            {**RANKS, "ulysses_sequence_parallel_size": 2, "data.micro_batch_size_per_gpu": 1}, marks=pytest.mark.slow
+        ),
     ],
     ids=["whole", "three pairs", "tokens", "two ranks", "a sequence on two ranks"],
 )

@@ -114,7 +114,7 @@ def test_gradient_checkpointing_changes_nothing():
         same(actual, numbers(model_of(folder)))
 
 
-@pytest.mark.parametrize(("vocabulary", "ranks"), [(113, 2), (101, 4)])
+@pytest.mark.parametrize(("vocabulary", "ranks"), [(113, 2), pytest.param(101, 4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_vocabulary_that_does_not_divide(vocabulary: int, ranks: int, tied: bool):
     folder, override = folder_of("llama", kv_heads=4, tie_embeddings=tied), {"vocab_size": vocabulary}
@@ -199,7 +199,7 @@ def tensor_parallel_and_sharded(
     return outputs, gradients, [name for name, weight in hf.named_parameters() if weight.device_mesh.ndim == 2]
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_together_with_fully_shard_from_the_meta_device(tied: bool):
     folder = folder_of("qwen3", tie_embeddings=tied)
     model = model_of(folder)

@@ -246,7 +246,9 @@ def test_an_error_while_packing_leaves_layers_unpacked(monkeypatch: pytest.Monke
 LAYERS = {"hidden": 128, "intermediate": 320, "tie_embeddings": False, "attention_bias": True}
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3_text", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in ("gemma3_text", "mixtral"))]
+)
 def test_generation_packs_the_present_weights(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fast: bool
 ) -> None:

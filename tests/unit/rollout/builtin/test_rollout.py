@@ -39,9 +39,9 @@ def checked_generation(case: Case, prompts: Ragged, sampling: SamplingParams, se
 @pytest.mark.parametrize(
     "limits",
     [
-        {"max_num_seqs": 1},
+        pytest.param({"max_num_seqs": 1}, marks=pytest.mark.slow),
         {"max_num_seqs": 3},
-        {"max_num_seqs": 4, "max_num_batched_tokens": 1},
+        pytest.param({"max_num_seqs": 4, "max_num_batched_tokens": 1}, marks=pytest.mark.slow),
         {"max_num_seqs": 7, "max_num_batched_tokens": 30},
     ],
 )
