@@ -145,16 +145,17 @@ test-main: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and not slow and not alone"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SUITE) and not slow and alone" $(ALONE)
 
-test-slow: $(INSTALLED)
+test-slow: $(INSTALLED) $(TRITON_INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and slow and not alone"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SUITE) and slow and alone" $(ALONE)
 	OMP_NUM_THREADS=1 CAMSHAFT_CONFIG_CASES=200 CAMSHAFT_EXAMPLES=150 CAMSHAFT_REWARD_CASES=200 $(BIN)/python -m pytest \
 		-m "$(SUITE) and hypothesis" tests/unit
+	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "interpreted and slow" tests/kernels
 
 test-kernels: $(TRITON_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
-		-m interpreted tests/kernels
-	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m compiled tests/kernels
+		-m "interpreted and not slow" tests/kernels
+	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -m compiled tests/kernels
 
 test-vllm: $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind \

@@ -1,6 +1,6 @@
 """The attention kernels of the KV cache, run by Triton's interpreter, compared with attention in float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -86,8 +86,15 @@ def split(request: pytest.FixtureRequest, kernels: ModuleType, monkeypatch: pyte
     return request.param
 
 
-@pytest.mark.parametrize("window", [None, 1, 50])
-@pytest.mark.parametrize("shape", SHAPES)
+def cases() -> Iterator[Any]:
+    """Return each shape with each window; the window changes little beyond the shapes with odd sizes and many tiles."""
+    for shape in SHAPES:
+        for window in (None, 1, 50):
+            slow = window == 50 and shape not in ("odd sizes", "more than a tile")
+            yield pytest.param(shape, window, marks=[pytest.mark.slow] * slow)
+
+
+@pytest.mark.parametrize(("shape", "window"), cases())
 def test_attention_matches_the_oracle_for_each_row(
     kernels: ModuleType, split: str, shape: str, window: int | None
 ) -> None:
@@ -98,7 +105,9 @@ def test_attention_matches_the_oracle_for_each_row(
         assert splits == 10
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1.5e-2), (torch.float16, 2e-3)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.bfloat16, 1.5e-2), pytest.param(torch.float16, 2e-3, marks=pytest.mark.slow)]
+)
 def test_half_precision_is_near(kernels: ModuleType, split: str, dtype: torch.dtype, tolerance: float) -> None:
     check(kernels, dtype, SHAPES["shared heads"], None, tolerance)
     check(kernels, dtype, SHAPES["odd sizes"], 50, tolerance)
@@ -152,7 +161,9 @@ class EachTime:
     def release(self) -> None: ...
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("qwen2", {}), ("mistral", {"sliding_window": 5})])
+@pytest.mark.parametrize(
+    ("family", "sizes"), [pytest.param("qwen2", {}, marks=pytest.mark.slow), ("mistral", {"sliding_window": 5})]
+)
 def test_a_model_generates_correctly_with_the_kernels(
     kernels: ModuleType, family: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -112,7 +112,7 @@ def test_gradients_of_a_tile(kernels: ModuleType, of_log_probs: bool, of_entropy
 
 
 @pytest.mark.parametrize("tile", [(5, 7), (37, 29), (10, 4)])
-@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("temperature", [pytest.param(1.0, marks=pytest.mark.slow), 0.6])
 def test_all_tiles_give_the_values_and_gradients_of_float64(
     kernels: ModuleType, monkeypatch: pytest.MonkeyPatch, tile: tuple[int, int], temperature: float
 ):

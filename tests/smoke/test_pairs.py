@@ -43,7 +43,9 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
-@pytest.mark.parametrize("name", ESTIMATORS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("gae", "rloo", "remax"))) for n in ESTIMATORS]
+)
 def test_every_advantage_estimator_trains(name: str, home: Path) -> None:
     overrides = {"algorithm.adv_estimator": name, "actor_rollout_ref.rollout.n": 2, "data.train_batch_size": 4}
     (step,) = run_ppo(home, overrides, steps=1)

@@ -78,6 +78,7 @@ def test_rollout_is_checked_as_in_training(words: list[str]) -> None:
         load_generate([*words, "+rollout.engine_kwargs.a=1"])
 
 
+@pytest.mark.slow
 def test_jobs_of_a_sweep_need_separate_output_files(words: list[str]) -> None:
     sweep = ["-m", *words, "trainer.seed=1,2"]
     with pytest.raises(ConfigError, match=r"2 jobs of this sweep would write to data\.output_path="):

@@ -397,6 +397,7 @@ def test_jobs_of_a_sweep_need_separate_checkpoint_folders(sft_words, capfd):
     assert (status, len(configs)) == (0, 4)
 
 
+@pytest.mark.slow
 def test_folder_of_the_experiment_depends_on_its_name(sft_words, capfd):
     sweep = ["-m", *sft_words, "optim.lr=1e-6,1e-5"]
     assert _run(sweep, SFTConfig) == (2, [])
@@ -407,6 +408,7 @@ def test_folder_of_the_experiment_depends_on_its_name(sft_words, capfd):
     assert (status, names) == (0, ["lr_1e-06", "lr_1e-05"])
 
 
+@pytest.mark.slow
 def test_jobs_of_a_sweep_need_separate_export_folders(sft_words, capfd):
     sweep = ["-m", *sft_words, "trainer.seed=1,2", "trainer.experiment_name=${trainer.seed}", "trainer.export_path=out"]
     assert _run(sweep, SFTConfig) == (2, [])

@@ -106,7 +106,9 @@ def load_and_train(folder: str, name: str, sharded: bool, used_before: bool) -> 
     return loaded, all_of(parameters, optimizer)
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("AMSGrad", "StatefulSGD"))) for n in OPTIMIZERS]
+)
 def test_state_is_restored_exactly_on_other_ranks_and_on_none(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
     (saved, later), *_ = run_warm_ranks(train_and_save, 2, folder, name, True)

@@ -60,6 +60,7 @@ def test_values_and_gradients_match_the_formula(temperature: float, with_bias: b
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_tiles_of_a_single_logit_match_the_formula():
     test_values_and_gradients_match_the_formula(0.6, True, (1, 1))
     test_divergence_and_gradients_match_the_formula(0.6, True, (1, 1))
@@ -75,6 +76,7 @@ def test_gradient_of_a_single_output(which: int):
     torch.testing.assert_close(gradients, expected, rtol=1e-11, atol=1e-11)
 
 
+@pytest.mark.slow
 def test_gradcheck_in_float64():
     hidden, weight, bias, targets = inputs(rows=4)
     assert torch.autograd.gradcheck(

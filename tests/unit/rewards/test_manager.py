@@ -110,7 +110,9 @@ def test_extracted_answers_are_strings_and_not_averaged(manager, score):
     assert not any("pred" in name for name in result.metrics)
 
 
-@pytest.mark.parametrize("value", ["float('nan')", "1e39", "'high'"])
+@pytest.mark.parametrize(
+    "value", ["float('nan')", *(pytest.param(v, marks=pytest.mark.slow) for v in ("1e39", "'high'"))]
+)
 def test_a_row_without_a_valid_score_has_no_parts(manager, score, value):
     body = f"return {{'score': {value} if solution_str == 'a' else 1.0, 'acc': 1.0, 'pred': 'x'}}"
     result = score(manager(body), ["a", "b"])
@@ -206,7 +208,7 @@ def test_loading_does_not_count_against_the_limit(file, score):
     [
         ("__import__('os')._exit(7)", "exited with code 7"),
         ("__import__('ctypes').string_at(0)", "signal 11"),
-        ("__import__('os').kill(__import__('os').getpid(), 9)", "signal 9"),
+        pytest.param("__import__('os').kill(__import__('os').getpid(), 9)", "signal 9", marks=pytest.mark.slow),
     ],
 )
 def test_a_dead_process_fails_only_its_sample(manager, score, death, message):
@@ -312,7 +314,13 @@ def test_slow_calls_are_counted_and_listed_after_failures(manager, score):
 # -- on_error=drop ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("failure", ["raise ValueError", "return None", "import os; os._exit(1)"])
+@pytest.mark.parametrize(
+    "failure",
+    [
+        *(pytest.param(failure, marks=pytest.mark.slow) for failure in ("raise ValueError", "return None")),
+        "import os; os._exit(1)",
+    ],
+)
 def test_drop_names_the_rows_that_failed(manager, score, caplog, failure):
     with caplog.at_level(logging.WARNING):
         result = score(manager(FAIL_AT_B.format(failure), on_error="drop"), list("abcb"))

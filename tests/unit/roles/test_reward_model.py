@@ -213,11 +213,10 @@ def test_left_truncation_keeps_the_bos_token(home: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "layout",
     [
-        {"reward_model__model__fsdp_config__param_offload": True},
-        {"reward_model__ulysses_sequence_parallel_size": 2},
-        {"reward_model__model__fsdp_config__tensor_parallel_size": 2},
+        pytest.param({"reward_model__model__fsdp_config__param_offload": True}, id="rows", marks=pytest.mark.slow),
+        pytest.param({"reward_model__ulysses_sequence_parallel_size": 2}, id="sequence", marks=pytest.mark.slow),
+        pytest.param({"reward_model__model__fsdp_config__tensor_parallel_size": 2}, id="tensor"),
     ],
-    ids=["rows", "sequence", "tensor"],
 )
 def test_scores_do_not_depend_on_the_number_of_ranks(layout: dict[str, Any], home: Path) -> None:
     start_fork_server(*PRELOAD, "camshaft.roles", "transformers.models.llama.modeling_llama")

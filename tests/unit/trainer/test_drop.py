@@ -145,7 +145,7 @@ def update(home: Path, batch: DataProto, mode: str) -> tuple[dict[str, Tensor], 
     return weights_of(actor), weights_of(critic)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("mode", [pytest.param("token-mean", marks=pytest.mark.slow), "seq-mean-token-mean"])
 def test_weights_equal_those_of_an_update_without_the_row(home: Path, mode: str) -> None:
     chosen = algorithm(home)
     full, less = (batch.rename({"token_level_scores": "token_level_rewards"}) for batch in scored())

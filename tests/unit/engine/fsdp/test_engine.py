@@ -47,7 +47,7 @@ def _saved_first(strategy: str, folder: str, save: bool) -> dict[str, torch.Tens
     return harness.weights(engine)
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.slow)])
 def test_a_checkpoint_before_the_first_update_changes_nothing(strategy: str, tmp_path: Path) -> None:
     still = run_warm_ranks(_saved_first, 2, strategy, str(tmp_path / "still"), False)[0]
     saved = run_warm_ranks(_saved_first, 2, strategy, str(tmp_path / "saved"), True)[0]
@@ -66,7 +66,7 @@ def _skipped_first(strategy: str, folder: str) -> int:
     return again.skipped_steps
 
 
-@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1"])
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp1", marks=pytest.mark.slow)])
 def test_a_checkpoint_after_only_skipped_steps_is_valid(strategy: str, tmp_path: Path) -> None:
     assert run_warm_ranks(_skipped_first, 2, strategy, str(tmp_path)) == [1, 1]
 

@@ -204,7 +204,7 @@ def tokenizer_of_bytes(folder: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>").save_pretrained(folder)
 
 
-@pytest.mark.parametrize("max_num_seqs", [3, pytest.param(64, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("max_num_seqs", [10, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 64))])
 def test_a_stop_string_ends_only_matching_rows(tmp_path: Path, max_num_seqs: int) -> None:
     harness = RolloutHarness(TorchRollout, tmp_path)
     harness.case("llama", {"vocab_size": 11, "tie_embeddings": False})
