@@ -9,8 +9,7 @@ command that installs it.
 
 import difflib
 import importlib
-from collections.abc import Callable, Mapping
-from importlib.metadata import entry_points
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from camshaft.errors import ConfigError
@@ -55,12 +54,19 @@ def find_target(name: str, built_in: Mapping[str, str], group: str) -> str | Non
         return name
     if name in built_in:
         return built_in[name]
-    return next((point.value for point in entry_points(group=group) if point.name == name), None)
+    return next((point.value for point in _entry_points(group) if point.name == name), None)
 
 
 def list_names(built_in: Mapping[str, str], group: str) -> list[str]:
     """Return all built-in names and all entry points of the group, sorted."""
-    return sorted({*built_in, *(point.name for point in entry_points(group=group))})
+    return sorted({*built_in, *(point.name for point in _entry_points(group))})
+
+
+def _entry_points(group: str) -> Iterable[Any]:
+    """Return the entry points of a group. The import is slow, and most reward workers do not need it."""
+    from importlib.metadata import entry_points
+
+    return entry_points(group=group)
 
 
 def load(name: str, built_in: Mapping[str, str], group: str, base: type[T]) -> type[T]:

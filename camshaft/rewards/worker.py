@@ -8,8 +8,8 @@ signal handlers can be set. A second thread reads the messages. If the driver ex
 process and its children.
 """
 
-import asyncio
 import contextlib
+import functools
 import importlib
 import inspect
 import math
@@ -22,7 +22,7 @@ import time
 import traceback
 from collections.abc import Sized
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from camshaft import plugins
 from camshaft.errors import CamshaftError
@@ -32,6 +32,9 @@ from camshaft.rewards.messages import CallResult, LoadResult, Reply, Spec
 from camshaft.stop import ignore_stop_signals
 from camshaft.subprocesses import kill_own_group, pack, receive, send, unpack
 
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
 ANSWER = "pred"
 """Key of a dict result for the extracted answer. Validation compares the answers to the same prompt."""
 
@@ -40,7 +43,7 @@ _MAX_PARTS = 256
 """Maximum number of entries besides `score` and `pred` in a dict result, each of which becomes a metric."""
 _LOADERS = (
     __file__, loading.__file__, plugins.__file__, "<frozen importlib",
-    os.path.dirname(importlib.__file__), os.path.dirname(asyncio.__file__),
+    os.path.dirname(importlib.__file__), os.path.join(os.path.dirname(os.__file__), "asyncio"),
 )  # fmt: skip
 """Files whose frames are removed from the start of a traceback of user code."""
 _EXIT_DELAY_SECONDS = 1.0
@@ -64,17 +67,16 @@ def main() -> None:
         _send(outbox, LoadResult(f"{function_name(spec)} could not be loaded:\n{_format_traceback(error)}"))
         return
     _send(outbox, LoadResult(None, function.batched))
-    loop, pid = asyncio.new_event_loop(), os.getpid()
+    pid = os.getpid()
     while (calls := messages.get()) is not None:
         for samples in calls:
-            result = call(function, samples, spec, loop)
+            result = call(function, samples, spec)
             if os.getpid() != pid:
                 os._exit(0)  # this is a forked child that returned from the function; only the parent sends results
             _send(outbox, result)
-    loop.close()
 
 
-def call(function: RewardFunction, samples: list[bytes], spec: Spec, loop: asyncio.AbstractEventLoop) -> CallResult:
+def call(function: RewardFunction, samples: list[bytes], spec: Spec) -> CallResult:
     """Call the reward function and convert its result or exception to replies."""
     # The driver enforces the time limit. If the driver died and the function holds the interpreter lock, only this
     # alarm ends the process: its default action does not run Python code.
@@ -83,7 +85,7 @@ def call(function: RewardFunction, samples: list[bytes], spec: Spec, loop: async
     try:
         result = function.call([pickle.loads(sample) for sample in samples])
         if inspect.isawaitable(result):
-            result = loop.run_until_complete(_await_result(result))
+            result = _event_loop().run_until_complete(_await_result(result))
         limit = spec.max_abs_score
         replies = _replies(result, len(samples), limit) if function.batched else [_reply(result, limit)]
     except BaseException as error:  # includes SystemExit, so `sys.exit` in a reward function fails only its sample
@@ -91,6 +93,14 @@ def call(function: RewardFunction, samples: list[bytes], spec: Spec, loop: async
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
     return CallResult(replies, time.perf_counter() - start)
+
+
+@functools.cache
+def _event_loop() -> "AbstractEventLoop":
+    """Return the event loop of this process. The import takes half of the start of a worker."""
+    import asyncio
+
+    return asyncio.new_event_loop()
 
 
 async def _await_result(result: Any) -> Any:

@@ -278,18 +278,17 @@ def test_collected_rollout_ends_its_process() -> None:
     assert still_running([child], seconds=5) == []
 
 
-def test_failed_build_leaves_no_process() -> None:
-    message = r"accept no engine_kwargs, got \{'speed': 9\}"
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rollout": "tortch"}, "tortch"),
+        pytest.param({"speed": 9}, r"accept no engine_kwargs, got \{'speed': 9\}", marks=pytest.mark.slow),
+    ],
+)
+def test_failed_build_leaves_no_process(options: dict[str, Any], message: str) -> None:
     with none_left_behind(seconds=2), pytest.raises(RolloutError, match=message) as exc_info:
-        start(speed=9)
+        start(**options)
     assert exc_info.tb is not None  # the traceback still references the rollout
-    assert "Traceback" not in str(exc_info.value)
-
-
-@pytest.mark.slow
-def test_unknown_rollout_is_named_without_traceback() -> None:
-    with pytest.raises(RolloutError, match="tortch") as exc_info:
-        start(rollout="tortch")
     assert "Traceback" not in str(exc_info.value)
 
 
