@@ -218,7 +218,8 @@ def test_generation_is_measured_with_and_without_graphs(job: gpu_parts.Job) -> N
     assert all(row["measured"].endswith(" tokens/s") for row in rows)
 
 
-@pytest.mark.parametrize("waits", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [False, True])
 def test_a_rejected_cuda_wait_is_reported(job: gpu_parts.Job, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)

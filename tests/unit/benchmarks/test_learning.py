@@ -165,6 +165,7 @@ def test_finished_runs_are_not_repeated_by_default(few: Any, tmp_path: Path, mon
     assert ran == ["sft", "ppo", "ppo", "sft", "ppo"]
 
 
+@pytest.mark.slow
 def test_a_failed_run_shows_the_end_of_its_log(learning: Any, tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"status 2, .*ppo\.log: (.|\n)*no_such_key"):
         learning.camshaft(["ppo", "no_such_key=1"], tmp_path / "ppo.log")

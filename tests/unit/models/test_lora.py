@@ -39,6 +39,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4},  # its experts are not linear layers
     "phi": {"tie_embeddings": False},  # every layer has a bias
 }
+each_family = pytest.mark.parametrize(
+    "family", ["qwen2", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "phi"))]
+)
 LORA = LoRAConfig(rank=4, alpha=6)
 
 
@@ -100,7 +103,7 @@ def edit_adapter(folder: Path, change: Any) -> None:
 # -- the same numbers as PEFT -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_a_fresh_adapter_changes_nothing(family: str):
     assert torch.equal(log_probs(load(family)), log_probs(load(family, lora=None)))
 
@@ -318,7 +321,7 @@ def test_a_model_without_adapter_is_an_error():
 # -- exported weights ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_merged_weights_give_a_base_model_with_equal_outputs(family: str):
     dtype = "float32" if family == "mixtral" else "float64"
     model = load(family, dtype)
@@ -371,7 +374,7 @@ def test_a_saved_folder_has_the_merged_weights(tmp_path: Path):
     assert len(adapter_layers(model.hf)) == 14
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 @pytest.mark.parametrize("exclude", [(), ("1.self_attn.q_proj",)])
 def test_peft_reads_an_exported_adapter(family: str, exclude: tuple[str, ...], tmp_path: Path):
     config = LoRAConfig(rank=3, alpha=5, exclude_modules=exclude)
@@ -411,7 +414,7 @@ def test_a_value_model_may_start_from_a_policy_adapter(tmp_path: Path):
     assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_adapter_shapes_match_an_adapted_model(family: str):
     lora = LORA.model_copy(update={"exclude_modules": ("0.self_attn.q_proj",)})
     hf = load(family, lora=lora).hf

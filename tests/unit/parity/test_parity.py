@@ -114,7 +114,13 @@ def test_lower_precision_on_one_side_is_found(engine: str, args: list[str], fold
     assert ("update skipped: bfloat16 weights lose small updates to rounding" in run.out) == ("--dtype" in args)
 
 
-@pytest.mark.parametrize("args", [("--top-p", "0.8"), ("--top-k", "5", "--temperature", "0.7")], ids=" ".join)
+@pytest.mark.parametrize(
+    "args",
+    [
+        pytest.param(("--top-p", "0.8"), id="top_p"),
+        pytest.param(("--top-k", "5", "--temperature", "0.7"), id="top_k", marks=pytest.mark.slow),
+    ],
+)
 def test_truncated_distribution_is_found(args: tuple[str, ...], folder: Path) -> None:
     run = parity(folder, "torch", *args)
     assert (run.status, cause(run)) == (1, "sampling"), run.out + run.err
@@ -192,7 +198,10 @@ def test_unexplained_difference_is_unknown(folder: Path) -> None:
     assert "update skipped: engine and rollout already differ before the update" in run.out
 
 
-@pytest.mark.parametrize(("name", "message"), [("MAX_TENSORS", "are too many"), ("MAX_SECONDS", "would take")])
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("MAX_TENSORS", "are too many"), pytest.param("MAX_SECONDS", "would take", marks=pytest.mark.slow)],
+)
 def test_skipped_experiment_is_reported(name: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(diagnosis, name, 0)
     run = parity(folder, FAULTY + "NoisyLogProbs")

@@ -199,6 +199,7 @@ def test_normalized_correction_weights_have_mean_one(run: Run) -> None:
     assert normalized.metrics["actor/grad_norm"] > 1.3 * small.metrics["actor/grad_norm"]
 
 
+@pytest.mark.slow
 def test_rejection_keeps_responses_with_little_truncated_mass(home: Path, run: Run) -> None:
     """The mask follows from the masses, and the metrics cover all rows."""
     baseline = run(TOP_P)
@@ -233,7 +234,8 @@ def test_bypass_mode_uses_the_rollout_log_probs(home: Path) -> None:
     assert not any(name.startswith("rollout/log_prob_diff") for name in step.metrics)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_bypass_mode_changes_little_where_the_two_agree(ranks: int, home: Path) -> None:
     keys = {"algorithm.use_kl_in_reward": True, "trainer.n_gpus_per_node": ranks}
     keys |= {} if ranks == 1 else {"actor_rollout_ref.actor.strategy": "fsdp", "critic.strategy": "fsdp"}
