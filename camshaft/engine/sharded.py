@@ -6,8 +6,8 @@
             self.data_group = ...               # data-parallel ranks
 
 It contains what such engines share: background saves, offloading, full tensors of shards and sequence parallelism. A
-subclass builds and shards the model. Its options have the fields `param_offload`, `grad_offload`, `optimizer_offload`,
-`activation_offload` and `async_save`.
+subclass builds and shards the model. Its options have the fields `activation_offload` and `async_save`, and those of
+`param_offload`, `grad_offload` and `optimizer_offload` that the engine supports.
 """
 
 from __future__ import annotations
@@ -29,18 +29,16 @@ from camshaft.engine.torch_engine import TorchEngine
 from camshaft.models.activations import offload_activations
 from camshaft.models.sequence import join_columns, split_columns
 
+OFFLOADS: dict[Part, str] = {"model": "param_offload", "gradients": "grad_offload", "optimizer": "optimizer_offload"}
+"""Options that offload a part to host memory while the engine is idle."""
+
 
 class ShardedEngine(TorchEngine):
     """One model on the ranks of the default process group."""
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
-        offloads: dict[Part, bool] = {
-            "model": self.options.param_offload,
-            "gradients": self.options.grad_offload,
-            "optimizer": self.options.optimizer_offload,
-        }
-        self.offloaded_parts = tuple(part for part in offloads if offloads[part])
+        self.offloaded_parts = tuple(part for part, option in OFFLOADS.items() if getattr(self.options, option, False))
         self._background_save: checkpoint.BackgroundSave | None = None
 
     def join_ranks(self) -> dist.ProcessGroup:

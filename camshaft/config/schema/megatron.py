@@ -31,6 +31,10 @@ class MegatronOptions(EngineOptions):
     """Number of data- and context-parallel ranks over which the experts of a mixture-of-experts model are split."""
     use_distributed_optimizer: bool = False
     """Split the optimizer state over the data-parallel ranks."""
+    activation_offload: bool = False
+    """Offload the activations that are saved for the backward pass to CPU memory."""
+    async_save: bool = False
+    """Write checkpoints in the background from a copy in CPU memory, while training continues."""
 
     def ranks_per_row(self) -> int:
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size

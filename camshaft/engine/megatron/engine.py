@@ -3,8 +3,8 @@
     engine = MegatronEngine(EngineConfig(model=..., optim=..., options={"tensor_model_parallel_size": 2}))
 
 `options` are described by `MegatronOptions` in `config/schema/megatron.py`. Megatron provides the layers, the pipeline
-schedules and the reduction of gradients. Micro-batches, hooks, losses, learning rates and checkpoints are inherited
-from `TorchEngine`.
+schedules and the reduction of gradients. Micro-batches, hooks, losses, learning rates and checkpoints are those of the
+other engines (`ShardedEngine`).
 """
 
 # pyright: reportMissingImports=false
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +24,7 @@ from torch import Tensor
 from camshaft.config.backends import MEGATRON
 from camshaft.config.engine import EngineConfig
 from camshaft.config.schema.megatron import MegatronOptions
-from camshaft.dataproto import DataProto
-from camshaft.device import join_group, random_states, seed_ranks
+from camshaft.device import random_states, seed_ranks
 from camshaft.engine import checkpoint
 from camshaft.engine.base import DtypeOf, cast_weight
 from camshaft.engine.fsdp.weights import load_full_model
@@ -39,21 +37,19 @@ from camshaft.engine.megatron.pipeline import run_pipeline
 from camshaft.engine.megatron.state import Mirror
 from camshaft.engine.megatron.weights import load_weights, shards_by_name, weight_blocks
 from camshaft.engine.micro_batches import MicroBatches
-from camshaft.engine.torch_engine import FORWARD_ONLY, TorchEngine
+from camshaft.engine.sharded import ShardedEngine
+from camshaft.engine.torch_engine import FORWARD_ONLY
 from camshaft.errors import EngineError
 from camshaft.models.loader import DTYPES, skeleton
-from camshaft.models.sequence import join_columns, split_columns
 from camshaft.seat import Seat
 
-SAVE_TIMEOUT = timedelta(hours=12)
-"""Timeout of checkpoint collectives. It is long because ranks wait while rank 0 copies to remote storage."""
 ELEMENTWISE = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD")
 """Supported optimizers of torch.optim. They update each element independently, so matrices may be fused and split."""
 RNG = "model-parallel-rng"
 """Name of the random state that Megatron uses inside layers."""
 
 
-class MegatronEngine(TorchEngine):
+class MegatronEngine(ShardedEngine):
     """One GPT model of megatron-core, parallel over the ranks of the default process group."""
 
     capabilities = MEGATRON
@@ -81,10 +77,10 @@ class MegatronEngine(TorchEngine):
             )
 
     def build_model(self) -> MegatronModel:  # pyright: ignore[reportIncompatibleMethodOverride]
-        join_group(self.device)
+        group = self.join_ranks()
         self.layout = Layout.from_options(self.options, dist.get_world_size())
         self.groups = create_groups(dist.group.WORLD, self.layout)  # pyright: ignore[reportArgumentType]
-        self.checkpoint_group = group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
+        self.data_group = self.groups.dp if self.layout.data > 1 else None
         full_model = load_full_model(self.config, group)
         hf = skeleton(self.config.model, self.config.dtype).hf
         self._shapes = {name: parameter.shape for name, parameter in hf.named_parameters()}
@@ -138,7 +134,7 @@ class MegatronEngine(TorchEngine):
     def run_micro_batches(self, micro_batches: MicroBatches) -> None:
         with on_device(self.device), self._random_state():
             if self.options.pipeline_model_parallel_size > 1:
-                run_pipeline(self.module, micro_batches)
+                run_pipeline(self.module, micro_batches, self.forward_context)
             else:
                 super().run_micro_batches(micro_batches)
 
@@ -157,25 +153,11 @@ class MegatronEngine(TorchEngine):
         finally:
             tracker.set_states(previous)
 
-    def sum_over_ranks(self, tensor: Tensor) -> Tensor:
-        dist.all_reduce(tensor, group=self.groups.dp)
-        return tensor
-
     def max_over_ranks(self, count: int) -> int:
         if self.options.virtual_pipeline_model_parallel_size is not None:
             # The interleaved schedule requires a multiple of the number of stages; additional ones are dummies.
             count += -count % self.options.pipeline_model_parallel_size
-        maximum = torch.tensor(count, device=self.device)
-        dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.groups.dp)
-        return int(maximum)
-
-    def shard_data(self, data: DataProto) -> DataProto:
-        split = self.module.sequence
-        return data if split is None else split_columns(data, split)
-
-    def unshard_data(self, data: DataProto) -> DataProto:
-        split = self.module.sequence
-        return data if split is None else join_columns(data, split)
+        return super().max_over_ranks(count)
 
     def optimizer_zero_grad(self) -> None:
         self.data_parallel.zero_grad()

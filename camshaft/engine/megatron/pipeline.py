@@ -1,6 +1,6 @@
 """Runs micro-batches through the pipeline stages, with Megatron's 1F1B schedules.
 
-    run_pipeline(model, micro_batches)      # collective over the ranks of a pipeline
+    run_pipeline(model, micro_batches, nullcontext)      # collective over the ranks of a pipeline
 
 Without virtual stages, the schedule is 1F1B; with them, it is interleaved 1F1B. The last stage calls the hooks and the
 loss within the schedule. The other stages call them afterwards, on the outputs that the last stage broadcasts, so that
@@ -12,6 +12,7 @@ every rank returns the same results. An error of a hook or of the loss is raised
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,8 +28,10 @@ from camshaft.engine.micro_batches import MicroBatches
 Outputs = Mapping[str, Tensor]
 
 
-def run_pipeline(model: MegatronModel, micro_batches: MicroBatches) -> None:
-    """Run all micro-batches forward and, with gradients enabled, backward."""
+def run_pipeline(
+    model: MegatronModel, micro_batches: MicroBatches, forward_context: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """Run all micro-batches forward, inside `forward_context`, and with gradients enabled also backward."""
     inputs = [micro_batches.prepare(index) for index in range(len(micro_batches))]
     virtual = len(model.stages) > 1
     # The interleaved schedule exchanges both directions between the same ranks at the same time. Megatron would confuse
@@ -46,7 +49,8 @@ def run_pipeline(model: MegatronModel, micro_batches: MicroBatches) -> None:
             loss = None
             if not errors:
                 try:
-                    outputs = model.apply_head(hidden, call)
+                    with forward_context():
+                        outputs = model.apply_head(hidden, call)
                     last_outputs.append({name: output.detach() for name, output in outputs.items()})
                     loss = micro_batches.finish(index, outputs)
                 except Exception as error:  # raised on all stages after the schedule, for which they wait
@@ -54,7 +58,8 @@ def run_pipeline(model: MegatronModel, micro_batches: MicroBatches) -> None:
             num_tokens = torch.zeros((), dtype=torch.int, device=hidden.device)
             return (hidden * 0).sum() if loss is None else loss, num_tokens, {}
 
-        return stage(call.padded, call.angles, call.rows), compute_loss
+        with forward_context():
+            return stage(call.padded, call.angles, call.rows), compute_loss
 
     indices = [iter(range(len(calls))) for _ in model.stages]
     schedule = get_forward_backward_func(model.groups.pp.size(), len(model.stages) if virtual else None)
