@@ -1,6 +1,8 @@
-"""The Megatron engine keeps every rule of the engine contract, in several layouts; run by `make test-megatron`.
+"""The Megatron engine keeps every rule of the engine contract, in several layouts.
 
 All rules are checked in the layouts of `COMPLETE`. The other layouts check only the rules about numbers and files.
+`make test-megatron` checks all rules on one rank and two rules in the most different layouts; `make test-megatron-slow`
+checks the others.
 """
 
 from collections.abc import Iterator
@@ -8,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.megatron_ranks import NUMBERS
 
 from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig, OptimConfig
 from camshaft.contracts.engine.ranks import RuleRanks
@@ -19,6 +22,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
 
 TENSOR, PIPELINE, CONTEXT = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 DISTRIBUTED = {"use_distributed_optimizer": True}
+OFFLOAD = {"param_offload": True, "optimizer_offload": True, "activation_offload": True, "async_save": True}
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "one_rank": (1, {}),
@@ -33,28 +37,26 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "pipeline_and_data": (4, {PIPELINE: 2, **DISTRIBUTED}),
     "tensor_and_context": (4, {TENSOR: 2, CONTEXT: 2}),
     "pipeline_and_context": (4, {PIPELINE: 2, CONTEXT: 2}),
+    "pipeline_with_offload": (2, {PIPELINE: 2, **OFFLOAD}),
+    "data_with_offload": (2, OFFLOAD),
 }
 """Number of ranks and options of each layout."""
 
 COMPLETE = ("one_rank", "tensor", "pipeline", "data_with_distributed_optimizer")
 """Layouts in which all rules are checked."""
-NUMBERS = {
-    "predictions",
-    "step equals oracle",
-    "norm is before clipping",
-    "split invariance",
-    "resume is bitwise",
-    "weights have hugging face names",
-    "exact kl",
-}
-"""Rules that are checked in every layout."""
+
+STRONGEST = {"step equals oracle", "resume is bitwise"}
+"""Rules that are not slow in the layouts of `APART`."""
+APART = ("tensor", "pipeline", "context", "data_with_distributed_optimizer", "tensor_and_pipeline")
 
 
 def _cases() -> Iterator[Any]:
     for name, (world, options) in sorted(LAYOUTS.items(), key=lambda item: item[1][0]):
         for rule in RULES:
             if name in COMPLETE or rule.name in NUMBERS:
-                yield pytest.param(world, options, rule.name, id=f"{name}-{rule.name.replace(' ', '_')}")
+                is_slow = name != "one_rank" and not (name in APART and rule.name in STRONGEST)
+                marks = [pytest.mark.slow] if is_slow else []
+                yield pytest.param(world, options, rule.name, id=f"{name}-{rule.name.replace(' ', '_')}", marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +81,13 @@ def test_megatron_engine_keeps_rule(ranks: RuleRanks, options: dict[str, Any], r
             "recomputes whole layers.*gradient_checkpointing_mode=full",
         ),
         ({}, {"virtual_pipeline_model_parallel_size": 2}, "no effect with pipeline_model_parallel_size=1"),
-        ({}, {"expert_model_parallel_size": 2, **DISTRIBUTED}, "not supported with expert_model_parallel_size=2"),
-        ({}, {"expert_model_parallel_size": 2, TENSOR: 2}, "not supported with tensor_model_parallel_size=2"),
+        ({}, {"param_offload": True, **DISTRIBUTED}, "param_offload is not supported with use_distributed_optimizer"),
+        ({}, {"grad_offload": True}, "unknown option"),
+        (
+            {},
+            {"mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": "bfloat16"}},
+            "reduce_dtype=bfloat16 with param_dtype=bfloat16 is not.*Set mixed_precision.reduce_dtype=float32",
+        ),
         ({}, {"tensor_parallel_size": 2}, "did you mean 'tensor_model_parallel_size'"),
     ],
 )
@@ -95,7 +102,8 @@ def test_unsupported_settings_are_rejected_at_construction(
 @pytest.mark.parametrize(
     ("dtype", "optimizer", "options", "message"),
     [
-        ("bfloat16", "AdamW", {}, "set dtype=float32"),
+        ("bfloat16", "AdamW", {}, "set dtype=float32, and mixed_precision.param_dtype=bfloat16"),
+        ("float64", "AdamW", {"mixed_precision": {"param_dtype": "bfloat16"}}, "set dtype=float32"),
         ("float32", "Adafactor", {}, "needs an elementwise optimizer"),
         ("float32", "SGD", DISTRIBUTED, "only AdamW with float32 weights"),
         ("float64", "AdamW", DISTRIBUTED, "only AdamW with float32 weights"),

@@ -13,19 +13,40 @@ from typing import Any
 import pytest
 import torch
 
-from camshaft.config.engine import OptimConfig
-from camshaft.contracts.engine.harness import TINY, EngineHarness
+from camshaft.checkpoint.export import Probe, export_hugging_face
+from camshaft.config.engine import EngineModel, OptimConfig
+from camshaft.contracts.engine.harness import TINY, EngineHarness, Tolerances
+from camshaft.contracts.engine.oracle import oracle_outputs, oracle_step
 from camshaft.contracts.engine.suite import RULES
-from camshaft.controller import Dispatch, Options, PoolSpec, Worker, register, spawn
+from camshaft.controller import Dispatch, Options, Pool, PoolSpec, Worker, register, spawn
 from camshaft.controller.local import process_pool
 from camshaft.engine import BaseEngine, engine_class
+from camshaft.errors import WorkerError
 from camshaft.models.tiny import make_tiny_model
+
+NUMBERS = {
+    "predictions",
+    "step equals oracle",
+    "norm is before clipping",
+    "split invariance",
+    "resume is bitwise",
+    "weights have hugging face names",
+    "exact kl",
+}
+"""Rules about numbers and files."""
+BFLOAT16 = {"mixed_precision": {"param_dtype": "bfloat16"}}
+"""Options of an engine that computes in bfloat16 and updates float32 weights."""
 
 
 class ModelHarness(EngineHarness):
     """A harness whose model has the arguments `sizes` of `make_tiny_model`."""
 
     sizes: dict[str, Any]
+
+    @property
+    def tolerances(self) -> Tolerances:
+        """Accepted differences, measured on the model of the contract."""
+        return EngineHarness(self.engine_class, self.folder / "contract", self.device).tolerances
 
     @cached_property
     def model_folder(self) -> Path:
@@ -41,13 +62,58 @@ def make_harness(sizes: dict[str, Any], options: dict[str, Any], folder: str) ->
 
 
 def make_engines(harness, dtype="float32") -> tuple[BaseEngine, BaseEngine]:
-    """Return an engine and a reference engine with a usual optimizer and the same weights."""
-    config = harness.config(optim=OptimConfig(lr=1e-3), grad_clip=0.1, micro_batch_size=3, dtype=dtype)
+    """Return an engine and a reference engine with a usual optimizer and the same weights.
+
+    AdamW's eps is larger than the rounding errors of gradients, which the division by small gradients would amplify.
+    """
+    config = harness.config(optim=OptimConfig(lr=1e-3, eps=1e-5), grad_clip=0.1, micro_batch_size=3, dtype=dtype)
     engines = harness.engine_class(config), engine_class("reference")(config.model_copy(update={"options": {}}))
     for engine in engines:
         engine.init_model()
         engine.set_loss_fn(harness.loss_fn("causal_lm"))
     return engines
+
+
+class Oracle:
+    """Trains a transformers model from the engine's weights, one row at a time."""
+
+    def __init__(self, harness: ModelHarness, engine: BaseEngine):
+        optim = engine.config.optim
+        assert optim is not None
+        self.batch, self.grad_clip = harness.batch, engine.config.grad_clip
+        self.model: Any = harness.oracle_model(engine, "causal_lm")
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=optim.lr, betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay
+        )
+
+    def step(self) -> tuple[float, float]:
+        """Run one step and return (loss, gradient norm)."""
+        loss, norm, _ = oracle_step(self.model, self.batch, "causal_lm")
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.grad_clip)
+        self.optimizer.step()
+        return loss, norm
+
+
+def compare_with_oracle(harness: ModelHarness, engine: BaseEngine, oracle: Oracle, steps: int) -> None:
+    """Compare losses, gradient norms and weights of training steps, within 1e-5."""
+    for number in range(steps):
+        step, expected = harness.train(engine, harness.batch), oracle.step()
+        actual = step.loss, step.grad_norm
+        assert actual == pytest.approx(expected, rel=1e-5), f"step {number}: {actual}, expected {expected}"
+    for name, weight in harness.weights(engine).items():
+        torch.testing.assert_close(weight, oracle.model.get_parameter(name), rtol=1e-5, atol=1e-6, msg=name)
+
+
+def infer_alone(engine: BaseEngine, harness: ModelHarness) -> Any:
+    """Return the predictions of an engine in this process for the whole batch."""
+    with engine.eval_mode():
+        return engine.infer_batch(harness.batch)
+
+
+def assert_equal(weights: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Compare the weights of two engines bitwise."""
+    assert weights.keys() == expected.keys()
+    assert [name for name, weight in expected.items() if not torch.equal(weights[name], weight)] == []
 
 
 class _Checker(Worker):
@@ -73,6 +139,97 @@ class _Checker(Worker):
         for name, weight in harness.weights(engine).items():
             assert torch.equal(weight, dict(reference.named_weights())[name]), name
         compare_steps(harness, engine, reference, 2)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def train(self, sizes: dict[str, Any], options: dict[str, Any], folder: str, save: bool = False) -> None:
+        """Compare three steps with the oracle, and save a checkpoint."""
+        harness = make_harness(sizes, options, folder)
+        harness.batch.columns.pop("log_q")
+        harness.batch["input_ids"].values[::5] = 0  # the padding token, whose embedding receives no gradient
+        engine, _ = make_engines(harness)
+        compare_with_oracle(harness, engine, Oracle(harness, engine), 3)
+        if save:
+            harness.save(engine, harness.folder / "checkpoint")
+            weights = harness.weights(engine)
+            harness.on_rank_zero(lambda: torch.save(weights, harness.folder / "weights.pt"))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def resume(self, sizes: dict[str, Any], options: dict[str, Any], folder: str) -> None:
+        """Load the checkpoint of `train`, and compare the next steps with an oracle that continues its own run."""
+        harness = make_harness(sizes, options, folder)
+        harness.batch.columns.pop("log_q")
+        harness.batch["input_ids"].values[::5] = 0
+        engine, _ = make_engines(harness)
+        oracle = Oracle(harness, engine)
+        for _ in range(3):
+            oracle.step()
+        engine.load_checkpoint(f"{folder}/checkpoint")
+        assert_equal(harness.weights(engine), torch.load(f"{folder}/weights.pt"))
+        compare_with_oracle(harness, engine, oracle, 2)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def exchange_exports(self, sizes: dict[str, Any], options: dict[str, Any], folder: str) -> None:
+        """Export trained weights as Hugging Face folders, and load each folder into engines of other strategies."""
+        harness = make_harness(sizes, options, folder)
+        harness.batch.columns.pop("log_q")
+        engine, reference = make_engines(harness)
+        sharded = engine_class("fsdp")(reference.config)
+        sharded.init_model()
+        sharded.set_loss_fn(harness.loss_fn("causal_lm"))
+        engines = {"megatron": engine, "reference": reference, "fsdp": sharded}
+        for source, trained in engines.items():
+            harness.train(trained, harness.batch)
+            target = f"{folder}/{source}_huggingface"
+            with trained.eval_mode():
+                export_hugging_face(
+                    trained.named_weights(), trained.config.model, target, check=Probe(trained.infer_batch),
+                    write=torch.distributed.get_rank() == 0,
+                )  # fmt: skip
+            torch.distributed.barrier()
+            for name, other in engines.items():
+                if "megatron" in (name, source):
+                    config = other.config.model_copy(update={"model": EngineModel(path=target)})
+                    loaded = engine_class(name)(config)
+                    loaded.init_model()
+                    assert_equal(harness.weights(loaded), harness.weights(trained))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def compare_in_bfloat16(self, options: dict[str, Any], folder: str) -> None:
+        """Compare the rounding errors of log-probs and gradients with those of the reference and fsdp engines.
+
+        The errors are differences from the oracle in float32.
+        """
+        harness = make_harness({}, options | BFLOAT16, folder)
+        engine, sharded = harness.build(), engine_class("fsdp")(harness.config(options=BFLOAT16))
+        reference = engine_class("reference")(harness.config(forward_only=True, dtype="bfloat16", options={}))
+        for other in (sharded, reference):
+            other.init_model()
+        sharded.set_loss_fn(harness.loss_fn("causal_lm"))
+        expected: Any = oracle_outputs(harness.oracle_model(engine, "causal_lm"), harness.batch, "causal_lm")
+        errors = []
+        for log_probs in (harness.infer(engine)["log_probs"], infer_alone(reference, harness)["log_probs"]):
+            errors.append(float((log_probs.values - expected["log_probs"].values).abs().max()))
+        assert 0 < errors[0] < 3 * errors[1], errors
+        loss, norm, gradients = harness.oracle_gradients(engine, "causal_lm")
+        errors = []
+        for trained in (engine, sharded):
+            step = harness.step(trained, harness.batch)
+            assert (step.loss, step.grad_norm) == pytest.approx((loss, norm), rel=0.02)
+            differences = [step.gradients[name] - gradient for name, gradient in gradients.items()]
+            errors.append(float(torch.stack([difference.norm() for difference in differences]).norm()) / norm)
+        assert 0 < errors[0] < 3 * errors[1], errors
+        # The rounding unit of bfloat16 is a hundred times as large as this learning rate.
+        config = harness.config(optim=OptimConfig(lr=1e-6, weight_decay=0.0))
+        engine = harness.engine_class(config)
+        engine.init_model()
+        engine.set_loss_fn(harness.loss_fn("causal_lm"))
+        before = harness.weights(engine)
+        harness.train(engine, harness.batch)
+        after = harness.weights(engine)
+        for name in before:
+            if "proj.weight" in name:
+                assert before[name].dtype == torch.float32
+                assert (after[name] != before[name]).float().mean() > 0.9, name
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def interleave_engines(self, layouts: list[dict[str, Any]], folder: str) -> None:
@@ -111,15 +268,29 @@ def compare_steps(harness: ModelHarness, engine: BaseEngine, reference: BaseEngi
 
 
 class ModelRanks(contextlib.AbstractContextManager["ModelRanks"]):
-    """Processes that check rules on Megatron engines."""
+    """Processes that call methods of `_Checker`; they are replaced after an error."""
 
     def __init__(self, world: int):
-        self._pool = process_pool(PoolSpec("megatron", ranks_per_node=world), Options(timeout=300, preload=(__name__,)))
-        self._checker = spawn(_Checker, pool=self._pool, name="megatron", timeout=300)
+        self._world = world
+        self._pool: Pool | None = None
+        self._checker: Any = None
 
     def __getattr__(self, name: str) -> Any:
         """Return a method of `_Checker`, which raises the first error of a rank."""
-        return getattr(self._checker, name)
+
+        def call(*arguments: Any, **keywords: Any) -> None:
+            if self._pool is None:
+                spec = PoolSpec("megatron", ranks_per_node=self._world)
+                self._pool = process_pool(spec, Options(timeout=300, preload=(__name__,)))
+                self._checker = spawn(_Checker, pool=self._pool, name="megatron", timeout=300)
+            try:
+                getattr(self._checker, name)(*arguments, **keywords)
+            except WorkerError:
+                self._pool = None
+                raise
+
+        return call
 
     def __exit__(self, *_: object) -> None:
-        self._pool.shutdown()
+        if self._pool is not None:
+            self._pool.shutdown()

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pydantic import Field
 
 from camshaft.config.engine import Conflict, EngineModel, EngineOptions, format_division
+from camshaft.config.schema.fsdp import MixedPrecision
 
 
 class MegatronOptions(EngineOptions):
@@ -28,9 +29,14 @@ class MegatronOptions(EngineOptions):
     context_parallel_size: int = Field(default=1, ge=1)
     """Number of ranks over which the tokens of a micro-batch, and during attention the heads, are split (Ulysses)."""
     expert_model_parallel_size: int = Field(default=1, ge=1)
-    """Number of data- and context-parallel ranks over which the experts of a mixture-of-experts model are split."""
+    """Number of ranks of a pipeline stage over which the experts of a mixture-of-experts model are split."""
     use_distributed_optimizer: bool = False
     """Split the optimizer state over the data-parallel ranks."""
+    mixed_precision: MixedPrecision = MixedPrecision()
+    """With `param_dtype=bfloat16` the model computes in bfloat16 and the optimizer updates float32 master weights.
+    Gradients are then accumulated and reduced in float32."""
+    param_offload: bool = False
+    optimizer_offload: bool = False
     activation_offload: bool = False
     """Offload the activations that are saved for the backward pass to CPU memory."""
     async_save: bool = False
@@ -65,19 +71,20 @@ class MegatronOptions(EngineOptions):
                 f"virtual_pipeline_model_parallel_size={virtual} has no effect with pipeline_model_parallel_size=1",
                 ("virtual_pipeline_model_parallel_size=null", "pipeline_model_parallel_size=2"),
             )
-        expert = self.expert_model_parallel_size
-        if expert > 1 and self.use_distributed_optimizer:
+        param_dtype, reduce_dtype = self.mixed_precision.param_dtype, self.mixed_precision.reduce_dtype
+        if (reduce_dtype or param_dtype) == "bfloat16":
             yield Conflict(
-                "use_distributed_optimizer",
-                f"use_distributed_optimizer is not supported with expert_model_parallel_size={expert}",
-                ("use_distributed_optimizer=false", "expert_model_parallel_size=1"),
+                "mixed_precision.reduce_dtype",
+                f"reduce_dtype={reduce_dtype or 'null'} with param_dtype={param_dtype or 'null'} is not supported by "
+                "strategy=megatron, because it accumulates the gradients of micro-batches in the type of the reduction",
+                ("mixed_precision.reduce_dtype=float32",),
             )
-        if expert > 1 and self.tensor_model_parallel_size > 1:
+        if self.param_offload and self.use_distributed_optimizer:
             yield Conflict(
-                "expert_model_parallel_size",
-                f"expert_model_parallel_size={expert} is not supported with "
-                f"tensor_model_parallel_size={self.tensor_model_parallel_size}",
-                ("expert_model_parallel_size=1", "tensor_model_parallel_size=1"),
+                "param_offload",
+                "param_offload is not supported with use_distributed_optimizer, whose buffers of the weights stay on "
+                "the device",
+                ("param_offload=false", "use_distributed_optimizer=false"),
             )
         if model.enable_gradient_checkpointing and model.gradient_checkpointing_mode == "selective":
             yield Conflict(

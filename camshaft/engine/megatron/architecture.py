@@ -37,7 +37,8 @@ def transformer_config(hf: PreTrainedConfig, config: EngineConfig, options: Mega
             f"strategy=megatron does not support this model: {'; '.join(problems)}. It supports models of the types "
             f"{', '.join(FAMILIES)}; set another strategy or other parallel sizes"
         )
-    dtype, virtual = DTYPES[config.dtype], options.virtual_pipeline_model_parallel_size
+    dtype = DTYPES[options.mixed_precision.param_dtype or config.dtype]
+    virtual = options.virtual_pipeline_model_parallel_size
     recompute: dict[str, Any] = {}
     if config.model.enable_gradient_checkpointing:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -101,7 +102,7 @@ def _experts(text: PreTrainedConfig, options: MegatronOptions) -> dict[str, Any]
         "moe_router_pre_softmax": not getattr(text, "norm_topk_prob", True),
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": options.expert_model_parallel_size,
-        "expert_tensor_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,  # tensor-parallel ranks process different tokens and hold whole experts
     }
 
 
@@ -135,12 +136,12 @@ def _unsupported_features(text: PreTrainedConfig) -> Iterator[str]:
 def _indivisible_sizes(text: PreTrainedConfig, options: MegatronOptions) -> Iterator[str]:
     """Yield sizes of the model that the parallel sizes do not divide."""
     tensor = options.tensor_model_parallel_size
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+    experts, expert = num_experts(text), options.expert_model_parallel_size
+    for key in ("num_attention_heads", "num_key_value_heads", *(() if experts else ("intermediate_size",))):
         if getattr(text, key) % tensor:
             yield f"{key}={getattr(text, key)} is not divisible by tensor_model_parallel_size={tensor}"
-    experts, expert = num_experts(text), options.expert_model_parallel_size
-    if experts and tensor > 1:
-        yield f"tensor_model_parallel_size={tensor} is not supported for a mixture-of-experts model"
+    if experts and tensor > 1 and not options.sequence_parallel:
+        yield "sequence_parallel=false is not supported for a tensor-parallel mixture-of-experts model"
     if expert > 1 and (not experts or experts % expert):
         yield f"{experts} experts cannot be split over expert_model_parallel_size={expert} ranks"
     heads, context = text.num_attention_heads // tensor, options.context_parallel_size

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from torch import Tensor
 
 from camshaft.config.backends import MEGATRON
-from camshaft.config.engine import EngineConfig
+from camshaft.config.engine import EngineConfig, OptimConfig
 from camshaft.config.schema.megatron import MegatronOptions
 from camshaft.device import random_states, seed_ranks
 from camshaft.engine import checkpoint
@@ -35,8 +35,9 @@ from camshaft.engine.megatron.groups import Layout, create_groups
 from camshaft.engine.megatron.model import MegatronModel
 from camshaft.engine.megatron.pipeline import run_pipeline
 from camshaft.engine.megatron.state import Mirror
-from camshaft.engine.megatron.weights import load_weights, shards_by_name, weight_blocks
+from camshaft.engine.megatron.weights import WeightStore, load_weights, shards_by_name, weight_blocks
 from camshaft.engine.micro_batches import MicroBatches
+from camshaft.engine.optim import build_optimizer
 from camshaft.engine.sharded import ShardedEngine
 from camshaft.engine.torch_engine import FORWARD_ONLY
 from camshaft.errors import EngineError
@@ -63,7 +64,14 @@ class MegatronEngine(ShardedEngine):
         if config.dtype == "bfloat16":
             raise EngineError(
                 "dtype=bfloat16 is not supported for training with strategy=megatron, because bfloat16 weights lose "
-                "small updates to rounding; set dtype=float32"
+                "small updates to rounding; set dtype=float32, and mixed_precision.param_dtype=bfloat16 to compute in "
+                "bfloat16"
+            )
+        param_dtype = self.options.mixed_precision.param_dtype
+        if param_dtype not in (None, config.dtype) and config.dtype != "float32":
+            raise EngineError(
+                f"mixed_precision.param_dtype={param_dtype} is not supported with dtype={config.dtype} for training "
+                "with strategy=megatron; set dtype=float32, or param_dtype=null"
             )
         if self.options.use_distributed_optimizer and (config.optim.optimizer, config.dtype) != ("AdamW", "float32"):
             raise EngineError(
@@ -77,11 +85,10 @@ class MegatronEngine(ShardedEngine):
             )
 
     def build_model(self) -> MegatronModel:  # pyright: ignore[reportIncompatibleMethodOverride]
-        group = self.join_ranks()
+        self.join_ranks()
         self.layout = Layout.from_options(self.options, dist.get_world_size())
         self.groups = create_groups(dist.group.WORLD, self.layout)  # pyright: ignore[reportArgumentType]
         self.data_group = self.groups.dp if self.layout.data > 1 else None
-        full_model = load_full_model(self.config, group)
         hf = skeleton(self.config.model, self.config.dtype).hf
         self._shapes = {name: parameter.shape for name, parameter in hf.named_parameters()}
         config = transformer_config(hf.config, self.config, self.options)
@@ -89,19 +96,23 @@ class MegatronEngine(ShardedEngine):
             module = MegatronModel(hf, self.config.model.head, config, self.groups, self.device).to(self.device)
         self._blocks = weight_blocks(module, self._shapes)
         self._stage_of = self._locate_weights()
-        weights = dict(full_model.hf.named_parameters()) if full_model is not None else {}
-        load_weights(self._blocks, self._broadcast(weights))
-        self._data_parallel: DataParallel | None = None
-        if self.config.optim is not None:
-            kind = ShardedDataParallel if self.options.use_distributed_optimizer else DataParallel
-            self._data_parallel = kind(module, self.device)
-        seed_ranks(self.device, self.config.seed, dist.get_rank())
+        dtype = DTYPES[self.config.dtype]
+        kind = ShardedDataParallel if self.options.use_distributed_optimizer else DataParallel
+        self._store = WeightStore(dtype) if self.config.optim is None else kind(module, self.device, dtype)
         return module.eval()
+
+    def build_optimizer(self, config: OptimConfig) -> torch.optim.Optimizer:
+        optimizer = build_optimizer(self.data_parallel.owners.values(), config)
+        self.data_parallel.attach(optimizer)
+        return optimizer
 
     def init_model(self) -> None:
         super().init_model()
-        if self._data_parallel is not None:
-            self._data_parallel.attach(self.optimizer)
+        full_model = load_full_model(self.config, self.checkpoint_group)  # pyright: ignore[reportArgumentType]
+        weights = dict(full_model.hf.named_parameters()) if full_model is not None else {}
+        with self.parts.on_device("model"):
+            load_weights(self._blocks, self._store, self._broadcast(weights))
+        seed_ranks(self.device, self.config.seed, dist.get_rank())
 
     def _locate_weights(self) -> dict[str, int]:
         """Return the first pipeline stage that holds each weight, in the order of the transformers model."""
@@ -121,9 +132,9 @@ class MegatronEngine(ShardedEngine):
 
     @property
     def data_parallel(self) -> DataParallel:
-        if self._data_parallel is None:
+        if not isinstance(self._store, DataParallel):
             raise EngineError(FORWARD_ONLY)
-        return self._data_parallel
+        return self._store
 
     @property
     def seat(self) -> Seat:
@@ -163,7 +174,7 @@ class MegatronEngine(ShardedEngine):
         self.data_parallel.zero_grad()
 
     def clip_and_step(self) -> tuple[float, bool]:
-        return self.data_parallel.clip_and_step(self.optimizer, self.config.grad_clip)
+        return self.data_parallel.clip_and_step(self.config.grad_clip)
 
     # -- weights and checkpoints ------------------------------------------------------------------
 
@@ -173,7 +184,7 @@ class MegatronEngine(ShardedEngine):
         if adapter_only:
             raise EngineError("the model has no adapter, because strategy=megatron does not support LoRA")
         weights = {weight.name: weight for block in self._blocks for weight in block.weights}
-        shards = shards_by_name(self._blocks)
+        shards = shards_by_name(self._blocks, self._store)
         for name, stage in self._stage_of.items():
             if name in weights:
                 shard = cast_weight(name, shards[name](), dtype_of)
@@ -189,7 +200,7 @@ class MegatronEngine(ShardedEngine):
         raise EngineError("the model has no adapter, because strategy=megatron does not support LoRA")
 
     def _mirror(self) -> Mirror:
-        return Mirror(self._blocks, self._data_parallel, self._optimizer, self.config.optim)
+        return Mirror(self._blocks, self._store, self.config.optim)
 
     def _state(self) -> checkpoint.State:
         mirror = self._mirror()

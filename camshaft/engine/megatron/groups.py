@@ -31,7 +31,7 @@ from camshaft.seat import Seat
 AXES = ("pp", "dp", "cp", "tp")
 """Axes of the rank grid; the last one varies fastest."""
 EXPERT_AXES = ("pp", "expert_dp", "ep")
-"""Axes of the rank grid for the weights of experts, which are split over data- and context-parallel ranks."""
+"""Axes of the rank grid for the weights of experts, which are split over ranks of one pipeline stage."""
 
 
 @dataclass(frozen=True)

@@ -97,6 +97,8 @@ class MegatronModel(nn.Module):
         device: torch.device,
     ):
         super().__init__()
+        self.masters: nn.ParameterList | None = None
+        """Master weights of the stages' parameters, in their order; None if the optimizer updates the parameters."""
         text: Any = hf.config.get_text_config()
         self.config, self.groups = config, groups
         self.head: Head = head

@@ -1,13 +1,14 @@
 """Maps the parameters of a Megatron model to the weights of the transformers model.
 
     blocks = weight_blocks(model, hf)                    # on this rank
-    load_weights(blocks, full_tensors)                   # full_tensors yields (name, tensor) in the order of `hf`
-    shard = shards_by_name(blocks)["model.norm.weight"]()
+    load_weights(blocks, store, full_tensors)            # full_tensors yields (name, tensor) in the order of `hf`
+    shard = shards_by_name(blocks, store)["model.norm.weight"]()
 
 Megatron fuses matrices and splits them over ranks: `linear_qkv` holds the query, key and value rows of some groups of
 heads, `linear_fc1` the rows of some units of `gate_proj` and `up_proj`. A `Block` holds such a set of parameters, the
 weights that they consist of, and the conversion in both directions. The part of a weight on one rank is a contiguous
 range of its rows or columns, so it can be described by a DTensor. The conversion applies to optimizer state as well.
+A `WeightStore` reads and writes the weights of parameters. `data_parallel.py` contains those with master weights.
 """
 
 from __future__ import annotations
@@ -193,11 +194,30 @@ def _padded_rows(model: MegatronModel) -> tuple[Convert, Convert]:
     return lambda tensors: [tensor[:count] for tensor in tensors], join
 
 
-def shards_by_name(blocks: Sequence[Block]) -> dict[str, Callable[[], Tensor]]:
+class WeightStore:
+    """Reads and writes the weights of parameters. Subclasses store master weights, in higher precision."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def weight_of(self, parameter: nn.Parameter) -> Tensor:
+        """Return the weight of a parameter in the type of the weights. It may be collective over data-parallel ranks.
+
+        The result may share the memory of the parameter.
+        """
+        return parameter.detach().to(self.dtype)
+
+    @torch.no_grad()
+    def set_weight(self, parameter: nn.Parameter, weight: Tensor) -> None:
+        """Set the weight of a parameter."""
+        parameter.copy_(weight)
+
+
+def shards_by_name(blocks: Sequence[Block], store: WeightStore) -> dict[str, Callable[[], Tensor]]:
     """Return functions that compute the part of each weight on this rank, by name: a copy or a view of a parameter."""
 
     def part(block: Block, index: int) -> Tensor:
-        return block.split([parameter.detach() for parameter in block.parameters])[index]
+        return block.split([store.weight_of(parameter) for parameter in block.parameters])[index]
 
     return {
         weight.name: functools.partial(part, block, index)
@@ -206,16 +226,16 @@ def shards_by_name(blocks: Sequence[Block]) -> dict[str, Callable[[], Tensor]]:
     }
 
 
-@torch.no_grad()
-def join_parameters(blocks: Sequence[Block], shards: Mapping[str, Tensor]) -> None:
+def join_parameters(blocks: Sequence[Block], store: WeightStore, shards: Mapping[str, Tensor]) -> None:
     """Copy the parts of all weights on this rank into the parameters."""
     for block in blocks:
         tensors = block.join([shards[weight.name] for weight in block.weights])
         for parameter, tensor in zip(block.parameters, tensors, strict=True):
-            parameter.copy_(tensor)
+            store.set_weight(parameter, tensor)
 
 
-def load_weights(blocks: Sequence[Block], weights: Iterable[tuple[str, Tensor]]) -> None:
+def load_weights(blocks: Sequence[Block], store: WeightStore, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy full weights into the parameters of this rank."""
     expected = {weight.name: weight for block in blocks for weight in block.weights}
-    join_parameters(blocks, {name: expected[name].shard(full).clone() for name, full in weights if name in expected})
+    shards = {name: expected[name].shard(full).clone() for name, full in weights if name in expected}
+    join_parameters(blocks, store, shards)

@@ -36,8 +36,11 @@ def test_layout_must_fit_the_number_of_ranks(options, world_size, message):
     ("options", "fix"),
     [
         ({"virtual_pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size=2"),
-        ({"expert_model_parallel_size": 2, "use_distributed_optimizer": True}, "use_distributed_optimizer=false"),
-        ({"expert_model_parallel_size": 2, "tensor_model_parallel_size": 2}, "tensor_model_parallel_size=1"),
+        ({"param_offload": True, "use_distributed_optimizer": True}, "use_distributed_optimizer=false"),
+        (
+            {"mixed_precision": {"param_dtype": "bfloat16", "reduce_dtype": None}},
+            "mixed_precision.reduce_dtype=float32",
+        ),
     ],
 )
 def test_conflicting_options_name_a_fix(options, fix):
