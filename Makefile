@@ -10,7 +10,8 @@
 # make test-kernels  GPU kernels, in Triton's interpreter and compiler
 # make test-vllm     the vLLM rollout, with a CPU build of vLLM
 # make test-server   the vLLM server rollout, and slow cases of the vLLM rollout (starts a server per model)
-# make test-megatron the Megatron engine: every rule of the contract, in several layouts on CPU ranks; PPO runs
+# make test-megatron the Megatron engine: the contract in several layouts on CPU ranks, a PPO run, a killed run
+# make test-megatron-slow    its other layouts, models and rules (half an hour)
 # make test-sglang   the SGLang rollout, on a CPU (slow)
 # make test-titan    the torchtitan engine, on a CPU; `make titan` creates its environment
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)
@@ -42,6 +43,7 @@ SGLANG := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG)/.installed
 MEGATRON := .venv-megatron
 MEGATRON_INSTALLED := $(MEGATRON)/.installed
+MEGATRON_TESTS := tests/contracts/test_megatron_contract.py tests/megatron_engine tests/engine_runs
 TITAN := .venv-titan
 TITAN_INSTALLED := $(TITAN)/.installed
 TRL_INSTALLED := .venv-trl/.installed
@@ -55,7 +57,7 @@ FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/conf
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-titan test-matrix test-cluster test-gpu bench bench-trl bench-gpu bench-check trl megatron titan check format docs clean install
+.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-megatron-slow test-titan test-matrix test-cluster test-gpu bench bench-trl bench-gpu bench-check trl megatron titan check format docs clean install
 
 install: $(INSTALLED)
 
@@ -173,10 +175,12 @@ test-sglang: $(SGLANG_INSTALLED)
 		$(SGLANG)/bin/python -m pytest -m sglang tests/contracts/test_sglang_contract.py tests/sglang_rollout
 
 test-megatron: $(MEGATRON_INSTALLED) $(VLLM_ENGINES_INSTALLED)
-	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -m "megatron and not vllm" \
-		tests/contracts/test_megatron_contract.py tests/megatron_engine tests/engine_runs
+	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -m "megatron and not vllm and not slow" $(MEGATRON_TESTS)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind PYTHONPATH=$(CURDIR)/$(VLLM_ENGINES) \
 		$(VLLM)/bin/python -m pytest -m "megatron and vllm" tests/engine_runs/test_weight_sync.py
+
+test-megatron-slow: $(MEGATRON_INSTALLED)
+	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -m "megatron and not vllm and slow" $(MEGATRON_TESTS)
 
 test-titan: $(TITAN_INSTALLED) $(VLLM_ENGINES_INSTALLED)
 	OMP_NUM_THREADS=1 $(TITAN)/bin/python -m pytest -m "titan and not vllm" tests/contracts/test_torchtitan_contract.py \

@@ -28,6 +28,7 @@ def test_ppo_with_tensor_parallel_actor_and_pipeline_critic_equals_one_device(tm
     compare(run_ppo(tmp_path, SHUFFLED | megatron({TENSOR: 2}, {PIPELINE: 2}), steps=10), expected, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_grpo_with_pipeline_parallel_actor_equals_one_device(tmp_path: Path) -> None:
     grpo = {**SHUFFLED, "algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4}
     grpo |= {"algorithm.use_kl_in_reward": False, f"{ACTOR}.use_kl_loss": True}
