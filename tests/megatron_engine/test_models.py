@@ -235,6 +235,13 @@ def test_bfloat16_keeps_rule(ranks: ModelRanks, options: dict[str, Any], rule: s
 
 
 @pytest.mark.parametrize(
+    ("ranks", "options"), [(2, {PIPELINE: 2}), (2, DISTRIBUTED)], indirect=["ranks"], scope="module"
+)
+def test_non_finite_gradient_is_named(ranks: ModelRanks, options: dict[str, Any], tmp_path: Path) -> None:
+    ranks.name_gradient(options, str(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("sizes", "message"),
     [
         ({"family": "mistral", "sliding_window": None}, "model_type=mistral.*llama, qwen2, qwen3"),

@@ -232,6 +232,17 @@ class _Checker(Worker):
                 assert (after[name] != before[name]).float().mean() > 0.9, name
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def name_gradient(self, options: dict[str, Any], folder: str) -> None:
+        """Name the parameter of a gradient that is not finite."""
+        harness = make_harness({}, options, folder)
+        engine = harness.build()
+        harness.train(engine, harness.batch)
+        assert engine.non_finite_gradient() is None
+        engine.set_loss_fn(lambda data, outputs, ctx: (outputs["log_probs"].values.sum() * float("nan"), ctx))
+        assert harness.train(engine, harness.batch).skipped
+        assert engine.non_finite_gradient() in harness.weights(engine)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def interleave_engines(self, layouts: list[dict[str, Any]], folder: str) -> None:
         """Compare engines of different layouts, used in turn, with engines used one after the other."""
         harnesses = [make_harness({}, options, folder) for options in layouts]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -175,6 +175,13 @@ class MegatronEngine(ShardedEngine):
 
     def clip_and_step(self) -> tuple[float, bool]:
         return self.data_parallel.clip_and_step(self.config.grad_clip)
+
+    def non_finite_gradient(self) -> str | None:
+        for block in reversed(self._blocks):
+            gradients: list[Tensor] = [cast(Any, parameter).main_grad for parameter in block.parameters]
+            if not all(gradient.isfinite().all() for gradient in gradients):
+                return block.weights[0].name
+        return None
 
     # -- weights and checkpoints ------------------------------------------------------------------
 

@@ -87,6 +87,8 @@ class MegatronModel(nn.Module):
     """The stages of this rank, and the output head."""
 
     supports_prefix_sharing = False
+    routers = None
+    """Routers to record or replay, which is not supported."""
 
     def __init__(
         self,
