@@ -132,6 +132,7 @@ def test_three_steps_equal_the_oracle(
             {TENSOR: 2, EXPERT: 2, **DISTRIBUTED},
             [{EXPERT: 2}, {PIPELINE: 2}],
             id="expert_and_distributed",
+            marks=pytest.mark.slow,
         ),
     ],
     indirect=["ranks"],
