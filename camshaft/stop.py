@@ -1,4 +1,4 @@
-"""Graceful stop on SIGTERM or SIGUSR1 (Slurm's `--signal`): finish the current step, save and exit.
+"""Graceful stop on SIGTERM, SIGUSR1 (Slurm's `--signal`) or SIGHUP (a closed terminal): finish the step, save and exit.
 
     with handle_stop_signals() as stop:       # in the driver
         for batch in loader:
@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 SAME_SECONDS = 1.0
 """Signals within this time after the first one are ignored. `timeout` signals its child and then its process group."""
 ENDED_BY_SIGNAL = 128
@@ -52,7 +52,8 @@ class Stop:
                 f"\ncamshaft: {self.requested.name}: finishing the current step and saving; "
                 "send the signal again to exit immediately\n"
             )
-            os.write(2, message.encode())
+            with contextlib.suppress(OSError):  # the terminal may be closed
+                os.write(2, message.encode())
         elif now - self._request_time > SAME_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -69,12 +70,16 @@ class Stop:
 
 @contextlib.contextmanager
 def handle_stop_signals() -> Iterator[Stop]:
-    """Convert stop signals to stop requests within the block. Outside the main thread, this has no effect."""
+    """Convert stop signals to stop requests within the block. Outside the main thread, this has no effect.
+
+    A signal that is ignored at the start, as SIGHUP is under nohup, remains ignored.
+    """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    previous_handlers = {number: signal.signal(number, stop.request) for number in STOP_SIGNALS}
+    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous_handlers = {number: signal.signal(number, stop.request) for number in numbers}
     try:
         yield stop
     finally:

@@ -5,7 +5,8 @@
     facts = verify("ckpt/global_step_20/actor")         # raises CheckpointError if a file is missing or damaged
 
 A folder is written under a temporary name, gets a manifest with the size and the checksum of every file, and is then
-renamed. If a run is killed while it writes, the previous folder remains intact. Several processes can write a folder
+renamed. If a run is killed while it writes, the previous folder remains intact. Files, folders and renames are flushed
+to the disk (fsync), so a folder that has appeared survives a power failure. Several processes can write a folder
 together: one calls `begin` and `finish`, the two halves of `new_folder`. From `copy_folder` on, functions also accept
 URLs.
 """
@@ -58,7 +59,10 @@ def begin(target: str | Path) -> Path:
     for leftover in (work, aside):
         if leftover.exists():
             shutil.rmtree(leftover)
+    missing = [folder for folder in target.parents if not folder.exists()]
     work.mkdir(parents=True)
+    for folder in missing:
+        _sync(folder.parent)
     return work
 
 
@@ -70,14 +74,15 @@ def finish(target: str | Path, files: Mapping[str, Any], facts: Mapping[str, Any
     """
     target = Path(target).expanduser().absolute()
     work, aside = target.with_name(target.name + _UNFINISHED), target.with_name(target.name + _REPLACED)
-    manifest = json.dumps({"facts": dict(facts), "files": dict(sorted(files.items()))}, indent=1)
-    with open(work / MANIFEST, "w", encoding="utf-8") as out:
-        out.write(manifest)
-        out.flush()
-        os.fsync(out.fileno())
+    contents = {"facts": dict(facts), "files": dict(sorted(files.items()))}
+    manifest = json.dumps({**contents, "sha256": _digest_of(contents)}, indent=1)
+    (work / MANIFEST).write_text(manifest, encoding="utf-8")
+    for path in (work / MANIFEST, *(folder for folder in work.rglob("*") if folder.is_dir()), work):
+        _sync(path)
     if target.exists():
         os.replace(target, aside)
     os.replace(work, target)
+    _sync(target.parent)
     if aside.exists():
         shutil.rmtree(aside)
 
@@ -88,9 +93,9 @@ def new_file(target: str | Path) -> Iterator[Path]:
     target = Path(target).expanduser().absolute()
     work = target.with_name(target.name + _UNFINISHED)
     yield work
-    with open(work, "rb") as written:
-        os.fsync(written.fileno())
+    _sync(work)
     os.replace(work, target)
+    _sync(target.parent)
 
 
 def lock_folder(folder: Path) -> IO[str] | None:
@@ -105,8 +110,12 @@ def lock_folder(folder: Path) -> IO[str] | None:
 
 
 def fingerprints(root: Path, paths: Iterable[Path]) -> dict[str, Any]:
-    """Map the path of each file, relative to `root`, to its size and checksum."""
-    return {str(path.relative_to(root)): _fingerprint(path) for path in paths}
+    """Flush files to the disk, and map the path of each one, relative to `root`, to its size and checksum."""
+    entries = {}
+    for path in paths:
+        _sync(path)
+        entries[str(path.relative_to(root))] = _fingerprint(path)
+    return entries
 
 
 def _restore_replaced(target: Path) -> None:
@@ -158,9 +167,29 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 def _parse_manifest(manifest: bytes, folder: str | Path) -> dict[str, Any]:
     try:
-        return json.loads(manifest)
-    except ValueError as error:
+        contents = json.loads(manifest)
+        checksum = contents.pop("sha256")
+        if not isinstance(contents["facts"], dict) or not isinstance(contents["files"], dict):
+            raise ValueError("its entries have the wrong type")
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read ({error})") from error
+    if checksum != _digest_of(contents):
+        raise CheckpointError(f"{folder} is damaged: {MANIFEST} does not match its checksum")
+    return contents
+
+
+def _digest_of(contents: Mapping[str, Any]) -> str:
+    """Return the checksum of a manifest, which covers the facts and the entries of all files."""
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
+
+
+def _sync(path: Path) -> None:
+    """Flush a file or the entries of a folder to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def check_replaceable(target: str | Path, kind: str) -> None:
@@ -234,9 +263,9 @@ def copy_folder(source: str, target: str) -> None:
         verify(source_folder)
         copy = begin(target_folder)
         shutil.copytree(source_folder, copy, dirs_exist_ok=True)
-        verify(copy)
         manifest = read_manifest(copy)
-        finish(target_folder, manifest["files"], manifest["facts"])
+        verify(copy)
+        finish(target_folder, fingerprints(copy, (copy / name for name in manifest["files"])), manifest["facts"])
 
 
 def list_steps(place: str | Path) -> list[int]:
@@ -379,6 +408,6 @@ def _download(url: str, goal: Path) -> None:
             files.get_file(f"{root}/{name}", str(path))
         except FileNotFoundError as error:
             raise CheckpointError(f"{url} is incomplete: '{name}' is missing") from error
-        if _fingerprint(path) != expected:
+        if fingerprints(copy, [path]) != {name: expected}:
             raise CheckpointError(f"{url} is damaged or was corrupted in transit: '{name}' does not match its checksum")
     finish(goal, manifest["files"], manifest["facts"])

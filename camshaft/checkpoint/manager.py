@@ -25,7 +25,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from camshaft.errors import CheckpointError
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
 TRAINER = "trainer"
+_MAX_THREADS = 16
 
 Write = Callable[[str, str | None], None]
 """`save_checkpoint` or `export` of a role. Arguments: the folder to write, and the folder in the mirror or None."""
@@ -172,11 +174,30 @@ class CheckpointManager:
     # -- reading ----------------------------------------------------------------------------------
 
     def latest(self) -> SavedCheckpoint | None:
-        """Return the newest complete checkpoint, or None. If `root` contains none, fetch one from the mirror."""
+        """Return the newest intact checkpoint, or None if no checkpoint has been saved.
+
+        If `root` contains none, fetch one from the mirror. If all checkpoints are damaged, raise CheckpointError. A run
+        that starts from the initial model would overwrite them.
+        """
         saved = self._latest_local()
-        if saved is not None or self.mirror is None or not self._fetch(self.mirror):
-            return saved
-        return self._latest_local()
+        if saved is None and self.mirror is not None and self._fetch(self.mirror):
+            saved = self._latest_local()
+        if saved is None:
+            self._check_none_is_damaged()
+        return saved
+
+    def _check_none_is_damaged(self) -> None:
+        """Raise CheckpointError if a checkpoint of `root` was complete once. Interrupted saves do not count."""
+        damaged = [folder for _, folder in storage.step_folders(self.root) if _was_complete(folder)]
+        if not damaged:
+            return
+        try:
+            self.open(damaged[-1])
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{self.root} contains no intact checkpoint; the number of damaged ones is {len(damaged)}. The newest: "
+                f"{error}. Restore one from a copy, or start a new run with trainer.resume_mode=disable"
+            ) from error
 
     def _fetch(self, mirror: str) -> bool:
         """Copy the newest complete checkpoint in the mirror to `root`, and return True if there is one."""
@@ -212,7 +233,10 @@ class CheckpointManager:
         return None
 
     def open(self, folder: str | Path) -> SavedCheckpoint:
-        """Return the checkpoint in `folder`; raise CheckpointError if it is incomplete."""
+        """Return the checkpoint in `folder` after its checksums are verified.
+
+        Raise CheckpointError if the checkpoint is incomplete or damaged.
+        """
         folder = Path(folder).expanduser()
         if not folder.is_dir():
             raise CheckpointError(f"{folder} does not exist")
@@ -224,8 +248,17 @@ class CheckpointManager:
         problem = incomplete_reason(folder)
         if problem is not None:
             raise CheckpointError(f"{folder} is incomplete: {problem}")
+        verify_roles(folder, facts["roles"])
         state = json.loads((folder / TRAINER / "state.json").read_text(encoding="utf-8"))
         return SavedCheckpoint(facts["global_step"], folder, state, tuple(facts["roles"]))
+
+
+def verify_roles(folder: Path, roles: Sequence[str]) -> None:
+    """Verify the checksums of all files of these roles; raise CheckpointError for a damaged file."""
+    threads = min(_MAX_THREADS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads) as pool:
+        shares = [(folder / role, (index, threads)) for role in roles for index in range(threads)]
+        list(pool.map(lambda share: storage.verify(*share), shares))
 
 
 # -- state of checkpoints, without verifying checksums ----------------------------------------------
@@ -242,6 +275,17 @@ def incomplete_reason(step: Path) -> str | None:
         if not storage.is_complete(step / role):
             return f"'{role}' is missing or incomplete"
     return None
+
+
+def _was_complete(step: Path) -> bool:
+    """Return True unless a manifest is missing, which an interrupted save has not written."""
+    if not (step / TRAINER / storage.MANIFEST).exists():
+        return False
+    try:
+        roles = storage.read_manifest(step / TRAINER)["facts"]["roles"]
+    except CheckpointError:
+        return True
+    return all((step / role / storage.MANIFEST).exists() for role in roles)
 
 
 def folder_size(folder: Path) -> int:
@@ -261,4 +305,6 @@ def format_size(count: float) -> str:
 def read_marker(root: Path, marker: str) -> int | None:
     """Return the step number in the file `LATEST` or `BEST`, or None if the file does not exist."""
     text = storage.read_text(root, marker)
-    return None if text is None else int(text)
+    if text is None or text.strip().isdecimal():
+        return None if text is None else int(text)
+    raise CheckpointError(f"{root / marker} does not contain a step number, but {text[:40]!r}; delete the file")

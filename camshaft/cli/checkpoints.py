@@ -7,8 +7,8 @@
       20  intact  3.4 MB  3 min  newest
       30  broken  1.1 MB   12 s  'critic' is missing or incomplete
 
-The command compares file sizes with the manifests. It does not verify checksums, which a run does when it resumes. The
-exit status is 1 if no checkpoint is complete.
+The command compares file sizes with the manifests. With `--verify`, it also verifies the checksums, as a run does when
+it resumes. The exit status is 1 if no checkpoint is intact.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from camshaft import storage
-from camshaft.errors import ConfigError
+from camshaft.errors import CheckpointError, ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,7 +30,9 @@ def main(argv: Sequence[str]) -> int:
         description="List the checkpoints of a run with their state, size and age, and mark the newest and the best.",
     )
     parser.add_argument("folder", metavar="FOLDER", help="trainer.default_local_dir of the run")
-    root = Path(parser.parse_args(argv).folder).expanduser()
+    parser.add_argument("--verify", action="store_true", help="verify the checksums of all files")
+    args = parser.parse_args(argv)
+    root = Path(args.folder).expanduser()
     from camshaft.checkpoint.manager import BEST, TRAINER, folder_size, format_size, incomplete_reason, read_marker
 
     if not root.is_dir():
@@ -40,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"{root} contains no checkpoints (global_step_<n>); set FOLDER to trainer.default_local_dir of a run"
         )
-    problems = {step: incomplete_reason(folder) for step, folder in steps}
+    problems = {step: incomplete_reason(folder) or (args.verify and _damage(folder)) or None for step, folder in steps}
     newest = max((step for step, problem in problems.items() if problem is None), default=None)
     best = read_marker(root, BEST)
     rows = [("step", "state", "size", "age", "")]
@@ -55,6 +57,17 @@ def main(argv: Sequence[str]) -> int:
         cells = (number.rjust(widths[0]), state.ljust(widths[1]), size.rjust(widths[2]), age.rjust(widths[3]), note)
         sys.stdout.write("  ".join(cells).rstrip() + "\n")
     return 0 if newest is not None else 1
+
+
+def _damage(folder: Path) -> str | None:
+    """Return the first file of a complete checkpoint that does not match its checksum, or None."""
+    from camshaft.checkpoint import CheckpointManager
+
+    try:
+        CheckpointManager(folder.parent).open(folder)
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _age(folder: Path, manifest: Path) -> str:

@@ -36,7 +36,7 @@ from camshaft.trainer.build import PPOParts
 from camshaft.trainer.dynamic_sampling import sample_informative_prompts
 from camshaft.trainer.metrics import DivergenceCheck, StepMetrics, batch_metrics, mismatch
 from camshaft.trainer.mini_batches import sampling_seeds, shard_rows, shuffle_seed
-from camshaft.trainer.resume import check_resume, config_record, log_resume
+from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume
 from camshaft.trainer.scoring import add_scores, check_scored
 from camshaft.trainer.validate import Sample, decode_samples, save_samples, validate
 
@@ -69,6 +69,7 @@ class PPOTrainer:
             {"actor": parts.actor, **({} if parts.critic is None else {"critic": parts.critic})},
             config.trainer.max_skipped_steps,
         )
+        self.inputs = input_checksums(config)
         self.global_step = 0
 
     # -- training step ----------------------------------------------------------------------------
@@ -305,6 +306,7 @@ class PPOTrainer:
             "kl": self.kl.state_dict(),
             "best": self.best.state_dict(),
             "config": config_record(self.config),
+            "inputs": self.inputs,
             "tokenizer": str(Path(self.config.tokenizer_path()).absolute()),
         }
         keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep} if prune else {}

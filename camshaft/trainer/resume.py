@@ -1,24 +1,31 @@
 """Checks and log messages for runs that resume from a checkpoint.
 
-    state = {..., "config": config_record(config)}              # saved with the checkpoint
+    state = {..., "config": config_record(config), "inputs": input_checksums(config)}      # saved with the checkpoint
     ...
     check_resume(saved, config, roles=["actor", "critic"])      # before models are built
     log_resume(saved, total_steps)
 
 Most config keys may change before a run resumes; the changes are logged. Other changes raise an error: the data loader
-rejects different rows, engines reject a different model or optimizer, and `check_resume` rejects missing roles.
+rejects different rows, engines reject a different architecture or optimizer, and `check_resume` rejects missing roles,
+other initial weights and another reward function (`input_checksums`).
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from camshaft.checkpoint import SavedCheckpoint
 from camshaft.config import PPOConfig, SupervisedConfig, without_secrets
 from camshaft.config.tree import flatten, format_value, leaf_fields
 from camshaft.errors import CheckpointError
+from camshaft.models.loader import model_folder
+
+SAMPLE_BYTES = 1 << 20
+"""Number of bytes at the start and at the end of a weight file that `input_checksums` reads."""
 
 RESUME_KEYS = ("trainer.resume_mode", "trainer.resume_from_path")
 """Keys that are not recorded, because they apply only to the current start of the run."""
@@ -46,6 +53,23 @@ def check_resume(saved: SavedCheckpoint, config: PPOConfig | SupervisedConfig, r
     changes = list_changes(saved.state["config"], config)
     if changes:
         logger.warning("config changes since step %d: %s", saved.step, ", ".join(changes))
+    inputs, changed_inputs = saved.state.get("inputs", {}), []
+    for key, checksum in input_checksums(config).items():
+        if inputs.get(key, checksum) != checksum:
+            changed_inputs.append(key)
+    if changed_inputs:
+        message = f"the files of {' and '.join(changed_inputs)} have changed since {saved.folder} was saved"
+        if config.trainer.resume_mode == "auto":
+            way_out = (
+                f"trainer.resume_mode=resume_path trainer.resume_from_path={saved.folder}"
+                if isinstance(config, PPOConfig)
+                else "the previous files"
+            )
+            raise CheckpointError(
+                f"{message}; to continue this run, use {way_out}; to start a new run, use trainer.resume_mode=disable "
+                "or another trainer.experiment_name"
+            )
+        logger.warning("%s", message)
     missing = [role for role in roles if role not in saved.roles]
     if missing:
         raise CheckpointError(
@@ -53,6 +77,52 @@ def check_resume(saved: SavedCheckpoint, config: PPOConfig | SupervisedConfig, r
             "checkpoint, or start a new run with trainer.resume_mode=disable"
             + (f". Changed keys: {', '.join(changes)}" if changes else "")
         )
+
+
+def input_checksums(config: PPOConfig | SupervisedConfig) -> dict[str, str]:
+    """Return a checksum for each config key that names the files of a model or of a reward function.
+
+    Of weight files, only the size, the start and the end are read.
+    """
+    models: dict[str, str | None] = {}
+    functions: dict[str, str | None] = {}
+    if isinstance(config, PPOConfig):
+        models["actor_rollout_ref.model.path"] = config.actor_rollout_ref.model.path
+        if config.needs_critic():
+            models["critic.model.path"] = config.critic.model.path
+        if config.reward_model.enable:
+            models["reward_model.model.path"] = config.reward_model.model.path
+        functions["custom_reward_function.path"] = config.custom_reward_function.path
+    else:
+        models["model.path"] = config.model.path
+    checksums = {}
+    for key, path in (*models.items(), *functions.items()):
+        files = _files(path, key in models)
+        if files:
+            digest = hashlib.sha256()
+            for file in files:
+                digest.update(f"{file.name} {file.stat().st_size} ".encode() + _sample(file))
+            checksums[key] = digest.hexdigest()
+    return checksums
+
+
+def _files(path: str | None, is_model: bool) -> list[Path]:
+    """Return the files at a local path or in the local copy of a URL; none for a Python module."""
+    if path is None:
+        return []
+    if not is_model:
+        file = Path(path).expanduser()
+        return [file] if file.is_file() else []
+    folder = model_folder(path)
+    return sorted([*folder.glob("config.json"), *folder.glob("*.safetensors"), *folder.glob("*.bin")])
+
+
+def _sample(file: Path) -> bytes:
+    """Return the start and the end of a file."""
+    with open(file, "rb") as handle:
+        start = handle.read(SAMPLE_BYTES)
+        handle.seek(max(len(start), file.stat().st_size - SAMPLE_BYTES))
+        return start + handle.read()
 
 
 def log_resume(saved: SavedCheckpoint, total_steps: int) -> None:

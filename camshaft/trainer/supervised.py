@@ -34,7 +34,7 @@ from camshaft.stop import ENDED_BY_SIGNAL, Stop
 from camshaft.tracking import Tracking
 from camshaft.trainer.metrics import DivergenceCheck
 from camshaft.trainer.mini_batches import balance_ranks
-from camshaft.trainer.resume import check_resume, config_record, log_resume
+from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume
 from camshaft.trainer.session import finish_saving, global_pool, run_length, run_pools, session
 
 W = TypeVar("W", bound=SupervisedWorker)
@@ -71,6 +71,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
         self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
         self.divergence = DivergenceCheck({"model": self.model}, config.trainer.max_skipped_steps, prefix="train")
+        self.inputs = input_checksums(config)
         self.global_step = 0
 
     def __enter__(self) -> Self:
@@ -172,6 +173,7 @@ class SupervisedTrainer(ABC, Generic[W]):
             "loader": self.loader.state_dict(),
             "best": self.best.state_dict(),
             "config": config_record(self.config),
+            "inputs": self.inputs,
         }
         self.checkpoints.save(self.global_step, roles, state, keep, exports, self.best.step)
 

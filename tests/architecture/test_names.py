@@ -68,6 +68,8 @@ ROLE_METHODS = {
         "wait_for_checkpoint": "ONE_TO_ALL",
         "load_checkpoint": "ONE_TO_ALL",
         "export": "ONE_TO_ALL",
+        "skipped_steps": "ALL_TO_ALL",
+        "has_finite_outputs": "ALL_TO_ALL",
     },
     "CriticWorker": {
         "init_model": "ONE_TO_ALL",
@@ -77,6 +79,8 @@ ROLE_METHODS = {
         "wait_for_checkpoint": "ONE_TO_ALL",
         "load_checkpoint": "ONE_TO_ALL",
         "export": "ONE_TO_ALL",
+        "skipped_steps": "ALL_TO_ALL",
+        "has_finite_outputs": "ALL_TO_ALL",
     },
     "RewardModelWorker": {
         "init_model": "ONE_TO_ALL",

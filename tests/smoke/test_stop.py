@@ -1,7 +1,9 @@
 """Runs stopped by a scheduler save the current step, set the exit status and resume with the same command."""
 
 import os
+import pty
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,3 +105,19 @@ def test_a_signal_before_the_first_step_ends_the_run(tmp_path: Path, monkeypatch
     process.send_signal(signal.SIGTERM)
     assert finished(process).status == -signal.SIGTERM
     assert steps(tmp_path / "run") == []
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_saves_the_current_step(tmp_path: Path) -> None:
+    many = {"trainer.total_training_steps": 500, "trainer.total_epochs": 500, "trainer.logger": "[console,jsonl]"}
+    arguments = run_args(tmp_path, tmp_path / "run", **many, **{"trainer.save_freq": 2})
+    child, terminal = pty.fork()
+    if child == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "camshaft", *arguments])
+    output = b""
+    while b"global_step_2" not in output:
+        output += os.read(terminal, 1 << 16)
+    os.close(terminal)  # the kernel sends SIGHUP
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 128 + signal.SIGHUP
+    assert steps(tmp_path / "run")[-1] == lines(tmp_path / "run")[-1]["step"]

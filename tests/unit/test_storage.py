@@ -222,3 +222,30 @@ def test_a_folder_is_held_by_one_at_a_time(tmp_path: Path) -> None:
     again = storage.lock_folder(tmp_path)
     assert again is not None
     again.close()
+
+
+def test_files_folders_and_renames_are_flushed_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder has reached the disk before it appears, and its appearance before an older folder is deleted."""
+    events: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def record_sync(descriptor: int) -> None:
+        events.append(("sync", os.readlink(f"/proc/self/fd/{descriptor}")))
+        fsync(descriptor)
+
+    def record_replace(source: Any, target: Any) -> None:
+        replace(source, target)
+        events.append(("rename", str(target)))
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "replace", record_replace)
+    target = tmp_path / "run" / "step"
+    with storage.new_folder(target, kind="test") as work:
+        (work / "part").mkdir()
+        (work / "part" / "data").write_text("x")
+    renamed = events.index(("rename", str(target)))
+    flushed = {path for event, path in events[:renamed] if event == "sync"}
+    written = {str(path).replace(str(target), str(work)) for path in (target, *target.rglob("*"))}
+    assert written <= flushed
+    assert str(tmp_path) in flushed, "the entry of the new folder 'run'"
+    assert ("sync", str(target.parent)) in events[renamed:]

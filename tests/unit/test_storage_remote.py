@@ -1,3 +1,4 @@
+import hashlib
 import json
 import sys
 from collections.abc import Iterator
@@ -84,7 +85,9 @@ def test_an_incomplete_copy_at_a_url_is_an_error(tmp_path: Path, remote: str, na
 
 def test_names_that_lead_out_of_the_folder_are_rejected(tmp_path: Path, remote: str) -> None:
     manifest = {"facts": {}, "files": {"../outside.txt": {"bytes": 1, "sha256": ""}}}
-    fsspec.filesystem("memory").pipe_file(f"/bucket/run/actor/{storage.MANIFEST}", json.dumps(manifest).encode())
+    checksum = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    contents = json.dumps({**manifest, "sha256": checksum}).encode()
+    fsspec.filesystem("memory").pipe_file(f"/bucket/run/actor/{storage.MANIFEST}", contents)
     with pytest.raises(CheckpointError, match=r"\.\./outside\.txt.*outside the folder"):
         storage.copy_folder(remote, str(tmp_path / "back"))
 

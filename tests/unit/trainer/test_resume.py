@@ -13,6 +13,7 @@ from camshaft import storage
 from camshaft.checkpoint import CheckpointManager
 from camshaft.config import load_sft
 from camshaft.errors import BatchError, CheckpointError
+from camshaft.models.tiny import make_tiny_model
 from camshaft.tracking import RunInfo, Tracking
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
@@ -157,3 +158,49 @@ def test_a_run_without_its_folder_resumes_from_the_remote_copy(tmp_path: Path) -
     actual, expected = checksums(again), checksums(first)
     del actual["trainer/state.json"], expected["trainer/state.json"]  # of another folder
     assert actual == expected
+
+
+def _flip_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("file", ["actor/model/model.safetensors", "critic/state.json", "actor/manifest.json"])
+def test_a_flipped_byte_in_the_newest_step_resumes_from_the_step_before(
+    file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    newest = run(tmp_path, {"trainer.save_freq": 1})
+    _flip_byte(newest / file)
+    manager = CheckpointManager(newest.parent)
+    with caplog.at_level("WARNING", "camshaft"):
+        saved = manager.latest()
+    assert saved is not None
+    assert saved.step == 1
+    assert caplog.text.count("skipped a checkpoint") == 1
+    _flip_byte(newest.parent / "global_step_1" / "actor" / "optimizer" / "optimizer.safetensors")
+    with pytest.raises(CheckpointError, match=r"no intact checkpoint; .*damaged ones is 2.*resume_mode=disable"):
+        manager.latest()
+
+
+def test_an_edited_fact_of_a_checkpoint_is_detected(tmp_path: Path) -> None:
+    newest = run(tmp_path, {"trainer.save_freq": 2})
+    manifest = newest / "trainer" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"global_step": 2', '"global_step": 7'))
+    with pytest.raises(CheckpointError, match=r"manifest.json does not match its checksum"):
+        CheckpointManager(newest.parent).open(newest)
+
+
+def test_a_run_does_not_resume_with_other_initial_weights_or_another_reward(tmp_path: Path) -> None:
+    reward = tmp_path / "reward.py"
+    reward.write_text("def compute_score(solution_str, **_):\n    return len(solution_str) % 3\n")
+    settings = {"custom_reward_function.path": reward, "trainer.save_freq": 1}
+    newest = run(tmp_path, settings, steps=1)
+    reward.write_text("def compute_score(solution_str, **_):\n    return len(solution_str) % 2\n")
+    with pytest.raises(CheckpointError, match=r"files of custom_reward_function.path have changed .*resume_from_path="):
+        run(tmp_path, settings)
+    explicit = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": newest}
+    assert run(tmp_path, settings | explicit).name == "global_step_2"
+    make_tiny_model(tmp_path / "other", hidden=32, seed=5)
+    with pytest.raises(CheckpointError, match=r"files of actor_rollout_ref.model.path have changed"):
+        run(tmp_path, settings | {"actor_rollout_ref.model.path": tmp_path / "other"}, steps=3)
