@@ -299,11 +299,11 @@ def manifest_cut_off(step: Path) -> None:
 @pytest.mark.parametrize(
     "spoil",
     [
-        without_trainer,
         in_mid_write,
-        file_cut_off,
-        pytest.param(without_critic, marks=pytest.mark.slow),
-        pytest.param(manifest_cut_off, marks=pytest.mark.slow),
+        *(
+            pytest.param(spoil, marks=pytest.mark.slow)
+            for spoil in (without_trainer, file_cut_off, without_critic, manifest_cut_off)
+        ),
     ],
 )
 def test_an_incomplete_newest_step_is_skipped(

@@ -111,7 +111,10 @@ def test_a_run_that_an_error_ends_has_failed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("trainer", "args_of", "role"),
-    [("ppo", ppo_args, ActorRolloutRefWorker), ("sft", sft_args, SupervisedWorker)],
+    [
+        ("ppo", ppo_args, ActorRolloutRefWorker),
+        pytest.param("sft", sft_args, SupervisedWorker, marks=pytest.mark.slow),
+    ],
 )
 def test_a_failed_background_save_fails_the_run(
     trainer: str, args_of: Callable[..., list[str]], role: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -95,7 +95,7 @@ def bytes_of(weights: Weights) -> int:
 # -- output ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", [pytest.param("llama", marks=pytest.mark.slow), "qwen3"])
 def test_output_equals_the_merged_model_after_each_update(family: str, tmp_path: Path) -> None:
     follows(AdapterPair(tmp_path, family), updates=3)
 

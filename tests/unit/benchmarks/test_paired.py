@@ -108,7 +108,8 @@ def test_the_peak_covers_memory_after_the_reset() -> None:
         assert paired.peak() - before >= 32 << 20
 
 
-@pytest.mark.parametrize("role", ["actor", pytest.param("critic", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["actor", "critic"])
 def test_the_sides_compute_one_loss(role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from train_step import build, with_score
 

@@ -90,6 +90,7 @@ def test_the_exit_status_comes_from_the_run(trained: Statuses, tmp_path: Path) -
     assert seeds == [5]
 
 
+@pytest.mark.slow
 def test_a_sweep_runs_every_config_and_returns_the_largest_status(trained: Statuses, tmp_path: Path) -> None:
     seeds = trained(0, 1, 0)
     assert main(["ppo", *sweep(tmp_path, "1,2,3")]) == 1

@@ -84,6 +84,7 @@ def test_no_process_is_left_without_a_shutdown(tmp_path: Path):
         assert still_running(pids, 5) == []
 
 
+@pytest.mark.slow
 def test_an_interrupt_on_the_driver_ends_all_ranks(tmp_path: Path):
     driver, pids = start_driver(tmp_path, IN_A_CALL)
     with driver:

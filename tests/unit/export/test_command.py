@@ -86,7 +86,7 @@ def assert_same(model: Any, weights: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "value", "reward"])
-@pytest.mark.parametrize("tie_embeddings", [True, False])
+@pytest.mark.parametrize("tie_embeddings", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_transformers_finds_every_weight_of_the_checkpoint(head: str, tie_embeddings: bool, tmp_path: Path) -> None:
     run = saved(tmp_path / "run", model_of(head, tie_embeddings=tie_embeddings), role="critic")
     out = tmp_path / "out"

@@ -99,7 +99,7 @@ def test_sharded_engine_agrees_on_prompts_of_a_file(folder: Path, tmp_path: Path
     ("engine", "args"),
     [
         ("reference", ["--rollout-dtype", "bfloat16"]),
-        ("reference", ["--dtype", "bfloat16"]),
+        pytest.param("reference", ["--dtype", "bfloat16"], marks=pytest.mark.slow),
         ("fsdp", ["--option", "mixed_precision.param_dtype=bfloat16"]),
     ],
     ids=["rollout", "engine", "inside the engine"],

@@ -275,6 +275,7 @@ def test_a_file_may_limit_the_memory_of_its_processes(file, score):
     assert "MemoryError" in result.failures[0].message
 
 
+@pytest.mark.slow
 def test_a_torch_scalar_is_a_valid_score_but_no_tensor(manager, score):
     body = "import torch; return torch.tensor([0.5] * len(solution_str)).squeeze()"
     result = score(manager(body, timeout=60.0, num_workers=1), ["a", "ab"])

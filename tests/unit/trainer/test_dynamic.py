@@ -162,6 +162,7 @@ def test_dropped_responses_do_not_make_a_prompt_informative(config_with) -> None
 RUN = {**DAPO, "data.train_max_samples": 24, "trainer.total_epochs": 2, "trainer.save_freq": 1}
 
 
+@pytest.mark.slow
 def test_dynamic_sampling_resumes_bitwise(tmp_path: Path) -> None:
     def run(name: str, steps: int, resume: str) -> list[dict[str, float]]:
         overrides = {"trainer.default_local_dir": tmp_path / name, "trainer.resume_mode": resume}

@@ -20,6 +20,12 @@ from camshaft.rollout.builtin.cpu.tracer import TraceError, trace
 from camshaft.rollout.builtin.rollout import TorchRollout
 
 FAMILIES = DECODED | {"phi3": {}, "glm": {}}
+FAST = ("qwen2", "gemma3_text", "phi3")
+"""Families of `make test`: the default, one with sliding windows, and one with fused projections."""
+
+each_family = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in FAMILIES]
+)
 """Families with other projections and rotations."""
 
 
@@ -43,14 +49,14 @@ def checked_generation(harness: RolloutHarness, case: Case) -> Tensor:
     return out.log_probs.values
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_a_graph_matches_transformers(harness: RolloutHarness, family: str) -> None:
     case = harness.case(family, FAMILIES[family])
     checked_generation(harness, case)
     assert decoder_of(case).reason is None
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@each_family
 def test_without_fusion_the_graph_matches_the_forward_bitwise(
     harness: RolloutHarness, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -62,7 +68,7 @@ def test_without_fusion_the_graph_matches_the_forward_bitwise(
         assert forward != decoder.eager
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_an_untraceable_model_runs_its_forward(harness: RolloutHarness, family: str) -> None:
     case = harness.case(family, {"num_local_experts": 4} if family == "mixtral" else {})
     checked_generation(harness, case)
