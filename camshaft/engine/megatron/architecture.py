@@ -17,13 +17,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from camshaft.config.backends import MEGATRON
 from camshaft.config.engine import EngineConfig
 from camshaft.config.schema.megatron import MegatronOptions
 from camshaft.errors import EngineError
 from camshaft.models.loader import DTYPES
 
-FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-"""Supported model types of transformers."""
+FAMILIES = MEGATRON.families
 
 
 def transformer_config(hf: PreTrainedConfig, config: EngineConfig, options: MegatronOptions) -> TransformerConfig:

@@ -61,12 +61,6 @@ class MegatronEngine(ShardedEngine):
         super().__init__(config)
         if config.optim is None:
             return
-        if config.dtype == "bfloat16":
-            raise EngineError(
-                "dtype=bfloat16 is not supported for training with strategy=megatron, because bfloat16 weights lose "
-                "small updates to rounding; set dtype=float32, and mixed_precision.param_dtype=bfloat16 to compute in "
-                "bfloat16"
-            )
         param_dtype = self.options.mixed_precision.param_dtype
         if param_dtype not in (None, config.dtype) and config.dtype != "float32":
             raise EngineError(
