@@ -374,6 +374,29 @@ def check_rollout(section: str, rollout: GeneratorConfig, world_size: int) -> It
         yield Problem(name, getattr(rollout, conflict.option), message, (*WORLD, key))
 
 
+def check_load_format(section: str, rollout: GeneratorConfig, strategy: str | None) -> Iterator[Problem]:
+    """Check that the actor's engine supports `load_format`; `strategy` is None for a run without an actor."""
+    key, strategy_key = f"{section}.load_format", f"{ACTOR}.strategy"
+    loader = rollout.load_format.removeprefix("dummy_")
+    try:
+        keys = rollout_capabilities(rollout.name).reads
+        engine = EngineCapabilities() if strategy is None else engine_capabilities(strategy)
+    except ConfigError:
+        return
+    if loader in engine.load_formats or "load_format" not in keys:
+        return
+    supporting = next(name for name, backend in ENGINES.items() if loader in backend.capabilities.load_formats)
+    if strategy is None:
+        replacement = rollout.load_format.replace(loader, "hf")
+        problem = f"requires an actor with strategy={supporting}, but this command has no actor"
+        yield Problem(key, rollout.load_format, f"{problem}. Set {key}={replacement}.")
+    else:
+        replacement = rollout.load_format.replace(loader, "dtensor")
+        problem = f"requires {strategy_key}={supporting}, but {strategy_key}={strategy}"
+        fix = f"Set {key}={replacement}, or {strategy_key}={supporting}."
+        yield Problem(key, rollout.load_format, f"{problem}. {fix}", (strategy_key,))
+
+
 def check_rollout_adapter(config: PPOConfig) -> Iterator[Problem]:
     """Check `lora_weights=adapter`, with which a weight sync sends only the LoRA adapter."""
     model, rollout, key = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, f"{ROLLOUT}.lora_weights"

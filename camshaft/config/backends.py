@@ -40,6 +40,7 @@ MEGATRON = EngineCapabilities(
     supports_lora=False,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"),
     shares_prefixes=False,
+    load_formats=("auto", "hf", "dtensor", "megatron"),
 )
 TORCHTITAN = EngineCapabilities(
     TorchtitanOptions,

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from camshaft.config.backend_checks import (
+    check_load_format,
     check_ppo_engines,
     check_rollout,
     check_rollout_adapter,
@@ -45,6 +46,7 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
     if isinstance(config, GenerateConfig):
         yield from _check_placement(config.trainer)
         yield from _check_generator("rollout", config.rollout, config.trainer.world_size)
+        yield from check_load_format("rollout", config.rollout, None)
         yield from _check_scoring_function(config.custom_reward_function)
         yield from check_generate_files(config)
     elif isinstance(config, EvalConfig):
@@ -67,6 +69,7 @@ def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
     yield from check_ppo_engines(config)
     yield from check_rollout_adapter(config)
     yield from check_routed_experts(config)
+    yield from check_load_format(ROLLOUT, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.strategy)
     if layouts_are_valid(config):
         yield from _check_batches(config)
         yield from _check_global_micro_batches(config)

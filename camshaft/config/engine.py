@@ -213,6 +213,8 @@ class EngineCapabilities:
     """True if the engine computes a prompt that several rows share only once (`EngineModel.use_prefix_grouper`)."""
     tested_devices: tuple[str, ...] = ("cpu",)
     """Device types on which the contract suite of the engine has run."""
+    load_formats: tuple[str, ...] = ("auto", "hf", "dtensor")
+    """Values of `rollout.load_format`, without `dummy_`, that are supported with an actor on this engine."""
 
     def validate(self, config: EngineConfig) -> EngineOptions:
         """Return the validated options of `config`; an `EngineError` lists all unsupported settings."""

@@ -313,7 +313,8 @@ DEVIATES = {
     f"{ROLLOUT}.top_k": "0 and -1 both disable it, for every rollout.",
     f"{ROLLOUT}.load_format": (
         "With `dummy_...`, vLLM and SGLang start without initial weights; with other values, they load those of the "
-        "model folder. In both cases the actor's weights are synced before each generation."
+        "model folder. In both cases the actor's weights are synced before each generation, as full weights with "
+        "every engine. `megatron` and `dummy_megatron` require `actor.strategy=megatron`."
     ),
     f"{REWARD}.micro_batch_size": "Counts sequences over all ranks; `micro_batch_size_per_gpu` overrides it.",
     "trainer.logger": "The default is `[console, jsonl]`.",

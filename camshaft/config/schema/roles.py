@@ -239,8 +239,9 @@ class GeneratorConfig(Section):
         description="Free the KV cache after generation, so that training can use the memory."
     )
     load_format: LoadFormat = Field(
-        description="Initial weights of the rollout backend (vllm and sglang only). dummy_* formats start with "
-        "uninitialized weights; the other formats load the weights from the model folder."
+        description="Initial weights of the rollout backend (vllm, server and sglang only). dummy_* formats start with "
+        "uninitialized weights; the other formats load the weights from the model folder. megatron and dummy_megatron "
+        "require an actor with strategy=megatron. With every format, a weight sync sends full weights, one at a time."
     )
     tensor_model_parallel_size: int = Field(
         ge=1,

@@ -231,6 +231,27 @@ def test_unsupported_features_of_another_packages_engine_are_rejected(words):
     )
 
 
+VLLM = (f"{ROLLOUT}.name=vllm", f"{ROLLOUT}.tensor_model_parallel_size=1")
+
+
+@pytest.mark.parametrize("prefix", ["", "dummy_"])
+def test_megatron_load_format_requires_a_megatron_actor(words, prefix):
+    more = [*words, *VLLM, f"{ROLLOUT}.load_format={prefix}megatron"]
+    text = _error([*more, f"{ACTOR}.strategy=fsdp"])
+    assert "1 error in the config" in text
+    assert f"{ROLLOUT}.load_format = {prefix}megatron\n" in text
+    assert f"requires {ACTOR}.strategy=megatron, but {ACTOR}.strategy=fsdp" in text
+    assert f"Set {ROLLOUT}.load_format={prefix}dtensor, or {ACTOR}.strategy=megatron." in text
+    load_ppo([*more, f"{ACTOR}.strategy=megatron"])
+    load_ppo([*words, f"{ROLLOUT}.load_format={prefix}megatron"])  # the rollout `torch` ignores the key
+
+
+@pytest.mark.parametrize("load_format", ["auto", "hf", "dtensor", "dummy_hf", "dummy_dtensor"])
+@pytest.mark.parametrize("strategy", ["fsdp", "megatron", "torchtitan"])
+def test_other_load_formats_are_accepted_with_every_engine(words, load_format, strategy):
+    load_ppo([*words, *VLLM, f"{ROLLOUT}.load_format={load_format}", f"{ACTOR}.strategy={strategy}"])
+
+
 def test_engine_class_that_cannot_be_imported_is_rejected(words):
     text = _error([*words, f"{ACTOR}.strategy=no_such_package.engine:Engine"])
     assert "1 error in the config" in text

@@ -45,6 +45,11 @@ def test_rollout_and_sampling_follow_the_keys(words: list[str], tmp_path: Path) 
     assert config.tokenizer_path() == f"{tmp_path}/model"
 
 
+def test_megatron_load_format_is_rejected_without_an_actor(words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"no actor\. Set rollout\.load_format=dummy_hf\."):
+        load_generate([*words, "rollout.name=vllm", "rollout.load_format=dummy_megatron"])
+
+
 def test_scoring_requires_a_named_function(words: list[str], tmp_path: Path) -> None:
     (tmp_path / "r.py").touch()
     named = {

@@ -40,7 +40,7 @@ def test_unimplemented_value_is_rejected_with_a_fix(words, word, instead):
         f"{ROLLOUT}.dtype=bfloat16",
         "actor_rollout_ref.ref.fsdp_config.model_dtype=bfloat16",
         f"{ACTOR}.fsdp_config.model_dtype=float64",
-        f"{ROLLOUT}.load_format=dummy_megatron",
+        f"{ROLLOUT}.load_format=dummy_hf",
         f"{ROLLOUT}.gpu_memory_utilization=0.9",
         f"{ROLLOUT}.enforce_eager=false",
         "reward_model.micro_batch_size=3",
