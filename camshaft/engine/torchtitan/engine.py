@@ -10,6 +10,7 @@ of the other engines (`ShardedEngine`).
 from __future__ import annotations
 
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from camshaft.config.backends import TORCHTITAN
 from camshaft.config.engine import EngineConfig
@@ -28,6 +29,7 @@ class TorchtitanEngine(ShardedEngine):
 
     capabilities = TORCHTITAN
     options: TorchtitanOptions
+    module: TitanModel  # pyright: ignore[reportIncompatibleVariableOverride]
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
@@ -42,6 +44,16 @@ class TorchtitanEngine(ShardedEngine):
         # Tensor-parallel ranks need equal dropout masks. All other ranks process different rows or tokens.
         seed_ranks(self.device, self.config.seed, dist.get_rank() // self.meshes.layout.tensor)
         return module
+
+    def after_inference(self) -> None:
+        # The output layer runs after the decoder's forward pass, so its FSDP unit stays in the state of a forward pass.
+        # In this state, `reshard` has an effect only on units that reshard after a forward pass.
+        head = self.module.decoder.lm_head
+        if isinstance(head, FSDPModule):
+            head.set_reshard_after_forward(True, recurse=False)
+        super().after_inference()
+        if isinstance(head, FSDPModule):
+            head.set_reshard_after_forward(False, recurse=False)
 
     @property
     def seat(self) -> Seat:
