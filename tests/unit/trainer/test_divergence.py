@@ -24,7 +24,7 @@ SAVING: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize(("key", "role"), [(ACTOR, "actor"), (CRITIC, "critic")])
+@pytest.mark.parametrize(("key", "role"), [(ACTOR, "actor"), pytest.param(CRITIC, "critic", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_diverged_model_does_not_replace_the_last_checkpoint(key: str, role: str, ranks: int, tmp_path: Path) -> None:
     sharded = {"actor_rollout_ref.actor.strategy": "fsdp", "critic.strategy": "fsdp", "trainer.n_gpus_per_node": 2}
@@ -60,7 +60,7 @@ def test_supervised_training_that_diverges_saves_nothing(tmp_path: Path) -> None
     assert not storage.step_folders(trainer.checkpoints.root)
 
 
-@pytest.mark.parametrize("on_error", ["zero", "drop"])
+@pytest.mark.parametrize("on_error", [pytest.param("zero", marks=pytest.mark.slow), "drop"])
 def test_a_step_without_a_scored_response_ends_the_run(on_error: str, tmp_path: Path) -> None:
     reward = tmp_path / "reward.py"
     reward.write_text("def compute_score(**_):\n    raise ValueError('never')\n")
