@@ -63,7 +63,7 @@ def rollout(argv: Sequence[str]) -> int:
 
 def _parser(kind: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog=f"camshaft check-{kind}", description=f"Check a {kind} backend against the contract for {kind}s."
+        prog=f"camshaft check-{kind}", description=f"Check a backend against the contract for {kind}s."
     )
     parser.add_argument("name", metavar="NAME|pkg.module:Class", help="built-in name, or import path of a custom class")
     parser.add_argument("--rule", default="", help="check only the rules whose names contain this text")
