@@ -11,7 +11,7 @@ import difflib
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from camshaft.config.engine import OptimConfig
 from camshaft.errors import EngineError
 from camshaft.plugins import import_attribute
+
+P = TypeVar("P", bound=Tensor)
 
 UNSUPPORTED = {
     "LBFGS": "it evaluates the loss several times per step",
@@ -188,37 +190,39 @@ def clip_and_step(
 
     The update is skipped if the norm is not finite. The norm covers all parameters on all ranks and is bitwise equal on
     every rank. Reading it is the only point at which the host waits for the device. `total_norm` computes the norm of
-    sharded gradients that are not DTensors.
+    gradients for which `gradient_norm` would not.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not parameters:
         raise EngineError("optimizer_step found no gradient; call forward_backward_step first")
-    groups = _group_by_mesh(parameters, lambda p: p.grad)
-    norm_of = total_norm or (lambda gradients: _full_norm(torch.nn.utils.get_total_norm(gradients)))
-    norms = [norm_of([p.grad for p in group if p.grad is not None]) for group in groups]
-    on_one_axis = len(norms) == 1 and not _has_several_axes(groups[0][0].grad)
-    norm = norms[0] if on_one_axis else _mean_over_ranks(_combine_norms(norms), groups)
+    norm = (total_norm or gradient_norm)([p.grad for p in parameters if p.grad is not None])
     value = float(norm)
     if not math.isfinite(value):
         return value, False
-    for group in groups:
+    for group in _group_by_mesh(parameters, lambda p: p.grad):
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, norm)
     optimizer.step()
     return value, True
 
 
-def _group_by_mesh(
-    parameters: Iterable[torch.nn.Parameter], tensor_of: Callable[[torch.nn.Parameter], Tensor | None]
-) -> list[list[torch.nn.Parameter]]:
-    """Group parameters by the mesh of `tensor_of(parameter)`; tensors without a mesh form one group."""
-    groups: dict[Any, list[torch.nn.Parameter]] = {}
-    for parameter in parameters:
-        tensor = tensor_of(parameter)
-        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(parameter)
+def gradient_norm(gradients: list[Tensor]) -> Tensor:
+    """Return the norm of gradients that are DTensors, or that every rank holds completely."""
+    groups = _group_by_mesh(gradients, lambda gradient: gradient)
+    norms = [_full_norm(torch.nn.utils.get_total_norm(group)) for group in groups]
+    on_one_axis = len(norms) == 1 and not _has_several_axes(groups[0][0])
+    return norms[0] if on_one_axis else _mean_over_ranks(_combine_norms(norms), groups)
+
+
+def _group_by_mesh(tensors: Iterable[P], tensor_of: Callable[[P], Tensor | None]) -> list[list[P]]:
+    """Group tensors by the mesh of `tensor_of(tensor)`; tensors without a mesh form one group."""
+    groups: dict[Any, list[P]] = {}
+    for tensor in tensors:
+        key = tensor_of(tensor)
+        groups.setdefault(key.device_mesh if isinstance(key, DTensor) else None, []).append(tensor)
     return list(groups.values())
 
 
-def _has_several_axes(gradient: Tensor | None) -> bool:
+def _has_several_axes(gradient: Tensor) -> bool:
     """Return True if the mesh has several axes, whose ranks may sum the norm in different orders."""
     return isinstance(gradient, DTensor) and gradient.device_mesh.ndim > 1
 
@@ -239,13 +243,13 @@ def _combine_norms(norms: list[Tensor]) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([norm.to(device, dtype) for norm in norms]))
 
 
-def _mean_over_ranks(norm: Tensor, groups: list[list[torch.nn.Parameter]]) -> Tensor:
+def _mean_over_ranks(norm: Tensor, groups: list[list[Tensor]]) -> Tensor:
     """Average the norm over the ranks of all meshes, so that it is bitwise equal on every rank.
 
     Rounding may differ between the ranks' copies of a replicated gradient. If ranks clipped by different norms or
     skipped different updates, their weights would diverge. Unlike a maximum, a mean propagates non-finite values.
     """
-    meshes = [group[0].grad.device_mesh for group in groups if isinstance(group[0].grad, DTensor)]
+    meshes = [group[0].device_mesh for group in groups if isinstance(group[0], DTensor)]
     # Each iteration is a collective, so all ranks must use the same order: that of the parameters.
     for process_group in {pg.group_name: pg for mesh in meshes for pg in mesh.get_all_groups()}.values():
         dist.all_reduce(norm, group=process_group)

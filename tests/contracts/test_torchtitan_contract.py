@@ -3,6 +3,7 @@
 All rules are checked on two ranks with FSDP. The other layouts check the rules about numbers and files.
 """
 
+# pyright: reportMissingImports=false
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from support.ranks import run_ranks
+from torch import Tensor
+from torch.nn.attention.flex_attention import flex_attention
 from transformers import Qwen2Config
 
 from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig
@@ -33,11 +38,15 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "tp2": (2, {"tensor_parallel_size": 2}),
     "tp2_without_sp": (2, {"tensor_parallel_size": 2, "enable_sequence_parallel": False}),
     "sp2": (2, {"ulysses_sequence_parallel_size": 2}),
+    "pp2": (2, {"pipeline_parallel_degree": 2}),
     "gathered": (2, {"reshard_after_forward": False, "async_save": True, "activation_offload": True}),
     "offload": (2, {"param_offload": True, "grad_offload": True, "optimizer_offload": True}),
     "hsdp": (4, {"data_parallel_replicate_degree": 2}),
     "tp2_x_fsdp2": (4, {"tensor_parallel_size": 2, "data_parallel_shard_degree": 2}),
     "sp2_x_dp2": (4, {"ulysses_sequence_parallel_size": 2}),
+    "pp2_x_fsdp2": (4, {"pipeline_parallel_degree": 2}),
+    "pp2_x_tp2": (4, {"pipeline_parallel_degree": 2, "tensor_parallel_size": 2}),
+    "pp2_x_sp2": (4, {"pipeline_parallel_degree": 2, "ulysses_sequence_parallel_size": 2}),
 }
 """Number of ranks and options."""
 
@@ -52,7 +61,12 @@ TENSOR_PARALLEL = NUMBERS | {
     "exact kl",
     "seat and shards",
 }
-CHECKED = {"two": {rule.name for rule in RULES}, "tp2": TENSOR_PARALLEL, "sp2": TENSOR_PARALLEL - {"prefix sharing"}}
+CHECKED = {
+    "two": {rule.name for rule in RULES},
+    "pp2": {rule.name for rule in RULES},
+    "tp2": TENSOR_PARALLEL,
+    "sp2": TENSOR_PARALLEL - {"prefix sharing"},
+}
 """Rules by layout; other layouts check `NUMBERS`."""
 
 
@@ -125,15 +139,22 @@ def test_weights_pass_the_engine_bitwise(family: str, tmp_path: Path) -> None:
     assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
 
 
-def test_three_steps_equal_the_reference_engine(tmp_path: Path) -> None:
-    harnesses = [EngineHarness(engine_class(name), tmp_path) for name in ("torchtitan", "reference")]
-    engines = [harness.build(micro_batch_size=3) for harness in harnesses]
-    for _ in range(3):
-        step, expected = (h.train(e, h.batch) for h, e in zip(harnesses, engines, strict=True))
-        assert (step.loss, step.grad_norm) == pytest.approx((expected.loss, expected.grad_norm), rel=1e-5)
-    weights, expected_weights = (h.weights(e) for h, e in zip(harnesses, engines, strict=True))
-    for name, weight in expected_weights.items():
-        torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+def three_steps(strategy: str, folder: Path, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
+    """Return losses and gradient norms of three steps, and the weights after them."""
+    harness = EngineHarness(engine_class(strategy), folder, common_fields={"options": options})
+    engine = harness.build(micro_batch_size=3)
+    steps = [harness.train(engine, harness.batch) for _ in range(3)]
+    return [number for step in steps for number in (step.loss, step.grad_norm)], harness.weights(engine)
+
+
+@pytest.mark.parametrize("layout", ["one", "pp2"])
+def test_three_steps_equal_the_reference_engine(layout: str, tmp_path: Path) -> None:
+    world, options = LAYOUTS[layout]
+    expected, expected_weights = three_steps("reference", tmp_path, {})
+    for numbers, weights in run_ranks(three_steps, world, "torchtitan", tmp_path, options):
+        assert numbers == pytest.approx(expected, rel=1e-5)
+        for name, weight in expected_weights.items():
+            torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6, msg=name)
 
 
 def test_checkpoint_of_the_reference_engine_loads(tmp_path: Path) -> None:
@@ -152,7 +173,8 @@ def test_checkpoint_of_the_reference_engine_loads(tmp_path: Path) -> None:
 REJECTED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "lora": ({"lora": LoRAConfig(rank=2)}, {}, "LoRA is not supported"),
     "float64": ({}, {"dtype": "float64"}, "does not support dtype=float64"),
-    "pp": ({}, {"options": {"pipeline_parallel_degree": 2}}, "micro-batches of packed rows differ in size"),
+    "cp": ({}, {"options": {"context_parallel_degree": 2}}, "or ulysses_sequence_parallel_size=2"),
+    "ep": ({}, {"options": {"expert_parallel_degree": 2}}, "computes experts in bfloat16"),
     "typo": ({}, {"options": {"tensor_paralel_size": 2}}, "did you mean 'tensor_parallel_size'"),
 }
 """Fields of `EngineModel` and of `EngineConfig`, and a part of the error."""
@@ -169,6 +191,7 @@ def test_unsupported_settings_are_rejected_at_construction(name: str) -> None:
     ("config", "message"),
     [
         ({"family": "mistral"}, "does not support mistral models; choose a model of type llama, qwen2, qwen3"),
+        ({"family": "qwen3_moe"}, "does not support mixture-of-experts models such as qwen3_moe"),
         ({"family": "llama", "mlp_bias": True}, "only with mlp_bias=False"),
         (
             {"family": "llama", "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -181,6 +204,38 @@ def test_unsupported_models_are_rejected(config: dict[str, Any], message: str, t
     engine = build_engine("torchtitan", EngineConfig(model=model))
     with pytest.raises(EngineError, match=message):
         engine.init_model()
+
+
+def test_torchtitan_splits_no_packed_rows_on_a_cpu() -> None:
+    from torchtitan.distributed.context_parallel import apply_cp_to_forward
+    from torchtitan.models.common.attention import VarlenAttention
+
+    with pytest.raises(NotImplementedError, match="Variable-length attention CP is not yet supported"):
+        apply_cp_to_forward([VarlenAttention.Config().build()], cp_mesh=None)
+    query = torch.ones(1, 1, 4, 8, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="does not support backward on CPU"):
+        flex_attention(query, query, query)
+
+
+def test_torchtitan_computes_experts_in_bfloat16() -> None:
+    from torchtitan.models.common.moe import GroupedExperts
+
+    experts = GroupedExperts.Config(dim=8, hidden_dim=8, num_experts=1).build()
+    for weight in experts.parameters():
+        torch.nn.init.normal_(weight, generator=torch.Generator().manual_seed(1))
+    gate, down, up = (weight[0] for weight in (experts.w1_EFD, experts.w2_EDF, experts.w3_EFD))
+    tokens = torch.randn(16, 8, generator=torch.Generator().manual_seed(2))
+    exact = (F.silu(tokens @ gate.T) * (tokens @ up.T)) @ down.T
+    error = (experts(tokens, torch.tensor([16])) - exact).norm() / exact.norm()
+    assert error > 1e-3  # float32 has an error below 1e-6
+
+
+def test_a_pipeline_with_more_stages_than_layers_is_rejected() -> None:
+    from camshaft.engine.torchtitan.families import check_pipeline
+
+    check_pipeline(Qwen2Config(num_hidden_layers=2), 2)
+    with pytest.raises(EngineError, match="set pipeline_parallel_degree=2 or less"):
+        check_pipeline(Qwen2Config(num_hidden_layers=2), 3)
 
 
 def test_heads_that_tensor_parallel_ranks_cannot_share_are_rejected() -> None:

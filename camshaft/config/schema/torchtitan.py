@@ -16,16 +16,14 @@ from camshaft.config.schema.fields import OffOrPositive
 from camshaft.config.schema.fsdp import MixedPrecision
 
 UNSUPPORTED = {
-    "pipeline_parallel_degree": (
-        "the schedules of torchtitan exchange activations of one size, but micro-batches of packed rows differ in size",
-        "data_parallel_shard_degree=-1",
-    ),
     "context_parallel_degree": (
-        "torchtitan splits rows only with its flex attention, which has no backward pass on a CPU and does not take "
-        "packed rows",
+        "torchtitan splits packed rows only with its flex attention, which has no backward pass on a CPU",
         "ulysses_sequence_parallel_size=2",
     ),
-    "expert_parallel_degree": ("the engine supports dense models only",),
+    "expert_parallel_degree": (
+        "the engine supports dense models only, because torchtitan computes experts in bfloat16 even if the model is "
+        "float32",
+    ),
 }
 """Degrees of torchtitan that the engine does not support: the reason, and settings to use instead."""
 
@@ -45,6 +43,8 @@ class TorchtitanOptions(EngineOptions):
     ulysses_sequence_parallel_size: int = Field(default=1, ge=1)
     """Number of ranks over which the tokens of a micro-batch are split."""
     pipeline_parallel_degree: int = Field(default=1, ge=1)
+    """Number of pipeline stages. As in torchtitan, the embedding and the output layer count as one layer each when the
+    layers are distributed."""
     context_parallel_degree: int = Field(default=1, ge=1)
     expert_parallel_degree: int = Field(default=1, ge=1)
     """Degrees of torchtitan that are rejected above 1, with the reason (`UNSUPPORTED`)."""
@@ -60,17 +60,22 @@ class TorchtitanOptions(EngineOptions):
     """Write checkpoints in the background from a copy in CPU memory, while training continues."""
 
     def ranks_per_row(self) -> int:
-        return self.ulysses_sequence_parallel_size * self.tensor_parallel_size
+        return self.ulysses_sequence_parallel_size * self.tensor_parallel_size * self.pipeline_parallel_degree
 
     def shards(self, world_size: int) -> int:
-        """Return the number of ranks over which FSDP shards one replica of the weights."""
-        ranks = world_size // (self.tensor_parallel_size * self.data_parallel_replicate_degree)
+        """Return the number of ranks over which FSDP shards one replica of the weights of a pipeline stage."""
+        ranks_per_shard = self.pipeline_parallel_degree * self.tensor_parallel_size
+        ranks = world_size // (ranks_per_shard * self.data_parallel_replicate_degree)
         return ranks if self.data_parallel_shard_degree == -1 else self.data_parallel_shard_degree
 
     def layout_conflicts(self, world_size: int) -> Iterator[Conflict]:
         replicas, tensor = self.data_parallel_replicate_degree, self.tensor_parallel_size
         sequence, shards = self.ulysses_sequence_parallel_size, self.data_parallel_shard_degree
-        sizes = {"data_parallel_replicate_degree": replicas, "tensor_parallel_size": tensor}
+        sizes = {
+            "pipeline_parallel_degree": self.pipeline_parallel_degree,
+            "data_parallel_replicate_degree": replicas,
+            "tensor_parallel_size": tensor,
+        }
         if shards != -1:
             sizes["data_parallel_shard_degree"] = shards
         product = 1

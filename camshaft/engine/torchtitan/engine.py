@@ -9,18 +9,29 @@ of the other engines (`ShardedEngine`).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import cast
+
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from camshaft.config.backends import TORCHTITAN
 from camshaft.config.engine import EngineConfig
 from camshaft.config.schema.torchtitan import TorchtitanOptions
 from camshaft.device import seed_ranks
+from camshaft.engine.base import DtypeOf, cast_weight
+from camshaft.engine.micro_batches import MicroBatches
+from camshaft.engine.optim import clip_and_step, gradient_norm
 from camshaft.engine.sharded import ShardedEngine
 from camshaft.engine.torchtitan import weights
 from camshaft.engine.torchtitan.mesh import Layout, Meshes
 from camshaft.engine.torchtitan.model import TitanModel
+from camshaft.engine.torchtitan.pipeline import run_pipeline
 from camshaft.errors import EngineError
+from camshaft.models.loader import DTYPES
 from camshaft.seat import Seat
 
 
@@ -41,6 +52,7 @@ class TorchtitanEngine(ShardedEngine):
         self.meshes = Meshes.create(Layout.from_options(self.options, dist.get_world_size()), self.device)
         self.data_group = self.meshes.data
         module = weights.build(self.config, self.options, self.meshes, self.device, group)
+        self._stage_of = {} if self.meshes.pipeline is None else _locate_weights(module, self.meshes.pipeline)
         # Tensor-parallel ranks need equal dropout masks. All other ranks process different rows or tokens.
         seed_ranks(self.device, self.config.seed, dist.get_rank() // self.meshes.layout.tensor)
         return module
@@ -58,3 +70,58 @@ class TorchtitanEngine(ShardedEngine):
     @property
     def seat(self) -> Seat:
         return self.meshes.layout.seat(dist.get_rank())
+
+    # -- pipeline stages --------------------------------------------------------------------------
+
+    def run_micro_batches(self, micro_batches: MicroBatches) -> None:
+        if self.meshes.pipeline is None:
+            super().run_micro_batches(micro_batches)
+        else:
+            dtype = DTYPES[self.options.mixed_precision.param_dtype or self.config.dtype]
+            run_pipeline(self.module, micro_batches, self.meshes, dtype, self.forward_context)
+
+    def clip_and_step(self) -> tuple[float, bool]:
+        pipeline = self.meshes.pipeline
+        if pipeline is None:
+            return super().clip_and_step()
+        shared_name = self.module.shared_name
+        shared = self.module.weight_parameters()[shared_name] if shared_name is not None else None
+        if shared is not None and shared.grad is not None:
+            dist.all_reduce(cast(DTensor, shared.grad).to_local(), group=self.meshes.ends)
+        is_first = self.module.decoder.tok_embeddings is not None
+
+        def total_norm(gradients: list[Tensor]) -> Tensor:
+            if shared is not None and not is_first:  # a weight that two stages share counts once
+                gradients = [gradient for gradient in gradients if gradient is not shared.grad]
+            square = gradient_norm(gradients).square()
+            dist.all_reduce(square, group=pipeline)
+            return square.sqrt()
+
+        return clip_and_step(self.optimizer, self.config.grad_clip, total_norm)
+
+    def named_weights(
+        self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        pipeline = self.meshes.pipeline
+        if pipeline is None or adapter_only:
+            return super().named_weights(adapter_only, dtype_of)
+        return self._weights_of_all_stages(pipeline, dtype_of)
+
+    def _weights_of_all_stages(
+        self, pipeline: dist.ProcessGroup, dtype_of: DtypeOf | None
+    ) -> Iterator[tuple[str, Tensor]]:
+        weights = dict(self.module.weights())
+        for name, stage in self._stage_of.items():
+            if stage == pipeline.rank():
+                full = self.full_tensor(cast_weight(name, weights[name], dtype_of))
+            else:
+                full = torch.empty_like(cast_weight(name, self.module.template[name], dtype_of), device=self.device)
+            dist.broadcast(full, group=pipeline, group_src=stage)
+            yield name, full
+
+
+def _locate_weights(module: TitanModel, pipeline: dist.ProcessGroup) -> dict[str, int]:
+    """Return the first pipeline stage that holds each weight, in the order of the transformers model."""
+    names: list[list[str]] = [[]] * pipeline.size()
+    dist.all_gather_object(names, list(module.weight_parameters()), group=pipeline)
+    return {name: next(i for i, held in enumerate(names) if name in held) for name in module.template}

@@ -43,9 +43,18 @@ STATIC_ROPES = ("default", "linear", "llama3", "yarn")
 
 
 class PackedDecoder(Decoder):
-    """A decoder that returns the last hidden states, and whose tied weights stay tied under tensor parallelism."""
+    """A decoder that returns the last hidden states, and whose tied weights stay tied under tensor parallelism.
+
+    A pipeline stage has the layers of its stage only. `tok_embeddings` is None except on the first stage, and `norm`
+    and `lm_head` are None except on the last one.
+    """
 
     _skip_lm_head = True
+
+    def untie_stages(self) -> None:
+        """Treat tied weights that are on different pipeline stages as separate parameters."""
+        if self.tok_embeddings is None or self.lm_head is None:
+            self.enable_weight_tying = False
 
     def parallelize(self, parallel_dims: Any) -> None:
         super().parallelize(parallel_dims)  # replaces each parameter separately
@@ -56,6 +65,8 @@ class PackedDecoder(Decoder):
 
         Tensor-parallel ranks hold equal ranges of the vocabulary.
         """
+        if self.tok_embeddings is None:
+            return
         rows = self.tok_embeddings.num_embeddings // tensor_size
         local = -1 if token is None else token - tensor_rank * rows
         self.tok_embeddings.padding_idx = local if 0 <= local < rows else None
@@ -188,6 +199,12 @@ FAMILIES = {
 
 def family_of(hf: PreTrainedConfig) -> Family:
     """Return the family of a model; raise `EngineError` if torchtitan cannot compute it."""
+    if getattr(hf, "num_experts", None) or getattr(hf, "num_local_experts", None):
+        raise EngineError(
+            f"strategy=torchtitan does not support mixture-of-experts models such as {hf.model_type}, because "
+            "torchtitan computes experts in bfloat16 even if the model is float32; set strategy=megatron, or "
+            "strategy=fsdp"
+        )
     if hf.model_type not in FAMILIES:
         raise EngineError(
             f"strategy=torchtitan does not support {hf.model_type} models; choose a model of type "
@@ -212,6 +229,15 @@ def check_tensor_parallel(hf: PreTrainedConfig, size: int) -> None:
                 f"{key}={getattr(hf, key)} of this {hf.model_type} model is not divisible by "
                 f"tensor_parallel_size={size}; set tensor_parallel_size to a common divisor"
             )
+
+
+def check_pipeline(hf: PreTrainedConfig, stages: int) -> None:
+    """Raise `EngineError` if the model has fewer layers than the pipeline has stages."""
+    if hf.num_hidden_layers < stages:
+        raise EngineError(
+            f"num_hidden_layers={hf.num_hidden_layers} of this {hf.model_type} model is less than "
+            f"pipeline_parallel_degree={stages}; set pipeline_parallel_degree={hf.num_hidden_layers} or less"
+        )
 
 
 def _rope_config(hf: PreTrainedConfig, head_dim: int) -> RotaryEmbedding.Config:

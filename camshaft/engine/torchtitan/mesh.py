@@ -1,10 +1,11 @@
-"""Assignment of an engine's ranks to data, sequence and tensor parallelism.
+"""Assignment of an engine's ranks to pipeline, data, sequence and tensor parallelism.
 
     layout = Layout.from_options(options, world=8)      # axis sizes only
     meshes = Meshes.create(layout, device)              # process groups; a collective
 
-Consecutive ranks are tensor-parallel, then sequence-parallel, then data-parallel. torchtitan builds the meshes of the
-weights (`ParallelDims`): replicas x shards x tensor. Sequence-parallel ranks hold different shards of the weights.
+Consecutive ranks are tensor-parallel, then sequence-parallel, then data-parallel; the stages of a pipeline are farthest
+apart. torchtitan builds the meshes of the weights (`ParallelDims`): pipeline x replicas x shards x tensor.
+Sequence-parallel ranks hold different shards of the weights.
 """
 
 # pyright: reportMissingImports=false
@@ -14,6 +15,7 @@ import contextlib
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -30,8 +32,9 @@ SPMD_BACKEND = "partial_dtensor"
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh axes. The product of `replicas`, `shards` and `tensor` is the world size."""
+    """Sizes of the mesh axes. The product of `pipeline`, `replicas`, `shards` and `tensor` is the world size."""
 
+    pipeline: int
     replicas: int
     shards: int
     sequence: int
@@ -42,16 +45,30 @@ class Layout:
         """Compute the axis sizes for `world` ranks; raise an error if the options do not fit `world`."""
         options.check_layout(world)
         sequence, tensor = options.ulysses_sequence_parallel_size, options.tensor_parallel_size
-        return cls(options.data_parallel_replicate_degree, options.shards(world), sequence, tensor)
+        replicas, pipeline = options.data_parallel_replicate_degree, options.pipeline_parallel_degree
+        return cls(pipeline, replicas, options.shards(world), sequence, tensor)
 
     @property
     def data(self) -> int:
-        """Data-parallel size: the number of groups of sequence- and tensor-parallel ranks."""
+        """Data-parallel size: the number of groups of sequence- and tensor-parallel ranks of a stage."""
         return self.replicas * self.shards // self.sequence
 
+    @property
+    def ranks_per_stage(self) -> int:
+        return self.replicas * self.shards * self.tensor
+
+    @property
+    def world(self) -> int:
+        return self.pipeline * self.ranks_per_stage
+
     def seat(self, rank: int) -> Seat:
-        group = self.sequence * self.tensor
-        return Seat(rank, self.data * group, rank // group, self.data, collects=rank % group == 0)
+        group, rank_in_stage = self.sequence * self.tensor, rank % self.ranks_per_stage
+        collects = rank < self.ranks_per_stage and rank % group == 0
+        return Seat(rank, self.world, rank_in_stage // group, self.data, collects)
+
+    def end_stages(self) -> list[list[int]]:
+        """Return the ranks of the first and the last stage of each pipeline."""
+        return [[rank, rank + self.world - self.ranks_per_stage] for rank in range(self.ranks_per_stage)]
 
 
 @dataclass(frozen=True)
@@ -61,6 +78,9 @@ class Meshes:
     layout: Layout
     dims: ParallelDims
     """Meshes of the weights, as torchtitan names them."""
+    pipeline: dist.ProcessGroup | None
+    ends: dist.ProcessGroup | None
+    """First and last stage of a pipeline, which share tied weights; None on other stages too."""
     sequence: dist.ProcessGroup | None
     data: dist.ProcessGroup | None
 
@@ -75,16 +95,20 @@ class Meshes:
 
     @classmethod
     def _new(cls, layout: Layout, device_type: str) -> Meshes:
-        sizes = {"dp_replicate": layout.replicas, "dp_shard": layout.shards, "tp": layout.tensor}
-        world = layout.replicas * layout.shards * layout.tensor
-        dims = ParallelDims(**sizes, cp=1, pp=1, ep=1, world_size=world, spmd_backend=SPMD_BACKEND)
+        sizes = {"pp": layout.pipeline, "dp_replicate": layout.replicas, "dp_shard": layout.shards, "tp": layout.tensor}
+        dims = ParallelDims(**sizes, cp=1, ep=1, world_size=layout.world, spmd_backend=SPMD_BACKEND)
         with _device_type_of_torchtitan(device_type):
             dims.build_mesh()
-        shape = (layout.data, layout.sequence, layout.tensor)
-        tokens = init_device_mesh(device_type, shape, mesh_dim_names=("data", "sequence", "tensor"))
+        shape = (layout.pipeline, layout.data, layout.sequence, layout.tensor)
+        tokens = init_device_mesh(device_type, shape, mesh_dim_names=("pipeline", "data", "sequence", "tensor"))
+        pipeline = ends = tokens.get_group("pipeline") if layout.pipeline > 1 else None
+        if layout.pipeline > 2:
+            ends = cast("dist.ProcessGroup | None", dist.new_subgroups_by_enumeration(layout.end_stages())[0])
         return cls(
             layout,
             dims,
+            pipeline=pipeline,
+            ends=ends,
             sequence=tokens.get_group("sequence") if layout.sequence > 1 else None,
             data=tokens.get_group("data") if layout.data > 1 else None,
         )

@@ -13,15 +13,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
 from camshaft.config.engine import EngineConfig
 from camshaft.config.schema.torchtitan import TorchtitanOptions
 from camshaft.engine.fsdp.weights import load_full_model
-from camshaft.engine.torchtitan.families import Family, PackedDecoder, check_tensor_parallel, family_of
+from camshaft.engine.torchtitan.families import (
+    Family,
+    PackedDecoder,
+    check_pipeline,
+    check_tensor_parallel,
+    family_of,
+)
 from camshaft.engine.torchtitan.mesh import SPMD_BACKEND, Meshes
 from camshaft.engine.torchtitan.model import TitanModel
 from camshaft.errors import EngineError
@@ -29,6 +36,8 @@ from camshaft.models.loader import DTYPES, skeleton
 from camshaft.models.packed import PackedModel
 from camshaft.models.sequence import SequenceSplit, check_heads
 
+EMBEDDING, OUTPUT = "tok_embeddings.weight", "lm_head.weight"
+"""Names of weights that a model may tie. The first and the last pipeline stage then hold a copy each."""
 CHECKPOINTING = {"full": FullAC.Config, "selective": SelectiveAC.Config}
 
 
@@ -39,21 +48,27 @@ def build(
     template = skeleton(config.model, config.dtype)
     hf = template.hf.config
     family = family_of(hf)
-    check_tensor_parallel(hf, meshes.layout.tensor)
-    check_heads(hf, meshes.layout.sequence)
+    layout = meshes.layout
+    check_tensor_parallel(hf, layout.tensor)
+    check_heads(hf, layout.sequence)
+    check_pipeline(hf, layout.pipeline)
     decoder_config = family.decoder_config(hf, config.model.head, options.enable_sequence_parallel)
     with torch.device("meta"):
         decoder = decoder_config.build().to(DTYPES[config.dtype])
     names = _weight_names(family, template, decoder)
     full_model = load_full_model(config, group)
-    _parallelize(family, decoder, config, options, meshes)
+    decoder = _parallelize(family, decoder, config, options, meshes, device)
+    shared_name = None
+    if decoder_config.enable_weight_tying and (decoder.tok_embeddings is None) != (decoder.lm_head is None):
+        shared_name = next(name for name, titan_name in names.items() if titan_name == EMBEDDING)
+        names[shared_name] = OUTPUT if decoder.tok_embeddings is None else EMBEDDING
     decoder.to_empty(device=device)
     decoder.tie_weights()
-    tensor = meshes.layout.tensor
-    decoder.skip_padding(hf.pad_token_id, dist.get_rank() % tensor, tensor)
-    _load(decoder, full_model, names)
-    token_multiple = tensor if options.enable_sequence_parallel else 1
-    packed = TitanModel(decoder, config.model.head, hf, names, token_multiple)
+    decoder.skip_padding(hf.pad_token_id, dist.get_rank() % layout.tensor, layout.tensor)
+    token_multiple = layout.tensor if options.enable_sequence_parallel else 1
+    packed = TitanModel(decoder, config.model.head, hf, dict(template.weights()), names, token_multiple)
+    packed.shared_name = shared_name
+    _load(packed, full_model, device)
     if meshes.sequence is not None:
         packed.sequence = SequenceSplit(meshes.sequence, device)
     return packed.eval()
@@ -81,37 +96,68 @@ def _weight_names(family: Family, template: PackedModel, decoder: PackedDecoder)
 
 
 def _parallelize(
-    family: Family, decoder: PackedDecoder, config: EngineConfig, options: TorchtitanOptions, meshes: Meshes
-) -> None:
-    """Apply tensor parallelism, activation checkpointing and FSDP to a decoder on the meta device."""
-    model, dtypes = config.model, options.mixed_precision
+    family: Family,
+    decoder: PackedDecoder,
+    config: EngineConfig,
+    options: TorchtitanOptions,
+    meshes: Meshes,
+    device: torch.device,
+) -> PackedDecoder:
+    """Apply all parallelism and activation checkpointing to a decoder on the meta device; return this rank's stage."""
+    model, dtypes, stages = config.model, options.mixed_precision, meshes.layout.pipeline
     compute_dtype = dtypes.param_dtype or config.dtype
     checkpointing = CHECKPOINTING[model.gradient_checkpointing_mode]() if model.enable_gradient_checkpointing else None
-    family.parallelize(
-        decoder,
-        parallel_dims=meshes.dims,
-        training=TrainingConfig(
-            mixed_precision_param=compute_dtype, mixed_precision_reduce=dtypes.reduce_dtype or compute_dtype
+    arguments = {
+        "parallel_dims": meshes.dims,
+        "training": TrainingConfig(
+            local_batch_size=stages,
+            mixed_precision_param=compute_dtype,
+            mixed_precision_reduce=dtypes.reduce_dtype or compute_dtype,
         ),
-        parallelism=ParallelismConfig(
+        "parallelism": ParallelismConfig(
             spmd_backend=SPMD_BACKEND,
+            pipeline_parallel_degree=stages,
             fsdp_reshard_after_forward="default" if options.reshard_after_forward else "never",
         ),
-        compile_config=CompileConfig(),
-        ac_config=checkpointing,
-        dump_folder="",
-    )
+        "compile_config": CompileConfig(),
+        "ac_config": checkpointing,
+        "dump_folder": "",
+    }
+
+    def parallelize(stage: PackedDecoder, **arguments: Any) -> PackedDecoder:
+        stage.untie_stages()
+        family.parallelize(stage, **arguments)
+        return stage
+
+    if stages > 1:
+        # The schedule is not used, because it has a fixed number of micro-batches.
+        _, (decoder,), *_ = pipeline_llm(
+            decoder,
+            device=device,
+            model_config=decoder.config,
+            parallelize_fn=parallelize,
+            loss_fn=torch.nn.functional.mse_loss,
+            **arguments,
+        )
+    else:
+        parallelize(decoder, **arguments)
     for module in decoder.modules():
         if isinstance(module, FSDPModule):
             # Gloo does not support the reduction with a factor that FSDP would use otherwise.
             module.set_force_sum_reduction_for_comms(True)
+    return decoder
 
 
-def _load(decoder: PackedDecoder, full_model: PackedModel | None, names: dict[str, str]) -> None:
-    """Copy the weights of rank 0's `full_model` into the sharded decoder of every rank."""
-    state: dict[str, Any] = {}
-    if full_model is not None:
-        state = {names[name]: weight for name, weight in full_model.weights()}
-        if decoder.enable_weight_tying:
-            state["lm_head.weight"] = state["tok_embeddings.weight"]
-    set_model_state_dict(decoder, state, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+@torch.no_grad()
+def _load(packed: TitanModel, full_model: PackedModel | None, device: torch.device) -> None:
+    """Copy the weights of rank 0's `full_model` into the shards of every rank, one weight at a time."""
+    weights = {} if full_model is None else dict(full_model.weights())
+    parameters = packed.weight_parameters()
+    for name, template in packed.template.items():
+        full = weights[name].to(device) if weights else torch.empty_like(template, device=device)
+        dist.broadcast(full, src=0)
+        if name in parameters:
+            parameter: Any = parameters[name]
+            mesh, placements = parameter.device_mesh, parameter.placements
+            replicas: Any = distribute_tensor(full, mesh, [Replicate()] * mesh.ndim, src_data_rank=None)
+            parameter.to_local().copy_(replicas.redistribute(placements=placements).to_local())

@@ -13,20 +13,23 @@ from camshaft.engine import engine_class
 from camshaft.errors import ConfigError, EngineError
 
 
-def test_tensor_and_sequence_parallel_ranks_share_rows() -> None:
+def test_model_parallel_ranks_share_rows() -> None:
     assert TorchtitanOptions(tensor_parallel_size=4).ranks_per_row() == 4
     assert TorchtitanOptions(ulysses_sequence_parallel_size=2).ranks_per_row() == 2
+    assert TorchtitanOptions(pipeline_parallel_degree=2, tensor_parallel_size=2).ranks_per_row() == 4
 
 
 def test_remaining_ranks_shard_the_weights() -> None:
     assert TorchtitanOptions().shards(8) == 8
     assert TorchtitanOptions(tensor_parallel_size=2, data_parallel_replicate_degree=2).shards(8) == 2
     assert TorchtitanOptions(data_parallel_shard_degree=4).shards(4) == 4
+    assert TorchtitanOptions(pipeline_parallel_degree=2).shards(8) == 4
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"pipeline_parallel_degree": 3}, "world_size=8 is not divisible by pipeline_parallel_degree=3: 8 = 2 x 3 + 2"),
         ({"tensor_parallel_size": 3}, "world_size=8 is not divisible by tensor_parallel_size=3: 8 = 2 x 3 + 2"),
         ({"data_parallel_shard_degree": 4}, "world_size=8 differs from data_parallel_shard_degree=4"),
         (
@@ -47,9 +50,8 @@ def test_layouts_that_do_not_fit_are_rejected(options: dict[str, Any], message: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pipeline_parallel_degree": 2}, "packed rows differ in size. Set pipeline_parallel_degree=1"),
-        ({"context_parallel_degree": 2}, "or ulysses_sequence_parallel_size=2"),
-        ({"expert_parallel_degree": 2}, "supports dense models only"),
+        ({"context_parallel_degree": 2}, "no backward pass on a CPU. Set context_parallel_degree=1"),
+        ({"expert_parallel_degree": 2}, "computes experts in bfloat16"),
         ({"ulysses_sequence_parallel_size": 2, "tensor_parallel_size": 2}, "both shard the attention heads"),
     ],
 )
