@@ -46,11 +46,10 @@ def test_ppo_in_one_process_equals_the_reference_engine(tmp_path: Path) -> None:
     compare(run_ppo(tmp_path, PPO | TITAN, steps=STEPS), expected, rel=1e-5)
 
 
-PIPELINE = {"pipeline_parallel_degree": 2}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "tensor": {f"actor_rollout_ref.{role}.fsdp_config.tensor_parallel_size": 2 for role in ("actor", "ref")},
-    "pipeline": {f"+actor_rollout_ref.{role}.engine_kwargs": PIPELINE for role in ("actor", "ref")},
+    "pipeline": {f"+actor_rollout_ref.{role}.engine_kwargs.pipeline_parallel_degree": 2 for role in ("actor", "ref")},
 }
 
 
@@ -66,7 +65,7 @@ def test_grpo_on_two_ranks_equals_the_reference_engine(layout: str, tmp_path: Pa
 RESUMED: dict[str, Any] = {
     **TITAN,
     "trainer.n_gpus_per_node": 2,
-    f"+{ACTOR}.engine_kwargs": PIPELINE,
+    f"+{ACTOR}.engine_kwargs.pipeline_parallel_degree": 2,
     "+actor_rollout_ref.model.override_config.attention_dropout": 0.1,
     "trainer.total_training_steps": 4,
     "trainer.save_freq": 2,
@@ -123,9 +122,10 @@ def train(strategy: str, folder: Path, options: dict[str, Any], is_resumed: bool
 
 
 def test_a_checkpoint_of_four_ranks_loads_on_two_and_one(tmp_path: Path) -> None:
-    *_, saved = run_ranks(train, 4, "torchtitan", tmp_path, PIPELINE, False)[0]
+    pipeline = {"pipeline_parallel_degree": 2}
+    *_, saved = run_ranks(train, 4, "torchtitan", tmp_path, pipeline, False)[0]
     _, loss, norm, weights = train("reference", tmp_path, {}, True)
-    for world, options in ((2, PIPELINE), (2, {}), (1, {})):
+    for world, options in ((2, pipeline), (2, {}), (1, {})):
         loaded, *step, trained = run_ranks(train, world, "torchtitan", tmp_path, options, True)[0]
         assert_equal(loaded, saved)
         assert step == pytest.approx((loss, norm), rel=1e-5)
