@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from support.ppo_runs import run_ppo
 from support.same_run import ACTOR, SHUFFLED, compare
 
@@ -34,3 +35,13 @@ def test_grpo_with_pipeline_parallel_actor_equals_one_device(tmp_path: Path) -> 
     grpo |= {"algorithm.use_kl_in_reward": False, f"{ACTOR}.use_kl_loss": True}
     expected = run_ppo(tmp_path, grpo, steps=10)
     compare(run_ppo(tmp_path, grpo | megatron({PIPELINE: 2}, {}), steps=10), expected, rel=1e-6)
+
+
+@pytest.mark.slow
+def test_bfloat16_actor_differs_from_a_float32_rollout_by_rounding(tmp_path: Path) -> None:
+    bfloat16 = {f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": "bfloat16"}
+    steps = run_ppo(tmp_path, megatron({"use_distributed_optimizer": True}, {PIPELINE: 2}) | bfloat16, steps=2)
+    for step in steps:
+        assert 0 < step.metrics["rollout/log_prob_diff_max"] < 0.1
+    assert all(weight.dtype == torch.float32 for weight in steps[-1].actor.values())
+    assert any(not torch.equal(weight, steps[0].actor[name]) for name, weight in steps[-1].actor.items())
