@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from camshaft.config.backends import TORCHTITAN
-from camshaft.config.engine import EngineConfig
 from camshaft.config.schema.torchtitan import TorchtitanOptions
 from camshaft.device import seed_ranks
 from camshaft.engine.base import DtypeOf, cast_weight
@@ -30,7 +29,6 @@ from camshaft.engine.torchtitan import weights
 from camshaft.engine.torchtitan.mesh import Layout, Meshes
 from camshaft.engine.torchtitan.model import TitanModel
 from camshaft.engine.torchtitan.pipeline import run_pipeline
-from camshaft.errors import EngineError
 from camshaft.models.loader import DTYPES
 from camshaft.seat import Seat
 
@@ -41,11 +39,6 @@ class TorchtitanEngine(ShardedEngine):
     capabilities = TORCHTITAN
     options: TorchtitanOptions
     module: TitanModel  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def __init__(self, config: EngineConfig):
-        super().__init__(config)
-        if config.dtype == "float64":
-            raise EngineError("strategy=torchtitan does not support dtype=float64; set dtype=float32, or strategy=fsdp")
 
     def build_model(self) -> TitanModel:
         group = self.join_ranks()
