@@ -278,7 +278,7 @@ def incomplete_reason(step: Path) -> str | None:
 
 
 def _was_complete(step: Path) -> bool:
-    """Return True unless a manifest is missing, which an interrupted save has not written."""
+    """Return True if all manifests exist; an interrupted save lacks some."""
     if not (step / TRAINER / storage.MANIFEST).exists():
         return False
     try:

@@ -203,14 +203,15 @@ class EngineCapabilities:
     heads: tuple[Head, ...] = ("causal_lm", "value", "reward")
     """Supported output heads (`EngineModel.head`)."""
     families: tuple[str, ...] = ()
-    """Supported model types of transformers, checked when the model is built. Empty: every decoder of transformers
-    whose attention uses the attention interface."""
+    """Supported model types of transformers, for the page of features. The engine checks the model itself. Empty: every
+    decoder of transformers whose attention uses the attention interface."""
     dtypes: tuple[DType, ...] = ("float32", "bfloat16", "float64")
     """Supported dtypes of the weights (`EngineConfig.dtype`)."""
     training_dtypes: tuple[DType, ...] = ("float32", "float64")
     """Those of `dtypes` in which the engine can train. bfloat16 weights lose small updates to rounding."""
     shares_prefixes: bool = True
-    """True if the engine computes a prompt that several rows share only once (`EngineModel.use_prefix_grouper`)."""
+    """True if the engine computes a prompt that several rows share only once (`EngineModel.use_prefix_grouper`, on
+    CPUs)."""
     tested_devices: tuple[str, ...] = ("cpu",)
     """Device types on which the contract suite of the engine has run."""
     load_formats: tuple[str, ...] = ("auto", "hf", "dtensor")
@@ -221,7 +222,7 @@ class EngineCapabilities:
         options = self.options.from_dict(config.options)
         conflicts = [str(conflict) for conflict in options.conflicts(config.model)]
         if config.model.lora is not None and not self.supports_lora:
-            conflicts.append("LoRA is not supported by this engine. Set model.lora=None")
+            conflicts.append("LoRA is not supported by this engine. Set model.lora_rank=0")
         if config.model.router_aux_loss_coef and not self.supports_router_aux_loss:
             conflicts.append(
                 f"router_aux_loss_coef={config.model.router_aux_loss_coef} is not supported by this engine. Set "

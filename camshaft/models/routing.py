@@ -55,7 +55,7 @@ class Routers:
         self._layers: dict[int, LayerRouting] = {}
         self._replayed: Tensor | None = None
         for index, router in enumerate(routers):
-            router.register_forward_hook(functools.partial(self._route, index))
+            router.register_forward_hook(functools.partial(self._route, index))  # pyright: ignore[reportAttributeAccessIssue]
 
     @property
     def dtype(self) -> torch.dtype:

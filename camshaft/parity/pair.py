@@ -145,7 +145,9 @@ class Pair:
         self.case = case
         self.engine: BaseEngine = build_engine(case.engine, case.engine_config())
         self.engine.init_model()
-        return_experts = rollout_class(case.rollout).capabilities.supports_routed_experts and has_routers(self.engine)
+        return_experts = rollout_class(case.rollout).capabilities.supports_routed_experts and can_compare_routing(
+            self.engine
+        )
         self.rollout: BaseRollout = build_rollout(case.rollout, case.rollout_config(return_experts))
 
     def measure(self, prompts: Ragged, sampling: SamplingParams | None = None) -> Comparison:
@@ -228,10 +230,11 @@ def log_prob_temperature(sampling: SamplingParams) -> float:
     return 1.0 if sampling.greedy else sampling.temperature
 
 
-def has_routers(engine: BaseEngine) -> bool:
+def can_compare_routing(engine: BaseEngine) -> bool:
     """Return True if the engine can compare the routing of its model with that of a rollout."""
-    supported = engine.capabilities.supports_router_replay and isinstance(engine, TorchEngine)
-    return supported and engine.module.routers is not None
+    if not engine.capabilities.supports_router_replay or not isinstance(engine, TorchEngine):
+        return False
+    return engine.module.routers is not None
 
 
 def _sequences(prompts: Ragged, responses: Ragged) -> DataProto:

@@ -42,8 +42,8 @@ LOAD_SECONDS = 120.0
 
 REPORT_SECONDS = 10.0
 """Interval in seconds between reports on a job that is still running. Each interval is twice as long as the last."""
-MAX_FIRST_TIMEOUTS = 8
-"""Number of timeouts after which a function is rejected that has not returned a single result."""
+TIMEOUTS_TO_REJECT = 8
+"""Number of timeouts without any result after which the function is rejected."""
 
 _MAX_CHUNK = 64
 _EXIT_SECONDS = 2.0
@@ -149,7 +149,7 @@ class WorkerPool:
         self._num_returned += worker.num_returned
         self._num_timeouts += kind == "timeout"
         num_returned = self._num_returned + sum(worker.num_returned for worker in self._workers)
-        if num_returned == 0 and self._num_timeouts >= max(MAX_FIRST_TIMEOUTS, self.num_workers):
+        if num_returned == 0 and self._num_timeouts >= max(TIMEOUTS_TO_REJECT, self.num_workers):
             raise RewardError(
                 f"the first {self._num_timeouts} calls of the reward function '{self.spec.name}' returned nothing "
                 f"within {self.spec.timeout:g} s each; correct the function, or raise custom_reward_function.timeout"

@@ -63,8 +63,8 @@ def _routing(section: str, trainer: str = "ppo") -> tuple[Metric, ...]:
         Metric(
             f"{section}/moe/aux_loss",
             "1",
-            "Load-balancing loss without its coefficient (router_aux_loss_coef). Balanced experts give the number of "
-            "experts per token.",
+            "Load-balancing loss without its coefficient (router_aux_loss_coef). It equals the number of experts "
+            "per token if the experts are balanced.",
             source,
             trainer,
         ),

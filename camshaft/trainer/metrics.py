@@ -65,7 +65,7 @@ class StepMetrics:
         return self.values
 
 
-MAX_LOST_UPDATES = 3
+MAX_UPDATES_WITHOUT_STEP = 3
 """Number of consecutive updates without an applied optimizer step after which a run ends."""
 _LEARNING_RATES = {
     "actor": "actor_rollout_ref.actor.optim.lr",
@@ -79,8 +79,7 @@ class DivergenceCheck:
 
     Args:
         roles: Trained roles by name.
-        max_skipped_steps: Number of consecutive skipped optimizer steps that ends the run. None disables
-            `check_updates`.
+        max_skipped_steps: Number of consecutive skipped optimizer steps that ends the run. None sets no limit.
         prefix: Prefix of the metrics of a role. None uses its name.
     """
 
@@ -97,8 +96,7 @@ class DivergenceCheck:
 
         Raise DivergenceError if too many consecutive steps were skipped.
         """
-        has_updated, worst = True, SkippedSteps()
-        error = ""
+        has_updated, most_skipped, error = True, 0, ""
         for name, role in self.roles.items():
             count = int(metrics.get(f"{self.prefix or name}/skipped_steps", 0))
             if not count:
@@ -109,16 +107,17 @@ class DivergenceCheck:
             causes = [rank.cause for rank in ranks if rank.cause is not None]
             reason = f"{causes[0] if causes else 'the gradient'} is not finite"
             logger.warning("step %d: %s skipped %d optimizer steps, because %s", step, name, count, reason)
-            # If the values of a critic are not finite, the loss of the actor is not either, but one step later.
-            if skipped.steps > worst.steps:
-                worst = skipped
+            is_lost = self.max_skipped_steps is not None and (
+                skipped.steps >= self.max_skipped_steps or skipped.updates >= MAX_UPDATES_WITHOUT_STEP
+            )
+            # A NaN of the critic reaches the actor one step later, so the role with more skipped steps is reported.
+            if is_lost and skipped.steps > most_skipped:
+                most_skipped = skipped.steps
                 error = (
                     f"{name} has skipped {skipped.steps} optimizer steps in a row up to step {step}, because {reason}; "
                     f"{self._advice(name)}. trainer.max_skipped_steps sets the limit"
                 )
-        if self.max_skipped_steps is not None and (
-            worst.steps >= self.max_skipped_steps or worst.updates >= MAX_LOST_UPDATES
-        ):
+        if error:
             raise DivergenceError(error)
         return has_updated
 

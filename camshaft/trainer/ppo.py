@@ -69,7 +69,7 @@ class PPOTrainer:
             {"actor": parts.actor, **({} if parts.critic is None else {"critic": parts.critic})},
             config.trainer.max_skipped_steps,
         )
-        self.inputs = input_checksums(config)
+        self.input_checksums = input_checksums(config)
         self.global_step = 0
 
     # -- training step ----------------------------------------------------------------------------
@@ -306,7 +306,7 @@ class PPOTrainer:
             "kl": self.kl.state_dict(),
             "best": self.best.state_dict(),
             "config": config_record(self.config),
-            "inputs": self.inputs,
+            "inputs": self.input_checksums,
             "tokenizer": str(Path(self.config.tokenizer_path()).absolute()),
         }
         keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep} if prune else {}

@@ -60,13 +60,13 @@ def check_resume(saved: SavedCheckpoint, config: PPOConfig | SupervisedConfig, r
     if changed_inputs:
         message = f"the files of {' and '.join(changed_inputs)} have changed since {saved.folder} was saved"
         if config.trainer.resume_mode == "auto":
-            way_out = (
+            fix = (
                 f"trainer.resume_mode=resume_path trainer.resume_from_path={saved.folder}"
                 if isinstance(config, PPOConfig)
                 else "the previous files"
             )
             raise CheckpointError(
-                f"{message}; to continue this run, use {way_out}; to start a new run, use trainer.resume_mode=disable "
+                f"{message}; to continue this run, use {fix}; to start a new run, use trainer.resume_mode=disable "
                 "or another trainer.experiment_name"
             )
         logger.warning("%s", message)
@@ -101,7 +101,7 @@ def input_checksums(config: PPOConfig | SupervisedConfig) -> dict[str, str]:
         if files:
             digest = hashlib.sha256()
             for file in files:
-                digest.update(f"{file.name} {file.stat().st_size} ".encode() + _sample(file))
+                digest.update(f"{file.name} {file.stat().st_size} ".encode() + _start_and_end(file))
             checksums[key] = digest.hexdigest()
     return checksums
 
@@ -117,7 +117,7 @@ def _files(path: str | None, is_model: bool) -> list[Path]:
     return sorted([*folder.glob("config.json"), *folder.glob("*.safetensors"), *folder.glob("*.bin")])
 
 
-def _sample(file: Path) -> bytes:
+def _start_and_end(file: Path) -> bytes:
     """Return the start and the end of a file."""
     with open(file, "rb") as handle:
         start = handle.read(SAMPLE_BYTES)

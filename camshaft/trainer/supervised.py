@@ -71,7 +71,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
         self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
         self.divergence = DivergenceCheck({"model": self.model}, config.trainer.max_skipped_steps, prefix="train")
-        self.inputs = input_checksums(config)
+        self.input_checksums = input_checksums(config)
         self.global_step = 0
 
     def __enter__(self) -> Self:
@@ -173,7 +173,7 @@ class SupervisedTrainer(ABC, Generic[W]):
             "loader": self.loader.state_dict(),
             "best": self.best.state_dict(),
             "config": config_record(self.config),
-            "inputs": self.inputs,
+            "inputs": self.input_checksums,
         }
         self.checkpoints.save(self.global_step, roles, state, keep, exports, self.best.step)
 

@@ -68,7 +68,7 @@ def test_features_of_an_engine_of_another_package_are_explained(capsys: pytest.C
     lines = capsys.readouterr().out.splitlines()
     assert lines == explain("support.own_backends:OwnEngine").splitlines()
     assert "tensor parallelism: supported: tensor_parallel_size" in lines
-    assert "LoRA: rejected (LoRA is not supported by this engine. Set model.lora=None)" in lines
+    assert "LoRA: rejected (LoRA is not supported by this engine. Set model.lora_rank=0)" in lines
     assert "pipeline parallelism: not yet" in lines
 
 

@@ -125,7 +125,7 @@ class CustomRewardConfig(Section):
         "extra_infos. null detects a batched function by its parameter names."
     )
     max_abs_score: float = Field(
-        gt=0, description="Largest valid absolute value of a score. A sample with a larger score counts as failed."
+        gt=0, description="Largest valid absolute value of a score. A sample whose score exceeds it counts as failed."
     )
     timeout: float = Field(gt=0, description="Time limit of one call in seconds.")
     num_workers: int = Field(ge=1, description="Number of processes that run the scoring function.")

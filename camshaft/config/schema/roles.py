@@ -241,7 +241,7 @@ class GeneratorConfig(Section):
     load_format: LoadFormat = Field(
         description="Initial weights of the rollout backend (vllm, server and sglang only). dummy_* formats start with "
         "uninitialized weights; the other formats load the weights from the model folder. megatron and dummy_megatron "
-        "require an actor with strategy=megatron. With every format, a weight sync sends full weights, one at a time."
+        "require an actor with strategy=megatron. The format does not change what a weight sync sends."
     )
     tensor_model_parallel_size: int = Field(
         ge=1,

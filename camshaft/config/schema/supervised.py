@@ -64,9 +64,8 @@ class SupervisedTrainerConfig(PlacementConfig):
     test_freq: OffOrPositive = Field(description="Number of steps between validations. -1 disables validation.")
     max_skipped_steps: int | None = Field(
         ge=1,
-        description="Number of consecutive optimizer steps that may be skipped because a gradient is not finite. The "
-        "run ends with an error at this number, or after 3 consecutive updates without an applied step. null "
-        "disables the limit.",
+        description="The run ends with an error after this many consecutive optimizer steps with a non-finite "
+        "gradient, or after 3 consecutive updates without an applied step. null disables both limits.",
     )
     default_local_dir: Path = Field(description="Folder for checkpoints and metrics.")
     default_hdfs_dir: Path | None = Field(

@@ -49,9 +49,8 @@ class TrainerConfig(PlacementConfig):
     critic_warmup: int = Field(ge=0, description="Number of initial iterations that train only the critic.")
     max_skipped_steps: int | None = Field(
         ge=1,
-        description="Number of consecutive optimizer steps that may be skipped because a gradient is not finite. The "
-        "run ends with an error at this number, or after 3 consecutive updates without an applied step. null "
-        "disables the limit.",
+        description="The run ends with an error after this many consecutive optimizer steps with a non-finite "
+        "gradient, or after 3 consecutive updates without an applied step. null disables both limits.",
     )
     default_hdfs_dir: Path | None = Field(
         description="Folder or URL (hdfs://, s3://) to copy checkpoints to; null disables copies. Old copies are not "

@@ -136,14 +136,14 @@ def _unsupported_features(text: PreTrainedConfig) -> Iterator[str]:
 def _indivisible_sizes(text: PreTrainedConfig, options: MegatronOptions) -> Iterator[str]:
     """Yield sizes of the model that the parallel sizes do not divide."""
     tensor = options.tensor_model_parallel_size
-    experts, expert = num_experts(text), options.expert_model_parallel_size
+    experts, expert_size = num_experts(text), options.expert_model_parallel_size
     for key in ("num_attention_heads", "num_key_value_heads", *(() if experts else ("intermediate_size",))):
         if getattr(text, key) % tensor:
             yield f"{key}={getattr(text, key)} is not divisible by tensor_model_parallel_size={tensor}"
     if experts and tensor > 1 and not options.sequence_parallel:
         yield "sequence_parallel=false is not supported for a tensor-parallel mixture-of-experts model"
-    if expert > 1 and (not experts or experts % expert):
-        yield f"{experts} experts cannot be split over expert_model_parallel_size={expert} ranks"
+    if expert_size > 1 and (not experts or experts % expert_size):
+        yield f"{experts} experts cannot be split over expert_model_parallel_size={expert_size} ranks"
     heads, context = text.num_attention_heads // tensor, options.context_parallel_size
     if heads % context:
         yield f"{heads} attention heads per rank are not divisible by context_parallel_size={context}"

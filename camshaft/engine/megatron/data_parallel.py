@@ -183,7 +183,7 @@ class ShardedDataParallel(DataParallel):
         self._shards.prepare_grads()
 
     def _buffers(self) -> list[list[Any]]:
-        """Return the buffers of each stage, apart from those of experts that only some of the ranks hold."""
+        """Return two lists of buffers per stage: of dense weights and of experts."""
         return [buffers for each in self.replicas for buffers in (each.buffers, each.expert_parallel_buffers)]
 
     @torch.no_grad()

@@ -80,7 +80,7 @@ class TorchtitanEngine(ShardedEngine):
         shared_name = self.module.shared_name
         shared = self.module.weight_parameters()[shared_name] if shared_name is not None else None
         if shared is not None and shared.grad is not None:
-            dist.all_reduce(cast(DTensor, shared.grad).to_local(), group=self.meshes.ends)
+            dist.all_reduce(cast(DTensor, shared.grad).to_local(), group=self.meshes.end_stages)
         is_first = self.module.decoder.tok_embeddings is not None
 
         def total_norm(gradients: list[Tensor]) -> Tensor:

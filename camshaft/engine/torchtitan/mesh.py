@@ -79,8 +79,8 @@ class Meshes:
     dims: ParallelDims
     """Meshes of the weights, as torchtitan names them."""
     pipeline: dist.ProcessGroup | None
-    ends: dist.ProcessGroup | None
-    """First and last stage of a pipeline, which share tied weights; None on other stages too."""
+    end_stages: dist.ProcessGroup | None
+    """Group of the first and last stage, which share tied weights; None on other stages or without a pipeline."""
     sequence: dist.ProcessGroup | None
     data: dist.ProcessGroup | None
 
@@ -108,7 +108,7 @@ class Meshes:
             layout,
             dims,
             pipeline=pipeline,
-            ends=ends,
+            end_stages=ends,
             sequence=tokens.get_group("sequence") if layout.sequence > 1 else None,
             data=tokens.get_group("data") if layout.data > 1 else None,
         )

@@ -1,6 +1,6 @@
 """Runs micro-batches through pipeline stages, with the 1F1B schedule of torch.distributed.pipelining.
 
-    run_pipeline(module, micro_batches, meshes, engine.forward_context)      # collective over the ranks of a pipeline
+    run_pipeline(module, micro_batches, meshes, dtype, engine.forward_context)   # collective over a pipeline
 
 The last stage calls the hooks and the loss within the schedule. The other stages call them afterwards, on the outputs
 that the last stage broadcasts, so that every rank returns the same results. An error of a hook or of the loss is raised

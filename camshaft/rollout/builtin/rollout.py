@@ -27,7 +27,7 @@ from camshaft.rollout.builtin.cpu.linears import use_packable_linears
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
 from camshaft.rollout.builtin.cuda.graphs import build_graph_decoder
 from camshaft.rollout.builtin.kv_cache import KVCache
-from camshaft.rollout.builtin.routed_experts import RoutedExperts
+from camshaft.rollout.builtin.routed_experts import RoutingRecorder
 from camshaft.rollout.builtin.scheduler import GenerationRequest, Scheduler
 from camshaft.rollout.shared_model import SharedModel
 from camshaft.rollout.stop_strings import StopStrings
@@ -69,7 +69,7 @@ class TorchRollout(BaseRollout):
         stop_ids = (() if sampling.ignore_eos else self.model.stop_ids) + sampling.stop_token_ids
         strings = StopStrings(self.model.tokenizer, sampling.stop) if sampling.stop else None
         request = GenerationRequest(prompts, limits, seeds, sampling, stop_ids, strings)
-        recorder = None if self.routers is None else RoutedExperts(self.routers, len(prompts))
+        recorder = None if self.routers is None else RoutingRecorder(self.routers, len(prompts))
         generation = Scheduler(self.graphs or self.decoder, self.cache, request, self.config, recorder).generate()
         invalid_rows = generation.log_probs.row_ids()[~generation.log_probs.values.isfinite()]
         if len(invalid_rows):
@@ -81,7 +81,7 @@ class TorchRollout(BaseRollout):
         return generation.to(prompts.values.device)
 
     def _find_routers(self) -> Routers:
-        """Return the routers whose choices are recorded, by hooks that disable traced decode steps."""
+        """Return the routers whose choices are recorded. The recording hooks prevent traced decode steps."""
         routers, key = find_routers(self.model.hf), "enable_return_routed_experts=true"
         if routers is None:
             raise RolloutError(

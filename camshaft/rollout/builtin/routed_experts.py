@@ -1,6 +1,6 @@
 """Expert choices of the built-in generator for a mixture-of-experts model.
 
-    recorder = RoutedExperts(routers, num_rows)
+    recorder = RoutingRecorder(routers, num_rows)
     recorder.start();  hf(...);  recorder.add_prompts([([0, 1], 5), ([2], 3)])     # prefill of two prompts
     recorder.start();  hf(...);  recorder.add_step(rows)                           # decode step
     recorder.result()                                                              # one row per response
@@ -19,7 +19,7 @@ from camshaft.models.routing import Routers
 from camshaft.ragged import Ragged
 
 
-class RoutedExperts:
+class RoutingRecorder:
     """Recorder of the expert choices of one `generate_sequences` call."""
 
     def __init__(self, routers: Routers, num_rows: int):

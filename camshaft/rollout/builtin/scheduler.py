@@ -21,7 +21,7 @@ from camshaft.rollout.base import Generation, SamplingParams
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder, Forward
 from camshaft.rollout.builtin.cuda.graphs import CUDAGraphDecoder
 from camshaft.rollout.builtin.kv_cache import DecodeStep, KVCache, PrefillStep
-from camshaft.rollout.builtin.routed_experts import RoutedExperts
+from camshaft.rollout.builtin.routed_experts import RoutingRecorder
 from camshaft.rollout.sampling import draw, restrict, sample_greedy, uniform_numbers
 from camshaft.rollout.stop_strings import StopStrings
 
@@ -67,7 +67,7 @@ class Scheduler:
         cache: KVCache,
         request: GenerationRequest,
         config: RolloutEngineConfig,
-        recorder: RoutedExperts | None = None,
+        recorder: RoutingRecorder | None = None,
     ):
         self.recorder = recorder
         self.hf, self.decoder, self.cache, self.sampling = decoder.hf, decoder, cache, request.sampling

@@ -10,7 +10,7 @@ from support.tiny import tiny_folder
 
 from camshaft.dataproto import Ragged
 from camshaft.errors import ConfigError
-from camshaft.rollout.builtin.routed_experts import RoutedExperts
+from camshaft.rollout.builtin.routed_experts import RoutingRecorder
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 COMPARE: dict[str, Any] = {f"{ROLLOUT}.enable_return_routed_experts": True}
@@ -33,14 +33,14 @@ def metrics_of(folder: Path, overrides: dict[str, Any]) -> dict[str, float]:
 @pytest.fixture
 def other_experts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the generator return other experts than those that it used."""
-    result = RoutedExperts.result
+    result = RoutingRecorder.result
 
-    def shifted(recorder: RoutedExperts) -> Ragged:
+    def shifted(recorder: RoutingRecorder) -> Ragged:
         experts = result(recorder)
         changed = (experts.values + 1) % recorder.routers.num_experts
         return experts.like(changed.where(experts.values != recorder.routers.unknown, experts.values))
 
-    monkeypatch.setattr(RoutedExperts, "result", shifted)
+    monkeypatch.setattr(RoutingRecorder, "result", shifted)
 
 
 @pytest.mark.parametrize("overrides", WHEN)
