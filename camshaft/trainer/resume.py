@@ -21,7 +21,7 @@ from typing import Any
 from camshaft.checkpoint import SavedCheckpoint
 from camshaft.config import PPOConfig, SupervisedConfig, without_secrets
 from camshaft.config.tree import flatten, format_value, leaf_fields
-from camshaft.errors import CheckpointError
+from camshaft.errors import CamshaftError, CheckpointError
 from camshaft.models.loader import model_folder
 
 SAMPLE_BYTES = 1 << 20
@@ -113,7 +113,10 @@ def _files(path: str | None, is_model: bool) -> list[Path]:
     if not is_model:
         file = Path(path).expanduser()
         return [file] if file.is_file() else []
-    folder = model_folder(path)
+    try:
+        folder = model_folder(path)
+    except CamshaftError:  # a custom role may not need it; otherwise the role that loads it raises the error
+        return []
     return sorted([*folder.glob("config.json"), *folder.glob("*.safetensors"), *folder.glob("*.bin")])
 
 

@@ -113,6 +113,7 @@ def test_a_closed_terminal_saves_the_current_step(tmp_path: Path) -> None:
     arguments = run_args(tmp_path, tmp_path / "run", **many, **{"trainer.save_freq": 2})
     child, terminal = pty.fork()
     if child == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         os.execv(sys.executable, [sys.executable, "-m", "camshaft", *arguments])
     output = b""
     while b"global_step_2" not in output:

@@ -108,6 +108,6 @@ def test_best_step_by_the_metric_is_saved(
     values = iter((0.5, 0.25, 0.75))
     monkeypatch.setattr(PPOTrainer, "step", lambda trainer, prompts: {})
     monkeypatch.setattr(PPOTrainer, "validate", lambda trainer, tracking: {"val/x": next(values)})
-    monkeypatch.setattr(PPOTrainer, "save", lambda trainer: saved_steps.append(trainer.global_step))
+    monkeypatch.setattr(PPOTrainer, "save", lambda trainer, prune: saved_steps.append(trainer.global_step))
     run_ppo(tmp_path, {"trainer.test_freq": 1, **overrides}, steps=3)
     assert saved_steps == saved

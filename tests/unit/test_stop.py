@@ -15,6 +15,7 @@ from camshaft.stop import STOP_SIGNALS, block_stop_signals, handle_stop_signals
 def test_the_first_signal_requests_a_stop_and_restores_handlers(
     number: signal.Signals, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    signal.signal(number, signal.SIG_DFL)  # under nohup, SIGHUP is ignored
     before = [signal.getsignal(each) for each in STOP_SIGNALS]
     with handle_stop_signals() as stop:
         assert stop.requested is None

@@ -24,7 +24,7 @@ def batch_of(*lengths: int, mask: list[int] | None = None) -> DataProto:
 class LinearModel(torch.nn.Module):
     """A model of one weight, w = 2: the log-prob of a token is w times its id."""
 
-    supports_prefix_sharing, sequence = False, None
+    supports_prefix_sharing, sequence, routers = False, None, None
 
     def __init__(self) -> None:
         super().__init__()
