@@ -49,7 +49,7 @@ def test_ppo_in_one_process_equals_the_reference_engine(tmp_path: Path) -> None:
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {},
     "tensor": {f"actor_rollout_ref.{role}.fsdp_config.tensor_parallel_size": 2 for role in ("actor", "ref")},
-    "pipeline": {f"+actor_rollout_ref.{role}.engine_kwargs.pipeline_parallel_degree": 2 for role in ("actor", "ref")},
+    "pipeline": {f"+{ACTOR}.engine_kwargs.pipeline_parallel_degree": 2},
 }
 
 
