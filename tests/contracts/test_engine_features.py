@@ -213,7 +213,7 @@ REJECTED = {
         "fsdp1", {"use_torch_compile": True}, "strategy=fsdp1 does not support", "use_torch_compile",
         "Set strategy=fsdp2",
     ),
-    "megatron with LoRA": Rejected("megatron", {}, "LoRA is not supported", "LoRA", "Set model.lora=None", LORA),
+    "megatron with LoRA": Rejected("megatron", {}, "LoRA is not supported", "LoRA", "Set model.lora_rank=0", LORA),
     "megatron in bfloat16": Rejected(
         "megatron", {}, "lose small updates", "dtype=bfloat16", "set dtype=float32", fields={"dtype": "bfloat16"}
     ),
@@ -229,7 +229,7 @@ REJECTED = {
         "megatron", {TENSOR: 2}, "unknown option", "options.tensor_parallel_size=2",
         "did you mean 'tensor_model_parallel_size'?",
     ),
-    "torchtitan with LoRA": Rejected("torchtitan", {}, "LoRA is not supported", "LoRA", "Set model.lora=None", LORA),
+    "torchtitan with LoRA": Rejected("torchtitan", {}, "LoRA is not supported", "LoRA", "Set model.lora_rank=0", LORA),
     "torchtitan in float64": Rejected(
         "torchtitan", {}, "does not support", "dtype=float64", "set dtype=float32", fields={"dtype": "float64"}
     ),
