@@ -132,7 +132,8 @@ demo: $(INSTALLED)
 	$(BIN)/python examples/arithmetic/demo.py
 
 # The first three leave a core idle, so they run at the same time; the output of each appears when it ends.
-test:
+# The environments are prerequisites, because two installations at the same time would write to the same egg-info.
+test: $(INSTALLED) $(TRITON_INSTALLED) $(VLLM_INSTALLED)
 	$(MAKE) --jobs=3 --output-sync=target check test-kernels test-vllm
 	$(MAKE) test-main
 
