@@ -4,7 +4,7 @@
 # make check         format, lint and types
 # make test-fast     a contributor's first check, under a minute: algorithms, config, data, batches, one engine
 # make test          what CI runs: check, test-kernels and test-vllm side by side, then test-main; needs no accelerator
-# make test-all      make test, then test-slow, test-titan, test-server, test-matrix and test-cluster (hours)
+# make test-all      make test, test-slow, test-titan, test-megatron(-slow), test-server, test-matrix, test-cluster (hours)
 # make test-main     the test suite of the package, without its slow cases and without optional libraries
 # make test-slow     the cases that test-main leaves out: every layout of a run, kills at random moments, more random inputs
 # make test-kernels  GPU kernels, in Triton's interpreter and compiler
@@ -137,7 +137,7 @@ test: $(INSTALLED) $(TRITON_INSTALLED) $(VLLM_INSTALLED)
 	$(MAKE) --jobs=3 --output-sync=target check test-kernels test-vllm
 	$(MAKE) test-main
 
-test-all: test test-slow test-titan test-server test-matrix test-cluster
+test-all: test test-slow test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
 
 test-fast: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "$(SUITE) and not slow and not alone" \

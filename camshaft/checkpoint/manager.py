@@ -189,15 +189,12 @@ class CheckpointManager:
     def _check_none_is_damaged(self) -> None:
         """Raise CheckpointError if a checkpoint of `root` was complete once. Interrupted saves do not count."""
         damaged = [folder for _, folder in storage.step_folders(self.root) if _was_complete(folder)]
-        if not damaged:
-            return
-        try:
-            self.open(damaged[-1])
-        except CheckpointError as error:
+        if damaged:
             raise CheckpointError(
                 f"{self.root} contains no intact checkpoint; the number of damaged ones is {len(damaged)}. The newest: "
-                f"{error}. Restore one from a copy, or start a new run with trainer.resume_mode=disable"
-            ) from error
+                f"{find_damage(damaged[-1])}. Restore one from a copy, or start a new run with "
+                "trainer.resume_mode=disable"
+            )
 
     def _fetch(self, mirror: str) -> bool:
         """Copy the newest complete checkpoint in the mirror to `root`, and return True if there is one."""
@@ -261,6 +258,15 @@ def verify_roles(folder: Path, roles: Sequence[str]) -> None:
         list(pool.map(lambda share: storage.verify(*share), shares))
 
 
+def find_damage(step: Path) -> str | None:
+    """Return the reason why a checkpoint is incomplete or damaged, or None if it is intact. Checksums are verified."""
+    try:
+        CheckpointManager(step.parent).open(step)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
 # -- state of checkpoints, without verifying checksums ----------------------------------------------
 
 
@@ -305,6 +311,8 @@ def format_size(count: float) -> str:
 def read_marker(root: Path, marker: str) -> int | None:
     """Return the step number in the file `LATEST` or `BEST`, or None if the file does not exist."""
     text = storage.read_text(root, marker)
-    if text is None or text.strip().isdecimal():
-        return None if text is None else int(text)
+    if text is None:
+        return None
+    if text.strip().isdecimal():
+        return int(text)
     raise CheckpointError(f"{root / marker} does not contain a step number, but {text[:40]!r}; delete the file")

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from camshaft import storage
-from camshaft.errors import CheckpointError, ConfigError
+from camshaft.errors import ConfigError
 
 
 def main(argv: Sequence[str]) -> int:
@@ -33,7 +33,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--verify", action="store_true", help="verify the checksums of all files")
     args = parser.parse_args(argv)
     root = Path(args.folder).expanduser()
-    from camshaft.checkpoint.manager import BEST, TRAINER, folder_size, format_size, incomplete_reason, read_marker
+    from camshaft.checkpoint.manager import (
+        BEST,
+        TRAINER,
+        find_damage,
+        folder_size,
+        format_size,
+        incomplete_reason,
+        read_marker,
+    )
 
     if not root.is_dir():
         raise ConfigError(f"{root} does not exist; set FOLDER to trainer.default_local_dir of a run")
@@ -42,7 +50,8 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"{root} contains no checkpoints (global_step_<n>); set FOLDER to trainer.default_local_dir of a run"
         )
-    problems = {step: incomplete_reason(folder) or (args.verify and _damage(folder)) or None for step, folder in steps}
+    find_problem = find_damage if args.verify else incomplete_reason
+    problems = {step: find_problem(folder) for step, folder in steps}
     newest = max((step for step, problem in problems.items() if problem is None), default=None)
     best = read_marker(root, BEST)
     rows = [("step", "state", "size", "age", "")]
@@ -57,17 +66,6 @@ def main(argv: Sequence[str]) -> int:
         cells = (number.rjust(widths[0]), state.ljust(widths[1]), size.rjust(widths[2]), age.rjust(widths[3]), note)
         sys.stdout.write("  ".join(cells).rstrip() + "\n")
     return 0 if newest is not None else 1
-
-
-def _damage(folder: Path) -> str | None:
-    """Return the first file of a complete checkpoint that does not match its checksum, or None."""
-    from camshaft.checkpoint import CheckpointManager
-
-    try:
-        CheckpointManager(folder.parent).open(folder)
-    except CheckpointError as error:
-        return str(error)
-    return None
 
 
 def _age(folder: Path, manifest: Path) -> str:

@@ -7,13 +7,15 @@ parallel layouts that are incompatible with the number of ranks. The options cla
 kinds.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from camshaft.config.backends import (
     ENGINES,
     ROLLOUTS,
+    Backend,
+    Capabilities,
     engine_capabilities,
     rollout_capabilities,
     select_options,
@@ -56,11 +58,11 @@ class Role:
 
     def config_key(self, option: str) -> str:
         """Return the config key of `Conflict.option`."""
-        name, _, rest = option.partition(".")
         if not option:
             return self.strategy_key
-        if name == "model":
-            return f"{self.model_key}.{rest}"
+        if option.startswith("model."):
+            return f"{self.model_key}.{option.removeprefix('model.')}"
+        name = option.partition(".")[0]
         return f"{self.key}engine_kwargs.{option}" if name in self.engine_kwargs else self.setting_key(option)
 
     def setting_key(self, option: str) -> str:
@@ -191,7 +193,7 @@ def _check_single_process(
     keys = [role.strategy_key for role in roles if not capabilities[role.strategy].multiple_ranks]
     if not keys:
         return
-    replacement = next(name for name, backend in ENGINES.items() if backend.capabilities.multiple_ranks)
+    replacement = _supporting_name(ENGINES, lambda capabilities: capabilities.multiple_ranks)
     fix = " ".join(f"{key}={replacement}" for key in keys)
     key = "trainer.nnodes" if trainer.nnodes > 1 else "trainer.n_gpus_per_node"
     value = trainer.nnodes if trainer.nnodes > 1 else trainer.n_gpus_per_node
@@ -293,12 +295,17 @@ def _check_lora(role: Role, capabilities: EngineCapabilities) -> Iterator[Proble
         yield Problem(f"{key}.lora_rank", model.lora_rank, message, (role.strategy_key,))
 
 
+def _supporting_name(registry: Mapping[str, Backend[Capabilities]], supports: Callable[[Capabilities], bool]) -> str:
+    """Return the name of the first backend whose capabilities support a setting, for error messages."""
+    return next(name for name, backend in registry.items() if supports(backend.capabilities))
+
+
 def _check_router_aux_loss(role: Role, capabilities: EngineCapabilities) -> Iterator[Problem]:
     """Check that the engine of a trained role supports the auxiliary loss of a mixture of experts."""
     if role.section is None or not role.section.router_aux_loss_coef or capabilities.supports_router_aux_loss:
         return
     key = f"{role.model_key}.router_aux_loss_coef"
-    supporting = next(name for name, backend in ENGINES.items() if backend.capabilities.supports_router_aux_loss)
+    supporting = _supporting_name(ENGINES, lambda capabilities: capabilities.supports_router_aux_loss)
     message = (
         f"strategy={role.strategy} does not support the router auxiliary loss. Set {key}=0, or "
         f"{role.strategy_key}={supporting}."
@@ -385,7 +392,7 @@ def check_load_format(section: str, rollout: GeneratorConfig, strategy: str | No
         return
     if loader in engine.load_formats or "load_format" not in keys:
         return
-    supporting = next(name for name, backend in ENGINES.items() if loader in backend.capabilities.load_formats)
+    supporting = _supporting_name(ENGINES, lambda capabilities: loader in capabilities.load_formats)
     if strategy is None:
         replacement = rollout.load_format.replace(loader, "hf")
         problem = f"requires an actor with strategy={supporting}, but this command has no actor"
@@ -410,7 +417,7 @@ def check_rollout_adapter(config: PPOConfig) -> Iterator[Problem]:
     except ConfigError:
         return
     if not supports_adapter:
-        supporting = next(name for name, backend in ROLLOUTS.items() if backend.capabilities.supports_adapter)
+        supporting = _supporting_name(ROLLOUTS, lambda capabilities: capabilities.supports_adapter)
         message = (
             f"{ROLLOUT}.name={rollout.name} does not support separate LoRA adapters. Set {key}=merged, or"
             f" {ROLLOUT}.name={supporting}."
@@ -431,14 +438,14 @@ def check_routed_experts(config: PPOConfig) -> Iterator[Problem]:
     except ConfigError:
         return
     if not returns_experts:
-        supporting = next(name for name, backend in ROLLOUTS.items() if backend.capabilities.supports_routed_experts)
+        supporting = _supporting_name(ROLLOUTS, lambda capabilities: capabilities.supports_routed_experts)
         message = (
             f"{ROLLOUT}.name={rollout.name} does not return expert choices. Set {key}={off}, or "
             f"{ROLLOUT}.name={supporting}."
         )
         yield Problem(key, value, message, (f"{ROLLOUT}.name",))
     if not supports_replay:
-        supporting = next(name for name, backend in ENGINES.items() if backend.capabilities.supports_router_replay)
+        supporting = _supporting_name(ENGINES, lambda capabilities: capabilities.supports_router_replay)
         message = (
             f"strategy={actor.strategy} cannot read the expert choices of the rollout. Set {key}={off}, or "
             f"{ACTOR}.strategy={supporting}."

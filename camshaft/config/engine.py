@@ -222,7 +222,9 @@ class EngineCapabilities:
         options = self.options.from_dict(config.options)
         conflicts = [str(conflict) for conflict in options.conflicts(config.model)]
         if config.model.lora is not None and not self.supports_lora:
-            conflicts.append("LoRA is not supported by this engine. Set model.lora_rank=0")
+            conflicts.append(
+                "LoRA is not supported by this engine. Set lora=None in EngineModel, or lora_rank=0 in a run"
+            )
         if config.model.router_aux_loss_coef and not self.supports_router_aux_loss:
             conflicts.append(
                 f"router_aux_loss_coef={config.model.router_aux_loss_coef} is not supported by this engine. Set "

@@ -106,7 +106,7 @@ ALL_FEATURES = (
     _option(
         "sequence parallelism (Ulysses)", PARALLELISM, 2, ulysses_sequence_parallel_size=2, context_parallel_size=2
     ),
-    _option("context parallelism", PARALLELISM, 2, context_parallel_size=2, context_parallel_degree=2),
+    _option("context parallelism (ring attention)", PARALLELISM, 2, context_parallel_degree=2),
     _option("pipeline parallelism", PARALLELISM, 2, pipeline_model_parallel_size=2, pipeline_parallel_degree=2),
     Feature(
         "interleaved pipeline stages",

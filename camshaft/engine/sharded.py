@@ -38,7 +38,8 @@ class ShardedEngine(TorchEngine):
 
     def __init__(self, config: EngineConfig):
         super().__init__(config)
-        self.offloaded_parts = tuple(part for part, option in OFFLOADS.items() if getattr(self.options, option, False))
+        enabled = self.options.model_dump()
+        self.offloaded_parts = tuple(part for part, option in OFFLOADS.items() if enabled.get(option))
         self._background_save: checkpoint.BackgroundSave | None = None
 
     def join_ranks(self) -> dist.ProcessGroup:

@@ -281,13 +281,13 @@ class TorchEngine(BaseEngine):
 
     def _run_routed(self, micro_batches: MicroBatches, routing: RoutingStep) -> None:
         """Run the micro-batches of a mixture-of-experts model, with its auxiliary loss."""
-        count = range(len(micro_batches))
+        indices = range(len(micro_batches))
         needs_count = routing.needs_count(len(micro_batches))
-        prepared = [micro_batches.prepare(index) for index in count] if needs_count else []
+        prepared = [micro_batches.prepare(index) for index in indices] if needs_count else []
         if needs_count:
-            routed = [micro_batches.routed_experts(index) for index in count]
-            routing.count(prepared, routed, [micro_batches.is_dummy(index) for index in count])
-        for index in count:
+            routed = [micro_batches.routed_experts(index) for index in indices]
+            routing.count(prepared, routed, [micro_batches.is_dummy(index) for index in indices])
+        for index in indices:
             inputs = prepared[index] if needs_count else micro_batches.prepare(index)
             with self.forward_context():
                 experts, is_dummy = micro_batches.routed_experts(index), micro_batches.is_dummy(index)

@@ -74,7 +74,7 @@ class WorkerPool:
         self.batched = False
         """True if the function takes batches of samples. `check` sets this attribute."""
         self._workers: list[_Worker] = []
-        self._num_returned = self._num_timeouts = 0
+        self._has_result, self._num_timeouts = False, 0
         # finalize also runs at interpreter exit. A forked child inherits the workers but must not close them.
         self.close = weakref.finalize(self, _close_all, self._workers, os.getpid())
         """Stop all workers permanently. This also happens when the pool is deleted or the interpreter exits."""
@@ -130,7 +130,9 @@ class WorkerPool:
                 self._stop([w for w in self._workers if w.is_dead and w.ready and not w.calls])
                 continue
             worker = busy.pop(source)  # pyright: ignore[reportArgumentType]
-            if not worker.receive(job):
+            is_open = worker.receive(job)
+            self._has_result |= worker.has_result
+            if not is_open:
                 self._handle_failure(worker, job, "crash")
         for worker in busy.values():
             if time.monotonic() >= worker.deadline:
@@ -146,10 +148,8 @@ class WorkerPool:
             )
         timeout = f"no result within {self.spec.timeout:g} s; the process was killed"
         message = timeout if kind == "timeout" else f"the process {worker.describe_exit()}"
-        self._num_returned += worker.num_returned
         self._num_timeouts += kind == "timeout"
-        num_returned = self._num_returned + sum(worker.num_returned for worker in self._workers)
-        if num_returned == 0 and self._num_timeouts >= max(TIMEOUTS_TO_REJECT, self.num_workers):
+        if not self._has_result and self._num_timeouts >= max(TIMEOUTS_TO_REJECT, self.num_workers):
             raise RewardError(
                 f"the first {self._num_timeouts} calls of the reward function '{self.spec.name}' returned nothing "
                 f"within {self.spec.timeout:g} s each; correct the function, or raise custom_reward_function.timeout"
@@ -280,8 +280,7 @@ class _Worker:
         self._reader = MessageReader()
         self.calls: deque[Rows] = deque()
         """Calls without a result, of which the first one is running."""
-        self.ready = self.batched = False
-        self.num_returned = 0
+        self.ready = self.batched = self.has_result = False
         self.since = time.monotonic()
         """Start time of the current call, or of the process while it loads the function."""
         self.deadline = self.since + LOAD_SECONDS
@@ -311,7 +310,7 @@ class _Worker:
                 raise RewardError(message.error)
             self.ready, self.batched = True, message.batched
             return
-        self.num_returned += 1
+        self.has_result = True
         job.record_result(self.calls.popleft(), message)
         self._next_call()
 

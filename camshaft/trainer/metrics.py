@@ -1,4 +1,4 @@
-"""Metrics of a step: timers, metrics of workers, and statistics of the batch. Detection of divergence.
+"""Metrics of a step: timers, metrics of workers, and statistics of the batch.
 
     metrics = StepMetrics()
     with metrics.phase("gen"):                                  # timing_s/gen
@@ -7,16 +7,11 @@
 
 The most common metrics have the names that verl uses: `critic/score/mean`, `response_length/mean`, `actor/grad_norm`,
 `timing_s/gen`, `perf/throughput`, ...
-
-    divergence = DivergenceCheck({"actor": actor, "critic": critic}, max_skipped_steps=10)
-    has_updated = divergence.check_updates(step, metrics)       # after every step
-    divergence.check_outputs(step)                              # before a checkpoint is saved
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,12 +22,7 @@ from torch import Tensor
 from camshaft import algorithms
 from camshaft.controller.worker import RANKS
 from camshaft.dataproto import DataProto
-from camshaft.errors import DivergenceError
 from camshaft.rewards.manager import COUNTS
-from camshaft.roles import ActorRolloutRefWorker
-from camshaft.roles.base import SkippedSteps, TrainedRole
-
-logger = logging.getLogger(__name__)
 
 
 class StepMetrics:
@@ -63,79 +53,6 @@ class StepMetrics:
         tokens = float(batch["prompts"].lengths.sum() + batch["responses"].lengths.sum())
         self.add({"timing_s/step": seconds, "perf/total_num_tokens": tokens, "perf/throughput": tokens / seconds})
         return self.values
-
-
-MAX_UPDATES_WITHOUT_STEP = 3
-"""Number of consecutive updates without an applied optimizer step after which a run ends."""
-_LEARNING_RATES = {
-    "actor": "actor_rollout_ref.actor.optim.lr",
-    "critic": "critic.optim.lr",
-    "model": "optim.lr",
-}
-
-
-class DivergenceCheck:
-    """Ends a run whose model has diverged, and keeps such a model from replacing a good checkpoint.
-
-    Args:
-        roles: Trained roles by name.
-        max_skipped_steps: Number of consecutive skipped optimizer steps that ends the run. None sets no limit.
-        prefix: Prefix of the metrics of a role. None uses its name.
-    """
-
-    def __init__(
-        self,
-        roles: Mapping[str, ActorRolloutRefWorker | TrainedRole],
-        max_skipped_steps: int | None,
-        prefix: str | None = None,
-    ):
-        self.roles, self.max_skipped_steps, self.prefix = roles, max_skipped_steps, prefix
-
-    def check_updates(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Warn of skipped optimizer steps. Return False if every optimizer step of a role was skipped.
-
-        Raise DivergenceError if too many consecutive steps were skipped.
-        """
-        has_updated, most_skipped, error = True, 0, ""
-        for name, role in self.roles.items():
-            count = int(metrics.get(f"{self.prefix or name}/skipped_steps", 0))
-            if not count:
-                continue
-            ranks: list[SkippedSteps] = role.skipped_steps()  # pyright: ignore[reportAssignmentType]
-            skipped = ranks[0]
-            has_updated &= skipped.updates == 0
-            causes = [rank.cause for rank in ranks if rank.cause is not None]
-            reason = f"{causes[0] if causes else 'the gradient'} is not finite"
-            logger.warning("step %d: %s skipped %d optimizer steps, because %s", step, name, count, reason)
-            is_lost = self.max_skipped_steps is not None and (
-                skipped.steps >= self.max_skipped_steps or skipped.updates >= MAX_UPDATES_WITHOUT_STEP
-            )
-            # A NaN of the critic reaches the actor one step later, so the role with more skipped steps is reported.
-            if is_lost and skipped.steps > most_skipped:
-                most_skipped = skipped.steps
-                error = (
-                    f"{name} has skipped {skipped.steps} optimizer steps in a row up to step {step}, because {reason}; "
-                    f"{self._advice(name)}. trainer.max_skipped_steps sets the limit"
-                )
-        if error:
-            raise DivergenceError(error)
-        return has_updated
-
-    def check_outputs(self, step: int) -> None:
-        """Raise DivergenceError if the outputs of a model are not finite."""
-        for name, role in self.roles.items():
-            ranks: list[bool] = role.has_finite_outputs()  # pyright: ignore[reportAssignmentType]
-            if not all(ranks):
-                raise DivergenceError(
-                    f"the outputs of {name} are not finite after step {step}, so this step is not saved; "
-                    f"{self._advice(name)}"
-                )
-
-    def _advice(self, name: str) -> str:
-        return (
-            f"lower {_LEARNING_RATES[name]} or check the rewards and the data, then start the run again to resume from "
-            "its last checkpoint"
-        )
 
 
 RANK_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {

@@ -33,8 +33,9 @@ from camshaft.trainer.advantages import (
     compute_token_rewards,
 )
 from camshaft.trainer.build import PPOParts
+from camshaft.trainer.divergence import DivergenceCheck
 from camshaft.trainer.dynamic_sampling import sample_informative_prompts
-from camshaft.trainer.metrics import DivergenceCheck, StepMetrics, batch_metrics, mismatch
+from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
 from camshaft.trainer.mini_batches import sampling_seeds, shard_rows, shuffle_seed
 from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume
 from camshaft.trainer.scoring import add_scores, check_scored
@@ -227,7 +228,7 @@ class PPOTrainer:
         """Build the models. If the run resumes from a checkpoint, load and return it."""
         saved = self._checkpoint_to_resume()
         if saved is not None:
-            check_resume(saved, self.config, ["actor", *([] if self.critic is None else ["critic"])])
+            check_resume(saved, self.config, list(self.divergence.roles), self.input_checksums)
         pending = [submit(role.init_model) for role in self.parts.roles()]
         for init in pending:
             init.result()

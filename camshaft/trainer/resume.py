@@ -2,7 +2,7 @@
 
     state = {..., "config": config_record(config), "inputs": input_checksums(config)}      # saved with the checkpoint
     ...
-    check_resume(saved, config, roles=["actor", "critic"])      # before models are built
+    check_resume(saved, config, ["actor", "critic"], input_checksums(config))       # before models are built
     log_resume(saved, total_steps)
 
 Most config keys may change before a run resumes; the changes are logged. Other changes raise an error: the data loader
@@ -48,15 +48,18 @@ def list_changes(saved_values: Mapping[str, Any], config: PPOConfig | Supervised
     ]
 
 
-def check_resume(saved: SavedCheckpoint, config: PPOConfig | SupervisedConfig, roles: Iterable[str]) -> None:
-    """Log config changes since the checkpoint. Raise CheckpointError if a role of the run is missing in it."""
+def check_resume(
+    saved: SavedCheckpoint, config: PPOConfig | SupervisedConfig, roles: Iterable[str], checksums: Mapping[str, str]
+) -> None:
+    """Log config changes since the checkpoint. Raise CheckpointError if a role of the run is missing in it.
+
+    Also raise it if the `checksums` of the run, those of `input_checksums`, have changed.
+    """
     changes = list_changes(saved.state["config"], config)
     if changes:
         logger.warning("config changes since step %d: %s", saved.step, ", ".join(changes))
-    inputs, changed_inputs = saved.state.get("inputs", {}), []
-    for key, checksum in input_checksums(config).items():
-        if inputs.get(key, checksum) != checksum:
-            changed_inputs.append(key)
+    saved_checksums = saved.state["inputs"]
+    changed_inputs = [key for key, checksum in checksums.items() if saved_checksums.get(key, checksum) != checksum]
     if changed_inputs:
         message = f"the files of {' and '.join(changed_inputs)} have changed since {saved.folder} was saved"
         if config.trainer.resume_mode == "auto":
@@ -82,37 +85,30 @@ def check_resume(saved: SavedCheckpoint, config: PPOConfig | SupervisedConfig, r
 def input_checksums(config: PPOConfig | SupervisedConfig) -> dict[str, str]:
     """Return a checksum for each config key that names the files of a model or of a reward function.
 
-    Of weight files, only the size, the start and the end are read.
+    Of each file, only the size, the start and the end are read.
     """
-    models: dict[str, str | None] = {}
-    functions: dict[str, str | None] = {}
     if isinstance(config, PPOConfig):
-        models["actor_rollout_ref.model.path"] = config.actor_rollout_ref.model.path
-        if config.needs_critic():
-            models["critic.model.path"] = config.critic.model.path
-        if config.reward_model.enable:
-            models["reward_model.model.path"] = config.reward_model.model.path
-        functions["custom_reward_function.path"] = config.custom_reward_function.path
+        section, reward_model = config.actor_rollout_ref, config.reward_model
+        files = {
+            "actor_rollout_ref.model.path": _model_files(section.model.path),
+            "critic.model.path": _model_files(config.critic.model.path) if config.needs_critic() else [],
+            "reward_model.model.path": _model_files(reward_model.model.path) if reward_model.enable else [],
+        }
+        reward = config.custom_reward_function.path
+        if reward is not None and Path(reward).expanduser().is_file():  # otherwise it is the name of a module
+            files["custom_reward_function.path"] = [Path(reward).expanduser()]
     else:
-        models["model.path"] = config.model.path
+        files = {"model.path": _model_files(config.model.path)}
     checksums = {}
-    for key, path in (*models.items(), *functions.items()):
-        files = _files(path, key in models)
-        if files:
-            digest = hashlib.sha256()
-            for file in files:
-                digest.update(f"{file.name} {file.stat().st_size} ".encode() + _start_and_end(file))
-            checksums[key] = digest.hexdigest()
+    for key, paths in files.items():
+        parts = [f"{path.name} {path.stat().st_size} ".encode() + _start_and_end(path) for path in paths]
+        if parts:
+            checksums[key] = hashlib.sha256(b"".join(parts)).hexdigest()
     return checksums
 
 
-def _files(path: str | None, is_model: bool) -> list[Path]:
-    """Return the files at a local path or in the local copy of a URL; none for a Python module."""
-    if path is None:
-        return []
-    if not is_model:
-        file = Path(path).expanduser()
-        return [file] if file.is_file() else []
+def _model_files(path: str) -> list[Path]:
+    """Return the config and the weight files of a model folder or of the local copy of a URL."""
     try:
         folder = model_folder(path)
     except CamshaftError:  # a custom role may not need it; otherwise the role that loads it raises the error

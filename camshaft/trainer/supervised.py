@@ -32,7 +32,7 @@ from camshaft.models.loader import load_tokenizer
 from camshaft.roles import SupervisedWorker
 from camshaft.stop import ENDED_BY_SIGNAL, Stop
 from camshaft.tracking import Tracking
-from camshaft.trainer.metrics import DivergenceCheck
+from camshaft.trainer.divergence import DivergenceCheck
 from camshaft.trainer.mini_batches import balance_ranks
 from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume
 from camshaft.trainer.session import finish_saving, global_pool, run_length, run_pools, session
@@ -101,7 +101,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         """Build the model. If the run resumes from a checkpoint, load and return it."""
         saved = self.checkpoints.latest() if self.config.trainer.resume_mode == "auto" else None
         if saved is not None:
-            check_resume(saved, self.config, ["model"])
+            check_resume(saved, self.config, ["model"], self.input_checksums)
         self.model.init_model()
         if saved is not None:
             self.model.load_checkpoint(saved.role("model"))

@@ -68,7 +68,10 @@ def test_features_of_an_engine_of_another_package_are_explained(capsys: pytest.C
     lines = capsys.readouterr().out.splitlines()
     assert lines == explain("support.own_backends:OwnEngine").splitlines()
     assert "tensor parallelism: supported: tensor_parallel_size" in lines
-    assert "LoRA: rejected (LoRA is not supported by this engine. Set model.lora_rank=0)" in lines
+    assert (
+        "LoRA: rejected (LoRA is not supported by this engine. Set lora=None in EngineModel, or lora_rank=0 in a run)"
+        in lines
+    )
     assert "pipeline parallelism: not yet" in lines
 
 
@@ -213,7 +216,9 @@ REJECTED = {
         "fsdp1", {"use_torch_compile": True}, "strategy=fsdp1 does not support", "use_torch_compile",
         "Set strategy=fsdp2",
     ),
-    "megatron with LoRA": Rejected("megatron", {}, "LoRA is not supported", "LoRA", "Set model.lora_rank=0", LORA),
+    "megatron with LoRA": Rejected(
+        "megatron", {}, "LoRA is not supported", "LoRA", "Set lora=None in EngineModel, or lora_rank=0 in a run", LORA
+    ),
     "megatron in bfloat16": Rejected(
         "megatron", {}, "lose small updates", "dtype=bfloat16", "set dtype=float32", fields={"dtype": "bfloat16"}
     ),
@@ -229,7 +234,9 @@ REJECTED = {
         "megatron", {TENSOR: 2}, "unknown option", "options.tensor_parallel_size=2",
         "did you mean 'tensor_model_parallel_size'?",
     ),
-    "torchtitan with LoRA": Rejected("torchtitan", {}, "LoRA is not supported", "LoRA", "Set model.lora_rank=0", LORA),
+    "torchtitan with LoRA": Rejected(
+        "torchtitan", {}, "LoRA is not supported", "LoRA", "Set lora=None in EngineModel, or lora_rank=0 in a run", LORA
+    ),
     "torchtitan in float64": Rejected(
         "torchtitan", {}, "does not support", "dtype=float64", "set dtype=float32", fields={"dtype": "float64"}
     ),

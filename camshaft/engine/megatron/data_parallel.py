@@ -1,7 +1,7 @@
 """Gradients over data-parallel ranks, master weights, and the update of the weights.
 
     data_parallel = DataParallel(module, device, torch.float32)     # or ShardedDataParallel: the distributed optimizer
-    data_parallel.attach(torch.optim.AdamW(data_parallel.owners.values()))
+    data_parallel.attach(torch.optim.AdamW(data_parallel.optimizer_parameters.values()))
     data_parallel.zero_grad()                                       # then backward passes
     norm, updated = data_parallel.clip_and_step(max_norm=1.0)
 
@@ -65,11 +65,11 @@ class DataParallel(WeightStore):
         if self.has_masters and not self.shards_optimizer:
             module.masters = nn.ParameterList(_master(parameter, dtype) for parameter in module.stages.parameters())
         parameters = list(module.stages.parameters())
-        self.owners = dict(zip(parameters, module.masters or parameters, strict=True))
+        self.optimizer_parameters = dict(zip(parameters, module.masters or parameters, strict=True))
         """Maps each parameter to the one that the optimizer updates: its master weight, or itself if it has none."""
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the optimizer, which updates `owners`."""
+        """Set the optimizer, which updates `optimizer_parameters`."""
         self.optimizer = optimizer
 
     def zero_grad(self) -> None:
@@ -89,19 +89,19 @@ class DataParallel(WeightStore):
                 for parameter in self._updated_parameters():
                     parameter.grad = None
             if updated:
-                self.publish()
+                self.sync_parameters()
         return norm, updated
 
     def assign_gradients(self) -> None:
         """Set the gradients of the parameters that the optimizer updates to parts of the buffers."""
-        for parameter, owner in self.owners.items():
+        for parameter, owner in self.optimizer_parameters.items():
             owner.grad = cast(Any, parameter).main_grad
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def sync_parameters(self) -> None:
         """Round master weights to parameters, and send updated weights to the ranks that did not update them."""
         if self.has_masters:
-            for parameter, master in self.owners.items():
+            for parameter, master in self.optimizer_parameters.items():
                 parameter.copy_(master)
 
     def _updated_parameters(self) -> Iterator[nn.Parameter]:
@@ -136,11 +136,11 @@ class DataParallel(WeightStore):
     # -- weights and optimizer state, for exports and checkpoints ---------------------------------
 
     def weight_of(self, parameter: nn.Parameter) -> Tensor:
-        return self.owners[parameter].detach()
+        return self.optimizer_parameters[parameter].detach()
 
     @torch.no_grad()
     def set_weight(self, parameter: nn.Parameter, weight: Tensor) -> None:
-        self.owners[parameter].copy_(weight)
+        self.optimizer_parameters[parameter].copy_(weight)
         parameter.copy_(weight)
 
     def has_state(self) -> bool:
@@ -149,11 +149,11 @@ class DataParallel(WeightStore):
 
     def state_of(self, parameter: nn.Parameter) -> State:
         """Return the state of a parameter; its tensors have the shape of the parameter or are scalars."""
-        return self.optimizer.state[self.owners[parameter]]
+        return self.optimizer.state[self.optimizer_parameters[parameter]]
 
     def set_state(self, parameter: nn.Parameter, state: State) -> None:
         """Set the state that `state_of` returned."""
-        self.optimizer.state[self.owners[parameter]] = dict(state)
+        self.optimizer.state[self.optimizer_parameters[parameter]] = dict(state)
 
 
 class ShardedDataParallel(DataParallel):
@@ -197,7 +197,7 @@ class ShardedDataParallel(DataParallel):
                     parameter.data = view
 
     @torch.no_grad()
-    def publish(self) -> None:
+    def sync_parameters(self) -> None:
         if self.has_masters:
             self._shards._copy_main_params_to_model_params()
         for replica in self.replicas:

@@ -91,12 +91,12 @@ class MegatronEngine(ShardedEngine):
         self._blocks = weight_blocks(module, self._shapes)
         self._stage_of = self._locate_weights()
         dtype = DTYPES[self.config.dtype]
-        kind = ShardedDataParallel if self.options.use_distributed_optimizer else DataParallel
-        self._store = WeightStore(dtype) if self.config.optim is None else kind(module, self.device, dtype)
+        store_class = ShardedDataParallel if self.options.use_distributed_optimizer else DataParallel
+        self._store = WeightStore(dtype) if self.config.optim is None else store_class(module, self.device, dtype)
         return module.eval()
 
     def build_optimizer(self, config: OptimConfig) -> torch.optim.Optimizer:
-        optimizer = build_optimizer(self.data_parallel.owners.values(), config)
+        optimizer = build_optimizer(self.data_parallel.optimizer_parameters.values(), config)
         self.data_parallel.attach(optimizer)
         return optimizer
 
