@@ -2,6 +2,7 @@
 
     fetch("hdfs://node/models/mine")          # returns a local folder
     fetch("s3://bucket/train.parquet")        # returns a local file
+    fetch("hf://Qwen/Qwen2.5-0.5B")           # returns a folder in the Hugging Face cache
     fetch("models/mine")                      # returns local paths unchanged
 
 Copies are stored in `cache_folder("files")`, in folders named after the URL. A file appears under its name only after
@@ -23,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from camshaft import storage
+from camshaft import hub, storage
 from camshaft.errors import CamshaftError, StorageError
 
 _STAMPS = (
@@ -49,23 +50,21 @@ def cache_folder(kind: str) -> Path:
     return home.expanduser().absolute() / kind
 
 
-def fetch(place: str | Path) -> Path:
-    """Return the local path of a file or folder. If `place` is a URL, download it first."""
+def fetch(place: str | Path, weights: bool = True) -> Path:
+    """Return the local path of a file or folder. If `place` is a URL, download it first.
+
+    A model on the Hugging Face hub is downloaded without its weights if `weights` is False.
+    """
     if not storage.is_url(place):
         return storage.local(place)
     url = str(place).rstrip("/")
     with convert_errors(url):
-        files, root = storage.file_system(url)
         target = _target(url)
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            lock = open(target.with_name(target.name + ".lock"), "w", encoding="utf-8")  # noqa: SIM115
-        except OSError as error:
-            raise StorageError(
-                f"{url} cannot be downloaded to {target} ({error.strerror}); set CAMSHAFT_CACHE to a writable folder"
-            ) from error
-        with lock:
-            _wait_for_turn(lock, url)
+        if hub.is_model_url(url):
+            with _turn(url, target):
+                return hub.download(url.removeprefix(hub.SCHEME), weights)
+        files, root = storage.file_system(url)
+        with _turn(url, target):
             _renew(files, root, url, target)
     return target
 
@@ -87,6 +86,21 @@ def _target(url: str) -> Path:
     scheme, _, rest = url.partition("://")
     parts = ["_" if part in ("..", ".") else part for part in rest.split("/") if part]
     return cache_folder("files").joinpath(scheme, *parts)
+
+
+@contextlib.contextmanager
+def _turn(url: str, target: Path) -> Iterator[None]:
+    """Hold the lock of a URL, so that only one process of this machine downloads it."""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(target.with_name(target.name + ".lock"), "w", encoding="utf-8")  # noqa: SIM115
+    except OSError as error:
+        raise StorageError(
+            f"{url} cannot be downloaded to {target} ({error.strerror}); set CAMSHAFT_CACHE to a writable folder"
+        ) from error
+    with lock:
+        _wait_for_turn(lock, url)
+        yield
 
 
 def _wait_for_turn(lock: Any, url: str) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from camshaft import storage
+from camshaft import hub, storage
 from camshaft.config import EngineConfig, EngineModel
 from camshaft.errors import CheckpointError, ConfigError
 
@@ -146,7 +146,7 @@ def _model(role: RoleCheckpoint, options: argparse.Namespace) -> EngineModel:
         )
     if options.model is not None:
         model = model.model_copy(update={"path": options.model})
-    elif not Path(model.path).is_dir():
+    elif not _is_available(model.path, weights=model.lora is not None):
         raise CheckpointError(
             f"{role.folder} requires the config and the tokenizer (with an adapter, also the weights) of the model "
             f"{model.path}, but this folder does not exist; set its path with --model FOLDER"
@@ -159,6 +159,11 @@ def _model(role: RoleCheckpoint, options: argparse.Namespace) -> EngineModel:
             "seed and are not in a model folder; remove --adapter to export the merged weights"
         )
     return model
+
+
+def _is_available(path: str, weights: bool) -> bool:
+    """Return True for a folder, a URL, and the name of a model in the Hugging Face cache."""
+    return Path(path).is_dir() or storage.is_url(path) or hub.cached_folder(path, weights) is not None
 
 
 def _tokenizer(role: RoleCheckpoint, options: argparse.Namespace) -> str | None:

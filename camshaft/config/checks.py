@@ -312,7 +312,7 @@ def _check_scores(config: PPOConfig) -> Iterator[Problem]:
         message = (
             f"has no effect with {REWARD}.model.input_tokenizer=null, because the reward model then reads the policy's "
             f"token IDs. Set data.return_raw_input_ids=false, or {REWARD}.model.input_tokenizer="
-            f"{config.tokenizer_path()}."
+            f"{config.data.tokenizer or config.actor_rollout_ref.model.path}."
         )
         yield Problem("data.return_raw_input_ids", True, message, (f"{REWARD}.model.input_tokenizer",))
 

@@ -156,7 +156,7 @@ def reward_engine_model(config: PPOConfig) -> EngineModel:
     """Return the model of the engine that runs the reward model."""
     model = config.reward_model.model
     return EngineModel(
-        path=model.path,
+        path=model.source(),
         head="reward",
         override_config=model.override_config,
         external_lib=model.external_lib,
@@ -187,7 +187,7 @@ def _rollout_engine_config(
 ) -> RolloutEngineConfig:
     """Return the config of a rollout. Its limits apply to each rank."""
     return RolloutEngineConfig(
-        model_path=model.path,
+        model_path=model.source(),
         dtype=rollout.dtype,
         device=trainer.device,
         max_model_len=rollout.prompt_length + rollout.response_length,
@@ -235,7 +235,7 @@ def generate_model(config: GenerateConfig) -> EngineModel:
     """Return the model whose weights `camshaft generate` syncs to its rollout."""
     model = config.model
     return EngineModel(
-        path=model.path,
+        path=model.source(),
         override_config=model.override_config,
         external_lib=model.external_lib,
         trust_remote_code=model.trust_remote_code,
@@ -307,7 +307,7 @@ def engine_model(
 ) -> EngineModel:
     """Return the engine model of a trained role or of the reference model."""
     return EngineModel(
-        path=model.path,
+        path=model.source(),
         head=head,
         random_init=random_init,
         override_config=model.override_config,

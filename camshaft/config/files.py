@@ -3,15 +3,15 @@
 import glob
 import json
 import os.path
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from camshaft import hub
 from camshaft.config.errors import Problem
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
-from camshaft.config.schema.model import AnyModelConfig
+from camshaft.config.schema.model import AnyModelConfig, ModelSource
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import CustomRewardConfig
 from camshaft.config.schema.supervised import SupervisedConfig
@@ -23,11 +23,11 @@ def check_ppo_files(config: PPOConfig) -> Iterator[Problem]:
     trainer, model = config.trainer, config.actor_rollout_ref.model
     yield from check_data_files("data.train_files", config.data.train_files)
     yield from check_data_files("data.val_files", config.data.val_files)
-    yield from check_model_folder("actor_rollout_ref.model.path", model.path)
+    yield from check_model("actor_rollout_ref.model", model, not model.random_init)
     if config.data.tokenizer is not None:
-        yield from check_folder("data.tokenizer", config.data.tokenizer)
+        yield from check_tokenizer("data.tokenizer", config.data.tokenizer, "actor_rollout_ref.model", model)
     if config.needs_critic():
-        yield from check_model_folder("critic.model.path", config.critic.model.path)
+        yield from check_model("critic.model", config.critic.model)
         yield from _check_critic_tokenizer(config)
     models = {
         "actor_rollout_ref.model": model,
@@ -47,7 +47,7 @@ def check_supervised_files(config: SupervisedConfig) -> Iterator[Problem]:
     """Check the data files and the model of a supervised run."""
     yield from check_data_files("data.train_files", config.data.train_files)
     yield from check_data_files("data.val_files", config.data.val_files)
-    yield from check_model_folder("model.path", config.model.path)
+    yield from check_model("model", config.model, not config.model.random_init)
     yield from check_adapter_folder("model", config.model)
 
 
@@ -57,9 +57,9 @@ def check_generate_files(config: GenerateConfig) -> Iterator[Problem]:
     The run itself checks whether an existing output file was written with the same settings.
     """
     yield from check_data_files("data.path", config.data.path)
-    yield from check_model_folder("model.path", config.model.path)
+    yield from check_model("model", config.model)
     if config.data.tokenizer is not None:
-        yield from check_folder("data.tokenizer", config.data.tokenizer)
+        yield from check_tokenizer("data.tokenizer", config.data.tokenizer, "model", config.model)
     output = config.data.output_path
     if os.path.isdir(output):
         yield Problem("data.output_path", output, f"is a folder. Set a file, for example {output}/responses.parquet.")
@@ -106,20 +106,27 @@ def check_folder(key: str, path: str) -> Iterator[Problem]:
         yield _missing(key, path, "folder")
 
 
-def check_model_folder(key: str, path: str) -> Iterator[Problem]:
-    """Check that a local folder exists and contains a model."""
-    if is_url(path):
-        return
+def check_model(section: str, model: ModelSource, weights: bool = True) -> Iterator[Problem]:
+    """Check that a local folder contains a model, or that a model name is cached or may be downloaded."""
+    key, path = f"{section}.path", model.path
     if os.path.isdir(path):
         if not os.path.isfile(f"{path}/config.json"):
             yield Problem(key, path, "is a folder without config.json. Set a Hugging Face model folder.")
-        return
-    hint = ""
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        name = path.partition("/")[2]
-        hint = f"\nTo use a model of the Hugging Face hub: hf download {path} --local-dir models/{name}"
-        hint += f"\nand set {key}=models/{name}"
-    yield _missing(key, path, "folder", hint)
+    elif not is_url(model.source()) and hub.cached_folder(path, weights) is None:
+        yield _missing_model(key, path, section)
+
+
+def check_tokenizer(key: str, path: str, section: str, model: ModelSource) -> Iterator[Problem]:
+    """Check that a local folder exists, or that a model name is cached or may be downloaded like `model`."""
+    if not os.path.isdir(path) and not is_url(model.source(path)) and hub.cached_folder(path, weights=False) is None:
+        yield _missing_model(key, path, section)
+
+
+def _missing_model(key: str, path: str, section: str) -> Problem:
+    if not hub.is_model_name(path):
+        return _missing(key, path, "folder")
+    place = f"not found{_working_folder(path)}, and not completely in the Hugging Face cache ({hub.cache_path()})"
+    return Problem(key, path, f"folder {place}. Set {section}.download=True to download the model, or another path.")
 
 
 def check_adapter_folder(key: str, model: AnyModelConfig) -> Iterator[Problem]:
@@ -140,14 +147,11 @@ def _working_folder(path: str) -> str:
 
 def _check_critic_tokenizer(config: PPOConfig) -> Iterator[Problem]:
     """Check that critic and actor have the same vocabulary, because the critic reads the actor's token IDs."""
-    key, critic_tokenizer, actor_tokenizer = (
-        "critic.model.tokenizer_path",
-        config.critic.model.tokenizer_path,
-        config.tokenizer_path(),
-    )
+    key, model = "critic.model.tokenizer_path", config.critic.model
+    critic_tokenizer, actor_tokenizer = model.tokenizer_path, _policy_tokenizer(config)
     if critic_tokenizer == actor_tokenizer:
         return
-    yield from check_folder(key, critic_tokenizer)
+    yield from check_tokenizer(key, critic_tokenizer, "critic.model", model)
     if _vocabularies_differ(critic_tokenizer, actor_tokenizer):
         message = (
             "differs from the actor's tokenizer, but the critic reads the actor's token IDs. Set "
@@ -159,8 +163,8 @@ def _check_critic_tokenizer(config: PPOConfig) -> Iterator[Problem]:
 def _check_reward_model(config: PPOConfig) -> Iterator[Problem]:
     """Check the model folder, and that `input_tokenizer` has the vocabulary of the policy's tokenizer."""
     model, key = config.reward_model.model, "reward_model.model.input_tokenizer"
-    policy_tokenizer = config.tokenizer_path()
-    yield from check_model_folder("reward_model.model.path", model.path)
+    policy_tokenizer = _policy_tokenizer(config)
+    yield from check_model("reward_model.model", model)
     related = ("reward_model.model.path", "data.tokenizer", "actor_rollout_ref.model.path")
     if model.input_tokenizer is None:
         if _vocabularies_differ(model.path, policy_tokenizer):
@@ -171,14 +175,18 @@ def _check_reward_model(config: PPOConfig) -> Iterator[Problem]:
             )
             yield Problem(key, None, message, related)
         return
-    yield from check_folder(key, model.input_tokenizer)
+    yield from check_tokenizer(key, model.input_tokenizer, "reward_model.model", model)
     if _vocabularies_differ(model.input_tokenizer, policy_tokenizer):
         message = f"must be the policy's tokenizer, because it decodes the responses. Set {key}={policy_tokenizer}."
         yield Problem(key, model.input_tokenizer, message, related)
 
 
+def _policy_tokenizer(config: PPOConfig) -> str:
+    return config.data.tokenizer or config.actor_rollout_ref.model.path
+
+
 def _vocabularies_differ(path: str, other: str) -> bool:
-    """Return True if two tokenizer folders define different token IDs. False if one has no `tokenizer.json`."""
+    """Return True if two tokenizers define different token IDs. False if this machine lacks a `tokenizer.json`."""
     vocabulary, other_vocabulary = _vocabulary(path), _vocabulary(other)
     return vocabulary is not None and other_vocabulary is not None and vocabulary != other_vocabulary
 
@@ -188,8 +196,9 @@ def _vocabulary(path: str) -> Any:
 
     Other entries are ignored, because they can change when transformers loads and saves the file.
     """
-    file = Path(path) / "tokenizer.json"
-    if not file.is_file():
+    folder = Path(path) if os.path.isdir(path) or is_url(path) else hub.cached_folder(path, weights=False)
+    file = None if folder is None else folder / "tokenizer.json"
+    if file is None or not file.is_file():
         return None
     content = json.loads(file.read_text(encoding="utf-8"))
     added = {token.get("id"): token.get("content") for token in content.get("added_tokens", ())}

@@ -6,7 +6,8 @@
 
 Names and shapes of the weights in the folder must match those of the model. Only the head of a value model, or of a
 reward model that is to be trained, may be missing; it is then initialized from the seed. Paths with a URL scheme
-(`hdfs://`, `s3://`, ...) are downloaded. Nothing is downloaded from the Hugging Face hub.
+(`hdfs://`, `s3://`, ...) are downloaded. A model name (`owner/name`) is looked up in the local Hugging Face cache, and
+downloaded from the hub only if it is written as a URL, `hf://owner/name`.
 """
 
 import difflib
@@ -17,8 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, StrictDataclassError
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
@@ -33,6 +33,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from camshaft import hub
 from camshaft.config.engine import EngineModel
 from camshaft.errors import EngineError
 from camshaft.fetch import fetch
@@ -112,7 +113,7 @@ def has_tokenizer(folder: Path) -> bool:
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder. If it has no pad token, the end-of-sequence token is used."""
-    folder = local_folder(path)
+    folder = local_folder(path, weights=False)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
@@ -160,9 +161,12 @@ def import_external(modules: str | None) -> None:
             ) from error
 
 
-def local_folder(path: str) -> Path:
-    """Resolve `path` to a local folder. It may be a folder, a URL, or a model name in the Hugging Face cache."""
-    folder = fetch(path)
+def local_folder(path: str, weights: bool = True) -> Path:
+    """Resolve `path` to a local folder. It may be a folder, a URL, or a model name in the Hugging Face cache.
+
+    A download from the Hugging Face hub includes the weights unless `weights` is False.
+    """
+    folder = fetch(path, weights)
     return folder if folder.is_dir() else _cached_folder(path)
 
 
@@ -207,14 +211,14 @@ def load_config(folder: Path, trust_remote_code: bool, override: Mapping[str, An
 
 def _cached_folder(name: str) -> Path:
     """Return the folder of a model in the local Hugging Face cache."""
-    try:
-        return Path(snapshot_download(name, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError) as error:
-        hint = f", or download it first: hf download {name} --local-dir models/{name}" if name.count("/") == 1 else ""
+    folder = hub.cached_folder(name, weights=False)  # a model with random weights requires only its config
+    if folder is None:
+        hint = f", or to {hub.SCHEME}{name} to download it" if hub.is_model_name(name) else ""
         raise EngineError(
-            f"'{name}' is neither a folder nor a model in the local Hugging Face cache, and models are not downloaded "
-            f"automatically; set the path to a folder with config.json{hint}"
-        ) from error
+            f"'{name}' is neither a folder nor a model in the local Hugging Face cache ({hub.cache_path()}); set the "
+            f"path to a folder with config.json{hint}"
+        )
+    return folder
 
 
 def _random_model(config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype) -> PreTrainedModel:

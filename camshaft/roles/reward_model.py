@@ -62,10 +62,10 @@ def build_reward_input(config: PPOConfig) -> RewardInput:
     """Build the conversion from rows to inputs of the reward model."""
     model, max_length = config.reward_model.model, config.max_scored_length()
     import_external(model.external_lib)
-    settings = load_config(model_folder(model.path), model.trust_remote_code, model.override_config)
+    settings = load_config(model_folder(model.source()), model.trust_remote_code, model.override_config)
     pad = settings.get_text_config().pad_token_id
     if model.input_tokenizer is None:
         policy_tokenizer = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
         return SameTokens(max_length, pad, get_bos_token_id(policy_tokenizer))
-    policy_tokenizer = load_tokenizer(model.input_tokenizer, config.data.trust_remote_code)
-    return OtherTemplate(max_length, pad, policy_tokenizer, load_tokenizer(model.path, model.trust_remote_code))
+    policy_tokenizer = load_tokenizer(model.source(model.input_tokenizer), config.data.trust_remote_code)
+    return OtherTemplate(max_length, pad, policy_tokenizer, load_tokenizer(model.source(), model.trust_remote_code))

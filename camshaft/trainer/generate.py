@@ -32,7 +32,10 @@ from camshaft.trainer.scoring import build_rewards, check_scorable
 from camshaft.trainer.session import global_pool, run_pools
 from camshaft.trainer.validate import ScoredResponse, at_n_metrics
 
-PATH_KEYS = ("data.path", "data.output_path", "data.tokenizer", "model.path", "custom_reward_function.path")
+PATH_KEYS = (
+    *("data.path", "data.output_path", "data.tokenizer"),
+    *("model.path", "model.download", "custom_reward_function.path"),
+)
 """Keys whose values may change before a run resumes, as long as the content of the files does not change."""
 
 SPEED_KEYS = (
@@ -169,9 +172,9 @@ def collect_settings(config: GenerateConfig, prompts: DataProto) -> dict[str, An
     values = {key: value for key, value in values.items() if key not in ignored}
     ids = prompts["prompts"]
     values["the prompts"] = _checksum(ids.values.numpy().tobytes() + ids.lengths.numpy().tobytes())
-    values["the model"] = _folder_checksum(model_folder(config.model.path))
+    values["the model"] = _folder_checksum(model_folder(config.model.source()))
     if config.data.tokenizer is not None:
-        values["the tokenizer"] = _folder_checksum(local_folder(config.data.tokenizer))
+        values["the tokenizer"] = _folder_checksum(local_folder(config.tokenizer_path(), weights=False))
     if custom.is_named():
         columns = [list(prompts[name]) for name in ("data_source", "ground_truth", "extra_info")]
         values["the reward inputs"] = _checksum(repr(columns).encode())

@@ -308,7 +308,7 @@ class PPOTrainer:
             "best": self.best.state_dict(),
             "config": config_record(self.config),
             "inputs": self.input_checksums,
-            "tokenizer": str(Path(self.config.tokenizer_path()).absolute()),
+            "tokenizer": str(Path(self.parts.tokenizer.name_or_path).absolute()),
         }
         keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep} if prune else {}
         contents = {"actor": self.config.actor_rollout_ref.actor.checkpoint, "critic": self.config.critic.checkpoint}

@@ -90,15 +90,15 @@ def input_checksums(config: PPOConfig | SupervisedConfig) -> dict[str, str]:
     if isinstance(config, PPOConfig):
         section, reward_model = config.actor_rollout_ref, config.reward_model
         files = {
-            "actor_rollout_ref.model.path": _model_files(section.model.path),
-            "critic.model.path": _model_files(config.critic.model.path) if config.needs_critic() else [],
-            "reward_model.model.path": _model_files(reward_model.model.path) if reward_model.enable else [],
+            "actor_rollout_ref.model.path": _model_files(section.model.source()),
+            "critic.model.path": _model_files(config.critic.model.source()) if config.needs_critic() else [],
+            "reward_model.model.path": _model_files(reward_model.model.source()) if reward_model.enable else [],
         }
         reward = config.custom_reward_function.path
         if reward is not None and Path(reward).expanduser().is_file():  # otherwise it is the name of a module
             files["custom_reward_function.path"] = [Path(reward).expanduser()]
     else:
-        files = {"model.path": _model_files(config.model.path)}
+        files = {"model.path": _model_files(config.model.source())}
     checksums = {}
     for key, paths in files.items():
         parts = [f"{path.name} {path.stat().st_size} ".encode() + _start_and_end(path) for path in paths]

@@ -27,7 +27,7 @@ class RMTrainer(SupervisedTrainer[RMWorker]):
         self.data, self.center = config.data, config.center_rewards_coefficient
         model = config.model
         import_external(model.external_lib)
-        settings = load_config(model_folder(model.path), model.trust_remote_code, model.override_config)
+        settings = load_config(model_folder(model.source()), model.trust_remote_code, model.override_config)
         self.pad = settings.get_text_config().pad_token_id
         super().__init__(config, RMWorker)
 

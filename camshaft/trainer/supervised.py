@@ -49,7 +49,7 @@ class SupervisedTrainer(ABC, Generic[W]):
     def __init__(self, config: SupervisedConfig, worker: type[W]):
         self.config = config
         check_export_path(config.export_path())
-        self.tokenizer: Any = load_tokenizer(config.model.path, config.model.trust_remote_code)
+        self.tokenizer: Any = load_tokenizer(config.model.source(), config.model.trust_remote_code)
         max_rows = config.data.train_max_samples
         self.loader = StatefulLoader(
             self.rows(data_files(config.data.train_files), None if max_rows == -1 else max_rows),

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2] / "camshaft"
 
 LEVELS = [
-    {"errors", "config", "seat", "stop", "storage", "fetch", "plugins", "subprocesses"},
+    {"errors", "config", "seat", "stop", "storage", "hub", "fetch", "plugins", "subprocesses"},
     {"ragged", "columns", "dataproto", "algorithms", "device", "digest"},
     {"models"},
     {"controller", "engine", "rollout", "data", "rewards", "checkpoint", "tracking"},
@@ -26,9 +26,9 @@ LEVELS = [
 
 ALLOWED_ON_ONE_LEVEL = {
     ("dataproto", "ragged"), ("dataproto", "columns"), ("plugins", "errors"), ("storage", "errors"),
-    ("config", "errors"), ("config", "plugins"), ("config", "stop"), ("config", "storage"),
-    ("fetch", "storage"), ("fetch", "errors"), ("__main__", "cli"), ("ragged", "columns"),
-    ("ragged", "device"), ("dataproto", "device"),
+    ("config", "errors"), ("config", "plugins"), ("config", "stop"), ("config", "storage"), ("config", "hub"),
+    ("fetch", "storage"), ("fetch", "errors"), ("fetch", "hub"), ("hub", "errors"), ("__main__", "cli"),
+    ("ragged", "columns"), ("ragged", "device"), ("dataproto", "device"),
 }  # fmt: skip
 """Allowed imports within a level; `python -m camshaft` is the command line."""
 

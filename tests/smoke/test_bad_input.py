@@ -78,7 +78,10 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["data.train_files = /nowhere", "file not found"],
     ),
     "no such model folder": ({MODEL: "/nowhere/model"}, [f"{MODEL} = /nowhere/model", "folder not found"]),
-    "a model on the hub": ({MODEL: "Qwen/Qwen2.5-0.5B"}, ["hf download Qwen/Qwen2.5-0.5B --local-dir"]),
+    "a model on the hub": (
+        {MODEL: "Qwen/Qwen2.5-0.5B"},
+        ["not completely in the Hugging Face cache", "actor_rollout_ref.model.download=True"],
+    ),
     "no such reward file": ({REWARD: "/nowhere/reward.py"}, [f"{REWARD} = /nowhere/reward.py", "file not found"]),
     "no such engine": ({"actor_rollout_ref.actor.strategy": "referense"}, ["strategy", "Did you mean reference?"]),
     "a value that is not implemented": ({"actor_rollout_ref.hybrid_engine": False}, ["not implemented", "=true"]),

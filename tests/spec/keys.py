@@ -112,6 +112,13 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "custom_reward_function.timeout": (f"{_REWARDS}::test_timeout_limits_one_call",),
     "custom_reward_function.num_workers": (f"{_REWARDS}::test_num_workers_is_the_number_of_scoring_processes",),
     "custom_reward_function.on_error": (f"{_REWARDS}::test_on_error_selects_the_handling_of_failed_calls",),
+    **{
+        f"{section}.download": (
+            f"{_CHECKS}::test_uncached_hub_name_requires_download[{section}.path]",
+            "tests/smoke/test_hub_models.py::test_missing_models_are_downloaded",
+        )
+        for section in (MODEL, f"{CRITIC}.model", f"{REWARD}.model")
+    },
     # -- algorithm
     "algorithm.gamma": (_PPO,),
     "algorithm.lam": (_PPO,),

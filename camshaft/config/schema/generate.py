@@ -11,6 +11,7 @@ from pydantic import Field
 from camshaft.config.layout import PlacementConfig, RayConfig
 from camshaft.config.schema.data import Truncation
 from camshaft.config.schema.fields import Modules, OffOrPositive, Path, Paths, Section, Text
+from camshaft.config.schema.model import ModelSource
 from camshaft.config.schema.reward import CustomRewardConfig
 from camshaft.config.schema.roles import GeneratorConfig
 
@@ -49,10 +50,9 @@ class GenerateDataConfig(Section):
     max_samples: OffOrPositive = Field(description="Maximum number of rows to read. -1 reads all rows.")
 
 
-class GenerateModelConfig(Section):
+class GenerateModelConfig(ModelSource):
     """Language model."""
 
-    path: Path = Field(description="Hugging Face model folder (config.json, weights and tokenizer), or the URL of one.")
     external_lib: Modules | None = Field(
         description="Python modules to import before the model is loaded, for example to register a model class."
     )
@@ -80,4 +80,4 @@ class GenerateConfig(Section):
 
     def tokenizer_path(self) -> str:
         """Return the path of the tokenizer for prompts and responses."""
-        return self.data.tokenizer or self.model.path
+        return self.model.source(self.data.tokenizer)

@@ -4,13 +4,27 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from camshaft import hub
 from camshaft.config.schema.fields import Betas, Contents, Modules, Names, OffOrPositive, Path, Section, Text
 
 
-class AnyModelConfig(Section):
+class ModelSource(Section):
+    """Path of a model, and permission to download it."""
+
+    path: Path = Field(
+        description="Hugging Face model folder (config.json, weights and tokenizer), the URL of one, or the name of a "
+        "model in the local Hugging Face cache (owner/name)."
+    )
+    download: bool = Field(description="If path is a model name, download the files that the Hugging Face cache lacks.")
+
+    def source(self, path: str | None = None) -> str:
+        """Return the path of the model, or `path`; as a URL if it is a model name that may be downloaded."""
+        return hub.source(path or self.path, self.download)
+
+
+class AnyModelConfig(ModelSource):
     """Hugging Face model, gradient checkpointing and LoRA."""
 
-    path: Path = Field(description="Hugging Face model folder (config.json, weights and tokenizer), or the URL of one.")
     external_lib: Modules | None = Field(
         description="Python modules to import before the model is loaded, for example to register a model class."
     )

@@ -96,7 +96,7 @@ class PPOConfig(Section):
 
     def tokenizer_path(self) -> str:
         """Return the path of the tokenizer for prompts and responses."""
-        return self.data.tokenizer or self.actor_rollout_ref.model.path
+        return self.actor_rollout_ref.model.source(self.data.tokenizer)
 
     def pools(self) -> dict[str, str]:
         """Map each role of the run to the name of its resource pool."""

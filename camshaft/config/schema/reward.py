@@ -7,9 +7,10 @@ from pydantic import Field
 from camshaft.config.backends import ranks_per_row
 from camshaft.config.schema.fields import Modules, Path, Section, Text
 from camshaft.config.schema.fsdp import ForwardFSDPConfig
+from camshaft.config.schema.model import ModelSource
 
 
-class RewardModelModelConfig(Section):
+class RewardModelModelConfig(ModelSource):
     """Reward model."""
 
     input_tokenizer: Path | None = Field(
@@ -17,7 +18,10 @@ class RewardModelModelConfig(Section):
         "Responses are then decoded to text, and the conversation is formatted with the chat template of the reward "
         "model. null passes the policy's token IDs to the reward model."
     )
-    path: Path = Field(description="Hugging Face folder of a sequence-classification model, or the URL of one.")
+    path: Path = Field(
+        description="Hugging Face folder of a sequence-classification model, the URL of one, or the name of one in the "
+        "local Hugging Face cache (owner/name)."
+    )
     external_lib: Modules | None = Field(
         description="Python modules to import before the model is loaded, for example to register a model class."
     )

@@ -323,9 +323,24 @@ def test_relative_path_is_reported_with_the_working_folder(words, tmp_path, monk
     assert f"looked in {tmp_path}" in _error([*words, "data.train_files=nowhere.parquet"])
 
 
-def test_hub_name_is_reported_with_the_download_command(words):
-    text = _error([*words, "actor_rollout_ref.model.path=some-org/some-model"])
-    assert "hf download some-org/some-model --local-dir models/some-model" in text
+HUB_KEYS = {
+    "actor_rollout_ref.model.path": "actor_rollout_ref.model",
+    "data.tokenizer": "actor_rollout_ref.model",
+    "critic.model.path": "critic.model",
+    "reward_model.model.path": "reward_model.model",
+}
+
+
+@pytest.mark.parametrize("key", HUB_KEYS)
+def test_uncached_hub_name_requires_download(key, words):
+    arguments = [*words, f"{key}=some-org/some-model"]
+    if key.startswith("reward_model"):
+        arguments += ["reward_model.enable=true", "reward_model.model.input_tokenizer=null"]
+    text = _error(arguments)
+    assert f"{key} = some-org/some-model\n      folder not found" in text
+    assert "not completely in the Hugging Face cache" in text
+    assert f"Set {HUB_KEYS[key]}.download=True" in text
+    load_ppo([*arguments, f"{HUB_KEYS[key]}.download=True"])
 
 
 def test_folder_without_a_model_is_rejected(words, tmp_path):

@@ -168,12 +168,13 @@ def test_a_missing_external_lib_is_named():
 
 def test_a_missing_folder_reports_the_fix():
     with pytest.raises(
-        EngineError, match=r"'nobody/no-model' is neither a folder nor a model in .* cache.*hf download nobody/no-model"
+        EngineError,
+        match=r"'nobody/no-model' is neither a folder nor a model in .* cache.*hf://nobody/no-model to download",
     ):
         load("nobody/no-model")
     with pytest.raises(EngineError, match="'/no/such/folder' is neither a folder nor a model") as exc_info:
         load("/no/such/folder")
-    assert "hf download" not in str(exc_info.value)
+    assert "hf://" not in str(exc_info.value)
 
 
 def test_a_folder_without_config_lists_its_files(tmp_path: Path):
