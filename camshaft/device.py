@@ -13,14 +13,18 @@ import atexit
 import functools
 import hashlib
 import importlib.util
+import ipaddress
 import os
 import resource
+import socket
 import sys
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from camshaft.errors import EngineError
 
@@ -130,6 +134,20 @@ def _check_group(device: torch.device) -> None:
                 f"the existing process group ({config}) does not support {kind}; create it with "
                 f"torch.distributed.init_process_group('{backend_for(device)}'), or let the engine create it"
             )
+
+
+def create_store(host: str, world: int | None, timeout: timedelta) -> TCPStore:
+    """Open the server of a store on a free port, for processes that reach this one at the address `host`.
+
+    torch would accept connections from all networks, even if the other processes are on this machine.
+    """
+    options: dict[str, Any] = {"is_master": True, "timeout": timeout, "wait_for_workers": False}
+    if not ipaddress.ip_address(host).is_loopback:
+        return TCPStore(host, 0, world, **options)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.create_server((host, 0), family=family) as listener:
+        port = listener.getsockname()[1]
+        return TCPStore(host, port, world, **options, master_listen_fd=listener.detach())
 
 
 def leave_group() -> None:

@@ -38,12 +38,38 @@ def start_python(
 ) -> subprocess.Popen[bytes]:
     """Start a Python process in a new process group, with this package on its import path.
 
-    `options` are passed to `Popen`.
+    The working directory is not on the import path. A process that imports code of users adds the result of
+    `import_path` of its parent to the end of its path. `options` are passed to `Popen`.
     """
     environment = dict(os.environ if env is None else env)
     root = str(Path(__file__).resolve().parent.parent)
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
-    return subprocess.Popen[bytes]([sys.executable, *arguments], env=environment, start_new_session=True, **options)
+    command = [sys.executable, "-P", *arguments]
+    return subprocess.Popen[bytes](command, env=environment, start_new_session=True, **options)
+
+
+def import_path() -> list[str]:
+    """Return the import path of this process with absolute entries, for a process that imports the same modules."""
+    return [entry or os.getcwd() for entry in sys.path]
+
+
+def extend_import_path(entries: Sequence[str]) -> None:
+    """Append the entries that are missing to the import path of this process, behind all installed packages."""
+    sys.path.extend(entry for entry in dict.fromkeys(entries) if entry not in sys.path)
+
+
+@contextlib.contextmanager
+def safe_path_environment() -> Iterator[None]:
+    """Keep the working directory off the import path of Python processes that other libraries start in the block."""
+    previous = os.environ.get("PYTHONSAFEPATH")
+    os.environ["PYTHONSAFEPATH"] = "1"
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ["PYTHONSAFEPATH"]
+        else:
+            os.environ["PYTHONSAFEPATH"] = previous
 
 
 def describe_exit(code: int | None) -> str:

@@ -62,8 +62,9 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (default: the process arguments) selects, and return the exit status."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if "" not in sys.path and os.getcwd() not in sys.path:
-        sys.path.insert(0, "")  # import my_engine:MyEngine from the working directory, as `python -m` does
+    if "" not in sys.path and (folder := os.getcwd()) not in sys.path:
+        # The last entry allows my_engine:MyEngine in the working directory, and cannot shadow an installed package.
+        sys.path.append(folder)
     targets = {command.name: command.target for command in COMMANDS}
     if not arguments or arguments[0] not in targets:
         _parser().parse_args(arguments[:1])  # prints help, the version, or an error, and exits

@@ -17,6 +17,7 @@
     process_pool.py    the base class of pools of processes: requests, answers, time limits and errors
     executor.py        executes requests in a worker process and joins the process group of its pool
     local.py           the backend for one machine
+    ray_cluster.py     selects the Ray cluster of a run before Ray is imported
     ray.py             the backend for a Ray cluster
     network.py         detects dead machines of a cluster and finds network interfaces
     stacks.py          dumps the stacks of other processes

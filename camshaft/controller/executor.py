@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from camshaft.controller.worker import RankInfo, Worker, build_worker
-from camshaft.device import backend_for
+from camshaft.device import backend_for, create_store
 from camshaft.seat import Seat
 from camshaft.subprocesses import Frames, pack, unpack
 
@@ -185,8 +185,7 @@ def set_environment(rank_info: RankInfo, environment: dict[str, str]) -> None:
 
 def open_store(rank_info: RankInfo) -> tuple[TCPStore, str]:
     """Start the rendezvous store of a pool in this process on a free port; return the store and its address."""
-    timeout = timedelta(seconds=rank_info.timeout)
-    store = TCPStore(rank_info.address, 0, rank_info.world, is_master=True, timeout=timeout, wait_for_workers=False)
+    store = create_store(rank_info.address, rank_info.world, timedelta(seconds=rank_info.timeout))
     return store, f"tcp://{rank_info.address}:{store.port}"
 
 

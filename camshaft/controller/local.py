@@ -44,6 +44,7 @@ from camshaft.subprocesses import (
     kill_group,
     kill_own_group,
     receive,
+    safe_path_environment,
     send,
     without_watcher,
 )
@@ -162,9 +163,10 @@ class LocalProcess(WorkerProcess):
         self._process: BaseProcess = context.Process(
             target=serve, args=(child_socket, rank_info, folder, os.getpid(), dict(os.environ)), name=name
         )
-        resource_tracker.ensure_running()  # started before the signals are blocked, because this unblocks SIGTERM
-        with child_socket, block_stop_signals():  # a signal must not end the fork server either
-            self._process.start()
+        with safe_path_environment(), child_socket:
+            resource_tracker.ensure_running()  # started before the signals are blocked, because this unblocks SIGTERM
+            with block_stop_signals():  # a signal must not end the fork server either
+                self._process.start()
         self.pid = self._process.pid
         threading.Thread(target=self._exchange_messages, name=f"messages-{name}", daemon=True).start()
 

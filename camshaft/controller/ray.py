@@ -1,6 +1,6 @@
 """The backend `ray`, which starts pools on a Ray cluster with one placement group per pool and one actor per rank.
 
-    BACKENDS["ray"] = "camshaft.controller.ray:start"
+    BACKENDS["ray"] = "camshaft.controller.ray_cluster:start"
 
 Ray places the processes, transfers messages and reports dead processes. A request is a list of a small pickle and its
 buffers. A large request is put into the object store once for all ranks that get it, and read without a copy. A batch
@@ -8,9 +8,8 @@ that is rebuilt from it copies the data before writing to it. Before the pools a
 requested resources with those of the cluster. While the driver waits for an answer, `network.py` connects to the
 daemons of the cluster, which detects a dead machine within seconds. Ray itself needs fifteen seconds.
 
-The backend joins the cluster at `ray_init.address` or, if that is unset, at RAY_ADDRESS. Otherwise it joins a cluster
-that already runs on this machine, or starts one. This cluster declares at least as many CPUs as the pools request, so
-on a small machine the ranks share the cores.
+`ray_cluster.py` selects the cluster, and imports this module after that. A cluster that this backend starts declares at
+least as many CPUs as the pools request, so on a small machine the ranks share the cores.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ import logging
 import os
 import re
 import signal
-import sys
 import threading
 import time
 import uuid
@@ -28,7 +26,6 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,6 +33,7 @@ import ray
 import ray.exceptions
 from ray import cloudpickle
 from ray._private.state import available_resources_per_node
+from ray.job_config import JobConfig
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
@@ -44,12 +42,20 @@ from camshaft.controller.executor import Executor, log_to_file, set_environment
 from camshaft.controller.group import Options, Pool
 from camshaft.controller.network import PortMonitor, accepts_connections, interface_of
 from camshaft.controller.process_pool import COLLECTIVE_EXTRA_SECONDS, Inbox, ProcessPool, WorkerProcess
+from camshaft.controller.ray_cluster import cluster_address, head_may_answer
 from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.controller.stacks import dump_stacks_on_signal, read_stacks, stack_file
 from camshaft.controller.worker import RankInfo, Worker
 from camshaft.errors import ConfigError, WorkerError
 from camshaft.stop import ignore_stop_signals
-from camshaft.subprocesses import Frames, guard_group, kill_group
+from camshaft.subprocesses import (
+    Frames,
+    extend_import_path,
+    guard_group,
+    import_path,
+    kill_group,
+    safe_path_environment,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +69,9 @@ HEAD_SECONDS = 30.0
 """Time limit for the head of a cluster to answer."""
 STACK_SECONDS = 10.0
 """Time limit for a machine to read the stacks of one of its processes."""
+
+RAY_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Environment variable with the job config of a run that `ray job submit` started."""
 
 FORWARDED = re.compile(
     r"(CAMSHAFT|HF|TRANSFORMERS|TOKENIZERS|TORCH|TORCHINDUCTOR|NCCL|GLOO|OMP|MKL|VLLM|SGLANG|SGL|WANDB|MLFLOW|CUBLAS)_"
@@ -108,7 +117,8 @@ def connect(specs: Sequence[PoolSpec], ray_init: Mapping[str, Any]) -> None:
     if ray.is_initialized():
         return
     init: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, **ray_init}
-    address = init.pop("address", None) or os.environ.get("RAY_ADDRESS") or _local_cluster()
+    address = cluster_address(ray_init)
+    init.pop("address", None)
     _check_address(address)
     try:
         if address in (None, "local"):
@@ -117,12 +127,26 @@ def connect(specs: Sequence[PoolSpec], ray_init: Mapping[str, Any]) -> None:
             cores = len(os.sched_getaffinity(0))
             if cpus > cores and "num_cpus" not in init:
                 logger.info("the pools request %g CPUs, but this machine has %d; the ranks share them", cpus, cores)
-            ray.init(address="local", **{"num_cpus": max(cores, int(-(-cpus // 1))), **init})
+            init = {"num_cpus": max(cores, int(-(-cpus // 1))), **init}
+            address = "local"
         else:
             init.pop("num_cpus", None)  # only valid for a new cluster
-            ray.init(address=address, **init)
+        with safe_path_environment():  # Ray runs Python code with `-c`
+            ray.init(address=address, **_job_config(init), **init)
     except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"ray.init(address={address!r}, ...) failed: {error}. Check ray_kwargs.ray_init") from error
+
+
+def _job_config(init: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the argument of `ray.init` that keeps the working directory off the import path of Ray's processes.
+
+    Ray would insert it before the installed packages. `ActorExecutor` appends it. Ray ignores files of a runtime
+    environment in this mode, so a run that has such files uses Ray's default, which does not insert the directory if
+    there is a `working_dir`.
+    """
+    uploads = {"working_dir", "py_modules", "worker_process_setup_hook"} & set(init.get("runtime_env") or {})
+    submitted = RAY_JOB_CONFIG in os.environ
+    return {} if uploads or submitted or "job_config" in init else {"job_config": JobConfig(_client_job=True)}
 
 
 def _check_address(address: str | None) -> None:
@@ -133,27 +157,13 @@ def _check_address(address: str | None) -> None:
             "<host>:<port>; set that address, or start the run with `ray job submit -- camshaft ppo ...`"
         )
     deadline = time.monotonic() + HEAD_SECONDS
-    while not _head_may_answer(address):
+    while not head_may_answer(address):
         if time.monotonic() > deadline:
             raise ConfigError(
                 f"no Ray cluster answers at {address} (ray_kwargs.ray_init.address, or RAY_ADDRESS in the environment) "
                 f"within {HEAD_SECONDS:g} s. Is its head running (`ray start --head`), and is the port open?"
             )
         time.sleep(0.2)
-
-
-def _head_may_answer(address: str | None) -> bool:
-    """Return False if the address contains a port that does not accept connections."""
-    host, _, port = (address or "").rpartition(":")
-    return not port.isdigit() or accepts_connections(host.strip("[]"), int(port))
-
-
-def _local_cluster() -> str | None:
-    """Return the address of a cluster that runs on this machine, or None if there is none or it does not answer."""
-    temporary = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
-    file = Path(temporary) / "ray" / "ray_current_cluster"
-    address = file.read_text(encoding="utf-8").strip() if file.exists() else None
-    return address if address and _head_may_answer(address) else None
 
 
 def _nodes() -> list[Node]:
@@ -278,8 +288,7 @@ class ActorProcess(WorkerProcess):
         self._answers: deque[Future[Frames]] = deque()
         self._lock = threading.Lock()
         variables = {name: value for name, value in os.environ.items() if FORWARDED.match(name)}
-        path = [entry for entry in sys.path if entry]
-        self._actor = _ACTOR.options(**options).remote(rank_info, variables, path, os.getcwd())
+        self._actor = _ACTOR.options(**options).remote(rank_info, variables, import_path(), os.getcwd())
         self._node = self._actor.node.remote()
 
     def node(self) -> str:
@@ -348,7 +357,8 @@ class ActorExecutor:
         self._guard = guard_group(pid, stack_file(pid))
         dump_stacks_on_signal(stack_file(pid))
         ignore_stop_signals(signal.SIGTERM)
-        sys.path.extend(entry for entry in path if entry not in sys.path and os.path.exists(entry))
+        os.environ.pop("PYTHONSAFEPATH", None)  # only this process needs it, not the programs that a role starts
+        extend_import_path([entry for entry in path if os.path.exists(entry)])
         with contextlib.suppress(OSError):  # the folder may not exist on this machine
             os.chdir(folder)
         rank_info = replace(rank_info, address=get_node_ip_address())

@@ -20,6 +20,7 @@ from camshaft.errors import CamshaftError
 from camshaft.plugins import REWARDS, find_target, import_attribute, list_names
 from camshaft.rewards import GROUP, REGISTERED
 from camshaft.rewards.messages import Sample, Spec
+from camshaft.subprocesses import extend_import_path
 
 ARGUMENTS = Sample._fields
 BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
@@ -43,7 +44,7 @@ class RewardFunction(NamedTuple):
 
 def load_function(spec: Spec) -> RewardFunction:
     """Load the function of `spec` and validate it. Raise CamshaftError on failure."""
-    sys.path.extend(entry for entry in spec.sys_path if entry not in sys.path)
+    extend_import_path([*_file_folder(spec.path), *spec.sys_path])
     if spec.path is None:
         function = _find_function(spec)
     else:
@@ -51,6 +52,12 @@ def load_function(spec: Spec) -> RewardFunction:
     if not callable(function):
         raise CamshaftError(f"{function_name(spec)} has type {type(function).__name__}; it must be callable")
     return RewardFunction(function, spec.kwargs, _check_signature(function, spec))
+
+
+def _file_folder(path: str | None) -> list[str]:
+    """Return the folder of a reward file, so that the file can import other modules of its folder."""
+    file = Path(path or "").expanduser()
+    return [str(file.resolve().parent)] if file.is_file() else []
 
 
 def function_name(spec: Spec) -> str:
@@ -74,7 +81,6 @@ def _import_module(path: str) -> ModuleType:
         return importlib.import_module(path)
     if not file.is_file():
         raise CamshaftError(f"the reward file {file} does not exist (working directory: {os.getcwd()}); check the path")
-    sys.path.insert(0, str(file.resolve().parent))  # allows the file to import other modules of its folder
     name = f"camshaft_reward_{file.stem}"
     module_spec = importlib.util.spec_from_file_location(name, file)
     if module_spec is None or module_spec.loader is None:

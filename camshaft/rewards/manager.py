@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -36,6 +35,7 @@ from camshaft.errors import RewardError
 from camshaft.ragged import on_last_token
 from camshaft.rewards.messages import Sample, Spec
 from camshaft.rewards.pool import Job, Outcome, WorkerPool
+from camshaft.subprocesses import import_path
 
 Decode = Callable[[list[list[int]]], list[str]]
 
@@ -186,8 +186,7 @@ class RewardManager:
             )
         self.on_error = on_error
         function = name or ("compute_score" if path else "auto")
-        folders = [entry for entry in sys.path if entry]
-        spec = Spec(path, function, dict(reward_kwargs or {}), timeout, folders, max_abs_score, batched)
+        spec = Spec(path, function, dict(reward_kwargs or {}), timeout, import_path(), max_abs_score, batched)
         self._pool = WorkerPool(spec, num_workers)
         self._pool.check()
         self._pending: PendingScores | None = None

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from camshaft.controller import PoolSpec, start_pools
+from camshaft.controller import PoolSpec, ray_cluster, start_pools
 from camshaft.controller import ray as backend
 from camshaft.controller.group import Options
 from camshaft.errors import ConfigError
@@ -48,11 +48,11 @@ def test_a_local_cluster_is_found_by_rays_address_file(
     tmp_path: Path, unused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
-    assert backend._local_cluster() is None
+    assert ray_cluster._local_cluster() is None
     file = tmp_path / "ray" / "ray_current_cluster"
     file.parent.mkdir()
     file.write_text(unused)
-    assert backend._local_cluster() is None  # the process has exited
+    assert ray_cluster._local_cluster() is None  # the process has exited
     with socket.create_server(("127.0.0.1", 0)) as head:
         file.write_text(f"127.0.0.1:{head.getsockname()[1]}")
-        assert backend._local_cluster() == file.read_text()
+        assert ray_cluster._local_cluster() == file.read_text()

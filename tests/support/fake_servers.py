@@ -1,7 +1,7 @@
 """An HTTP server with scripted replies, for faults that a real server does not show on demand.
 
 with fake_server(lambda path, body: (200, {"choices": []})) as fake:
-    fake.url, fake.paths                    # the URL, and the path of every request
+    fake.url, fake.paths, fake.keys         # the URL, and the path and the Authorization header of every request
 """
 
 import json
@@ -21,6 +21,7 @@ HANG_UP = 0
 class FakeServer:
     url: str
     paths: list[str] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
 
 
 @contextmanager
@@ -34,6 +35,7 @@ def fake_server(reply: Handler) -> Iterator[FakeServer]:
         def do_GET(self) -> None:
             text = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             fake.paths.append(self.path)
+            fake.keys.append(self.headers["Authorization"])
             status, content = reply(self.path, json.loads(text) if text else None)
             if status == HANG_UP:
                 self.close_connection = True

@@ -1,8 +1,11 @@
 """Find running processes, through /proc."""
 
+import contextlib
+import ipaddress
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator
@@ -77,3 +80,40 @@ def none_left_behind(seconds: float = 5.0) -> Iterator[str]:
     while (remaining := {*marked(mark), *forked()} - earlier) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not remaining
+
+
+def listening_addresses(pids: Iterable[int]) -> set[str]:
+    """Return the addresses at which the processes accept TCP connections."""
+    inodes = {
+        target.removeprefix("socket:[").removesuffix("]")
+        for pid in pids
+        for target in _descriptors(pid)
+        if target.startswith("socket:[")
+    }
+    addresses = set()
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == _LISTEN and fields[9] in inodes:
+                addresses.add(_address(fields[1].partition(":")[0]))
+    return addresses
+
+
+_LISTEN = "0A"
+
+
+def _descriptors(pid: int) -> list[str]:
+    targets = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                targets.append(os.readlink(f"/proc/{pid}/fd/{name}"))
+    return targets
+
+
+def _address(text: str) -> str:
+    """Convert an address of /proc/net/tcp, which stores 32-bit words in the byte order of the machine."""
+    words = [int(text[start : start + 8], 16).to_bytes(4, sys.byteorder) for start in range(0, len(text), 8)]
+    address = ipaddress.ip_address(b"".join(words))
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)

@@ -5,6 +5,7 @@ rollout = servers.rollout(config)       # a rollout with the URL of a running se
 servers.end()
 """
 
+import os
 from collections import Counter
 
 from camshaft.config.rollout import RolloutEngineConfig
@@ -20,6 +21,7 @@ class Servers:
     """One server per model and dtype; beyond `keep` servers, the least used one is stopped."""
 
     def __init__(self, keep: int):
+        os.environ.setdefault("VLLM_API_KEY", "a secret of the tests")  # also for rollouts that get the URL
         self._keep = keep
         self._running: dict[tuple[str, str], ServerProcess] = {}
         self._uses: Counter[tuple[str, str]] = Counter()

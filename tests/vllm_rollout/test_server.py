@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,17 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(900)]
 
 SLOW = {"vllm_server_timeout": 600}
 SAMPLING = SamplingParams(12, temperature=0.7)
+
+
+KEY = "a secret of the tests"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def key() -> Iterator[None]:
+    """Set the key of started servers, so that tests can connect to them by URL."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_API_KEY", KEY)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +136,21 @@ def test_given_server_receives_weights_by_broadcast(started_case: Case, harness:
     assert off(started_case, harness) < 1e-4
 
 
+ROUTES = ["/health", "/metrics", "/v1/models", "/v1/completions", "/collective_rpc", "/sleep", "/pause", "/docs"]
+
+
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+def test_every_route_requires_the_key(started_case: Case, method: str) -> None:
+    url = process_of(started_case.rollout).url
+    for route in ROUTES:
+        for headers in ({}, {"Authorization": "Bearer another"}):
+            request = urllib.request.Request(f"{url}{route}", method=method, headers=headers)
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(request, timeout=60)
+    command = Path(f"/proc/{process_of(started_case.rollout)._server.pid}/cmdline").read_text()
+    assert KEY not in command
+
+
 def test_interrupted_weight_sync_leaves_no_weights(started_case: Case, harness: RolloutHarness) -> None:
     def broken() -> Iterator[Any]:
         yield from started_case.weights()[:4]
@@ -196,7 +223,8 @@ def kill_while_it_generates(pid: int, url: str, seconds: float = 60) -> None:
     """Kill the process when the server reports running sequences, or after some seconds."""
     gives_up = time.monotonic() + seconds
     while time.monotonic() < gives_up:
-        with urllib.request.urlopen(f"{url}/metrics", timeout=seconds) as answer:
+        request = urllib.request.Request(f"{url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+        with urllib.request.urlopen(request, timeout=seconds) as answer:
             running_now = re.search(r"^vllm:num_requests_running\{.*\} (\S+)$", answer.read().decode(), re.MULTILINE)
         if running_now and float(running_now[1]) > 0:
             break

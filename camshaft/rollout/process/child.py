@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from camshaft.rollout import SamplingParams, build_rollout
 from camshaft.rollout.weights.buckets import Assembler
 from camshaft.rollout.weights.transport import open_receiver
 from camshaft.stop import ignore_stop_signals
-from camshaft.subprocesses import end_with, kill_own_group, pack, receive, send, unpack
+from camshaft.subprocesses import end_with, extend_import_path, kill_own_group, pack, receive, send, unpack
 
 
 class RequestHandler:
@@ -39,7 +39,8 @@ class RequestHandler:
     def __init__(self, connection: int):
         self._connection = connection
 
-    def start(self, name: str, config: str) -> None:
+    def start(self, name: str, config: str, path: Sequence[str]) -> None:
+        extend_import_path(path)
         rollout_config = RolloutEngineConfig.model_validate_json(config)
         device = torch.device(rollout_config.device)
         if device.type != "cpu" and device.index is not None and torch.accelerator.is_available():

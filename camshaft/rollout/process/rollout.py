@@ -34,7 +34,7 @@ from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.weights.buckets import pack_buckets
 from camshaft.rollout.weights.transport import Sender, open_sender
-from camshaft.subprocesses import describe_exit, kill_group, pack, receive, send, start_python, unpack
+from camshaft.subprocesses import describe_exit, import_path, kill_group, pack, receive, send, start_python, unpack
 
 POLL_SECONDS = 0.2
 """Interval between two checks that the child is alive. Replies and closed connections end the wait immediately."""
@@ -62,7 +62,7 @@ class ProcessRollout(BaseRollout):
         weakref.finalize(self, self._child.end)
         try:
             seconds = START_SECONDS if timeout is None else max(START_SECONDS, self._timeout)
-            self._call("start", name, child_config.model_dump_json(), timeout=seconds)
+            self._call("start", name, child_config.model_dump_json(), import_path(), timeout=seconds)
         except BaseException:
             self._child.end("the rollout could not be built")
             raise

@@ -24,13 +24,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from camshaft.errors import RolloutError
+from camshaft.rollout.vllm.guard import API_KEY
 
 INITIAL_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.1, 2.0
 """Seconds between two attempts; the pause doubles after each attempt."""
 MAX_ERROR_BODY = 2000
 """Maximum number of characters of a response body in an error message."""
-API_KEY = "VLLM_API_KEY"
-"""Environment variable with the server's API key, if it requires one. vLLM reads the same variable."""
 
 
 class ServerUnavailable(RolloutError):
@@ -40,12 +39,21 @@ class ServerUnavailable(RolloutError):
 class HTTPClient:
     """Client that exchanges JSON over HTTP with the server at `url`.
 
+    `key` is the server's API key, by default the value of the environment variable VLLM_API_KEY, if it is set.
     `exit_report` returns a description of how the server process ended. It returns an empty string while the process
     runs or if its state is unknown. A non-empty report is added to connection errors and stops the retries.
     """
 
-    def __init__(self, url: str, timeout: float, retry_timeout: float, exit_report: Callable[[], str] = str):
+    def __init__(
+        self,
+        url: str,
+        timeout: float,
+        retry_timeout: float,
+        exit_report: Callable[[], str] = str,
+        key: str | None = None,
+    ):
         self.url, self.timeout, self.retry_timeout, self.exit_report = url, timeout, retry_timeout, exit_report
+        self.key = os.environ.get(API_KEY) if key is None else key
         self.retries = 0
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
@@ -112,7 +120,8 @@ class RetryingConnection:
         if status >= 400:
             error_class = ServerUnavailable if status >= 500 else RolloutError
             message = content.decode(errors="replace")[:MAX_ERROR_BODY]
-            raise error_class(f"{client.url} answered {path} with HTTP {status}: {message}")
+            fix = f"; set {API_KEY} to the server's API key" if status == 401 else ""
+            raise error_class(f"{client.url} answered {path} with HTTP {status}: {message}{fix}")
         try:
             return json.loads(content) if content else None
         except ValueError as error:
@@ -123,8 +132,8 @@ class RetryingConnection:
     def _send(self, method: str, path: str, body: Any) -> tuple[int, bytes]:
         """Send a request and return the status code and body of the response."""
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(API_KEY):
-            headers["Authorization"] = f"Bearer {key}"
+        if self._client.key:
+            headers["Authorization"] = f"Bearer {self._client.key}"
         data = None if body is None else json.dumps(body).encode()
         self._connection.request(method, path, data, headers)
         response = self._connection.getresponse()

@@ -30,6 +30,7 @@ from camshaft.errors import RolloutError
 from camshaft.rollout.external import reject_reserved
 from camshaft.rollout.server.http_client import HTTPClient
 from camshaft.rollout.vllm.engine import engine_arguments
+from camshaft.rollout.vllm.guard import API_KEY
 from camshaft.rollout.vllm.installed import MISSING
 from camshaft.subprocesses import describe_exit, guard_group, kill_group, start_python
 
@@ -37,6 +38,8 @@ HOST = "127.0.0.1"
 POLL_SECONDS = 0.2
 EXTENSION = "camshaft.rollout.vllm.worker.WorkerExtension"
 """Import path of the class that vLLM adds to its workers."""
+GUARD = "camshaft.rollout.vllm.guard.KeyGuard"
+"""Import path of the middleware that requires the key. vLLM applies the last middleware first."""
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
 """Environment variable that enables weight updates in vLLM's server."""
 LAST_LINES = 30
@@ -47,7 +50,7 @@ TRAINER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_
 def command_line_options(config: RolloutEngineConfig, arguments: Mapping[str, Any]) -> list[str]:
     """Return the command-line options with which a server is compatible with `config`."""
     required_options = engine_arguments(config)
-    reject_reserved(arguments, required_options)
+    reject_reserved(arguments, [*required_options, "api_key"])
     command: list[str] = []
     options = {**required_options, **arguments, "worker_extension_cls": EXTENSION, "enable_prompt_tokens_details": True}
     for name, value in options.items():
@@ -68,7 +71,11 @@ def server_command(config: RolloutEngineConfig) -> str:
 
 
 class ServerProcess:
-    """A server process. It is killed by `end`, or when this process ends, even if a signal kills this process."""
+    """A server process. It is killed by `end`, or when this process ends, even if a signal kills this process.
+
+    Every route of the server requires `key`: the value of VLLM_API_KEY or, if that is unset, a random one. The server
+    reads it from its environment, because all users of the machine can read its command line.
+    """
 
     def __init__(self, config: RolloutEngineConfig, arguments: Mapping[str, Any]):
         if importlib.util.find_spec("vllm") is None:
@@ -77,6 +84,7 @@ class ServerProcess:
             )
         port = _free_port()
         self.url = f"http://{HOST}:{port}"
+        self.key = os.environ.get(API_KEY) or secrets.token_urlsafe(32)
         self._name = f"camshaft-{secrets.token_hex(4)}"
         self._exit_report = ""
         self._lock = threading.Lock()
@@ -88,8 +96,10 @@ class ServerProcess:
             self._name,
             "--disable-uvicorn-access-log",
             *command_line_options(config, arguments),
+            "--middleware",
+            GUARD,
         ]
-        environment = _environment(config.device)
+        environment = _environment(config.device) | {API_KEY: self.key}
         self._server = start_python(
             server, env=environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
         )
@@ -97,7 +107,8 @@ class ServerProcess:
 
     def wait(self, timeout: float) -> None:
         """Wait until the server is ready. After `timeout` seconds, stop it and raise an error."""
-        http, deadline = HTTPClient(self.url, POLL_SECONDS * 10, 0.0), time.monotonic() + timeout
+        deadline = time.monotonic() + timeout
+        http = HTTPClient(self.url, POLL_SECONDS * 10, 0.0, key=self.key)
         try:
             while True:
                 if report := self.exit_report():

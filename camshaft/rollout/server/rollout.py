@@ -74,7 +74,7 @@ class ServerRollout(BaseVLLMRollout):
         process = self._process = ServerProcess(self.config, options.arguments)
         weakref.finalize(self, process.end)
         process.wait(options.vllm_server_timeout)
-        return HTTPClient(process.url, options.timeout, options.retry_timeout, process.exit_report)
+        return HTTPClient(process.url, options.timeout, options.retry_timeout, process.exit_report, process.key)
 
     # -- weights --------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ adapters.py     sync LoRA adapters separately from the base weights
 workarounds.py  functions that use vLLM internals to prevent errors that vLLM does not report
 installed.py    tested versions, and the error message if vLLM is missing
 environment.py  start vLLM without lasting changes to the process
+guard.py        middleware of vLLM's server that requires an API key on every route
 worker.py       worker extension of vLLM's server, which receives weights and returns checksums
 cpu_worker.py   worker class for CPU ranks that share one engine
 """

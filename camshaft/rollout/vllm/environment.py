@@ -38,6 +38,7 @@ def _environment(device: str) -> Iterator[None]:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["PYTHONSAFEPATH"] = "1"  # processes that vLLM starts do not import files of the working directory
     if world_size() > 1:
         local_rank = with_device_index(device).index or 0
         os.environ |= {"RANK": str(rank()), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size())}

@@ -20,20 +20,18 @@ from __future__ import annotations
 import base64
 import mmap
 import os
-import pickle
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing  # registers the reductions with which ForkingPickler shares tensors
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from camshaft.device import synchronize
+from camshaft.device import create_store, synchronize
 from camshaft.errors import RolloutError
 
 BUCKET_SECONDS = 60.0
@@ -132,24 +130,66 @@ def _map_file(file: int, size: int) -> Tensor:
 
 
 class DeviceMemory(Sender):
-    """A tensor on an accelerator that another process opens through `torch.multiprocessing`."""
+    """A tensor on a CUDA device that another process opens by its IPC handle."""
 
     def __init__(self, device: torch.device, size: int):
+        if device.type != "cuda":
+            raise RolloutError(
+                f"processes can share the memory of a CUDA device only, not of device={device}; set rollout.name=torch "
+                "to generate in the trainer's process"
+            )
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
     def handle(self) -> dict[str, Any]:
-        shared = bytes(ForkingPickler.dumps(self.buffer))
-        return {"means": "device_memory", "tensor": base64.b64encode(shared).decode()}
+        _, arguments = reduce_tensor(self.buffer)
+        return encode_device_handle(arguments)
 
 
 class DeviceMemoryReceiver(Receiver):
     """The tensor of a `DeviceMemory` sender, opened in this process."""
 
     def __init__(self, handle: Mapping[str, Any]):
-        self._buffer: Tensor = pickle.loads(base64.b64decode(handle["tensor"]))
+        self._buffer: Tensor = rebuild_cuda_tensor(*decode_device_handle(handle))
 
     def pull(self, num_bytes: int) -> Tensor:
         return self._buffer[:num_bytes]
+
+
+_DEVICE_NUMBERS = (
+    "offset", "device", "storage_bytes", "storage_offset_bytes", "reference_offset", "event_sync_required",
+)  # fmt: skip
+_DEVICE_BYTES = ("storage_handle", "reference_handle", "event_handle")
+
+
+def encode_device_handle(arguments: Sequence[Any]) -> dict[str, Any]:
+    """Return the arguments with which torch opens a shared uint8 vector as a JSON-serializable dict.
+
+    The receiver may get the handle over HTTP, so it contains numbers and byte strings, and not torch's pickle, which
+    could run code.
+    """
+    _, size, _, offset, _, _, device, storage, num_bytes, start, _, reference, reference_offset, event, sync = arguments
+    numbers = map(int, (offset, device, num_bytes, start, reference_offset, sync))
+    handles = (base64.b64encode(value).decode() for value in (storage, reference, event))
+    names = ("means", "size", *_DEVICE_NUMBERS, *_DEVICE_BYTES)
+    return dict(zip(names, ("device_memory", size[0], *numbers, *handles), strict=True))
+
+
+def decode_device_handle(handle: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the arguments of `encode_device_handle`. Raise RolloutError if the handle has other entries."""
+    try:
+        size, numbers = int(handle["size"]), {name: int(handle[name]) for name in _DEVICE_NUMBERS}
+        handles = {name: base64.b64decode(handle[name], validate=True) for name in _DEVICE_BYTES}
+    except (KeyError, TypeError, ValueError) as error:
+        raise RolloutError(
+            f"the handle of shared device memory is invalid ({type(error).__name__}: {error}); install the same "
+            "version of camshaft on both sides"
+        ) from error
+    return (
+        Tensor, torch.Size([size]), (1,), numbers["offset"], torch.UntypedStorage, torch.uint8, numbers["device"],
+        handles["storage_handle"], numbers["storage_bytes"], numbers["storage_offset_bytes"], False,
+        handles["reference_handle"], numbers["reference_offset"], handles["event_handle"],
+        bool(numbers["event_sync_required"]),
+    )  # fmt: skip
 
 
 # -- several machines -----------------------------------------------------------------------------
@@ -162,7 +202,7 @@ class Broadcast(Sender):
         self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
         self._host, self._world, self._seconds = host, receivers + 1, seconds
         wait = timedelta(seconds=seconds)
-        self._store: Any = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
+        self._store: Any = create_store(host, None, wait)
         self._group: Any = None
 
     def handle(self) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """The server rollout without vLLM: HTTP client, options, and replies of a faulty server."""
 
+import asyncio
 import itertools
 import os
 import signal
@@ -21,8 +22,10 @@ from camshaft.config.schema.rollouts import ServerOptions
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams, build_rollout
+from camshaft.rollout.server import launch
 from camshaft.rollout.server.http_client import HTTPClient
 from camshaft.rollout.server.launch import ServerProcess, command_line_options
+from camshaft.rollout.vllm.guard import KeyGuard
 from camshaft.subprocesses import is_running
 
 STATE = {"identity": "a", "version": None, "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
@@ -213,6 +216,80 @@ def test_server_without_weight_updates_is_rejected(answer: tuple[int, Any], mess
 def test_other_http_server_is_rejected() -> None:
     with fake_server(lambda path, body: (200, {})) as fake, pytest.raises(RolloutError, match="serves no model"):
         build_rollout("server", config(vllm_server_base_url=fake.url))
+
+
+# -- the key ---------------------------------------------------------------------------------------
+
+
+def guarded_status(scope: dict[str, Any], key: str | None) -> int | str:
+    """Return the HTTP status with which the guarded application answers, or the type of its first message."""
+    sent: list[Any] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200})
+
+    async def receive() -> Any:
+        raise AssertionError("the guard reads no request body")
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    headers = [] if key is None else [(b"authorization", key.encode())]
+    asyncio.run(KeyGuard(application)({"headers": headers, **scope}, receive, send))
+    return sent[0].get("status", sent[0]["type"])
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/collective_rpc", "/sleep", "/health", "/", "//v1/models"])
+@pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
+def test_every_request_requires_the_key(path: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    scope = {"type": "http", "path": path, "method": method}
+    assert guarded_status(scope, "Bearer secret") == 200
+    assert [guarded_status(scope, key) for key in (None, "secret", "Bearer secre", "Bearer ", "")] == [401] * 5
+    assert guarded_status({"type": "websocket", "path": path}, None) == "websocket.close"
+    assert guarded_status({"type": "lifespan"}, None) == 200
+
+
+def test_a_server_without_a_key_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    with pytest.raises(RolloutError, match="VLLM_API_KEY is not set"):
+        KeyGuard(lambda scope, receive, send: receive())
+
+
+def test_requests_have_the_key_of_the_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    with fake_server(lambda path, body: (200, {})) as fake:
+        for environment, key in (("", None), ("user", None), ("user", "own")):
+            monkeypatch.setenv("VLLM_API_KEY", environment)
+            HTTPClient(fake.url, 10, 0, key=key).request("GET", "/health")
+    assert fake.keys == [None, "Bearer user", "Bearer own"]
+
+
+def test_a_rejected_key_names_the_variable() -> None:
+    with fake_server(lambda path, body: (401, {})) as fake, pytest.raises(RolloutError, match=r"401.*set VLLM_API_KEY"):
+        HTTPClient(fake.url, 10, 0).request("GET", "/v1/models")
+
+
+def test_a_started_server_gets_the_key_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[tuple[list[str], dict[str, str]]] = []
+
+    def start_python(arguments: list[str], env: dict[str, str], **options: Any) -> Any:
+        commands.append((arguments, env))
+        raise InterruptedError
+
+    monkeypatch.setattr(launch, "start_python", start_python)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: name)
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    for _ in range(2):
+        with pytest.raises(InterruptedError):
+            ServerProcess(config(), {})
+    (arguments, environment), (_, other) = commands
+    key = environment["VLLM_API_KEY"]
+    assert len(key) > 30
+    assert key != other["VLLM_API_KEY"]
+    assert not any(key in argument for argument in arguments)
+    assert arguments[-2:] == ["--middleware", "camshaft.rollout.vllm.guard.KeyGuard"]
+    with pytest.raises(RolloutError, match="engine_kwargs sets api_key"):
+        ServerProcess(config(), {"api_key": "visible to all users of the machine"})
 
 
 # -- options and starting -------------------------------------------------------------------------

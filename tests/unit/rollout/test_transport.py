@@ -1,11 +1,15 @@
 """Weight transport between real processes: shared memory, broadcast, and killed peers."""
 
+import base64
+import json
 import os
+import pickle
 import signal
 import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +18,15 @@ from support.weight_peers import Peer, receive_weights, send_by_broadcast, share
 from camshaft.digest import digest
 from camshaft.errors import RolloutError
 from camshaft.rollout.weights.buckets import pack_buckets
-from camshaft.rollout.weights.transport import Broadcast, Sender, SharedMemory, open_receiver, open_sender
+from camshaft.rollout.weights.transport import (
+    Broadcast,
+    Sender,
+    SharedMemory,
+    decode_device_handle,
+    encode_device_handle,
+    open_receiver,
+    open_sender,
+)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -177,3 +189,47 @@ def test_unreachable_sender_is_named() -> None:
 def test_unknown_transport_is_named() -> None:
     with pytest.raises(RolloutError, match="unknown weight transport 'pigeon'"):
         open_receiver({"means": "pigeon"})
+
+
+# -- handles of device memory ----------------------------------------------------------------------
+
+
+class Planted:
+    """An object whose pickle writes a file when it is loaded."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.file,)
+
+
+def test_a_planted_pickle_is_not_loaded(tmp_path: Path) -> None:
+    """The earlier handles were pickles, which a client of the server's port can send."""
+    planted = base64.b64encode(pickle.dumps(Planted(tmp_path / "RAN"))).decode()
+    valid = encode_device_handle(SHARED)
+    for handle in (
+        {"means": "device_memory", "tensor": planted},
+        valid | {"device": planted},
+        {name: planted if isinstance(value, str) and name != "means" else value for name, value in valid.items()},
+    ):
+        with pytest.raises((RolloutError, RuntimeError, AssertionError)):  # the last needs a device
+            open_receiver(handle)
+    assert not (tmp_path / "RAN").exists()
+
+
+SHARED = (
+    torch.Tensor, torch.Size([3000]), (1,), 0, torch.UntypedStorage, torch.uint8, 1, b"\x00handle", 4096, 512, False,
+    b"reference", 3, b"event", True,
+)  # fmt: skip
+"""Arguments with which torch opens a shared vector, as returned by `reduce_tensor` on a CUDA device."""
+
+
+def test_a_device_handle_is_json() -> None:
+    assert decode_device_handle(json.loads(json.dumps(encode_device_handle(SHARED)))) == SHARED
+
+
+@pytest.mark.parametrize("change", [{"storage_handle": "not base64!"}, {"device": None}, {"event_handle": 3}])
+def test_an_invalid_device_handle_is_an_error(change: dict[str, Any]) -> None:
+    with pytest.raises(RolloutError, match="the handle of shared device memory is invalid"):
+        decode_device_handle(encode_device_handle(SHARED) | change)
