@@ -74,12 +74,24 @@ def test_weights_of_split_experts_arrive_in_the_rollout(tmp_path: Path) -> None:
     check("megatron", {"expert_model_parallel_size": 2}, "torch", {}, 1e-4, tmp_path)
 
 
-@pytest.mark.megatron
+@pytest.mark.titan
+def test_weights_of_pipeline_stages_of_torchtitan_arrive_in_the_rollout(tmp_path: Path) -> None:
+    make_model(tmp_path)
+    check("torchtitan", {"pipeline_parallel_degree": 2}, "torch", {}, 1e-4, tmp_path)
+
+
 @pytest.mark.vllm
-def test_weights_arrive_in_a_server_of_each_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("strategy", "options"),
+    [
+        pytest.param(*ENGINES[name], id=name, marks=MARKS[ENGINES[name][0]])
+        for name in ("megatron_tp2", "torchtitan_fsdp2")
+    ],
+)
+def test_weights_arrive_in_a_server_of_each_rank(strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
     make_model(tmp_path)
     kwargs = {"vllm_server_timeout": 600, "kv_cache_memory_bytes": 2**25}
-    check(*ENGINES["megatron_tp2"], "server", {"engine_kwargs": kwargs}, 1e-4, tmp_path)
+    check(strategy, options, "server", {"engine_kwargs": kwargs}, 1e-4, tmp_path)
 
 
 @pytest.mark.parametrize(

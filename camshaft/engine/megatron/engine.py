@@ -38,6 +38,7 @@ from camshaft.engine.megatron.state import Mirror
 from camshaft.engine.megatron.weights import WeightStore, load_weights, shards_by_name, weight_blocks
 from camshaft.engine.micro_batches import MicroBatches
 from camshaft.engine.optim import build_optimizer
+from camshaft.engine.pipeline import locate_weights, weights_of_all_stages
 from camshaft.engine.sharded import ShardedEngine
 from camshaft.engine.torch_engine import FORWARD_ONLY
 from camshaft.errors import EngineError
@@ -84,12 +85,13 @@ class MegatronEngine(ShardedEngine):
         self.groups = create_groups(dist.group.WORLD, self.layout)  # pyright: ignore[reportArgumentType]
         self.data_group = self.groups.dp if self.layout.data > 1 else None
         hf = skeleton(self.config.model, self.config.dtype).hf
-        self._shapes = {name: parameter.shape for name, parameter in hf.named_parameters()}
+        self._templates = dict(hf.named_parameters())
         config = transformer_config(hf.config, self.config, self.options)
         with on_device(self.device):
             module = MegatronModel(hf, self.config.model.head, config, self.groups, self.device).to(self.device)
-        self._blocks = weight_blocks(module, self._shapes)
-        self._stage_of = self._locate_weights()
+        self._blocks = weight_blocks(module, {name: template.shape for name, template in self._templates.items()})
+        local_names = [weight.name for block in self._blocks for weight in block.weights]
+        self._stage_of = locate_weights(self._templates, local_names, self.groups.pp)
         dtype = DTYPES[self.config.dtype]
         store_class = ShardedDataParallel if self.options.use_distributed_optimizer else DataParallel
         self._store = WeightStore(dtype) if self.config.optim is None else store_class(module, self.device, dtype)
@@ -108,19 +110,10 @@ class MegatronEngine(ShardedEngine):
             load_weights(self._blocks, self._store, self._broadcast(weights))
         seed_ranks(self.device, self.config.seed, dist.get_rank())
 
-    def _locate_weights(self) -> dict[str, int]:
-        """Return the first pipeline stage that holds each weight, in the order of the transformers model."""
-        names: list[Any] = [None] * self.groups.pp.size()
-        dist.all_gather_object(names, [w.name for block in self._blocks for w in block.weights], group=self.groups.pp)
-        return {name: next(i for i, held in enumerate(names) if name in held) for name in self._shapes}
-
     def _broadcast(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         """Yield all weights, one at a time, from rank 0, the only rank whose `weights` are not empty."""
-        for name, shape in self._shapes.items():
-            if weights:
-                full = weights[name].detach().to(self.device)
-            else:
-                full = torch.empty(shape, dtype=DTYPES[self.config.dtype], device=self.device)
+        for name, template in self._templates.items():
+            full = weights[name].detach().to(self.device) if weights else torch.empty_like(template, device=self.device)
             dist.broadcast(full, src=0)
             yield name, full
 
@@ -186,16 +179,14 @@ class MegatronEngine(ShardedEngine):
             raise EngineError("the model has no adapter, because strategy=megatron does not support LoRA")
         weights = {weight.name: weight for block in self._blocks for weight in block.weights}
         shards = shards_by_name(self._blocks, self._store)
-        for name, stage in self._stage_of.items():
-            if name in weights:
-                shard = cast_weight(name, shards[name](), dtype_of)
-                full = weights[name].as_dtensor(shard.to(self.device)).full_tensor()
-            else:
-                meta = torch.empty(self._shapes[name], dtype=DTYPES[self.config.dtype], device="meta")
-                full = torch.empty_like(cast_weight(name, meta, dtype_of), device=self.device)
-            if self.groups.pp.size() > 1:
-                dist.broadcast(full, group=self.groups.pp, group_src=stage)
-            yield name, full
+
+        def full_weight(name: str) -> Tensor:
+            shard = cast_weight(name, shards[name](), dtype_of)
+            return weights[name].as_dtensor(shard.to(self.device)).full_tensor()
+
+        return weights_of_all_stages(
+            self._stage_of, full_weight, self._templates, dtype_of, self.groups.pp, self.device
+        )
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
         raise EngineError("the model has no adapter, because strategy=megatron does not support LoRA")

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import cast
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -24,6 +23,7 @@ from camshaft.device import seed_ranks
 from camshaft.engine.base import DtypeOf, cast_weight
 from camshaft.engine.micro_batches import MicroBatches
 from camshaft.engine.optim import clip_and_step, gradient_norm
+from camshaft.engine.pipeline import locate_weights, weights_of_all_stages
 from camshaft.engine.sharded import ShardedEngine
 from camshaft.engine.torchtitan import weights
 from camshaft.engine.torchtitan.mesh import Layout, Meshes
@@ -45,7 +45,8 @@ class TorchtitanEngine(ShardedEngine):
         self.meshes = Meshes.create(Layout.from_options(self.options, dist.get_world_size()), self.device)
         self.data_group = self.meshes.data
         module = weights.build(self.config, self.options, self.meshes, self.device, group)
-        self._stage_of = {} if self.meshes.pipeline is None else _locate_weights(module, self.meshes.pipeline)
+        if self.meshes.pipeline is not None:
+            self._stage_of = locate_weights(module.template, module.weight_parameters(), self.meshes.pipeline)
         # Tensor-parallel ranks need equal dropout masks. All other ranks process different rows or tokens.
         seed_ranks(self.device, self.config.seed, dist.get_rank() // self.meshes.layout.tensor)
         return module
@@ -98,23 +99,10 @@ class TorchtitanEngine(ShardedEngine):
         pipeline = self.meshes.pipeline
         if pipeline is None or adapter_only:
             return super().named_weights(adapter_only, dtype_of)
-        return self._weights_of_all_stages(pipeline, dtype_of)
-
-    def _weights_of_all_stages(
-        self, pipeline: dist.ProcessGroup, dtype_of: DtypeOf | None
-    ) -> Iterator[tuple[str, Tensor]]:
         weights = dict(self.module.weights())
-        for name, stage in self._stage_of.items():
-            if stage == pipeline.rank():
-                full = self.full_tensor(cast_weight(name, weights[name], dtype_of))
-            else:
-                full = torch.empty_like(cast_weight(name, self.module.template[name], dtype_of), device=self.device)
-            dist.broadcast(full, group=pipeline, group_src=stage)
-            yield name, full
 
+        def full_weight(name: str) -> Tensor:
+            return self.full_tensor(cast_weight(name, weights[name], dtype_of))
 
-def _locate_weights(module: TitanModel, pipeline: dist.ProcessGroup) -> dict[str, int]:
-    """Return the first pipeline stage that holds each weight, in the order of the transformers model."""
-    names: list[list[str]] = [[]] * pipeline.size()
-    dist.all_gather_object(names, list(module.weight_parameters()), group=pipeline)
-    return {name: next(i for i, held in enumerate(names) if name in held) for name in module.template}
+        templates = self.module.template
+        return weights_of_all_stages(self._stage_of, full_weight, templates, dtype_of, pipeline, self.device)

@@ -1,10 +1,6 @@
 """Runs micro-batches through pipeline stages, with the 1F1B schedule of torch.distributed.pipelining.
 
-    run_pipeline(module, micro_batches, meshes, dtype, engine.forward_context)   # collective over a pipeline
-
-The last stage calls the hooks and the loss within the schedule. The other stages call them afterwards, on the outputs
-that the last stage broadcasts, so that every rank returns the same results. An error of a hook or of the loss is raised
-on all stages.
+run_pipeline(module, micro_batches, meshes, dtype, engine.forward_context)   # collective over a pipeline
 """
 
 # pyright: reportMissingImports=false
@@ -22,13 +18,10 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import _ScheduleForwardOnly
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from camshaft.engine.collectives import on_every_rank
-from camshaft.engine.micro_batches import MicroBatches, ModelInputs
+from camshaft.engine.micro_batches import MicroBatches
+from camshaft.engine.pipeline import Outputs, PipelineRun
 from camshaft.engine.torchtitan.mesh import Meshes
 from camshaft.engine.torchtitan.model import TitanModel
-from camshaft.models.packed import unwrap
-
-Outputs = Mapping[str, Tensor]
 
 
 class Stage(PipelineStage):
@@ -98,24 +91,17 @@ def run_pipeline(
     Hidden states have the dtype `dtype`. Each forward pass of a stage runs in a new `context`.
     """
     assert meshes.pipeline is not None
-    count = len(micro_batches)
-    inputs = [micro_batches.prepare(index) for index in range(count)]
-    calls = [module.decoder_inputs(each.tokens, each.packing) for each in inputs]
+    run = PipelineRun(micro_batches, meshes.pipeline)
+    count = len(run.inputs)
+    calls = [module.decoder_inputs(each.tokens, each.packing) for each in run.inputs]
     stage = Stage(module, meshes, [call[0].shape[1] // module.token_multiple for call in calls], dtype, context)
-    last_outputs: list[Outputs] = []
-    errors: list[Exception] = []
 
     def compute_loss(hidden: Tensor, index: int) -> Tensor:
-        loss = None
-        if not errors:
-            try:
-                with context():
-                    outputs = module.outputs_of_last_stage(hidden, inputs[index])
-                last_outputs.append({name: output.detach() for name, output in outputs.items()})
-                loss = micro_batches.finish(index, outputs)
-            except Exception as error:  # raised on all stages after the schedule, for which they wait
-                errors.append(error)
-        return (hidden * 0).sum() if loss is None else loss
+        def apply_head(hidden: Tensor) -> Outputs:
+            with context():
+                return module.outputs_of_last_stage(hidden, run.inputs[index])
+
+        return run.compute_loss(index, hidden, apply_head)
 
     arguments = ([(call[0],) for call in calls], [{"positions": c[1], "attention_masks": c[2]} for c in calls])
     stage.has_backward = torch.is_grad_enabled()
@@ -128,29 +114,4 @@ def run_pipeline(
         _ScheduleForwardOnly(stage, count)._step_microbatches(*arguments)
         for index, hidden in enumerate(stage.output_chunks):
             compute_loss(hidden, index)
-    on_every_rank(meshes.pipeline, lambda: _raise_first(errors))
-    for index, each in enumerate(inputs):
-        outputs = _broadcast(module, each, last_outputs[index] if stage.is_last else None, meshes.pipeline)
-        if not stage.is_last:
-            micro_batches.finish(index, outputs)
-
-
-def _raise_first(errors: Sequence[Exception]) -> None:
-    if errors:
-        raise errors[0]
-
-
-def _broadcast(
-    module: TitanModel, inputs: ModelInputs, outputs: Outputs | None, pipeline: dist.ProcessGroup
-) -> Outputs:
-    """Return the outputs of the last stage on every stage."""
-    received = {}
-    for name in inputs.outputs:
-        if outputs is None:
-            tokens, rows = len(unwrap(inputs.at)), len(inputs.packing.lengths)
-            shape = {"scores": (rows,), "distribution": (tokens, module.vocabulary_size)}.get(name, (tokens,))
-            received[name] = torch.empty(shape, dtype=torch.float32, device=inputs.tokens.device)
-        else:
-            received[name] = outputs[name].contiguous()
-        dist.broadcast(received[name], group=pipeline, group_src=pipeline.size() - 1)
-    return received
+    run.finish(module.vocabulary_size, dtype)

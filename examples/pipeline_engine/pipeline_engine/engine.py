@@ -21,6 +21,7 @@ from camshaft.device import seed_ranks
 from camshaft.engine import EngineCapabilities, EngineOptions
 from camshaft.engine.base import DtypeOf, cast_weight
 from camshaft.engine.optim import clip_and_step
+from camshaft.engine.pipeline import weights_of_all_stages
 from camshaft.engine.torch_engine import TorchEngine
 from camshaft.errors import EngineError
 from camshaft.models.loader import load_model
@@ -93,14 +94,12 @@ class PipelineEngine(TorchEngine):
         if adapter_only:
             raise EngineError("no adapter: strategy=pipeline does not support LoRA")
         local = dict(self.module.hf.named_parameters())
-        for name, weight in self.module.located_weights.items():
-            if weight.stage == self.module.index:
-                tensor = cast_weight(name, local[name].detach(), dtype_of).to(self.device)
-            else:
-                meta = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
-                tensor = torch.empty_like(cast_weight(name, meta, dtype_of), device=self.device)
-            dist.broadcast(tensor, group=self.stage_group, group_src=weight.stage)
-            yield name, tensor
+
+        def full_weight(name: str) -> Tensor:
+            return cast_weight(name, local[name].detach(), dtype_of).to(self.device)
+
+        stages, templates = self.module.stage_of, self.module.templates
+        return weights_of_all_stages(stages, full_weight, templates, dtype_of, self.stage_group, self.device)
 
 
 @functools.cache

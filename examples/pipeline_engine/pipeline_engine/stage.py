@@ -28,15 +28,6 @@ from camshaft.models.packed import OpaqueTensor, PackedModel, output_layer, unwr
 from camshaft.models.packing import Packing
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A weight of the full model, and the first stage that holds it."""
-
-    stage: int
-    shape: torch.Size
-    dtype: torch.dtype
-
-
 @dataclass
 class Activations:
     """Tensors of one call between its forward and its backward pass."""
@@ -71,7 +62,8 @@ class PipelineStage(PackedModel):
         output: Any = output_layer(self.hf, self.head)
         self.dtype, self.vocabulary = self.hf.dtype, len(output.weight)
         modules = modules_of_stages(self.hf, output, self.last + 1)
-        self.located_weights = locate_weights(self.hf, modules)
+        self.stage_of = locate_weights(self.hf, modules)
+        self.templates = {name: weight.to("meta") for name, weight in self.hf.named_parameters()}
         embedding: Any = self.hf.get_input_embeddings()
         tied = self.last > 0 and embedding in modules[-1] and self.index in (0, self.last)
         self.tied: nn.Parameter | None = embedding.weight if tied else None
@@ -220,7 +212,7 @@ def modules_of_stages(hf: PreTrainedModel, output: nn.Module, stages: int) -> li
     return modules
 
 
-def locate_weights(hf: nn.Module, modules: Sequence[Sequence[nn.Module]]) -> dict[str, Weight]:
+def locate_weights(hf: nn.Module, modules: Sequence[Sequence[nn.Module]]) -> dict[str, int]:
     """Return the first stage of each weight, by its name in `transformers`; tied weights once."""
     stage_of = {
         id(parameter): stage
@@ -231,4 +223,4 @@ def locate_weights(hf: nn.Module, modules: Sequence[Sequence[nn.Module]]) -> dic
     stray = [name for name, tensor in hf.state_dict(keep_vars=True).items() if id(tensor) not in stage_of]
     if stray:
         raise EngineError(f"{type(hf).__name__} has weights outside its layers ({stray[0]}); choose another engine")
-    return {name: Weight(stage_of[id(p)], p.shape, p.dtype) for name, p in hf.named_parameters()}
+    return {name: stage_of[id(parameter)] for name, parameter in hf.named_parameters()}
