@@ -25,10 +25,11 @@ from camshaft.config.derive import actor_engine_keys, engine_model, multi_respon
 from camshaft.config.engine import Conflict, EngineCapabilities, EngineModel, invalid_options
 from camshaft.config.errors import ABSENT, Problem, group_problems, unknown_name
 from camshaft.config.layout import PlacementConfig
+from camshaft.config.rollout import OPTIONAL_SAMPLING
 from camshaft.config.schema.fsdp import FSDPConfig, FSDPOptions
 from camshaft.config.schema.model import AnyModelConfig
 from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.roles import GeneratorConfig
+from camshaft.config.schema.roles import GeneratorConfig, RolloutConfig, ValKwargs
 from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.tree import flatten_mappings, format_value
 from camshaft.errors import ConfigError
@@ -402,6 +403,25 @@ def check_load_format(section: str, rollout: GeneratorConfig, strategy: str | No
         problem = f"requires {strategy_key}={supporting}, but {strategy_key}={strategy}"
         fix = f"Set {key}={replacement}, or {strategy_key}={supporting}."
         yield Problem(key, rollout.load_format, f"{problem}. {fix}", (strategy_key,))
+
+
+def check_sampling(prefix: str, rollout: GeneratorConfig) -> Iterator[Problem]:
+    """Check that the rollout supports all sampling parameters that have an effect."""
+    try:
+        supported = rollout_capabilities(rollout.name).sampling
+    except ConfigError:
+        return
+    sections: dict[str, GeneratorConfig | ValKwargs] = {prefix: rollout}
+    if isinstance(rollout, RolloutConfig):
+        sections[f"{prefix}.val_kwargs"] = rollout.val_kwargs
+    for section, values in sections.items():
+        for name, off in OPTIONAL_SAMPLING.items():
+            value, key, name_key = getattr(values, name), f"{section}.{name}", f"{prefix}.name"
+            if value != off and name not in supported:
+                supporting = ", ".join(n for n, rollout in ROLLOUTS.items() if name in rollout.capabilities.sampling)
+                problem = f"is not supported by {name_key}={rollout.name}"
+                message = f"{problem}. Set {key}={off}, or {name_key} to one of {supporting}."
+                yield Problem(key, value, message, (name_key,))
 
 
 def check_rollout_adapter(config: PPOConfig) -> Iterator[Problem]:

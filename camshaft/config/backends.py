@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from camshaft.config.engine import EngineCapabilities, EngineOptions
-from camshaft.config.rollout import OPTIONAL_KEYS, RolloutCapabilities
+from camshaft.config.rollout import OPTIONAL_KEYS, OPTIONAL_SAMPLING, RolloutCapabilities
 from camshaft.config.schema.fsdp import FSDP1Options, FSDPOptions
 from camshaft.config.schema.megatron import MegatronOptions
 from camshaft.config.schema.rollouts import OneDeviceOptions, ServerOptions, SGLangOptions, VLLMOptions
@@ -61,12 +61,16 @@ ENGINES = {
 
 _LIBRARY_KEYS = frozenset(OPTIONAL_KEYS) - {"update_weights_bucket_megabytes"}
 
-HF = RolloutCapabilities(OneDeviceOptions, reads=frozenset())
+_ALL_SAMPLING = frozenset(OPTIONAL_SAMPLING)
+
+HF = RolloutCapabilities(OneDeviceOptions, reads=frozenset(), sampling=_ALL_SAMPLING)
 PROCESS = RolloutCapabilities()
-SERVER = RolloutCapabilities(ServerOptions)
+SERVER = RolloutCapabilities(ServerOptions, sampling=_ALL_SAMPLING)
 SGLANG = RolloutCapabilities(SGLangOptions)
-TORCH = RolloutCapabilities(OneDeviceOptions, reads=frozenset({"enforce_eager"}), supports_routed_experts=True)
-VLLM = RolloutCapabilities(VLLMOptions, reads=_LIBRARY_KEYS, supports_adapter=True)
+TORCH = RolloutCapabilities(
+    OneDeviceOptions, reads=frozenset({"enforce_eager"}), sampling=_ALL_SAMPLING, supports_routed_experts=True
+)
+VLLM = RolloutCapabilities(VLLMOptions, reads=_LIBRARY_KEYS, sampling=_ALL_SAMPLING, supports_adapter=True)
 
 ROLLOUTS = {
     "hf": Backend("camshaft.rollout.hf:HFRollout", HF),

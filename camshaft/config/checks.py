@@ -16,6 +16,7 @@ from camshaft.config.backend_checks import (
     check_rollout,
     check_rollout_adapter,
     check_routed_experts,
+    check_sampling,
     check_supervised_engines,
     layouts_are_valid,
 )
@@ -23,6 +24,7 @@ from camshaft.config.engine import largest_divisor
 from camshaft.config.errors import Problem, check_name
 from camshaft.config.files import check_eval_files, check_generate_files, check_ppo_files, check_supervised_files
 from camshaft.config.layout import GLOBAL_POOL, PlacementConfig, PoolConfig, Topology, pool_sizes
+from camshaft.config.rollout import OPTIONAL_SAMPLING
 from camshaft.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES, parse_threshold
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
@@ -47,6 +49,7 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
         yield from _check_placement(config.trainer)
         yield from _check_generator("rollout", config.rollout, config.trainer.world_size)
         yield from check_load_format("rollout", config.rollout, None)
+        yield from check_sampling("rollout", config.rollout)
         yield from _check_scoring_function(config.custom_reward_function)
         yield from check_generate_files(config)
     elif isinstance(config, EvalConfig):
@@ -68,6 +71,7 @@ def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
     yield from _check_scores(config)
     yield from check_ppo_engines(config)
     yield from check_rollout_adapter(config)
+    yield from check_sampling(ROLLOUT, config.actor_rollout_ref.rollout)
     yield from check_routed_experts(config)
     yield from check_load_format(ROLLOUT, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.strategy)
     if layouts_are_valid(config):
@@ -436,6 +440,7 @@ def _check_bypass(config: PPOConfig) -> Iterator[Problem]:
             )
             yield Problem(key, True, message, (related_key,))
     truncated = {"do_sample=true": not rollout.do_sample, "top_p=1.0": rollout.top_p < 1, "top_k=0": rollout.top_k > 0}
+    truncated |= {f"{name}={off}": getattr(rollout, name) != off for name, off in OPTIONAL_SAMPLING.items()}
     for fix, is_truncated in truncated.items():
         if is_truncated:
             related_key = f"{ROLLOUT}.{fix.partition('=')[0]}"

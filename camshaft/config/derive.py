@@ -226,6 +226,12 @@ def _sampling(rollout: GeneratorConfig, section: GeneratorConfig | ValKwargs) ->
         "temperature": section.temperature,
         "top_k": section.top_k,
         "top_p": section.top_p,
+        "min_p": section.min_p,
+        "repetition_penalty": section.repetition_penalty,
+        "presence_penalty": section.presence_penalty,
+        "frequency_penalty": section.frequency_penalty,
+        "stop": section.stop,
+        "stop_token_ids": section.stop_token_ids,
         "do_sample": section.do_sample,
         "ignore_eos": rollout.ignore_eos,
     }

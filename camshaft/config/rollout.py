@@ -64,6 +64,10 @@ OPTIONAL_KEYS = (
 """Keys of the section `rollout` that some rollouts ignore."""
 
 
+OPTIONAL_SAMPLING = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Sampling parameters that some rollouts do not support, with the value that has no effect."""
+
+
 class RolloutOptions(Frozen):
     """Options of a rollout (`rollout.engine_kwargs`).
 
@@ -100,6 +104,9 @@ class RolloutCapabilities:
     """Schema of `rollout.engine_kwargs`. The default accepts any option."""
     reads: frozenset[str] = frozenset(OPTIONAL_KEYS)
     """Keys of `OPTIONAL_KEYS` that the rollout reads. A run that sets one of the other keys logs a warning."""
+    sampling: frozenset[str] = frozenset()
+    """Parameters of `OPTIONAL_SAMPLING` that the rollout applies. Its log-probs must refer to the resulting
+    distribution. The other parameters are rejected."""
     supports_adapter: bool = False
     """True if the rollout supports `RolloutEngineConfig.lora`: the base weights are synced once, and the adapter at
     every weight sync."""

@@ -20,10 +20,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from camshaft.config.rollout import RolloutCapabilities, RolloutEngineConfig
+from camshaft.config.rollout import OPTIONAL_SAMPLING, RolloutCapabilities, RolloutEngineConfig
 from camshaft.dataproto import Ragged
 from camshaft.errors import RolloutError
-from camshaft.rollout.sampling import row_seeds
+from camshaft.rollout.sampling import Penalties, row_seeds
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,15 @@ class SamplingParams:
     """Number of most probable tokens to sample from; 0 or -1 keeps all tokens."""
     top_p: float = 1.0
     """Total probability of the most probable tokens to sample from; 1.0 keeps all tokens."""
+    min_p: float = 0.0
+    """Minimum probability of a token, relative to the most probable token; 0.0 keeps all tokens. Like the penalties, it
+    requires a rollout that declares it in `RolloutCapabilities.sampling`."""
+    repetition_penalty: float = 1.0
+    """Penalty on tokens of prompt and response: positive logits are divided by it, others are multiplied by it."""
+    presence_penalty: float = 0.0
+    """Number that is subtracted from the logits of tokens in the response."""
+    frequency_penalty: float = 0.0
+    """Number that is subtracted from the logit of a token for each of its occurrences in the response."""
     do_sample: bool = True
     ignore_eos: bool = False
     stop_token_ids: tuple[int, ...] = ()
@@ -52,6 +61,12 @@ class SamplingParams:
             "temperature must be 0 (greedy) or more": not self.temperature >= 0 and self.temperature,
             "top_k must be a number of tokens, or 0 or -1 for all tokens": self.top_k < -1 and self.top_k,
             "top_p must be above 0 and at most 1": not 0 < self.top_p <= 1 and self.top_p,
+            "min_p must be at least 0 and at most 1": not 0 <= self.min_p <= 1 and self.min_p,
+            "repetition_penalty must be above 0": not self.repetition_penalty > 0 and self.repetition_penalty,
+            "presence_penalty must be between -2 and 2": not -2 <= self.presence_penalty <= 2 and self.presence_penalty,
+            "frequency_penalty must be between -2 and 2": (
+                not -2 <= self.frequency_penalty <= 2 and self.frequency_penalty
+            ),
         }
         for rule, value in rules.items():
             if value is not False:
@@ -63,6 +78,15 @@ class SamplingParams:
     def greedy(self) -> bool:
         return not self.do_sample or self.temperature == 0
 
+    def optional(self) -> dict[str, float]:
+        """Return the values of the parameters that a rollout must declare to support, unless they have no effect."""
+        return {name: getattr(self, name) for name, off in OPTIONAL_SAMPLING.items() if getattr(self, name) != off}
+
+    def penalties(self, prompts: Ragged) -> Penalties | None:
+        """Return the penalties on tokens for one call; None if no penalty is set."""
+        strengths = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return None if strengths == (1.0, 0.0, 0.0) else Penalties(prompts, self.max_tokens, *strengths)
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -71,9 +95,9 @@ class Generation:
     responses: Ragged
     """Token ids. The last token of a finished row is the stop token, or the token that completes the stop string."""
     log_probs: Ragged
-    """Log-probs after temperature, top_k and top_p, in float32 and aligned with `responses`.
+    """Log-probs after penalties, temperature, min_p, top_k and top_p, in float32 and aligned with `responses`.
 
-    For greedy decoding, these are the model's log-probs at temperature 1.
+    For greedy decoding, these are the log-probs at temperature 1 after the penalties.
     """
     finished: Tensor
     """Bool of shape (B,): True if a stop token or stop string ended the row, False if a length limit did."""
@@ -187,8 +211,14 @@ class BaseRollout(ABC):
         """Return the maximum number of response tokens per row, shape (B,).
 
         The limit is `max_tokens`, or less if the row reaches `max_model_len` earlier. Raise `RolloutError` if a prompt
-        is empty, too long, or contains token ids outside the vocabulary.
+        is empty, too long, or contains token ids outside the vocabulary, or if the rollout does not support `sampling`.
         """
+        for name, value in sampling.optional().items():
+            if name not in self.capabilities.sampling:
+                raise RolloutError(
+                    f"{type(self).__name__} does not support {name}={value}; set {name}={OPTIONAL_SAMPLING[name]:g}, "
+                    "or use another rollout"
+                )
         max_prompt_length = self.config.max_model_len - 1
         empty_rows = (prompts.lengths == 0).nonzero()[:, 0].tolist()
         if empty_rows:

@@ -19,6 +19,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     StoppingCriteria,
     StoppingCriteriaList,
     TemperatureLogitsWarper,
@@ -109,7 +110,7 @@ class HFRollout(BaseRollout):
             return_dict_in_generate=True,
         )
         prompts, width = prompts.to(self.model.device), int(prompts.lengths.max())
-        sampler = _Sampler(sampling, seeds.to(self.model.device), prompts.lengths.to(self.model.device))
+        sampler = _Sampler(sampling, seeds.to(self.model.device), prompts)
         criteria = _StopCriteria(StopStrings(self.model.tokenizer, sampling.stop), width) if sampling.stop else None
         with torch.no_grad():
             out = hf.generate(
@@ -142,13 +143,19 @@ class HFRollout(BaseRollout):
 
 
 class _Sampler(LogitsProcessor):
-    """Logits processor that applies the warpers, samples the next token of each row and records its log-prob."""
+    """Logits processor that applies the penalties and the warpers, and samples the next token of each row.
 
-    def __init__(self, sampling: SamplingParams, seeds: Tensor, lengths: Tensor):
-        self._greedy, self._seeds, self._lengths = sampling.greedy, seeds, lengths
+    The penalties of transformers would also apply to padding tokens.
+    """
+
+    def __init__(self, sampling: SamplingParams, seeds: Tensor, prompts: Ragged):
+        self._greedy, self._seeds, self._lengths = sampling.greedy, seeds, prompts.lengths.to(seeds.device)
+        self._penalties, self._rows = sampling.penalties(prompts), torch.arange(len(seeds), device=seeds.device)
         self._warpers = LogitsProcessorList()
         if sampling.temperature != 1 and not sampling.greedy:
             self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
+        if sampling.min_p > 0:
+            self._warpers.append(MinPLogitsWarper(float(sampling.min_p)))
         if sampling.top_k > 0:
             self._warpers.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1:
@@ -156,12 +163,16 @@ class _Sampler(LogitsProcessor):
         self.log_probs: list[Tensor] = []
 
     def __call__(self, input_ids: Any, scores: Any) -> Any:
+        if self._penalties is not None:
+            scores = self._penalties.apply(scores, self._rows)
         if self._greedy:
             tokens, log_probs = sample_greedy(scores)
         else:
             positions = self._lengths + len(self.log_probs)
             tokens, log_probs = draw(self._warpers(input_ids, scores), uniform_numbers(self._seeds, positions))
         self.log_probs.append(log_probs)
+        if self._penalties is not None:
+            self._penalties.add(self._rows, tokens)
         return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
 

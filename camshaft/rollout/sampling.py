@@ -4,14 +4,19 @@
     tokens, log_probs = draw(scores, uniform_numbers(seeds, positions))
     tokens, log_probs = sample_greedy(logits)
 
-Temperature applies first, then `top_k`, then `top_p`. Excluded tokens get the score -inf. The log-probs refer to the
+`Penalties` change the logits first. Then the temperature applies, then `min_p`, `top_k` and `top_p`, as in vLLM.
+Excluded tokens get the score -inf. The log-probs refer to the
 remaining distribution, from which the token is sampled. Each uniform number is a hash of the row's seed and the token's
 position, so the samples of a row do not depend on the other rows of the batch. Third-party generators may import this
 module.
 """
 
+import math
+
 import torch
 from torch import Tensor
+
+from camshaft.ragged import Ragged
 
 MAX_SINGLE_PASS = 1024
 """Maximum size of a vocabulary that is searched in one pass. Larger vocabularies are searched in blocks."""
@@ -26,16 +31,60 @@ PROBABILITY_SCALE = 2.0**48
 """Scale at which probabilities are converted to integers before they are summed."""
 
 
-def restrict(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+class Penalties:
+    """Penalties on tokens that a row already contains, with the definitions of vLLM.
+
+        penalties = Penalties(prompts, max_tokens, repetition=1.2, presence=0.5, frequency=0.1)
+        logits = penalties.apply(logits, rows)          # (b, V), for the rows (b,) of the batch
+        penalties.add(rows, tokens)
+
+    A logit of a token in the prompt or the response is divided by `repetition` if it is positive, and multiplied by it
+    otherwise. Then `frequency` times the number of occurrences in the response, and `presence` if there is one, are
+    subtracted.
+    """
+
+    def __init__(
+        self, prompts: Ragged, max_tokens: int, repetition: float = 1.0, presence: float = 0.0, frequency: float = 0.0
+    ):
+        self.repetition, self.presence, self.frequency = repetition, presence, frequency
+        self.prompts = prompts.padded("right", -1)
+        self.responses = self.prompts.new_full((len(prompts), max_tokens), -1)
+        self.lengths = torch.zeros_like(self.prompts[:, 0])
+
+    def apply(self, logits: Tensor, rows: Tensor) -> Tensor:
+        """Return the penalized logits. Float64 logits give float64; all other dtypes give float32."""
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        in_prompt, counts = (_count(tokens[rows], logits) for tokens in (self.prompts, self.responses))
+        penalized = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
+        logits = torch.where((in_prompt + counts) > 0, penalized, logits)
+        return logits - self.frequency * counts - self.presence * (counts > 0)
+
+    def add(self, rows: Tensor, tokens: Tensor) -> None:
+        """Append one token (b,) to the response of each row (b,)."""
+        self.responses[rows, self.lengths[rows]] = tokens
+        self.lengths[rows] += 1
+
+
+def _count(tokens: Tensor, logits: Tensor) -> Tensor:
+    """Return how often each token of the vocabulary occurs in each row, in the shape and dtype of `logits`."""
+    size = logits.shape[-1]
+    counts = logits.new_zeros(len(tokens), size + 1)  # the last column counts the padding
+    return counts.scatter_add_(1, tokens.where(tokens >= 0, size), counts.new_ones(()).expand(tokens.shape))[:, :size]
+
+
+def restrict(logits: Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Tensor:
     """Return the scores (B, V) of the distribution to sample from, with -inf for excluded tokens.
 
-    Float64 logits give float64 scores; all other dtypes give float32. `top_k` < 1 and `top_p` >= 1 keep all tokens. If
+    Float64 logits give float64 scores; all other dtypes give float32. `min_p` excludes tokens whose probability is
+    below `min_p` times that of the most probable token. `top_k` < 1, `top_p` >= 1 and `min_p` = 0 keep all tokens. If
     several tokens tie at the threshold, all of them are kept, because another implementation could not reproduce an
     arbitrary choice between them.
     """
     scores = logits if logits.dtype == torch.float64 else logits.float()
     if temperature != 1.0:
         scores = scores / temperature
+    if min_p > 0:
+        scores = scores.masked_fill(scores < scores.amax(-1, keepdim=True) + math.log(min_p), -torch.inf)
     size = scores.shape[-1]
     num_kept = min(top_k, size) if top_k > 0 else size
     if num_kept < size:

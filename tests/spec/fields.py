@@ -141,6 +141,12 @@ _VALIDATION: dict[str, tuple[Any, ...]] = {
     "temperature": ("temperature", 0.5),
     "top_k": ("top_k", 5),
     "top_p": ("top_p", 0.5),
+    "min_p": ("min_p", 0.1),
+    "repetition_penalty": ("repetition_penalty", 1.5),
+    "presence_penalty": ("presence_penalty", 0.5),
+    "frequency_penalty": ("frequency_penalty", -0.5),
+    "stop": ("stop", ("###",)),
+    "stop_token_ids": ("stop_token_ids", (7,)),
 }
 
 _OWN_ENGINE = {f"{ACTOR}.strategy": "support.own_backends:OwnEngine"}
@@ -306,6 +312,12 @@ FIELD_TESTS: dict[str, dict[str, tuple[str, ...]]] = {
         "temperature": (f"{_GENERATES}[torch-log_probs_match_the_distribution]",),
         "top_k": (f"{_GENERATES}[torch-log_probs_match_the_distribution]",),
         "top_p": (f"{_GENERATES}[torch-log_probs_match_the_distribution]",),
+        **dict.fromkeys(
+            ("min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"),
+            (f"{_GENERATES}[torch-optional_sampling_is_applied_or_rejected]",),
+        ),
+        "stop": (f"{_GENERATES}[torch-stop_strings_end_a_row]",),
+        "stop_token_ids": (f"{_GENERATES}[torch-rows_end]",),
         "do_sample": ("tests/unit/rollout/test_base.py::test_temperature_zero_or_do_sample_off_is_greedy",),
         "ignore_eos": (f"{_GENERATES}[torch-rows_end]",),
         "max_tokens": (f"{_GENERATES}[torch-rows_end]",),

@@ -8,14 +8,17 @@ All derive from the built-in generator.
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.config.rollout import OPTIONAL_SAMPLING, RolloutCapabilities, RolloutEngineConfig
 from camshaft.ragged import Ragged
+from camshaft.rollout import base
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.builtin.rollout import TorchRollout
+from camshaft.rollout.sampling import Penalties
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -40,6 +43,73 @@ class ForgetsTemperature(TorchRollout):
 class IgnoresTopP(TorchRollout):
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         return super().generate_sequences(prompts, replace(sampling, top_p=1.0), seeds)
+
+
+class IgnoresMinP(TorchRollout):
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        return super().generate_sequences(prompts, replace(sampling, min_p=0.0), seeds)
+
+
+class MinPBeforeTemperature(TorchRollout):
+    """Apply min_p to the probabilities at temperature 1."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        min_p = sampling.min_p ** (1 / sampling.temperature) if sampling.temperature else 0.0
+        return super().generate_sequences(prompts, replace(sampling, min_p=min_p), seeds)
+
+
+class _BrokenPenalties(TorchRollout):
+    penalties: type[Penalties]
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        with mock.patch.object(base, "Penalties", self.penalties):
+            return super().generate_sequences(prompts, sampling, seeds)
+
+
+class RepetitionPenaltyOnResponsesOnly(_BrokenPenalties):
+    """Do not penalize tokens of the prompt."""
+
+    class penalties(Penalties):
+        def __init__(self, prompts: Ragged, *arguments: Any):
+            super().__init__(prompts, *arguments)
+            self.prompts = torch.full_like(self.prompts, -1)
+
+
+class PresencePenaltyOnPrompts(_BrokenPenalties):
+    """Count the tokens of the prompt as if they were in the response."""
+
+    class penalties(Penalties):
+        def apply(self, logits: Tensor, rows: Tensor) -> Tensor:
+            penalized = super().apply(logits, rows)
+            for row, tokens in enumerate(self.prompts[rows]):
+                new = list(set(tokens.tolist()) - {-1} - set(self.responses[rows[row]].tolist()))
+                penalized[row, new] -= self.presence
+            return penalized
+
+
+class PresencePenaltyAfterTemperature(TorchRollout):
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        scaled = replace(sampling, presence_penalty=sampling.presence_penalty * (sampling.temperature or 1))
+        return super().generate_sequences(prompts, scaled, seeds)
+
+
+class DeclaresNothing(TorchRollout):
+    """Apply the optional parameters without declaring them."""
+
+    capabilities = RolloutCapabilities()
+
+    def limits(self, prompts: Ragged, sampling: SamplingParams, num_embeddings: int) -> Tensor:
+        known = replace(sampling, **OPTIONAL_SAMPLING)  # pyright: ignore[reportArgumentType]
+        return super().limits(prompts, known, num_embeddings)
+
+
+class FrequencyPenaltyOnce(TorchRollout):
+    """Subtract the frequency penalty once per token, like the presence penalty."""
+
+    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+        presence = sampling.presence_penalty + sampling.frequency_penalty
+        once = replace(sampling, presence_penalty=presence, frequency_penalty=0.0)
+        return super().generate_sequences(prompts, once, seeds)
 
 
 class IgnoresSeeds(TorchRollout):
@@ -222,6 +292,13 @@ CAUGHT_BY: dict[type[BaseRollout], str] = {
     SamplesWhenGreedy: "greedy matches transformers",
     ForgetsTemperature: "log probs match the distribution",
     IgnoresTopP: "log probs match the distribution",
+    **dict.fromkeys(
+        (
+            IgnoresMinP, MinPBeforeTemperature, RepetitionPenaltyOnResponsesOnly, PresencePenaltyOnPrompts,
+            PresencePenaltyAfterTemperature, FrequencyPenaltyOnce, DeclaresNothing,
+        ),
+        "optional sampling is applied or rejected",
+    ),
     OneSeedForAll: "frequencies follow the distribution",
     IgnoresWindows: "model types",
     IgnoresSeeds: "seeds determine samples",
@@ -245,5 +322,5 @@ CAUGHT_BY: dict[type[BaseRollout], str] = {
     KeepsDigestsWhileAsleep: "digests detect a transposed weight",
     KeepsOldWeights: "sleep and wake",
     RoundsToFloat8: "half precision is close",
-}
+}  # fmt: skip
 """The rule that detects each bug."""

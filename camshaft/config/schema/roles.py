@@ -11,7 +11,17 @@ from pydantic import Field
 
 from camshaft.config.backends import ranks_per_row
 from camshaft.config.schema.algorithm import POLICY_LOSSES
-from camshaft.config.schema.fields import Described, DType, KLPenalty, LossAggMode, Path, Section, Text
+from camshaft.config.schema.fields import (
+    Described,
+    DType,
+    KLPenalty,
+    LossAggMode,
+    Names,
+    Path,
+    Section,
+    Text,
+    TokenIDs,
+)
 from camshaft.config.schema.fsdp import ForwardFSDPConfig, FSDPConfig
 from camshaft.config.schema.model import (
     CheckpointConfig,
@@ -198,6 +208,27 @@ class ValKwargs(Section):
         description="Cumulative probability of the most likely tokens to sample from in validation (nucleus "
         "sampling). 1 samples from all tokens.",
     )
+    min_p: float = Field(
+        ge=0,
+        le=1,
+        description="Minimum probability of a token in validation, relative to the most likely token. 0 samples from "
+        "all tokens.",
+    )
+    repetition_penalty: float = Field(
+        gt=0, description="Penalty in validation on tokens of the prompt and the response. 1 disables it."
+    )
+    presence_penalty: float = Field(
+        ge=-2, le=2, description="Penalty in validation on tokens of the response. 0 disables it."
+    )
+    frequency_penalty: float = Field(
+        ge=-2,
+        le=2,
+        description="Penalty in validation on each occurrence of a token in the response. 0 disables it.",
+    )
+    stop: Names = Field(description="Strings that end a validation response.")
+    stop_token_ids: TokenIDs = Field(
+        description="Token IDs that end a validation response, in addition to the end-of-sequence tokens of the model."
+    )
     n: int = Field(ge=1, description="Number of responses to generate per validation prompt.")
 
 
@@ -219,6 +250,33 @@ class GeneratorConfig(Section):
         le=1,
         description="Cumulative probability of the most likely tokens to sample from (nucleus sampling). 1 samples "
         "from all tokens.",
+    )
+    min_p: float = Field(
+        ge=0,
+        le=1,
+        description="Minimum probability of a token, relative to the most likely token. 0 samples from all tokens. "
+        "Like the penalties, it requires a rollout that supports it (torch, hf, vllm, server).",
+    )
+    repetition_penalty: float = Field(
+        gt=0,
+        description="Penalty on tokens of the prompt and the response: positive logits are divided by it, others are "
+        "multiplied by it. 1 disables it.",
+    )
+    presence_penalty: float = Field(
+        ge=-2, le=2, description="Number to subtract from the logits of tokens in the response. 0 disables it."
+    )
+    frequency_penalty: float = Field(
+        ge=-2,
+        le=2,
+        description="Number to subtract from the logit of a token for each of its occurrences in the response. 0 "
+        "disables it.",
+    )
+    stop: Names = Field(
+        description="Strings that end a response. The token that completes a string is kept. null ends responses at "
+        "the end-of-sequence token only."
+    )
+    stop_token_ids: TokenIDs = Field(
+        description="Token IDs that end a response, in addition to the end-of-sequence tokens of the model."
     )
     prompt_length: int = Field(ge=1, description="Maximum prompt length in tokens.")
     response_length: int = Field(

@@ -14,6 +14,7 @@ difference between a float32 and a float64 run of the oracle. A generator may di
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MinPLogitsWarper, RepetitionPenaltyLogitsProcessor
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.contracts.rules import expect, expect_error
@@ -113,9 +114,21 @@ class Case:
         return [(name, weight.detach() * (1.5 if weight.ndim > 1 else 1)) for name, weight in self.weights()]
 
     @torch.no_grad()
-    def distribution(self, tokens: Tensor, sampling: SamplingParams, model: Any = None) -> Tensor:
-        """Return the float64 probabilities (T, V) of the next token after each prefix of `tokens` (T,)."""
+    def distribution(
+        self, tokens: Tensor, sampling: SamplingParams, model: Any = None, prompt_length: int | None = None
+    ) -> Tensor:
+        """Return the float64 probabilities (T, V) of the next token after each prefix of `tokens` (T,).
+
+        The penalties need `prompt_length`, the number of tokens that are not part of the response.
+        """
         logits = self._logits(model or self.oracle, tokens[None])[0]
+        if prompt_length is not None:
+            logits = torch.stack(
+                [
+                    _penalized(row, tokens[: i + 1], tokens[prompt_length : i + 1], sampling)
+                    for i, row in enumerate(logits)
+                ]
+            )
         if sampling.greedy:
             return logits.softmax(-1)
         return torch.stack([_truncated(row / sampling.temperature, sampling) for row in logits])
@@ -124,7 +137,8 @@ class Case:
         """Return the float64 log-prob of each response token in the distribution that `sampling` describes."""
         model, rows = self._double(), []
         for prompt, response in zip(prompts.rows(), responses.rows(), strict=True):
-            probs = self.distribution(torch.cat([prompt, response]), sampling, model)[len(prompt) - 1 : -1]
+            tokens = torch.cat([prompt, response])
+            probs = self.distribution(tokens, sampling, model, len(prompt))[len(prompt) - 1 : -1]
             rows.append(probs.gather(-1, response[:, None])[:, 0].log())
         return Ragged.from_rows(rows, torch.float64)
 
@@ -208,8 +222,20 @@ def _batches_of_similar_lengths(lengths: Sequence[int]) -> Iterator[list[int]]:
         yield batch
 
 
+def _penalized(logits: Tensor, tokens: Tensor, response: Tensor, sampling: SamplingParams) -> Tensor:
+    """Return the logits (V,) after the repetition penalty of transformers, and the other penalties token by token."""
+    penalty = RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))
+    logits = penalty(tokens[None].cpu(), logits[None].clone())[0]  # pyright: ignore[reportArgumentType]
+    for token, count in Counter(response.tolist()).items():
+        logits[token] -= sampling.presence_penalty + count * sampling.frequency_penalty
+    return logits
+
+
 def _truncated(scores: Tensor, sampling: SamplingParams) -> Tensor:
-    """Return the probabilities (V,) of the next token with a reference implementation of top_k and top_p."""
+    """Return the probabilities (V,) of the next token: min_p of transformers, and top_k and top_p token by token."""
+    if sampling.min_p > 0:
+        warper = MinPLogitsWarper(float(sampling.min_p))
+        scores = warper(torch.empty(0), scores[None])[0]  # pyright: ignore[reportArgumentType]
     order = scores.argsort(descending=True).tolist()
     if sampling.top_k > 0:
         order = order[: sampling.top_k]

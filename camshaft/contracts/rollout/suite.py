@@ -18,10 +18,17 @@ import torch
 
 from camshaft.contracts.rollout import stopping as ends
 from camshaft.contracts.rollout import weights
-from camshaft.contracts.rollout.harness import EOS, ROUNDINGS, RolloutHarness, expect_close, expect_rollout_error
+from camshaft.contracts.rollout.harness import (
+    EOS,
+    ROUNDINGS,
+    Case,
+    RolloutHarness,
+    expect_close,
+    expect_rollout_error,
+)
 from camshaft.contracts.rules import Finding, Rule, expect, make_rules, run_rules
 from camshaft.ragged import Ragged
-from camshaft.rollout.base import BaseRollout, SamplingParams
+from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 
 MODEL_TYPES = {
     "qwen2": {},
@@ -39,6 +46,28 @@ SAMPLINGS = (
     SamplingParams(12, top_p=0.7),
     SamplingParams(12, temperature=1.4, top_k=20, top_p=0.8),
 )
+
+
+OPTIONAL: dict[str, tuple[SamplingParams, ...]] = {
+    "min_p": (
+        SamplingParams(12, min_p=0.2),
+        SamplingParams(12, temperature=1.5, min_p=0.05, top_k=30, top_p=0.8),
+    ),
+    "repetition_penalty": (
+        SamplingParams(12, repetition_penalty=1.8),
+        SamplingParams(12, repetition_penalty=0.6, temperature=0.7, top_p=0.9),
+        SamplingParams(12, repetition_penalty=1.5, temperature=0),
+    ),
+    "presence_penalty": (
+        SamplingParams(12, presence_penalty=1.5),
+        SamplingParams(12, presence_penalty=-1.0, temperature=0.5),
+    ),
+    "frequency_penalty": (
+        SamplingParams(12, frequency_penalty=1.0, top_k=12),
+        SamplingParams(12, frequency_penalty=-0.7, presence_penalty=0.3, repetition_penalty=1.2, temperature=0.8),
+    ),
+}
+"""Settings for each parameter that a rollout must declare to support."""
 
 
 def greedy_matches_transformers(harness: RolloutHarness) -> None:
@@ -63,6 +92,37 @@ def log_probs_match_the_distribution(harness: RolloutHarness) -> None:
         case.check_log_probs(prompts, out, sampling, f"log-probs with {sampling}", harness.tolerance)
         dtype = out.log_probs.values.dtype
         expect(dtype == torch.float32, f"log-probs have dtype {dtype}, expected torch.float32")
+
+
+def optional_sampling_is_applied_or_rejected(harness: RolloutHarness) -> None:
+    """With min_p and the penalties, log-probs equal those of the oracle, and greedy decoding selects the most probable
+    token. A rollout that does not declare one of them raises an error that contains its name."""
+    case, prompts = harness.case(), harness.prompts(3, 30, 30, 20)
+    supported = type(case.rollout).capabilities.sampling
+    for name, samplings in OPTIONAL.items():
+        for sampling in samplings:
+            unsupported = sorted(sampling.optional().keys() - supported)
+            if unsupported:
+                expect_rollout_error(
+                    lambda: case.rollout.generate_sequences(prompts, sampling),  # noqa: B023
+                    unsupported[0] if len(unsupported) == 1 else "does not support",
+                    f"{sampling} was accepted, but {name} is not declared",
+                )
+                continue
+            out = case.rollout.generate_sequences(prompts, sampling)
+            case.check_log_probs(prompts, out, sampling, f"log-probs with {sampling}", harness.tolerance)
+            if sampling.greedy:
+                _check_most_probable(case, prompts, out, sampling)
+
+
+def _check_most_probable(case: Case, prompts: Ragged, out: Generation, sampling: SamplingParams) -> None:
+    for prompt, response in zip(prompts.rows(), out.responses.rows(), strict=True):
+        probs = case.distribution(torch.cat([prompt, response]), sampling, prompt_length=len(prompt))
+        expected = probs[len(prompt) - 1 : -1].argmax(-1)
+        expect(
+            torch.equal(response, expected),
+            f"{sampling}: the response is {response.tolist()}, the most probable tokens are {expected.tolist()}",
+        )
 
 
 def frequencies_follow_the_distribution(harness: RolloutHarness) -> None:
@@ -191,7 +251,8 @@ def thousands_of_prompts(harness: RolloutHarness) -> None:
 
 
 RULES: tuple[Rule[RolloutHarness], ...] = make_rules(
-    greedy_matches_transformers, log_probs_match_the_distribution, frequencies_follow_the_distribution,
+    greedy_matches_transformers, log_probs_match_the_distribution, optional_sampling_is_applied_or_rejected,
+    frequencies_follow_the_distribution,
     model_types, seeds_determine_samples, rows_do_not_depend_on_the_batch, prompts_of_mixed_lengths,
     thousands_of_prompts,
     ends.rows_end, ends.stop_strings_end_a_row, ends.end_of_sequence_ends_a_row, ends.max_model_len_ends_a_row,

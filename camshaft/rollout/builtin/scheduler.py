@@ -82,6 +82,7 @@ class Scheduler:
         self.ends = self.lengths + request.limits.to(self.device) - 1
         self.num_steps = int(request.limits.max())
         self.seeds = request.seeds.to(self.device)
+        self.penalties = self.sampling.penalties(prompts.to(self.device))
         self.stop_ids = torch.tensor(request.stop_ids, dtype=torch.int64, device=self.device)
         self.stop_strings = request.stop_strings
         self.responses: list[list[int]] = [[] for _ in range(len(prompts))] if request.stop_strings else []
@@ -217,11 +218,16 @@ class Scheduler:
 
     def _sample(self, logits: Tensor, rows: Tensor, uniforms: Tensor) -> Tensor:
         """Sample the next token of each row and record it with its log-prob."""
-        if self.sampling.greedy:
+        sampling = self.sampling
+        if self.penalties is not None:
+            logits = self.penalties.apply(logits, rows)
+        if sampling.greedy:
             tokens, log_probs = sample_greedy(logits)
         else:
-            scores = restrict(logits, self.sampling.temperature, self.sampling.top_k, self.sampling.top_p)
+            scores = restrict(logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
             tokens, log_probs = draw(scores, uniforms)
+        if self.penalties is not None:
+            self.penalties.add(rows, tokens)
         self.samples.append((rows, tokens, log_probs))
         if self.stop_strings is not None:
             for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):

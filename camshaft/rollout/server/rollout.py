@@ -25,7 +25,7 @@ from typing import Any
 from torch import Tensor
 
 from camshaft.config.backends import SERVER
-from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.config.rollout import OPTIONAL_SAMPLING, RolloutEngineConfig
 from camshaft.config.schema.rollouts import ServerOptions
 from camshaft.device import rank, world_size
 from camshaft.errors import RolloutError
@@ -132,8 +132,8 @@ class ServerRollout(BaseVLLMRollout):
             "model": self._client.model, "n": 1, "stream": False, "echo": False, "logprobs": 0,
             "return_token_ids": True, "return_tokens_as_token_ids": True,
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
-            "top_k": max(sampling.top_k, 0), "top_p": sampling.top_p, "min_p": 0.0,
-            "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+            "top_k": max(sampling.top_k, 0), "top_p": sampling.top_p,
+            **{name: float(getattr(sampling, name)) for name in OPTIONAL_SAMPLING},
             "ignore_eos": True, "stop_token_ids": self.all_stop_ids(sampling),
             "stop": list(sampling.stop), "include_stop_str_in_output": True,
         }  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.config.rollout import OPTIONAL_SAMPLING, RolloutEngineConfig
 from camshaft.device import world_size
 from camshaft.errors import RolloutError
 from camshaft.models.loader import has_tokenizer, model_folder
@@ -182,6 +182,7 @@ class VLLMEngine:
             "include_stop_str_in_output": True, "detokenize": bool(sampling.stop), "logprobs": 0, "flat_logprobs": True,
             "temperature": 0.0 if sampling.greedy else sampling.temperature,
             "top_k": max(sampling.top_k, 0), "top_p": sampling.top_p,
+            **{name: float(getattr(sampling, name)) for name in OPTIONAL_SAMPLING},
         }  # fmt: skip
         try:
             params = [
@@ -228,7 +229,7 @@ def engine_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "enable_prefix_caching": config.enable_prefix_caching,
-        # By default, vLLM returns log-probs before temperature, top_k and top_p are applied.
+        # By default, vLLM returns log-probs before temperature, top_k, top_p and the other settings are applied.
         "logprobs_mode": "processed_logprobs",
         # Ignore the sampling defaults in the model's generation_config.json.
         "generation_config": "vllm",

@@ -522,3 +522,17 @@ def test_engines_without_the_router_loss_reject_its_coefficient(words, strategy)
     expected = f"strategy={strategy} does not support the router auxiliary loss. Set {MODEL}.router_aux_loss_coef=0, or"
     assert expected in text
     load_ppo([*words, f"{MODEL}.router_aux_loss_coef=0.001"])
+
+
+SAMPLING_VALUES = {"min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+
+
+@pytest.mark.parametrize("section", [ROLLOUT, f"{ROLLOUT}.val_kwargs"])
+@pytest.mark.parametrize("name", SAMPLING_VALUES)
+def test_sampling_requires_a_rollout_that_declares_it(section: str, name: str, words: list[str]) -> None:
+    value = SAMPLING_VALUES[name]
+    load_ppo([*words, f"{ROLLOUT}.name=torch", f"{section}.{name}={value}"])
+    with pytest.raises(ConfigError, match=rf"(?s){section}.{name} = {value}.*not supported by {ROLLOUT}.name=process"):
+        load_ppo(
+            [*words, f"{ROLLOUT}.name=process", f"+{ROLLOUT}.engine_kwargs.rollout=torch", f"{section}.{name}={value}"]
+        )

@@ -245,6 +245,11 @@ CORRECTION = "algorithm.rollout_correction"
         ),
         ([f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.top_p=0.9"], f"Set {ROLLOUT}.top_p=1.0."),
         ([f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.top_k=5"], f"Set {ROLLOUT}.top_k=0."),
+        ([f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.min_p=0.1"], f"Set {ROLLOUT}.min_p=0.0."),
+        (
+            [f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.frequency_penalty=0.1"],
+            f"Set {ROLLOUT}.frequency_penalty=0.0.",
+        ),
         ([f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.do_sample=false"], f"Set {ROLLOUT}.do_sample=true."),
     ],
 )

@@ -16,6 +16,7 @@ from camshaft.config import (
     sampling,
     sft_engine,
 )
+from camshaft.config.rollout import OPTIONAL_SAMPLING
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -113,6 +114,7 @@ def test_rollout_config_has_the_limits(words):
 def test_validation_has_separate_sampling(words):
     config = load_ppo([*words, f"{ROLLOUT}.temperature=0.7", f"{ROLLOUT}.top_k=5", "data.max_response_length=9"])
     train = {"max_tokens": 9, "temperature": 0.7, "top_k": 5, "top_p": 1.0, "do_sample": True, "ignore_eos": False}
+    train |= {**OPTIONAL_SAMPLING, "stop": (), "stop_token_ids": ()}
     assert sampling(config) == train
     assert sampling(config, validate=True) == train | {"temperature": 0, "top_k": -1, "do_sample": False}
 

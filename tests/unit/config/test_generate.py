@@ -13,6 +13,7 @@ from camshaft.config import (
     generate_sampling,
     load_generate,
 )
+from camshaft.config.rollout import OPTIONAL_SAMPLING
 from camshaft.errors import ConfigError
 
 
@@ -29,6 +30,7 @@ def words(words: list[str], tmp_path: Path) -> list[str]:
 
 def test_rollout_and_sampling_follow_the_keys(words: list[str], tmp_path: Path) -> None:
     more = ["rollout.prompt_length=100", "rollout.response_length=20", "rollout.dtype=fp32", "rollout.top_k=5"]
+    more += ["rollout.stop='###'", "rollout.stop_token_ids=[7]"]
     config = load_generate([*words, *more, "rollout.temperature=0.5", "trainer.seed=9", "rollout.ignore_eos=true"])
     engine = generate_engine(config)
     assert (engine.model_path, engine.max_model_len, engine.dtype) == (f"{tmp_path}/model", 120, "float32")
@@ -38,6 +40,9 @@ def test_rollout_and_sampling_follow_the_keys(words: list[str], tmp_path: Path) 
         "temperature": 0.5,
         "top_k": 5,
         "top_p": 1.0,
+        **OPTIONAL_SAMPLING,
+        "stop": ("###",),
+        "stop_token_ids": (7,),
         "do_sample": True,
         "ignore_eos": True,
     }
