@@ -20,6 +20,7 @@ from camshaft.config.backends import (
     rollout_capabilities,
     select_options,
     targets,
+    unread_keys,
 )
 from camshaft.config.derive import actor_engine_keys, engine_model, multi_response_engine_model, reward_engine_model
 from camshaft.config.engine import Conflict, EngineCapabilities, EngineModel, invalid_options
@@ -387,11 +388,11 @@ def check_load_format(section: str, rollout: GeneratorConfig, strategy: str | No
     key, strategy_key = f"{section}.load_format", f"{ACTOR}.strategy"
     loader = rollout.load_format.removeprefix("dummy_")
     try:
-        keys = rollout_capabilities(rollout.name).reads
+        unread = unread_keys(rollout.name, rollout.engine_kwargs)
         engine = EngineCapabilities() if strategy is None else engine_capabilities(strategy)
     except ConfigError:
         return
-    if loader in engine.load_formats or "load_format" not in keys:
+    if loader in engine.load_formats or "load_format" in unread:
         return
     supporting = _supporting_name(ENGINES, lambda capabilities: loader in capabilities.load_formats)
     if strategy is None:

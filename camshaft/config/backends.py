@@ -64,11 +64,15 @@ _LIBRARY_KEYS = frozenset(OPTIONAL_KEYS) - {"update_weights_bucket_megabytes"}
 _ALL_SAMPLING = frozenset(OPTIONAL_SAMPLING)
 
 HF = RolloutCapabilities(OneDeviceOptions, reads=frozenset(), sampling=_ALL_SAMPLING)
-PROCESS = RolloutCapabilities()
+PROCESS = RolloutCapabilities(reads=frozenset({"update_weights_bucket_megabytes"}), wraps="torch")
 SERVER = RolloutCapabilities(ServerOptions, sampling=_ALL_SAMPLING)
-SGLANG = RolloutCapabilities(SGLangOptions)
+SGLANG = RolloutCapabilities(SGLangOptions, accelerator_keys=frozenset({"gpu_memory_utilization", "free_cache_engine"}))
 TORCH = RolloutCapabilities(
-    OneDeviceOptions, reads=frozenset({"enforce_eager"}), sampling=_ALL_SAMPLING, supports_routed_experts=True
+    OneDeviceOptions,
+    reads=frozenset({"enforce_eager", "free_cache_engine"}),
+    accelerator_keys=frozenset({"enforce_eager"}),
+    sampling=_ALL_SAMPLING,
+    supports_routed_experts=True,
 )
 VLLM = RolloutCapabilities(VLLMOptions, reads=_LIBRARY_KEYS, sampling=_ALL_SAMPLING, supports_adapter=True)
 
@@ -124,12 +128,22 @@ def ranks_per_row(strategy: str, keys: Mapping[str, Any], engine_kwargs: Mapping
     return schema.from_dict(select_options(schema, keys, engine_kwargs)).ranks_per_row()
 
 
-def unread_keys(rollout: str) -> tuple[str, ...]:
+def unread_keys(rollout: str, engine_kwargs: Mapping[str, Any]) -> frozenset[str]:
     """Return the keys of the section `rollout` that the given rollout ignores."""
-    reads = rollout_capabilities(rollout).reads
-    return tuple(key for key in OPTIONAL_KEYS if key not in reads)
+    capabilities = rollout_capabilities(rollout)
+    ignored = capabilities.options.ignored_keys(engine_kwargs)
+    inner = capabilities.inner_rollout(engine_kwargs)
+    unread = frozenset(OPTIONAL_KEYS) - capabilities.reads
+    return unread | ignored if inner is None else unread & unread_keys(inner, {})
+
+
+def accelerator_keys(rollout: str, engine_kwargs: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys of the section `rollout` that the given rollout ignores on a CPU."""
+    capabilities = rollout_capabilities(rollout)
+    inner = capabilities.inner_rollout(engine_kwargs)
+    return capabilities.accelerator_keys if inner is None else accelerator_keys(inner, {})
 
 
 def rollouts_that_read(key: str) -> tuple[str, ...]:
     """Return the built-in rollouts that read a key of `OPTIONAL_KEYS`."""
-    return tuple(name for name, backend in ROLLOUTS.items() if key in backend.capabilities.reads)
+    return tuple(name for name in ROLLOUTS if key not in unread_keys(name, {}))

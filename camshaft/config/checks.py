@@ -230,7 +230,8 @@ def _check_global_micro_batches(config: PPOConfig) -> Iterator[Problem]:
     used: dict[str, tuple[int, int]] = {}
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
         used[f"{ACTOR}.ppo_micro_batch_size"] = actor.ppo_micro_batch_size, actor_dp
-    if not rollout.log_prob_use_dynamic_bsz and rollout.log_prob_micro_batch_size_per_gpu is None:
+    by_count = not rollout.log_prob_use_dynamic_bsz and rollout.log_prob_micro_batch_size_per_gpu is None
+    if config.needs_log_prob_passes() and by_count:
         used[f"{ROLLOUT}.log_prob_micro_batch_size"] = rollout.log_prob_micro_batch_size, actor_dp
     by_count = not ref.log_prob_use_dynamic_bsz and ref.log_prob_micro_batch_size_per_gpu is None
     if config.needs_reference_model() and by_count:
@@ -261,7 +262,7 @@ def _check_token_budgets(config: PPOConfig) -> Iterator[Problem]:
     budgets: dict[str, int] = {}
     if section.actor.use_dynamic_bsz:
         budgets[f"{ACTOR}.ppo_max_token_len_per_gpu"] = section.actor.ppo_max_token_len_per_gpu
-    if section.rollout.log_prob_use_dynamic_bsz:
+    if config.needs_log_prob_passes() and section.rollout.log_prob_use_dynamic_bsz:
         budgets[f"{ROLLOUT}.log_prob_max_token_len_per_gpu"] = section.rollout.log_prob_max_token_len_per_gpu
     if config.needs_reference_model() and section.ref.log_prob_use_dynamic_bsz:
         budgets[f"{REF}.log_prob_max_token_len_per_gpu"] = section.ref.log_prob_max_token_len_per_gpu

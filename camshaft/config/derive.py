@@ -53,8 +53,11 @@ def log_prob(config: PPOConfig, topology: Topology, key: Literal["rollout", "ref
     """Return the micro-batch size for computing log-probs.
 
     `rollout` selects the old log-probs, which the actor computes, and `ref` the log-probs of the reference model. Each
-    is configured in the section of that name.
+    is configured in the section of that name. If the actor computes no log-probs outside of updates, the size of its
+    updates also limits other forward passes.
     """
+    if key == "rollout" and not config.needs_log_prob_passes():
+        return actor_train(config, topology)
     section = config.actor_rollout_ref.rollout if key == "rollout" else config.actor_rollout_ref.ref
     if section.log_prob_use_dynamic_bsz:
         return MicroBatch(tokens=section.log_prob_max_token_len_per_gpu)

@@ -24,14 +24,14 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from camshaft.config.backends import rollouts_that_read, unread_keys
 from camshaft.config.checks import check
 from camshaft.config.errors import Problem, format_problems, from_validation, group_problems
+from camshaft.config.ineffective import find_notices
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section, is_path
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.supervised import RMConfig, SFTConfig, SupervisedConfig
+from camshaft.config.schema.supervised import RMConfig, SFTConfig
 from camshaft.config.tree import expand_keys, flatten, format_value, get, has_key, leaf_fields, put, remove, shorten
 from camshaft.errors import CamshaftError, ConfigError
 
@@ -108,18 +108,22 @@ def from_container(
     problems += unresolved
     config, invalid = _validate(values, schema, {problem.key for problem in problems})
     problems += invalid
-    for check_results in (
-        check_implemented(config.model_dump(), schema),
-        check(config),
-        _check_disabled_correction(config, schema),
-    ):
+    for check_results in (check_implemented(config.model_dump(), schema), check(config)):
         invalid_keys = [key for problem in problems for key in (problem.key, *problem.related)]
         problems += [problem for problem in check_results if not problem.involves(invalid_keys)]
     if problems:
         raise ConfigError(format_problems(problems))
-    _warn_without_effect(config, user_keys)
-    _warn_unread_by_rollout(tree, frozenset(set_keys or ()))
+    merged = _merge(raw_defaults(schema), tree)
+    for notice in find_notices(config, merged, changed_keys(merged, schema) | set(set_keys or ())):
+        logger.warning("config: %s", notice)
     return config
+
+
+def changed_keys(tree: Mapping[str, Any], schema: type[Section]) -> set[str]:
+    """Return the keys whose values, before `${...}` is resolved, differ from the defaults."""
+    leaves = leaf_fields(schema)
+    defaults = flatten(raw_defaults(schema), leaves)
+    return {key for key, value in flatten(tree, leaves).items() if key not in defaults or defaults[key] != value}
 
 
 # -- defaults and interpolation -------------------------------------------------------------------
@@ -404,48 +408,6 @@ def check_implemented(tree: Mapping[str, Any], schema: type[Section]) -> Iterato
         if not any(path.startswith(f"{folder}/") for folder in remote):  # report a folder and its contents only once
             message = "must be a local path. Only data, models and trainer.default_hdfs_dir accept URLs."
             yield group_problems(keys, path, message)
-
-
-def _check_disabled_correction(config: Config, schema: type[Config]) -> Iterator[Problem]:
-    """Report keys of the importance weights that are set although the weights are disabled."""
-    section = "algorithm.rollout_correction"
-    if not isinstance(config, PPOConfig) or config.algorithm.rollout_correction.rollout_is is not None:
-        return
-    for leaf in ("rollout_is_threshold", "rollout_is_batch_normalize"):
-        key, related = f"{section}.{leaf}", (f"{section}.rollout_is",)
-        value = get(config.model_dump(), key)
-        if value != get(resolved_defaults(schema), key):
-            message = f"has no effect with {section}.rollout_is=null. Set {section}.rollout_is=token, or omit the key."
-            yield Problem(key, value, message, related)
-
-
-def _warn_without_effect(
-    config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig, user_keys: Collection[str]
-) -> None:
-    """Log a warning for each key that is accepted for compatibility only and that the user set."""
-    if isinstance(config, GenerateConfig | EvalConfig):
-        return
-    models = {"model": config.model} if isinstance(config, SupervisedConfig) else {
-        "actor_rollout_ref.model": config.actor_rollout_ref.model,
-        "critic.model": config.critic.model,
-    }  # fmt: skip
-    for key, model in models.items():
-        if not model.use_remove_padding:
-            logger.warning("config: %s.use_remove_padding=false has no effect, because batches are never padded", key)
-    if "trainer.use_legacy_worker_impl" in user_keys:
-        logger.warning("config: trainer.use_legacy_worker_impl has no effect; camshaft has no legacy implementation")
-
-
-def _warn_unread_by_rollout(tree: Mapping[str, Any], set_keys: frozenset[str]) -> None:
-    """Log a warning for each key that the user set and the selected rollout does not read."""
-    section = next((path for path in ("actor_rollout_ref.rollout", "rollout") if has_key(tree, path)), None)
-    if section is None or not has_key(tree, f"{section}.name"):
-        return
-    for leaf in sorted(unread_keys(str(get(tree, f"{section}.name")))):
-        key = f"{section}.{leaf}"
-        if key in set_keys and (leaf, get(tree, key)) != ("tensor_model_parallel_size", 1):
-            value, readers = format_value(get(tree, key)), ", ".join(rollouts_that_read(leaf))
-            logger.warning("config: %s=%s has no effect; only %s.name=%s reads this key", key, value, section, readers)
 
 
 # -- Hydra ----------------------------------------------------------------------------------------

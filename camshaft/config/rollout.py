@@ -60,6 +60,7 @@ OPTIONAL_KEYS = (
     "load_format",
     "enable_prefix_caching",
     "update_weights_bucket_megabytes",
+    "free_cache_engine",
 )
 """Keys of the section `rollout` that some rollouts ignore."""
 
@@ -89,6 +90,11 @@ class RolloutOptions(Frozen):
         """Yield settings that are incompatible with `world_size` ranks, under their names in the section `rollout`."""
         return iter(())
 
+    @classmethod
+    def ignored_keys(cls, options: Mapping[str, Any]) -> frozenset[str]:
+        """Return the keys of the section `rollout` that the rollout ignores with these options."""
+        return frozenset()
+
 
 @dataclass(frozen=True)
 class RolloutCapabilities:
@@ -107,8 +113,17 @@ class RolloutCapabilities:
     sampling: frozenset[str] = frozenset()
     """Parameters of `OPTIONAL_SAMPLING` that the rollout applies. Its log-probs must refer to the resulting
     distribution. The other parameters are rejected."""
+    accelerator_keys: frozenset[str] = frozenset()
+    """Keys in `reads` that have no effect on a CPU."""
+    wraps: str | None = None
+    """Rollout to which this one passes its config, unless `engine_kwargs.rollout` selects another. The keys that either
+    of them reads are read."""
     supports_adapter: bool = False
     """True if the rollout supports `RolloutEngineConfig.lora`: the base weights are synced once, and the adapter at
     every weight sync."""
     supports_routed_experts: bool = False
     """True if the rollout supports `RolloutEngineConfig.enable_return_routed_experts`."""
+
+    def inner_rollout(self, engine_kwargs: Mapping[str, Any]) -> str | None:
+        """Return the name of the rollout to which this one passes its config, if there is one."""
+        return None if self.wraps is None else str(engine_kwargs.get("rollout", self.wraps))

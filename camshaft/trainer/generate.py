@@ -167,7 +167,8 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
 def collect_settings(config: GenerateConfig, prompts: DataProto) -> dict[str, Any]:
     """Return all values that affect the responses: config values, and checksums of prompts, model and other files."""
     custom, sections = config.custom_reward_function, without_secrets(config)
-    ignored = {*PATH_KEYS, *SPEED_KEYS, *(f"rollout.{key}" for key in unread_keys(config.rollout.name))}
+    unread = unread_keys(config.rollout.name, config.rollout.engine_kwargs)
+    ignored = {*PATH_KEYS, *SPEED_KEYS, *(f"rollout.{key}" for key in unread)}
     values = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     values = {key: value for key, value in values.items() if key not in ignored}
     ids = prompts["prompts"]

@@ -32,7 +32,7 @@ from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.tree import fields, leaf_fields, section_class
 
 ROOT = Path(camshaft.config.__file__).parents[1]
-CHECKING = ("backend_checks.py", "checks.py", "files.py")
+CHECKING = ("backend_checks.py", "checks.py", "files.py", "ineffective.py")
 CHECKS = {ROOT / "config" / name for name in CHECKING}
 SOURCES = {path: path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py")) if path not in CHECKS}
 
@@ -41,6 +41,8 @@ ONLY_CHECKED = {
     "critic.model.tokenizer_path": "a statement, which is held against the actor's tokenizer",
 }
 """Keys that do not change a run, with the reason why they exist."""
+NOTICED = frozenset(f"{prefix}model.use_remove_padding" for prefix in ("", "actor_rollout_ref.", "critic."))
+"""Keys that no run reads. Setting them to a value that asks for another behavior is a notice."""
 
 Kinds = frozenset[type[BaseModel]]
 NOTHING: Kinds = frozenset()
@@ -174,7 +176,7 @@ def is_read(reader: Reader, kind: type[BaseModel], name: str) -> bool:
 
 def dead_keys(reader: Reader, schema: type[Section]) -> list[str]:
     """Return the config keys that no code reads."""
-    excused = {*ONLY_CHECKED, *(key for entry in NOT_IMPLEMENTED for key in entry.keys)}
+    excused = {*ONLY_CHECKED, *NOTICED, *(key for entry in NOT_IMPLEMENTED for key in entry.keys)}
     dead = []
     for key in leaf_fields(schema):
         kind: type[Section] = schema
@@ -293,6 +295,6 @@ def test_a_key_is_dead_if_only_its_namesake_is_read() -> None:
 def test_every_key_of_the_schema_would_be_found() -> None:
     nothing = Reader(classes())
     nothing.read(["x = 1"])
-    excused = {*ONLY_CHECKED, *(key for entry in NOT_IMPLEMENTED for key in entry.keys)}
+    excused = {*ONLY_CHECKED, *NOTICED, *(key for entry in NOT_IMPLEMENTED for key in entry.keys)}
     assert set(dead_keys(nothing, PPOConfig)) == set(leaf_fields(PPOConfig)) - excused
     assert fields(PPOConfig).keys() > leaf_fields(PPOConfig).keys()

@@ -192,7 +192,6 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "trainer.resume_from_path": (f"{_RESUME}::test_resume_path_starts_from_that_step",),
     "trainer.use_legacy_worker_impl": (
         f"{_CHECKS}::test_contradicting_keys_are_rejected", f"{_CHECKS}::test_legacy_switch_may_be_off",
-        f"{_NOTICE}[trainer.use_legacy_worker_impl]",
     ),
 }  # fmt: skip
 """Tests of keys that act without a field of an engine or a rollout, or in addition to one."""

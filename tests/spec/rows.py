@@ -322,7 +322,7 @@ DEVIATES = {
     "trainer.project_name": "The default is another name.",
     "trainer.default_hdfs_dir": "The default is null. Any fsspec file system is supported.",
     "trainer.use_legacy_worker_impl": (
-        "There is no legacy implementation. `auto`, `disable` and `false` are accepted with a warning, and `enable` "
+        "There is no legacy implementation. `auto`, `disable` and `false` describe what runs, and `enable` "
         "and `true` raise an error."
     ),
 }

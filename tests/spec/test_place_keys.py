@@ -115,18 +115,16 @@ def test_key_selects_the_engine(key: str, tmp_path: Path) -> None:
 WITHOUT_EFFECT = {
     "actor_rollout_ref.model.use_remove_padding": False,
     "critic.model.use_remove_padding": False,
-    "trainer.use_legacy_worker_impl": "disable",
 }
 
 
 @pytest.mark.parametrize("key", WITHOUT_EFFECT)
 def test_key_without_effect_is_a_warning(key: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run_with(tmp_path, {})
-    assert not caplog.messages
+    assert not any(key in message for message in caplog.messages)
     run_with(tmp_path, {key: WITHOUT_EFFECT[key]})
-    assert len(caplog.messages) == 1
-    assert key in caplog.messages[0]
-    assert "has no effect" in caplog.messages[0]
+    (message,) = (message for message in caplog.messages if key in message)
+    assert "has no effect" in message
 
 
 class RecordingTracker(Tracker):

@@ -149,6 +149,15 @@ class PPOConfig(Section):
         read_earlier = algorithm.rollout_correction.is_enabled() or algorithm.use_kl_in_reward
         return "update" if one_step and not read_earlier else "actor"
 
+    def needs_log_prob_passes(self) -> bool:
+        """Return True if the actor's engine computes log-probs outside of updates.
+
+        These are old log-probs, or with LoRA the log-probs of the reference.
+        """
+        source, warmup = self.old_log_prob_source(), self.trainer.critic_warmup > 0
+        is_reference = self.needs_ref_log_prob() and not self.needs_reference_model()
+        return source == "actor" or (source == "update" and warmup) or is_reference
+
     def routing_mode(self) -> Literal["compare", "replay"] | None:
         """Return how the actor uses the expert choices of the rollout; None if the rollout does not return them."""
         if self.actor_rollout_ref.actor.router_replay.mode == "R3":

@@ -17,6 +17,13 @@ from camshaft.config.engine import Conflict, invalid_options, largest_divisor
 from camshaft.config.rollout import RolloutOptions
 
 TENSOR_PARALLEL = "tensor_model_parallel_size"
+RUNNING_SERVER_KEYS = frozenset(
+    {
+        *("gpu_memory_utilization", "enforce_eager", "load_format", TENSOR_PARALLEL),
+        *("enable_prefix_caching", "max_num_batched_tokens"),
+    }
+)
+"""Keys of the section `rollout` that a running server ignores, because its own command line sets them."""
 
 
 class OneDeviceOptions(RolloutOptions):
@@ -122,6 +129,10 @@ class ServerOptions(RolloutOptions):
                 "vllm_server_base_url. Remove them, and pass them to the running server instead"
             )
         return validated
+
+    @classmethod
+    def ignored_keys(cls, options: Mapping[str, Any]) -> frozenset[str]:
+        return RUNNING_SERVER_KEYS if options.get("vllm_server_base_url") else frozenset()
 
     def conflicts(self, tensor_parallel_size: int, world_size: int) -> Iterator[Conflict]:
         if tensor_parallel_size > 1 and not self.vllm_server_base_url:

@@ -231,8 +231,6 @@ CORRECTION = "algorithm.rollout_correction"
             [f"{CORRECTION}.rollout_rs=[token_k1,seq_mean_k3]", f"{CORRECTION}.rollout_rs_threshold=2.0"],
             f"Set one value per rule: '{CORRECTION}.rollout_rs_threshold=[2.0,0.01]'.",
         ),
-        ([f"{CORRECTION}.rollout_is_threshold=3"], f"Set {CORRECTION}.rollout_is=token"),
-        ([f"{CORRECTION}.rollout_is_batch_normalize=true"], f"Set {CORRECTION}.rollout_is=token"),
         ([f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=inf"], "rollout_is_threshold"),
         ([f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"], f"Set {CORRECTION}.rollout_is=null."),
         (
