@@ -6,6 +6,7 @@ Hydra parses the arguments (overrides, `-m`, `--config-dir`, ...) and composes t
 """
 
 import contextlib
+import io
 import os
 import re
 import sys
@@ -31,6 +32,7 @@ from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.tree import flatten, get, has_key, leaf_fields
 from camshaft.errors import ConfigError
+from camshaft.masking import mask_text, mask_yaml, secret_values
 
 _OVERRIDE = re.compile(r"(\+{0,2}[A-Za-z_$][\w$./@:-]*=|~[A-Za-z_])")
 _FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp")
@@ -46,21 +48,34 @@ def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
     """Return the validated configs that `argv` describes: one config, or one per job of a sweep (`-m`).
 
     All configs of a sweep are validated before the function returns. With `--cfg job` the config is printed and
-    validated, and the result is empty. Hydra creates no folders, and does not change the working directory or logging.
+    validated, and the result is empty. Secrets in the printed config are masked. Hydra creates no folders, and does not
+    change the working directory or logging.
     """
     arguments, config_name = list(argv), DEFAULTS[schema]
     _check_arguments(arguments)
     overrides = prepare_overrides(arguments, [str(HOME)])
     if (tree := override_defaults(schema, overrides)) is not None:
         return [from_container(tree, schema, overridden_keys(overrides))]
-    composed = _run_hydra(arguments, config_name)
     arguments_without_printing = _without_printing(arguments)
     only_print = arguments_without_printing != arguments
-    if only_print:
-        composed = _run_hydra(arguments_without_printing, config_name)
+    printed, composed = io.StringIO(), Composed()
+    try:
+        with contextlib.redirect_stdout(printed):
+            composed = _run_hydra(arguments, config_name)
+        if only_print:
+            composed = _run_hydra(arguments_without_printing, config_name)
+    finally:
+        _print_masked(printed.getvalue(), schema, composed)
     configs = [from_container(tree, schema, overridden_keys(overrides)) for tree, overrides in composed]
     _check_folders(configs, composed)
     return [] if only_print else configs
+
+
+def _print_masked(text: str, schema: type[Config], composed: Composed) -> None:
+    """Print the output of Hydra without secrets."""
+    public_names = {part for key in leaf_fields(schema) for part in key.split(".")}
+    secrets = secret_values(*(tree for tree, _ in composed), public_names=public_names)
+    sys.stdout.write(mask_text(mask_yaml(text, public_names), secrets))
 
 
 def _check_arguments(argv: Sequence[str]) -> None:

@@ -23,6 +23,7 @@ from camshaft.config.tree import (
     section_class,
     shorten,
 )
+from camshaft.masking import mask_value
 from camshaft.plugins import find_target, list_names
 
 ABSENT = object()
@@ -78,7 +79,7 @@ def format_problems(problems: Iterable[Problem]) -> str:
     """Format all problems as one error message that shows the key, the value and the reason of each problem."""
     blocks = []
     for problem in problems:
-        value = "" if problem.value is ABSENT else f" = {shorten(format_value(problem.value))}"
+        value = "" if problem.value is ABSENT else f" = {shorten(format_value(mask_value(problem.value)))}"
         message = problem.message.replace("\n", "\n      ")
         blocks.append(f"  {problem.key}{value}\n      {message}")
     count = "1 error" if len(blocks) == 1 else f"{len(blocks)} errors"
@@ -88,6 +89,7 @@ def format_problems(problems: Iterable[Problem]) -> str:
 
 def unknown_key(key: str, value: Any, schema: type[Section]) -> Problem:
     """Return the problem of a key that is not in the schema, with suggestions for similar keys."""
+    value = mask_value(value, key.rpartition(".")[2])
     suggestions = nearest_keys(key, fields(schema))
     if suggestions:
         return Problem(key, value, f"unknown key. Did you mean {' or '.join(suggestions)}?")

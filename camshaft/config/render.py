@@ -11,7 +11,7 @@ Descriptions, types and bounds are read from the schema. Defaults and comments a
 
 import re
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,6 +26,7 @@ from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.supervised import RMConfig, SFTConfig
 from camshaft.config.tree import fields, flatten, format_value, get, leaf_fields, nearest_keys, put, section_class
 from camshaft.errors import ConfigError
+from camshaft.masking import mask_value
 
 # -- keys -----------------------------------------------------------------------------------------
 
@@ -266,16 +267,6 @@ def _size(micro: MicroBatch) -> int | str:
 
 # -- secrets --------------------------------------------------------------------------------------
 
-_HIDDEN = "***"
-
-_SECRET_NAME = re.compile(r"(?i)secret|passw|credential|authorization|cookie|(?:^|[^a-z]|api)(?:key|token|auth|pwd)$")
-_SECRETS_IN_URL = (
-    (re.compile(r"(://[^/@:\s]*):[^/@\s]*@"), rf"\1:{_HIDDEN}@"),
-    (re.compile(r"(https?://)[^/@:\s]*@"), rf"\1{_HIDDEN}@"),
-    (re.compile(r"(?<=[?&])([\w.-]+)=[^&\s]*"), rf"\1={_HIDDEN}"),
-)
-"""Patterns of secrets in a URL: a password or token before the host, and the values in the query string."""
-
 
 def without_secrets(config: Section) -> dict[str, Any]:
     """Return the config as a nested dict in which possible secrets are replaced by `***`.
@@ -286,21 +277,5 @@ def without_secrets(config: Section) -> dict[str, Any]:
     values: dict[str, Any] = {}
     for key, value in flatten(config.model_dump(mode="json"), leaf_fields(type(config))).items():
         if not key.startswith("ray_kwargs"):
-            put(values, key, _redact(value))
+            put(values, key, mask_value(value))
     return values
-
-
-def _redact(value: Any, name: str = "") -> Any:
-    """Replace secrets in a value. `name` is the user-defined key of the value, or empty for a key of the schema."""
-    if isinstance(value, Mapping):
-        return {key: _redact(item, str(key)) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_redact(item, name) for item in value]
-    if not isinstance(value, str):
-        return value
-    if _SECRET_NAME.search(name):
-        return _HIDDEN
-    if "://" in value:
-        for pattern, replacement in _SECRETS_IN_URL:
-            value = pattern.sub(replacement, value)
-    return value

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from camshaft import plugins
 from camshaft.errors import CamshaftError
+from camshaft.masking import mask_text, secret_values
 from camshaft.rewards import loading
 from camshaft.rewards.loading import RewardFunction, function_name, load_function
 from camshaft.rewards.messages import CallResult, LoadResult, Reply, Spec
@@ -47,6 +48,8 @@ _LOADERS = (
 )  # fmt: skip
 """Files whose frames are removed from the start of a traceback of user code."""
 _EXIT_DELAY_SECONDS = 1.0
+_secrets: list[str] = []
+"""Values that must not appear in the messages of this process."""
 
 
 def main() -> None:
@@ -58,10 +61,11 @@ def main() -> None:
     spec = messages.get()
     if spec is None:
         return
+    _secrets[:] = secret_values(os.environ, spec.kwargs)
     try:
         function = load_function(spec)
     except CamshaftError as error:
-        _send(outbox, LoadResult(str(error)))
+        _send(outbox, LoadResult(_to_message(error)))
         return
     except Exception as error:
         _send(outbox, LoadResult(f"{function_name(spec)} could not be loaded:\n{_format_traceback(error)}"))
@@ -165,8 +169,13 @@ def _to_text(value: Any) -> str:
     return str(value).encode("utf-8", "backslashreplace").decode()
 
 
+def _to_message(value: Any) -> str:
+    """Convert to a string for logs and files, in which secrets of the environment and the config are masked."""
+    return mask_text(_to_text(value), _secrets)
+
+
 def _abbreviate(value: Any) -> str:
-    text = _to_text(repr(value))
+    text = _to_message(repr(value))
     return text if len(text) <= 200 else text[:200] + "..."
 
 
@@ -179,13 +188,13 @@ def _user_traceback(error: BaseException) -> TracebackType | None:
 
 
 def _format_message(error: BaseException) -> str:
-    return _to_text("".join(traceback.format_exception_only(error))).strip()[-500:]
+    return _to_message("".join(traceback.format_exception_only(error))).strip()[-500:]
 
 
 def _format_traceback(error: BaseException) -> str:
     """Format the traceback from the first frame of user code on, and return its last characters."""
     lines = traceback.format_exception(type(error), error, _user_traceback(error))
-    return _to_text("".join(lines))[-_TRACE_CHARACTERS:].strip()
+    return _to_message("".join(lines))[-_TRACE_CHARACTERS:].strip()
 
 
 def _redirect_pipes() -> tuple[int, int]:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2] / "camshaft"
 
 LEVELS = [
-    {"errors", "config", "seat", "stop", "storage", "hub", "fetch", "plugins", "subprocesses"},
+    {"errors", "config", "seat", "stop", "storage", "hub", "fetch", "plugins", "subprocesses", "masking"},
     {"ragged", "columns", "dataproto", "algorithms", "device", "digest"},
     {"models"},
     {"controller", "engine", "rollout", "data", "rewards", "checkpoint", "tracking"},
@@ -27,6 +27,7 @@ LEVELS = [
 ALLOWED_ON_ONE_LEVEL = {
     ("dataproto", "ragged"), ("dataproto", "columns"), ("plugins", "errors"), ("storage", "errors"),
     ("config", "errors"), ("config", "plugins"), ("config", "stop"), ("config", "storage"), ("config", "hub"),
+    ("config", "masking"),
     ("fetch", "storage"), ("fetch", "errors"), ("fetch", "hub"), ("hub", "errors"), ("__main__", "cli"),
     ("ragged", "columns"), ("ragged", "device"), ("dataproto", "device"),
 }  # fmt: skip

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from camshaft.config import load_ppo, without_secrets
+from camshaft.config import PPOConfig, compose, load_ppo, show, without_secrets
 from camshaft.config.tree import flatten, get, leaf_fields
+from camshaft.errors import ConfigError
+from camshaft.masking import mask_text, mask_yaml, secret_values
 
 SECRET = "hunter2"
 
@@ -78,3 +80,70 @@ def test_a_path_with_a_question_mark_is_not_a_url(words, tmp_path: Path):
     (tmp_path / "a?b=c.parquet").touch()
     public = redacted(words, f"data.train_files={tmp_path}/a?b=c.parquet")
     assert public["data"]["train_files"] == [f"{tmp_path}/a?b=c.parquet"]
+
+
+def test_a_printed_config_has_no_secrets(words, capfd):
+    """`--cfg job` prints all keys, and `--cfg all` prints the overrides too."""
+    section = "custom_reward_function"
+    secrets = [
+        f"+{section}.reward_kwargs.api_key={SECRET}",
+        f"+{section}.reward_kwargs.headers={{Authorization: {SECRET}}}",
+        f'+{section}.reward_kwargs.client_secret="-----BEGIN\\n{SECRET}\\n-----END"',
+        f"+{section}.reward_kwargs.judge='http://me:{SECRET}@host/v1?sig={SECRET}'",
+        f"+ray_kwargs.ray_init.runtime_env.env_vars.WANDB_API_KEY={SECRET}",
+    ]
+    for kind in ("job", "all"):
+        assert compose([*words, *secrets, "--cfg", kind], PPOConfig) == []
+        out = capfd.readouterr().out
+        assert SECRET not in out
+        assert "api_key: ***" in out
+        assert "prompt_key: prompt" in out
+        assert "http://me:***@host/v1?sig=***" in out
+
+
+def test_show_prints_defaults_only():
+    assert "***" not in show()
+
+
+def test_a_masked_config_is_unchanged_elsewhere(words, capfd):
+    assert compose([*words, "--cfg", "job"], PPOConfig) == []
+    out = capfd.readouterr().out
+    assert "***" not in out
+    assert "prompt_id_key: null" in out
+
+
+@pytest.mark.parametrize(
+    ("text", "masked"),
+    [
+        ("api_key:\n- a\n- b\nmodel: x\n", "api_key: ***\nmodel: x\n"),
+        ("my:\n  password: |-\n    one\n\n    two\n  name: n\n", "my:\n  password: ***\n  name: n\n"),
+        ("- a.b.hf_token=abc def\n", "- a.b.hf_token=***\n"),
+        ("tokens: 5\nkeyboard: 3\n", "tokens: 5\nkeyboard: 3\n"),
+    ],
+)
+def test_secrets_of_several_lines_are_hidden(text, masked):
+    assert mask_yaml(text, ()) == masked
+
+
+def test_messages_lose_the_values_of_secret_names():
+    environment = {"OPENAI_API_KEY": "sk-hunter2", "PWD": "/home/me", "SHORT_TOKEN": "a", "USE_AUTH": "true"}
+    kwargs = {"headers": {"Authorization": "Bearer x"}, "urls": ["https://me:geheim@host"], "model": "visible"}
+    secrets = secret_values(environment, kwargs)
+    assert sorted(secrets) == ["Bearer x", "geheim", "sk-hunter2"]
+    text = "in /home/me: true: a visible sk-hunter2, 'Bearer x', geheim, https://a:other@b/c?key=v"
+    assert mask_text(text, secrets) == "in /home/me: true: a visible ***, '***', ***, https://a:***@b/c?key=***"
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        f"+custom_reward_function.reward_kwarg.api_key={SECRET}",
+        f"+trainer.hf_token={SECRET}",
+        f"trainer.nnodes=https://me:{SECRET}@host",
+        f"trainer.nnodes={{password: {SECRET}}}",
+    ],
+)
+def test_config_errors_contain_no_secrets(words, override):
+    with pytest.raises(ConfigError, match=r"\*\*\*") as raised:
+        load_ppo([*words, override])
+    assert SECRET not in str(raised.value)

@@ -147,3 +147,31 @@ def test_an_entry_point_of_an_installed_package(file, score, monkeypatch, tmp_pa
     monkeypatch.syspath_prepend(str(tmp_path))
     with RewardManager(name=name) as rewards:
         assert score(rewards, ["a", "b"]).scores.tolist() == scores
+
+
+@pytest.mark.parametrize("text", ["f'HTTP 401 for {key}'", "'x' * 480 + key", "f'{key} ' * 200"])
+def test_messages_of_a_function_contain_no_secrets(file, score, monkeypatch, text):
+    """A message is masked before it is shortened, so no part of a secret is left."""
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-environment")
+    path = file(
+        f"""
+        import os
+        def compute_score(data_source, solution_str, ground_truth, extra_info, api_key):
+            key = api_key + os.environ["JUDGE_API_KEY"] + " https://me:geheim@host"
+            if solution_str == "invalid": return key
+            raise ValueError({text})
+        """
+    )
+    with RewardManager(path, reward_kwargs={"api_key": "hunter2"}) as rewards:
+        failures = score(rewards, ["a", "invalid"]).failures
+    assert len(failures) == 2
+    for failure in failures:
+        assert "***" in failure.message
+        assert not any(part in failure.message + failure.trace for part in ("hunter", "sk-env", "geheim"))
+
+
+def test_a_loading_error_contains_no_secrets(file, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "sk-environment")
+    with pytest.raises(RewardError, match=r"no access with \*\*\*") as raised:
+        RewardManager(file("import os; raise ValueError('no access with ' + os.environ['JUDGE_API_KEY'])"))
+    assert "sk-environment" not in str(raised.value)
