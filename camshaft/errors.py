@@ -7,7 +7,24 @@ Violated internal invariants are AssertionErrors, and errors of other libraries 
         return report_error(error)  # in every entry point: print the message without a traceback
 """
 
+import errno
 import sys
+
+_FIXES = {
+    errno.ENOSPC: "free space on the disk, or use a folder on another disk",
+    errno.EDQUOT: "free space in your quota, or use a folder on another disk",
+    errno.EFBIG: "raise the limit of file sizes (`ulimit -f`), or use a folder on another disk",
+    errno.EROFS: "use a folder that can be written",
+    errno.EACCES: "change its permissions, or use another path",
+    errno.EPERM: "change its permissions, or use another path",
+    errno.ENOENT: "check the path; another program may have deleted it while the command ran",
+    errno.EEXIST: "rename or delete it",
+    errno.ENOTDIR: "rename or delete the file that is in the place of a folder",
+    errno.EISDIR: "rename or delete the folder that is in the place of a file",
+    errno.EIO: "check the disk",
+    errno.ESTALE: "check the network file system",
+}
+"""Fix for each error of a file system that a user can correct."""
 
 
 class CamshaftError(Exception):
@@ -56,4 +73,15 @@ def report_error(error: CamshaftError) -> int:
         sys.stderr.write(f"{error}\n")
         return 2
     sys.stderr.write(f"camshaft: {type(error).__name__}: {error}\n")
+    return 1
+
+
+def report_file_error(error: OSError) -> int | None:
+    """Print a message for an error of a file system, and return the exit status. None means another kind of error."""
+    fix = _FIXES.get(error.errno or 0)
+    if fix is None:
+        return None
+    path = error.filename2 or error.filename
+    subject = "" if path is None else f"{path}: "
+    sys.stderr.write(f"camshaft: {subject}{error.strerror}; {fix}\n")
     return 1

@@ -44,11 +44,16 @@ _STEP = re.compile(r"^global_step_(\d+)$")
 def new_folder(target: str | Path, **facts: Any) -> Iterator[Path]:
     """Yield a temporary folder, which replaces `target` when the block ends without an error.
 
-    The manifest contains `facts` (JSON values), and the size and the checksum of every file.
+    The manifest contains `facts` (JSON values), and the size and the checksum of every file. An error in the block
+    removes the temporary folder.
     """
     work = begin(target)
-    yield work
-    finish(target, fingerprints(work, (path for path in work.rglob("*") if path.is_file())), facts)
+    try:
+        yield work
+        finish(target, fingerprints(work, (path for path in work.rglob("*") if path.is_file())), facts)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
 
 
 def begin(target: str | Path) -> Path:

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
@@ -212,7 +213,13 @@ def _write_weights(
 
     def write() -> None:
         files.append(list(file))
-        save_file(file, work / f"{len(files)}.safetensors", metadata={"format": "pt"})
+        try:
+            save_file(file, work / f"{len(files)}.safetensors", metadata={"format": "pt"})
+        except SafetensorError as error:
+            raise CheckpointError(
+                f"{work.parent}: the weights cannot be written ({error}); free space on the disk, or export to a "
+                "folder on another disk"
+            ) from error
         file.clear()
 
     for name, tensor in weights:

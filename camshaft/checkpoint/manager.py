@@ -202,7 +202,7 @@ class CheckpointManager:
         newest = storage.read_text(mirror, LATEST)
         for step in reversed(storage.list_steps(mirror)):
             name = f"global_step_{step}"
-            if newest is not None and step > int(newest):
+            if newest is not None and newest.strip().isdecimal() and step > int(newest):
                 continue
             try:
                 self._copy_to_root(f"{mirror}/{name}", self.root / name)
@@ -215,7 +215,7 @@ class CheckpointManager:
 
     def _copy_to_root(self, source: str, folder: Path) -> None:
         """Copy a checkpoint. The `trainer` folder is copied last, so that an interrupted copy is incomplete."""
-        roles = storage.read_facts(f"{source}/{TRAINER}")["roles"]
+        roles = roles_of(storage.read_facts(f"{source}/{TRAINER}"), source)
         for role in roles:
             storage.read_facts(f"{source}/{role}")  # raises an error before anything is copied if the role is missing
         for part in (*roles, TRAINER):
@@ -245,9 +245,21 @@ class CheckpointManager:
         problem = incomplete_reason(folder)
         if problem is not None:
             raise CheckpointError(f"{folder} is incomplete: {problem}")
-        verify_roles(folder, facts["roles"])
+        roles = roles_of(facts, folder)
+        verify_roles(folder, roles)
         state = json.loads((folder / TRAINER / "state.json").read_text(encoding="utf-8"))
-        return SavedCheckpoint(facts["global_step"], folder, state, tuple(facts["roles"]))
+        return SavedCheckpoint(facts["global_step"], folder, state, tuple(roles))
+
+
+def roles_of(facts: Mapping[str, Any], folder: str | Path) -> list[str]:
+    """Return the roles in the facts of a `trainer` folder; raise CheckpointError if they are missing."""
+    roles = facts.get("roles")
+    if not isinstance(roles, list) or not roles or not isinstance(facts.get("global_step"), int):
+        raise CheckpointError(
+            f"{folder} is damaged: {TRAINER}/{storage.MANIFEST} does not list the roles and the step; restore the file "
+            "from a copy"
+        )
+    return roles
 
 
 def verify_roles(folder: Path, roles: Sequence[str]) -> None:
@@ -277,7 +289,7 @@ def incomplete_reason(step: Path) -> str | None:
     """
     if not storage.is_complete(step / TRAINER):
         return f"'{TRAINER}' is missing or incomplete"
-    for role in storage.read_manifest(step / TRAINER)["facts"]["roles"]:
+    for role in roles_of(storage.read_facts(step / TRAINER), step):
         if not storage.is_complete(step / role):
             return f"'{role}' is missing or incomplete"
     return None
@@ -288,7 +300,7 @@ def _was_complete(step: Path) -> bool:
     if not (step / TRAINER / storage.MANIFEST).exists():
         return False
     try:
-        roles = storage.read_manifest(step / TRAINER)["facts"]["roles"]
+        roles = roles_of(storage.read_facts(step / TRAINER), step)
     except CheckpointError:
         return True
     return all((step / role / storage.MANIFEST).exists() for role in roles)

@@ -12,8 +12,9 @@
     usage.py                      help text that several commands share
 
 Commands import torch only after they have parsed the arguments and validated the config, so `--help` and config errors
-are fast. A `CamshaftError` is printed as a message on stderr, and the exit status is 2 for errors in the config or the
-arguments and 1 for all others. Any other exception is a bug and is raised with its traceback.
+are fast. A `CamshaftError` or an error of a file system, such as a full disk, is printed as a message on stderr. The
+exit status is 2 for errors in the config or the arguments and 1 for all others. Any other exception is a bug and is
+raised with its traceback.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from camshaft import __version__
-from camshaft.errors import CamshaftError, report_error
+from camshaft.errors import CamshaftError, report_error, report_file_error
 from camshaft.plugins import import_attribute
 
 INTERRUPTED = 130
@@ -72,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return import_attribute(targets[arguments[0]])(arguments[1:])
     except CamshaftError as error:
         return report_error(error)
+    except OSError as error:
+        if (status := report_file_error(error)) is None:
+            raise
+        return status
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED

@@ -124,7 +124,9 @@ def _checkpoint_folder(path: Path) -> Path:
 
 
 def _role_folder(checkpoint: Path) -> Path:
-    roles = storage.read_manifest(checkpoint / TRAINER)["facts"]["roles"]
+    from camshaft.checkpoint.manager import roles_of
+
+    roles = roles_of(storage.read_facts(checkpoint / TRAINER), checkpoint)
     return checkpoint / (DEFAULT_ROLE if DEFAULT_ROLE in roles else roles[0])
 
 

@@ -23,7 +23,7 @@ from camshaft.config.tree import (
     section_class,
     shorten,
 )
-from camshaft.masking import mask_value
+from camshaft.masking import is_secret_name, mask_value
 from camshaft.plugins import find_target, list_names
 
 ABSENT = object()
@@ -89,8 +89,9 @@ def format_problems(problems: Iterable[Problem]) -> str:
 
 def unknown_key(key: str, value: Any, schema: type[Section]) -> Problem:
     """Return the problem of a key that is not in the schema, with suggestions for similar keys."""
-    value = mask_value(value, key.rpartition(".")[2])
     suggestions = nearest_keys(key, fields(schema))
+    if not any(is_secret_name(suggestion) for suggestion in suggestions):  # as data.prompt_key, which is not secret
+        value = mask_value(value, key.rpartition(".")[2])
     if suggestions:
         return Problem(key, value, f"unknown key. Did you mean {' or '.join(suggestions)}?")
     return Problem(key, value, f"unknown key. Keys begin with {', '.join(schema.model_fields)}.")

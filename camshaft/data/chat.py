@@ -77,9 +77,13 @@ def render(
         )
     try:
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
-    except jinja2.TemplateError as error:
+    except Exception as error:  # a template is a program in the model folder, which can raise anything
         roles = [message["role"] for message in messages]
-        raise BatchError(f"{location}: the chat template rejects messages with the roles {roles}: {error}") from error
+        reason = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
+        raise BatchError(
+            f"{location}: the chat template rejects messages with the roles {roles}: {reason}; change the messages or "
+            "chat_template.jinja of the model folder"
+        ) from error
     return cast(str, text)
 
 

@@ -12,9 +12,11 @@ downloaded from the hub only if it is written as a URL, `hf://owner/name`.
 
 import difflib
 import importlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -117,6 +119,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
+        _check_json(folder)
         raise EngineError(
             f"transformers cannot read a tokenizer from {folder}: {error}\n"
             "Add tokenizer.json and tokenizer_config.json to the folder"
@@ -132,6 +135,17 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
             )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _check_json(folder: Path) -> None:
+    """Raise `EngineError` for the first file that is not valid JSON. transformers does not name it in all cases."""
+    for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
+        file = folder / name
+        try:
+            if file.is_file():
+                json.loads(file.read_bytes())
+        except ValueError as error:
+            raise EngineError(f"{file} is not valid JSON ({error}); copy the file to the folder again") from error
 
 
 def save_pretrained(model: PackedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -271,6 +285,11 @@ def _convert_errors(config: PreTrainedConfig, head: Head) -> Iterator[None]:
         raise EngineError(
             f"{config.model_type} models do not use the attention interface of transformers, so they do not support "
             f"attn_implementation='{PACKED}'; choose another model"
+        ) from error
+    except UnpicklingError as error:
+        raise EngineError(
+            f"the weight files in {config.name_or_path} contain other objects than tensors, which run code when they "
+            "are loaded, so they were not loaded; use a folder with safetensors files"
         ) from error
     except (OSError, SafetensorError) as error:
         raise EngineError(

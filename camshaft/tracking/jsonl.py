@@ -4,10 +4,11 @@
 
 Finite floats can be read back bitwise. Non-finite values are written as the strings "nan", "inf" and "-inf", because
 JSON numbers cannot represent them. A resumed run deletes the lines after the step of its checkpoint, so that each step
-occurs once. A new run renames an existing file.
+occurs once, and moves damaged lines to `metrics.jsonl.damaged`. A new run renames an existing file.
 """
 
 import json
+import logging
 import math
 import os
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,10 @@ from typing import Any
 from camshaft.tracking.base import RunInfo, Tracker, rename_existing
 
 FILE_NAME = "metrics.jsonl"
+DAMAGED = ".damaged"
+"""Suffix of the file to which damaged lines are moved when a run resumes."""
+
+logger = logging.getLogger(__name__)
 
 
 class JsonlTracker(Tracker):
@@ -70,7 +75,25 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    lines = [line for line in _lines(path) if line["step"] <= step]
+    """Delete the lines after a step. Lines that a crash of the machine has damaged are moved to another file."""
+    complete_lines = path.read_bytes().split(b"\n")[:-1]
+    steps = [_step_of(line) for line in complete_lines]
+    damaged = [line for line, number in zip(complete_lines, steps, strict=True) if number is None]
+    if damaged:
+        other = path.with_name(path.name + DAMAGED)
+        with open(other, "ab") as file:
+            file.writelines(line + b"\n" for line in damaged)
+        logger.warning("moved damaged lines of %s to %s: %d", path, other, len(damaged))
+    kept = [line for line, number in zip(complete_lines, steps, strict=True) if number is not None and number <= step]
     temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    temporary.write_bytes(b"".join(line + b"\n" for line in kept))
     os.replace(temporary, path)
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a line, or None if the line is damaged."""
+    try:
+        step = json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return step if isinstance(step, int) else None
