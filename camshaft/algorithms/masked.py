@@ -32,6 +32,12 @@ def masked_var(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
-    """Normalize the masked-in elements to (x - mean) / sqrt(var + eps) and set the other elements to 0."""
+    """Normalize the masked-in elements to (x - mean) / sqrt(var + eps) and set the other elements to 0.
+
+    A single element has no variance. Its mean counts as 0 and its variance as 1, so it is returned unchanged, like the
+    reward of a GRPO group of one response.
+    """
+    if mask.sum() < 2:
+        return torch.where(mask, x, 0)
     centered = x - masked_mean(x, mask)
     return torch.where(mask, centered * torch.rsqrt(masked_var(x, mask) + eps), 0)

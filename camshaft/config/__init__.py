@@ -18,6 +18,8 @@
     checks.py           checks that involve several keys
     backend_checks.py   checks of engines and rollouts against their capabilities
     files.py            checks of files and folders on disk
+    model_settings.py   reads the config.json of a model
+    model_checks.py     checks of lengths and tokenizers against models, and notices about models
     ineffective.py      notices about keys that nothing reads in a run
     derive.py           derives the config of each engine and rollout from the config of a run
     render.py           renders descriptions of keys, the reference page, batch sizes, and values without secrets

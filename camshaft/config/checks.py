@@ -24,6 +24,7 @@ from camshaft.config.engine import largest_divisor
 from camshaft.config.errors import Problem, check_name
 from camshaft.config.files import check_eval_files, check_generate_files, check_ppo_files, check_supervised_files
 from camshaft.config.layout import GLOBAL_POOL, PlacementConfig, PoolConfig, Topology, pool_sizes
+from camshaft.config.model_checks import check_generate_models, check_ppo_models, check_supervised_models
 from camshaft.config.rollout import OPTIONAL_SAMPLING
 from camshaft.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES, parse_threshold
 from camshaft.config.schema.evaluation import EvalConfig
@@ -52,6 +53,7 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
         yield from check_sampling("rollout", config.rollout)
         yield from _check_scoring_function(config.custom_reward_function)
         yield from check_generate_files(config)
+        yield from check_generate_models(config)
     elif isinstance(config, EvalConfig):
         yield from _check_scoring_function(config.custom_reward_function)
         yield from check_eval_files(config)
@@ -60,6 +62,7 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
         yield from check_supervised_engines(config)
         yield from _check_supervised(config)
         yield from check_supervised_files(config)
+        yield from check_supervised_models(config)
     else:
         yield from _check_ppo(config)
 
@@ -87,6 +90,7 @@ def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
     yield from _check_validation_sampling(config)
     yield from _check_run(config)
     yield from check_ppo_files(config)
+    yield from check_ppo_models(config)
 
 
 # -- placement and names --------------------------------------------------------------------------
@@ -517,6 +521,8 @@ def _check_run(config: PPOConfig) -> Iterator[Problem]:
     if trainer.use_legacy_worker_impl in ("enable", True):
         message = "camshaft has no legacy implementation. Omit the key."
         yield Problem("trainer.use_legacy_worker_impl", trainer.use_legacy_worker_impl, message)
+    if trainer.total_training_steps is not None and not trainer.val_only:
+        yield from check_critic_warmup(trainer.critic_warmup, trainer.total_training_steps)
     roles = [(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)]
     roles += [("critic.optim", config.critic.optim)] if config.needs_critic() else []
     for key, optim in roles:
@@ -524,6 +530,16 @@ def _check_run(config: PPOConfig) -> Iterator[Problem]:
     yield from _check_contents(f"{ACTOR}.checkpoint", config.actor_rollout_ref.actor.checkpoint)
     if config.needs_critic():
         yield from _check_contents("critic.checkpoint", config.critic.checkpoint)
+
+
+def check_critic_warmup(warmup: int, total_steps: int) -> Iterator[Problem]:
+    """Check that the actor is trained after the critic warm-up. The trainer repeats the check for a run of epochs."""
+    if warmup >= total_steps:
+        message = (
+            f"the first {warmup} iterations train only the critic, and the run has {total_steps}, so the actor would "
+            f"never be trained. Set trainer.critic_warmup to less than {total_steps}, or train longer."
+        )
+        yield Problem("trainer.critic_warmup", warmup, message, ("trainer.total_training_steps",))
 
 
 def _check_training_files(paths: Iterable[str]) -> Iterator[Problem]:

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 from camshaft.config.checks import check
 from camshaft.config.errors import Problem, format_problems, from_validation, group_problems
 from camshaft.config.ineffective import find_notices
+from camshaft.config.model_checks import find_model_notices
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section, is_path
 from camshaft.config.schema.generate import GenerateConfig
@@ -114,6 +115,8 @@ def from_container(
     if problems:
         raise ConfigError(format_problems(problems))
     merged = _merge(raw_defaults(schema), tree)
+    for notice in find_model_notices(config):
+        logger.warning("config: %s", notice)
     for notice in find_notices(config, merged, changed_keys(merged, schema) | set(set_keys or ())):
         logger.warning("config: %s", notice)
     return config

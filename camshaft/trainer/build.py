@@ -17,9 +17,12 @@ from typing import Any
 
 from camshaft.checkpoint import CheckpointManager
 from camshaft.config import PPOConfig
+from camshaft.config.checks import check_critic_warmup
+from camshaft.config.errors import format_problems
 from camshaft.controller import spawn, submit
 from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
+from camshaft.errors import ConfigError
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import FailedSamples, PendingScores
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
@@ -48,6 +51,10 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             for prompts in (self.loader.data, self.val_prompts):
                 check_scorable(prompts, config.custom_reward_function, beside_model=config.reward_model.enable)
         self.total_steps = run_length(config.trainer, self.loader)
+        if not config.trainer.val_only and (
+            problems := [*check_critic_warmup(config.trainer.critic_warmup, self.total_steps)]
+        ):
+            raise ConfigError(format_problems(problems))
         self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
         self.failed = FailedSamples(Path(config.trainer.default_local_dir) / "rewards" / "failed.jsonl")
         topology = config.topology()

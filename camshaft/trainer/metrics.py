@@ -151,5 +151,5 @@ def _mean_max_min(name: str, values: Tensor) -> dict[str, float]:
 
 def _compute_explained_variance(values: Tensor, returns: Tensor) -> float:
     """Return 1 - Var(returns - values) / Var(returns), which is 1 for a perfect critic and 0 for a constant one."""
-    variance = float(returns.var())
+    variance = float(returns.var()) if len(returns) > 1 else 0.0
     return 1 - float((returns - values).var()) / variance if variance > 0 else math.nan

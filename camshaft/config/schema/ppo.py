@@ -9,6 +9,7 @@ from typing import Literal
 from pydantic import Field
 
 from camshaft.config.layout import RayConfig, Topology, divide_evenly, pool_sizes
+from camshaft.config.model_settings import read_settings
 from camshaft.config.schema.algorithm import AlgorithmConfig
 from camshaft.config.schema.data import DataConfig
 from camshaft.config.schema.fields import Section
@@ -136,7 +137,7 @@ class PPOConfig(Section):
 
         - `rollout`: the log-probs that the rollout returns (`rollout_correction.bypass_mode`).
         - `update`: the forward pass of the update. This saves one forward pass, and requires that the iteration has a
-          single optimizer step and that nothing reads the old log-probs before it.
+          single optimizer step, that nothing reads the old log-probs before it, and that the model has no dropout.
         - `actor`: a separate forward pass of the actor before the update.
 
         The actor is not updated during `trainer.critic_warmup`. A caller that needs old log-probs in these iterations
@@ -147,7 +148,13 @@ class PPOConfig(Section):
             return "rollout"
         one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
         read_earlier = algorithm.rollout_correction.is_enabled() or algorithm.use_kl_in_reward
-        return "update" if one_step and not read_earlier else "actor"
+        return "update" if one_step and not read_earlier and not self._may_have_dropout() else "actor"
+
+    def _may_have_dropout(self) -> bool:
+        """Return True if the actor is trained with dropout, or if its config.json is not on this machine yet."""
+        model = self.actor_rollout_ref.model
+        settings = read_settings(model.path, model.override_config)
+        return settings is None or bool(settings.dropout())
 
     def needs_log_prob_passes(self) -> bool:
         """Return True if the actor's engine computes log-probs outside of updates.

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from camshaft.algorithms import ESTIMATORS, AdvantageInputs, AdvantageOptions
+from camshaft.algorithms import ESTIMATORS, AdvantageInputs, AdvantageOptions, masked_var
 from camshaft.algorithms.advantages import (
     gae,
     grpo,
@@ -64,9 +64,17 @@ def test_gae_with_lambda_one_learns_from_the_plain_return():
     torch.testing.assert_close(returns, torch.tensor([[7.0, 6.0, 4.0]], dtype=F64))
 
 
-def test_gae_of_one_token_cannot_be_whitened():
+@pytest.mark.parametrize("first_is_counted", [True, False])
+def test_advantage_of_a_single_token_is_not_whitened(first_is_counted):
+    rewards, values = torch.tensor([[3.0, 7.0]]), torch.tensor([[1.0, 9.0]])
+    advantages, returns = gae(rewards, values, torch.tensor([[first_is_counted, False]]), gamma=1.0, lam=1.0)
+    torch.testing.assert_close(advantages, torch.tensor([[2.0 * first_is_counted, 0.0]]))
+    torch.testing.assert_close(returns, torch.tensor([[3.0 * first_is_counted, 0.0]]))
+
+
+def test_variance_of_a_single_token_is_an_error():
     with pytest.raises(ValueError, match="at least 2 masked-in tokens"):
-        gae(torch.ones(1, 2), torch.ones(1, 2), torch.tensor([[True, False]]), gamma=1.0, lam=1.0)
+        masked_var(torch.ones(1, 2), torch.tensor([[True, False]]))
 
 
 def test_grpo_by_hand():

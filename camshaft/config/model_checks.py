@@ -1,0 +1,190 @@
+"""Checks of lengths and tokenizers against the config.json of the models, and notices about the models.
+
+    problems = [*check_ppo_models(config)]          # or check_supervised_models, check_generate_models
+    notices = [*find_model_notices(config)]
+
+A model that is not on this machine yet is not checked.
+"""
+
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from camshaft.config.errors import Problem
+from camshaft.config.model_settings import ModelSettings, read_json, read_settings
+from camshaft.config.schema.evaluation import EvalConfig
+from camshaft.config.schema.generate import GenerateConfig
+from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.roles import GeneratorConfig
+from camshaft.config.schema.supervised import SupervisedConfig
+
+MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
+
+
+def check_ppo_models(config: PPOConfig) -> Iterator[Problem]:
+    """Check the lengths of an RL run against its models, and the vocabulary of the tokenizer."""
+    prompt, response = config.data.max_prompt_length, config.actor_rollout_ref.rollout.response_length
+    lengths = {"data.max_prompt_length": prompt, f"{ROLLOUT}.response_length": response}
+    model = config.actor_rollout_ref.model
+    settings = read_settings(model.path, model.override_config)
+    yield from _check_positions(MODEL, model.path, settings, lengths)
+    yield from _check_cache(config.actor_rollout_ref.rollout, config.trainer.device, settings, lengths)
+    yield from _check_vocabulary(config.tokenizer_path(), "data.tokenizer", f"{MODEL}.path", settings)
+    if config.needs_critic() and config.critic.model.path != model.path:
+        critic = config.critic.model
+        critic_settings = read_settings(critic.path, critic.override_config)
+        yield from _check_positions("critic.model", critic.path, critic_settings, lengths)
+        yield from _check_vocabulary(config.tokenizer_path(), "data.tokenizer", "critic.model.path", critic_settings)
+    if config.needs_reward_engine():
+        reward = config.reward_model
+        limit = {"reward_model.max_length": reward.max_length} if reward.max_length else lengths
+        reward_settings = read_settings(reward.model.path, reward.model.override_config)
+        yield from _check_positions("reward_model.model", reward.model.path, reward_settings, limit)
+
+
+def check_supervised_models(config: SupervisedConfig) -> Iterator[Problem]:
+    """Check the length of a sequence, and the vocabulary of the tokenizer. A pair consists of two sequences."""
+    settings = read_settings(config.model.path, config.model.override_config)
+    yield from _check_positions("model", config.model.path, settings, {"data.max_length": config.data.max_length})
+    yield from _check_vocabulary(config.model.path, "model.path", "model.path", settings)
+
+
+def check_generate_models(config: GenerateConfig) -> Iterator[Problem]:
+    """Check the lengths of `camshaft generate`, and the vocabulary of the tokenizer."""
+    rollout = config.rollout
+    lengths = {"rollout.prompt_length": rollout.prompt_length, "rollout.response_length": rollout.response_length}
+    settings = read_settings(config.model.path, config.model.override_config)
+    yield from _check_positions("model", config.model.path, settings, lengths)
+    yield from _check_cache(rollout, config.trainer.device, settings, lengths)
+    yield from _check_vocabulary(config.tokenizer_path(), "data.tokenizer", "model.path", settings)
+
+
+def _check_positions(
+    section: str, path: str, settings: ModelSettings | None, lengths: Mapping[str, int]
+) -> Iterator[Problem]:
+    """Report sequences that are longer than the model."""
+    positions = None if settings is None else settings.positions()
+    total = sum(lengths.values())
+    if settings is None or positions is None or total <= positions[1]:
+        return
+    key, limit = positions
+    terms = " + ".join(f"{name}={value}" for name, value in lengths.items())
+    terms = f"{terms} = {total} tokens" if len(lengths) > 1 else f"{terms} tokens"
+    fix = f"Set {' and '.join(lengths)} to at most {limit} tokens{' in total' if len(lengths) > 1 else ''}"
+    if not settings.learned_positions():
+        fix += f", or scale the rotary embedding with rope_scaling in {section}.override_config"
+    message = f"the model has {key}={limit} positions, but {terms}. {fix}."
+    yield Problem(f"{section}.path", path, message, tuple(lengths))
+
+
+def _check_cache(
+    rollout: GeneratorConfig, device: str, settings: ModelSettings | None, lengths: Mapping[str, int]
+) -> Iterator[Problem]:
+    """Report lengths at which the KV cache of a single sequence exceeds the memory of this machine."""
+    size = None if settings is None else settings.cache_bytes(sum(lengths.values()), DTYPE_BYTES[rollout.dtype])
+    if size is None or device.partition(":")[0] != "cpu" or size <= machine_memory():
+        return
+    key = list(lengths)[-1]
+    terms = " + ".join(f"{name}={value}" for name, value in lengths.items())
+    message = (
+        f"the KV cache of one sequence of {terms} tokens takes {size / 2**30:,.0f} GiB, but this machine has "
+        f"{machine_memory() / 2**30:,.0f} GiB of memory. Set a smaller length."
+    )
+    yield Problem(key, lengths[key], message, tuple(lengths))
+
+
+def machine_memory() -> int:
+    """Return the size of the main memory in bytes."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+# -- tokenizers -----------------------------------------------------------------------------------
+
+
+def _check_vocabulary(
+    tokenizer: str, tokenizer_key: str, model_key: str, settings: ModelSettings | None
+) -> Iterator[Problem]:
+    """Report a tokenizer whose regular tokens exceed the embedding of the model."""
+    size, content = None if settings is None else settings.vocabulary_size(), read_json(tokenizer, "tokenizer.json")
+    if size is None or content is None:
+        return
+    largest = _largest_id(content)
+    if largest >= size:
+        message = (
+            f"the tokenizer has token IDs up to {largest}, but the embedding of {model_key} has vocab_size={size} "
+            "rows. Set the tokenizer of this model."
+        )
+        yield Problem(tokenizer_key, tokenizer, message, (model_key,))
+
+
+def _largest_id(content: Mapping[str, Any]) -> int:
+    """Return the largest token ID of the vocabulary, without added tokens, which text contains on purpose only."""
+    vocabulary = (content.get("model") or {}).get("vocab")
+    if isinstance(vocabulary, list):
+        return len(vocabulary) - 1
+    ids = vocabulary.values() if isinstance(vocabulary, dict) else ()
+    return max((index for index in ids if isinstance(index, int)), default=-1)
+
+
+# -- notices --------------------------------------------------------------------------------------
+
+
+def find_model_notices(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> Iterator[str]:
+    """Yield notices about dropout in training, and about generation that no token can end."""
+    if isinstance(config, PPOConfig):
+        yield from _dropout_notice(MODEL, config.actor_rollout_ref.model)
+        if config.needs_critic():
+            yield from _dropout_notice("critic.model", config.critic.model)
+        generates = (MODEL, config.actor_rollout_ref.model, config.actor_rollout_ref.rollout)
+    elif isinstance(config, SupervisedConfig):
+        yield from _dropout_notice("model", config.model)
+        return
+    elif isinstance(config, GenerateConfig):
+        generates = ("model", config.model, config.rollout)
+    else:
+        return
+    yield from _eos_notice(*generates)
+
+
+def _dropout_notice(section: str, model: Any) -> Iterator[str]:
+    settings = read_settings(model.path, model.override_config)
+    dropout = {} if settings is None else settings.dropout()
+    if dropout:
+        values = ", ".join(f"{key}={value:g}" for key, value in dropout.items())
+        fix = " ".join(f"{section}.override_config.{key}=0.0" for key in dropout)
+        yield f"{section}.path={model.path}: training uses dropout ({values}); to train without dropout, set {fix}"
+
+
+def _eos_notice(section: str, model: Any, rollout: GeneratorConfig) -> Iterator[str]:
+    """Report a model without an end-of-sequence token in its vocabulary, whose responses all reach the limit."""
+    settings = read_settings(model.path, model.override_config)
+    if settings is None or rollout.ignore_eos or "model_type" not in settings.values:
+        return
+    generation = read_json(model.path, "generation_config.json") or {}
+    ids = _as_list(settings.values.get("eos_token_id")) + _as_list(generation.get("eos_token_id"))
+    ids += _tokenizer_eos(model.path)
+    size = settings.vocabulary_size()
+    usable = [index for index in ids if size is None or 0 <= index < size]
+    if usable or rollout.stop or rollout.stop_token_ids:
+        return
+    problem = f"its end-of-sequence token {ids} is outside the vocabulary of {size} tokens" if ids else (
+        "it has no end-of-sequence token (eos_token_id)"
+    )  # fmt: skip
+    prefix = section.rpartition(".")[0]
+    key = f"{prefix}.rollout.stop_token_ids" if prefix else "rollout.stop_token_ids"
+    yield f"{section}.path={model.path}: {problem}, so every response has the maximum length; set {key}=[ID]"
+
+
+def _as_list(value: Any) -> list[int]:
+    return [index for index in (value if isinstance(value, list) else [value]) if isinstance(index, int)]
+
+
+def _tokenizer_eos(path: str) -> list[int]:
+    """Return the ID of the tokenizer's end-of-sequence token."""
+    named = (read_json(path, "tokenizer_config.json") or {}).get("eos_token")
+    text = named.get("content") if isinstance(named, dict) else named
+    content = read_json(path, "tokenizer.json") or {}
+    ids = {token.get("content"): token.get("id") for token in content.get("added_tokens", ())}
+    vocabulary = (content.get("model") or {}).get("vocab")
+    return _as_list(ids.get(text, vocabulary.get(text) if isinstance(vocabulary, dict) else None))

@@ -1,0 +1,115 @@
+"""Read the config.json of a model on the driver, without transformers.
+
+settings = read_settings("models/tiny", {"attn_pdrop": 0.0})        # None if this machine lacks the file
+settings.positions()                                                # 1024
+settings.dropout()                                                  # {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+"""
+
+import json
+import os.path
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from camshaft import hub
+from camshaft.storage import is_url
+
+POSITION_KEYS = ("n_positions", "max_position_embeddings")
+"""Keys of the number of positions. GPT-2 and related models have a learned embedding for each position."""
+
+DEFAULT_DROPOUT: dict[str, dict[str, float]] = {
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "gpt_bigcode": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "openai-gpt": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+    "opt": {"dropout": 0.1},
+    "biogpt": {"hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1},
+    "gpt_neox_japanese": {"attention_dropout": 0.1},
+    "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1},
+    "xglm": {"dropout": 0.1, "attention_dropout": 0.1},
+}
+"""Dropout probabilities of transformers' decoders for keys that config.json omits."""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """Settings of a language model, which are those of the text model of a multimodal model."""
+
+    values: Mapping[str, Any]
+
+    def positions(self) -> tuple[str, int] | None:
+        """Return the key and the number of positions of the model; None if it is unlimited, unknown or scaled.
+
+        A model that scales its rotary embedding (`rope_scaling`) is not limited to its original positions.
+        """
+        scaling = [self.values.get(name) for name in ("rope_scaling", "rope_parameters")]
+        if any(kind not in (None, "default") for kind in _rope_types(scaling)) or self.values.get("alibi"):
+            return None
+        key = next((key for key in POSITION_KEYS if isinstance(self.values.get(key), int)), None)
+        return None if key is None else (key, self.values[key])
+
+    def learned_positions(self) -> bool:
+        """Return True if each position has a learned embedding, so that no setting adds positions."""
+        return "n_positions" in self.values
+
+    def dropout(self) -> dict[str, float]:
+        """Return the dropout probabilities that are not 0, by key."""
+        values = {**DEFAULT_DROPOUT.get(str(self.values.get("model_type")), {}), **self.values}
+        return {
+            key: value
+            for key, value in values.items()
+            if ("dropout" in key or key.endswith("pdrop")) and not key.startswith(("summary", "classifier"))
+            if isinstance(value, float) and value > 0
+        }
+
+    def cache_bytes(self, tokens: int, item_size: int) -> int | None:
+        """Return the size of the KV cache of one sequence; None if the model is not a decoder with attention."""
+        layers, heads = self._number("num_hidden_layers", "n_layer"), self._number("num_attention_heads", "n_head")
+        hidden = self._number("hidden_size", "n_embd")
+        if layers is None or heads is None or hidden is None:
+            return None
+        kv_heads, head_dim = self._number("num_key_value_heads") or heads, self._number("head_dim") or hidden // heads
+        return 2 * layers * kv_heads * head_dim * item_size * tokens
+
+    def vocabulary_size(self) -> int | None:
+        """Return the number of rows of the token embedding."""
+        return self._number("vocab_size")
+
+    def _number(self, *keys: str) -> int | None:
+        return next((self.values[key] for key in keys if isinstance(self.values.get(key), int)), None)
+
+
+def _rope_types(value: Any) -> Iterator[Any]:
+    """Yield the types of rotary embeddings. Some models have one per kind of layer."""
+    if isinstance(value, Mapping):
+        yield value.get("rope_type", value.get("type"))
+        yield from (kind for item in value.values() if isinstance(item, Mapping) for kind in _rope_types(item))
+    elif isinstance(value, list):
+        yield from (kind for item in value for kind in _rope_types(item))
+
+
+def local_model(path: str) -> Path | None:
+    """Return the folder of a model or tokenizer on this machine, or None if it must be downloaded first."""
+    if os.path.isdir(path):
+        return Path(path)
+    return None if is_url(path) else hub.cached_folder(path, weights=False)
+
+
+def read_json(path: str, name: str) -> dict[str, Any] | None:
+    """Return a JSON file of a model; None if it is missing or damaged, which the loader of the model reports."""
+    folder = local_model(path)
+    try:
+        content = None if folder is None else json.loads((folder / name).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def read_settings(path: str, override: Mapping[str, Any]) -> ModelSettings | None:
+    """Return the settings of a model with `override_config`; None if its config.json cannot be read."""
+    values = read_json(path, "config.json")
+    if values is None:
+        return None
+    values |= override
+    text = values.get("text_config")
+    return ModelSettings({**values, **text} if isinstance(text, Mapping) else values)
