@@ -38,8 +38,8 @@ from learning_page import Run, Task, page, reached, result_table, verdict
 from machine import machine
 
 from camshaft.data import write_arithmetic
-from camshaft.data.parquet import read_parquet, write_parquet
 from camshaft.data.reasoning_gym import write_reasoning_gym
+from camshaft.data.tables import read_rows, write_parquet
 from camshaft.models.tiny import make_tiny_model
 
 RESULTS = Path(__file__).parent / "results" / "learning.json"
@@ -171,7 +171,7 @@ def write_problems(name: str, folder: Path) -> None:
         return
     paths = write_reasoning_gym(folder, name, **sizes, settings=task.settings)
     columns = ["data_source", "prompt", "reward_model", "extra_info"]
-    train, heldout = (read_parquet(path, columns).rows for path in (paths.train, paths.test))
+    train, heldout = (read_rows(path, columns).rows for path in (paths.train, paths.test))
     kept_out = {question(row) for row in heldout}
     train = [row for row in train if question(row) not in kept_out]
     write_parquet(folder / "train.parquet", train)

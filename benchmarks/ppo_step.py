@@ -87,7 +87,7 @@ def compared(
     critic: bool = False, denominators: Sequence[str] = (),
 ) -> list[dict[str, Any]]:  # fmt: skip
     """Return one result row per side of the script; `denominators` are further sides for ratios."""
-    from camshaft.data.parquet import write_parquet
+    from camshaft.data.tables import write_parquet
     from camshaft.models.tiny import VOCABULARY_ROWS, make_tiny_model
 
     python = {"trl": interpreter(trl)} if "trl" in names else {}

@@ -21,7 +21,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,10 +42,15 @@ def start_python(
     `import_path` of its parent to the end of its path. `options` are passed to `Popen`.
     """
     environment = dict(os.environ if env is None else env)
-    root = str(Path(__file__).resolve().parent.parent)
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
+    environment["PYTHONPATH"] = _python_path(environment)
     command = [sys.executable, "-P", *arguments]
     return subprocess.Popen[bytes](command, env=environment, start_new_session=True, **options)
+
+
+def _python_path(environment: Mapping[str, str]) -> str:
+    """Return a value of PYTHONPATH that contains the folder of this package."""
+    root = str(Path(__file__).resolve().parent.parent)
+    return os.pathsep.join(filter(None, [environment.get("PYTHONPATH"), root]))
 
 
 def import_path() -> list[str]:
@@ -59,17 +64,19 @@ def extend_import_path(entries: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def safe_path_environment() -> Iterator[None]:
-    """Keep the working directory off the import path of Python processes that other libraries start in the block."""
-    previous = os.environ.get("PYTHONSAFEPATH")
-    os.environ["PYTHONSAFEPATH"] = "1"
+def safe_import_environment() -> Iterator[None]:
+    """Let Python processes that other libraries start in the block import as those of `start_python`."""
+    settings = {"PYTHONPATH": _python_path(os.environ), "PYTHONSAFEPATH": "1"}
+    previous = {name: os.environ.get(name) for name in settings}
+    os.environ.update(settings)
     try:
         yield
     finally:
-        if previous is None:
-            del os.environ["PYTHONSAFEPATH"]
-        else:
-            os.environ["PYTHONSAFEPATH"] = previous
+        for name, value in previous.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def describe_exit(code: int | None) -> str:

@@ -3,7 +3,7 @@
 import glob
 import json
 import os.path
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,30 @@ from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import CustomRewardConfig
 from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.storage import is_url
+
+DATA_SUFFIXES = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
+"""Suffixes of data files, before an optional `.gz`. In a folder with several, the first one counts."""
+_SPLITS_FILE = "dataset_dict.json"
+"""Marks a folder that `DatasetDict.save_to_disk` has written."""
+
+
+def select_data_files(names: Iterable[str]) -> list[str]:
+    """Select the data files of a folder from the names of its files, in alphabetical order."""
+    data_names = [name for name in sorted(names) if not name.startswith("cache-")]  # caches of the datasets library
+    for suffix in DATA_SUFFIXES:
+        if selected := [name for name in data_names if name.removesuffix(".gz").endswith(suffix)]:
+            return selected
+    return []
+
+
+def data_folder_error(names: Collection[str]) -> str | None:
+    """Return why a folder with these entries cannot be read as data; None if it can."""
+    if _SPLITS_FILE in names:
+        return "contains a dataset with several splits. Set the folder of one split, for example its subfolder train."
+    if not select_data_files(names):
+        endings = ", ".join(DATA_SUFFIXES)
+        return f"is a folder without data files. Set a file, or a folder with files that end in {endings}."
+    return None
 
 
 def check_ppo_files(config: PPOConfig) -> Iterator[Problem]:
@@ -90,10 +114,8 @@ def check_data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:
         if is_url(path) or os.path.isfile(path):
             continue
         if os.path.isdir(path):
-            if not any(Path(path).glob("*.parquet")):
-                yield Problem(
-                    key, path, "is a folder without parquet files. Set a file, or a folder with parquet files."
-                )
+            if error := data_folder_error(os.listdir(path)):
+                yield Problem(key, path, error)
         elif not glob.has_magic(path):
             yield _missing(key, path, "file")
         elif not glob.glob(path):

@@ -44,7 +44,7 @@ from camshaft.subprocesses import (
     kill_group,
     kill_own_group,
     receive,
-    safe_path_environment,
+    safe_import_environment,
     send,
     without_watcher,
 )
@@ -163,7 +163,7 @@ class LocalProcess(WorkerProcess):
         self._process: BaseProcess = context.Process(
             target=serve, args=(child_socket, rank_info, folder, os.getpid(), dict(os.environ)), name=name
         )
-        with safe_path_environment(), child_socket:
+        with safe_import_environment(), child_socket:
             resource_tracker.ensure_running()  # started before the signals are blocked, because this unblocks SIGTERM
             with block_stop_signals():  # a signal must not end the fork server either
                 self._process.start()

@@ -54,7 +54,7 @@ from camshaft.subprocesses import (
     guard_group,
     import_path,
     kill_group,
-    safe_path_environment,
+    safe_import_environment,
 )
 
 logger = logging.getLogger(__name__)
@@ -131,7 +131,7 @@ def connect(specs: Sequence[PoolSpec], ray_init: Mapping[str, Any]) -> None:
             address = "local"
         else:
             init.pop("num_cpus", None)  # only valid for a new cluster
-        with safe_path_environment():  # Ray runs Python code with `-c`
+        with safe_import_environment():  # Ray runs Python code with `-c`
             ray.init(address=address, **_job_config(init), **init)
     except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"ray.init(address={address!r}, ...) failed: {error}. Check ray_kwargs.ray_init") from error

@@ -1,4 +1,4 @@
-"""Data loading: read parquet files and build batches of token ids.
+"""Data loading: read data files and build batches of token ids.
 
     rows = load_prompts(["train.parquet"], tokenizer, PromptOptions(max_prompt_length=512))
     loader = StatefulLoader(rows.batch, batch_size=256, seed=1, total_epochs=15)
@@ -6,8 +6,9 @@
 
 Modules:
 
-    files.py            resolves files, folders, glob patterns and URLs to local parquet files
-    parquet.py          reads parquet files as Python rows
+    files.py            resolves files, folders, glob patterns and URLs to local files
+    formats.py          opens parquet, JSON, CSV and Arrow files
+    tables.py           reads data files as Python rows
     chat.py             applies chat templates, tokenizes, truncates
     tokens.py           tokenizes many prompts in parallel processes, with a cache on disk
     prompts.py          loads prompts for RL

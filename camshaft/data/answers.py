@@ -21,9 +21,9 @@ import pyarrow
 from pyarrow import parquet
 
 from camshaft import storage
-from camshaft.data.parquet import Paths, Table, read_parquet
 from camshaft.data.prompts import ground_truth
 from camshaft.data.responses import read_table
+from camshaft.data.tables import Paths, Table, read_rows
 from camshaft.dataproto import DataProto
 from camshaft.errors import BatchError, ConfigError
 
@@ -75,7 +75,7 @@ def read_answers(paths: Paths, columns: AnswerColumns) -> Answers:
     """Read and validate the responses of parquet files."""
     required = [columns.response_key, columns.data_source_key]
     optional = [columns.prompt_key, columns.reward_model_key, "ground_truth", "extra_info"]
-    table = read_parquet(paths, required, optional)
+    table = read_rows(paths, required, optional)
     batch: dict[str, list[Any]] = {name: [] for name in ("uid", "data_source", "ground_truth", "extra_info")}
     texts: list[str] = []
     counts: list[int | None] = []

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from pyarrow.parquet import ParquetFile
 from torch import Tensor
 
-from camshaft.data.parquet import convert_read_errors, open_files
+from camshaft.data.tables import convert_read_errors, open_files
 from camshaft.dataproto import Ragged
 
 _MAX_BARS = 12
@@ -58,21 +57,17 @@ def summarize_files(paths: Sequence[Path], counted_columns: Collection[str]) -> 
     """Summarize the rows and columns of each file; count missing values in the columns listed in `counted_columns`."""
     files = []
     for path, source in zip(paths, open_files(paths), strict=True):
-        with source, convert_read_errors(path):
+        with convert_read_errors(path):
             columns = tuple(
                 ColumnSummary(
                     field.name,
                     str(field.type),
-                    _count_missing(source, field.name) if field.name in counted_columns else None,
+                    source.count_missing(field.name) if field.name in counted_columns else None,
                 )
-                for field in source.schema_arrow
+                for field in source.schema
             )
-            files.append(FileSummary(path, source.metadata.num_rows, columns))
+            files.append(FileSummary(path, source.num_rows, columns))
     return files
-
-
-def _count_missing(source: ParquetFile, name: str) -> int:
-    return sum(record_batch.column(0).null_count for record_batch in source.iter_batches(columns=[name]))
 
 
 def summarize_lengths(lengths: Tensor) -> LengthSummary:

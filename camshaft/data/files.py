@@ -1,27 +1,28 @@
-"""Resolve the files, folders, glob patterns and URLs in the config to local parquet files.
+"""Resolve the files, folders, glob patterns and URLs in the config to local data files.
 
-    data_files(["train.parquet", "more/", "parts/*.parquet", "s3://bucket/train.parquet"])
+    data_files(["train.jsonl", "more/", "parts/*.parquet", "s3://bucket/train.parquet"])
 
-A folder resolves to its parquet files, a pattern to the matching files, both in alphabetical order. Remote files are
-downloaded first (`camshaft/fetch.py`). The trainers call `data_files` at startup.
+A folder resolves to its data files, a pattern to the matching files, both in alphabetical order. A folder may also be a
+split that the `datasets` library saved. Remote files are downloaded first (`camshaft/fetch.py`). The trainers call
+`data_files` at startup.
 """
 
 from __future__ import annotations
 
 import glob
+import posixpath
 from collections.abc import Iterator
 from pathlib import Path
 
 from camshaft import storage
-from camshaft.data.parquet import Paths
+from camshaft.config.files import data_folder_error, select_data_files
+from camshaft.data.tables import Paths
 from camshaft.errors import BatchError
 from camshaft.fetch import convert_errors, fetch
 
-_ENDING = "*.parquet"
-
 
 def data_files(paths: Paths) -> list[Path]:
-    """Resolve `paths` to local files, in order. Include missing files, which `read_parquet` reports."""
+    """Resolve `paths` to local files, in order. Include missing files, which `read_rows` reports."""
     return [file for path in ([paths] if isinstance(paths, (str, Path)) else paths) for file in _files(path)]
 
 
@@ -31,7 +32,7 @@ def _files(path: str | Path) -> Iterator[Path]:
         return
     local = storage.local(path)
     if local.is_dir():
-        yield from _non_empty(sorted(local.glob(_ENDING)), f"the folder {local} has no parquet files")
+        yield from (local / name for name in _select(str(local), [entry.name for entry in local.iterdir()]))
     elif glob.has_magic(str(local)) and not local.exists():
         yield from _non_empty([Path(match) for match in sorted(glob.glob(str(local)))], f"no file matches {local}")
     else:
@@ -47,7 +48,8 @@ def _urls(url: str) -> list[str]:
         if glob.has_magic(root) and not files.exists(root):
             paths = _non_empty(sorted(files.glob(root)), f"no file matches {url}")
         elif files.isdir(root):
-            paths = _non_empty(sorted(files.glob(f"{root}/{_ENDING}")), f"the folder {url} has no parquet files")
+            names = [posixpath.basename(entry.rstrip("/")) for entry in files.ls(root, detail=False)]
+            paths = [f"{root.rstrip('/')}/{name}" for name in _select(url, names)]
         else:
             return [url]
     # The file system returns paths without the prefix of the URL, which includes the host for some protocols.
@@ -55,7 +57,13 @@ def _urls(url: str) -> list[str]:
     return [f"{prefix}{path}" for path in paths]
 
 
+def _select(folder: str, names: list[str]) -> list[str]:
+    if error := data_folder_error(names):
+        raise BatchError(f"{folder}: {error}")
+    return select_data_files(names)
+
+
 def _non_empty(paths: list, problem: str) -> list:
     if not paths:
-        raise BatchError(f"{problem}; use parquet files, a folder of them, or a pattern such as parts/{_ENDING}")
+        raise BatchError(f"{problem}; use data files, a folder of them, or a pattern such as parts/*.parquet")
     return paths

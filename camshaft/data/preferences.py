@@ -35,7 +35,7 @@ from camshaft.data.chat import (
     truncate,
     truncate_left,
 )
-from camshaft.data.parquet import Paths, Table, read_columns, read_parquet
+from camshaft.data.tables import Paths, Table, read_columns, read_rows
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
 
@@ -129,7 +129,7 @@ def _read_table(paths: Paths, options: PreferenceOptions, max_samples: int | Non
             f"If '{options.chosen_key}' and '{options.rejected_key}' contain whole conversations, use "
             "data.prompt_key=null"
         )
-    return read_parquet(paths, [key for key in keys if key is not None], max_samples=max_samples)
+    return read_rows(paths, [key for key in keys if key is not None], max_samples=max_samples)
 
 
 def _sequence(

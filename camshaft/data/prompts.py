@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from camshaft.data.chat import Prompt, Truncation, check_prompt, encode
-from camshaft.data.parquet import Paths, Table, read_parquet
+from camshaft.data.tables import Paths, Table, read_rows
 from camshaft.data.tokens import tokenize
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
@@ -109,7 +109,7 @@ def read_prompts(
     paths: Paths, tokenizer: PreTrainedTokenizerBase, options: PromptOptions, max_samples: int | None = None
 ) -> TokenizedPrompts:
     """Read, validate and tokenize prompts. Errors report the file and the row."""
-    table = read_parquet(paths, options.columns(), OPTIONAL, max_samples)
+    table = read_rows(paths, options.columns(), OPTIONAL, max_samples)
     locations = [table.location(i) for i in range(len(table))]
     prompts = [
         check_prompt(row[options.prompt_key], location, options.prompt_key)

@@ -7,14 +7,12 @@ A split consists of all files in the folder and its subfolders that are named af
 `data/train-00000-of-00001.parquet` or `helpful-base/train.jsonl.gz`. This module never downloads files.
 """
 
-import gzip
-import json
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from camshaft.data.parquet import read_columns, read_parquet
+from camshaft.data.tables import read_rows
 from camshaft.errors import BatchError
 
 SPLITS = ("train", "test")
@@ -44,25 +42,9 @@ def _files(folder: Path, split: str) -> list[Path]:
 
 
 def _rows(path: Path, required: Sequence[str], optional: Sequence[str]) -> Iterator[dict[str, Any]]:
-    if path.suffix == ".parquet":
-        columns = read_columns(path)
-        yield from read_parquet(path, required, [name for name in optional if name in columns]).rows
-        return
-    open_file = gzip.open if path.suffix == ".gz" else open
-    with open_file(path, "rt", encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                yield _parse_row(line, f"{path}, line {number}", required)
-
-
-def _parse_row(line: str, location: str, required: Sequence[str]) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except ValueError as error:
-        raise BatchError(f"{location}: invalid JSON ({error}); check that the file is complete") from error
-    if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in required):
-        fields = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}"
-        raise BatchError(
-            f"{location}: the row contains {fields}; it must contain the string fields {', '.join(required)}"
-        )
-    return row
+    table = read_rows(path, required, optional)
+    for index, row in enumerate(table.rows):
+        invalid = [name for name in required if not isinstance(row[name], str)]
+        if invalid:
+            raise BatchError(f"{table.location(index)}: '{invalid[0]}' is {row[invalid[0]]!r}; it must be a string")
+        yield row

@@ -26,7 +26,7 @@ import pyarrow
 from pyarrow import parquet
 
 from camshaft import storage
-from camshaft.data.parquet import Paths, open_files
+from camshaft.data.tables import Paths, open_files
 from camshaft.errors import BatchError, CheckpointError, ConfigError
 
 TYPES = {
@@ -79,8 +79,7 @@ class ResponseFile:
         """
         schemas = []
         for source in open_files(sources):
-            with source:
-                schemas.append(source.schema_arrow)
+            schemas.append(source.schema)
             conflicts = [f"{self.name}{suffix}" for suffix in TYPES if f"{self.name}{suffix}" in schemas[-1].names]
             if conflicts:
                 raise ConfigError(
@@ -200,10 +199,7 @@ class Parts:
 
 def read_table(sources: Paths) -> pyarrow.Table:
     """Read all rows and columns of the files into one table. The schemas must be compatible (`check_columns`)."""
-    opened_files = open_files(sources)
-    tables = [source.read() for source in opened_files]
-    for source in opened_files:
-        source.close()
+    tables = [source.table() for source in open_files(sources)]
     return pyarrow.concat_tables(tables, promote_options=_PROMOTE)
 
 

@@ -26,7 +26,7 @@ from camshaft.data.chat import (
     track_progress,
     truncate,
 )
-from camshaft.data.parquet import Paths, read_columns, read_parquet
+from camshaft.data.tables import Paths, read_columns, read_rows
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
 
@@ -89,7 +89,7 @@ def load_sft(
     available = read_columns(paths)
     conversations = options.messages_key in available and options.response_key not in available
     columns_to_read = [options.messages_key] if conversations else [options.prompt_key, options.response_key]
-    table = read_parquet(paths, columns_to_read, max_samples=max_samples)
+    table = read_rows(paths, columns_to_read, max_samples=max_samples)
     sequences: list[_Sequence] = []
     for index in track_progress(range(len(table)), "chat template", len(table)):
         sequences += _sequences(table.rows[index], table.location(index), tokenizer, options)

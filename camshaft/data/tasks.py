@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from camshaft.data.parquet import write_parquet
+from camshaft.data.tables import write_parquet
 from camshaft.errors import ConfigError
 
 DATA_SOURCE = "camshaft/arithmetic"

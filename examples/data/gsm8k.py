@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from camshaft.data.parquet import write_parquet
 from camshaft.data.raw import read_splits
+from camshaft.data.tables import write_parquet
 from camshaft.errors import BatchError, CamshaftError, report_error
 
 INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'

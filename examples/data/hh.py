@@ -15,8 +15,8 @@ import re
 import sys
 from typing import Any
 
-from camshaft.data.parquet import write_parquet
 from camshaft.data.raw import read_splits
+from camshaft.data.tables import write_parquet
 from camshaft.errors import BatchError, CamshaftError, report_error
 
 DATA_SOURCE = "Anthropic/hh-rlhf"

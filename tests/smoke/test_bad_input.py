@@ -18,7 +18,7 @@ from pyarrow import parquet
 from support.command_line import Run, camshaft, finished, sft_args, start
 from support.ppo_runs import ppo_args
 
-from camshaft.data.parquet import write_parquet
+from camshaft.data.tables import write_parquet
 from camshaft.rewards import pool
 from camshaft.tracking.jsonl import read_metrics
 
@@ -175,13 +175,13 @@ def empty(path: Path) -> Path:
 
 
 def text(path: Path) -> Path:
-    path.write_text('{"prompt": "1+1="}\n')
+    path.write_text("What is 1+1?\n")
     return path
 
 
 FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "no rows": (empty, ["rows.parquet has no rows"]),
-    "not parquet": (text, ["rows.parquet is not a parquet file", "JSON lines"]),
+    "other text": (text, ["rows.parquet, line 1: invalid JSON", "supported formats are parquet, JSON lines"]),
     "no prompt column": (without("prompt"), ["no column 'prompt'", "data_source, reward_model"]),
     "prompt column misspelt": (
         lambda path: write_parquet(path, [{**ROW, "promt": ROW["prompt"], "prompt": None}] * 9),

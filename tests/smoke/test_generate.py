@@ -16,7 +16,7 @@ from support.command_line import Forked, Run, camshaft, finished, generate_args,
 from support.ppo_runs import ppo_args, ppo_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from camshaft.data.parquet import write_parquet
+from camshaft.data.tables import write_parquet
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.validate import validate
 

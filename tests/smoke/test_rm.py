@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from camshaft import storage
 from camshaft.data import write_arithmetic
-from camshaft.data.parquet import read_parquet
+from camshaft.data.tables import read_rows
 from camshaft.models.tiny import make_tiny_model
 from camshaft.tracking import deterministic
 from camshaft.tracking.jsonl import read_metrics
@@ -71,9 +71,7 @@ def test_transformers_gives_the_same_scores_in_padded_batches(finished: Path) ->
     folder = finished / "huggingface"
     model: Any = AutoModelForSequenceClassification.from_pretrained(folder)
     tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-    pairs = read_parquet(
-        finished.parent / "pairs" / "preference_heldout.parquet", ["prompt", "chosen", "rejected"]
-    ).rows
+    pairs = read_rows(finished.parent / "pairs" / "preference_heldout.parquet", ["prompt", "chosen", "rejected"]).rows
     scores = {}
     for key in ("chosen", "rejected"):
         turns = [[*row["prompt"], {"role": "assistant", "content": row[key]}] for row in pairs]

@@ -9,7 +9,7 @@ import pytest
 from support.ppo_runs import ppo_config
 
 from camshaft.data import tokens
-from camshaft.data.parquet import write_parquet
+from camshaft.data.tables import write_parquet
 from camshaft.errors import BatchError
 from camshaft.trainer.build import PPOParts
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from camshaft.config import load_ppo, load_sft
-from camshaft.data.parquet import read_parquet
+from camshaft.data.tables import read_rows
 from camshaft.models.tiny import make_tiny_model
 
 BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
@@ -94,11 +94,11 @@ def test_the_spelling_mistake_changes_only_the_ends(learning: Any) -> None:
 def test_held_out_problems_are_not_trained_and_sixty_percent_err(name: str, few: Any, tmp_path: Path) -> None:
     few.write_problems(name, tmp_path)
     columns = ["prompt", "reward_model"]
-    train, heldout = (read_parquet(tmp_path / f"{split}.parquet", columns).rows for split in ("train", "heldout"))
+    train, heldout = (read_rows(tmp_path / f"{split}.parquet", columns).rows for split in ("train", "heldout"))
     questions = {few.question(row) for row in heldout}
     assert len(heldout) == 40
     assert questions.isdisjoint(few.question(row) for row in train)
-    answers = [row["response"] for row in read_parquet(tmp_path / "warm_up.parquet", ["prompt", "response"]).rows]
+    answers = [row["response"] for row in read_rows(tmp_path / "warm_up.parquet", ["prompt", "response"]).rows]
     right = [row["reward_model"]["ground_truth"] for row in train]
     other = [few.TASKS[name].mistake(answer) for answer in right]
     assert all(answer in pair for answer, *pair in zip(answers, right, other, strict=True))

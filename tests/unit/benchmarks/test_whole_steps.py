@@ -16,7 +16,7 @@ from camshaft_side import config, with_critic
 from careful import CarefulCritic
 from workload import Rows
 
-from camshaft.data.parquet import write_parquet
+from camshaft.data.tables import write_parquet
 from camshaft.models.tiny import make_tiny_model
 
 

@@ -4,8 +4,8 @@ import copy
 
 import pytest
 
-from camshaft.data.parquet import write_parquet
 from camshaft.data.preferences import PreferenceOptions, load_preferences
+from camshaft.data.tables import write_parquet
 from camshaft.errors import BatchError
 
 # The tokenizer's template, with a line break after each turn.

@@ -2,8 +2,8 @@ import copy
 
 import pytest
 
-from camshaft.data.parquet import write_parquet
 from camshaft.data.prompts import PromptOptions, load_prompts
+from camshaft.data.tables import write_parquet
 from camshaft.errors import BatchError
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from camshaft.data import PromptOptions, load_prompts
-from camshaft.data.parquet import read_columns, read_parquet, write_parquet
+from camshaft.data.tables import read_columns, read_rows, write_parquet
 from camshaft.models.tiny import make_tiny_tokenizer
 from camshaft.rewards import gsm8k, math_answer
 
@@ -40,7 +40,7 @@ def as_lines(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def rows_of(path: Path, columns: list[str] = ROW) -> list[dict[str, Any]]:
-    return read_parquet(path, columns).rows
+    return read_rows(path, columns).rows
 
 
 def check_readable(path: Path, tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_consecutive_turns_of_one_role_are_merged() -> None:
         (
             "gsm8k.py",
             {"train.jsonl": '{"question": "a"}\n'},
-            "train.jsonl, line 1: the row contains question; it must contain the string fields question, answer",
+            "train.jsonl has no column 'answer'. Its columns: question",
         ),
         ("gsm8k.py", {"train.jsonl": '{"question": "a", "ans'}, "train.jsonl, line 1: invalid JSON"),
         (

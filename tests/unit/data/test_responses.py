@@ -7,8 +7,8 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from camshaft.data.parquet import write_parquet
 from camshaft.data.responses import ResponseFile
+from camshaft.data.tables import write_parquet
 from camshaft.errors import BatchError, ConfigError
 
 

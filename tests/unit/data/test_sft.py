@@ -2,8 +2,8 @@ import copy
 
 import pytest
 
-from camshaft.data.parquet import write_parquet
 from camshaft.data.sft import SFTOptions, load_sft
+from camshaft.data.tables import write_parquet
 from camshaft.errors import BatchError
 
 # Ends a turn as many chat models do, with a special token and a line break.

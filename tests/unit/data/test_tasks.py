@@ -1,9 +1,9 @@
 import pytest
 
 from camshaft.data.loader import StatefulLoader
-from camshaft.data.parquet import read_parquet
 from camshaft.data.prompts import PromptOptions, load_prompts
 from camshaft.data.sft import SFTOptions, load_sft
+from camshaft.data.tables import read_rows
 from camshaft.data.tasks import DATA_SOURCE, write_arithmetic
 from camshaft.errors import ConfigError
 from camshaft.rewards.auto import SOURCES
@@ -12,13 +12,13 @@ SMALL = {"left": (0, 9), "right": (0, 9), "num_train": 40, "num_heldout": 20}
 
 
 def texts(path):
-    return [row["prompt"][0]["content"] for row in read_parquet(path, ["prompt"]).rows]
+    return [row["prompt"][0]["content"] for row in read_rows(path, ["prompt"]).rows]
 
 
 def test_the_ground_truth_is_the_result(tmp_path):
     operations = ("addition", "subtraction", "multiplication")
     paths = write_arithmetic(tmp_path, operations=operations, **SMALL)
-    rows = read_parquet([paths.train, paths.heldout], ["prompt", "reward_model", "data_source"]).rows
+    rows = read_rows([paths.train, paths.heldout], ["prompt", "reward_model", "data_source"]).rows
     signs = set()
     for row in rows:
         text = row["prompt"][0]["content"].removesuffix("=")
@@ -95,8 +95,8 @@ def test_an_empty_range_is_an_error(tmp_path):
 def test_only_the_chosen_response_of_a_pair_is_correct(tmp_path):
     paths = write_arithmetic(tmp_path, operations=("subtraction",), **SMALL)
     for split, pairs in ((paths.train, paths.preference_train), (paths.heldout, paths.preference_heldout)):
-        truths = [row["reward_model"]["ground_truth"] for row in read_parquet(split, ["reward_model"]).rows]
-        rows = read_parquet(pairs, ["prompt", "chosen", "rejected"]).rows
+        truths = [row["reward_model"]["ground_truth"] for row in read_rows(split, ["reward_model"]).rows]
+        rows = read_rows(pairs, ["prompt", "chosen", "rejected"]).rows
         assert [row["prompt"][0]["content"] for row in rows] == texts(split)
         assert [row["chosen"] for row in rows] == truths
         assert all(0 < abs(int(row["rejected"]) - int(row["chosen"])) <= 9 for row in rows)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from camshaft.data import PromptOptions, load_prompts
-from camshaft.data.parquet import read_parquet
 from camshaft.data.reasoning_gym import TaskPaths, write_reasoning_gym
+from camshaft.data.tables import read_rows
 from camshaft.dataproto import Ragged
 from camshaft.errors import ConfigError
 from camshaft.models.tiny import make_tiny_tokenizer
@@ -30,7 +30,7 @@ def write(folder: Path, task: str, **more: Any) -> TaskPaths:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    return read_parquet(path, ["prompt", "data_source", "reward_model", "extra_info"]).rows
+    return read_rows(path, ["prompt", "data_source", "reward_model", "extra_info"]).rows
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from camshaft.cli import main
-from camshaft.data.parquet import write_parquet
+from camshaft.data.tables import write_parquet
 from camshaft.models.tiny import make_tiny_model
 
 REWARD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n    "

@@ -8,7 +8,7 @@ import pytest
 from pyarrow import parquet
 from support.command_line import Run, camshaft, generate_args
 
-from camshaft.data.parquet import write_parquet
+from camshaft.data.tables import write_parquet
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
 

@@ -9,7 +9,7 @@ from support.command_line import generate_args
 from support.ppo_runs import ppo_args
 
 from camshaft.config import load_generate
-from camshaft.data.parquet import write_parquet
+from camshaft.data.tables import write_parquet
 from camshaft.models.loader import load_tokenizer
 from camshaft.trainer.generate import GenerateRun, collect_settings
 

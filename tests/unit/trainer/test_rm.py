@@ -16,7 +16,7 @@ from transformers import AutoModelForSequenceClassification
 from camshaft.columns import COLUMNS
 from camshaft.config import load_rm
 from camshaft.controller.local import PRELOAD
-from camshaft.data.parquet import read_parquet, write_parquet
+from camshaft.data.tables import read_rows, write_parquet
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import CheckpointError
 from camshaft.trainer.rm import RMTrainer
@@ -51,7 +51,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rm_args(home)
     make_tiny_reward_model(home / "start")
     for name, split, count in (("pairs", "train", 24), ("heldout", "heldout", 7)):
-        rows = read_parquet(home / "data" / f"preference_{split}.parquet", ["prompt", "chosen", "rejected"]).rows
+        rows = read_rows(home / "data" / f"preference_{split}.parquet", ["prompt", "chosen", "rejected"]).rows
         write_parquet(home / f"{name}.parquet", [{**row, "lead": i % 3 / 2} for i, row in enumerate(rows[:count])])
     start_fork_server(*PRELOAD, "camshaft.roles", "transformers.models.llama.modeling_llama")
     return home

@@ -7,7 +7,7 @@ import pytest
 from support.ppo_runs import ppo_config
 
 from camshaft.config import PPOConfig
-from camshaft.data.parquet import write_parquet
+from camshaft.data.tables import write_parquet
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.validate import Sample, ScoredResponse, at_n_metrics, save_samples, validate
 

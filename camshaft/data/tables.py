@@ -1,11 +1,11 @@
-"""Read parquet files as rows of Python objects.
+"""Read data files as rows of Python objects.
 
-    table = read_parquet(["a.parquet", "b.parquet"], required=["prompt"], optional=["extra_info"])
+    table = read_rows(["a.parquet", "b.jsonl"], required=["prompt"], optional=["extra_info"])
     table.rows[7]["prompt"]
-    table.location(7)                     # "b.parquet, row 2", for error messages
+    table.location(7)                     # "b.jsonl, line 3", for error messages
 
-Only the requested columns are read. Files must be local; `files.py` downloads remote ones. The other modules of this
-package use these functions.
+Only the requested columns are read. Files must be local; `files.py` downloads remote ones, and `formats.py` opens the
+supported formats. The other modules of this package use these functions.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
+from camshaft.config.files import select_data_files
+from camshaft.data.formats import DataFile, open_data_file
 from camshaft.errors import BatchError
 
 Paths = str | Path | Sequence[str | Path]
@@ -28,50 +30,52 @@ class Table:
     """Concatenated rows of one or more files."""
 
     rows: list[dict[str, Any]]
-    files: tuple[Path, ...]
+    sources: tuple[DataFile, ...]
     counts: tuple[int, ...]
     """Number of rows read from each file."""
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return tuple(source.path for source in self.sources)
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def location(self, index: int) -> str:
-        """Return the file and the row number within the file (from 0) of a row, for error messages."""
-        for file, count in zip(self.files, self.counts, strict=True):
+        """Return the file and the position of a row in it, for error messages."""
+        for source, count in zip(self.sources, self.counts, strict=True):
             if index < count:
-                return f"{file}, row {index}"
+                return source.location(index)
             index -= count
         raise IndexError(index)
 
 
-def read_parquet(
+def read_rows(
     paths: Paths, required: Sequence[str], optional: Sequence[str] = (), max_samples: int | None = None
 ) -> Table:
     """Read the rows of all files in order.
 
     `optional` columns are read if all files have them. At most `max_samples` rows are read; None or -1 reads all rows.
     """
-    files = _file_list(paths)
     limit = None if max_samples is None or max_samples < 0 else max_samples
     if limit == 0:
         raise BatchError("max_samples=0 selects no rows; use -1 for all rows")
-    sources = [_open(file) for file in files]
+    sources = open_files(paths)
     shared_columns = _shared_columns(sources)
     rows: list[dict[str, Any]] = []
     counts = []
-    for file, source in zip(files, sources, strict=True):
-        _check_columns(file, source.schema_arrow.names, required)
+    for source in sources:
+        _check_columns(source, required)
         num_before = len(rows)
         columns = list(dict.fromkeys([*required, *(name for name in optional if name in shared_columns)]))
-        with convert_read_errors(file):
-            for record_batch in source.iter_batches(columns=columns):
-                rows.extend(record_batch.to_pylist())
+        with convert_read_errors(source.path):
+            for batch in source.batches(columns):
+                rows.extend(batch)
                 if limit is not None and len(rows) >= limit:
                     del rows[limit:]
                     break
         counts.append(len(rows) - num_before)
-        source.close()
-    return Table(rows, tuple(files), tuple(counts))
+    return Table(rows, tuple(sources), tuple(counts))
 
 
 @contextlib.contextmanager
@@ -87,15 +91,11 @@ def convert_read_errors(file: Path) -> Iterator[None]:
 
 def read_columns(paths: Paths) -> frozenset[str]:
     """Return the names of the columns that all files contain."""
-    sources = [_open(file) for file in _file_list(paths)]
-    columns = _shared_columns(sources)
-    for source in sources:
-        source.close()
-    return columns
+    return _shared_columns(open_files(paths))
 
 
-def open_files(paths: Paths) -> list[parquet.ParquetFile]:
-    """Open the files. Raise BatchError if a file is missing or empty. The caller must close the files."""
+def open_files(paths: Paths) -> list[DataFile]:
+    """Open the files. Raise BatchError if a file is missing or empty."""
     return [_open(file) for file in _file_list(paths)]
 
 
@@ -110,41 +110,36 @@ def write_parquet(path: str | Path, rows: Sequence[dict[str, Any]]) -> Path:
 def _file_list(paths: Paths) -> list[Path]:
     files = [Path(p).expanduser() for p in ([paths] if isinstance(paths, (str, Path)) else paths)]
     if not files:
-        raise BatchError("the list of data files is empty; add at least one parquet file")
+        raise BatchError("the list of data files is empty; add at least one file")
     return files
 
 
-def _shared_columns(sources: Sequence[parquet.ParquetFile]) -> frozenset[str]:
-    return frozenset.intersection(*(frozenset(source.schema_arrow.names) for source in sources))
+def _shared_columns(sources: Sequence[DataFile]) -> frozenset[str]:
+    return frozenset.intersection(*(frozenset(source.columns) for source in sources))
 
 
-def _open(file: Path) -> parquet.ParquetFile:
+def _open(file: Path) -> DataFile:
     if not file.exists():
         matches = difflib.get_close_matches(file.name, _neighbours(file), n=1, cutoff=0.5)
         hint = f" Did you mean {file.parent / matches[0]}?" if matches else ""
         raise BatchError(f"the data file {file} does not exist.{hint}")
     if file.is_dir():
         names = ", ".join(_neighbours(file / "any")[:5]) or "none"
-        raise BatchError(f"{file} is a folder; use the parquet files in it (found: {names})")
-    try:
-        source = parquet.ParquetFile(file)
-    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise BatchError(
-            f"{file} is not a parquet file ({error}). Convert JSON lines with "
-            f"pyarrow.parquet.write_table(pyarrow.json.read_json('{file.name}'), '{file.stem}.parquet')"
-        ) from error
-    if source.metadata.num_rows == 0:
+        raise BatchError(f"{file} is a folder; use the data files in it (found: {names})")
+    source = open_data_file(file)
+    if source.num_rows == 0:
         raise BatchError(f"{file} has no rows; remove it from the data files")
     return source
 
 
 def _neighbours(file: Path) -> list[str]:
-    return sorted(p.name for p in file.parent.glob("*.parquet")) if file.parent.is_dir() else []
+    names = [path.name for path in file.parent.iterdir()] if file.parent.is_dir() else []
+    return select_data_files(names)
 
 
-def _check_columns(file: Path, columns: Sequence[str], required: Sequence[str]) -> None:
+def _check_columns(source: DataFile, required: Sequence[str]) -> None:
     for name in required:
-        if name not in columns:
-            matches = difflib.get_close_matches(name, columns, n=1)
+        if name not in source.columns:
+            matches = difflib.get_close_matches(name, source.columns, n=1)
             hint = f" Did you mean '{matches[0]}'?" if matches else ""
-            raise BatchError(f"{file} has no column '{name}'.{hint} Its columns: {', '.join(columns)}")
+            raise BatchError(f"{source.path} has no column '{name}'.{hint} Its columns: {', '.join(source.columns)}")

@@ -1,0 +1,218 @@
+"""Open data files of any supported format: parquet, JSON lines, JSON, CSV, and Arrow files of the `datasets` library.
+
+    source = open_data_file(Path("train.jsonl"))
+    source.columns                                  # ["prompt", "ground_truth"]
+    for rows in source.batches(["prompt"]): ...     # lists of rows, each a dict
+    source.location(7)                              # "train.jsonl, line 8"
+
+The content of a file determines its format, except for CSV, which is recognized by the suffix `.csv` or `.tsv`. Values
+of CSV files are strings; empty cells are None. JSON and CSV files may be compressed with gzip.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+from pyarrow import ipc, parquet
+
+from camshaft.errors import BatchError
+
+FORMATS = "parquet, JSON lines (.jsonl), JSON, CSV (.csv, .tsv) and Arrow"
+"""Supported formats, for error messages."""
+
+Row = dict[str, Any]
+
+
+class DataFile(ABC):
+    """Rows and columns of a data file."""
+
+    def __init__(self, path: Path, columns: Sequence[str], num_rows: int):
+        self.path, self.columns, self.num_rows = path, list(columns), num_rows
+
+    @property
+    @abstractmethod
+    def schema(self) -> pyarrow.Schema:
+        """Names and types of the columns. Raise BatchError if a column has values of different types."""
+
+    @abstractmethod
+    def batches(self, columns: Sequence[str]) -> Iterator[list[Row]]:
+        """Yield the given columns of all rows as Python objects, in order."""
+
+    @abstractmethod
+    def table(self) -> pyarrow.Table:
+        """Return all rows and columns."""
+
+    @abstractmethod
+    def count_missing(self, column: str) -> int:
+        """Return the number of rows without a value in a column."""
+
+    def location(self, index: int) -> str:
+        """Return the file and the position of a row (counted from 0) in it, for error messages."""
+        return f"{self.path}, row {index}"
+
+
+class ParquetData(DataFile):
+    """A parquet file, of which only the requested columns are read."""
+
+    def __init__(self, path: Path):
+        with parquet.ParquetFile(path) as source:
+            self._schema = source.schema_arrow
+            super().__init__(path, self._schema.names, source.metadata.num_rows)
+
+    @property
+    def schema(self) -> pyarrow.Schema:
+        return self._schema
+
+    def batches(self, columns: Sequence[str]) -> Iterator[list[Row]]:
+        with parquet.ParquetFile(self.path) as source:
+            for record_batch in source.iter_batches(columns=list(columns)):
+                yield record_batch.to_pylist()
+
+    def table(self) -> pyarrow.Table:
+        with parquet.ParquetFile(self.path) as source:
+            return source.read()
+
+    def count_missing(self, column: str) -> int:
+        with parquet.ParquetFile(self.path) as source:
+            return sum(batch.column(0).null_count for batch in source.iter_batches(columns=[column]))
+
+
+class ArrowData(DataFile):
+    """An Arrow file, mapped into memory. `Dataset.save_to_disk` writes such files."""
+
+    def __init__(self, path: Path, is_stream: bool):
+        source = pyarrow.memory_map(str(path))
+        self._table = (ipc.open_stream(source) if is_stream else ipc.open_file(source)).read_all()
+        super().__init__(path, self._table.column_names, self._table.num_rows)
+
+    @property
+    def schema(self) -> pyarrow.Schema:
+        return self._table.schema
+
+    def batches(self, columns: Sequence[str]) -> Iterator[list[Row]]:
+        for record_batch in self._table.select(list(columns)).to_batches(max_chunksize=1 << 16):
+            yield record_batch.to_pylist()
+
+    def table(self) -> pyarrow.Table:
+        return self._table
+
+    def count_missing(self, column: str) -> int:
+        return self._table.column(column).null_count
+
+
+class TextData(DataFile):
+    """Rows of a JSON, JSON lines or CSV file, which is read as a whole."""
+
+    def __init__(self, path: Path, rows: list[Row], lines: list[int] | None):
+        """`lines` are the line numbers of the rows; None numbers the rows instead."""
+        self._rows, self._lines = rows, lines
+        super().__init__(path, list(dict.fromkeys(name for row in rows for name in row)), len(rows))
+
+    @property
+    def schema(self) -> pyarrow.Schema:
+        return self.table().schema
+
+    def batches(self, columns: Sequence[str]) -> Iterator[list[Row]]:
+        yield [{name: row.get(name) for name in columns} for row in self._rows]
+
+    def table(self) -> pyarrow.Table:
+        return pyarrow.table({name: self._array(name) for name in self.columns})
+
+    def _array(self, name: str) -> pyarrow.Array:
+        try:
+            return pyarrow.array([row.get(name) for row in self._rows])
+        except (pyarrow.ArrowException, OverflowError) as error:
+            raise BatchError(
+                f"{self.path}: column '{name}' has values of different types ({error}); use the same type in all rows"
+            ) from error
+
+    def count_missing(self, column: str) -> int:
+        return sum(row.get(column) is None for row in self._rows)
+
+    def location(self, index: int) -> str:
+        return super().location(index) if self._lines is None else f"{self.path}, line {self._lines[index]}"
+
+
+def open_data_file(path: Path) -> DataFile:
+    """Open a file. Raise BatchError if it is damaged or has another format."""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(4096)
+        if start[:4] == b"PAR1":
+            return ParquetData(path)
+        if start[:6] == b"ARROW1" or start[:4] == b"\xff\xff\xff\xff":
+            return ArrowData(path, is_stream=start[:6] != b"ARROW1")
+        return _open_text(path, is_compressed=start[:2] == b"\x1f\x8b")
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError, EOFError, csv.Error) as error:
+        raise BatchError(f"{path} cannot be read: {error}. Supported formats are {FORMATS}") from error
+
+
+def _open_text(path: Path, is_compressed: bool) -> TextData:
+    content = gzip.decompress(path.read_bytes()) if is_compressed else path.read_bytes()
+    text = content.decode("utf-8-sig")
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"][-1:]
+    if suffixes in ([".csv"], [".tsv"]):
+        return _parse_csv(path, text, "," if suffixes == [".csv"] else "\t")
+    if text.lstrip().startswith("["):
+        return _parse_json(path, text)
+    return _parse_json_lines(path, text)
+
+
+def _parse_json(path: Path, text: str) -> TextData:
+    try:
+        rows = json.loads(text)
+    except ValueError as error:
+        raise BatchError(f"{path}: invalid JSON ({error}); check that the file is complete") from error
+    for index, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise BatchError(f"{path}, row {index}: the row is a {type(row).__name__}; each row must be an object")
+    return TextData(path, rows, None)
+
+
+def _parse_json_lines(path: Path, text: str) -> TextData:
+    rows: list[Row] = []
+    lines: list[int] = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            lines.append(number)
+            rows.append(_parse_line(path, number, line))
+    return TextData(path, rows, lines)
+
+
+def _parse_line(path: Path, number: int, line: str) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        fix = "check that the file is complete" if line[:1] == "{" else f"supported formats are {FORMATS}"
+        raise BatchError(f"{path}, line {number}: invalid JSON ({error}); {fix}") from error
+    if not isinstance(row, dict):
+        raise BatchError(f"{path}, line {number}: the row is a {type(row).__name__}; each line must be an object")
+    return row
+
+
+def _parse_csv(path: Path, text: str, delimiter: str) -> TextData:
+    csv.field_size_limit(max(csv.field_size_limit(), len(text)))
+    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
+    header = next(reader, [])
+    rows: list[Row] = []
+    lines: list[int] = []
+    first_line = reader.line_num + 1
+    for cells in reader:
+        if cells:
+            if len(cells) != len(header):
+                raise BatchError(
+                    f"{path}, line {first_line}: the row has {len(cells)} cells, but the header has {len(header)}; "
+                    "quote cells that contain the delimiter or line breaks"
+                )
+            rows.append({name: cell or None for name, cell in zip(header, cells, strict=True)})
+            lines.append(first_line)
+        first_line = reader.line_num + 1
+    return TextData(path, rows, lines)
