@@ -18,11 +18,12 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from camshaft.errors import CheckpointError, StorageError
+from camshaft.subprocesses import NO_LIMIT, Wait, run_in_thread
 
 MANIFEST = "manifest.json"
 _UNFINISHED = ".unfinished"
@@ -263,14 +264,18 @@ def copy_folder(source: str, target: str) -> None:
         _upload(local(source), target)
     elif is_url(source):
         _download(source, local(target))
-    else:
-        source_folder, target_folder = local(source), local(target)
-        verify(source_folder)
-        copy = begin(target_folder)
-        shutil.copytree(source_folder, copy, dirs_exist_ok=True)
-        manifest = read_manifest(copy)
-        verify(copy)
-        finish(target_folder, fingerprints(copy, (copy / name for name in manifest["files"])), manifest["facts"])
+    else:  # either folder can be on a network file system that hangs
+        wait = Wait(f"copy of {source}", StorageError, NO_LIMIT)
+        run_in_thread(lambda: _copy_local(local(source), local(target)), wait, lambda: f"the file system of {target}")
+
+
+def _copy_local(source: Path, target: Path) -> None:
+    verify(source)
+    copy = begin(target)
+    shutil.copytree(source, copy, dirs_exist_ok=True)
+    manifest = read_manifest(copy)
+    verify(copy)
+    finish(target, fingerprints(copy, (copy / name for name in manifest["files"])), manifest["facts"])
 
 
 def list_steps(place: str | Path) -> list[int]:
@@ -360,7 +365,24 @@ def file_system(url: str) -> tuple[Any, str]:
     if not root.strip("/"):
         raise StorageError(f"'{url}' contains no path; add a folder after the host or bucket")
     files.invalidate_cache()  # other processes may have written to it
-    return files, root.rstrip("/")
+    return _ReportedFiles(files, scheme), root.rstrip("/")
+
+
+class _ReportedFiles:
+    """A file system of fsspec. Each call runs in a thread, so that a call that hangs is reported and ends."""
+
+    def __init__(self, files: Any, scheme: str):
+        self._files, self._scheme = files, scheme
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._files, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            wait = Wait(f"{self._scheme}.{name}", StorageError, NO_LIMIT)
+            path = next((str(arg) for arg in reversed(args)), "")
+            return run_in_thread(lambda: method(*args, **kwargs), wait, lambda: f"{self._scheme}://{path}")
+
+        return call
 
 
 def _read_remote_manifest(files: Any, root: str, url: str) -> dict[str, Any]:

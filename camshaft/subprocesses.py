@@ -1,4 +1,4 @@
-"""Child processes: start them, exchange messages with them, and end them when their parent ends.
+"""Child processes: start them, exchange messages with them, bound the waits for them, and end them with their parent.
 
     process = start_python(["-m", "camshaft.rewards.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     send(descriptor, pack(value))              # in the child: value = unpack(receive(descriptor))
@@ -7,11 +7,18 @@
     end_with(parent)                           # in the child: end it when the process `parent` ends or is killed
     guard_group(process.pid)                   # the same, for programs that cannot call `end_with`
 
-The controller backends, reward workers, the process and server rollouts, and the tokenizer pool use this module. It
-imports only the standard library, because some child processes must not import torch.
+    wait = Wait("critic.update_critic", WorkerError, Limit(3600.0, "trainer.worker_timeout"))
+    while not has_answered():                  # polls for `POLL_SECONDS`
+        wait.check("rank 1 of 2")              # logs a warning after 10, 20, 40, ... s, and raises at the limit
+    wait.finish()
+
+The controller backends, reward workers, the process and server rollouts, the tokenizer pool and copies to remote file
+systems use this module. It imports only the standard library, because some child processes must not import torch.
 """
 
 import contextlib
+import logging
+import math
 import mmap
 import os
 import pickle
@@ -23,8 +30,18 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+"""Interval at which a wait checks the process that it waits for. Answers end the wait immediately."""
+REPORT_SECONDS = 10.0
+"""Age of a wait at which it is first reported. The age doubles for each further report."""
+USUAL_FACTOR = 1.5
+"""A wait is not reported before it has taken this many times as long as the longest earlier wait for the same call."""
 WATCH_SECONDS = 0.5
 """Interval at which a child process checks whether the process that it must end with is running."""
 
@@ -115,11 +132,23 @@ def _watch_process(pid: int, end: Callable[[], object]) -> None:
 
 def is_running(pid: int) -> bool:
     """Return True if the process exists and is not a zombie."""
+    return _state(pid) not in "ZX"
+
+
+def describe_process(pid: int | None) -> str:
+    """Return the process id for a message, with the fix if the process is suspended."""
+    if pid is None:
+        return "process unknown"
+    return f"process {pid}" + (f", suspended; `kill -CONT {pid}` resumes it" if _state(pid) in "Tt" else "")
+
+
+def _state(pid: int) -> str:
+    """Return the state letter of a process in /proc, or X if it does not exist."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return stat.rpartition(")")[2].split()[0] not in "ZX"
+        return "X"
+    return stat.rpartition(")")[2].split()[0]
 
 
 def without_watcher(stacks: str) -> str:
@@ -137,6 +166,131 @@ def guard_group(group: int, *files: Path) -> subprocess.Popen[bytes]:
     command = ["/bin/sh", "-c", _GUARD, str(group), *map(str, files)]
     silent = subprocess.DEVNULL
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True)
+
+
+# -- waits -----------------------------------------------------------------------------------------
+
+
+class Limit(NamedTuple):
+    """Time limit of a call."""
+
+    seconds: float
+    setting: str
+    """Setting that determines the limit, with its value, for messages."""
+
+
+NO_LIMIT = Limit(math.inf, "")
+DEFAULT_LIMIT = Limit(3600.0, "engine_kwargs.timeout=3600")
+"""Limit of the calls of a rollout outside of a run."""
+
+_call_limits: list[tuple[Limit, float]] = []
+"""Limits of the calls that this process runs, outermost first, and the times at which they end."""
+_thread_limits = threading.local()
+"""The same for a background thread that does not work for the call of the main thread."""
+
+
+@contextlib.contextmanager
+def limit_waits(limit: Limit, margin: float = 0.0) -> Iterator[None]:
+    """Bound all waits within the block by `limit`, which counts from the start of the block.
+
+    With `margin`, they end this many seconds earlier. In the main thread, the limit also applies to the waits of other
+    threads, unless these have limits of their own.
+    """
+    if threading.current_thread() is threading.main_thread():
+        limits = _call_limits
+    else:
+        limits = _thread_limits.__dict__.setdefault("limits", [])
+    limits.append((limit, time.monotonic() + limit.seconds - margin))
+    try:
+        yield
+    finally:
+        limits.pop()
+
+
+def call_limit() -> tuple[Limit, float]:
+    """Return the limit of the call that this thread works for, and the time at which it ends."""
+    limits = _thread_limits.__dict__.get("limits") or _call_limits
+    return limits[-1] if limits else (NO_LIMIT, math.inf)
+
+
+class Wait:
+    """A wait for other processes. It is logged while it lasts, and `check` raises `error` at the limit.
+
+    The limit of the call that this process runs (`limit_waits`) applies in addition to `limit`. If both are absent,
+    `DEFAULT_LIMIT` applies.
+    """
+
+    longest: ClassVar[dict[str, float]] = {}
+    """Duration of the longest wait for each call so far, in seconds."""
+
+    def __init__(self, call: str, error: type[Exception], limit: Limit | None = None):
+        self.call, self._error = call, error
+        self._call_limit, self._deadline = call_limit()
+        self.limit = limit or (DEFAULT_LIMIT if self._call_limit is NO_LIMIT else NO_LIMIT)
+        self._start = time.monotonic()
+        self._next_report = max(REPORT_SECONDS, USUAL_FACTOR * self.longest.get(call, 0.0))
+        self._num_reports = 0
+
+    def check(
+        self, target: Callable[[], str], stacks: Callable[[bool], str] | None = None, since: float | None = None
+    ) -> None:
+        """Report the wait if it is due, and raise the error if the limit has passed.
+
+        Args:
+            target: Returns a description of the processes that have not answered.
+            stacks: Returns the stacks of these processes, and only their innermost frames if its argument is True.
+            since: Start of the wait, if it is not the time at which the object was created.
+        """
+        now = time.monotonic()
+        age = now - (self._start if since is None else since)
+        if age > self.limit.seconds or now > self._deadline:
+            limit = self.limit if age > self.limit.seconds else self._call_limit
+            text = stacks(False) if stacks is not None else ""
+            raise self._error(
+                f"{self.call}: no answer from {target()} for {age:.1f} s. If the call is only slow, increase the limit "
+                f"{limit.setting}" + (f"\n\n{text}" if text else "")
+            )
+        if age > self._next_report:
+            # Most slow calls end soon after the first report, so stacks are read only for the later ones.
+            text = stacks(True) if stacks is not None and self._num_reports else ""
+            limit = min(self.limit, self._call_limit)
+            note = f"; the limit is {limit.setting}" if limit.setting else ""
+            logger.warning(
+                "%s: no answer from %s for %.0f s%s%s", self.call, target(), age, note, f"\n{text}" if text else ""
+            )
+            self._num_reports += 1
+            self._next_report = max(age, 2 * self._next_report)
+
+    def finish(self, since: float | None = None) -> None:
+        """Record the duration of the wait, which determines when later waits for the same call are reported."""
+        duration = time.monotonic() - (self._start if since is None else since)
+        self.longest[self.call] = max(self.longest.get(self.call, 0.0), duration)
+
+
+def run_in_thread(function: Callable[[], T], wait: Wait, target: Callable[[], str]) -> T:
+    """Run a function that waits for another process without polling, and return its result.
+
+    At the limit, the error is raised and the thread remains. It does not keep the process alive.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(function())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name=wait.call, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(POLL_SECONDS)
+        if thread.is_alive():
+            wait.check(target)
+    if errors:
+        raise errors[0]
+    wait.finish()
+    return results[0]
 
 
 # -- messages --------------------------------------------------------------------------------------
@@ -158,28 +312,43 @@ def unpack(frames: Frames) -> Any:
     return pickle.loads(frames[0], buffers=frames[1:])
 
 
-def send(descriptor: int, frames: Frames) -> None:
-    """Write a message to a blocking pipe or socket."""
+def send(descriptor: int, frames: Frames, poll: Callable[[], object] | None = None) -> None:
+    """Write a message to a blocking pipe or socket. If the socket has a timeout, call `poll` whenever it expires."""
     sizes = [len(frame) for frame in frames]
     for part in (struct.pack(f"!Q{len(sizes)}Q", len(sizes), *sizes), *frames):
         view = memoryview(part)
         while view:
-            view = view[os.write(descriptor, view) :]
+            try:
+                view = view[os.write(descriptor, view) :]
+            except BlockingIOError:
+                if poll is None:
+                    raise
+                poll()
 
 
-def receive(descriptor: int) -> Frames:
-    """Read the next message from a pipe or socket; raise BrokenPipeError if the other end is closed."""
-    (count,) = struct.unpack("!Q", _read(descriptor, 8))
-    return [_read(descriptor, size) for size in struct.unpack(f"!{count}Q", _read(descriptor, 8 * count))]
+def receive(descriptor: int, poll: Callable[[], object] | None = None) -> Frames:
+    """Read the next message from a pipe or socket; raise BrokenPipeError if the other end is closed.
+
+    If the socket has a timeout, call `poll` whenever it expires.
+    """
+    (count,) = struct.unpack("!Q", _read(descriptor, 8, poll))
+    sizes = struct.unpack(f"!{count}Q", _read(descriptor, 8 * count, poll))
+    return [_read(descriptor, size, poll) for size in sizes]
 
 
-def _read(descriptor: int, size: int) -> memoryview:
+def _read(descriptor: int, size: int, poll: Callable[[], object] | None) -> memoryview:
     # The pages of an anonymous mapping are zero-filled on first access. A bytearray would be filled with zeros here.
     large = size >= _MAPPED_BYTES
     view = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) if large else bytearray(size))
     filled = 0
     while filled < size:
-        count = os.readv(descriptor, [view[filled:]])
+        try:
+            count = os.readv(descriptor, [view[filled:]])
+        except BlockingIOError:
+            if poll is None:
+                raise
+            poll()
+            continue
         if not count:
             raise BrokenPipeError("the other end of the connection is closed")
         filled += count

@@ -33,6 +33,7 @@ from typing import Any
 
 from camshaft import storage
 from camshaft.errors import CheckpointError
+from camshaft.subprocesses import NO_LIMIT, Limit, limit_waits
 
 LATEST = "latest_checkpointed_iteration.txt"
 BEST = "best_checkpointed_iteration.txt"
@@ -64,10 +65,13 @@ class SavedCheckpoint:
 
 
 class CheckpointManager:
-    """Manage the checkpoints in the folder `root`, and their copies in `mirror`, a folder or a URL."""
+    """Manage the checkpoints in the folder `root`, and their copies in `mirror`, a folder or a URL.
 
-    def __init__(self, root: str | Path, mirror: str | None = None):
-        self.root = Path(root).expanduser()
+    `limit` is the time limit of each access to the mirror by this process.
+    """
+
+    def __init__(self, root: str | Path, mirror: str | None = None, limit: Limit = NO_LIMIT):
+        self.root, self._limit = Path(root).expanduser(), limit
         self.mirror = None if mirror is None else mirror.rstrip("/")
 
     # -- writing ----------------------------------------------------------------------------------
@@ -95,19 +99,21 @@ class CheckpointManager:
         name = f"global_step_{step}"
         folder, copy = self.root / name, None if self.mirror is None else f"{self.mirror}/{name}"
         # Remove the `trainer` folder of an existing checkpoint first, so that it is incomplete while it is overwritten.
-        for location in (str(folder), *([] if copy is None else [copy])):
-            for old in (TRAINER, *roles, *map(export_folder_name, roles)):
-                if storage.exists(f"{location}/{old}"):
-                    storage.remove(f"{location}/{old}")
+        with limit_waits(self._limit):
+            for location in (str(folder), *([] if copy is None else [copy])):
+                for old in (TRAINER, *roles, *map(export_folder_name, roles)):
+                    if storage.exists(f"{location}/{old}"):
+                        storage.remove(f"{location}/{old}")
         writers = {**roles, **{export_folder_name(role): write for role, write in (exports or {}).items()}}
         for part, write in writers.items():
             write(str(folder / part), None if copy is None else f"{copy}/{part}")
         with storage.new_folder(folder / TRAINER, kind="trainer", global_step=step, roles=list(roles)) as work:
             (work / "state.json").write_text(json.dumps(state), encoding="utf-8")
-        if copy is not None:
-            storage.copy_folder(str(folder / TRAINER), f"{copy}/{TRAINER}")
-        for location in (self.root, *([] if self.mirror is None else [self.mirror])):
-            storage.write_text(location, LATEST, str(step))
+        with limit_waits(self._limit):
+            if copy is not None:
+                storage.copy_folder(str(folder / TRAINER), f"{copy}/{TRAINER}")
+            for location in (self.root, *([] if self.mirror is None else [self.mirror])):
+                storage.write_text(location, LATEST, str(step))
         # An engine can still be writing in the background. The new checkpoint is incomplete until it finishes.
         complete = all(storage.is_complete(folder / role) for role in roles)
         protected_steps = self._record_best(best)
@@ -180,8 +186,9 @@ class CheckpointManager:
         that starts from the initial model would overwrite them.
         """
         saved = self._latest_local()
-        if saved is None and self.mirror is not None and self._fetch(self.mirror):
-            saved = self._latest_local()
+        with limit_waits(self._limit):
+            if saved is None and self.mirror is not None and self._fetch(self.mirror):
+                saved = self._latest_local()
         if saved is None:
             self._check_none_is_damaged()
         return saved

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from camshaft.config.schema.fields import Section, Text
 from camshaft.errors import ConfigError
+from camshaft.subprocesses import Limit
 
 GLOBAL_POOL = "global_pool"
 """Name of the resource pool that `trainer.nnodes` and `trainer.n_gpus_per_node` define."""
@@ -32,6 +33,26 @@ class PoolConfig(Section):
         return self.nnodes * self.n_gpus_per_node
 
 
+class WorkerTimeouts(Section):
+    """Time limits of single phases, which override `worker_timeout`."""
+
+    generate: float | None = Field(
+        gt=0, description="Time limit, in seconds, of a generation and its weight sync. null applies worker_timeout."
+    )
+    update: float | None = Field(
+        gt=0, description="Time limit, in seconds, of an update of the actor or critic. null applies worker_timeout."
+    )
+    save: float | None = Field(
+        gt=0,
+        description="Time limit, in seconds, of saving one role, including its copy to default_hdfs_dir. null applies "
+        "worker_timeout.",
+    )
+
+
+Phase = Literal["generate", "update", "save"]
+"""Fields of `WorkerTimeouts`."""
+
+
 class PlacementConfig(Section):
     """Keys of the section `trainer` that all commands share: machines, devices and controller."""
 
@@ -45,11 +66,25 @@ class PlacementConfig(Section):
     cpus_per_rank: float = Field(
         gt=0, description="Number of CPUs that Ray reserves for each process. Fractions are allowed."
     )
+    worker_timeout: float = Field(
+        gt=0,
+        description="Time limit, in seconds, of a call to another process, such as a training rank, a generator or a "
+        "server. The run ends with an error that names the process. Waits are logged after 10, 20, 40, ... seconds.",
+    )
+    worker_timeouts: WorkerTimeouts = Field(description="Time limits of single phases, which override worker_timeout.")
 
     @property
     def world_size(self) -> int:
         """Number of ranks in the global pool."""
         return self.nnodes * self.n_gpus_per_node
+
+    def worker_limit(self, phase: Phase) -> Limit:
+        """Return the time limit of calls to other processes in a phase."""
+        overrides = self.worker_timeouts
+        seconds = {"generate": overrides.generate, "update": overrides.update, "save": overrides.save}[phase]
+        if seconds is None:
+            return Limit(self.worker_timeout, f"trainer.worker_timeout={self.worker_timeout:g}")
+        return Limit(seconds, f"trainer.worker_timeouts.{phase}={seconds:g}")
 
     def backend(self) -> str:
         """Return the controller backend, `local` or `ray`."""

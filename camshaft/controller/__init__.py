@@ -20,7 +20,6 @@
     ray_cluster.py     selects the Ray cluster of a run before Ray is imported
     ray.py             the backend for a Ray cluster
     network.py         detects dead machines of a cluster and finds network interfaces
-    stacks.py          dumps the stacks of other processes
 
 This package does not depend on reinforcement learning.
 """

@@ -30,8 +30,10 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from camshaft.controller.worker import RankInfo, Worker, build_worker
 from camshaft.device import backend_for, create_store
 from camshaft.seat import Seat
-from camshaft.subprocesses import Frames, pack, unpack
+from camshaft.subprocesses import Frames, Limit, limit_waits, pack, unpack
 
+MARGIN_SECONDS = 5.0
+"""Time by which waits within a call end before the time limit of the call."""
 LOG_FORMAT = "%(asctime)s %(levelname)s %(role)s %(name)s: %(message)s"
 """Format of a worker's log lines. `role` is "critic/3" for rank 3 of the critic."""
 
@@ -96,10 +98,14 @@ class Executor:
     def seat_for(self, key: int, method: str) -> Seat:
         return self._roles[key][1].seat_for(method)
 
-    def call(self, key: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], send_result: bool) -> Any:
+    def call(
+        self, key: int, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], send_result: bool, limit: Limit
+    ) -> Any:
         name, role = self._roles[key]
         _RoleFilter.role = f"{name}/{self._rank_info.rank}"
-        result = methodcaller(method, *args, **kwargs)(role)
+        # Waits within the call end before that of the driver, because their errors name the process that hangs.
+        with limit_waits(limit, margin=min(MARGIN_SECONDS, limit.seconds / 10)):
+            result = methodcaller(method, *args, **kwargs)(role)
         return result if send_result else None
 
     def drop(self, key: int) -> None:

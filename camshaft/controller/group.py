@@ -23,7 +23,7 @@ import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from operator import methodcaller
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar, cast
 
@@ -42,6 +42,7 @@ from camshaft.controller.worker import (
 from camshaft.errors import ConfigError, WorkerError
 from camshaft.plugins import import_attribute
 from camshaft.seat import Seat
+from camshaft.subprocesses import Limit, limit_waits
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -58,12 +59,24 @@ class Options:
 
     timeout: float = 3600.0
     """Time limit of a call, in seconds. Collectives inside the call time out a little later."""
+    setting: str = "Options(timeout=...)"
+    """Name of the setting that determines `timeout`, for messages."""
+    limits: Mapping[str, Limit] = field(default_factory=dict)
+    """Limits of methods with a different limit, by name."""
     log_folder: str | None = None
     """Folder for the output of the workers, with one file per rank. If None, workers share the output of the driver."""
     preload: tuple[str, ...] = ()
     """Modules that worker processes may import while they start."""
     ray_init: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `ray.init`. Only the backend `ray` reads them."""
+
+    def limit(self, method: str) -> Limit:
+        """Return the time limit of calls of a method."""
+        return self.limits.get(method) or Limit(self.timeout, f"{self.setting}={self.timeout:g}")
+
+    def longest_timeout(self) -> float:
+        """Return the time limit of the slowest method, in seconds."""
+        return max(self.timeout, *(limit.seconds for limit in self.limits.values()), 0.0)
 
 
 @dataclass(frozen=True)
@@ -75,8 +88,14 @@ class RoleSpec:
     kwargs: dict[str, Any]
     name: str
     """Name of the role in errors and logs."""
-    timeout: float
-    """Time limit, in seconds, for building the role and for each call."""
+    timeout: float | None
+    """Time limit, in seconds, for building the role and for each call. If None, the options of the pool apply."""
+
+    def limit(self, method: str, options: Options) -> Limit:
+        """Return the time limit of calls of a method in a pool with these options."""
+        if self.timeout is None:
+            return options.limit(method)
+        return Limit(self.timeout, f"spawn(..., timeout={self.timeout:g})")
 
 
 Answers = Iterable[tuple[int, Any]]
@@ -150,13 +169,15 @@ class Pool(ABC):
 class InProcessPool(Pool):
     """A pool of one rank in this process. Roles are local objects, and their exceptions propagate unchanged."""
 
-    def __init__(self, spec: PoolSpec, device: str):
+    def __init__(self, spec: PoolSpec, device: str, options: Options):
         super().__init__(spec)
         self._rank_info = RankInfo(device=device, pool=spec.name)
-        self._roles: list[tuple[str, Worker | None]] = []
+        self._options = options
+        self._roles: list[tuple[RoleSpec, Worker | None]] = []
 
     def build(self, role: RoleSpec) -> int:
-        self._roles.append((role.name, build_worker(role.role_class, self._rank_info, role.args, role.kwargs)))
+        with limit_waits(role.limit("__init__", self._options)):
+            self._roles.append((role, build_worker(role.role_class, self._rank_info, role.args, role.kwargs)))
         return len(self._roles) - 1
 
     def seats(self, key: int, method: str) -> list[Seat]:
@@ -166,7 +187,8 @@ class InProcessPool(Pool):
         (call,) = calls
         assert call is not None
         args, kwargs = call
-        return [(0, methodcaller(method, *args, **kwargs)(self._get_role(key)))]
+        with limit_waits(self._roles[key][0].limit(method, self._options)):
+            return [(0, methodcaller(method, *args, **kwargs)(self._get_role(key)))]
 
     def drop(self, key: int) -> None:
         self._roles[key] = self._roles[key][0], None
@@ -176,9 +198,9 @@ class InProcessPool(Pool):
             self.drop(key)
 
     def _get_role(self, key: int) -> Worker:
-        name, role = self._roles[key]
+        spec, role = self._roles[key]
         if role is None:
-            raise WorkerError(f"role {name} was shut down; spawn it again")
+            raise WorkerError(f"role {spec.name} was shut down; spawn it again")
         return role
 
 
@@ -231,14 +253,14 @@ def spawn(
     backend: str | None = None,
     pool: Pool | None = None,
     name: str | None = None,
-    timeout: float = 3600.0,
+    timeout: float | None = None,
     **kwargs: Any,
 ) -> R:
     """Build `role_class(*args, **kwargs)` on every rank of `pool` and return the `WorkerGroup`, typed as the role.
 
     Without `pool`, start a new pool of `world_size` ranks that the role does not share. `timeout` is the time limit, in
-    seconds, for building the role and for each call in another process. A single local rank runs in this process, so
-    arguments are not copied and exceptions propagate unchanged.
+    seconds, for building the role and for each call in another process. If it is None, the options of the pool apply.
+    A single local rank runs in this process, so arguments are not copied and exceptions propagate unchanged.
     """
     role = RoleSpec(role_class, args, kwargs, name or role_class.__name__, timeout)
     if pool is not None:
@@ -250,7 +272,10 @@ def spawn(
         return cast(R, WorkerGroup(pool, role, owns_pool=False))
     ranks = 1 if world_size is None else world_size
     spec = PoolSpec(role.name, ranks_per_node=ranks, roles=(role.name,))
-    (new_pool,) = start_pools([spec], backend or "local", Options(timeout=timeout, preload=(role_class.__module__,)))
+    options = Options(preload=(role_class.__module__,))
+    if timeout is not None:
+        options = replace(options, timeout=timeout, setting="spawn(timeout=...)")
+    (new_pool,) = start_pools([spec], backend or "local", options)
     try:
         return cast(R, WorkerGroup(new_pool, role, owns_pool=True))
     except BaseException:

@@ -33,9 +33,9 @@ from camshaft.controller.executor import Executor, log_to_file, set_environment
 from camshaft.controller.group import InProcessPool, Options, Pool
 from camshaft.controller.process_pool import COLLECTIVE_EXTRA_SECONDS, Inbox, ProcessPool, WorkerProcess
 from camshaft.controller.resources import PoolSpec
-from camshaft.controller.stacks import dump_stacks_on_signal, read_stacks
 from camshaft.controller.worker import RankInfo
 from camshaft.errors import ConfigError
+from camshaft.stacks import dump_stacks_on_signal, read_stacks
 from camshaft.stop import block_stop_signals, ignore_stop_signals
 from camshaft.subprocesses import (
     Frames,
@@ -103,7 +103,7 @@ def _start_pool(spec: PoolSpec, options: Options, first_device: int, other_ranks
             "backend 'ray'"
         )
     if spec.world_size == 1 and not other_ranks:
-        return InProcessPool(spec, device_of(0, 1, spec.device))
+        return InProcessPool(spec, device_of(0, 1, spec.device), options)
     pool = LocalPool(spec, options, first_device, other_ranks)
     pool.start()
     return pool
@@ -132,7 +132,7 @@ class LocalPool(ProcessPool):
                 rank,
                 self.world_size,
                 device_of(self._first_device + rank, devices, self.spec.device),
-                self.options.timeout + COLLECTIVE_EXTRA_SECONDS,
+                self.options.longest_timeout() + COLLECTIVE_EXTRA_SECONDS,
                 local_rank=rank,
                 local_world=self.world_size,
                 other_ranks=self._other_ranks,

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import logging
 import os
 import pickle
 import queue
@@ -23,6 +22,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NoReturn
 
 from camshaft.controller.executor import Failure
@@ -31,20 +31,17 @@ from camshaft.controller.resources import PoolSpec
 from camshaft.controller.worker import Call, Worker
 from camshaft.errors import WorkerError
 from camshaft.seat import Seat
-from camshaft.subprocesses import Frames, pack, unpack
+from camshaft.stacks import innermost_frames
+from camshaft.subprocesses import POLL_SECONDS, Frames, Limit, Wait, describe_process, pack, unpack
 
-logger = logging.getLogger(__name__)
-
-POLL_SECONDS = 0.2
-"""Interval at which the driver checks that all processes are alive. Answers end the wait immediately."""
 GRACE_SECONDS = 0.3
 """Time to wait, after a rank has failed, for an earlier failure of another rank that may be the cause."""
 START_SECONDS = 180.0
 """Minimum time limit for processes to start and import their modules."""
 END_SECONDS = 5.0
 """Time limit for a process to exit before it is killed."""
-NOTICE_SECONDS = 10.0
-"""Age of an unanswered request at which the log first reports it. The age doubles for each further report."""
+MAX_STACKS = 4
+"""Maximum number of ranks whose stacks are read for a report. An error contains the stacks of all ranks."""
 COLLECTIVE_EXTRA_SECONDS = 60.0
 """Additional time limit of collectives, so that the driver reports a timeout before a collective does."""
 
@@ -60,6 +57,10 @@ class WorkerProcess(ABC):
     @abstractmethod
     def post(self, payload: Any) -> None:
         """Send a request without waiting. If no more answers can arrive, put (rank, None) into the inbox."""
+
+    def local_pid(self) -> int | None:
+        """Return the process id if the process runs on this machine, else None."""
+        return self.pid
 
     @abstractmethod
     def exit_description(self) -> str | None:
@@ -85,13 +86,12 @@ class WorkerProcess(ABC):
 class Request:
     """A request to some ranks and the answers received so far. Iterating over it waits for the answers."""
 
-    def __init__(self, pool: ProcessPool, role: str, method: str, timeout: float, ranks: set[int]):
-        self._pool, self.role, self.method, self.timeout = pool, role, method, timeout
+    def __init__(self, pool: ProcessPool, role: str, method: str, limit: Limit, ranks: set[int]):
+        self._pool, self.role, self.method = pool, role, method
         self.num_ranks, self.waiting = len(ranks), ranks
         self.answers: dict[int, Any] = {}
         """Answers by rank, in the order of arrival."""
-        self.notice = NOTICE_SECONDS
-        """Age of the request, in seconds, at which the log reports it next."""
+        self.wait = Wait(str(self), WorkerError, limit)
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         return self._pool.answers(self)
@@ -165,30 +165,32 @@ class ProcessPool(Pool):
         self._next_key += 1
         key = self._next_key
         message = ("build", key, role.name, self.portable_class(role.role_class), role.args, role.kwargs)
-        self._wait(self._send(role.name, "__init__", role.timeout, [message] * self.world_size))
+        self._wait(self._send(role.name, "__init__", self._limit(role, "__init__"), [message] * self.world_size))
         self._roles[key] = role
         return key
 
     def seats(self, key: int, method: str) -> list[Seat]:
         role = self._role(key, method)
         message = ("seat_for", key, method)
-        return self._wait(self._send(role.name, f"seat_for({method})", role.timeout, [message] * self.world_size))
+        limit = self._limit(role, "seat_for")
+        return self._wait(self._send(role.name, f"seat_for({method})", limit, [message] * self.world_size))
 
     def submit(self, key: int, method: str, calls: Sequence[Call | None], send_result: Sequence[bool]) -> Request:
         role = self._role(key, method)
+        limit = self._limit(role, method)
         # Ranks with the same call share one message, so that it is pickled once.
         messages_by_call: dict[tuple[int, bool], tuple[Any, ...]] = {}
         messages: list[tuple[Any, ...] | None] = []
         for call, should_send in zip(calls, send_result, strict=True):
             if call is not None:
-                messages_by_call.setdefault((id(call), should_send), ("call", key, method, *call, should_send))
+                messages_by_call.setdefault((id(call), should_send), ("call", key, method, *call, should_send, limit))
             messages.append(None if call is None else messages_by_call[id(call), should_send])
-        return self._send(role.name, method, role.timeout, messages)
+        return self._send(role.name, method, limit, messages)
 
     def drop(self, key: int) -> None:
         role = self._roles.pop(key, None)
         if role is not None and not self._end_reason:
-            self._wait(self._send(role.name, "drop", role.timeout, [("drop", key)] * self.world_size))
+            self._wait(self._send(role.name, "drop", self._limit(role, "drop"), [("drop", key)] * self.world_size))
 
     def shutdown(self) -> None:
         with self._lock:
@@ -201,6 +203,9 @@ class ProcessPool(Pool):
                 process.join(max(0.0, deadline - time.monotonic()))
             self._terminate("it was shut down")
 
+    def _limit(self, role: RoleSpec, method: str) -> Limit:
+        return role.limit(method, self.options)
+
     def _role(self, key: int, method: str) -> RoleSpec:
         if key not in self._roles:
             raise WorkerError(f"{self.spec.name}.{method}: the role was shut down; spawn it again")
@@ -211,15 +216,15 @@ class ProcessPool(Pool):
     def request(self, method: str, message: tuple[Any, ...], ranks: set[int] | None = None) -> list[Any]:
         """Send a request that does not belong to a role to all ranks, or to `ranks`, and wait for the answers."""
         messages = [message if ranks is None or rank in ranks else None for rank in range(self.world_size)]
-        timeout = max(self.options.timeout, START_SECONDS)
-        return self._wait(self._send(self.spec.name, method, timeout, messages))
+        limit = self.options.limit(method)._replace(seconds=max(self.options.timeout, START_SECONDS))
+        return self._wait(self._send(self.spec.name, method, limit, messages))
 
-    def _send(self, role: str, method: str, timeout: float, messages: Sequence[tuple[Any, ...] | None]) -> Request:
+    def _send(self, role: str, method: str, limit: Limit, messages: Sequence[tuple[Any, ...] | None]) -> Request:
         with self._lock:
             self._check_running(f"{role}.{method}")
             payloads = self._payloads(f"{role}.{method}", messages)
             ranks = {rank for rank, message in enumerate(messages) if message is not None}
-            request = Request(self, role, method, timeout, ranks)
+            request = Request(self, role, method, limit, ranks)
             for process, message in zip(self.processes, messages, strict=True):
                 if message is not None:
                     if not self._requests[process.rank]:
@@ -309,8 +314,10 @@ class ProcessPool(Pool):
             self.processes[rank].join(END_SECONDS)
             return None
         request = self._requests[rank].popleft()
-        self._waiting_since[rank] = time.monotonic()
         request.waiting.discard(rank)
+        if not request.waiting:
+            request.wait.finish(self._waiting_since[rank])
+        self._waiting_since[rank] = time.monotonic()
         return rank, request, unpack(frames)
 
     # -- errors -----------------------------------------------------------------------------------
@@ -326,16 +333,23 @@ class ProcessPool(Pool):
             raise WorkerError(f"{request}: {error}")
 
     def _check_times(self) -> None:
-        now = time.monotonic()
         for request in {requests[0] for requests in self._requests if requests}:
-            late_ranks = [rank for rank in request.waiting if self._requests[rank][0] is request]
-            age = now - min(self._waiting_since[rank] for rank in late_ranks)
-            if age > request.timeout:
-                raise self._timeout_error(request, sorted(late_ranks), age)
-            if age > request.notice:
-                ranks = ", ".join(str(rank) for rank in sorted(late_ranks))
-                logger.warning("%s: rank(s) %s have not answered for %.0f s", request, ranks, age)
-                request.notice *= 2
+            late_ranks = sorted(rank for rank in request.waiting if self._requests[rank][0] is request)
+            since = min(self._waiting_since[rank] for rank in late_ranks)
+            request.wait.check(partial(self._describe, late_ranks), partial(self._stacks, late_ranks), since)
+
+    def _describe(self, ranks: list[int]) -> str:
+        processes = "; ".join(describe_process(self.processes[rank].local_pid()) for rank in ranks)
+        return f"rank(s) {', '.join(map(str, ranks))} of {self.world_size} ({processes})"
+
+    def _stacks(self, ranks: list[int], short: bool) -> str:
+        """Return the stacks of ranks for a message, or only the innermost frames of some of them."""
+        texts = []
+        for rank in ranks[:MAX_STACKS] if short else ranks:
+            stacks = self.processes[rank].stacks()
+            stacks = innermost_frames(stacks) if short else stacks
+            texts.append(f"On rank {rank}:\n{stacks or '(no stack: the process did not react to a signal)'}")
+        return "\n\n".join(texts)
 
     def _raise_first(self, request: Request, failures: dict[int, Failure]) -> NoReturn:
         """Raise the error of the rank that failed first. The other ranks may have failed as a consequence."""
@@ -361,15 +375,6 @@ class ProcessPool(Pool):
         return WorkerError(
             f"rank {process.rank} of {self.world_size} of {role} (process {process.pid}) "
             f"died in {method} ({exit_status}){hint}" + (f"\n\nOn rank {process.rank}:\n{stacks}" if stacks else "")
-        )
-
-    def _timeout_error(self, request: Request, late_ranks: list[int], age: float) -> WorkerError:
-        placeholder = "(no stack: the process did not react to a signal)"
-        stacks = "\n\n".join(f"On rank {rank}:\n{self.processes[rank].stacks() or placeholder}" for rank in late_ranks)
-        ranks = ", ".join(str(rank) for rank in late_ranks)
-        return WorkerError(
-            f"{request}: rank(s) {ranks} of {self.world_size} have not answered for {age:.1f} s. "
-            f"If the call is only slow, increase spawn(..., timeout={request.timeout:g})\n\n{stacks}"
         )
 
     def _terminate(self, reason: str) -> None:

@@ -44,9 +44,9 @@ from camshaft.controller.network import PortMonitor, accepts_connections, interf
 from camshaft.controller.process_pool import COLLECTIVE_EXTRA_SECONDS, Inbox, ProcessPool, WorkerProcess
 from camshaft.controller.ray_cluster import cluster_address, head_may_answer
 from camshaft.controller.resources import Node, PoolSpec, shortage
-from camshaft.controller.stacks import dump_stacks_on_signal, read_stacks, stack_file
 from camshaft.controller.worker import RankInfo, Worker
 from camshaft.errors import ConfigError, WorkerError
+from camshaft.stacks import dump_stacks_on_signal, read_stacks, stack_file
 from camshaft.stop import ignore_stop_signals
 from camshaft.subprocesses import (
     Frames,
@@ -257,7 +257,7 @@ class RayPool(ProcessPool):
             rank,
             self.world_size,
             "cpu" if spec.device in (None, "cpu") else f"{spec.device}:0",  # Ray makes only this device visible
-            self.options.timeout + COLLECTIVE_EXTRA_SECONDS,
+            self.options.longest_timeout() + COLLECTIVE_EXTRA_SECONDS,
             local_rank=rank % spec.ranks_per_node,
             local_world=spec.ranks_per_node,
             other_ranks=self._other_ranks,
@@ -315,6 +315,9 @@ class ActorProcess(WorkerProcess):
 
     def exit_description(self) -> str | None:
         return self._death
+
+    def local_pid(self) -> int | None:
+        return self.pid if self._is_local() else None
 
     def stacks(self) -> str:
         if self.pid is None:

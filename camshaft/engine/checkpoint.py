@@ -46,6 +46,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from camshaft import storage
 from camshaft.engine.collectives import Group, on_every_rank, on_rank_zero, rank_and_size
 from camshaft.errors import CheckpointError
+from camshaft.subprocesses import NO_LIMIT, POLL_SECONDS, Wait, call_limit, limit_waits
 
 STATE_FILE = "state.json"
 _FILE_BYTES = 2 << 30
@@ -249,19 +250,21 @@ class BackgroundSave:
             on_every_rank(self._group, lambda: copies.append(state.copy_to_cpu()))
         # A new thread starts on device 0, and torch would create a context there.
         device = torch.accelerator.current_device_index() if torch.accelerator.is_available() else None
+        limit, _ = call_limit()
 
         def run() -> None:
             try:
                 if device is not None:
                     torch.accelerator.set_device_index(device)
-                save(
-                    copies.pop(),
-                    local_path,
-                    group=self._group,
-                    hdfs_path=hdfs_path,
-                    global_step=global_step,
-                    max_ckpt_to_keep=max_ckpt_to_keep,
-                )
+                with limit_waits(limit):
+                    save(
+                        copies.pop(),
+                        local_path,
+                        group=self._group,
+                        hdfs_path=hdfs_path,
+                        global_step=global_step,
+                        max_ckpt_to_keep=max_ckpt_to_keep,
+                    )
             except BaseException as error:
                 logger.error("could not write the checkpoint %s: %s", local_path, error)
                 self._error = error
@@ -273,7 +276,10 @@ class BackgroundSave:
         """Wait for the save in progress and raise its error, if any."""
         if self._thread is None:
             return
-        self._thread.join()
+        wait = Wait("wait_for_checkpoint", CheckpointError, NO_LIMIT)
+        while self._thread.is_alive():
+            self._thread.join(POLL_SECONDS)
+            wait.check(lambda: f"the thread that writes the checkpoint ({self._thread and self._thread.name})")
         self._thread = None
         error, self._error = self._error, None
         if error is not None:

@@ -55,7 +55,9 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             problems := [*check_critic_warmup(config.trainer.critic_warmup, self.total_steps)]
         ):
             raise ConfigError(format_problems(problems))
-        self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
+        self.checkpoints = CheckpointManager(
+            config.trainer.default_local_dir, config.trainer.default_hdfs_dir, config.trainer.worker_limit("save")
+        )
         self.failed = FailedSamples(Path(config.trainer.default_local_dir) / "rewards" / "failed.jsonl")
         topology = config.topology()
         self.actor_dp_size = config.actor_dp_size(topology)

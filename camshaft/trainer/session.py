@@ -32,6 +32,7 @@ from camshaft.config import (
     pool_sizes,
     without_secrets,
 )
+from camshaft.config.layout import Phase
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.controller import Options, Pool, PoolSpec, pools
 from camshaft.data import StatefulLoader
@@ -177,6 +178,12 @@ def check_device(device: str, ranks: int) -> None:
 
 ROLE_MODULES = ("camshaft.roles",)
 """Modules that worker processes import at startup."""
+PHASES: dict[str, Phase] = {
+    "generate_sequences": "generate",
+    **dict.fromkeys(("update_actor", "update_critic", "train_batch"), "update"),
+    **dict.fromkeys(("save_checkpoint", "wait_for_checkpoint", "export"), "save"),
+}
+"""Phase of `trainer.worker_timeouts` of each method of a role. Other methods have no phase."""
 
 
 def pool_specs(config: PPOConfig) -> list[PoolSpec]:
@@ -209,7 +216,14 @@ def run_pools(
 ) -> Iterator[dict[str, Pool]]:
     """Start the pools and yield them by name. Workers write their output to files in `log_folder`."""
     logs = None if log_folder is None else str(log_folder.expanduser().absolute())
-    options = Options(log_folder=logs, preload=ROLE_MODULES, ray_init=ray_init)
+    options = Options(
+        trainer.worker_timeout,
+        setting="trainer.worker_timeout",
+        limits={method: trainer.worker_limit(phase) for method, phase in PHASES.items()},
+        log_folder=logs,
+        preload=ROLE_MODULES,
+        ray_init=ray_init,
+    )
     backend = trainer.backend()
     for spec in specs:
         if backend != "local" or spec.world_size > 1:

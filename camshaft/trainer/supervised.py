@@ -68,7 +68,9 @@ class SupervisedTrainer(ABC, Generic[W]):
             pools = stack.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, logs))
             self.model = spawn(worker, config, self.total_steps, pool=pools[GLOBAL_POOL], name="model")
             self._exit = stack.pop_all()
-        self.checkpoints = CheckpointManager(config.trainer.default_local_dir, config.trainer.default_hdfs_dir)
+        self.checkpoints = CheckpointManager(
+            config.trainer.default_local_dir, config.trainer.default_hdfs_dir, config.trainer.worker_limit("save")
+        )
         self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
         self.divergence = DivergenceCheck({"model": self.model}, config.trainer.max_skipped_steps, prefix="train")
         self.input_checksums = input_checksums(config)

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2] / "camshaft"
 
 LEVELS = [
-    {"errors", "config", "seat", "stop", "storage", "hub", "fetch", "plugins", "subprocesses", "masking"},
+    {"errors", "config", "seat", "stop", "storage", "hub", "fetch", "plugins", "subprocesses", "stacks", "masking"},
     {"ragged", "columns", "dataproto", "algorithms", "device", "digest"},
     {"models"},
     {"controller", "engine", "rollout", "data", "rewards", "checkpoint", "tracking"},
@@ -30,6 +30,7 @@ ALLOWED_ON_ONE_LEVEL = {
     ("config", "masking"),
     ("fetch", "storage"), ("fetch", "errors"), ("fetch", "hub"), ("hub", "errors"), ("__main__", "cli"),
     ("ragged", "columns"), ("ragged", "device"), ("dataproto", "device"),
+    ("config", "subprocesses"), ("storage", "subprocesses"),
 }  # fmt: skip
 """Allowed imports within a level; `python -m camshaft` is the command line."""
 

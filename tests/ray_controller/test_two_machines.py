@@ -74,7 +74,7 @@ def test_runtime_environment_variables_override_the_drivers(machines: tuple[Mach
 @pytest.mark.cluster
 def test_stack_of_a_hanging_rank_is_read_on_its_machine(machines: tuple[Machine, Machine], tmp_path: Path) -> None:
     message, seconds = machines[0].call(failing, "stall", tmp_path / "sign", 4.0)
-    assert message.startswith("critic.stall: rank(s) 1 of 2 have not answered for 4.")
+    assert message.startswith("critic.stall: no answer from rank(s) 1 of 2 (process unknown) for 4.")
     assert "in stall" in message
     assert 4 <= seconds < 12
     assert [ranks_on(machine) for machine in machines] == [[], []]

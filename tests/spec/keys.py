@@ -158,6 +158,11 @@ PROOFS: dict[str, tuple[str, ...]] = {
         f"{_PLACE}::test_key_reaches_the_controller",
         "trainer.controller", "ray_kwargs.ray_init", "trainer.default_local_dir",
     ),
+    **dict.fromkeys(
+        ("trainer.worker_timeout", "trainer.worker_timeouts.generate", "trainer.worker_timeouts.update",
+         "trainer.worker_timeouts.save"),
+        (f"{_PLACE}::test_time_limits_reach_the_controller",),
+    ),
     **_each(
         f"{_PLACE}::test_key_selects_the_engine", f"{ACTOR}.strategy", f"{CRITIC}.strategy", f"{REWARD}.strategy"
     ),

@@ -1,6 +1,7 @@
 """Keys of placement, engines and trackers, observed at the objects that they configure."""
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,30 @@ def test_key_changes_the_requested_processes(key: str, tmp_path: Path) -> None:
     value, others, observe, before, after = PLACED[key]
     assert observe(run_with(tmp_path, others)) == before
     assert observe(run_with(tmp_path, {**others, key: value})) == after
+
+
+def test_time_limits_reach_the_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options: list[Any] = []
+    monkeypatch.setattr("camshaft.trainer.session.pools", lambda _, __, given: nullcontext(options.append(given) or []))
+    limits = {
+        "trainer.worker_timeout": 60,
+        "trainer.worker_timeouts.save": 90,
+        "trainer.worker_timeouts.update": 70,
+        "trainer.worker_timeouts.generate": 80,
+    }
+    for overrides in ({}, limits):
+        config = ppo_config(tmp_path, overrides)
+        with run_pools(config.trainer, pool_specs(config), {}, None):
+            pass
+    methods = ("update_actor", "save_checkpoint", "generate_sequences", "compute_values")
+    assert [options[0].limit(method).seconds for method in methods] == [3600] * 4
+    assert [options[1].limit(method) for method in methods] == [
+        (70, "trainer.worker_timeouts.update=70"),
+        (90, "trainer.worker_timeouts.save=90"),
+        (80, "trainer.worker_timeouts.generate=80"),
+        (60, "trainer.worker_timeout=60"),
+    ]
+    assert options[1].longest_timeout() == 90
 
 
 @pytest.mark.parametrize(

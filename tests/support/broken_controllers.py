@@ -254,7 +254,7 @@ DETECTED_BY: dict[type[LocalPool] | Start, tuple[str, ...]] = {
 """The rules that detect each fault."""
 
 RAISES: dict[type[LocalPool] | Start, str] = {
-    LateAnswers: "rank.s. 0 of 2 have not answered",
+    LateAnswers: "no answer from rank.s. 0 of 2",
     EarlySeats: "call init_model first",
     EndsOnInvalidCalls: "its workers have ended .it was shut down",
     without_process_group: "process group has not been initialized",

@@ -135,6 +135,10 @@ class Forked:
     def poll(self) -> int | None:
         return self.process.exitcode
 
+    def output(self) -> str:
+        """Return the standard output so far."""
+        return os.pread(self.files[0], os.fstat(self.files[0]).st_size, 0).decode()
+
     def send_signal(self, number: signal.Signals) -> None:
         assert self.pid is not None
         os.kill(self.pid, number)

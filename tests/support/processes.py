@@ -39,6 +39,16 @@ def marked(mark: str) -> list[int]:
     return pids
 
 
+def command_line(pid: int) -> str:
+    """Return the command line of a process, or "" if it has ended."""
+    return _read(pid, "cmdline").replace(b"\0", b" ").decode()
+
+
+def parent(pid: int) -> int:
+    """Return the process id of the parent of a process."""
+    return int(_read(pid, "stat").rpartition(b")")[2].split()[1] or 0)
+
+
 def in_use(path: Path) -> bool:
     """Return True if a process has mapped the file."""
     return any(str(path).encode() in _read(int(folder.name), "maps") for folder in Path("/proc").glob("[0-9]*"))

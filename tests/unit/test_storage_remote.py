@@ -1,6 +1,7 @@
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import ClassVar
@@ -9,7 +10,7 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from camshaft import storage
+from camshaft import storage, subprocesses
 from camshaft.errors import CheckpointError, StorageError
 
 
@@ -100,8 +101,11 @@ class FailingFileSystem(MemoryFileSystem):
     pseudo_dirs: ClassVar[list] = [""]
     breaks_at = ""
     cuts = ""
+    hangs_at = ""
 
     def put_file(self, lpath, rpath, *args, **kwargs):
+        if self.hangs_at and rpath.endswith(self.hangs_at):
+            time.sleep(60)
         if self.breaks_at and rpath.endswith(self.breaks_at):
             raise OSError("connection lost")
         super().put_file(lpath, rpath, *args, **kwargs)
@@ -145,6 +149,22 @@ def test_a_short_upload_is_detected_before_the_manifest(
     with pytest.raises(CheckpointError, match=r"'a\.txt' has 4 bytes after the upload, but 5 bytes in"):
         storage.copy_folder(str(tmp_path / "x"), "breaking://host/actor")
     assert not storage.exists("breaking://host/actor")
+
+
+def test_an_upload_that_hangs_is_reported_and_ends(
+    tmp_path: Path,
+    breaking: type[FailingFileSystem],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write(tmp_path / "x")
+    monkeypatch.setattr(breaking, "hangs_at", "a.txt")
+    monkeypatch.setattr(subprocesses, "REPORT_SECONDS", 0.3)
+    limit = subprocesses.Limit(1.0, "trainer.worker_timeouts.save=1")
+    message = r"breaking.put_file: no answer from breaking://.*/a\.txt for 1.* limit trainer.worker_timeouts.save=1"
+    with pytest.raises(StorageError, match=message), subprocesses.limit_waits(limit):
+        storage.copy_folder(str(tmp_path / "x"), "breaking://host/actor")
+    assert "breaking.put_file: no answer from breaking://" in caplog.records[0].getMessage()
 
 
 def test_only_a_complete_folder_is_copied_to_a_url(tmp_path: Path, remote: str) -> None:

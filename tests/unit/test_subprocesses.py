@@ -5,6 +5,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -12,10 +13,14 @@ import torch
 from support.processes import still_running
 
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.errors import WorkerError
 from camshaft.subprocesses import (
+    Limit,
     MessageReader,
+    Wait,
     describe_exit,
     kill_group,
+    limit_waits,
     pack,
     receive,
     send,
@@ -155,3 +160,38 @@ def test_the_watching_thread_is_left_out_of_stacks():
 def test_the_module_needs_only_the_standard_library():
     code = "import sys, camshaft.subprocesses; assert not {'numpy', 'torch', 'pydantic'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_reports_of_a_wait_become_rarer(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
+    clock = [0.0]
+    monkeypatch.setattr("camshaft.subprocesses.time.monotonic", lambda: clock[0])
+    monkeypatch.setattr(Wait, "longest", {})
+    ages: list[float] = []
+    for end in (100.0, 200.0):
+        caplog.clear()
+        clock[0] = 0.0
+        wait = Wait("critic.update_critic", WorkerError, Limit(500.0, "trainer.worker_timeout=500"))
+        while clock[0] < end:
+            clock[0] += 1.0
+            wait.check(lambda: "rank 1", lambda short: f"frames, short: {short}")
+            ages += [clock[0]] * len(caplog.records)
+            caplog.clear()
+        wait.finish()
+    assert ages == [11, 21, 41, 81, 151], "the second wait is compared with the first one, which took 100 s"
+
+
+def test_a_wait_ends_at_its_limit_or_that_of_its_call():
+    waits: list[Wait] = []
+    with limit_waits(Limit(0.0, "the limit of the call")):
+        waits.append(Wait("load_weights", WorkerError, Limit(9.0, "the limit of the wait")))
+        waits.append(Wait("load_weights", WorkerError))
+    waits.append(Wait("load_weights", WorkerError, Limit(0.0, "the limit of the wait")))
+    waits.append(Wait("load_weights", WorkerError))
+    errors = []
+    time.sleep(0.01)
+    for wait in waits[:3]:
+        with pytest.raises(WorkerError, match=r"^load_weights: no answer from rank 1 for 0.0 s") as error:
+            wait.check(lambda: "rank 1", lambda short: "the stacks")
+        errors.append(str(error.value).partition("the limit")[2])
+    assert errors == [f" the limit of the {name}\n\nthe stacks" for name in ("call", "call", "wait")]
+    waits[3].check(lambda: "rank 1")

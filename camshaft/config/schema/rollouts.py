@@ -78,8 +78,8 @@ class ServerOptions(RolloutOptions):
     """URLs of running servers without a path, one per rank. If empty, each rank starts a server."""
     vllm_server_timeout: float = Field(default=240.0, gt=0)
     """Time in seconds to wait until a server is ready."""
-    timeout: float = Field(default=3600.0, gt=0)
-    """Timeout of a request in seconds. A request can take as long as the generation of a complete response."""
+    timeout: float | None = Field(default=None, gt=0)
+    """Timeout in seconds during which no response arrives. None applies only `trainer.worker_timeout`."""
     retry_timeout: float = Field(default=5.0, ge=0)
     """Time in seconds during which a request is retried after a connection error or an HTTP 5xx status."""
     weight_transfer: Literal["shared_memory", "broadcast"] | None = None

@@ -1,6 +1,6 @@
 """The child process of a `ProcessRollout`, which builds the inner rollout and answers requests.
 
-    python -m camshaft.rollout.process.child FILE_DESCRIPTOR PARENT
+    python -m camshaft.rollout.process.child CONNECTION STACK_FILE PARENT      # two file descriptors, a process id
 
 Each request gets one reply: ("result", value), ("error", message) for an error of this library, or ("traceback", text)
 for any other exception.
@@ -29,6 +29,7 @@ from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams, build_rollout
 from camshaft.rollout.weights.buckets import Assembler
 from camshaft.rollout.weights.transport import open_receiver
+from camshaft.stacks import dump_stacks_on_signal
 from camshaft.stop import ignore_stop_signals
 from camshaft.subprocesses import end_with, extend_import_path, kill_own_group, pack, receive, send, unpack
 
@@ -125,15 +126,16 @@ def serve(connection: int) -> None:
         send(connection, pack(reply))
 
 
-def main(file: int, parent: int) -> None:
-    """Serve requests on file descriptor `file` until the connection or the process `parent` ends."""
+def main(connection: int, stack_file: int, parent: int) -> None:
+    """Serve requests on the descriptor `connection` until the connection or the process `parent` ends."""
     ignore_stop_signals()
+    dump_stacks_on_signal(stack_file)
     end_with(parent)
     try:
-        serve(file)
+        serve(connection)
     except ConnectionError:
         kill_own_group()  # the parent has ended; also kill the processes that the rollout started
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(*map(int, sys.argv[1:]))

@@ -6,8 +6,8 @@
 
 The inner rollout's threads, environment variables, memory and crashes are confined to the child process. The child ends
 when this process ends. If the child ends first, the pending call raises an error within a second. `engine_kwargs`
-accepts the options of the inner rollout, `rollout` (its name), and `timeout` (time limit of one call, in seconds).
-`child.py` runs in the child process.
+accepts the options of the inner rollout, `rollout` (its name), and `timeout` (time limit of one call, in seconds). In a
+run, calls are also limited by `trainer.worker_timeout`. `child.py` runs in the child process.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import os
 import socket
 import struct
 import subprocess
-import time
+import tempfile
 import weakref
 from collections.abc import Iterable, Mapping
-from multiprocessing.connection import wait
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,14 +34,25 @@ from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.weights.buckets import pack_buckets
 from camshaft.rollout.weights.transport import Sender, open_sender
-from camshaft.subprocesses import describe_exit, import_path, kill_group, pack, receive, send, start_python, unpack
+from camshaft.stacks import innermost_frames, read_stacks
+from camshaft.subprocesses import (
+    POLL_SECONDS,
+    Limit,
+    Wait,
+    describe_exit,
+    describe_process,
+    import_path,
+    kill_group,
+    pack,
+    receive,
+    send,
+    start_python,
+    unpack,
+    without_watcher,
+)
 
-POLL_SECONDS = 0.2
-"""Interval between two checks that the child is alive. Replies and closed connections end the wait immediately."""
 START_SECONDS = 300.0
-"""Minimum time limit for building the inner rollout."""
-DEFAULT_CALL_SECONDS = 3600.0
-"""Default time limit of one call."""
+"""Minimum time limit for building the inner rollout if `engine_kwargs.timeout` is set."""
 
 
 class ProcessRollout(BaseRollout):
@@ -54,15 +65,15 @@ class ProcessRollout(BaseRollout):
         super().__init__(config)
         engine_kwargs = dict(config.engine_kwargs)
         name, timeout = engine_kwargs.pop("rollout", "torch"), engine_kwargs.pop("timeout", None)
-        self._timeout = float(DEFAULT_CALL_SECONDS if timeout is None else timeout)
+        limit = None if timeout is None else Limit(float(timeout), f"engine_kwargs.timeout={timeout:g}")
         self._device = with_device_index(config.device)
         self._dtypes: dict[str, torch.dtype] = {}
         child_config = config.model_copy(update={"engine_kwargs": engine_kwargs, "device": str(self._device)})
-        self._child = _Child(self._timeout)
+        self._child = _Child(limit)
         weakref.finalize(self, self._child.end)
         try:
-            seconds = START_SECONDS if timeout is None else max(START_SECONDS, self._timeout)
-            self._call("start", name, child_config.model_dump_json(), import_path(), timeout=seconds)
+            start_limit = limit and limit._replace(seconds=max(START_SECONDS, limit.seconds))
+            self._call("start", name, child_config.model_dump_json(), import_path(), limit=start_limit)
         except BaseException:
             self._child.end("the rollout could not be built")
             raise
@@ -130,12 +141,12 @@ class ProcessRollout(BaseRollout):
 
     # -- the child process ------------------------------------------------------------------------
 
-    def _call(self, request: str, *arguments: Any, timeout: float | None = None) -> Any:
+    def _call(self, request: str, *arguments: Any, limit: Limit | None = None) -> Any:
         self._child.send(request, *arguments)
-        return self._receive(request, timeout)
+        return self._receive(request, limit)
 
-    def _receive(self, request: str, timeout: float | None = None) -> Any:
-        kind, value = self._child.receive(request, timeout or self._timeout)
+    def _receive(self, request: str, limit: Limit | None = None) -> Any:
+        kind, value = self._child.receive(request, limit)
         if kind == "error":
             raise RolloutError(value)
         if kind == "traceback":
@@ -146,14 +157,17 @@ class ProcessRollout(BaseRollout):
 class _Child:
     """Handle of the child process, with the connection to it."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, limit: Limit | None) -> None:
+        self._limit = limit
         self._socket, child_end = socket.socketpair()
-        # A suspended (SIGSTOP) child does not read, so a send without a timeout would block forever.
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout))
-        self._timeout = timeout
+        # Sends and receives return after this time, so that the process can be checked.
+        for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+            self._socket.setsockopt(socket.SOL_SOCKET, option, _timeval(POLL_SECONDS))
+        self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process runs
         with child_end:
-            descriptor, module = child_end.fileno(), "camshaft.rollout.process.child"
-            self._process = start_python(["-m", module, str(descriptor), str(os.getpid())], pass_fds=[descriptor])
+            descriptors = [child_end.fileno(), self._stack_file.fileno()]
+            arguments = ["-m", "camshaft.rollout.process.child", *map(str, [*descriptors, os.getpid()])]
+            self._process = start_python(arguments, pass_fds=descriptors)
         self._end_reason = ""
         self._owner = os.getpid()
 
@@ -164,39 +178,37 @@ class _Child:
         """Send a request; kill the process if it does not read the request in time."""
         if self._end_reason:
             raise RolloutError(f"{self} has ended ({self._end_reason}); build the rollout again or resume the run")
+        poll = partial(self._check, request, Wait(request, RolloutError, self._limit))
         try:
-            send(self._socket.fileno(), pack((request, *arguments)))
-        except BlockingIOError as error:
-            self.end(f"it did not read {request}")
-            raise RolloutError(
-                f"{self} did not read {request} within {self._timeout:g} s and was killed; increase "
-                "engine_kwargs.timeout if the process is only slow"
-            ) from error
+            send(self._socket.fileno(), pack((request, *arguments)), poll)
         except OSError as error:
             raise self._death_error(request) from error
         except BaseException:
-            self.end(f"{request} was interrupted")  # part of the request may have been sent
+            self.end(f"it did not read {request}")  # part of the request may have been sent
             raise
 
-    def receive(self, request: str, timeout: float) -> Any:
+    def receive(self, request: str, limit: Limit | None = None) -> Any:
         """Return the reply to a request; kill the process if no reply arrives in time."""
-        deadline = time.monotonic() + timeout
+        wait = Wait(request, RolloutError, limit or self._limit)
         try:
-            while not wait([self._socket], POLL_SECONDS):
-                if self._process.poll() is not None and not wait([self._socket], 0):
-                    raise self._death_error(request)
-                if time.monotonic() > deadline:
-                    self.end(f"it did not answer {request}")
-                    raise RolloutError(
-                        f"{self} did not answer {request} within {timeout:g} s and was killed; increase "
-                        "engine_kwargs.timeout if the process is only slow"
-                    )
-            return unpack(receive(self._socket.fileno()))
+            reply = receive(self._socket.fileno(), partial(self._check, request, wait))
         except OSError as error:
             raise self._death_error(request) from error
         except BaseException:
-            self.end(f"{request} was interrupted")  # a late reply would be read as the reply to the next request
+            self.end(f"it did not answer {request}")  # a late reply would be read as the reply to the next request
             raise
+        wait.finish()
+        return unpack(reply)
+
+    def _check(self, request: str, wait: Wait) -> None:
+        """Raise an error if the process has ended, or if a wait for it exceeds its limit."""
+        if self._process.poll() is not None:
+            raise self._death_error(request)
+        wait.check(lambda: f"the generator's {describe_process(self._process.pid)}", self._stacks)
+
+    def _stacks(self, short: bool) -> str:
+        stacks = without_watcher(read_stacks(self._process.pid, self._stack_file.fileno()))
+        return innermost_frames(stacks) if short else stacks
 
     def _death_error(self, request: str) -> RolloutError:
         self.end(f"it died in {request}")
@@ -213,6 +225,7 @@ class _Child:
             self._process.wait(POLL_SECONDS)  # a process that is exiting has a status that the error can report
         kill_group(self._process.pid)
         self._process.wait()
+        self._stack_file.close()
 
 
 def _timeval(seconds: float) -> bytes:

@@ -1,13 +1,13 @@
 """HTTP client for one vLLM server, with timeouts and bounded retries.
 
-    client = HTTPClient("http://127.0.0.1:8000", timeout=3600, retry_timeout=5)
+    client = HTTPClient("http://127.0.0.1:8000", Limit(3600.0, "engine_kwargs.timeout=3600"), retry_timeout=5)
     client.request("GET", "/v1/models")             # idempotent: retried on failure
     client.post_once("/pause?mode=wait")            # not idempotent: sent once
     with client.connection() as connection:         # one connection for many requests
         connection.request("POST", "/v1/completions", {...})
 
 Connection errors and HTTP 5xx responses are retried until `retry_timeout` has passed. HTTP 4xx responses and timeouts
-raise at once. Every error reports the URL.
+raise at once. Every error reports the URL. A server that does not answer is reported in the log (`Wait`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 from camshaft.errors import RolloutError
 from camshaft.rollout.vllm.guard import API_KEY
+from camshaft.subprocesses import Limit, Wait, run_in_thread
 
 INITIAL_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.1, 2.0
 """Seconds between two attempts; the pause doubles after each attempt."""
@@ -39,32 +40,47 @@ class ServerUnavailable(RolloutError):
 class HTTPClient:
     """Client that exchanges JSON over HTTP with the server at `url`.
 
-    `key` is the server's API key, by default the value of the environment variable VLLM_API_KEY, if it is set.
-    `exit_report` returns a description of how the server process ended. It returns an empty string while the process
-    runs or if its state is unknown. A non-empty report is added to connection errors and stops the retries.
+    Args:
+        url: Address of the server.
+        limit: Time limit of a request. If None, the limit of the call that this process runs applies.
+        retry_timeout: Time in seconds during which a failed request is retried.
+        exit_report: Returns a description of how the server process ended. It returns an empty string while the process
+            runs or if its state is unknown. A non-empty report is added to connection errors and stops the retries.
+        describe: Returns a description of the server for messages.
+        key: The server's API key, by default the value of the environment variable VLLM_API_KEY, if it is set.
     """
 
     def __init__(
         self,
         url: str,
-        timeout: float,
+        limit: Limit | None,
         retry_timeout: float,
         exit_report: Callable[[], str] = str,
+        describe: Callable[[], str] | None = None,
         key: str | None = None,
     ):
-        self.url, self.timeout, self.retry_timeout, self.exit_report = url, timeout, retry_timeout, exit_report
+        self.url, self.limit, self.retry_timeout, self.exit_report = url, limit, retry_timeout, exit_report
+        self.describe = describe or (lambda: f"the server at {url}")
         self.key = os.environ.get(API_KEY) if key is None else key
         self.retries = 0
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
         """Send an idempotent request on a new connection and retry it if it fails."""
         with self.connection() as connection:
-            return connection.request(method, path, body)
+            return self._run(connection, path, lambda: connection.request(method, path, body))
 
     def post_once(self, path: str, body: Any = None) -> Any:
         """Send a POST request that changes state on the server. It is not retried."""
         with self.connection() as connection:
-            return connection.request_once("POST", path, body)
+            return self._run(connection, path, lambda: connection.request_once("POST", path, body))
+
+    def _run(self, connection: RetryingConnection, path: str, send: Callable[[], Any]) -> Any:
+        """Send a request in a thread, report the wait for its response, and close the connection at the limit."""
+        try:
+            return run_in_thread(send, Wait(path, RolloutError, self.limit), self.describe)
+        except BaseException:
+            connection.abort()
+            raise
 
     @contextlib.contextmanager
     def connection(self, stop_event: threading.Event | None = None) -> Iterator[RetryingConnection]:
@@ -83,7 +99,7 @@ class RetryingConnection:
         parts = urlsplit(client.url)
         connection_class = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         assert parts.hostname is not None
-        self._connection = connection_class(parts.hostname, parts.port, timeout=client.timeout)
+        self._connection = connection_class(parts.hostname, parts.port)
         self._client, self._stop_event = client, stop_event
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
@@ -106,12 +122,6 @@ class RetryingConnection:
         client = self._client
         try:
             status, content = self._send(method, path, body)
-        except TimeoutError as error:
-            self.close()
-            raise RolloutError(
-                f"{client.url} did not answer {path} within {client.timeout:g} s; increase engine_kwargs.timeout if "
-                "the server is only slow"
-            ) from error
         except (OSError, HTTPException) as error:
             self.close()
             report = client.exit_report()
@@ -140,7 +150,8 @@ class RetryingConnection:
         return response.status, response.read()
 
     def abort(self) -> None:
-        """Shut down the socket from another thread, so that a pending request fails immediately."""
+        """Shut down the socket from another thread, so that a pending request fails immediately without retries."""
+        self._stop_event.set()
         connection_socket: socket.socket | None = self._connection.sock
         if connection_socket is not None:
             with contextlib.suppress(OSError):  # another thread may have closed the socket

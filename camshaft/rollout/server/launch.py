@@ -32,10 +32,18 @@ from camshaft.rollout.server.http_client import HTTPClient
 from camshaft.rollout.vllm.engine import engine_arguments
 from camshaft.rollout.vllm.guard import API_KEY
 from camshaft.rollout.vllm.installed import MISSING
-from camshaft.subprocesses import describe_exit, guard_group, kill_group, start_python
+from camshaft.subprocesses import (
+    POLL_SECONDS,
+    Limit,
+    Wait,
+    describe_exit,
+    describe_process,
+    guard_group,
+    kill_group,
+    start_python,
+)
 
 HOST = "127.0.0.1"
-POLL_SECONDS = 0.2
 EXTENSION = "camshaft.rollout.vllm.worker.WorkerExtension"
 """Import path of the class that vLLM adds to its workers."""
 GUARD = "camshaft.rollout.vllm.guard.KeyGuard"
@@ -107,8 +115,8 @@ class ServerProcess:
 
     def wait(self, timeout: float) -> None:
         """Wait until the server is ready. After `timeout` seconds, stop it and raise an error."""
-        deadline = time.monotonic() + timeout
-        http = HTTPClient(self.url, POLL_SECONDS * 10, 0.0, key=self.key)
+        http = HTTPClient(self.url, Limit(POLL_SECONDS * 10, ""), 0.0, key=self.key)
+        start = Wait("start", RolloutError, Limit(timeout, f"engine_kwargs.vllm_server_timeout={timeout:g}"))
         try:
             while True:
                 if report := self.exit_report():
@@ -118,15 +126,15 @@ class ServerProcess:
                     # If another server occupies the port, the name differs and this server exits.
                     if http.request("GET", "/v1/models")["data"][0]["id"] == self._name:
                         return
-                if time.monotonic() > deadline:
-                    raise RolloutError(
-                        f"the server started at {self.url} is not ready after {timeout:g} s; increase "
-                        f"engine_kwargs.vllm_server_timeout if the server is only slow. {self._last_lines()}"
-                    )
+                start.check(self.describe, lambda short: "" if short else self._last_lines())
                 time.sleep(POLL_SECONDS)
         except BaseException:
             self.end()
             raise
+
+    def describe(self) -> str:
+        """Return a description of the server for messages."""
+        return f"the server started at {self.url} ({describe_process(self._server.pid)})"
 
     def exit_report(self) -> str:
         """Return a description of the server's exit with the last lines of its log, or "" while the server runs."""

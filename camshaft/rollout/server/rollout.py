@@ -19,7 +19,7 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from typing import Any
 
 from torch import Tensor
@@ -36,6 +36,7 @@ from camshaft.rollout.server.client import ServerClient
 from camshaft.rollout.server.http_client import HTTPClient, RetryingConnection
 from camshaft.rollout.server.launch import ServerProcess
 from camshaft.rollout.vllm.base import BaseVLLMRollout
+from camshaft.subprocesses import NO_LIMIT, POLL_SECONDS, Limit, Wait
 
 MAX_CONNECTIONS = 128
 COMPLETIONS = "/v1/completions"
@@ -61,10 +62,12 @@ class ServerRollout(BaseVLLMRollout):
 
     def _connect(self, options: ServerOptions) -> HTTPClient:
         """Wait for the configured server or start a new one, and return a client for it."""
+        timeout = options.timeout
+        limit = None if timeout is None else Limit(timeout, f"engine_kwargs.timeout={timeout:g}")
         if options.vllm_server_base_url:
             url = options.vllm_server_base_url[rank()]
             _wait_until_healthy(url, options.vllm_server_timeout)
-            return HTTPClient(url, options.timeout, options.retry_timeout)
+            return HTTPClient(url, limit, options.retry_timeout)
         if self.config.tensor_model_parallel_size > 1:
             raise RolloutError(
                 f"tensor_model_parallel_size={self.config.tensor_model_parallel_size} is unsupported because each rank "
@@ -74,7 +77,7 @@ class ServerRollout(BaseVLLMRollout):
         process = self._process = ServerProcess(self.config, options.arguments)
         weakref.finalize(self, process.end)
         process.wait(options.vllm_server_timeout)
-        return HTTPClient(process.url, options.timeout, options.retry_timeout, process.exit_report, process.key)
+        return HTTPClient(process.url, limit, options.retry_timeout, process.exit_report, process.describe, process.key)
 
     # -- weights --------------------------------------------------------------------------------------
 
@@ -165,10 +168,23 @@ class ServerRollout(BaseVLLMRollout):
                     reply = connection.request("POST", COMPLETIONS, bodies[number])
                     responses[number] = _to_response(reply, requests[number], self.http.url)
 
+        progress = Wait(COMPLETIONS, RolloutError, self.http.limit)
+
+        def check_progress(since: float) -> None:
+            num_received = len(responses) - responses.count(None)
+            progress.check(lambda: f"{self.http.describe()} ({num_received} of {len(bodies)} responses)", since=since)
+
         with ThreadPoolExecutor(count) as pool:
             try:
-                for future in as_completed([pool.submit(send_requests) for _ in range(count)]):
-                    future.result()
+                running = {pool.submit(send_requests) for _ in range(count)}
+                num_received, since = 0, time.monotonic()
+                while running:
+                    done, running = wait(running, POLL_SECONDS, FIRST_COMPLETED)
+                    for future in done:
+                        future.result()
+                    if len(responses) - responses.count(None) != num_received:
+                        num_received, since = len(responses) - responses.count(None), time.monotonic()
+                    check_progress(since)
             except BaseException:
                 stop_event.set()
                 for connection in list(connections):
@@ -206,7 +222,8 @@ def _to_response(reply: Any, request: RowRequest, url: str) -> RowResponse:
 def _wait_until_healthy(url: str, timeout: float) -> None:
     """Wait until a server that was started elsewhere is ready."""
     deadline = time.monotonic() + timeout
-    http = HTTPClient(url, min(timeout, 10.0), 0.0)
+    http = HTTPClient(url, Limit(min(timeout, 10.0), f"vllm_server_timeout={timeout:g}"), 0.0)
+    start = Wait("GET /health", RolloutError, NO_LIMIT)
     while True:
         try:
             http.request("GET", "/health")
@@ -217,4 +234,5 @@ def _wait_until_healthy(url: str, timeout: float) -> None:
                     f"no server is ready at vllm_server_base_url={url} after {timeout:g} s (vllm_server_timeout): "
                     f"{error}"
                 ) from error
+        start.check(http.describe)
         time.sleep(min(1.0, timeout / 10))

@@ -44,6 +44,8 @@ def test_single_device_engine_may_have_a_pool_of_one_rank(words: list[str]) -> N
         (["+trainer.resource_pools.c.nodes=1"], "unknown key"),
         (["+trainer.resource_pools.global_pool.n_gpus_per_node=1"], "Rename the pool"),
         (["trainer.cpus_per_rank=0"], "> 0"),
+        (["trainer.worker_timeout=0"], "> 0"),
+        (["trainer.worker_timeouts.generate=-1"], "> 0"),
         (["trainer.controller=slurm"], "one of auto, local, ray"),
     ],
 )

@@ -14,9 +14,10 @@ from support import ranks  # noqa: F401  (preloads the fork server)
 from support.command_line import restore_ctrl_c
 from support.processes import still_running
 
+from camshaft import subprocesses
 from camshaft.contracts.controller.roles import Toy
-from camshaft.controller import Worker, process_pool, shutdown, spawn, workers
-from camshaft.errors import WorkerError
+from camshaft.controller import Dispatch, Worker, register, shutdown, spawn, workers
+from camshaft.errors import RolloutError, WorkerError
 
 ROOT = Path(__file__).parents[3]
 
@@ -132,13 +133,37 @@ def test_more_threads_than_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_a_long_wait_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    monkeypatch.setattr(process_pool, "NOTICE_SECONDS", 0.3)
+    monkeypatch.setattr(subprocesses, "REPORT_SECONDS", 0.3)
+    monkeypatch.setattr(subprocesses.Wait, "longest", {})
     with workers(Toy, world_size=2, name="critic") as toy, caplog.at_level(logging.WARNING):
-        toy.stall(1, seconds=1.0)
-    messages = [record.getMessage() for record in caplog.records]
-    assert messages
-    assert messages[0].startswith("critic.stall: rank(s) 1 have not answered for")
-    assert len(messages) <= 3
+        pid = toy.pids()[1]
+        toy.stall(1, seconds=1.1)
+        first, second = (record.getMessage() for record in caplog.records)
+        toy.stall(1, seconds=1.1)
+    assert first.startswith(f"critic.stall: no answer from rank(s) 1 of 2 (process {pid}) for 0 s; the limit is ")
+    assert "in stall" not in first
+    assert "in stall" in second
+    assert len(caplog.records) == 2, "a call that takes as long as before is not reported"
+
+
+class Waiting(Worker):
+    """A role whose method waits for another process."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait(self) -> None:
+        wait = subprocesses.Wait("load_weights", RolloutError)
+        while True:
+            time.sleep(0.1)
+            wait.check(lambda: "the generator's process 7")
+
+
+def test_the_error_names_the_process_that_a_rank_waits_for():
+    message = (
+        r"^Waiting.wait raised on rank . of 2: camshaft.errors.RolloutError: load_weights: no answer from the "
+        r"generator's process 7 for 1.\d s. If the call is only slow, increase the limit spawn\(..., timeout=2\)"
+    )
+    with workers(Waiting, world_size=2, timeout=2) as role, pytest.raises(WorkerError, match=message):
+        role.wait()
 
 
 def test_a_local_role_class_is_an_error():

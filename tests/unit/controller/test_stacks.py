@@ -8,11 +8,11 @@ import sys
 import time
 
 from camshaft.controller.network import interface_of
-from camshaft.controller.stacks import read_stacks, stack_file
+from camshaft.stacks import read_stacks, stack_file
 
 PROGRAM = """
 import os, time
-from camshaft.controller.stacks import dump_stacks_on_signal, stack_file
+from camshaft.stacks import dump_stacks_on_signal, stack_file
 dump_stacks_on_signal(stack_file(os.getpid()))
 print(flush=True)
 def waits_here():

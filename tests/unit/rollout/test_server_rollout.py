@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from support.fake_servers import HANG_UP, fake_server
 from support.processes import still_running
 from support.tiny import tiny_folder
 
+from camshaft import subprocesses
 from camshaft.config import RolloutEngineConfig
 from camshaft.config.schema.rollouts import ServerOptions
 from camshaft.errors import RolloutError
@@ -26,7 +28,7 @@ from camshaft.rollout.server import launch
 from camshaft.rollout.server.http_client import HTTPClient
 from camshaft.rollout.server.launch import ServerProcess, command_line_options
 from camshaft.rollout.vllm.guard import KeyGuard
-from camshaft.subprocesses import is_running
+from camshaft.subprocesses import Limit, is_running
 
 STATE = {"identity": "a", "version": None, "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
          "max_model_len": 1024, "dtype": "float32"}  # fmt: skip
@@ -34,6 +36,7 @@ GOOD = {
     "prompt_token_ids": [5, 6], "token_ids": [7, 8], "logprobs": {"token_logprobs": [-1.0, -2.0]},
     "finish_reason": "length",
 }  # fmt: skip
+LIMIT = Limit(10.0, "the limit of a test")
 PROMPTS = Ragged.from_rows([[5, 6]], torch.int64)
 
 
@@ -55,7 +58,7 @@ def unused_url() -> str:
 def test_temporary_failure_is_retried(failure: tuple[int, Any]) -> None:
     script = [failure, failure, (200, {"ok": 1})]
     with fake_server(lambda path, body: script.pop(0)) as fake:
-        http = HTTPClient(fake.url, 10, 5)
+        http = HTTPClient(fake.url, LIMIT, 5)
         with http.connection() as connection:
             assert connection.request("POST", "/v1/completions", {}) == {"ok": 1}
     assert (http.retries, len(fake.paths)) == (2, 3)
@@ -64,7 +67,7 @@ def test_temporary_failure_is_retried(failure: tuple[int, Any]) -> None:
 @pytest.mark.alone
 def test_permanent_failure_names_the_url() -> None:
     with fake_server(lambda path, body: (500, {"error": "out of luck"})) as fake:
-        http, begun = HTTPClient(fake.url, 10, 0.5), time.monotonic()
+        http, begun = HTTPClient(fake.url, LIMIT, 0.5), time.monotonic()
         message = rf"{fake.url} answered /v1/completions with HTTP 500: .*out of luck"
         with pytest.raises(RolloutError, match=message), http.connection() as connection:
             connection.request("POST", "/v1/completions", {})
@@ -76,7 +79,7 @@ def test_client_error_is_not_retried() -> None:
     with fake_server(lambda path, body: (400, {"error": "no such thing"})) as fake:
         with (
             pytest.raises(RolloutError, match=r"HTTP 400: .*no such thing"),
-            HTTPClient(fake.url, 10, 5).connection() as connection,
+            HTTPClient(fake.url, LIMIT, 5).connection() as connection,
         ):
             connection.request("POST", "/v1/completions", {})
         assert len(fake.paths) == 1
@@ -85,15 +88,71 @@ def test_client_error_is_not_retried() -> None:
 def test_state_changing_request_is_sent_once() -> None:
     with fake_server(lambda path, body: (HANG_UP, None)) as fake:
         with pytest.raises(RolloutError, match="did not answer /collective_rpc"):
-            HTTPClient(fake.url, 10, 5).post_once("/collective_rpc", {})
+            HTTPClient(fake.url, LIMIT, 5).post_once("/collective_rpc", {})
         assert len(fake.paths) == 1
 
 
 def test_late_reply_is_an_error() -> None:
     with fake_server(lambda path, body: (time.sleep(1), (200, {}))[1]) as fake:
-        with pytest.raises(RolloutError, match=r"did not answer /slow within 0.2 s.*engine_kwargs.timeout"):
-            HTTPClient(fake.url, 0.2, 5).request("POST", "/slow", {})
+        message = rf"/slow: no answer from the server at {fake.url} for 0.* increase the limit engine_kwargs.timeout"
+        with pytest.raises(RolloutError, match=message):
+            HTTPClient(fake.url, Limit(0.2, "engine_kwargs.timeout"), 5).request("POST", "/slow", {})
         assert len(fake.paths) == 1
+
+
+SERVER = """
+import time
+from support.fake_servers import fake_server
+from unit.rollout.test_server_rollout import GOOD, serving
+with fake_server(serving(lambda: (200, {"choices": [GOOD]}), version="mine")) as fake:
+    print(fake.url, flush=True)
+    time.sleep(100)
+"""
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("engine_kwargs", [{"timeout": 2.0}, {}], ids=["key of the rollout", "limit of the run"])
+def test_server_that_stops_answering_is_named(
+    engine_kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(subprocesses, "REPORT_SECONDS", 0.5)
+    monkeypatch.setattr(subprocesses.Wait, "longest", {})
+    path = str(Path(__file__).parents[2])
+    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True,
+                              env=os.environ | {"PYTHONPATH": path})  # fmt: skip
+    limit = Limit(1e9 if engine_kwargs else 2.0, "trainer.worker_timeout=2")
+    setting = "engine_kwargs.timeout=2" if engine_kwargs else "trainer.worker_timeout=2"
+    try:
+        assert server.stdout is not None
+        url = server.stdout.readline().strip()
+        rollout: Any = build_rollout("server", config(vllm_server_base_url=url, **engine_kwargs))
+        rollout._loaded_version = "mine"
+        with subprocesses.limit_waits(limit):
+            rollout.generate_sequences(PROMPTS, SamplingParams(max_tokens=2), torch.zeros(1, dtype=torch.int64))
+        server.send_signal(signal.SIGSTOP)
+        begin = time.monotonic()
+        message = f"no answer from the server at {url} for 2.* increase the limit {setting}"
+        with pytest.raises(RolloutError, match=message), subprocesses.limit_waits(limit):
+            rollout.generate_sequences(PROMPTS, SamplingParams(max_tokens=2), torch.zeros(1, dtype=torch.int64))
+        assert 2 <= time.monotonic() - begin < 4
+        assert any(f"no answer from the server at {url} for" in record.getMessage() for record in caplog.records)
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_server_that_holds_back_responses_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(subprocesses, "REPORT_SECONDS", 0.3)
+    monkeypatch.setattr(subprocesses.Wait, "longest", {})
+    with fake_server(serving(lambda: (time.sleep(3), (200, {"choices": [GOOD]}))[1])) as fake:
+        rollout: Any = build_rollout("server", config(vllm_server_base_url=fake.url, timeout=1.0))
+        rollout._loaded_version = "mine"
+        monkeypatch.setattr(rollout._client, "check_version", lambda version: None)
+        with pytest.raises(RolloutError, match=rf"no answer from the server at {fake.url} \(0 of 1 responses\) for 1"):
+            rollout.generate_sequences(PROMPTS, SamplingParams(max_tokens=2), torch.zeros(1, dtype=torch.int64))
+    assert "/v1/completions: no answer from the server" in caplog.records[-1].getMessage()
 
 
 def test_unreachable_url_times_out() -> None:
@@ -260,13 +319,13 @@ def test_requests_have_the_key_of_the_client(monkeypatch: pytest.MonkeyPatch) ->
     with fake_server(lambda path, body: (200, {})) as fake:
         for environment, key in (("", None), ("user", None), ("user", "own")):
             monkeypatch.setenv("VLLM_API_KEY", environment)
-            HTTPClient(fake.url, 10, 0, key=key).request("GET", "/health")
+            HTTPClient(fake.url, LIMIT, 0, key=key).request("GET", "/health")
     assert fake.keys == [None, "Bearer user", "Bearer own"]
 
 
 def test_a_rejected_key_names_the_variable() -> None:
     with fake_server(lambda path, body: (401, {})) as fake, pytest.raises(RolloutError, match=r"401.*set VLLM_API_KEY"):
-        HTTPClient(fake.url, 10, 0).request("GET", "/v1/models")
+        HTTPClient(fake.url, LIMIT, 0).request("GET", "/v1/models")
 
 
 def test_a_started_server_gets_the_key_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
