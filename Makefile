@@ -14,6 +14,7 @@
 # make test-megatron-slow    its other layouts, models and rules (half an hour)
 # make test-sglang   the SGLang rollout, on a CPU (slow)
 # make test-titan    the torchtitan engine, on a CPU; `make titan` creates its environment
+# make test-remote   data, models and checkpoints on an S3 server; `make remote` installs client and server
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)
 # make test-cluster  Ray: kill -9 of every kind of process, two machines, the launch scripts (half an hour)
 # make test-gpu      the sharded engine on CUDA and NCCL, and tests that need an accelerator
@@ -46,18 +47,20 @@ MEGATRON_INSTALLED := $(MEGATRON)/.installed
 MEGATRON_TESTS := tests/contracts/test_megatron_contract.py tests/megatron_engine tests/engine_runs
 TITAN := .venv-titan
 TITAN_INSTALLED := $(TITAN)/.installed
+REMOTE := .venv-remote
+REMOTE_INSTALLED := $(REMOTE)/.installed
 TRL_INSTALLED := .venv-trl/.installed
 TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
 JOBS ?= 2
 # Unset: tests start hundreds of Python processes, each of which would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 ALONE = $(shell grep -rlE --include='test_*.py' 'mark\.alone' tests)
-SUITE := not matrix and not vllm and not sglang and not megatron and not titan and not cluster and not interpreted and not compiled
+SUITE := not matrix and not vllm and not sglang and not megatron and not titan and not cluster and not interpreted and not compiled and not remote
 FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/config/test_schema.py \
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-megatron-slow test-titan test-matrix test-cluster test-gpu bench bench-trl bench-gpu bench-check trl megatron titan check format docs clean install
+.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-megatron-slow test-titan test-remote test-matrix test-cluster test-gpu bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs clean install
 
 install: $(INSTALLED)
 
@@ -89,6 +92,13 @@ $(VLLM_ENGINES_INSTALLED): $(VLLM_INSTALLED) requirements-megatron.txt requireme
 $(TRITON_INSTALLED): $(INSTALLED)
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(TRITON) triton==3.7.1
 	touch $(TRITON_INSTALLED)
+
+# In a separate folder, because the S3 client requires an older version of a package in the environment.
+$(REMOTE_INSTALLED): $(INSTALLED) requirements-remote.txt
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(REMOTE) -r requirements-remote.txt
+	touch $(REMOTE_INSTALLED)
+
+remote: $(REMOTE_INSTALLED)
 
 $(SGLANG_INSTALLED): pyproject.toml constraints.txt requirements-vllm.txt requirements-sglang.txt
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
@@ -137,7 +147,7 @@ test: $(INSTALLED) $(TRITON_INSTALLED) $(VLLM_INSTALLED)
 	$(MAKE) --jobs=3 --output-sync=target check test-kernels test-vllm
 	$(MAKE) test-main
 
-test-all: test test-slow test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
+test-all: test test-slow test-remote test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
 
 test-fast: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "$(SUITE) and not slow and not alone" \
@@ -189,6 +199,9 @@ test-titan: $(TITAN_INSTALLED) $(VLLM_ENGINES_INSTALLED)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind PYTHONPATH=$(CURDIR)/$(VLLM_ENGINES) \
 		$(VLLM)/bin/python -m pytest -m "titan and vllm" tests/engine_runs/test_weight_sync.py
 
+test-remote: $(REMOTE_INSTALLED)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(REMOTE) $(BIN)/python -m pytest -m "remote or not remote" tests/remote
+
 test-matrix: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m matrix
 
@@ -229,4 +242,4 @@ docs: $(INSTALLED)
 	$(BIN)/python tools/rule_tables.py
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache

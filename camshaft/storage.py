@@ -210,16 +210,20 @@ def check_replaceable(target: str | Path, kind: str) -> None:
 
 
 def prune(target: str | Path, keep: int) -> list[Path]:
-    """Delete old folders whose path differs from `target` only in the number of `global_step_<n>`.
+    """Delete the oldest checkpoints of the series of `target`, so that `keep` remain. Return the deleted folders.
 
-    Keep the newest `keep` of them, and return the deleted folders.
+    If the path of `target` contains `global_step_<n>`, its series are the folders whose paths differ only in n, in the
+    order of n. Otherwise they are the folders beside it whose manifests contain the same fact `series`, in the order
+    of the fact `global_step`, and of their age if that is equal. `target` itself is then never deleted.
     """
     target = Path(target).expanduser()
     index = next((i for i, part in enumerate(target.parts) if _STEP.match(part)), None)
     if index is None:
-        raise CheckpointError(
-            f"max_ckpt_to_keep requires a path that contains a folder 'global_step_<n>', got {target}"
-        )
+        older = [folder for folder in _series(target) if folder != target]
+        removed = older[: max(0, len(older) + 1 - keep)]
+        for folder in removed:
+            shutil.rmtree(folder)
+        return removed
     root, rest = Path(*target.parts[:index]), target.parts[index + 1 :]
     folders = sorted((step, folder) for step, folder in step_folders(root) if (folder / Path(*rest)).is_dir())
     removed = []
@@ -230,6 +234,18 @@ def prune(target: str | Path, keep: int) -> list[Path]:
         if outdated != folder and not any(folder.iterdir()):
             folder.rmdir()
     return removed
+
+
+def _series(target: Path) -> list[Path]:
+    """Return the complete folders beside `target` with its fact `series`, oldest first."""
+    series = read_manifest(target)["facts"].get("series")
+    folders = []
+    for folder in target.parent.iterdir() if series is not None else ():
+        with contextlib.suppress(CheckpointError):  # not a checkpoint, or a damaged one
+            facts = read_manifest(folder)["facts"]
+            if facts.get("series") == series and not is_unfinished(folder):
+                folders.append((facts["global_step"], (folder / MANIFEST).stat().st_mtime_ns, folder))
+    return [folder for _, _, folder in sorted(folders)]
 
 
 def step_folders(root: str | Path) -> list[tuple[int, Path]]:

@@ -251,8 +251,10 @@ class BaseEngine(ABC):
     ) -> None:
         """Write the complete state atomically to the folder `local_path`, and copy the folder to `hdfs_path` if given.
 
-        `max_ckpt_to_keep` limits the number of checkpoints: the oldest folders are removed whose path differs from
-        `local_path` only in the number n of `global_step_<n>`.
+        `max_ckpt_to_keep` limits the number of checkpoints: the oldest of this engine are removed. They are the folders
+        whose paths differ from `local_path` only in the number n of `global_step_<n>`. If the path contains no such
+        folder, they are the folders beside it that this engine wrote, or an engine from whose checkpoint it was loaded,
+        in the order of `global_step`.
         """
 
     @abstractmethod

@@ -217,7 +217,10 @@ def _finish(target: Path, work: Path, files: dict[str, Any], state: Mapping[str,
         assert visible == files.keys(), f"no checksum of {sorted(visible - files.keys())}"
         (work / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
         files |= storage.fingerprints(work, [work / STATE_FILE])
-        storage.finish(target, files, {"kind": "engine", "global_step": global_step})
+        facts = {"kind": "engine", "global_step": global_step}
+        if "series" in state["engine"]:
+            facts["series"] = state["engine"]["series"]
+        storage.finish(target, files, facts)
 
 
 class BackgroundSave:

@@ -20,6 +20,7 @@ step consists of
 from __future__ import annotations
 
 import contextlib
+import secrets
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
@@ -93,6 +94,7 @@ class TorchEngine(BaseEngine):
         self._loss_fn: LossFn | None = None
         self._warned_of_unread_counts = False
         self._skipped_steps = 0
+        self._series = secrets.token_hex(8)
         self._routing: RoutingStep | None = None
 
     # -- placement on devices, implemented by subclasses ------------------------------------------
@@ -431,6 +433,7 @@ class TorchEngine(BaseEngine):
             if loaded_state.random:
                 set_random_states(loaded_state.random, self.device)
         self._skipped_steps = loaded_state.metadata["skipped_steps"]
+        self._series = loaded_state.metadata["series"]
 
     def _state(self) -> checkpoint.State:
         random = random_states(self.device)
@@ -445,12 +448,13 @@ class TorchEngine(BaseEngine):
         )
 
     def _metadata(self) -> dict[str, Any]:
-        """Return the position of the schedule, and the model description that exports of the checkpoint read."""
+        """Return the position of the schedule, the series of checkpoints, and the model description for exports."""
         update, path = self._schedule.update if self._schedule else 0, Path(self.config.model.path).expanduser()
         model = self.config.model.model_dump(mode="json", fallback=str)
         if path.is_dir():
             model["path"] = str(path.absolute())
-        return {"update": update, "skipped_steps": self._skipped_steps, "model": model, "seed": self.config.seed}
+        record = {"update": update, "skipped_steps": self._skipped_steps, "model": model, "seed": self.config.seed}
+        return {**record, "series": self._series}
 
     def named_parameters(self) -> dict[str, Tensor]:
         """Return the parameters by the names under which a checkpoint stores their optimizer state."""

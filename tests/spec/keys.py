@@ -186,7 +186,10 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "trainer.critic_warmup": (f"{_PARITY}::test_actor_is_untouched_while_the_critic_warms_up",),
     "trainer.max_skipped_steps": (f"{_DIVERGENCE}::test_the_number_of_skipped_steps_ends_the_run",),
-    "trainer.default_hdfs_dir": (f"{_RESUME}::test_resume_path_uses_the_remote_copy",),
+    "trainer.default_hdfs_dir": (
+        f"{_RESUME}::test_resume_path_uses_the_remote_copy",
+        "tests/remote/test_protocols.py::test_a_run_reads_and_resumes_from_a_remote_folder",
+    ),
     "trainer.max_actor_ckpt_to_keep": (f"{_RESUME}::test_retention_keeps_the_configured_number_of_checkpoints",),
     "trainer.max_critic_ckpt_to_keep": (f"{_RESUME}::test_retention_keeps_the_configured_number_of_checkpoints",),
     "trainer.best_metric": (_BEST,),

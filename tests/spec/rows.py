@@ -23,6 +23,7 @@ _CONTROLLER = "tests/contracts/test_controller_contract.py::test_backend_keeps_r
 _OPTIONS, _ENGINE = "tests/unit/engine/fsdp/test_options.py", "tests/spec/test_engine_keys.py"
 _ROLES, _SCORER = "tests/unit/roles/test_roles.py", "tests/unit/roles/test_reward_model.py"
 _SPLIT = "tests/unit/models/test_sequence.py::test_split_columns_are_restored"
+_PROTOCOLS = "tests/remote/test_protocols.py"
 _HYBRID = "tests/unit/reshard/test_hybrid.py"
 
 
@@ -89,13 +90,20 @@ _ENGINE_METHODS: dict[str, Row] = {
     ),
     "save_checkpoint(self, local_path, hdfs_path, global_step, max_ckpt_to_keep)": (
         "Writes a checkpoint atomically, with a manifest, in a format that any number of ranks can load. Copies it to "
-        "any fsspec file system, and deletes the oldest checkpoints.",
-        _method("save_checkpoint", "resume_is_bitwise", "damaged_checkpoints_are_rejected", "retention", "remote_copy"),
+        "any fsspec file system, and deletes the engine's oldest checkpoints. Deviates: the caller names the folder. "
+        "The manifest records `global_step`, which orders the checkpoints.",
+        _method(
+            "save_checkpoint", "resume_is_bitwise", "damaged_checkpoints_are_rejected", "retention", "remote_copy",
+            also=(f"{_PROTOCOLS}::test_a_checkpoint_is_copied_replaced_and_removed",),
+        ),
     ),
     "load_checkpoint(self, local_path, hdfs_path, del_local_after_load)": (
         "Loads a checkpoint. The next step is bitwise identical to that of the engine that saved it. Deletes the local "
         "folder only if it was downloaded by this call.",
-        _method("load_checkpoint", "resume_is_bitwise", "remote_copy"),
+        _method(
+            "load_checkpoint", "resume_is_bitwise", "remote_copy",
+            also=(f"{_PROTOCOLS}::test_a_run_reads_and_resumes_from_a_remote_folder",),
+        ),
     ),
     "the classic training loop": (
         "Runs as in the specification, on every engine.",
@@ -321,6 +329,9 @@ DEVIATES = {
     "trainer.logger": "The default is `[console, jsonl]`.",
     "trainer.project_name": "The default is another name.",
     "trainer.default_hdfs_dir": "The default is null. Any fsspec file system is supported.",
+    "data.train_files": (
+        "Remote files are copied to a cache on disk. `CAMSHAFT_CACHE=/dev/shm/camshaft` keeps the copies in memory."
+    ),
     "trainer.use_legacy_worker_impl": (
         "There is no legacy implementation. `auto`, `disable` and `false` describe what runs, and `enable` "
         "and `true` raise an error."

@@ -189,6 +189,21 @@ class IgnoresRetention(SingleDeviceEngine):
         super().save_checkpoint(local_path, hdfs_path, global_step, None)
 
 
+class KeepsUnnumberedCheckpoints(SingleDeviceEngine):
+    """Apply max_ckpt_to_keep only to folders that are named after their step."""
+
+    def save_checkpoint(
+        self, local_path: str, hdfs_path: Any = None, global_step: int = 0, max_ckpt_to_keep: Any = None
+    ) -> None:
+        keep = max_ckpt_to_keep if "global_step_" in local_path else None
+        super().save_checkpoint(local_path, hdfs_path, global_step, keep)
+
+
+class DeletesCheckpointsOfOtherEngines(SingleDeviceEngine):
+    def _metadata(self) -> dict[str, Any]:
+        return super()._metadata() | {"series": "all"}
+
+
 class DeletesOriginals(SingleDeviceEngine):
     """Delete the loaded folder even if it was not downloaded."""
 
@@ -416,6 +431,8 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     ForgetsRandomState: "resume is bitwise",
     SkipsChecksums: "damaged checkpoints are rejected",
     IgnoresRetention: "retention",
+    KeepsUnnumberedCheckpoints: "retention",
+    DeletesCheckpointsOfOtherEngines: "retention",
     DeletesOriginals: "remote copy",
     PrefixesWeightNames: "weights have hugging face names",
     IgnoresTheDtypeOfWeights: "weights have hugging face names",

@@ -108,9 +108,18 @@ def test_prune_removes_a_step_that_became_empty(tmp_path: Path) -> None:
     assert [step for step, _ in storage.step_folders(tmp_path)] == [2]
 
 
-def test_prune_needs_a_numbered_step(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="global_step_<n>"):
-        storage.prune(tmp_path / "actor", 1)
+def test_prune_keeps_the_newest_of_a_series_under_any_name(tmp_path: Path) -> None:
+    steps = {"z": 1, "a": 2, "same_age": 2, "newest": 3}
+    for name, step in steps.items():
+        write(tmp_path / name, series="one", global_step=step)
+    write(tmp_path / "other", series="two", global_step=0)
+    write(tmp_path / "unknown")
+    (tmp_path / "notes").mkdir()
+    assert storage.prune(tmp_path / "newest", 3) == [tmp_path / "z"]
+    assert storage.prune(tmp_path / "newest", 2) == [tmp_path / "a"]
+    assert storage.prune(tmp_path / "same_age", 1) == [tmp_path / "newest"]  # never the given folder
+    assert storage.prune(tmp_path / "unknown", 1) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes", "other", "same_age", "unknown"]
 
 
 def test_copies_are_verified_and_complete(tmp_path: Path) -> None:

@@ -98,7 +98,7 @@ def damaged_checkpoints_are_rejected(harness: EngineHarness) -> None:
 
 
 def retention(harness: EngineHarness) -> None:
-    """max_ckpt_to_keep removes the oldest global_step_<n> folders of the same role, and no other file."""
+    """max_ckpt_to_keep removes the oldest checkpoints of the same engine, under any name, and no other file."""
     engine = harness.build()
     root = harness.folder / "run"
     for step in (5, 10, 20):
@@ -107,6 +107,16 @@ def retention(harness: EngineHarness) -> None:
     actors = sorted(path.parent.name for path in root.glob("global_step_*/actor"))
     expect(actors == ["global_step_10", "global_step_20"], f"three saves with max_ckpt_to_keep=2 left {actors}")
     expect((root / "global_step_5" / "note.txt").exists(), "retention removed a file that is not part of a checkpoint")
+    flat, other = harness.folder / "flat", harness.build()
+    harness.save(other, flat / "other", max_ckpt_to_keep=1)
+    for step, name in enumerate(("zeroth", "first", "second")):
+        harness.save(engine, flat / name, global_step=step, max_ckpt_to_keep=2)
+    names = sorted(path.name for path in flat.iterdir())
+    expect(names == ["first", "other", "second"], f"three saves beside another engine's, keeping two, left {names}")
+    other.load_checkpoint(str(flat / "second"))
+    harness.save(other, flat / "third", global_step=3, max_ckpt_to_keep=1)
+    names = sorted(path.name for path in flat.iterdir())
+    expect(names == ["other", "third"], f"after loading the last one and keeping one, {names} are left")
 
 
 def remote_copy(harness: EngineHarness) -> None:
