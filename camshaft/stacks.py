@@ -11,9 +11,10 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import tempfile
 import time
 from pathlib import Path
+
+from camshaft.temporary import file_name, lock_file
 
 STACK_SIGNAL = signal.SIGUSR1
 WRITE_SECONDS = 1.0
@@ -30,7 +31,10 @@ _open_files: list[object] = []
 
 def dump_stacks_on_signal(file: Path | int) -> None:
     """Make this process write the stacks of all its threads to `file` on SIGUSR1 and when it crashes."""
-    stacks = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND) if isinstance(file, Path) else file
+    stacks = file
+    if isinstance(stacks, Path):
+        stacks = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+        lock_file(stacks)
     _open_files.append(stacks)
     faulthandler.enable(stacks)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
@@ -59,7 +63,7 @@ def innermost_frames(stacks: str) -> str:
 
 def stack_file(pid: int) -> Path:
     """Return the default file for the stacks of a process."""
-    return Path(tempfile.gettempdir()) / f"camshaft-stacks-{pid}.txt"
+    return file_name(f"stacks-{pid}.txt")
 
 
 def _read(file: Path | int) -> bytes:

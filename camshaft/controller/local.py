@@ -11,6 +11,7 @@ its stacks. It ignores SIGTERM, which tells the driver to save a checkpoint and 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import os
@@ -21,7 +22,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
@@ -48,6 +49,7 @@ from camshaft.subprocesses import (
     send,
     without_watcher,
 )
+from camshaft.temporary import process_folder
 
 logger = logging.getLogger(__name__)
 
@@ -59,6 +61,9 @@ PRELOAD = [
     "camshaft.controller.local",
 ]
 """Modules that the fork server imports. A program can extend the list before it starts the first worker process."""
+SOCKET_NAME_LENGTH = len("/pymp-12345678/listener-12345678")
+MAX_SOCKET_LENGTH = 107
+"""Maximum number of bytes in the path of a Unix socket."""
 STOP: Frames = []
 """Message that ends a worker process."""
 
@@ -123,7 +128,7 @@ class LocalPool(ProcessPool):
     def __init__(self, spec: PoolSpec, options: Options | None = None, first_device: int = 0, other_ranks: int = 0):
         super().__init__(spec, options or Options())
         self._first_device, self._other_ranks = first_device, other_ranks
-        self._folder = Path(tempfile.mkdtemp(prefix="camshaft-"))
+        self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=process_folder()))
 
     def create_processes(self) -> None:
         devices = self._first_device + self.world_size
@@ -163,7 +168,7 @@ class LocalProcess(WorkerProcess):
         self._process: BaseProcess = context.Process(
             target=serve, args=(child_socket, rank_info, folder, os.getpid(), dict(os.environ)), name=name
         )
-        with safe_import_environment(), child_socket:
+        with safe_import_environment(), _temporary_files_in(process_folder()), child_socket:
             resource_tracker.ensure_running()  # started before the signals are blocked, because this unblocks SIGTERM
             with block_stop_signals():  # a signal must not end the fork server either
                 self._process.start()
@@ -214,6 +219,21 @@ class LocalProcess(WorkerProcess):
         return True
 
 
+@contextlib.contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """Let `multiprocessing`, which starts the fork server once, create its socket in the folder.
+
+    Its default folder would stay behind if this process is killed. The name of a socket has a maximum length.
+    """
+    previous = tempfile.tempdir
+    if len(str(folder)) + SOCKET_NAME_LENGTH <= MAX_SOCKET_LENGTH:
+        tempfile.tempdir = str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = previous
+
+
 def device_of(index: int, count: int, kind: str | None) -> str:
     """Return the device of a rank: the accelerator with this index, or "cpu" if `kind` is "cpu".
 
@@ -258,6 +278,6 @@ def _stack_file(folder: Path, rank: int) -> Path:
 
 
 def _end_session(folder: Path) -> None:
-    """Delete the pool's folder, because the driver has ended, and kill this rank with its child processes."""
-    shutil.rmtree(folder, ignore_errors=True)
+    """Delete the driver's folder, because the driver has ended, and kill this rank with its child processes."""
+    shutil.rmtree(folder.parent, ignore_errors=True)
     kill_own_group()

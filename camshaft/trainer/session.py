@@ -39,6 +39,7 @@ from camshaft.data import StatefulLoader
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SupervisedWorker
 from camshaft.stop import Stop, handle_stop_signals
+from camshaft.temporary import remove_leftovers
 from camshaft.tracking import RunInfo, Tracking, check_trackers
 
 logger = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None 
     """Check the machine, lock the output folder and set up logging for a run of `ranks` processes."""
     _check_machine(trainer, trainer.world_size if ranks is None else ranks)
     check_trackers(trainer.logger)
+    remove_leftovers()
     lock = _lock_folder(Path(trainer.default_local_dir).expanduser())
     run = Session(trainer)
     try:

@@ -13,7 +13,20 @@ import pytest
 ROOT = Path(__file__).parents[2] / "camshaft"
 
 LEVELS = [
-    {"errors", "config", "seat", "stop", "storage", "hub", "fetch", "plugins", "subprocesses", "stacks", "masking"},
+    {
+        "errors",
+        "config",
+        "seat",
+        "stop",
+        "storage",
+        "hub",
+        "fetch",
+        "plugins",
+        "subprocesses",
+        "stacks",
+        "masking",
+        "temporary",
+    },
     {"ragged", "columns", "dataproto", "algorithms", "device", "digest"},
     {"models"},
     {"controller", "engine", "rollout", "data", "rewards", "checkpoint", "tracking"},
@@ -27,7 +40,7 @@ LEVELS = [
 ALLOWED_ON_ONE_LEVEL = {
     ("dataproto", "ragged"), ("dataproto", "columns"), ("plugins", "errors"), ("storage", "errors"),
     ("config", "errors"), ("config", "plugins"), ("config", "stop"), ("config", "storage"), ("config", "hub"),
-    ("config", "masking"),
+    ("config", "masking"), ("stacks", "temporary"),
     ("fetch", "storage"), ("fetch", "errors"), ("fetch", "hub"), ("hub", "errors"), ("__main__", "cli"),
     ("ragged", "columns"), ("ragged", "device"), ("dataproto", "device"),
     ("config", "subprocesses"), ("storage", "subprocesses"),

@@ -26,8 +26,9 @@ from camshaft.models.lora import apply_scaling
 from camshaft.models.tiny import make_tiny_model
 from camshaft.reshard import rollout_mode
 from camshaft.rollout.base import SamplingParams
-from camshaft.rollout.vllm import VLLMRollout, adapters
+from camshaft.rollout.vllm import VLLMRollout
 from camshaft.rollout.vllm.engine import VLLMEngine
+from camshaft.temporary import PREFIX, SHARED_MEMORY
 
 pytestmark = pytest.mark.vllm
 
@@ -152,9 +153,9 @@ def test_another_engine_sends_its_base_weights(pair: AdapterPair) -> None:
 
 
 def test_adapter_files_are_deleted(pair: AdapterPair) -> None:
-    before = set(adapters.MEMORY.glob("camshaft-adapter-*"))
+    before = set(SHARED_MEMORY.glob(f"{PREFIX}*"))
     with rollout_mode(pair.engine, pair.rollout):
-        assert set(adapters.MEMORY.glob("camshaft-adapter-*")) <= before
+        assert set(SHARED_MEMORY.glob(f"{PREFIX}*")) <= before
 
 
 def test_sleep_drops_the_adapter_and_keeps_the_base(pair: AdapterPair) -> None:

@@ -13,9 +13,7 @@ values unchanged, so the checksums on both sides can be compared. This module re
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,11 +24,10 @@ from camshaft.digest import digest
 from camshaft.errors import RolloutError
 from camshaft.models.lora import save_adapter
 from camshaft.rollout.weights.checks import ExpectedWeights
+from camshaft.temporary import SHARED_MEMORY, temporary_folder
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """LoRA ranks that vLLM supports. vLLM pads an adapter with another rank to the next one with zeros."""
-MEMORY = Path("/dev/shm")
-"""Root of an in-memory file system."""
 
 
 def adapter_arguments(config: RolloutEngineConfig) -> dict[str, Any]:
@@ -64,9 +61,9 @@ def peft_folder(weights: Iterable[tuple[str, Tensor]], config: RolloutEngineConf
     """Write the adapter to a temporary folder in PEFT's layout with a scaling of 1, and delete the folder on exit."""
     assert config.lora is not None
     unscaled = config.lora.model_copy(update={"alpha": float(config.lora.rank)})
-    with tempfile.TemporaryDirectory(prefix="camshaft-adapter-", dir=MEMORY if MEMORY.is_dir() else None) as folder:
+    with temporary_folder(SHARED_MEMORY if SHARED_MEMORY.is_dir() else None) as folder:
         save_adapter(weights, folder, unscaled, config.model_path)
-        yield folder
+        yield str(folder)
 
 
 def adapter_digests(expected: Mapping[str, Tensor], number: int) -> Callable[[Any], dict[str, int]]:
