@@ -63,7 +63,7 @@ class Stop:
         assert self.requested is not None
         self.status = ENDED_BY_SIGNAL + self.requested
         logger.info(
-            "%s: stopped after step %d of %d. Run the same command to resume (exit status %d)",
+            "%s: stopped after step %d of %d (exit status %d)",
             *(self.requested.name, step, total, self.status),
         )
 

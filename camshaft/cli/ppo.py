@@ -52,8 +52,9 @@ def train(config: PPOConfig) -> int:
     """Train with one config, and return the exit status."""
     from camshaft.trainer.build import PPOParts
     from camshaft.trainer.ppo import PPOTrainer
-    from camshaft.trainer.session import pool_specs, session
+    from camshaft.trainer.session import check_rollout_library, pool_specs, session
 
+    check_rollout_library("actor_rollout_ref.rollout", config.actor_rollout_ref.rollout, config.trainer)
     ranks = sum(spec.world_size for spec in pool_specs(config))
     with session(config.trainer, ranks) as run, PPOParts(config) as parts:
         run.say(render_batch_table(batch_table(config, config.topology())))
@@ -69,4 +70,6 @@ def train(config: PPOConfig) -> int:
             parts.finish_saving()  # write all checkpoints before the trackers report the run as finished
             if stop.status:
                 tracking.ending = "stopped"
+        if stop.status:
+            run.say_how_to_resume()
     return stop.status

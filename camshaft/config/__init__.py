@@ -22,6 +22,7 @@
     model_checks.py     checks of lengths and tokenizers against models, and notices about models
     ineffective.py      notices about keys that nothing reads in a run
     derive.py           derives the config of each engine and rollout from the config of a run
+    run_folder.py       names and folders of runs
     render.py           renders descriptions of keys, the reference page, batch sizes, and values without secrets
     errors.py           problems of keys, and the error message that lists them
     tree.py             access to nested dicts by dotted key
@@ -29,7 +30,7 @@
 To add a key, add its default to the YAML file and its field to the schema. This package does not import torch.
 """
 
-from camshaft.config.backends import unread_keys
+from camshaft.config.backends import required_library, unread_keys
 from camshaft.config.command import compose
 from camshaft.config.derive import (
     actor_engine,
@@ -57,6 +58,7 @@ from camshaft.config.render import (
     without_secrets,
 )
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.config.run_folder import resume_arguments, run_name
 from camshaft.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from camshaft.config.schema.data import DataConfig
 from camshaft.config.schema.evaluation import EvalConfig
@@ -132,6 +134,9 @@ __all__ = [
     "rollout_engine",
     "sampling",
     "sft_engine",
+    "required_library",
+    "resume_arguments",
+    "run_name",
     "show",
     "unread_keys",
     "without_secrets",

@@ -65,8 +65,10 @@ _ALL_SAMPLING = frozenset(OPTIONAL_SAMPLING)
 
 HF = RolloutCapabilities(OneDeviceOptions, reads=frozenset(), sampling=_ALL_SAMPLING)
 PROCESS = RolloutCapabilities(reads=frozenset({"update_weights_bucket_megabytes"}), wraps="torch")
-SERVER = RolloutCapabilities(ServerOptions, sampling=_ALL_SAMPLING)
-SGLANG = RolloutCapabilities(SGLangOptions, accelerator_keys=frozenset({"gpu_memory_utilization", "free_cache_engine"}))
+SERVER = RolloutCapabilities(ServerOptions, library="vllm", sampling=_ALL_SAMPLING)
+SGLANG = RolloutCapabilities(
+    SGLangOptions, library="sglang", accelerator_keys=frozenset({"gpu_memory_utilization", "free_cache_engine"})
+)
 TORCH = RolloutCapabilities(
     OneDeviceOptions,
     reads=frozenset({"enforce_eager", "free_cache_engine"}),
@@ -74,7 +76,9 @@ TORCH = RolloutCapabilities(
     sampling=_ALL_SAMPLING,
     supports_routed_experts=True,
 )
-VLLM = RolloutCapabilities(VLLMOptions, reads=_LIBRARY_KEYS, sampling=_ALL_SAMPLING, supports_adapter=True)
+VLLM = RolloutCapabilities(
+    VLLMOptions, library="vllm", reads=_LIBRARY_KEYS, sampling=_ALL_SAMPLING, supports_adapter=True
+)
 
 ROLLOUTS = {
     "hf": Backend("camshaft.rollout.hf:HFRollout", HF),
@@ -135,6 +139,15 @@ def unread_keys(rollout: str, engine_kwargs: Mapping[str, Any]) -> frozenset[str
     inner = capabilities.inner_rollout(engine_kwargs)
     unread = frozenset(OPTIONAL_KEYS) - capabilities.reads
     return unread | ignored if inner is None else unread & unread_keys(inner, {})
+
+
+def required_library(rollout: str, engine_kwargs: Mapping[str, Any]) -> str | None:
+    """Return the module that a rollout imports on every rank, or None if it needs no optional library."""
+    capabilities = rollout_capabilities(rollout)
+    inner = capabilities.inner_rollout(engine_kwargs)
+    if inner is not None:
+        return required_library(inner, {})
+    return capabilities.library if capabilities.options.uses_library(engine_kwargs) else None
 
 
 def accelerator_keys(rollout: str, engine_kwargs: Mapping[str, Any]) -> frozenset[str]:

@@ -24,7 +24,7 @@ from camshaft.config.engine import largest_divisor
 from camshaft.config.errors import Problem, check_name
 from camshaft.config.files import check_eval_files, check_generate_files, check_ppo_files, check_supervised_files
 from camshaft.config.layout import GLOBAL_POOL, PlacementConfig, PoolConfig, Topology, pool_sizes
-from camshaft.config.model_checks import check_generate_models, check_ppo_models, check_supervised_models
+from camshaft.config.model_checks import check_models
 from camshaft.config.rollout import OPTIONAL_SAMPLING
 from camshaft.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES, parse_threshold
 from camshaft.config.schema.evaluation import EvalConfig
@@ -53,7 +53,6 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
         yield from check_sampling("rollout", config.rollout)
         yield from _check_scoring_function(config.custom_reward_function)
         yield from check_generate_files(config)
-        yield from check_generate_models(config)
     elif isinstance(config, EvalConfig):
         yield from _check_scoring_function(config.custom_reward_function)
         yield from check_eval_files(config)
@@ -62,9 +61,9 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
         yield from check_supervised_engines(config)
         yield from _check_supervised(config)
         yield from check_supervised_files(config)
-        yield from check_supervised_models(config)
     else:
         yield from _check_ppo(config)
+    yield from check_models(config)
 
 
 def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
@@ -90,7 +89,6 @@ def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
     yield from _check_validation_sampling(config)
     yield from _check_run(config)
     yield from check_ppo_files(config)
-    yield from check_ppo_models(config)
 
 
 # -- placement and names --------------------------------------------------------------------------

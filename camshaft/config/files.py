@@ -9,6 +9,7 @@ from typing import Any
 
 from camshaft import hub
 from camshaft.config.errors import Problem
+from camshaft.config.run_folder import check_run_name
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import AnyModelConfig, ModelSource
@@ -45,6 +46,7 @@ def data_folder_error(names: Collection[str]) -> str | None:
 def check_ppo_files(config: PPOConfig) -> Iterator[Problem]:
     """Check the data files, the models and the scoring function of an RL run."""
     trainer, model = config.trainer, config.actor_rollout_ref.model
+    yield from check_run_name(trainer)
     yield from check_data_files("data.train_files", config.data.train_files)
     yield from check_data_files("data.val_files", config.data.val_files)
     yield from check_model("actor_rollout_ref.model", model, not model.random_init)
@@ -68,7 +70,8 @@ def check_ppo_files(config: PPOConfig) -> Iterator[Problem]:
 
 
 def check_supervised_files(config: SupervisedConfig) -> Iterator[Problem]:
-    """Check the data files and the model of a supervised run."""
+    """Check the data files, the model and the run folder of a supervised run."""
+    yield from check_run_name(config.trainer)
     yield from check_data_files("data.train_files", config.data.train_files)
     yield from check_data_files("data.val_files", config.data.val_files)
     yield from check_model("model", config.model, not config.model.random_init)

@@ -28,6 +28,7 @@ from camshaft.config.checks import check
 from camshaft.config.errors import Problem, format_problems, from_validation, group_problems
 from camshaft.config.ineffective import find_notices
 from camshaft.config.model_checks import find_model_notices
+from camshaft.config.run_folder import FOLDER, NAME, generated_name, uses_name
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section, is_path
 from camshaft.config.schema.generate import GenerateConfig
@@ -105,7 +106,7 @@ def from_container(
     expanded = expand_keys(container, leaves)
     user_keys = flatten(expanded, leaves).keys() if set_keys is None else set_keys
     tree, problems = rename_aliases(expanded, raw_defaults(schema), user_keys, leaves)
-    values, unresolved = resolve(tree, schema)
+    values, unresolved = _resolve_with_name(tree, schema)
     problems += unresolved
     config, invalid = _validate(values, schema, {problem.key for problem in problems})
     problems += invalid
@@ -127,6 +128,27 @@ def changed_keys(tree: Mapping[str, Any], schema: type[Section]) -> set[str]:
     leaves = leaf_fields(schema)
     defaults = flatten(raw_defaults(schema), leaves)
     return {key for key, value in flatten(tree, leaves).items() if key not in defaults or defaults[key] != value}
+
+
+def _resolve_with_name(tree: dict[str, Any], schema: type[Section]) -> tuple[dict[str, Any], list[Problem]]:
+    """Resolve `${...}`. In a run without a name, `${trainer.experiment_name}` is generated or taken from the folder."""
+    merged = _merge(raw_defaults(schema), tree)
+    if not has_key(merged, NAME) or get(merged, NAME) is not None:
+        return resolve(tree, schema)
+    named = copy.deepcopy(tree)
+    put(named, NAME, "*")
+    values, _ = resolve(named, schema)
+    folder = str(get(values, FOLDER))
+    if uses_name(get(merged, "trainer")):
+        section = values.get("actor_rollout_ref", values)
+        files = get(values, "data.train_files") or ""
+        files = files if isinstance(files, str) else str(files[0])
+        put(named, NAME, generated_name(folder, str(get(section, "model.path")), files))
+    else:
+        put(named, NAME, os.path.basename(folder.rstrip("/")))
+    values, problems = resolve(named, schema)
+    put(values, NAME, None)
+    return values, problems
 
 
 # -- defaults and interpolation -------------------------------------------------------------------

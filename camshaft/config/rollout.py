@@ -91,6 +91,11 @@ class RolloutOptions(Frozen):
         return iter(())
 
     @classmethod
+    def uses_library(cls, options: Mapping[str, Any]) -> bool:
+        """Return True if the rollout imports `RolloutCapabilities.library` with these options."""
+        return True
+
+    @classmethod
     def ignored_keys(cls, options: Mapping[str, Any]) -> frozenset[str]:
         """Return the keys of the section `rollout` that the rollout ignores with these options."""
         return frozenset()
@@ -115,6 +120,8 @@ class RolloutCapabilities:
     distribution. The other parameters are rejected."""
     accelerator_keys: frozenset[str] = frozenset()
     """Keys in `reads` that have no effect on a CPU."""
+    library: str | None = None
+    """Optional library that the rollout requires. A run without it is rejected before it loads anything."""
     wraps: str | None = None
     """Rollout to which this one passes its config, unless `engine_kwargs.rollout` selects another. The keys that either
     of them reads are read."""

@@ -11,6 +11,7 @@ with session(config.trainer) as run:
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,7 @@ from rich.logging import RichHandler
 
 from camshaft import storage
 from camshaft.checkpoint import SavedCheckpoint
+from camshaft.checkpoint.manager import LATEST
 from camshaft.config import (
     GLOBAL_POOL,
     PlacementConfig,
@@ -30,13 +32,18 @@ from camshaft.config import (
     SupervisedConfig,
     SupervisedTrainerConfig,
     pool_sizes,
+    required_library,
+    resume_arguments,
+    run_name,
     without_secrets,
 )
 from camshaft.config.layout import Phase
+from camshaft.config.schema.roles import GeneratorConfig
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.controller import Options, Pool, PoolSpec, pools
 from camshaft.data import StatefulLoader
 from camshaft.errors import CamshaftError, ConfigError
+from camshaft.plugins import PROVIDED_BY
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SupervisedWorker
 from camshaft.stop import Stop, handle_stop_signals
 from camshaft.temporary import remove_leftovers
@@ -56,6 +63,12 @@ class Session:
     def say(self, text: str) -> None:
         self.console.print(text, markup=False, soft_wrap=True)
 
+    def say_how_to_resume(self) -> None:
+        """Print how to resume a run that has stopped or failed, if it has saved a checkpoint."""
+        if (Path(self.trainer.default_local_dir).expanduser() / LATEST).exists():
+            arguments = resume_arguments(self.trainer)
+            self.say(f"Run the same command{' with ' if arguments else ''}{arguments} to resume.")
+
     def tracking(
         self, config: PPOConfig | SupervisedConfig, total_steps: int, saved: SavedCheckpoint | None, subfolder: str = ""
     ) -> Tracking:
@@ -63,7 +76,7 @@ class Session:
         trainer = self.trainer
         info = RunInfo(
             project=trainer.project_name,
-            experiment=trainer.experiment_name,
+            experiment=run_name(trainer),
             folder=Path(trainer.default_local_dir) / subfolder,
             total_steps=total_steps,
             resumed_step=None if saved is None else saved.step,
@@ -89,7 +102,12 @@ def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None 
     run = Session(trainer)
     try:
         with log_to_console(run.console, trainer.seed):
+            run.say(f"run folder: {trainer.default_local_dir}")
             yield run
+    except BaseException:
+        if resume_arguments(trainer):
+            run.say_how_to_resume()
+        raise
     finally:
         run.close()
         lock.close()
@@ -154,6 +172,16 @@ def _check_machine(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int)
             f"trainer.default_local_dir={trainer.default_local_dir} is not writable ({error.strerror}); use another "
             "folder"
         ) from error
+
+
+def check_rollout_library(section: str, rollout: GeneratorConfig, trainer: PlacementConfig) -> None:
+    """Raise ConfigError if the rollout requires a library that is not installed. Ray may find it on other machines."""
+    library = required_library(rollout.name, rollout.engine_kwargs)
+    if trainer.backend() == "local" and library is not None and importlib.util.find_spec(library) is None:
+        raise ConfigError(
+            f"{section}.name={rollout.name} requires '{library}', which is not installed: pip install "
+            f"'{PROVIDED_BY[library]}', or use {section}.name=torch, which is built in"
+        )
 
 
 def check_device(device: str, ranks: int) -> None:

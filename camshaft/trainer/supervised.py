@@ -203,6 +203,8 @@ def _train(config: C, trainer_class: Callable[[C], SupervisedTrainer[Any]]) -> i
             trainer.finish_saving()  # trackers must not report the run as finished before its checkpoints are written
             if stop.status:
                 tracking.ending = "stopped"
-        if not stop.status:
+        if stop.status:
+            run.say_how_to_resume()
+        else:
             run.say(f"wrote {config.export_path()}")
     return stop.status

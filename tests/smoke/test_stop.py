@@ -49,7 +49,8 @@ def test_sigterm_saves_the_current_step_and_the_run_resumes(tmp_path: Path, monk
     assert "camshaft: SIGTERM: finishing the current step and saving;" in result.err
     assert "Traceback" not in result.err
     output = " ".join(result.out.split())
-    assert "SIGTERM: stopped after step 2 of 4. Run the same command to resume (exit status 143)" in output
+    assert "SIGTERM: stopped after step 2 of 4 (exit status 143)" in output
+    assert f"Run the same command with trainer.default_local_dir={run} to resume." in output
     assert steps(run) == [2]
     resumed = camshaft(*run_args(tmp_path, run))
     assert resumed.status == 0

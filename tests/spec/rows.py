@@ -328,6 +328,7 @@ DEVIATES = {
     f"{REWARD}.micro_batch_size": "Counts sequences over all ranks; `micro_batch_size_per_gpu` overrides it.",
     "trainer.logger": "The default is `[console, jsonl]`.",
     "trainer.project_name": "The default is another name.",
+    "trainer.experiment_name": "The default names each run after its model, its data and the time.",
     "trainer.default_hdfs_dir": "The default is null. Any fsspec file system is supported.",
     "data.train_files": (
         "Remote files are copied to a cache on disk. `CAMSHAFT_CACHE=/dev/shm/camshaft` keeps the copies in memory."

@@ -131,6 +131,10 @@ class ServerOptions(RolloutOptions):
         return validated
 
     @classmethod
+    def uses_library(cls, options: Mapping[str, Any]) -> bool:
+        return not options.get("vllm_server_base_url")  # a running server may have its own environment
+
+    @classmethod
     def ignored_keys(cls, options: Mapping[str, Any]) -> frozenset[str]:
         return RUNNING_SERVER_KEYS if options.get("vllm_server_base_url") else frozenset()
 

@@ -20,7 +20,11 @@ class TrainerConfig(PlacementConfig):
         ge=1, description="Maximum number of training iterations. null trains for total_epochs."
     )
     project_name: Text = Field(description="Project name in experiment trackers and in the default checkpoint folder.")
-    experiment_name: Text = Field(description="Run name in experiment trackers and in the default checkpoint folder.")
+    experiment_name: Text | None = Field(
+        description="Run name in experiment trackers and in the default checkpoint folder. If the command of a run "
+        "with a name is repeated, the run resumes. null names the run after the model, the data and the time, or after "
+        "default_local_dir if that is set."
+    )
     logger: Names = Field(
         description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, or an "
         "import path package.module:Class."

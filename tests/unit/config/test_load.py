@@ -344,6 +344,7 @@ def test_hydra_error_prints_one_message_with_status_2(words, word, capfd):
 
 @pytest.mark.parametrize("word", ["hydra.job.name=mine", "++hydra.job.name=mine"])
 def test_keys_of_hydra_are_no_keys_of_the_config(words, word):
+    words = [*words, "trainer.experiment_name=mine"]
     assert _run([*words, word]) == (0, compose(words, PPOConfig))
 
 
@@ -390,7 +391,7 @@ def test_jobs_of_a_sweep_need_separate_checkpoint_folders(sft_words, capfd):
 
 @pytest.mark.slow
 def test_folder_of_the_experiment_depends_on_its_name(sft_words, capfd):
-    sweep = ["-m", *sft_words, "optim.lr=1e-6,1e-5"]
+    sweep = ["-m", *sft_words, "optim.lr=1e-6,1e-5", "trainer.experiment_name=mine"]
     assert _run(sweep, SFTConfig) == (2, [])
     typed = "trainer.experiment_name=lr_${optim.lr}"
     assert f"Set '{typed}'" in capfd.readouterr().err
@@ -409,7 +410,7 @@ def test_jobs_of_a_sweep_need_separate_export_folders(sft_words, capfd):
 
 
 def test_equal_jobs_of_a_sweep_are_rejected(sft_words, capfd):
-    assert _run(["-m", *sft_words, "trainer.seed=1,1"], SFTConfig) == (2, [])
+    assert _run(["-m", *sft_words, "trainer.seed=1,1", "trainer.experiment_name=mine"], SFTConfig) == (2, [])
     assert "the configs of these jobs are equal" in capfd.readouterr().err
 
 

@@ -55,7 +55,7 @@ def test_config_is_immutable(words):
 
 # Keys and defaults as the specification lists them. Omitted: `warmup_style` (an older alias; so is the reward
 # model's `fsdp_config.min_num_params`, which all models have in `wrap_policy`),
-# `trainer.logger` (its `tracking` needs a wandb account), `trainer.project_name`.
+# `trainer.logger` (its `tracking` needs a wandb account), `trainer.project_name`, `trainer.experiment_name`.
 SPECIFIED = {
     "data.tokenizer": None,
     "data.train_files": "~/data/rlhf/gsm8k/train.parquet",
@@ -127,7 +127,6 @@ SPECIFIED = {
     "algorithm.kl_ctrl.type": "fixed",
     "algorithm.kl_ctrl.kl_coef": 0.005,
     "trainer.total_epochs": 30,
-    "trainer.experiment_name": "gsm8k",
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 8,
     "trainer.save_freq": -1,

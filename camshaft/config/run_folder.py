@@ -1,0 +1,77 @@
+"""Names and folders of runs.
+
+    generated_name("checkpoints/demo/*", "models/tiny", "data/sums/train.parquet")     # tiny-sums-20260131-235959
+    run_name(config.trainer)                # in experiment trackers
+    resume_arguments(config.trainer)        # "" if the same command resumes the run
+
+A run without `trainer.experiment_name` gets a folder of its own, named after the model, the data and the time, so that
+it neither resumes nor overwrites another run.
+"""
+
+import os.path
+import re
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from camshaft.config.errors import Problem
+from camshaft.config.schema.supervised import SupervisedTrainerConfig
+from camshaft.config.schema.trainer import TrainerConfig
+from camshaft.config.tree import format_value
+
+NAME, FOLDER = "trainer.experiment_name", "trainer.default_local_dir"
+_generated: set[str] = set()
+"""Names of the runs of this process. A sweep loads all its configs before the first run creates a folder."""
+
+
+def generated_name(folder: str, model: str, data: str) -> str:
+    """Return an unused name of a run. In `folder`, which is the folder of the run, `*` stands for the name."""
+    name = f"{_short_name(model)}-{_data_name(data)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    candidates = (name, *(f"{name}-{count}" for count in range(2, 10_000)))
+    unused = next(
+        name
+        for name in candidates
+        if name not in _generated and not os.path.exists(os.path.expanduser(folder.replace("*", name)))
+    )
+    _generated.add(unused)
+    return unused
+
+
+def _short_name(path: str) -> str:
+    """Return the last component of a path or URL without characters that are special in a shell."""
+    return re.sub(r"[^\w.-]+", "_", PurePosixPath(path.rstrip("/")).name) or "run"
+
+
+def _data_name(path: str) -> str:
+    """Return the name of a file, or of its folder if the file is called train."""
+    file = PurePosixPath(path)
+    return _short_name(file.parent.name if file.stem == "train" and file.parent.name else file.stem)
+
+
+def run_name(trainer: TrainerConfig | SupervisedTrainerConfig) -> str:
+    """Return the name of a run in experiment trackers."""
+    return trainer.experiment_name or Path(trainer.default_local_dir).name
+
+
+def resume_arguments(trainer: TrainerConfig | SupervisedTrainerConfig) -> str:
+    """Return the argument with which the command of a run resumes it. A run with a name does not need one."""
+    return "" if trainer.experiment_name else f"trainer.default_local_dir={trainer.default_local_dir}"
+
+
+def check_run_name(trainer: TrainerConfig | SupervisedTrainerConfig) -> Iterator[Problem]:
+    """Check that the names of project and run are paths inside the default folder."""
+    for leaf, name in {"project_name": trainer.project_name, "experiment_name": trainer.experiment_name}.items():
+        if name is not None and not _is_inside(name):
+            message = "must be a name, or a relative path without '.' and '..', because it is part of the run folder. "
+            yield Problem(f"trainer.{leaf}", name, message + f"Set another name, or {FOLDER}=<folder> for any folder.")
+
+
+def _is_inside(name: str) -> bool:
+    parts = name.split("/")
+    return all(part.strip() not in ("", ".", "..") for part in parts)
+
+
+def uses_name(tree: Mapping[str, Any]) -> bool:
+    """Return True if the run folder contains the name of the run. `tree` is the `trainer` section, unresolved."""
+    return f"${{{NAME}}}" in format_value(tree.get("default_local_dir"))

@@ -1,0 +1,67 @@
+"""A stopped run without a name is resumed by the arguments that its last lines contain."""
+
+import os
+import re
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from support.ppo_runs import ppo_args
+
+from camshaft.cli import main
+from camshaft.cli.ppo import train
+from camshaft.config import load_ppo
+from camshaft.errors import ConfigError
+
+
+def words(folder: Path) -> list[str]:
+    """Return the arguments of a run without a name, which stops itself after its second step."""
+    stopping = folder / "stopping.py"
+    stopping.write_text(
+        "import os, signal\n"
+        "def compute_score(solution_strs, **arguments):\n"
+        "    if not os.path.exists('resuming'):\n"
+        f"        os.kill({os.getpid()}, signal.SIGTERM)\n"
+        "    return [0.0] * len(solution_strs)\n"
+    )
+    settings = {
+        "custom_reward_function.path": stopping,
+        "custom_reward_function.batched": True,
+        "trainer.resume_mode": "auto",
+        "trainer.logger": "[jsonl]",
+        "trainer.total_training_steps": 3,
+        "data.max_response_length": 2,
+    }
+    return [word for word in ppo_args(folder, settings) if not word.startswith("trainer.default_local_dir")]
+
+
+def test_stopped_run_without_a_name_prints_how_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = words(tmp_path)
+    assert main(["ppo", *arguments]) == 128 + signal.SIGTERM
+    out = capfd.readouterr().out
+    (argument,) = re.findall(r"^Run the same command with (trainer\.default_local_dir=\S+) to resume\.$", out, re.M)
+    assert f"run folder: {argument.partition('=')[2]}" in out
+    (tmp_path / "resuming").touch()
+    assert main(["ppo", *arguments, argument]) == 0
+    assert re.search(r"resumed\s+from", capfd.readouterr().out)
+    (folder,) = (tmp_path / "checkpoints" / "camshaft_examples").iterdir()
+    assert (folder / "metrics.jsonl").read_text().count('"step": 3') == 1
+    assert main(["ppo", *arguments]) == 0  # another run of the same command starts over
+    assert "resumed" not in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["vllm", "server", "process"])
+def test_missing_rollout_library_is_an_error_before_the_run(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = ["actor_rollout_ref.rollout.engine_kwargs.rollout=vllm"] if name == "process" else []
+    config = load_ppo([*ppo_args(tmp_path, {"actor_rollout_ref.rollout.name": name}), *inner])
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=rf"name={name} requires 'vllm', which is not installed: pip install 'cam"):
+        train(config)
+    assert not (tmp_path / "run").exists()
