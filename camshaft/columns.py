@@ -36,6 +36,7 @@ _TABLE = (
     Column("data_source", "object", "str", "data source of the row", "data/loader", ("rewards/manager",)),
     Column("ground_truth", "object", "any", "reference answer for the reward function", "data/loader", ("rewards/manager",)),
     Column("extra_info", "object", "dict", "additional fields of the dataset", "data/loader", ("rewards/manager",)),
+    Column("data_row", "object", "dict", "columns of the data file, for a reward function with such parameters", "data/prompts", ("rewards/manager",)),
     Column("raw_prompt", "object", "any", "messages or text of the prompt, for a reward model with a different chat template", "data/prompts", ("roles/reward_input",)),
     Column("raw_input_ids", "ragged", "int64", "token IDs of the prompt without the chat template, with data.return_raw_input_ids", "data/prompts", ("roles/reward_input",)),
     Column("sampling_seed", "tensor", "int64", "sampling seed of the row, which together with the prompt determines the samples", "trainer/ppo", ("roles/rollout",)),

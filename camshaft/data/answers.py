@@ -21,7 +21,7 @@ import pyarrow
 from pyarrow import parquet
 
 from camshaft import storage
-from camshaft.data.prompts import ground_truth
+from camshaft.data.prompts import DATA_SOURCE, ground_truth
 from camshaft.data.responses import read_table
 from camshaft.data.tables import Paths, Table, read_rows
 from camshaft.dataproto import DataProto
@@ -73,10 +73,12 @@ class Answers:
 
 def read_answers(paths: Paths, columns: AnswerColumns) -> Answers:
     """Read and validate the responses of parquet files."""
-    required = [columns.response_key, columns.data_source_key]
-    optional = [columns.prompt_key, columns.reward_model_key, "ground_truth", "extra_info"]
-    table = read_rows(paths, required, optional)
-    batch: dict[str, list[Any]] = {name: [] for name in ("uid", "data_source", "ground_truth", "extra_info")}
+    required = [columns.response_key]
+    if columns.data_source_key != DATA_SOURCE:
+        required.append(columns.data_source_key)
+    table = read_rows(paths, required, None)
+    names = ("uid", "data_source", "ground_truth", "extra_info", "data_row")
+    batch: dict[str, list[Any]] = {name: [] for name in names}
     texts: list[str] = []
     counts: list[int | None] = []
     uids: dict[str, str] = {}
@@ -87,9 +89,11 @@ def read_answers(paths: Paths, columns: AnswerColumns) -> Answers:
         counts.append(len(responses) if isinstance(cell, list) else None)
         uid = str(i) if isinstance(cell, list) else uids.setdefault(_prompt_key(table, i, columns), str(i))
         batch["uid"] += [uid] * len(responses)
-        batch["data_source"] += [row[columns.data_source_key]] * len(responses)
+        batch["data_source"] += [row.get(columns.data_source_key) or "unknown"] * len(responses)
         batch["ground_truth"] += [ground_truth(row, columns.reward_model_key)] * len(responses)
         batch["extra_info"] += [row.get("extra_info") or {}] * len(responses)
+        data_row = {name: value for name, value in row.items() if name != columns.response_key}
+        batch["data_row"] += [data_row | {"prompt": row.get(columns.prompt_key)}] * len(responses)
     return Answers(DataProto.from_dict(batch), texts, table.files, tuple(counts))
 
 
@@ -116,4 +120,4 @@ def _prompt_key(table: Table, index: int, columns: AnswerColumns) -> str:
             f"{table.location(index)}: rows with a single response require a prompt column, but column "
             f"'{columns.prompt_key}' is missing; set data.prompt_key to the name of the prompt column"
         )
-    return json.dumps([row[columns.data_source_key], row[columns.prompt_key]], default=str)
+    return json.dumps([row.get(columns.data_source_key), row[columns.prompt_key]], default=str)

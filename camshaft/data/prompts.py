@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from camshaft.data.chat import Prompt, Truncation, check_prompt, encode
-from camshaft.data.tables import Paths, Table, read_rows
+from camshaft.data.tables import Paths, Table, read_columns, read_rows
 from camshaft.data.tokens import tokenize
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
@@ -47,7 +47,9 @@ class PromptOptions:
     """Column with prompt ids. Their token ids become column `prompt_id`; `extra_info` receives the original id."""
     max_prompt_id_length: int | None = None
     reward_fn_key: str | None = "data_source"
-    """Column with the data source of a row; None sets `data_source` to an empty string."""
+    """Column with the data source of a row; None sets `data_source` to "unknown", as does a file without it."""
+    reward_columns: tuple[str, ...] | None = ()
+    """Further columns, which become column `data_row` for the reward function; None selects all columns."""
     return_raw_chat: bool = False
     """Add the original prompt, untruncated, as column `raw_prompt`."""
     return_raw_input_ids: bool = False
@@ -55,14 +57,25 @@ class PromptOptions:
     length_key: str = "data.max_prompt_length"
     """Config key of `max_prompt_length` in error messages."""
 
-    def columns(self) -> list[str]:
+    def required_columns(self) -> list[str]:
         """Return the columns that every file must contain."""
-        keys = (self.prompt_key, self.reward_fn_key, self.prompt_id_key)
-        return list(dict.fromkeys(name for name in keys if name))
+        source_key = None if self.reward_fn_key == DATA_SOURCE else self.reward_fn_key
+        return list(dict.fromkeys(name for name in (self.prompt_key, source_key, self.prompt_id_key) if name))
+
+    def optional_columns(self) -> list[str] | None:
+        """Return the columns that are read if a file contains them; None for all columns."""
+        if self.reward_columns is None:
+            return None
+        return list(dict.fromkeys([*OPTIONAL, *self.reward_columns]))
 
 
-OPTIONAL = ("reward_model", "ground_truth", "extra_info")
-"""Columns that are read if all files contain them."""
+DATA_SOURCE = "data_source"
+PROMPTS = ("messages", "question", "problem", "instruction", "query")
+"""Other usual names of the column `prompt`."""
+TRUTHS = ("ground_truth", "answer", "solution", "target", "label")
+"""Usual names of the column with the reference answer."""
+OPTIONAL = ("reward_model", *TRUTHS, "extra_info", DATA_SOURCE)
+"""Columns that are read if a file contains them."""
 
 
 @dataclass(frozen=True)
@@ -109,7 +122,10 @@ def read_prompts(
     paths: Paths, tokenizer: PreTrainedTokenizerBase, options: PromptOptions, max_samples: int | None = None
 ) -> TokenizedPrompts:
     """Read, validate and tokenize prompts. Errors report the file and the row."""
-    table = read_rows(paths, options.columns(), OPTIONAL, max_samples)
+    if (prompt_key := _find_prompt_key(paths, options.prompt_key)) != options.prompt_key:
+        logger.info("prompts are in the column '%s'; set data.prompt_key to use another one", prompt_key)
+        options = replace(options, prompt_key=prompt_key)
+    table = read_rows(paths, options.required_columns(), options.optional_columns(), max_samples)
     locations = [table.location(i) for i in range(len(table))]
     prompts = [
         check_prompt(row[options.prompt_key], location, options.prompt_key)
@@ -129,10 +145,12 @@ def build_prompt_set(
     columns: dict[str, Any] = {
         "prompts": _truncate(ids, limit, options.truncation).map(Tensor.long),
         "uid": [str(i) for i in indices],
-        "data_source": [row[source] if source else "" for row in rows],
+        "data_source": [(row.get(source) if source else None) or "unknown" for row in rows],
         "ground_truth": [ground_truth(row) for row in rows],
         "extra_info": [row.get("extra_info") or {} for row in rows],
     }
+    if options.reward_columns != ():
+        columns["data_row"] = [rows[i] | {"prompt": tokenized.prompts[index]} for i, index in enumerate(indices)]
     if options.prompt_id_key is not None:
         columns |= _prompt_ids(columns["extra_info"], table, indices, tokenizer, options)
     if options.return_raw_chat:
@@ -142,6 +160,14 @@ def build_prompt_set(
         columns["raw_input_ids"] = Ragged.from_rows(encode(texts, tokenizer, special_tokens=False), torch.int64)
     num_truncated = int((ids.lengths > limit).sum())
     return PromptSet(DataProto.from_dict(columns), len(table), len(table) - len(indices), num_truncated)
+
+
+def _find_prompt_key(paths: Paths, prompt_key: str) -> str:
+    """Return the column with the prompts: `prompt_key`, or another usual name if the files have no column `prompt`."""
+    if prompt_key != "prompt":
+        return prompt_key
+    columns = read_columns(paths)
+    return next((name for name in (prompt_key, *PROMPTS) if name in columns), prompt_key)
 
 
 def _truncate(ids: Ragged, limit: int, side: Truncation) -> Ragged:
@@ -222,8 +248,8 @@ def _single_message_text(prompt: Prompt, location: str) -> str:
 
 
 def ground_truth(row: Mapping[str, Any], key: str = "reward_model") -> Any:
-    """Return the reference answer of a row from the struct in column `key` or from the column `ground_truth`."""
+    """Return the reference answer of a row from the struct in column `key`, or from the first column of `TRUTHS`."""
     nested = row.get(key)
     if isinstance(nested, Mapping) and "ground_truth" in nested:
         return nested["ground_truth"]
-    return row.get("ground_truth")
+    return next((row[name] for name in TRUTHS if name in row), None)

@@ -51,23 +51,24 @@ class Table:
 
 
 def read_rows(
-    paths: Paths, required: Sequence[str], optional: Sequence[str] = (), max_samples: int | None = None
+    paths: Paths, required: Sequence[str], optional: Sequence[str] | None = (), max_samples: int | None = None
 ) -> Table:
     """Read the rows of all files in order.
 
-    `optional` columns are read if all files have them. At most `max_samples` rows are read; None or -1 reads all rows.
+    `optional` columns are read from the files that have them; None reads all columns. At most `max_samples` rows are
+    read; None or -1 reads all rows.
     """
     limit = None if max_samples is None or max_samples < 0 else max_samples
     if limit == 0:
         raise BatchError("max_samples=0 selects no rows; use -1 for all rows")
     sources = open_files(paths)
-    shared_columns = _shared_columns(sources)
     rows: list[dict[str, Any]] = []
     counts = []
     for source in sources:
         _check_columns(source, required)
         num_before = len(rows)
-        columns = list(dict.fromkeys([*required, *(name for name in optional if name in shared_columns)]))
+        names = source.columns if optional is None else [name for name in optional if name in source.columns]
+        columns = list(dict.fromkeys([*required, *names]))
         with convert_read_errors(source.path):
             for batch in source.batches(columns):
                 rows.extend(batch)
@@ -91,7 +92,7 @@ def convert_read_errors(file: Path) -> Iterator[None]:
 
 def read_columns(paths: Paths) -> frozenset[str]:
     """Return the names of the columns that all files contain."""
-    return _shared_columns(open_files(paths))
+    return frozenset.intersection(*(frozenset(source.columns) for source in open_files(paths)))
 
 
 def open_files(paths: Paths) -> list[DataFile]:
@@ -112,10 +113,6 @@ def _file_list(paths: Paths) -> list[Path]:
     if not files:
         raise BatchError("the list of data files is empty; add at least one file")
     return files
-
-
-def _shared_columns(sources: Sequence[DataFile]) -> frozenset[str]:
-    return frozenset.intersection(*(frozenset(source.columns) for source in sources))
 
 
 def _open(file: Path) -> DataFile:

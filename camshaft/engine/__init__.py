@@ -10,7 +10,7 @@
     fsdp/               `ShardedEngine` with PyTorch's FSDP (`fsdp`, `fsdp1`)
     megatron/           GPT models of megatron-core, with tensor, pipeline and expert parallelism (`megatron`)
     torchtitan/         `ShardedEngine` with model definitions of torchtitan (`torchtitan`)
-    pipeline.py         what engines with pipeline stages share
+    pipeline.py         losses, outputs and weights of pipeline stages
     micro_batches.py    splits a mini-batch into micro-batches
     routing.py          auxiliary loss and metrics of the routers of a mixture of experts
     optim.py            optimizer, learning-rate schedule, gradient clipping

@@ -1,4 +1,4 @@
-"""What engines with pipeline stages share: losses of the last stage, its outputs and all weights on every stage.
+"""Code that engines with pipeline stages share: losses of the last stage, its outputs and all weights on every stage.
 
     run = PipelineRun(micro_batches, pipeline)                       # on every rank of the process group `pipeline`
     ... run.compute_loss(index, hidden, apply_head)                  # the schedule calls it, on the last stage

@@ -29,6 +29,16 @@ class CombinedRewards:
     def __init__(self, function: RewardManager | None, weight: float = 1.0):
         self.function, self.weight = function, weight
 
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """Columns of the data file that the scoring function reads; see `RewardManager.columns`."""
+        return () if self.function is None else self.function.columns
+
+    def check_rows(self, rows: DataProto) -> None:
+        """Check that the scoring function can be called; see `RewardManager.check_rows`."""
+        if self.function is not None:
+            self.function.check_rows(rows)
+
     def begin(self, rows: DataProto) -> PendingScores | None:
         """Start the calls of the scoring function before model scores are available; see `RewardManager.begin`."""
         return None if self.function is None else self.function.begin(rows)

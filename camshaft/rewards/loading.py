@@ -19,11 +19,11 @@ from typing import Any, NamedTuple
 from camshaft.errors import CamshaftError
 from camshaft.plugins import REWARDS, find_target, import_attribute, list_names
 from camshaft.rewards import GROUP, REGISTERED
+from camshaft.rewards.arguments import BATCH, SINGLE, Arguments
 from camshaft.rewards.messages import Sample, Spec
 from camshaft.subprocesses import extend_import_path
 
-ARGUMENTS = Sample._fields
-BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+DEFAULT_NAME = "compute_score"
 
 
 class RewardFunction(NamedTuple):
@@ -31,15 +31,12 @@ class RewardFunction(NamedTuple):
 
     function: Callable[..., Any]
     kwargs: dict[str, Any]
-    batched: bool
+    arguments: Arguments
 
     def call(self, samples: Sequence[Sample]) -> Any:
         """Call the function with a single sample, or with a batch of samples if it is batched."""
-        if self.batched:
-            columns = map(list, zip(*samples, strict=True))
-            return self.function(**dict(zip(BATCH_ARGUMENTS, columns, strict=True)), **self.kwargs)
-        (sample,) = samples
-        return self.function(**sample._asdict(), **self.kwargs)
+        arguments = self.arguments.batch(samples) if self.arguments.batched else self.arguments.single(samples[0])
+        return self.function(**arguments | self.kwargs)
 
 
 def load_function(spec: Spec) -> RewardFunction:
@@ -51,7 +48,7 @@ def load_function(spec: Spec) -> RewardFunction:
         function = _find_attribute(_import_module(spec.path), spec.path, spec.name)
     if not callable(function):
         raise CamshaftError(f"{function_name(spec)} has type {type(function).__name__}; it must be callable")
-    return RewardFunction(function, spec.kwargs, _check_signature(function, spec))
+    return RewardFunction(function, spec.kwargs, _arguments(function, spec))
 
 
 def _file_folder(path: str | None) -> list[str]:
@@ -92,36 +89,39 @@ def _import_module(path: str) -> ModuleType:
 
 
 def _find_attribute(module: ModuleType, path: str, name: str) -> Any:
-    """Return the function that is registered as `name`, or the attribute `name` of the module."""
+    """Return the function that is registered as `name`, or the attribute `name` of the module.
+
+    The only function of a module needs no name.
+    """
     if name in REGISTERED:
         return REGISTERED[name]
     if name in vars(module):
         return vars(module)[name]
-    functions = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
-    functions = [name for name in functions if name != "register_reward"] + list(REGISTERED)
-    raise CamshaftError(f"{path} has no function '{name}'; its functions are {', '.join(functions) or 'none'}")
+    functions = {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    } | REGISTERED
+    if name == DEFAULT_NAME and len(functions) == 1:
+        return next(iter(functions.values()))
+    raise CamshaftError(
+        f"{path} has no function '{name}'; its functions are {', '.join(functions) or 'none'}. "
+        "Set custom_reward_function.name"
+    )
 
 
-def _check_signature(function: Callable[..., Any], spec: Spec) -> bool:
-    """Return True if the function is batched. Raise CamshaftError if its signature does not match."""
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        return bool(spec.batched)  # functions written in C may have no signature
-    batched = BATCH_ARGUMENTS[1] in signature.parameters if spec.batched is None else spec.batched
-    arguments = BATCH_ARGUMENTS if batched else ARGUMENTS
-    conflicts = sorted(set(arguments) & spec.kwargs.keys())
+def _arguments(function: Callable[..., Any], spec: Spec) -> Arguments:
+    """Return the arguments of the function. Raise CamshaftError if its parameters do not match."""
+    conflicts = sorted({*SINGLE, *BATCH} & spec.kwargs.keys())
     if conflicts:
         raise CamshaftError(
             f"reward_kwargs contains {', '.join(conflicts)}, already passed from the dataset; remove them from "
             "reward_kwargs"
         )
     try:
-        signature.bind(**dict.fromkeys(arguments), **spec.kwargs)
+        return Arguments.of(function, spec.batched, spec.kwargs)
     except TypeError as error:
-        extra = f" and reward_kwargs {sorted(spec.kwargs)}" if spec.kwargs else ""
-        setting = "" if spec.batched is None else f" (custom_reward_function.batched={str(spec.batched).lower()})"
+        setting = "" if spec.batched is None else f" with custom_reward_function.batched={str(spec.batched).lower()}"
         raise CamshaftError(
-            f"{function_name(spec)}{signature} cannot be called with {', '.join(arguments)}{extra}{setting}: {error}"
+            f"{function_name(spec)}{inspect.signature(function)} cannot be called{setting}: {error}"
         ) from error
-    return batched

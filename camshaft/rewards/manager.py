@@ -33,6 +33,7 @@ from torch import Tensor
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RewardError
 from camshaft.ragged import on_last_token
+from camshaft.rewards.arguments import SINGLE
 from camshaft.rewards.messages import Sample, Spec
 from camshaft.rewards.pool import Job, Outcome, WorkerPool
 from camshaft.subprocesses import import_path
@@ -191,6 +192,22 @@ class RewardManager:
         self._pool.check()
         self._pending: PendingScores | None = None
 
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """Columns of the data file that the function reads from column `data_row`; None for all columns."""
+        return self._pool.function.columns
+
+    def check_rows(self, rows: DataProto) -> None:
+        """Raise RewardError if the data has no column for a parameter of the function."""
+        names = set(rows["data_row"][0]) if "data_row" in rows and len(rows) else set[str]()
+        for name in self._pool.function.required if len(rows) else ():
+            if name not in names:
+                raise RewardError(
+                    f"the reward function has a parameter '{name}', but the data has no column '{name}'. Rename the "
+                    f"parameter, or give it a default. Parameters are {', '.join(SINGLE)}, prompt, and the columns of "
+                    "the data files"
+                )
+
     def begin(self, rows: DataProto) -> PendingScores | None:
         """Return an object that scores the responses to `rows` as they are added; cancel an earlier one.
 
@@ -199,7 +216,7 @@ class RewardManager:
         """
         rows.require("data_source", "ground_truth")
         self._cancel_pending()
-        if not self._pool.batched:
+        if not self._pool.function.batched:
             self._pending = PendingScores(self._pool, rows, self.on_error == "raise")
         return self._pending
 
@@ -274,7 +291,9 @@ class RewardManager:
 
 def _samples(rows: DataProto, texts: Sequence[str]) -> list[Sample]:
     extras = rows["extra_info"] if "extra_info" in rows else [{}] * len(rows)
-    return [Sample(*row) for row in zip(rows["data_source"], texts, rows["ground_truth"], extras, strict=True)]
+    data_rows = rows["data_row"] if "data_row" in rows else [{}] * len(rows)
+    columns = zip(rows["data_source"], texts, rows["ground_truth"], extras, data_rows, strict=True)
+    return [Sample(*values) for values in columns]
 
 
 def _failed(outcome: Outcome | None) -> TypeGuard[Outcome]:

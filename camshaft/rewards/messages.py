@@ -33,6 +33,8 @@ class Sample(NamedTuple):
     solution_str: str
     ground_truth: Any
     extra_info: Any
+    row: dict[str, Any] = {}  # noqa: RUF012
+    """Columns of the data file that the function reads."""
 
 
 class LoadResult(NamedTuple):
@@ -40,6 +42,10 @@ class LoadResult(NamedTuple):
 
     error: str | None
     batched: bool = False
+    columns: tuple[str, ...] | None = ()
+    """Columns of the data file that the function reads, beside those of `Sample`; None for all columns."""
+    required: tuple[str, ...] = ()
+    """Columns of the data file without which the function cannot be called."""
 
 
 class Reply(NamedTuple):

@@ -33,6 +33,15 @@ class OverlongPenalty:
     ):
         self.rewards, self.limit, self.buffer, self.factor, self.log = rewards, limit, buffer, factor, log
 
+    @property
+    def columns(self) -> tuple[str, ...] | None:
+        """Columns of the data file that the scoring function reads; see `RewardManager.columns`."""
+        return self.rewards.columns
+
+    def check_rows(self, rows: DataProto) -> None:
+        """Check that the scoring function can be called; see `RewardManager.check_rows`."""
+        self.rewards.check_rows(rows)
+
     def begin(self, rows: DataProto) -> PendingScores | None:
         """Start scoring while responses are still being generated; see `RewardManager.begin`."""
         return self.rewards.begin(rows)

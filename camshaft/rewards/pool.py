@@ -71,8 +71,8 @@ class WorkerPool:
     def __init__(self, spec: Spec, num_workers: int):
         self.spec = spec
         self.num_workers = num_workers
-        self.batched = False
-        """True if the function takes batches of samples. `check` sets this attribute."""
+        self.function = LoadResult(None)
+        """Properties of the function. `check` sets this attribute."""
         self._workers: list[_Worker] = []
         self._has_result, self._num_timeouts = False, 0
         # finalize also runs at interpreter exit. A forked child inherits the workers but must not close them.
@@ -84,9 +84,10 @@ class WorkerPool:
         with self._all_stopped_on_error():
             worker = _Worker(self.spec)
             self._workers.append(worker)
-            while not worker.ready:
+            while not worker.is_ready:
                 self._wait(Job(0), worker.deadline)
-            self.batched = worker.batched
+            assert worker.function is not None
+            self.function = worker.function
 
     def run(self, job: "Job") -> None:
         """Run the calls of a job until all samples have an outcome, including samples that are added during the run."""
@@ -106,7 +107,7 @@ class WorkerPool:
                 for _ in range(min(job.num_queued - num_idle, self.num_workers - len(self._workers))):
                     self._workers.append(_Worker(self.spec))
                 for worker in self._workers:
-                    if worker.ready and not worker.calls and job.num_queued:
+                    if worker.is_ready and not worker.calls and job.num_queued:
                         worker.assign(job, job.pop_calls(self.num_workers))
                 self._wait(job, next_report)
         self._stop([worker for worker in self._workers if worker.calls])
@@ -122,12 +123,12 @@ class WorkerPool:
 
     def _wait(self, job: "Job", until: float) -> None:
         """Wait for messages, the next deadline or the time `until`, and process messages and exceeded deadlines."""
-        busy = {worker.outbox: worker for worker in self._workers if worker.calls or not worker.ready}
+        busy = {worker.outbox: worker for worker in self._workers if worker.calls or not worker.is_ready}
         limit = min([until, *(worker.deadline for worker in busy.values())])
         for source in wait([job.wakeup_receiver, *busy], timeout=max(0.0, limit - time.monotonic())):
             if source is job.wakeup_receiver:
-                job.receive(self.batched)
-                self._stop([w for w in self._workers if w.is_dead and w.ready and not w.calls])
+                job.receive(self.function.batched)
+                self._stop([w for w in self._workers if w.is_dead and w.is_ready and not w.calls])
                 continue
             worker = busy.pop(source)  # pyright: ignore[reportArgumentType]
             is_open = worker.receive(job)
@@ -141,7 +142,7 @@ class WorkerPool:
     def _handle_failure(self, worker: "_Worker", job: "Job", kind: Literal["crash", "timeout"]) -> None:
         """Stop a worker that crashed or exceeded its deadline, fail its current call and requeue its other calls."""
         self._stop([worker])
-        if not worker.ready:
+        if not worker.is_ready:
             reason = worker.describe_exit() if kind == "crash" else f"did not load it within {LOAD_SECONDS:g} s"
             raise RewardError(
                 f"the process that loads the reward function {self.spec.path or ''} '{self.spec.name}' {reason}"
@@ -280,7 +281,9 @@ class _Worker:
         self._reader = MessageReader()
         self.calls: deque[Rows] = deque()
         """Calls without a result, of which the first one is running."""
-        self.ready = self.batched = self.has_result = False
+        self.function: LoadResult | None = None
+        """Properties of the function, once it is loaded."""
+        self.has_result = False
         self.since = time.monotonic()
         """Start time of the current call, or of the process while it loads the function."""
         self.deadline = self.since + LOAD_SECONDS
@@ -308,7 +311,7 @@ class _Worker:
         if isinstance(message, LoadResult):
             if message.error is not None:
                 raise RewardError(message.error)
-            self.ready, self.batched = True, message.batched
+            self.function = message
             return
         self.has_result = True
         job.record_result(self.calls.popleft(), message)
@@ -322,6 +325,10 @@ class _Worker:
         # A broken pipe means that the process died while idle. The next `_wait` detects the end of its output.
         with contextlib.suppress(BrokenPipeError):
             send(self._stdin.fileno(), pack(message))
+
+    @property
+    def is_ready(self) -> bool:
+        return self.function is not None
 
     @property
     def is_dead(self) -> bool:

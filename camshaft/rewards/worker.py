@@ -70,7 +70,8 @@ def main() -> None:
     except Exception as error:
         _send(outbox, LoadResult(f"{function_name(spec)} could not be loaded:\n{_format_traceback(error)}"))
         return
-    _send(outbox, LoadResult(None, function.batched))
+    arguments = function.arguments
+    _send(outbox, LoadResult(None, arguments.batched, arguments.columns, arguments.required))
     pid = os.getpid()
     while (calls := messages.get()) is not None:
         for samples in calls:
@@ -91,7 +92,7 @@ def call(function: RewardFunction, samples: list[bytes], spec: Spec) -> CallResu
         if inspect.isawaitable(result):
             result = _event_loop().run_until_complete(_await_result(result))
         limit = spec.max_abs_score
-        replies = _replies(result, len(samples), limit) if function.batched else [_reply(result, limit)]
+        replies = _replies(result, len(samples), limit) if function.arguments.batched else [_reply(result, limit)]
     except BaseException as error:  # includes SystemExit, so `sys.exit` in a reward function fails only its sample
         replies = [Reply("error", 0.0, {}, _format_message(error), _format_traceback(error))]
     finally:

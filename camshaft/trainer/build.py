@@ -3,8 +3,8 @@
     with PPOParts(config) as parts:
         trainer = PPOTrainer(config, parts)
 
-Components that are cheap to check are built first, so that errors are reported early: tokenizer and data, then the
-reward function, then the worker pools and their roles. One worker process per device hosts actor, rollout and
+Components that are cheap to check are built first, so that errors are reported early: tokenizer, reward function and
+data, then the worker pools and their roles. One worker process per device hosts actor, rollout and
 reference, and also the critic and the reward model unless these have separate pools. A single rank runs in this
 process. When the `with` block exits, pending checkpoints are completed and all worker processes are ended.
 """
@@ -37,28 +37,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
     def __init__(self, config: PPOConfig):
         self._exit = contextlib.ExitStack()
         self.tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
-        self.loader = StatefulLoader(
-            self._prompts(config, train=True),
-            config.prompts_per_generation_batch(),
-            total_epochs=config.trainer.total_epochs,
-            shuffle=config.data.shuffle,
-            seed=config.data_seed(),
-            rows_per_step=config.data.train_batch_size,
-        )
         self.estimator = load_estimator(config.algorithm)
-        self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
-        if config.needs_function():
-            for prompts in (self.loader.data, self.val_prompts):
-                check_scorable(prompts, config.custom_reward_function, beside_model=config.reward_model.enable)
-        self.total_steps = run_length(config.trainer, self.loader)
-        if not config.trainer.val_only and (
-            problems := [*check_critic_warmup(config.trainer.critic_warmup, self.total_steps)]
-        ):
-            raise ConfigError(format_problems(problems))
-        self.checkpoints = CheckpointManager(
-            config.trainer.default_local_dir, config.trainer.default_hdfs_dir, config.trainer.worker_limit("save")
-        )
-        self.failed = FailedSamples(Path(config.trainer.default_local_dir) / "rewards" / "failed.jsonl")
         topology = config.topology()
         self.actor_dp_size = config.actor_dp_size(topology)
         """Number of shards into which batches for the actor are split."""
@@ -66,6 +45,16 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         with self._exit as stack:  # closes what was already started if a later line raises
             self.rewards = build_run_rewards(config)
             stack.callback(self.rewards.close)
+            self._load_prompts(config)
+            self.total_steps = run_length(config.trainer, self.loader)
+            if not config.trainer.val_only and (
+                problems := [*check_critic_warmup(config.trainer.critic_warmup, self.total_steps)]
+            ):
+                raise ConfigError(format_problems(problems))
+            self.checkpoints = CheckpointManager(
+                config.trainer.default_local_dir, config.trainer.default_hdfs_dir, config.trainer.worker_limit("save")
+            )
+            self.failed = FailedSamples(Path(config.trainer.default_local_dir) / "rewards" / "failed.jsonl")
             logs = Path(config.trainer.default_local_dir) / "logs"
             pools_context = run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, logs)
             pools = stack.enter_context(pools_context)
@@ -123,9 +112,26 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         """Decode token ids without special tokens."""
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
+    def _load_prompts(self, config: PPOConfig) -> None:
+        """Load the training and validation prompts, and check that the reward function can score them."""
+        self.loader = StatefulLoader(
+            self._prompts(config, train=True),
+            config.prompts_per_generation_batch(),
+            total_epochs=config.trainer.total_epochs,
+            shuffle=config.data.shuffle,
+            seed=config.data_seed(),
+            rows_per_step=config.data.train_batch_size,
+        )
+        self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
+        for prompts in (self.loader.data, self.val_prompts):
+            if config.needs_function():
+                check_scorable(prompts, config.custom_reward_function, beside_model=config.reward_model.enable)
+            self.rewards.check_rows(prompts)
+
     def _prompts(self, config: PPOConfig, train: bool) -> DataProto:
         paths, max_rows = prompt_files(config, train)
-        return load_prompts(data_files(paths), self.tokenizer, prompt_options(config), max_rows).batch
+        options = prompt_options(config, self.rewards.columns)
+        return load_prompts(data_files(paths), self.tokenizer, options, max_rows).batch
 
 
 def role_classes(
@@ -147,8 +153,8 @@ def prompt_files(config: PPOConfig, train: bool) -> tuple[tuple[str, ...], int]:
     return (data.train_files, data.train_max_samples) if train else (data.val_files, data.val_max_samples)
 
 
-def prompt_options(config: PPOConfig) -> PromptOptions:
-    """Return the options for loading the prompts of a run."""
+def prompt_options(config: PPOConfig, reward_columns: tuple[str, ...] | None = ()) -> PromptOptions:
+    """Return the options for loading the prompts of a run. `reward_columns` are those of the reward function."""
     data = config.data
     return PromptOptions(
         max_prompt_length=data.max_prompt_length,
@@ -159,6 +165,7 @@ def prompt_options(config: PPOConfig) -> PromptOptions:
         prompt_id_key=data.prompt_id_key,
         max_prompt_id_length=data.max_prompt_id_length,
         reward_fn_key=data.reward_fn_key,
+        reward_columns=reward_columns,
         return_raw_chat=config.needs_raw_chat(),
         return_raw_input_ids=data.return_raw_input_ids,
     )

@@ -73,7 +73,7 @@ def check_data(config: PPOConfig) -> int:
 def _find_problems(config: PPOConfig, print_line: Print) -> Iterator[str]:
     """Print the report and yield problems. Raise CamshaftError for a problem that prevents further checks."""
     tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
-    options = prompt_options(config)
+    options = prompt_options(config, reward_columns=None)
     tokenized_prompts: dict[str, TokenizedPrompts] = {}
     batches: dict[str, DataProto] = {}
     for name, train in (("training", True), ("validation", False)):
@@ -110,7 +110,7 @@ def _find_problems(config: PPOConfig, print_line: Print) -> Iterator[str]:
 
 
 def _print_schema(paths: Sequence[Path], options: PromptOptions, print_line: Print) -> None:
-    for file in summarize_files(paths, [*options.columns(), *OPTIONAL]):
+    for file in summarize_files(paths, [*options.required_columns(), *OPTIONAL]):
         print_line(f"  {file.path}: {file.num_rows} rows")
         for column in file.columns:
             missing = "not read" if column.missing is None else f"{column.missing} missing"
@@ -169,6 +169,7 @@ def _check_reward_function(prompts: DataProto, custom: CustomRewardConfig, print
         f"{custom.function_name()})"
     )
     with build_rewards(custom) as rewards:
+        rewards.check_rows(rows)
         responses = {"ground truth": truths, "empty": [""] * len(rows)}
         results = {
             name: rewards.score(_with_responses(rows), lambda _, texts=texts: texts)

@@ -34,6 +34,7 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     batch = answers.batch
     _check_response_counts([ScoredResponse(*row, 0.0) for row in zip(batch["data_source"], batch["uid"], strict=True)])
     with build_rewards(custom) as rewards:
+        rewards.check_rows(answers.batch)
         result = rewards.score_texts(batch, answers.texts)
     columns_of_rows = (batch["data_source"], batch["uid"], result.scores.tolist(), result.answers, result.parts)
     rows = [ScoredResponse(*row) for row in zip(*columns_of_rows, strict=True)]

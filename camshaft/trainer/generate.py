@@ -61,6 +61,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
             filter_overlong=data.filter_overlong_prompts,
             prompt_key=data.prompt_key,
             reward_fn_key=data.reward_fn_key if custom.is_named() else None,
+            reward_columns=() if custom.path is None else None,
             length_key="rollout.prompt_length",
         )
         max_rows = None if data.max_samples == -1 else data.max_samples
@@ -81,6 +82,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
             self.rewards = None
             if config.custom_reward_function.is_named() and self._is_incomplete():
                 self.rewards = stack.enter_context(build_rewards(config.custom_reward_function))
+                self.rewards.check_rows(self.prompts)
             self.generator: GenerateWorker | None = None
             if self._is_incomplete():
                 specs = [global_pool(config.trainer, "generate")]

@@ -46,7 +46,7 @@ SEQUENCES = ("prompts", "responses", "response_mask")
 
 
 DRIVER_ONLY = (
-    *("uid", "data_source", "ground_truth", "extra_info", "sampling_seed"),
+    *("uid", "data_source", "ground_truth", "extra_info", "data_row", "sampling_seed"),
     *("prompt_id", "raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated", "reward_baselines"),
 )
 """Columns that are not sent to the ranks for the updates, which do not read them."""

@@ -43,6 +43,8 @@ def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypa
     overrides = {f"algorithm.rollout_correction.{key}": value for key, value in correction.items()}
     overrides |= {"reward_model.enable": True, "reward_model.model.path": make_tiny_reward_model(tmp_path / "rm")}
     overrides |= {"data.return_raw_chat": True, "data.return_raw_input_ids": True, "data.prompt_id_key": "data_source"}
+    (tmp_path / "reward.py").write_text("def score(response, prompt): return len(response)")
+    overrides |= {"custom_reward_function.path": tmp_path / "reward.py"}
     run_ppo(tmp_path, {"algorithm.use_kl_in_reward": True, "algorithm.kl_penalty": "full", **overrides}, steps=1)
     run_ppo(tmp_path, {"algorithm.adv_estimator": "remax"}, steps=1)
     experts = make_tiny_model(tmp_path / "experts", family="mixtral", num_local_experts=4)

@@ -282,8 +282,14 @@ def test_a_broken_model_folder_is_one_error(case: str, home: Path, tmp_path: Pat
 
 UNLOADABLE: dict[str, tuple[str, list[str]]] = {
     "syntax error": ("def compute_score(:\n    pass\n", ["my_reward.py", "line 1", "SyntaxError"]),
-    "no such function": ("def score_it(a, b, c, d):\n    return 1.0\n", ["no function 'compute_score'", "score_it"]),
-    "wrong parameters": ("def compute_score(text):\n    return 1.0\n", ["cannot be called with", "data_source"]),
+    "no such function": (
+        "def score_it(a):\n    return 1.0\n\n\ndef f(a):\n    return 1.0\n",
+        ["no function 'compute_score'", "score_it"],
+    ),
+    "wrong parameters": (
+        "def compute_score(text):\n    return 1.0\n",
+        ["cannot be called", "no parameter for the"],
+    ),
     "ends its process": ("import os\nos._exit(3)\n", ["exited with code 3"]),
     "takes for ever": ("import time\ntime.sleep(1000)\n", ["did not load it within 1 s"]),
 }

@@ -33,7 +33,8 @@ def rows(count: int) -> list[dict[str, Any]]:
 @pytest.fixture(autouse=True)
 def _no_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the scoring processes, which none of these keys changes."""
-    monkeypatch.setattr("camshaft.trainer.build.build_run_rewards", lambda config: SimpleNamespace(close=lambda: None))
+    rewards = SimpleNamespace(close=lambda: None, columns=(), check_rows=lambda rows: None)
+    monkeypatch.setattr("camshaft.trainer.build.build_run_rewards", lambda config: rewards)
 
 
 @pytest.fixture(scope="module")

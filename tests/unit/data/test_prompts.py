@@ -267,5 +267,25 @@ def test_messages_need_a_chat_template(load, tokenizer):
 
 
 def test_a_missing_column_is_an_error(load):
-    with pytest.raises(BatchError, match="no column 'data_source'"):
-        load([{"prompt": "x"}])
+    with pytest.raises(BatchError, match="no column 'prompt'"):
+        load([{"data_source": "s", "text": "x"}])
+    with pytest.raises(BatchError, match="no column 'source'"):
+        load([{"prompt": "x"}], reward_fn_key="source")
+
+
+@pytest.mark.parametrize("prompt_key", ["question", "problem", "messages"])
+@pytest.mark.parametrize("truth_key", ["answer", "solution", "label"])
+def test_columns_may_have_other_usual_names(load, prompt_key, truth_key):
+    batch = load([{prompt_key: "1+2=", truth_key: "3"}]).batch
+    usual = load([row("1+2=", "3")]).batch
+    assert batch["prompts"].values.tolist() == usual["prompts"].values.tolist()
+    assert batch["ground_truth"].tolist() == usual["ground_truth"].tolist()
+    assert batch["data_source"].tolist() == ["unknown"]
+
+
+def test_rows_for_the_reward_function_have_the_selected_columns(load):
+    rows = [{"question": user("x"), "level": 3, "text": "long"}]
+    assert "data_row" not in load(rows).batch
+    named = load(rows, reward_columns=("level", "prompt")).batch["data_row"][0]
+    assert (named["level"], named["prompt"], "text" in named) == (3, user("x"), False)
+    assert load(rows, reward_columns=None).batch["data_row"][0]["text"] == "long"

@@ -26,8 +26,11 @@ def test_a_location_names_the_file_and_the_row(files):
     assert table.location(3) == f"{files[1]}, row 0"
 
 
-def test_optional_columns_are_read_if_all_files_have_them(files):
-    assert read_rows(files, ["n"], ["prompt", "only_a", "nowhere"]).rows[0] == {"n": 0, "prompt": "x"}
+def test_optional_columns_are_read_from_files_that_have_them(files):
+    assert read_rows(files, ["n"], ["prompt", "only_a", "nowhere"]).rows[2:4] == [
+        {"n": 2, "prompt": "x", "only_a": 0},
+        {"n": 0, "prompt": "y"},
+    ]
     assert read_columns(files) == {"n", "prompt"}
 
 

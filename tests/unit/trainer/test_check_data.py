@@ -97,7 +97,7 @@ def test_long_prompts_are_counted_with_their_treatment(check: Check, args, statu
 
 BAD = {
     "a blank prompt": ([row("1"), {**row("2"), "prompt": None}], "row 1: 'prompt' is empty", {}),
-    "a missing column": ([{"prompt": "x"}], "has no column 'data_source'", {}),
+    "a missing column": ([{"data_source": "s"}], "has no column 'prompt'", {}),
     "too few rows": ([row("1")], "the data has 1 rows, but one batch needs 2", {}),
     "a function that raises": ([row("1")] * 2, r"failed in 4 of 4 calls.*division by zero", {"reward": "return 1 / 0"}),
     "a function that returns text": ([row("1")] * 2, "failed in 4 of 4 calls", {"reward": "return 'good'"}),
