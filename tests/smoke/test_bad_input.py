@@ -264,7 +264,7 @@ MODELS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "no weights": (no_weights, ["cannot read the weights in", "broken", "random_init=True"]),
     "half the weights": (half_the_weights, ["cannot read the weights in", "broken"]),
     "no tokenizer": (no_tokenizer, ["broken has no tokenizer", "tokenizer.json"]),
-    "config.json cut off": (bad_config, ["config.json", "not a valid JSON"]),
+    "config.json cut off": (bad_config, ["config.json", "not valid JSON"]),
 }
 
 
