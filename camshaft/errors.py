@@ -51,6 +51,10 @@ class RewardError(CamshaftError, RuntimeError):
     """A reward function cannot be loaded, or failed with `on_error=raise`."""
 
 
+class ScoringAbandoned(RewardError):
+    """A stop signal arrived, and the responses were not scored in time. The trainer saves the last finished step."""
+
+
 class StorageError(CamshaftError, RuntimeError):
     """A remote file system is unreachable, or a copy differs from its source."""
 

@@ -40,13 +40,14 @@ class Stop:
         self.requested: signal.Signals | None = None
         self.status = 0
         """Exit status of the run. It is 0 unless a signal stopped the run early."""
-        self._request_time = 0.0
+        self.request_time = 0.0
+        """Time of the request (`time.monotonic`)."""
 
     def request(self, number: int, _frame: Any = None) -> None:
         """Handle a signal. The first signal requests a stop, and a later one has its default effect."""
         now = time.monotonic()
         if self.requested is None:
-            self.requested, self._request_time = signal.Signals(number), now
+            self.requested, self.request_time = signal.Signals(number), now
             # Write to the descriptor directly, because the signal can interrupt a log call.
             message = (
                 f"\ncamshaft: {self.requested.name}: finishing the current step and saving; "
@@ -54,7 +55,7 @@ class Stop:
             )
             with contextlib.suppress(OSError):  # the terminal may be closed
                 os.write(2, message.encode())
-        elif now - self._request_time > SAME_SECONDS:
+        elif now - self.request_time > SAME_SECONDS:
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -69,12 +70,12 @@ class Stop:
 
 
 @contextlib.contextmanager
-def handle_stop_signals() -> Iterator[Stop]:
-    """Convert stop signals to stop requests within the block. Outside the main thread, this has no effect.
+def handle_stop_signals(stop: Stop | None = None) -> Iterator[Stop]:
+    """Convert stop signals to requests of `stop` within the block. Outside the main thread, this has no effect.
 
     A signal that is ignored at the start, as SIGHUP is under nohup, remains ignored.
     """
-    stop = Stop()
+    stop = stop or Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

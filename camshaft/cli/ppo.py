@@ -65,7 +65,7 @@ def train(config: PPOConfig) -> int:
         only_validate = config.trainer.val_only
         resumed, subfolder = (None, "validation") if only_validate else (saved, "")
         with run.tracking(config, parts.total_steps, resumed, subfolder) as tracking:
-            stop = run.listen()
+            stop = run.listen(parts.stop)
             trainer.fit(tracking, stop)
             parts.finish_saving()  # write all checkpoints before the trackers report the run as finished
             if stop.status:

@@ -20,6 +20,7 @@ Modules:
     loading.py      loads a function by path and name
     arguments.py    passes the arguments that a function has parameters for
     messages.py     messages between pool and workers
+    output.py       writes what reward functions print to a file
     auto.py         selects a built-in function by the data source of a row
     arithmetic.py, exact_match.py, format.py, gsm8k.py, math_answer.py, reasoning_gym.py    built-in functions
 

@@ -35,8 +35,10 @@ from camshaft.errors import RewardError
 from camshaft.ragged import on_last_token
 from camshaft.rewards.arguments import SINGLE
 from camshaft.rewards.messages import Sample, Spec
+from camshaft.rewards.output import Output
 from camshaft.rewards.pool import Job, Outcome, WorkerPool
-from camshaft.subprocesses import import_path
+from camshaft.stop import Stop
+from camshaft.subprocesses import NO_LIMIT, import_path, limit_waits
 
 Decode = Callable[[list[list[int]]], list[str]]
 
@@ -146,7 +148,8 @@ class PendingScores:
 
     def _run(self, pool: WorkerPool) -> None:
         try:
-            pool.run(self._job)
+            with limit_waits(NO_LIMIT):  # the limit of a generation in the main thread does not apply
+                pool.run(self._job)
         except BaseException as error:
             self._done.set_exception(error)
         else:
@@ -167,6 +170,10 @@ class RewardManager:
         on_error: Literal["zero", "drop", "raise"] = "zero",
         batched: bool | None = None,
         max_abs_score: float = 1e6,
+        load_timeout: float = 120.0,
+        output: Path | None = None,
+        stop: Stop | None = None,
+        stop_timeout: float = 0.0,
     ):
         """Load the function in a worker process. Raise RewardError on failure.
 
@@ -180,6 +187,10 @@ class RewardManager:
             on_error: Handling of failed samples: "zero", "drop" or "raise".
             batched: Call the function with lists of samples. None means detect it from the parameter names.
             max_abs_score: Largest valid absolute value of a score.
+            load_timeout: Time limit for loading the function in a process, in seconds.
+            output: File for what the function prints. None writes the first megabyte to stderr.
+            stop: Stop requests of the run.
+            stop_timeout: Scoring that takes longer than this after a stop request raises ScoringAbandoned. In seconds.
         """
         if num_workers < 1 or timeout <= 0:
             raise RewardError(
@@ -188,7 +199,7 @@ class RewardManager:
         self.on_error = on_error
         function = name or ("compute_score" if path else "auto")
         spec = Spec(path, function, dict(reward_kwargs or {}), timeout, import_path(), max_abs_score, batched)
-        self._pool = WorkerPool(spec, num_workers)
+        self._pool = WorkerPool(spec, num_workers, load_timeout, Output(output), stop or Stop(), stop_timeout)
         self._pool.check()
         self._pending: PendingScores | None = None
 

@@ -21,27 +21,38 @@ import pickle
 import queue
 import signal
 import subprocess
+import tempfile
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Pipe, wait
 from typing import Any, Literal
 
-from camshaft.errors import RewardError
+from camshaft.errors import RewardError, ScoringAbandoned
 from camshaft.rewards.messages import CallResult, LoadResult, Sample, Spec
-from camshaft.subprocesses import MessageReader, kill_group, pack, send, start_python
+from camshaft.rewards.output import Output
+from camshaft.stacks import innermost_frames, read_stacks
+from camshaft.stop import Stop
+from camshaft.subprocesses import (
+    NO_LIMIT,
+    POLL_SECONDS,
+    Limit,
+    MessageReader,
+    Wait,
+    describe_process,
+    kill_group,
+    pack,
+    send,
+    start_python,
+)
 
 Kind = Literal["ok", "error", "invalid", "timeout", "crash"]
 Rows = tuple[int, ...]
 """Row indices of the samples of one call."""
 
-LOAD_SECONDS = 120.0
-"""Time limit in seconds for loading the function in a worker."""
-
-REPORT_SECONDS = 10.0
-"""Interval in seconds between reports on a job that is still running. Each interval is twice as long as the last."""
 TIMEOUTS_TO_REJECT = 8
 """Number of timeouts without any result after which the function is rejected."""
 
@@ -68,9 +79,15 @@ class Outcome:
 class WorkerPool:
     """Pool of up to `num_workers` processes, each of which loads the function of `spec`."""
 
-    def __init__(self, spec: Spec, num_workers: int):
+    def __init__(
+        self, spec: Spec, num_workers: int, load_timeout: float, output: Output, stop: Stop, stop_timeout: float
+    ):
+        """Create a pool without processes. The arguments are those of `RewardManager`."""
         self.spec = spec
         self.num_workers = num_workers
+        self._load_limit = Limit(load_timeout, f"custom_reward_function.load_timeout={load_timeout:g}")
+        self._output = output
+        self._stop_request, self._stop_timeout = stop, stop_timeout
         self.function = LoadResult(None)
         """Properties of the function. `check` sets this attribute."""
         self._workers: list[_Worker] = []
@@ -82,10 +99,11 @@ class WorkerPool:
     def check(self) -> None:
         """Start one worker. Raise RewardError if it cannot load the function."""
         with self._all_stopped_on_error():
-            worker = _Worker(self.spec)
-            self._workers.append(worker)
+            worker = self._start_worker()
+            job, wait = Job(0), Wait("loading", RewardError, NO_LIMIT)  # `_wait` enforces the limit
             while not worker.is_ready:
-                self._wait(Job(0), worker.deadline)
+                self._wait(job, time.monotonic() + POLL_SECONDS)
+                wait.check(partial(self._describe_loading, worker), worker.stacks)
             assert worker.function is not None
             self.function = worker.function
 
@@ -94,23 +112,49 @@ class WorkerPool:
         if not self.close.alive:
             raise RewardError("the reward workers are closed; create a new RewardManager")
         self._stop([worker for worker in self._workers if worker.is_dead])
-        interval = REPORT_SECONDS
-        next_report = time.monotonic() + interval
+        wait = Wait("scoring", RewardError, NO_LIMIT)  # the time limit of each call bounds the job
+        busy_since: float | None = None
         with self._all_stopped_on_error():
             while not job.done:
-                if time.monotonic() >= next_report:
-                    if any(worker.calls for worker in self._workers):
-                        logger.info("waiting for the reward function: %s", job.progress())
-                    interval *= 2
-                    next_report += interval
+                is_busy = any(worker.calls for worker in self._workers)
+                busy_since = (busy_since or time.monotonic()) if is_busy else None
+                if busy_since is not None:
+                    wait.check(partial(self._describe, job), self._stacks, busy_since)
+                stop = self._stop_request
+                if stop.requested and time.monotonic() > stop.request_time + self._stop_timeout:
+                    raise ScoringAbandoned(
+                        f"{stop.requested.name}: {job.progress()} within trainer.stop_timeout={self._stop_timeout:g} s"
+                    )
                 num_idle = sum(not worker.calls for worker in self._workers)
                 for _ in range(min(job.num_queued - num_idle, self.num_workers - len(self._workers))):
-                    self._workers.append(_Worker(self.spec))
+                    self._start_worker()
                 for worker in self._workers:
                     if worker.is_ready and not worker.calls and job.num_queued:
                         worker.assign(job, job.pop_calls(self.num_workers))
-                self._wait(job, next_report)
+                self._wait(job, time.monotonic() + POLL_SECONDS)
+        wait.finish(busy_since or time.monotonic())
         self._stop([worker for worker in self._workers if worker.calls])
+
+    def _start_worker(self) -> "_Worker":
+        worker = _Worker(self.spec, self._load_limit.seconds, self._output)
+        self._workers.append(worker)
+        return worker
+
+    def _name(self) -> str:
+        return f"the reward function {self.spec.path or ''} '{self.spec.name}'".replace("  ", " ")
+
+    def _describe_loading(self, worker: "_Worker") -> str:
+        return f"{describe_process(worker.pid)}, which imports {self._name()} ({self._load_limit.setting}),"
+
+    def _describe(self, job: "Job") -> str:
+        """Describe the calls that run, and the progress of the job."""
+        processes = "; ".join(describe_process(worker.pid) for worker in self._workers if worker.calls)
+        return f"{self._name()} ({job.progress()}; {processes})"
+
+    def _stacks(self, short: bool) -> str:
+        """Return the innermost frames of the process whose call has run for the longest time."""
+        busy = [worker for worker in self._workers if worker.calls]
+        return min(busy, key=lambda worker: worker.since).stacks(short) if busy else ""
 
     @contextlib.contextmanager
     def _all_stopped_on_error(self) -> Iterator[None]:
@@ -124,8 +168,12 @@ class WorkerPool:
     def _wait(self, job: "Job", until: float) -> None:
         """Wait for messages, the next deadline or the time `until`, and process messages and exceeded deadlines."""
         busy = {worker.outbox: worker for worker in self._workers if worker.calls or not worker.is_ready}
+        printing = {worker.output: worker for worker in self._workers if worker.output is not None}
         limit = min([until, *(worker.deadline for worker in busy.values())])
-        for source in wait([job.wakeup_receiver, *busy], timeout=max(0.0, limit - time.monotonic())):
+        for source in wait([job.wakeup_receiver, *busy, *printing], timeout=max(0.0, limit - time.monotonic())):
+            if source in printing:
+                printing[source].forward_output()  # pyright: ignore[reportArgumentType]
+                continue
             if source is job.wakeup_receiver:
                 job.receive(self.function.batched)
                 self._stop([w for w in self._workers if w.is_dead and w.is_ready and not w.calls])
@@ -143,10 +191,9 @@ class WorkerPool:
         """Stop a worker that crashed or exceeded its deadline, fail its current call and requeue its other calls."""
         self._stop([worker])
         if not worker.is_ready:
-            reason = worker.describe_exit() if kind == "crash" else f"did not load it within {LOAD_SECONDS:g} s"
-            raise RewardError(
-                f"the process that loads the reward function {self.spec.path or ''} '{self.spec.name}' {reason}"
-            )
+            late = f"did not load it within {self._load_limit.seconds:g} s; increase {self._load_limit.setting}"
+            reason = worker.describe_exit() if kind == "crash" else late
+            raise RewardError(f"the process that loads {self._name()} {reason}")
         timeout = f"no result within {self.spec.timeout:g} s; the process was killed"
         message = timeout if kind == "timeout" else f"the process {worker.describe_exit()}"
         self._num_timeouts += kind == "timeout"
@@ -276,8 +323,8 @@ class Job:
 class _Worker:
     """A worker process and its pending calls."""
 
-    def __init__(self, spec: Spec):
-        self._timeout = spec.timeout
+    def __init__(self, spec: Spec, load_timeout: float, output: Output):
+        self._timeout, self._output = spec.timeout, output
         self._reader = MessageReader()
         self.calls: deque[Rows] = deque()
         """Calls without a result, of which the first one is running."""
@@ -286,13 +333,20 @@ class _Worker:
         self.has_result = False
         self.since = time.monotonic()
         """Start time of the current call, or of the process while it loads the function."""
-        self.deadline = self.since + LOAD_SECONDS
-        pipe = subprocess.PIPE
-        self._process = start_python(["-u", "-m", "camshaft.rewards.worker"], stdin=pipe, stdout=pipe, bufsize=0)
+        self.deadline = self.since + load_timeout
+        self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process runs
+        stack_file, pipe = self._stack_file.fileno(), subprocess.PIPE
+        command = ["-u", "-m", "camshaft.rewards.worker", str(stack_file)]
+        self._process = start_python(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, pass_fds=[stack_file])
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._stdin, self._stdout = self._process.stdin, self._process.stdout
+        assert self._process.stderr is not None
+        self._stdin, self._stdout, self._stderr = self._process.stdin, self._process.stdout, self._process.stderr
+        os.set_blocking(self._stderr.fileno(), False)
+        self.pid = self._process.pid
         self.outbox = self._stdout.fileno()
+        self.output: int | None = self._stderr.fileno()
+        """Pipe with the output of user code, or None if the process has closed it."""
         self._send(spec)
 
     def assign(self, job: Job, calls: list[Rows]) -> None:
@@ -306,6 +360,21 @@ class _Worker:
         for message in self._reader.feed(data):
             self._process_message(message, job)
         return bool(data)
+
+    def forward_output(self) -> None:
+        """Read output of user code and write it to its destination."""
+        if self.output is not None:
+            with contextlib.suppress(BlockingIOError):
+                data = os.read(self.output, 1 << 16)
+                if data:
+                    self._output.write(data)
+                else:
+                    self.output = None
+
+    def stacks(self, short: bool) -> str:
+        """Return the stacks of the process, or only the innermost frames of user code."""
+        stacks = read_stacks(self.pid, self._stack_file.fileno())
+        return innermost_frames(stacks) if short else stacks
 
     def _process_message(self, message: LoadResult | CallResult, job: Job) -> None:
         if isinstance(message, LoadResult):
@@ -345,8 +414,10 @@ class _Worker:
                 self._process.wait(timeout)
         kill_group(self._process.pid)
         self._process.wait()
-        self._stdin.close()
-        self._stdout.close()
+        self.forward_output()
+        for file in (self._stdin, self._stdout, self._stderr, self._stack_file):
+            file.close()
+        self.output = None
 
     def describe_exit(self) -> str:
         """Describe how the process ended, for error messages."""

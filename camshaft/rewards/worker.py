@@ -1,8 +1,9 @@
 """Worker process for reward functions: load the function and call it with the samples that the pool sends.
 
-    python -m camshaft.rewards.worker        # started by pool.py; stdin and stdout transfer the messages of messages.py
+    python -m camshaft.rewards.worker STACK_FILE        # a file descriptor
 
-For user code, stdin is empty and stdout is redirected to stderr, so that user code cannot corrupt the messages. If user
+The pool (`pool.py`) starts it, and exchanges messages (`messages.py`) through stdin and stdout. For user code, stdin is
+empty and stdout is redirected to stderr, so that user code cannot corrupt the messages; the pool reads stderr. If user
 code forks and the child returns to this module, the child exits silently. User code runs in the main thread, where
 signal handlers can be set. A second thread reads the messages. If the driver exits during a call, this thread kills the
 process and its children.
@@ -17,6 +18,7 @@ import os
 import pickle
 import queue
 import signal
+import sys
 import threading
 import time
 import traceback
@@ -30,6 +32,7 @@ from camshaft.masking import mask_text, secret_values
 from camshaft.rewards import loading
 from camshaft.rewards.loading import RewardFunction, function_name, load_function
 from camshaft.rewards.messages import CallResult, LoadResult, Reply, Spec
+from camshaft.stacks import dump_stacks_on_signal
 from camshaft.stop import ignore_stop_signals
 from camshaft.subprocesses import kill_own_group, pack, receive, send, unpack
 
@@ -52,9 +55,10 @@ _secrets: list[str] = []
 """Values that must not appear in the messages of this process."""
 
 
-def main() -> None:
-    """Serve calls until the driver closes standard input."""
+def main(stack_file: int) -> None:
+    """Serve calls until the driver closes standard input. Write stacks to the descriptor `stack_file` on request."""
     ignore_stop_signals()
+    dump_stacks_on_signal(stack_file)
     inbox, outbox = _redirect_pipes()
     messages: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_read_messages, args=(inbox, messages), daemon=True).start()
@@ -228,4 +232,4 @@ def _send(outbox: int, message: Any) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(int(sys.argv[1]))

@@ -26,6 +26,7 @@ from camshaft.errors import ConfigError
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import FailedSamples, PendingScores
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
+from camshaft.stop import Stop
 from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.scoring import add_model_scores, build_run_rewards, check_scorable
 from camshaft.trainer.session import finish_saving, pool_specs, run_length, run_pools
@@ -43,7 +44,9 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         """Number of shards into which batches for the actor are split."""
         self.critic_dp_size = config.critic_dp_size(topology)
         with self._exit as stack:  # closes what was already started if a later line raises
-            self.rewards = build_run_rewards(config)
+            self.stop = Stop()
+            """Stop requests, which also end the scoring of a step."""
+            self.rewards = build_run_rewards(config, self.stop)
             stack.callback(self.rewards.close)
             self._load_prompts(config)
             self.total_steps = run_length(config.trainer, self.loader)

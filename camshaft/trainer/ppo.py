@@ -11,6 +11,7 @@ on the ranks, and the functions of `advantages.py` compute on the driver.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from camshaft.checkpoint import BestStep, SavedCheckpoint
 from camshaft.config import PPOConfig
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
+from camshaft.errors import ScoringAbandoned
 from camshaft.rewards.manager import PendingScores, RewardResult
 from camshaft.stop import Stop
 from camshaft.tracking import Tracking
@@ -40,6 +42,8 @@ from camshaft.trainer.mini_batches import sampling_seeds, shard_rows, shuffle_se
 from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume
 from camshaft.trainer.scoring import add_scores, check_scored
 from camshaft.trainer.validate import Sample, decode_samples, save_samples, validate
+
+logger = logging.getLogger(__name__)
 
 SEQUENCES = ("prompts", "responses", "response_mask")
 """Columns that roles read for a forward pass over the batch."""
@@ -246,36 +250,63 @@ class PPOTrainer:
         return saved
 
     def fit(self, tracking: Tracking, stop: Stop | None = None) -> dict[str, float]:
-        """Train until the last step or a stop signal, or only validate (`val_only`). Return the last metrics."""
+        """Train until the last step or a stop signal, or only validate (`val_only`). Return the last metrics.
+
+        If the scoring of a step does not end in time after a stop signal, the step is abandoned.
+        """
         trainer, total, stop = self.config.trainer, self.parts.total_steps, stop or Stop()
         metrics: dict[str, float] = {}
         if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
-            metrics = self.validate(tracking)
+            try:
+                metrics = self.validate(tracking)
+            except ScoringAbandoned as error:
+                self._abandon(f"the validation before step {self.global_step + 1}", error)
+                stop.acknowledge(self.global_step, total)
+                return metrics
             tracking.log(metrics, step=self.global_step)
             if trainer.val_only:
                 return metrics
             self.best.update(metrics, step=0)
+        saved_step, has_updated, loader_state = self.global_step, True, self.parts.loader.state_dict()
         for prompts in self.parts.loader:
             if self.global_step >= total:
                 break
             self.global_step += 1
-            metrics = self.step(prompts)
-            is_last = self.global_step == total or self.parts.loader.exhausted
-            should_save = trainer.save_freq > 0 and (is_last or self.global_step % trainer.save_freq == 0)
-            if trainer.test_freq > 0 and (is_last or self.global_step % trainer.test_freq == 0):
-                val_metrics = self.validate(tracking)
-                should_save = self.best.update(val_metrics, self.global_step) or should_save
-                metrics |= val_metrics
-            tracking.log(metrics, step=self.global_step)
-            has_updated = self.divergence.check_updates(self.global_step, metrics)
-            if should_save:
-                self.save(prune=has_updated)
-            if stop.requested and not is_last:
-                if not should_save:
+            try:
+                metrics = self.step(prompts)
+            except ScoringAbandoned as error:
+                self._abandon(f"step {self.global_step}", error)
+                self.global_step -= 1
+                self.parts.loader.load_state_dict(loader_state)
+                if self.global_step > saved_step:
                     self.save(prune=has_updated)
                 stop.acknowledge(self.global_step, total)
                 break
+            is_last = self.global_step == total or self.parts.loader.exhausted
+            should_save = trainer.save_freq > 0 and (is_last or self.global_step % trainer.save_freq == 0)
+            is_validated = True
+            if trainer.test_freq > 0 and (is_last or self.global_step % trainer.test_freq == 0):
+                try:
+                    val_metrics = self.validate(tracking)
+                    should_save = self.best.update(val_metrics, self.global_step) or should_save
+                    metrics |= val_metrics
+                except ScoringAbandoned as error:
+                    self._abandon(f"the validation after step {self.global_step}", error)
+                    is_validated = False
+            tracking.log(metrics, step=self.global_step)
+            has_updated = self.divergence.check_updates(self.global_step, metrics)
+            is_stopped = stop.requested is not None and not (is_last and is_validated)
+            if should_save or is_stopped:
+                self.save(prune=has_updated)
+                saved_step = self.global_step
+            if is_stopped:
+                stop.acknowledge(self.global_step, total)
+                break
+            loader_state = self.parts.loader.state_dict()
         return metrics
+
+    def _abandon(self, action: str, error: ScoringAbandoned) -> None:
+        logger.warning("abandoned %s: %s", action, error)
 
     def validate(self, tracking: Tracking) -> dict[str, float]:
         """Score and write responses to the validation prompts, and log the first `log_val_generations` of them."""

@@ -10,6 +10,8 @@ Training, validation and `camshaft generate` use these functions. `check_scorabl
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from camshaft.config import CustomRewardConfig, PPOConfig
 from camshaft.dataproto import DataProto
 from camshaft.errors import RewardError
@@ -19,6 +21,7 @@ from camshaft.rewards.combined import CombinedRewards
 from camshaft.rewards.manager import RewardManager, RewardResult
 from camshaft.rewards.overlong import OverlongPenalty
 from camshaft.roles import RewardModelWorker
+from camshaft.stop import Stop
 
 MODEL_COLUMNS = ("prompts", "responses", "response_mask", "raw_prompt", "raw_input_ids")
 """Columns that the built-in reward model reads if they exist."""
@@ -26,8 +29,10 @@ EXTRA_COLUMNS = ("uid", "prompt_id", "data_source", "ground_truth", "extra_info"
 """Additional columns that a custom reward model may read."""
 
 
-def build_rewards(custom: CustomRewardConfig) -> RewardManager:
-    """Load the configured reward function in worker processes."""
+def build_rewards(
+    custom: CustomRewardConfig, output: Path | None = None, stop: Stop | None = None, stop_timeout: float = 0.0
+) -> RewardManager:
+    """Load the configured reward function in worker processes. The arguments are those of `RewardManager`."""
     return RewardManager(
         custom.path,
         custom.function_name(),
@@ -37,23 +42,32 @@ def build_rewards(custom: CustomRewardConfig) -> RewardManager:
         on_error=custom.on_error,
         batched=custom.batched,
         max_abs_score=custom.max_abs_score,
+        load_timeout=custom.load_timeout,
+        output=output,
+        stop=stop,
+        stop_timeout=stop_timeout,
     )
 
 
-def build_run_rewards(config: PPOConfig) -> RewardManager | CombinedRewards | OverlongPenalty:
-    """Build the scoring of a PPO run from reward function, reward model and overlong penalty."""
+def build_run_rewards(config: PPOConfig, stop: Stop | None = None) -> RewardManager | CombinedRewards | OverlongPenalty:
+    """Build the scoring of a PPO run from reward function, reward model and overlong penalty.
+
+    Scoring ends if it takes longer than `trainer.stop_timeout` after a request of `stop`.
+    """
     overlong, limit = config.reward_model.overlong_buffer, config.actor_rollout_ref.rollout.response_length
-    rewards = _rewards(config)
+    rewards = _rewards(config, stop)
     if not overlong.enable:
         return rewards
     return OverlongPenalty(rewards, limit=limit, buffer=overlong.len, factor=overlong.penalty_factor, log=overlong.log)
 
 
-def _rewards(config: PPOConfig) -> RewardManager | CombinedRewards:
+def _rewards(config: PPOConfig, stop: Stop | None) -> RewardManager | CombinedRewards:
     """Build the scoring without the overlong penalty."""
+    custom, trainer = config.custom_reward_function, config.trainer
+    output = Path(trainer.default_local_dir) / "rewards" / "output.log"
     if not config.reward_model.enable:
-        return build_rewards(config.custom_reward_function)
-    function = build_rewards(config.custom_reward_function) if config.needs_function() else None
+        return build_rewards(custom, output, stop, trainer.stop_timeout)
+    function = build_rewards(custom, output, stop, trainer.stop_timeout) if config.needs_function() else None
     return CombinedRewards(function, config.reward_model.weight)
 
 

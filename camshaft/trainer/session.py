@@ -84,9 +84,9 @@ class Session:
         )
         return Tracking(trainer.logger, info)
 
-    def listen(self) -> Stop:
+    def listen(self, stop: Stop | None = None) -> Stop:
         """Handle stop signals until the session ends. Call this when the run has state to save."""
-        return self._exit_stack.enter_context(handle_stop_signals())
+        return self._exit_stack.enter_context(handle_stop_signals(stop))
 
     def close(self) -> None:
         self._exit_stack.close()

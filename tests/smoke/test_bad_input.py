@@ -18,8 +18,8 @@ from pyarrow import parquet
 from support.command_line import Run, camshaft, finished, sft_args, start
 from support.ppo_runs import ppo_args
 
+from camshaft import subprocesses
 from camshaft.data.tables import write_parquet
-from camshaft.rewards import pool
 from camshaft.tracking.jsonl import read_metrics
 
 pytestmark = pytest.mark.timeout(120)
@@ -291,18 +291,27 @@ UNLOADABLE: dict[str, tuple[str, list[str]]] = {
         ["cannot be called", "no parameter for the"],
     ),
     "ends its process": ("import os\nos._exit(3)\n", ["exited with code 3"]),
-    "takes for ever": ("import time\ntime.sleep(1000)\n", ["did not load it within 1 s"]),
+    "takes for ever": (
+        "import time\ntime.sleep(1000)\n",
+        ["my_reward.py", "did not load it within 3 s; increase custom_reward_function.load_timeout=3"],
+    ),
 }
 
 
 @pytest.mark.parametrize("case", UNLOADABLE)
 def test_an_unloadable_reward_is_an_error_before_the_run(
-    case: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     body, phrases = UNLOADABLE[case]
-    monkeypatch.setattr(pool, "LOAD_SECONDS", 1.0 if case == "takes for ever" else 60.0)
+    monkeypatch.setattr(subprocesses, "REPORT_SECONDS", 0.5)
+    monkeypatch.setattr(subprocesses.Wait, "longest", {})
     (tmp_path / "my_reward.py").write_text(body)
-    check(camshaft("ppo", *ppo_args(home, {REWARD: tmp_path / "my_reward.py"})), 1, phrases)
+    limit = {"custom_reward_function.load_timeout": 3 if case == "takes for ever" else 60}
+    check(camshaft("ppo", *ppo_args(home, {REWARD: tmp_path / "my_reward.py"} | limit)), 1, phrases)
+    if case == "takes for ever":
+        (first, second, *_) = (record.getMessage() for record in caplog.records if "loading" in record.getMessage())
+        assert f"which imports the reward function {tmp_path}/my_reward.py 'compute_score'" in first
+        assert 'my_reward.py", line 2 in <module>' in second
 
 
 def test_a_reward_import_error_shows_the_users_lines(home: Path, tmp_path: Path) -> None:

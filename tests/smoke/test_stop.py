@@ -4,12 +4,13 @@ import os
 import pty
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from support.command_line import camshaft, finished, rm_args, sft_args, start
+from support.command_line import Forked, camshaft, finished, rm_args, sft_args, start
 from support.interrupting import NAME, run_until
 from support.ppo_runs import ppo_args
 from support.processes import MARK, marked, still_running
@@ -98,6 +99,49 @@ def test_every_process_of_a_run_may_be_sent_the_signal(tmp_path: Path, monkeypat
     assert steps(run) == [1]
     assert all(storage.is_complete(run / "global_step_1" / part) for part in ("actor", "critic", "trainer"))
     assert still_running(sent, 10) == []
+
+
+HANGS = """
+import time
+from pathlib import Path
+import sys
+sys.path.append({tests!r})
+from support.even_digits import compute_score as even_digits
+def compute_score(**sample):
+    while Path({file!r}).exists():
+        time.sleep(0.01)
+    return even_digits(**sample)
+"""
+
+
+def test_a_step_whose_scoring_hangs_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
+    run, uninterrupted, hang, reward = (tmp_path / name for name in ("run", "whole", "hang", "my_reward.py"))
+    reward.write_text(HANGS.format(file=str(hang), tests=str(Path(__file__).parents[1])))
+    more = {"custom_reward_function.path": reward, "trainer.stop_timeout": 1}
+    run.mkdir()
+    (run / "hold").write_text("2")
+    process = Forked(*run_args(tmp_path, run, **more))
+    while not (run / "metrics.jsonl").exists() or '"step": 2,' not in (run / "metrics.jsonl").read_text():
+        assert process.poll() is None, finished(process)
+        time.sleep(0.02)
+    hang.touch()
+    (run / "hold").unlink()
+    time.sleep(1.0)
+    process.send_signal(signal.SIGTERM)
+    begin = time.monotonic()
+    result = finished(process)
+    assert time.monotonic() - begin < 15, "within the grace of a scheduler"
+    assert result.status == 143
+    output = " ".join(result.out.split())
+    assert "abandoned step 3: SIGTERM: 0 of 8 responses scored within trainer.stop_timeout=1 s" in output
+    assert "SIGTERM: stopped after step 2 of 4. Run the same command to resume (exit status 143)" in output
+    assert steps(run) == [2]
+    hang.unlink()
+    assert camshaft(*run_args(tmp_path, run, **more)).status == 0
+    assert camshaft(*run_args(tmp_path, uninterrupted, **more)).status == 0
+    assert lines(run) == lines(uninterrupted)
+    assert len(lines(run)) == 4
 
 
 def test_a_signal_before_the_first_step_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,9 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "custom_reward_function.batched": (f"{_REWARDS}::test_batched_selects_the_calling_convention",),
     "custom_reward_function.max_abs_score": (f"{_DIVERGENCE}::test_an_absurd_score_counts_as_failed",),
     "custom_reward_function.timeout": (f"{_REWARDS}::test_timeout_limits_one_call",),
+    "custom_reward_function.load_timeout": (
+        "tests/smoke/test_bad_input.py::test_an_unloadable_reward_is_an_error_before_the_run[takes for ever]",
+    ),
     "custom_reward_function.num_workers": (f"{_REWARDS}::test_num_workers_is_the_number_of_scoring_processes",),
     "custom_reward_function.on_error": (f"{_REWARDS}::test_on_error_selects_the_handling_of_failed_calls",),
     **{
@@ -185,6 +188,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
         f"{_PPO_UNIT}::test_responses_of_every_validation_and_every_step_are_written_down",
     ),
     "trainer.critic_warmup": (f"{_PARITY}::test_actor_is_untouched_while_the_critic_warms_up",),
+    "trainer.stop_timeout": ("tests/smoke/test_stop.py::test_a_step_whose_scoring_hangs_is_abandoned",),
     "trainer.max_skipped_steps": (f"{_DIVERGENCE}::test_the_number_of_skipped_steps_ends_the_run",),
     "trainer.default_hdfs_dir": (
         f"{_RESUME}::test_resume_path_uses_the_remote_copy",

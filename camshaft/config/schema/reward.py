@@ -132,6 +132,9 @@ class CustomRewardConfig(Section):
         gt=0, description="Largest valid absolute value of a score. A sample whose score exceeds it counts as failed."
     )
     timeout: float = Field(gt=0, description="Time limit of one call in seconds.")
+    load_timeout: float = Field(
+        gt=0, description="Time limit, in seconds, for importing the function in a scoring process."
+    )
     num_workers: int = Field(ge=1, description="Number of processes that run the scoring function.")
     on_error: Literal["zero", "drop", "raise"] = Field(
         description="Handling of a sample whose call fails or times out: zero scores it 0, drop excludes it from the "

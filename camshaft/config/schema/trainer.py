@@ -51,6 +51,11 @@ class TrainerConfig(PlacementConfig):
         "iteration. null disables this output."
     )
     critic_warmup: int = Field(ge=0, description="Number of initial iterations that train only the critic.")
+    stop_timeout: float = Field(
+        ge=0,
+        description="Time limit, in seconds, for scoring after a stop signal (SIGTERM, SIGUSR1 or SIGHUP). If the "
+        "responses are not scored in time, the step in progress is abandoned, and the last finished step is saved.",
+    )
     max_skipped_steps: int | None = Field(
         ge=1,
         description="The run ends with an error after this many consecutive optimizer steps with a non-finite "

@@ -9,9 +9,11 @@ from typing import NoReturn
 
 import pytest
 
-from camshaft.errors import RewardError
-from camshaft.rewards import pool
+from camshaft import subprocesses
+from camshaft.errors import RewardError, ScoringAbandoned
+from camshaft.rewards import output
 from camshaft.rewards.manager import RewardManager
+from camshaft.stop import Stop
 
 from .conftest import batch_of, decode
 
@@ -94,10 +96,63 @@ def test_a_function_whose_first_calls_all_time_out_is_rejected(manager, score):
         score(rewards, ["a"] * 32)
 
 
-def test_slow_scoring_is_reported(manager, score, caplog, monkeypatch):
-    monkeypatch.setattr(pool, "REPORT_SECONDS", 0.2)
-    rewards = manager("import time; time.sleep(float(solution_str)); return 1.0", timeout=1.0, num_workers=2)
+@pytest.fixture
+def reports(caplog, monkeypatch):
+    """Report waits after 0.3 s, and return their messages."""
+    monkeypatch.setattr(subprocesses, "REPORT_SECONDS", 0.3)
+    monkeypatch.setattr(subprocesses.Wait, "longest", {})
+    return lambda: [record.getMessage() for record in caplog.records if "no answer from" in record.getMessage()]
+
+
+def test_slow_scoring_is_reported(manager, score, reports):
+    rewards = manager("import time; time.sleep(float(solution_str)); return 1.0", timeout=1.5, num_workers=2)
+    score(rewards, ["0", "0", "0.9", "3"])
+    assert reports()[0].startswith("scoring: no answer from the reward function ")
+    assert "my_reward.py 'compute_score' (2 of 4 responses scored; process " in reports()[0]
+    assert 'my_reward.py", line 2 in compute_score' in reports()[1]
+
+
+def test_a_suspended_worker_is_named_and_replaced(manager, score, alive, reports):
+    rewards = manager("return 1.0", timeout=1.0, num_workers=1)
+    assert score(rewards, ["a"]).num_failed == 0
+    (pid,) = alive()
+    os.kill(pid, signal.SIGSTOP)
+    result = score(rewards, ["a", "b"])
+    assert (result.metrics["reward/timeouts"], result.scores.tolist()) == (1.0, [0.0, 1.0])
+    assert f"process {pid}, suspended; `kill -CONT {pid}` resumes it" in reports()[0]
+    assert pid not in alive()
+
+
+def test_output_goes_to_a_file_of_bounded_size(manager, score, tmp_path, capfd, caplog, monkeypatch):
+    monkeypatch.setattr(output, "MAX_BYTES", 200_000)
+    path = tmp_path / "rewards" / "output.log"
+    body = "import os; print(solution_str * 50_000); os.system(f'echo child of {solution_str}'); return 1.0"
+    rewards = manager(body, output=path)
     with caplog.at_level("INFO", "camshaft"):
-        score(rewards, ["0", "0", "0.9", "3"])
-    reports = [record.getMessage() for record in caplog.records if "waiting for the reward" in record.getMessage()]
-    assert "2 of 4 responses scored" in reports[0]
+        for _ in range(4):
+            assert score(rewards, list("abcdef")).scores.tolist() == [1.0] * 6
+    rewards.close()
+    assert capfd.readouterr() == ("", "")
+    text = path.read_text() + path.with_name("output.1.log").read_text()
+    assert 200_000 < len(text) <= 400_000
+    assert "child of " in text
+    messages = [record.getMessage() for record in caplog.records if str(path) in record.getMessage()]
+    assert messages == [f"the reward function prints; its output is in {path}"]
+
+
+def test_output_without_a_file_is_bounded(manager, score, capfd, monkeypatch):
+    monkeypatch.setattr(output, "MAX_STDERR_BYTES", 1000)
+    score(manager("print(solution_str * 3000); return 1.0"), ["a", "b"])
+    err = capfd.readouterr().err
+    assert len(err) < 1100
+    assert err.count("camshaft: further output of the reward function is discarded") == 1
+
+
+def test_scoring_ends_after_a_stop_request(manager, score, alive):
+    stop = Stop()
+    rewards = manager("import time; time.sleep(60)", stop=stop, stop_timeout=0.5)
+    stop.requested, stop.request_time = signal.SIGTERM, time.monotonic()
+    with pytest.raises(ScoringAbandoned, match=r"SIGTERM: 0 of 3 responses scored within trainer.stop_timeout=0.5 s"):
+        score(rewards, list("abc"))
+    assert time.monotonic() - stop.request_time < 5
+    assert alive() == []

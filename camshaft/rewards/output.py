@@ -1,0 +1,52 @@
+"""Output of reward functions: write what they print to a file of bounded size.
+
+    output = Output(Path("run/rewards/output.log"))
+    output.write(b"...")             # the first call creates the file and logs its path
+
+Only `pool.py` uses this module.
+"""
+
+import contextlib
+import logging
+import os
+from pathlib import Path
+
+MAX_BYTES = 8 * 1024 * 1024
+"""Size in bytes at which the file is renamed to `output.1.log`, which replaces an older one."""
+MAX_STDERR_BYTES = 1024 * 1024
+"""Maximum number of bytes that are written to stderr if there is no file."""
+
+logger = logging.getLogger(__name__)
+
+
+class Output:
+    """Destination of the output of reward functions: a file, or stderr if `path` is None."""
+
+    def __init__(self, path: Path | None = None):
+        self.path = None if path is None else path.expanduser()
+        self._num_bytes = 0
+
+    def write(self, data: bytes) -> None:
+        """Append to the file. A full disk does not end the run."""
+        if self.path is None:
+            self._write_to_stderr(data)
+            return
+        with contextlib.suppress(OSError):
+            if not self._num_bytes:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                logger.info("the reward function prints; its output is in %s", self.path)
+            size = self.path.stat().st_size if self.path.exists() else 0
+            if size and size + len(data) > MAX_BYTES:
+                self.path.replace(self.path.with_suffix(".1.log"))
+            with open(self.path, "ab") as file:
+                file.write(data)
+        self._num_bytes += len(data)
+
+    def _write_to_stderr(self, data: bytes) -> None:
+        remaining = MAX_STDERR_BYTES - self._num_bytes
+        self._num_bytes += len(data)
+        with contextlib.suppress(OSError):
+            if remaining > 0:
+                os.write(2, data[:remaining])
+            if 0 < remaining < len(data):
+                os.write(2, b"\ncamshaft: further output of the reward function is discarded\n")
