@@ -225,11 +225,11 @@ def _check_mini_batches(config: PPOConfig, key: str, mini: int, dp_size: int, wo
 
 
 def _check_global_micro_batches(config: PPOConfig) -> Iterator[Problem]:
-    """Check that the deprecated global micro-batch sizes in use are divisible by the data-parallel size."""
+    """Check that the micro-batch sizes in use are set, and divisible by the data-parallel size if they are global."""
     section, critic, topology = config.actor_rollout_ref, config.critic, config.topology()
     actor, rollout, ref, reward = section.actor, section.rollout, section.ref, config.reward_model
     actor_dp, critic_dp = config.actor_dp_size(topology), config.critic_dp_size(topology)
-    used: dict[str, tuple[int, int]] = {}
+    used: dict[str, tuple[int | None, int]] = {}
     if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
         used[f"{ACTOR}.ppo_micro_batch_size"] = actor.ppo_micro_batch_size, actor_dp
     by_count = not rollout.log_prob_use_dynamic_bsz and rollout.log_prob_micro_batch_size_per_gpu is None
@@ -247,7 +247,9 @@ def _check_global_micro_batches(config: PPOConfig) -> Iterator[Problem]:
         used[f"{REWARD}.micro_batch_size"] = reward.micro_batch_size, config.reward_dp_size(topology)
     worlds = {"critic": topology.critic_topology().world_size, REWARD: topology.reward_model_topology().world_size}
     for key, (size, dp_size) in used.items():
-        if size % dp_size:
+        if size is None:
+            yield Problem(f"{key}_per_gpu", None, "sets no micro-batch size. Set a number of sequences, for example 8.")
+        elif size % dp_size:
             world_size = worlds.get(key.partition(".")[0], topology.world_size)
             message = (
                 "counts sequences over all ranks and is not divisible by the data-parallel size: "

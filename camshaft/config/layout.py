@@ -145,9 +145,12 @@ def divide_evenly(count_global: int, dp_size: int, name: str) -> int:
     return quotient
 
 
-def micro_batch_per_rank(per_gpu: int | None, count_global: int, dp_size: int) -> int:
+def micro_batch_per_rank(per_gpu: int | None, count_global: int | None, dp_size: int) -> int:
     """Return the number of sequences per forward pass on each rank.
 
     This is `per_gpu`, or an equal share of the deprecated global count if `per_gpu` is None.
     """
-    return per_gpu if per_gpu is not None else divide_evenly(count_global, dp_size, "micro-batch")
+    if per_gpu is not None:
+        return per_gpu
+    assert count_global is not None, "validated by the config"
+    return divide_evenly(count_global, dp_size, "micro-batch")

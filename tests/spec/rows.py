@@ -48,9 +48,9 @@ _ENGINE_METHODS: dict[str, Row] = {
         ),
     ),
     "eval_mode(self)": (
-        "Context manager that disables dropout and loads offloaded parameters to the device. It restores both on "
-        "exit.",
-        _method("eval_mode", "modes"),
+        "Context manager that disables dropout and loads offloaded parameters, but not the optimizer state, to the "
+        "device. It restores both on exit.",
+        _method("eval_mode", "modes", also=(f"{_OPTIONS}::test_eval_mode_does_not_load_the_optimizer_state",)),
     ),
     "forward_backward_step(self, batch, ctx, forward_only, preprocess_fn, postprocess_fn)": (
         "Splits a batch of any size into micro-batches and runs the hooks once for each. Returns `(predictions, ctx)` "
@@ -133,12 +133,16 @@ _FEATURES: dict[str, Row] = {
     "offloading of activations": (
         "Keeps the activations that are saved for the backward pass in CPU memory.",
         (f"{_STEPS}[activation_offload]",
-         f"{_OPTIONS}::test_activations_of_a_training_step_are_offloaded"),
+         f"{_OPTIONS}::test_activations_of_a_training_step_are_offloaded",
+         "tests/unit/models/test_activations.py::test_activation_offload_keeps_gradients_bitwise"),
     ),
     "LoRA": (
         "Trains an adapter, and exports it and syncs it to the rollout either merged or separately.",
         (f"{_STEPS}[lora]",
-         "tests/unit/engine/test_reference_lora.py::test_training_takes_the_steps_of_peft_and_torch"),
+         "tests/unit/engine/test_reference_lora.py::test_training_takes_the_steps_of_peft_and_torch",
+         "tests/unit/reshard/test_faults.py::test_the_rollout_receives_merged_or_base_weights",
+         "tests/unit/reshard/test_adapters.py::test_base_and_adapter_make_the_merged_weights",
+         "tests/unit/export/test_command.py::test_a_merged_adapter_matches_peft"),
     ),
     "sequence parallelism": (
         "Splits the tokens of a micro-batch over ranks (Ulysses).",
@@ -258,6 +262,20 @@ _WORKERS: dict[str, Row] = {
         "Renamed to `camshaft.reshard.rollout_mode`, a context manager for all engines and rollouts.",
         (f"{_HYBRID}::test_real_rollouts_match_the_trained_engine",),
     ),
+    "`vLLMRollout`": (
+        "Renamed to `camshaft.rollout.vllm.VLLMRollout`. It runs vLLM unchanged inside the ranks.",
+        ("tests/contracts/test_vllm_contract.py::test_vllm_keeps_rule",),
+    ),
+    "`dtensor_weight_loader`, `hf_weight_loader`": (
+        "Deviates: there are no weight loaders for each model. Every engine yields full weights under their names in "
+        "`transformers`, and every rollout reads them.",
+        (f"{_HYBRID}::test_real_rollouts_match_the_trained_engine",
+         "tests/contracts/test_rollout_contract.py::test_rollout_keeps_rule[torch-new_weights_replace_old_ones]"),
+    ),
+    "`WorkerGroup`": (
+        "The processes of a role, one per rank. `spawn` returns it with the type of the role.",
+        (f"{_CONTROLLER}[local-modes_choose_ranks]",),
+    ),
     "PPO training": (
         "Every step matches that of a program that is independent of the package.",
         ("tests/parity/test_parity.py::test_ten_steps_of_ppo_match_the_reference_program",
@@ -325,7 +343,23 @@ DEVIATES = {
         "model folder. In both cases the actor's weights are synced before each generation, as full weights with "
         "every engine. `megatron` and `dummy_megatron` require `actor.strategy=megatron`."
     ),
-    f"{REWARD}.micro_batch_size": "Counts sequences over all ranks; `micro_batch_size_per_gpu` overrides it.",
+    **dict.fromkeys(
+        (
+            f"{ACTOR}.ppo_micro_batch_size",
+            f"{REF}.log_prob_micro_batch_size",
+            f"{ROLLOUT}.log_prob_micro_batch_size",
+            f"{CRITIC}.ppo_micro_batch_size",
+            f"{REWARD}.micro_batch_size",
+        ),
+        "Counts the sequences of one forward pass over all ranks, not on one. The default is null; the default of the "
+        "key with the suffix `_per_gpu` is the same on the 8 devices of the specification.",
+    ),
+    f"{ROLLOUT}.gpu_memory_utilization": (
+        "vLLM's meaning: the fraction of the device memory for weights and KV cache together, not of the memory that "
+        "the other models leave free."
+    ),
+    "algorithm.kl_penalty": "Has an effect only with `algorithm.use_kl_in_reward=true`, whose default is false.",
+    "algorithm.kl_ctrl.kl_coef": "Has an effect only with `algorithm.use_kl_in_reward=true`, whose default is false.",
     "trainer.logger": "The default is `[console, jsonl]`.",
     "trainer.project_name": "The default is another name.",
     "trainer.experiment_name": "The default names each run after its model, its data and the time.",

@@ -14,7 +14,7 @@ from camshaft.engine import BaseEngine, StepContext, engine_class
 from camshaft.engine.optim import learning_rate_at
 from camshaft.errors import EngineError
 
-STRATEGIES = ("reference", "fsdp2")
+STRATEGIES = ("reference", "fsdp2", "fsdp1")
 
 
 def passes(harness: EngineHarness, engine: BaseEngine, training: bool) -> list[tuple[int, int]]:
@@ -66,14 +66,25 @@ def test_model_is_built_on_the_configured_device(strategy: str, tmp_path: Path) 
         harness.build(device="xpu")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_to_moves_the_selected_parts(strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine: Any = EngineHarness(engine_class(strategy), tmp_path).build()
-    moved: list[tuple[str, str]] = []
-    monkeypatch.setattr(engine.parts, "move", lambda part, device: moved.append((part, device.type)))
-    for model, optimizer in ((True, True), (True, False), (False, True)):
-        engine.to("cpu", model=model, optimizer=optimizer)
-    assert moved == [("model", "cpu"), ("optimizer", "cpu"), ("model", "cpu"), ("optimizer", "cpu")]
+@pytest.mark.parametrize("strategy", ["reference", "fsdp2"])
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_to_moves_the_selected_parts(strategy: str, part: str, tmp_path: Path) -> None:
+    """The meta device stands for another device."""
+    harness = EngineHarness(engine_class(strategy), tmp_path)
+    engine: Any = harness.build()
+    harness.train(engine, harness.batch)
+    assert places(engine) == {"model": {"cpu"}, "optimizer": {"cpu"}}
+    engine.to("meta", model=part == "model", optimizer=part == "optimizer")
+    assert places(engine) == {"model": {"cpu"}, "optimizer": {"cpu"}} | {part: {"meta"}}
+
+
+def places(engine: Any) -> dict[str, set[str]]:
+    """Return the device types of the parameters and of the optimizer state, except its step counters."""
+    states = [value for state in engine.optimizer.state.values() for name, value in state.items() if name != "step"]
+    return {
+        "model": {p.device.type for p in engine.module.parameters()},
+        "optimizer": {value.device.type for value in states},
+    }
 
 
 def test_num_cycles_is_the_number_of_cosine_cycles() -> None:

@@ -131,10 +131,9 @@ def test_key_selects_the_engine(key: str, tmp_path: Path) -> None:
     folder = {f"{role}.path": tmp_path / "actor" for role in ("reward_model.model", "critic.model")}
     others = dict.fromkeys(BUILT, "fsdp")
     overrides = {**folder, "reward_model.enable": True, "reward_model.model.input_tokenizer": "null", **others}
-    engines = [
-        type(BUILT[key](ppo_config(tmp_path, {**overrides, key: name}))).__name__ for name in ("fsdp", "reference")
-    ]
-    assert engines == ["FSDPEngine", "SingleDeviceEngine"]
+    names = ("fsdp", "fsdp2", "fsdp1", "reference")
+    engines = [type(BUILT[key](ppo_config(tmp_path, {**overrides, key: name}))).__name__ for name in names]
+    assert engines == ["FSDPEngine", "FSDPEngine", "FSDP1Engine", "SingleDeviceEngine"]
 
 
 WITHOUT_EFFECT = {

@@ -66,10 +66,10 @@ class RewardModelConfig(Section):
         description="Engine that runs the reward model: a registered name, or an import path package.module:Class."
     )
     model: RewardModelModelConfig = Field(description="Reward model.")
-    micro_batch_size: int = Field(
+    micro_batch_size: int | None = Field(
         ge=1,
-        description="Deprecated: number of sequences per forward pass, summed over all ranks. Use "
-        "micro_batch_size_per_gpu.",
+        description="Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu. Number of "
+        "sequences per forward pass, summed over all ranks.",
     )
     micro_batch_size_per_gpu: int | None = Field(
         ge=1, description="Number of sequences per forward pass on each rank. Takes precedence over micro_batch_size."

@@ -60,10 +60,10 @@ class ActorConfig(Section):
         description="Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n "
         "sequences.",
     )
-    ppo_micro_batch_size: int = Field(
+    ppo_micro_batch_size: int | None = Field(
         ge=1,
-        description="Deprecated: number of sequences per forward and backward pass, summed over all ranks. Use "
-        "ppo_micro_batch_size_per_gpu.",
+        description="Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu. Number of "
+        "sequences per forward and backward pass, summed over all ranks.",
     )
     ppo_micro_batch_size_per_gpu: int | None = Field(
         ge=1,
@@ -165,10 +165,10 @@ class RefConfig(Section):
         description="Options of a custom engine, validated by the engine's schema. The FSDP engines read fsdp_config "
         "instead."
     )
-    log_prob_micro_batch_size: int = Field(
+    log_prob_micro_batch_size: int | None = Field(
         ge=1,
-        description="Deprecated: number of sequences per forward pass, summed over all ranks. Use "
-        "log_prob_micro_batch_size_per_gpu.",
+        description="Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu. Number of "
+        "sequences per forward pass, summed over all ranks.",
     )
     log_prob_micro_batch_size_per_gpu: int | None = Field(
         ge=1,
@@ -336,10 +336,10 @@ class RolloutConfig(GeneratorConfig):
         description="Weights sent in a weight sync with model.lora_rank > 0. merged sends all weights with the "
         "adapter merged into them; adapter (vllm only) sends the base model once, and then only the adapter."
     )
-    log_prob_micro_batch_size: int = Field(
+    log_prob_micro_batch_size: int | None = Field(
         ge=1,
-        description="Deprecated: number of sequences per forward pass that recomputes old log-probs, summed over all "
-        "ranks. Use log_prob_micro_batch_size_per_gpu.",
+        description="Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu. Number of "
+        "sequences per forward pass that recomputes old log-probs, summed over all ranks.",
     )
     log_prob_micro_batch_size_per_gpu: int | None = Field(
         ge=1,
@@ -405,20 +405,20 @@ class CriticConfig(Section):
         description="Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n "
         "sequences.",
     )
-    ppo_micro_batch_size: int = Field(
+    ppo_micro_batch_size: int | None = Field(
         ge=1,
-        description="Deprecated: number of sequences per forward and backward pass, summed over all ranks. Use "
-        "ppo_micro_batch_size_per_gpu.",
+        description="Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu. Number of "
+        "sequences per forward and backward pass, summed over all ranks.",
     )
     ppo_micro_batch_size_per_gpu: int | None = Field(
         ge=1,
         description="Number of sequences per forward and backward pass on each rank. Takes precedence over "
         "ppo_micro_batch_size.",
     )
-    forward_micro_batch_size: int = Field(
+    forward_micro_batch_size: int | None = Field(
         ge=1,
-        description="Deprecated: number of sequences per forward pass that computes values, summed over all ranks. "
-        "Use forward_micro_batch_size_per_gpu.",
+        description="Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu. Number of "
+        "sequences per forward pass that computes values, summed over all ranks.",
     )
     forward_micro_batch_size_per_gpu: int | None = Field(
         ge=1,

@@ -41,7 +41,7 @@ def test_alias_sets_the_key_with_one_warning(words, warnings, word, key, value):
     config = load_ppo([*words, word])
     assert get(config.model_dump(), key) == value
     assert len(warnings.messages) == 1
-    assert "is a deprecated alias; use" in warnings.messages[0]
+    assert "is a deprecated alias, which camshaft 1.0 removes; use" in warnings.messages[0]
 
 
 def test_alias_changes_dependent_keys(words):
@@ -87,11 +87,31 @@ def test_invalid_value_of_an_alias_is_reported_under_the_key(words):
         load_ppo([*words, "algorithm.gemma=7"])
 
 
-def test_global_micro_batch_size_is_not_an_alias(words, warnings):
-    config = load_ppo([*words, "actor_rollout_ref.actor.ppo_micro_batch_size=32"])
-    assert config.actor_rollout_ref.actor.ppo_micro_batch_size == 32
-    assert config.actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu is None
-    assert not warnings.messages
+GLOBAL = "actor_rollout_ref.actor.ppo_micro_batch_size"
+
+
+def test_global_micro_batch_size_replaces_the_default_per_gpu(words, warnings):
+    actor = load_ppo([*words, f"{GLOBAL}=32"]).actor_rollout_ref.actor
+    assert (actor.ppo_micro_batch_size, actor.ppo_micro_batch_size_per_gpu) == (32, None)
+    expected = f"config: '{GLOBAL}' is deprecated, and camshaft 1.0 removes it; use '{GLOBAL}_per_gpu'"
+    assert [message for message in warnings.messages if "deprecated" in message] == [expected]
+
+
+def test_micro_batch_size_per_gpu_overrides_the_global_size(words):
+    actor = load_ppo([*words, f"{GLOBAL}=32", f"{GLOBAL}_per_gpu=4"]).actor_rollout_ref.actor
+    assert actor.ppo_micro_batch_size_per_gpu == 4
+
+
+def test_global_micro_batch_size_of_the_critic_sets_its_forward_passes(words):
+    critic = load_ppo([*words, "critic.ppo_micro_batch_size=32"]).critic
+    assert (critic.forward_micro_batch_size, critic.forward_micro_batch_size_per_gpu) == (32, None)
+    critic = load_ppo([*words, "critic.ppo_micro_batch_size=32", "critic.forward_micro_batch_size_per_gpu=2"]).critic
+    assert critic.forward_micro_batch_size_per_gpu == 2
+
+
+def test_a_run_without_a_micro_batch_size_is_rejected(words):
+    with pytest.raises(ConfigError, match=rf"{GLOBAL}_per_gpu = null\n.*sets no micro-batch size"):
+        load_ppo([*words, f"{GLOBAL}_per_gpu=null"])
 
 
 def test_aliases_are_no_keys_and_point_to_keys():

@@ -391,6 +391,10 @@ def test_batch_sizes_of_a_role_follow_from_its_ranks(words):
         f"{ACTOR}.ulysses_sequence_parallel_size=4",
         f"{REF}.ulysses_sequence_parallel_size=2",
         "critic.model.fsdp_config.tensor_parallel_size=8",
+        f"{ACTOR}.ppo_micro_batch_size=64",
+        f"{ROLLOUT}.log_prob_micro_batch_size=128",
+        f"{REF}.log_prob_micro_batch_size=128",
+        "critic.ppo_micro_batch_size=64",
     ]
     config = load_ppo([*words, f"{ACTOR}.strategy=fsdp", "trainer.n_gpus_per_node=8", *more])
     # 64 and 128 sequences over 2 ranks of the actor, 128 over 4 of the reference, 64 over 1 of the critic.

@@ -53,6 +53,10 @@ def test_each_role_has_the_ranks_of_its_layout(words):
             f"{ACTOR}.ulysses_sequence_parallel_size=4",
             "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",
             "critic.model.fsdp_config.tensor_parallel_size=8",
+            f"{ACTOR}.ppo_micro_batch_size=64",
+            "actor_rollout_ref.rollout.log_prob_micro_batch_size=128",
+            "actor_rollout_ref.ref.log_prob_micro_batch_size=128",
+            "critic.ppo_micro_batch_size=64",
         ]
     )
     rows = {row.name: (row.actor, row.ref, row.critic) for row in batch_table(config, Topology(8))}

@@ -22,7 +22,8 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 
 def test_global_batch_sizes_are_divided_by_the_ranks(words):
-    config = load_ppo(words)
+    counts = {f"{ACTOR}.ppo": 64, f"{ROLLOUT}.log_prob": 128, "actor_rollout_ref.ref.log_prob": 128, "critic.ppo": 64}
+    config = load_ppo([*words, *(f"{prefix}_micro_batch_size={count}" for prefix, count in counts.items())])
     actor = actor_engine(config, Topology(8), total_steps=100)
     # 64 sequences over 8 ranks are 8; 128 are 16.
     assert (actor.micro_batch_size, actor.infer_micro_batch_size) == (8, 16)

@@ -52,6 +52,7 @@ def test_engine_config_is_forward_only_with_a_reward_head(on, tmp_path):
 def test_reward_model_has_a_separate_layout(on):
     words = [*on, "actor_rollout_ref.actor.strategy=fsdp", "trainer.n_gpus_per_node=4"]
     words += ["reward_model.ulysses_sequence_parallel_size=2", f"{MODEL}.fsdp_config.param_offload=true"]
+    words += ["reward_model.micro_batch_size=64"]
     config = load_ppo([*words, f"{MODEL}.fsdp_config.wrap_policy.min_num_params=7"])
     engine = reward_engine(config, Topology(4))
     assert (config.reward_model.strategy, engine.options["ulysses_sequence_parallel_size"]) == ("fsdp", 2)
@@ -81,7 +82,7 @@ def test_batch_table_has_a_reward_column(on, words):
     text = render_batch_table(batch_table(load_ppo([*on, "reward_model.micro_batch_size_per_gpu=3"]), Topology()))
     lines = {line[:30].strip(): line[30:].split() for line in text.splitlines()}
     assert lines[""][:4] == ["actor", "ref", "critic", "reward"]
-    assert lines["forward micro-batch per rank"][:4] == ["128", "-", "64", "3"]
+    assert lines["forward micro-batch per rank"][:4] == ["16", "-", "8", "3"]
     assert "reward" not in render_batch_table(batch_table(load_ppo(words), Topology()))
 
 

@@ -97,20 +97,49 @@ def test_gradients_are_reduced_in_the_configured_dtype(tmp_path: Path, dtype: st
     assert rounded == (dtype == "bfloat16")
 
 
-@pytest.mark.parametrize("option", ["param_offload", "grad_offload", "optimizer_offload"])
-def test_offloaded_parts_match_the_config(tmp_path: Path, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    rests: list[tuple[str, ...]] = []
-    real = sharded.TorchEngine.init_model
+def offloaded(engine: FSDPEngine) -> set[str]:
+    """Return the parts of the engine that are on the meta device."""
+    states = [value for state in engine.optimizer.state.values() for name, value in state.items() if name != "step"]
+    tensors = {
+        "param_offload": list(engine.module.parameters()),
+        "grad_offload": [p.grad for p in engine.module.parameters() if p.grad is not None]
+        + list(engine.parts._offloaded_gradients.values()),
+        "optimizer_offload": states,
+    }
+    assert all(len({tensor.device for tensor in part}) <= 1 for part in tensors.values())
+    return {name for name, part in tensors.items() if part and part[0].device.type == "meta"}
 
-    def watched(engine: Any) -> None:
-        real(engine)
-        rests.append(engine.offloaded_parts)
 
-    monkeypatch.setattr(sharded.TorchEngine, "init_model", watched)
-    built(tmp_path)
-    built(tmp_path, **{option: True})
-    part = {"param_offload": "model", "grad_offload": "gradients", "optimizer_offload": "optimizer"}[option]
-    assert rests == [(), (part,)]
+@pytest.fixture
+def host_is_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Offload to the meta device, because host and compute device are the same on a CPU."""
+    monkeypatch.setattr("camshaft.engine.offload.HOST", torch.device("meta"))
+
+
+@pytest.mark.usefixtures("host_is_meta")
+@pytest.mark.parametrize("option", [None, "param_offload", "grad_offload", "optimizer_offload"])
+def test_offloaded_parts_match_the_config(tmp_path: Path, option: str | None) -> None:
+    harness, engine = built(tmp_path, **({} if option is None else {option: True}))
+    if option == "param_offload":
+        assert offloaded(engine) == {option}
+        return  # the meta device stores no values, so nothing can be loaded from it
+    stepped(harness, engine)
+    assert offloaded(engine) == ({option} if option == "grad_offload" else set())
+    if option != "grad_offload":
+        engine.optimizer_step()
+        assert offloaded(engine) == (set() if option is None else {option})
+
+
+@pytest.mark.usefixtures("host_is_meta")
+def test_eval_mode_does_not_load_the_optimizer_state(tmp_path: Path) -> None:
+    harness, engine = built(tmp_path, optimizer_offload=True)
+    stepped(harness, engine)
+    engine.optimizer_step()
+    with engine.eval_mode():
+        engine.forward_backward_step(harness.batch, forward_only=True)
+        assert offloaded(engine) == {"optimizer_offload"}
+    with pytest.raises(NotImplementedError, match="meta"), engine.train_mode():
+        pass
 
 
 def test_with_the_policy_units_live_in_host_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
