@@ -1,4 +1,4 @@
-"""`camshaft eval`: score the responses of a parquet file.
+"""`camshaft eval`: score the responses of a data file.
 
 camshaft eval data.path=responses.parquet custom_reward_function.path=my_reward.py key=value ...
 """
@@ -15,7 +15,7 @@ USAGE = f"""\
 usage: camshaft eval key=value ...       score responses: mean@n, best@k, maj@k and pass@k of each data source
 
 Required keys:
-  data.path=FILE                       parquet file with responses, for example of camshaft generate
+  data.path=FILE                       data file with responses, for example of camshaft generate
   custom_reward_function.path=FILE     or custom_reward_function.name=gsm8k
 Optional outputs:
   data.metrics_path=FILE.json          metrics

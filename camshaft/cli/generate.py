@@ -1,4 +1,4 @@
-"""`camshaft generate`: generate responses to the prompts of a parquet file.
+"""`camshaft generate`: generate responses to the prompts of a data file.
 
     camshaft generate data.path=in.parquet data.output_path=out.parquet model.path=models/tiny key=value ...
 
@@ -14,10 +14,10 @@ from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help
 from camshaft.config import GenerateConfig, compose
 
 USAGE = f"""\
-usage: camshaft generate key=value ...   generate responses to the prompts of a parquet file
+usage: camshaft generate key=value ...   generate responses to the prompts of a data file
 
 Required keys:
-  data.path=FILE data.output_path=FILE                        parquet files; the output file must not exist
+  data.path=FILE data.output_path=FILE                        data file with prompts; new parquet file
   model.path=FOLDER
   trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
 Run the same command again to resume an interrupted run.

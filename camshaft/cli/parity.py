@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
         pair.add_argument(name, action="append", default=[], metavar="KEY=VALUE", help=meaning)
     pair.add_argument("--trust-remote-code", action="store_true", help="allow custom Python code of the model folder")
     inputs = parser.add_argument_group("prompts and sampling")
-    inputs.add_argument("--data", metavar="FILE", help="parquet file with prompts (default: random tokens)")
+    inputs.add_argument("--data", metavar="FILE", help="data file with prompts (default: random tokens)")
     inputs.add_argument(
         "--tokenizer", metavar="FOLDER", help="tokenizer for the prompts; it is compared with the tokenizer of --model"
     )

@@ -18,7 +18,7 @@ USAGE = f"""\
 usage: camshaft ppo key=value ...        train with PPO, GRPO and related algorithms
 
 Required keys:
-  data.train_files=FILE data.val_files=FILE                   parquet files
+  data.train_files=FILE data.val_files=FILE                   parquet, JSON lines or CSV files
   actor_rollout_ref.model.path=FOLDER
   critic.model.path=FOLDER                                    only with algorithm.adv_estimator=gae
   actor_rollout_ref.rollout.name=torch

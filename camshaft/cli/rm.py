@@ -15,7 +15,7 @@ USAGE = f"""\
 usage: camshaft rm key=value ...         train a reward model on preference pairs
 
 Required keys:
-  data.train_files=FILE data.val_files=FILE                   parquet files; data.val_files=null disables validation
+  data.train_files=FILE data.val_files=FILE                   parquet, JSON lines or CSV files; val_files may be null
   model.path=FOLDER                                           language model, or reward model
   trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
   strategy=fsdp                                               or reference for a single process without sharding

@@ -17,7 +17,7 @@ USAGE = f"""\
 usage: camshaft sft key=value ...        supervised fine-tuning
 
 Required keys:
-  data.train_files=FILE data.val_files=FILE                   parquet files; data.val_files=null disables validation
+  data.train_files=FILE data.val_files=FILE                   parquet, JSON lines or CSV files; val_files may be null
   model.path=FOLDER
   trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
   strategy=fsdp                                               or reference for a single process without sharding

@@ -1,4 +1,4 @@
-"""Read existing responses from parquet files for `camshaft eval`, which scores them.
+"""Read existing responses from data files for `camshaft eval`, which scores them.
 
     responses = read_answers(["responses.parquet"], AnswerColumns())
     responses.batch                          # columns uid, data_source, ground_truth, extra_info; one row per response
@@ -72,7 +72,7 @@ class Answers:
 
 
 def read_answers(paths: Paths, columns: AnswerColumns) -> Answers:
-    """Read and validate the responses of parquet files."""
+    """Read and validate the responses of data files."""
     required = [columns.response_key]
     if columns.data_source_key != DATA_SOURCE:
         required.append(columns.data_source_key)

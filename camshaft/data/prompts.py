@@ -1,4 +1,4 @@
-"""Load prompts for RL from parquet files.
+"""Load prompts for RL from data files.
 
     rows = load_prompts("train.parquet", tokenizer, PromptOptions(max_prompt_length=512))
     rows.batch            # columns prompts, uid, data_source, ground_truth, extra_info; raw_prompt etc. on request

@@ -68,7 +68,7 @@ def _check_options(options: argparse.Namespace) -> None:
     engine_class(options.engine)
     rollout_class(options.rollout)
     if options.data is not None and not Path(options.data).is_file():
-        raise ConfigError(f"--data {options.data} does not exist; set it to a parquet file, or omit the option")
+        raise ConfigError(f"--data {options.data} does not exist; set it to a data file, or omit the option")
     try:
         for option in ("model", "tokenizer"):
             if vars(options)[option] is not None:

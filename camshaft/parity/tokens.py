@@ -32,7 +32,7 @@ def random_prompts(tokenizer: Any, count: int, max_length: int, seed: int) -> Ra
 
 
 def file_prompts(path: str, tokenizer: Any, count: int, max_length: int) -> Ragged:
-    """Return the first `count` prompts of a parquet file, truncated on the left to `max_length` tokens."""
+    """Return the first `count` prompts of a data file, truncated on the left to `max_length` tokens."""
     options = PromptOptions(max_prompt_length=max_length, truncation="left")
     return load_prompts([path], tokenizer, options, count).batch.ragged("prompts")
 

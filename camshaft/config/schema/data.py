@@ -16,15 +16,15 @@ class DataConfig(Section):
         description="Path of the tokenizer. null uses the tokenizer of actor_rollout_ref.model.path."
     )
     train_files: Paths = Field(
-        description="Parquet files with training prompts: a path, folder, glob pattern or URL, or a list of them. The "
+        description="Data files with training prompts: a path, folder, glob pattern or URL, or a list of them. The "
         "files are loaded into memory."
     )
     val_files: Paths = Field(
-        description="Parquet files with validation prompts, specified like train_files. null if the run does not "
-        "validate."
+        description="Data files with validation prompts, specified like train_files. null if the run does not validate."
     )
     prompt_key: Text = Field(
-        description="Column that contains the prompt, either a list of {role, content} messages or a string."
+        description="Column that contains the prompt, either a list of {role, content} messages or a string. If the "
+        "files have no column prompt, messages, question, problem, instruction or query is used instead."
     )
     prompt_id_key: Text | None = Field(
         description="Column that contains a prompt ID (a string or an integer). Its token IDs are added to the batch "
@@ -74,7 +74,7 @@ class DataConfig(Section):
     seed: int | None = Field(ge=0, description="Seed for shuffling the prompts. null uses trainer.seed.")
     reward_fn_key: Text = Field(
         description="Column that contains the data source of each row. The data source selects the built-in scoring "
-        "function and groups the validation metrics."
+        "function and groups the validation metrics. A missing column data_source counts as unknown."
     )
     train_max_samples: OffOrPositive = Field(
         description="Maximum number of training prompts to load. -1 loads all prompts."

@@ -14,7 +14,7 @@ class EvalDataConfig(Section):
     """Responses to score, and output files."""
 
     path: Paths = Field(
-        description="Parquet files with responses to score, written by camshaft generate or by another program: a "
+        description="Data files with responses to score, written by camshaft generate or by another program: a "
         "path, folder, glob pattern or URL, or a list of them."
     )
     prompt_key: Text = Field(

@@ -20,7 +20,7 @@ class GenerateDataConfig(Section):
     """Prompts to read, and the output file."""
 
     path: Paths = Field(
-        description="Parquet files with prompts: a path, folder, glob pattern or URL, or a list of them. The files "
+        description="Data files with prompts: a path, folder, glob pattern or URL, or a list of them. The files "
         "are loaded into memory."
     )
     output_path: Path = Field(

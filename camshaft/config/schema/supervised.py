@@ -17,12 +17,11 @@ class SupervisedDataConfig(Section):
     """Training data, length limit and batch sizes."""
 
     train_files: Paths = Field(
-        description="Parquet files with training data: a path, folder, glob pattern or URL, or a list of them. The "
+        description="Data files with training data: a path, folder, glob pattern or URL, or a list of them. The "
         "files are loaded into memory."
     )
     val_files: Paths = Field(
-        description="Parquet files for the validation loss, specified like train_files. null if the run does not "
-        "validate."
+        description="Data files for the validation loss, specified like train_files. null if the run does not validate."
     )
     max_length: int = Field(ge=2, description="Maximum sequence length in tokens, prompt and response together.")
     truncation: Truncation = Field(
