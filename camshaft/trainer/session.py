@@ -11,8 +11,12 @@ with session(config.trainer) as run:
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
+import io
 import logging
+import os
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -98,10 +102,11 @@ def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None 
     _check_machine(trainer, trainer.world_size if ranks is None else ranks)
     check_trackers(trainer.logger)
     remove_leftovers()
-    lock = _lock_folder(Path(trainer.default_local_dir).expanduser())
+    folder = Path(trainer.default_local_dir).expanduser()
+    lock = _lock_folder(folder)
     run = Session(trainer)
     try:
-        with log_to_console(run.console, trainer.seed):
+        with continue_without_reader(folder / "logs" / "driver.log"), log_to_console(run.console, trainer.seed):
             run.say(f"run folder: {trainer.default_local_dir}")
             yield run
     except BaseException:
@@ -125,6 +130,67 @@ def log_to_console(console: Console, seed: int) -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
+
+
+class _Stream(io.FileIO):
+    """The descriptor of a standard stream. If its reader is gone, it is replaced by the file `log`."""
+
+    def __init__(self, descriptor: int, log: Path):
+        super().__init__(descriptor, "w", closefd=False)
+        self._log = log
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # a closed pipe, a closed terminal
+                raise
+        self._redirect()
+        return super().write(data)
+
+    def _redirect(self) -> None:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        try:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self._log, flags, 0o644)
+        except OSError:
+            file = os.open(os.devnull, flags)
+        os.dup2(file, self.fileno())
+        os.close(file)
+        name = "standard output" if self.fileno() == 1 else "standard error"
+        message = f"camshaft: {name} was closed; the run continues, and writes to {self._log}\n".encode()
+        for descriptor in {self.fileno(), 2}:
+            with contextlib.suppress(OSError):  # standard error may be closed too
+                os.write(descriptor, message)
+
+
+@contextlib.contextmanager
+def continue_without_reader(log: Path) -> Iterator[None]:
+    """Write standard output and standard error to `log` when their pipe is closed, as by `camshaft ppo ... | head`.
+
+    rich would end the process without a message. Streams that a program has replaced are left as they are.
+    """
+    streams = sys.stdout, sys.stderr
+    if streams != (sys.__stdout__, sys.__stderr__) or None in streams:
+        yield
+        return
+    for stream in streams:
+        stream.flush()
+    sys.stdout, sys.stderr = (
+        io.TextIOWrapper(
+            io.BufferedWriter(_Stream(stream.fileno(), log)),
+            encoding=stream.encoding,
+            errors=stream.errors,
+            line_buffering=bool(stream.line_buffering),
+        )
+        for stream in streams
+    )
+    try:
+        yield
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        sys.stdout, sys.stderr = streams
 
 
 def _lock_folder(folder: Path) -> IO[str]:
