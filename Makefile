@@ -19,6 +19,9 @@
 # make test-cluster  Ray: kill -9 of every kind of process, two machines, the launch scripts (half an hour)
 # make test-gpu      the sharded engine on CUDA and NCCL, and tests that need an accelerator
 #
+# make chaos         kill random processes of runs at random moments, and compare them with undisturbed runs (an hour)
+# make fuzz          random configs, damaged checkpoints and damaged data files (half an hour)
+#
 # make bench         updates and steps beside hand-written loops (five minutes)
 # make bench-trl     GRPO and PPO steps beside TRL (a quarter of an hour); `make trl` creates its environments
 # make bench-gpu     MFU, memory, decoding and host waits on one CUDA device (docs/gpu.md)
@@ -60,7 +63,7 @@ FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/conf
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-megatron-slow test-titan test-remote test-matrix test-cluster test-gpu bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs clean install
+.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-megatron-slow test-titan test-remote test-matrix test-cluster test-gpu chaos fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs clean install
 
 install: $(INSTALLED)
 
@@ -210,6 +213,12 @@ test-cluster: $(INSTALLED)
 
 test-gpu: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu
+
+chaos: $(INSTALLED)
+	$(BIN)/python tests/chaos/chaos.py --out benchmarks/results/chaos.md
+
+fuzz: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/fuzz.py --out benchmarks/results/fuzz.md
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/train_step.py --models 1M,4M --against careful,transformers --rounds 3
