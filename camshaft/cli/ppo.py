@@ -54,7 +54,8 @@ def train(config: PPOConfig) -> int:
     from camshaft.trainer.ppo import PPOTrainer
     from camshaft.trainer.session import check_rollout_library, pool_specs, session
 
-    check_rollout_library("actor_rollout_ref.rollout", config.actor_rollout_ref.rollout, config.trainer)
+    if config.actor_rollout_ref.worker_cls is None:
+        check_rollout_library("actor_rollout_ref.rollout", config.actor_rollout_ref.rollout, config.trainer)
     ranks = sum(spec.world_size for spec in pool_specs(config))
     with session(config.trainer, ranks) as run, PPOParts(config) as parts:
         run.say(render_batch_table(batch_table(config, config.topology())))

@@ -472,6 +472,7 @@ SUPERVISED_RULES = (
         ("trainer.best_metric_mode",), _equals("trainer.best_metric", None), "{trainer.best_metric}",
         "set trainer.best_metric, or omit the key",
     ),
+    Rule(("trainer.worker_timeouts.generate",), lambda config: True, "because the command does not generate"),
     *CONTROLLER_RULES,
 )  # fmt: skip
 """Rules of `camshaft sft` and `camshaft rm`."""
@@ -491,6 +492,10 @@ GENERATE_RULES = (
         ("data.reward_fn_key",), lambda config: not config.custom_reward_function.is_named(),
         "{custom_reward_function.name}, because responses are not scored",
         "set custom_reward_function.name, or omit the key",
+    ),
+    Rule(
+        ("trainer.worker_timeouts.update", "trainer.worker_timeouts.save"), lambda config: True,
+        "because the command does not train",
     ),
     *CONTROLLER_RULES,
 )  # fmt: skip

@@ -77,7 +77,7 @@ def sft_arguments(out: Path, steps: int) -> list[str]:
         "strategy=reference",
         f"model.path={out}/model",
         f"data.train_files={out}/data/sft_train.parquet",
-        f"data.val_files={out}/data/sft_heldout.parquet",
+        "data.val_files=null",
         "data.max_length=32",
         "data.train_batch_size=64",
         "data.micro_batch_size_per_gpu=64",

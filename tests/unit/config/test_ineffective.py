@@ -5,6 +5,7 @@ and the metrics and weights of a training step.
 """
 
 import logging
+import runpy
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -201,6 +202,7 @@ PPO_CASES: list[Case] = [
 ]  # fmt: skip
 
 SUPERVISED_CASES: list[Case] = [
+    ("trainer.worker_timeouts.generate=9", [], []),
     ("data.seed=3", ["data.shuffle=false"], []),
     ("data.val_files={folder}/val.parquet", [], ["trainer.test_freq=1"]),
     ("trainer.best_metric_mode=max", [], [*VALIDATED, "trainer.best_metric=val/loss"]),
@@ -212,6 +214,8 @@ SUPERVISED_CASES: list[Case] = [
 ]
 
 GENERATE_CASES: list[Case] = [
+    ("trainer.worker_timeouts.update=9", [], []),
+    ("trainer.worker_timeouts.save=9", [], []),
     ("data.truncation=left", ["data.filter_overlong_prompts=true"], []),
     *rollout_cases("rollout"),
     ("custom_reward_function.timeout=3", [], ["custom_reward_function.name=auto"]),
@@ -267,7 +271,7 @@ def test_key_that_nothing_reads_is_reported(command: str, case: Case, commands: 
     reported = [message for message in commands.messages(command, [setting, *dead]) if f"{key}=" in message]
     assert len(reported) == 1
     assert reported[0].index(f"{key}=") < reported[0].index("no effect")
-    always = key.endswith("use_remove_padding")
+    always = key.endswith("use_remove_padding") or "worker_timeouts" in key
     if not always:
         messages = commands.messages(command, [setting, *live])
         assert not [message for message in messages if f"{key}=" in message.partition("no effect")[0]]
@@ -498,12 +502,21 @@ def documented_commands(text: str) -> Iterator[tuple[type[Section], list[str]]]:
                 yield schema, [word for word in words if "=" in word]
 
 
+def notices(schema: type[Section], words: list[str]) -> list[str]:
+    """Return the notices of a command whose files do not exist."""
+    tree = override_defaults(schema, prepare_overrides(words, []))
+    assert tree is not None
+    return list(find_notices(schema.model_validate(resolve(tree, schema)[0]), tree, overridden_keys(words)))
+
+
 @pytest.mark.parametrize("path", ["README.md", *sorted(map(str, ROOT.glob("examples/ppo_trainer/*.sh")))])
 def test_documented_commands_give_no_notice(path: str) -> None:
     commands = list(documented_commands((ROOT / path).read_text(encoding="utf-8")))
     assert commands
-    for schema, words in commands:
-        tree = override_defaults(schema, prepare_overrides(words, []))
-        assert tree is not None
-        config = schema.model_validate(resolve(tree, schema)[0])
-        assert list(find_notices(config, tree, overridden_keys(words))) == []
+    assert [notices(schema, words) for schema, words in commands] == [[]] * len(commands)
+
+
+def test_demo_gives_no_notice() -> None:
+    demo = runpy.run_path(str(ROOT / "examples" / "arithmetic" / "demo.py"))
+    assert notices(SFTConfig, demo["sft_arguments"](Path("out"), 3)) == []
+    assert notices(PPOConfig, demo["ppo_arguments"](Path("out"), 3)) == []
