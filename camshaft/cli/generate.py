@@ -47,9 +47,9 @@ def generate(config: GenerateConfig) -> None:
     from camshaft.tracking import Tracking
     from camshaft.trainer.evaluate import score_table
     from camshaft.trainer.generate import GenerateRun
-    from camshaft.trainer.session import check_device, check_rollout_library, log_to_console
+    from camshaft.trainer.session import check_device, check_libraries, log_to_console
 
-    check_rollout_library("rollout", config.rollout, config.trainer)
+    check_libraries(config)
     console = Console(highlight=False)
     if config.trainer.backend() == "local":
         check_device(config.trainer.device, config.trainer.n_gpus_per_node)

@@ -52,10 +52,9 @@ def train(config: PPOConfig) -> int:
     """Train with one config, and return the exit status."""
     from camshaft.trainer.build import PPOParts
     from camshaft.trainer.ppo import PPOTrainer
-    from camshaft.trainer.session import check_rollout_library, pool_specs, session
+    from camshaft.trainer.session import check_libraries, pool_specs, session
 
-    if config.actor_rollout_ref.worker_cls is None:
-        check_rollout_library("actor_rollout_ref.rollout", config.actor_rollout_ref.rollout, config.trainer)
+    check_libraries(config)
     ranks = sum(spec.world_size for spec in pool_specs(config))
     with session(config.trainer, ranks) as run, PPOParts(config) as parts:
         run.say(render_batch_table(batch_table(config, config.topology())))

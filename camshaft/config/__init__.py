@@ -30,7 +30,7 @@
 To add a key, add its default to the YAML file and its field to the schema. This package does not import torch.
 """
 
-from camshaft.config.backends import required_library, unread_keys
+from camshaft.config.backends import unread_keys
 from camshaft.config.command import compose
 from camshaft.config.derive import (
     actor_engine,
@@ -134,7 +134,6 @@ __all__ = [
     "rollout_engine",
     "sampling",
     "sft_engine",
-    "required_library",
     "resume_arguments",
     "run_name",
     "show",

@@ -17,6 +17,7 @@ from camshaft.config.backends import (
     Backend,
     Capabilities,
     engine_capabilities,
+    required_library,
     rollout_capabilities,
     select_options,
     targets,
@@ -28,6 +29,7 @@ from camshaft.config.errors import ABSENT, Problem, group_problems, unknown_name
 from camshaft.config.layout import PlacementConfig
 from camshaft.config.rollout import OPTIONAL_SAMPLING
 from camshaft.config.schema.fsdp import FSDPConfig, FSDPOptions
+from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import AnyModelConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import GeneratorConfig, RolloutConfig, ValKwargs
@@ -358,6 +360,41 @@ def _check_reference_layout(config: PPOConfig) -> Iterator[Problem]:
         if ref_value != actor_value:
             message = f"{reason} Omit the key, or set {ACTOR}.{name}={format_value(ref_value)}."
             yield Problem(f"{REF}.{name}", ref_value, message, (cause, f"{ACTOR}.{name}"))
+
+
+# -- libraries ------------------------------------------------------------------------------------
+
+
+def required_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield each setting that requires an optional library, the name of its module, and an alternative setting.
+
+    With Ray, the libraries of engines and rollouts may be installed on other machines only.
+    """
+    if config.trainer.backend() == "ray":
+        yield "trainer.controller=ray", "ray", "trainer.controller=local"
+        return
+    strategies: dict[str, str] = {}
+    rollout: tuple[str, GeneratorConfig] | None = None
+    if isinstance(config, SupervisedConfig):
+        strategies["strategy"] = config.strategy
+    elif isinstance(config, GenerateConfig):
+        rollout = ("rollout", config.rollout)
+    else:
+        groups = _ppo_roles(config)
+        if config.actor_rollout_ref.worker_cls is not None:
+            groups = groups[1:]
+        else:
+            rollout = (ROLLOUT, config.actor_rollout_ref.rollout)
+        strategies = {group[0].strategy_key: group[0].strategy for group, _ in groups}
+    for key, strategy in strategies.items():
+        library = engine_capabilities(strategy).library
+        if library is not None:
+            yield f"{key}={strategy}", library, f"{key}=fsdp"
+    if rollout is not None:
+        section, generator = rollout
+        library = required_library(generator.name, generator.engine_kwargs)
+        if library is not None:
+            yield f"{section}.name={generator.name}", library, f"{section}.name=torch, which is built in"
 
 
 # -- rollouts -------------------------------------------------------------------------------------

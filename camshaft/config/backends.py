@@ -37,6 +37,7 @@ FSDP = EngineCapabilities(FSDPOptions, supports_router_aux_loss=True, supports_r
 FSDP1 = EngineCapabilities(FSDP1Options, supports_router_aux_loss=True, supports_router_replay=True)
 MEGATRON = EngineCapabilities(
     MegatronOptions,
+    library="megatron",
     supports_lora=False,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"),
     shares_prefixes=False,
@@ -44,6 +45,7 @@ MEGATRON = EngineCapabilities(
 )
 TORCHTITAN = EngineCapabilities(
     TorchtitanOptions,
+    library="torchtitan",
     supports_lora=False,
     families=("llama", "qwen2", "qwen3"),
     dtypes=("float32", "bfloat16"),

@@ -191,6 +191,8 @@ class EngineCapabilities:
 
     options: type[EngineOptions] = EngineOptions
     """Schema of `EngineConfig.options`. The default accepts no options."""
+    library: str | None = None
+    """Optional library that the engine requires. A run without it is rejected before it loads anything."""
     multiple_ranks: bool = True
     """True if the engine supports more than one rank."""
     supports_lora: bool = True

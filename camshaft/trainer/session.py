@@ -36,13 +36,13 @@ from camshaft.config import (
     SupervisedConfig,
     SupervisedTrainerConfig,
     pool_sizes,
-    required_library,
     resume_arguments,
     run_name,
     without_secrets,
 )
+from camshaft.config.backend_checks import required_libraries
 from camshaft.config.layout import Phase
-from camshaft.config.schema.roles import GeneratorConfig
+from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.controller import Options, Pool, PoolSpec, pools
 from camshaft.data import StatefulLoader
@@ -240,14 +240,14 @@ def _check_machine(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int)
         ) from error
 
 
-def check_rollout_library(section: str, rollout: GeneratorConfig, trainer: PlacementConfig) -> None:
-    """Raise ConfigError if the rollout requires a library that is not installed. Ray may find it on other machines."""
-    library = required_library(rollout.name, rollout.engine_kwargs)
-    if trainer.backend() == "local" and library is not None and importlib.util.find_spec(library) is None:
-        raise ConfigError(
-            f"{section}.name={rollout.name} requires '{library}', which is not installed: pip install "
-            f"'{PROVIDED_BY[library]}', or use {section}.name=torch, which is built in"
-        )
+def check_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) -> None:
+    """Raise ConfigError if an engine, the rollout or the controller requires a library that is not installed."""
+    for setting, library, alternative in required_libraries(config):
+        if importlib.util.find_spec(library) is None:
+            raise ConfigError(
+                f"{setting} requires '{library}', which is not installed: pip install '{PROVIDED_BY[library]}', or use "
+                f"{alternative}"
+            )
 
 
 def check_device(device: str, ranks: int) -> None:

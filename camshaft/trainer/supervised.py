@@ -35,7 +35,7 @@ from camshaft.tracking import Tracking
 from camshaft.trainer.divergence import DivergenceCheck
 from camshaft.trainer.mini_batches import balance_ranks
 from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume
-from camshaft.trainer.session import finish_saving, global_pool, run_length, run_pools, session
+from camshaft.trainer.session import check_libraries, finish_saving, global_pool, run_length, run_pools, session
 
 W = TypeVar("W", bound=SupervisedWorker)
 
@@ -195,6 +195,7 @@ def train_all(configs: Sequence[C], trainer_class: Callable[[C], SupervisedTrain
 
 def _train(config: C, trainer_class: Callable[[C], SupervisedTrainer[Any]]) -> int:
     """Check the machine, train and export the model, and return the exit status."""
+    check_libraries(config)
     with session(config.trainer) as run, trainer_class(config) as trainer:
         saved = trainer.prepare()
         with run.tracking(config, trainer.total_steps, saved) as tracking:

@@ -1,9 +1,9 @@
 """A stopped run without a name is resumed by the arguments that its last lines contain."""
 
+import importlib.util
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +12,7 @@ from support.ppo_runs import ppo_args
 from camshaft.cli import main
 from camshaft.cli.ppo import train
 from camshaft.config import load_ppo
+from camshaft.config.backend_checks import required_libraries
 from camshaft.errors import ConfigError
 
 
@@ -54,14 +55,37 @@ def test_stopped_run_without_a_name_prints_how_to_resume(
     assert "resumed" not in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["vllm", "server", "process"])
-def test_missing_rollout_library_is_an_error_before_the_run(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("settings", "library"),
+    [
+        ({"actor_rollout_ref.rollout.name": "vllm"}, "vllm"),
+        ({"actor_rollout_ref.rollout.name": "sglang"}, "sglang"),
+        ({"actor_rollout_ref.rollout.name": "server"}, "vllm"),
+        (
+            {
+                "actor_rollout_ref.rollout.name": "process",
+                "actor_rollout_ref.rollout.engine_kwargs.rollout": "vllm",
+            },
+            "vllm",
+        ),
+        ({"actor_rollout_ref.actor.strategy": "megatron"}, "megatron"),
+        ({"critic.strategy": "torchtitan"}, "torchtitan"),
+        ({"trainer.controller": "ray"}, "ray"),
+    ],
+)
+def test_missing_library_is_an_error_before_the_run(
+    settings: dict[str, str], library: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    inner = ["actor_rollout_ref.rollout.engine_kwargs.rollout=vllm"] if name == "process" else []
-    config = load_ppo([*ppo_args(tmp_path, {"actor_rollout_ref.rollout.name": name}), *inner])
-    monkeypatch.setitem(sys.modules, "vllm", None)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=rf"name={name} requires 'vllm', which is not installed: pip install 'cam"):
+    config = load_ppo(ppo_args(tmp_path, settings))
+    installed = importlib.util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == library else installed(name))
+    (key, value) = next(iter(settings.items()))
+    with pytest.raises(ConfigError, match=rf"^{re.escape(key)}={value} requires '{library}', which is not installed"):
         train(config)
     assert not (tmp_path / "run").exists()
+
+
+def test_running_server_needs_no_local_library(tmp_path: Path) -> None:
+    url = "actor_rollout_ref.rollout.engine_kwargs.vllm_server_base_url"
+    config = load_ppo(ppo_args(tmp_path, {"actor_rollout_ref.rollout.name": "server", url: "http://127.0.0.1:9"}))
+    assert list(required_libraries(config)) == []
