@@ -22,14 +22,20 @@ from camshaft.config.backend_checks import (
 )
 from camshaft.config.engine import largest_divisor
 from camshaft.config.errors import Problem, check_name
-from camshaft.config.files import check_eval_files, check_generate_files, check_ppo_files, check_supervised_files
+from camshaft.config.files import (
+    check_contents,
+    check_eval_files,
+    check_generate_files,
+    check_ppo_files,
+    check_supervised_files,
+)
 from camshaft.config.layout import GLOBAL_POOL, PlacementConfig, PoolConfig, Topology, pool_sizes
 from camshaft.config.model_checks import check_models
 from camshaft.config.rollout import OPTIONAL_SAMPLING
 from camshaft.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES, parse_threshold
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
-from camshaft.config.schema.model import CheckpointConfig, OptimSection
+from camshaft.config.schema.model import OptimSection
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import CustomRewardConfig
 from camshaft.config.schema.roles import GeneratorConfig
@@ -40,8 +46,6 @@ from camshaft.plugins import REWARDS, TRACKERS
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 REWARD, CORRECTION = "reward_model", "algorithm.rollout_correction"
 WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
-REQUIRED_CONTENTS = ("model", "optimizer", "extra")
-"""Checkpoint contents that are required to resume a run."""
 
 
 def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> Iterator[Problem]:
@@ -527,9 +531,9 @@ def _check_run(config: PPOConfig) -> Iterator[Problem]:
     roles += [("critic.optim", config.critic.optim)] if config.needs_critic() else []
     for key, optim in roles:
         yield from _check_warmup(key, optim, trainer.total_training_steps)
-    yield from _check_contents(f"{ACTOR}.checkpoint", config.actor_rollout_ref.actor.checkpoint)
+    yield from check_contents(f"{ACTOR}.checkpoint", config.actor_rollout_ref.actor.checkpoint)
     if config.needs_critic():
-        yield from _check_contents("critic.checkpoint", config.critic.checkpoint)
+        yield from check_contents("critic.checkpoint", config.critic.checkpoint)
 
 
 def check_critic_warmup(warmup: int, total_steps: int) -> Iterator[Problem]:
@@ -557,18 +561,6 @@ def _check_warmup(key: str, optim: OptimSection, total_steps: int | None) -> Ite
     if total_steps is not None and optim.lr_warmup_steps >= total_steps:
         message = f"must be less than trainer.total_training_steps={format_value(total_steps)}, the length of the run."
         yield Problem(f"{key}.lr_warmup_steps", optim.lr_warmup_steps, message, ("trainer.total_training_steps",))
-
-
-def _check_contents(key: str, checkpoint: CheckpointConfig) -> Iterator[Problem]:
-    contents = checkpoint.save_contents
-    missing = [name for name in REQUIRED_CONTENTS if name not in contents]
-    if missing:
-        fix = ",".join([*REQUIRED_CONTENTS, *(["hf_model"] if "hf_model" in contents else [])])
-        message = (
-            f"{', '.join(missing)} must be saved, because resuming requires {', '.join(REQUIRED_CONTENTS)}."
-            f" Set '{key}.save_contents=[{fix}]'."
-        )
-        yield Problem(f"{key}.save_contents", contents, message)
 
 
 # -- supervised runs ------------------------------------------------------------------------------
@@ -599,4 +591,4 @@ def _check_supervised(config: SupervisedConfig) -> Iterator[Problem]:
         yield Problem("data.val_files", None, message, ("trainer.test_freq",))
     yield from _check_best_metric(trainer.best_metric, trainer.test_freq)
     yield from _check_warmup("optim", config.optim, trainer.total_training_steps)
-    yield from _check_contents("checkpoint", config.checkpoint)
+    yield from check_contents("checkpoint", config.checkpoint)

@@ -12,7 +12,7 @@ from camshaft.config.errors import Problem
 from camshaft.config.run_folder import check_run_name
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
-from camshaft.config.schema.model import AnyModelConfig, ModelSource
+from camshaft.config.schema.model import AnyModelConfig, CheckpointConfig, ModelSource
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import CustomRewardConfig
 from camshaft.config.schema.supervised import SupervisedConfig
@@ -41,6 +41,10 @@ def data_folder_error(names: Collection[str]) -> str | None:
         endings = ", ".join(DATA_SUFFIXES)
         return f"is a folder without data files. Set a file, or a folder with files that end in {endings}."
     return None
+
+
+REQUIRED_CONTENTS = ("model", "optimizer", "extra")
+"""Checkpoint contents that are required to resume a run."""
 
 
 def check_ppo_files(config: PPOConfig) -> Iterator[Problem]:
@@ -152,6 +156,19 @@ def _missing_model(key: str, path: str, section: str) -> Problem:
         return _missing(key, path, "folder")
     place = f"not found{_working_folder(path)}, and not completely in the Hugging Face cache ({hub.cache_path()})"
     return Problem(key, path, f"folder {place}. Set {section}.download=True to download the model, or another path.")
+
+
+def check_contents(key: str, checkpoint: CheckpointConfig) -> Iterator[Problem]:
+    """Check that checkpoints contain everything that a run needs to resume."""
+    contents = checkpoint.save_contents
+    missing = [name for name in REQUIRED_CONTENTS if name not in contents]
+    if missing:
+        fix = ",".join([*REQUIRED_CONTENTS, *(["hf_model"] if "hf_model" in contents else [])])
+        message = (
+            f"{', '.join(missing)} must be saved, because resuming requires {', '.join(REQUIRED_CONTENTS)}."
+            f" Set '{key}.save_contents=[{fix}]'."
+        )
+        yield Problem(f"{key}.save_contents", contents, message)
 
 
 def check_adapter_folder(key: str, model: AnyModelConfig) -> Iterator[Problem]:
