@@ -62,6 +62,8 @@ EXIT_SECONDS = 60.0
 """Time limit for a run to end after a kill, on a busy machine."""
 LEFT_SECONDS = 30.0
 """Time limit for all other processes of a run to end after its driver."""
+FILE_SECONDS = 15.0
+"""Time limit for the files of stacks, which are deleted ten seconds after a rank on Ray has ended."""
 START_SECONDS = 240.0
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -177,9 +179,19 @@ def kill_and_restart(layout: str, kills: int, folder: Path, seed: int) -> Report
             command(folder, layout, report.steps, undisturbed), uuid.uuid4().hex, Path(temporary), log
         ) as process:
             report.problems += check_end(process, log)
-        report.problems += [f"temporary file {path}" for path in sorted(Path(temporary).glob(f"{PREFIX}*"))]
-    report.problems += [f"/dev/shm/{name}" for name in sorted(set(os.listdir(SHARED_MEMORY)) - memory_before)]
+        report.problems += [f"temporary file {path.name}" for path in left_files(Path(temporary), FILE_SECONDS)]
+    names = set(os.listdir(SHARED_MEMORY)) - memory_before
+    # Other programs that use `multiprocessing` create semaphores there. Runs create none.
+    report.problems += [f"/dev/shm/{name}" for name in sorted(names) if not name.startswith("sem.mp-")]
     return replace(report, problems=report.problems or differences(run, undisturbed, report.steps))
+
+
+def left_files(folder: Path, seconds: float) -> list[Path]:
+    """Return the temporary files of camshaft that are in the folder for longer than `seconds`."""
+    deadline = time.monotonic() + seconds
+    while (paths := sorted(folder.glob(f"{PREFIX}*"))) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return paths
 
 
 def kill(pid: int) -> None:

@@ -255,16 +255,21 @@ def main() -> int:
     parser.add_argument("--only", metavar="KIND:NUMBER", help="run a single case")
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     options = parser.parse_args()
+    numbers = {
+        "configs": range(options.configs),
+        "checkpoints": range(options.checkpoints),
+        "data": range(options.data),
+    }
     if options.only:
         kind, number = options.only.split(":")
-        reports = [run_cases(kind, [int(number)], options.seed, options.seconds)]
-    else:
-        numbers = {"configs": options.configs, "checkpoints": options.checkpoints, "data": options.data}
-        reports = [run_cases(kind, range(count), options.seed, options.seconds) for kind, count in numbers.items()]
-    sys.stdout.write(table(reports) + "\n")
-    for report in reports:
-        for failure in report.failures:
+        numbers = {kind: range(int(number), int(number) + 1)}
+    reports: list[Report] = []
+    for kind, cases in numbers.items():
+        reports.append(run_cases(kind, cases, options.seed, options.seconds))
+        sys.stdout.write(table(reports[-1:]) + "\n")
+        for failure in reports[-1].failures:
             sys.stdout.write(f"\n{failure.case}: {failure.reason}\n{failure.output}\n")
+        sys.stdout.flush()
     if options.out is not None:
         words = (
             f"python tests/chaos/fuzz.py --configs {options.configs} --checkpoints {options.checkpoints} "
