@@ -453,9 +453,7 @@ def _check_bypass(config: PPOConfig) -> Iterator[Problem]:
     for fix, is_truncated in truncated.items():
         if is_truncated:
             related_key = f"{ROLLOUT}.{fix.partition('=')[0]}"
-            message = (
-                f"requires sampling from the full distribution, which {related_key} prevents. Set {ROLLOUT}.{fix}."
-            )
+            message = f"requires the full distribution, which {related_key} restricts. Set {ROLLOUT}.{fix}."
             yield Problem(key, True, message, (related_key,))
 
 
