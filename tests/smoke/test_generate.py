@@ -182,7 +182,11 @@ def test_a_score_by_data_source_needs_a_supported_one(home: Path, tmp_path: Path
     auto = {"data__path": path, "custom_reward_function__name": "auto"}
     refused(generate(home, tmp_path / "out.parquet", **auto), "data_source mine", "known: openai/gsm8k", status=1)
     path = write_parquet(tmp_path / "in.parquet", [{"prompt": PROMPT}])
-    refused(generate(home, tmp_path / "out.parquet", **auto), "data_source unknown has no built-in reward function", status=1)
+    refused(
+        generate(home, tmp_path / "out.parquet", **auto),
+        "data_source unknown has no built-in reward function",
+        status=1,
+    )
     assert generate(home, tmp_path / "out.parquet", data__path=path).status == 0
 
 
