@@ -317,7 +317,7 @@ def test_data_may_be_a_folder_pattern_or_url(words, tmp_path):
     for path in (tmp_path, f"{tmp_path}/tr*.parquet", f"file://{tmp_path}/train.parquet", "s3://bucket/parts/"):
         load_ppo([*words, f"data.train_files='{path}'"])
     (tmp_path / "empty").mkdir()
-    assert "is a folder without parquet files" in _error([*words, f"data.train_files={tmp_path}/empty"])
+    assert "is a folder without data files" in _error([*words, f"data.train_files={tmp_path}/empty"])
     assert "no file matches" in _error([*words, f"data.train_files='{tmp_path}/*.parq'"])
 
 
