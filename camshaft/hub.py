@@ -44,9 +44,10 @@ def cache_path() -> Path:
 
 
 def cached_folder(name: str, weights: bool = True) -> Path | None:
-    """Return the folder of a model in the cache. None if it, its config or, with `weights`, a weight file is missing.
+    """Return the folder of a model in the cache. None if its files are incomplete.
 
-    The main branch is used, in the state of the last download.
+    A complete model has a config or a tokenizer and, with `weights`, all weight files. The snapshot of the main branch
+    is used.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
@@ -77,7 +78,7 @@ def download(name: str, weights: bool = True) -> Path:
             folder = Path(snapshot_download(name, allow_patterns=[*_SMALL, _BIN]))
     except GatedRepoError as error:
         raise StorageError(
-            f"the access to {name} is restricted; accept its terms on the hub, and log in with hf auth login"
+            f"{name} is a gated model; accept its terms on the hub, and log in with hf auth login"
         ) from error
     except RepositoryNotFoundError as error:
         raise StorageError(

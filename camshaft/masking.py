@@ -15,7 +15,7 @@ from typing import Any
 
 HIDDEN = "***"
 MIN_LENGTH = 4
-"""Shortest value that is masked inside a text. Shorter values are parts of many words."""
+"""Shortest value that is masked inside a text. Shorter values would also match ordinary words."""
 
 _SECRET_NAME = re.compile(r"(?i)secret|passw|credential|authorization|cookie|(?:^|[^a-z]|api)(?:key|token|auth|pwd)$")
 _SECRETS_IN_URL = (

@@ -41,7 +41,7 @@ def dump_stacks_on_signal(file: Path | int) -> None:
 
 
 def read_stacks(pid: int, file: Path | int) -> str:
-    """Return the current stacks of a process, or those at its crash, or "" if it has written none."""
+    """Return the current stacks of a process, or those dumped when it crashed, or "" if it has written none."""
     start = len(_read(file))
     if not _handles_signal(pid):
         _, mark, crash = _read(file).partition(_CRASH.encode())

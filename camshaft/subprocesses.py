@@ -1,4 +1,4 @@
-"""Child processes: start them, exchange messages with them, bound the waits for them, and end them with their parent.
+"""Child processes: start them, exchange messages, limit the time to wait for them, and end them with their parent.
 
     process = start_python(["-m", "camshaft.rewards.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     send(descriptor, pack(value))              # in the child: value = unpack(receive(descriptor))
@@ -9,7 +9,7 @@
 
     wait = Wait("critic.update_critic", WorkerError, Limit(3600.0, "trainer.worker_timeout"))
     while not has_answered():                  # polls for `POLL_SECONDS`
-        wait.check("rank 1 of 2")              # logs a warning after 10, 20, 40, ... s, and raises at the limit
+        wait.check(lambda: "rank 1 of 2")      # logs a warning after 10, 20, 40, ... s, and raises at the limit
     wait.finish()
 
 The controller backends, reward workers, the process and server rollouts, the tokenizer pool and copies to remote file
@@ -37,9 +37,9 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-"""Interval at which a wait checks the process that it waits for. Answers end the wait immediately."""
+"""Interval at which a wait checks the process that it waits for. An answer ends the wait immediately."""
 REPORT_SECONDS = 10.0
-"""Age of a wait at which it is first reported. The age doubles for each further report."""
+"""Time after which a wait is first reported. It doubles for each further report."""
 USUAL_FACTOR = 1.5
 """A wait is not reported before it has taken this many times as long as the longest earlier wait for the same call."""
 WATCH_SECONDS = 0.5

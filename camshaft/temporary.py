@@ -6,7 +6,7 @@
     remove_leftovers()                              # at the start of a run
 
 A process holds a lock on each of its temporary files and folders. The kernel releases it when the process and its forks
-have ended, so `remove_leftovers` removes the ones without a lock, also those of other containers on this machine.
+have ended, so `remove_leftovers` removes unlocked files, including those of other containers on this machine.
 """
 
 import contextlib
@@ -72,7 +72,7 @@ def file_name(name: str) -> Path:
 
 
 def lock_file(descriptor: int) -> None:
-    """Keep an open file of `file_name` until it is closed, or until this process ends."""
+    """Take a shared lock on an open temporary file, so that `remove_leftovers` does not remove it."""
     fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
@@ -104,5 +104,5 @@ def _remove_without_owner(path: Path) -> None:
     if lock is None:
         return
     with lock:
-        logger.debug("removing %s, which a killed run has left", path)
+        logger.debug("removing %s, left by a killed run", path)
         shutil.rmtree(path) if is_folder else path.unlink()

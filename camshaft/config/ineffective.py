@@ -4,7 +4,7 @@
         logger.warning("config: %s", notice)
 
 `PPO_RULES` and the other tables list the keys with the condition under which nothing reads them. `load.py` logs one
-notice per rule after all checks have passed. Settings that a run cannot have are errors (`checks.py`).
+notice per rule after all checks have passed. Invalid settings are errors (`checks.py`).
 """
 
 import re
@@ -260,7 +260,7 @@ def _rollout_rules(section: str) -> tuple[Rule, ...]:
     rules = []
     for leaf in (*OPTIONAL_KEYS, "max_num_batched_tokens"):
         key, values = f"{section}.{leaf}", harmless.get(leaf, ())
-        readers = f"only {section}.name={', '.join(rollouts_that_read(leaf))} reads this key"
+        readers = f"this key is read only with {section}.name={', '.join(rollouts_that_read(leaf))}"
         causes = (
             (_is_ignored, f"these options in {section}.engine_kwargs", "set the option of the running server"),
             (_is_unread, f"{{{section}.name}}", readers),

@@ -82,9 +82,9 @@ def _check_positions(
     terms = " + ".join(f"{name}={value}" for name, value in lengths.items())
     terms = f"{terms} = {total} tokens" if len(lengths) > 1 else f"{terms} tokens"
     fix = f"Set {' and '.join(lengths)} to at most {limit} tokens{' in total' if len(lengths) > 1 else ''}"
-    if not settings.learned_positions():
+    if not settings.has_learned_positions():
         fix += f", or scale the rotary embedding with rope_scaling in {section}.override_config"
-    message = f"the model has {key}={limit} positions, but {terms}. {fix}."
+    message = f"the model has {key}={limit} positions, but a sequence can have up to {terms}. {fix}."
     yield Problem(f"{section}.path", path, message, tuple(lengths))
 
 
@@ -129,7 +129,7 @@ def _check_vocabulary(
 
 
 def _largest_id(content: Mapping[str, Any]) -> int:
-    """Return the largest token ID of the vocabulary, without added tokens, which text contains on purpose only."""
+    """Return the largest token ID of the vocabulary, without added tokens, which ordinary text does not produce."""
     vocabulary = (content.get("model") or {}).get("vocab")
     if isinstance(vocabulary, list):
         return len(vocabulary) - 1
@@ -141,7 +141,7 @@ def _largest_id(content: Mapping[str, Any]) -> int:
 
 
 def find_model_notices(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> Iterator[str]:
-    """Yield notices about dropout in training, and about generation that no token can end."""
+    """Yield notices about dropout in training, and about models without an end-of-sequence token."""
     if isinstance(config, PPOConfig):
         yield from _dropout_notice(MODEL, config.actor_rollout_ref.model)
         if config.needs_critic():

@@ -1,8 +1,8 @@
 """Read the config.json of a model on the driver, without transformers.
 
-settings = read_settings("models/tiny", {"attn_pdrop": 0.0})        # None if this machine lacks the file
-settings.positions()                                                # 1024
-settings.dropout()                                                  # {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
+settings = read_settings("models/tiny", {"attn_pdrop": 0.0})    # None if this machine lacks the file
+settings.positions()                                            # ("n_positions", 1024)
+settings.dropout()                                              # {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
 """
 
 import json
@@ -16,7 +16,9 @@ from camshaft import hub
 from camshaft.storage import is_url
 
 POSITION_KEYS = ("n_positions", "max_position_embeddings")
-"""Keys of the number of positions. GPT-2 and related models have a learned embedding for each position."""
+"""Keys of the number of positions."""
+LEARNED_POSITIONS = ("gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "biogpt")
+"""Model types with a learned embedding for each position."""
 
 DEFAULT_DROPOUT: dict[str, dict[str, float]] = {
     "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
@@ -48,9 +50,9 @@ class ModelSettings:
         key = next((key for key in POSITION_KEYS if isinstance(self.values.get(key), int)), None)
         return None if key is None else (key, self.values[key])
 
-    def learned_positions(self) -> bool:
+    def has_learned_positions(self) -> bool:
         """Return True if each position has a learned embedding, so that no setting adds positions."""
-        return "n_positions" in self.values
+        return self.values.get("model_type") in LEARNED_POSITIONS
 
     def dropout(self) -> dict[str, float]:
         """Return the dropout probabilities that are not 0, by key."""

@@ -1,4 +1,4 @@
-"""Code that engines with pipeline stages share: losses of the last stage, its outputs and all weights on every stage.
+"""Shared code of pipeline-parallel engines: losses on the last stage, and its outputs and all weights on every stage.
 
     run = PipelineRun(micro_batches, pipeline)                       # on every rank of the process group `pipeline`
     ... run.compute_loss(index, hidden, apply_head)                  # the schedule calls it, on the last stage
@@ -38,7 +38,7 @@ class PipelineRun:
     def compute_loss(self, index: int, hidden: Tensor, apply_head: Callable[[Tensor], Outputs]) -> Tensor:
         """Return the loss of a micro-batch from the output `hidden` of the last stage.
 
-        After an error, the loss is a constant, because all stages wait for the end of the schedule.
+        After an error, return a loss of zero that is connected to the graph, so that the schedule completes.
         """
         loss = None
         if not self._errors:
@@ -46,14 +46,14 @@ class PipelineRun:
                 outputs = apply_head(hidden)
                 self._outputs.append({name: output.detach() for name, output in outputs.items()})
                 loss = self._micro_batches.finish(index, outputs)
-            except Exception as error:  # `finish` raises it on all stages
+            except Exception as error:  # `PipelineRun.finish` raises it on all stages
                 self._errors.append(error)
         return (hidden * 0).sum() if loss is None else loss
 
     def finish(self, vocabulary_size: int, dtype: torch.dtype) -> None:
         """Call hooks and losses on all other stages. Collective; call it after the schedule.
 
-        `dtype` is the one of the hidden states.
+        `dtype` is the dtype of the hidden states.
         """
         on_every_rank(self._pipeline, self._raise_error)
         is_last = self._pipeline.rank() == self._pipeline.size() - 1

@@ -1,6 +1,7 @@
 """Pool of worker processes for reward functions: starts them on demand and replaces them after a timeout or crash.
 
-    pool = WorkerPool(spec, num_workers=8)
+    pool = WorkerPool(spec, num_workers=8, ...)
+    pool.check()                         # starts one worker, which loads the function
     job = Job(len(samples))
     job.put(0, samples)                  # another thread may add samples while the job runs
     pool.run(job)                        # fills job.outcomes, one per sample
@@ -152,7 +153,7 @@ class WorkerPool:
         return f"{self._name()} ({job.progress()}; {processes})"
 
     def _stacks(self, short: bool) -> str:
-        """Return the innermost frames of the process whose call has run for the longest time."""
+        """Return the stacks of the process with the oldest call, and only the innermost frames if `short`."""
         busy = [worker for worker in self._workers if worker.calls]
         return min(busy, key=lambda worker: worker.since).stacks(short) if busy else ""
 

@@ -1,4 +1,4 @@
-"""Random configs, damaged checkpoints and damaged data files: no traceback, no hang, nothing resumed that is not whole.
+"""Fuzz configs, checkpoints and data files: no case may print a traceback, hang, or resume from a damaged file.
 
     python tests/chaos/fuzz.py                                              # 2,000 + 500 + 200 cases: half an hour
     python tests/chaos/fuzz.py --configs 100 --checkpoints 50 --data 20 --seed 7
@@ -6,7 +6,7 @@
 
 This process imports everything once, and each case runs in a fork. A case fails if it prints a traceback, has another
 exit status than 0, 1 or 2, or takes more than ten seconds. A run that resumes from a damaged checkpoint must also end
-with the weights of an undisturbed run, bit by bit.
+with weights that are bitwise identical to those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def checkpoint_case(draw: random.Random, folder: Path) -> tuple[list[str], Check
 
 
 def damage(draw: random.Random, file: Path) -> None:
-    """Damage a file in one of the ways in which disks, copies and people do."""
+    """Damage a file: flip bits, truncate, zero, append, remove or replace it."""
     if not file.is_file():
         return
     data = bytearray(file.read_bytes())

@@ -17,7 +17,7 @@ from camshaft.errors import RolloutError
 
 API_KEY = "VLLM_API_KEY"
 """Environment variable with the key. The trainer's client and vLLM read the same variable."""
-UNAUTHORIZED = b'{"error": "this server requires the API key of the trainer that started it"}'
+UNAUTHORIZED = b'{"error": "this server requires an API key; set VLLM_API_KEY"}'
 
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]

@@ -284,7 +284,7 @@ def test_key_that_the_rollout_does_not_read_logs_a_warning(words, leaf, name, re
     section = "actor_rollout_ref.rollout"
     with caplog.at_level(logging.WARNING, "camshaft.config"):
         load_ppo([*words, f"{section}.tensor_model_parallel_size=1", f"{section}.name={name}", f"{section}.{leaf}"])
-    reason = f"has no effect with {section}.name={name}; only {section}.name={readers} reads this key"
+    reason = f"has no effect with {section}.name={name}; this key is read only with {section}.name={readers}"
     assert caplog.messages == [f"config: {section}.{leaf} {reason}"]
 
 
