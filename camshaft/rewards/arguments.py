@@ -4,8 +4,8 @@
     arguments.columns                                               # columns of the data file that it reads
     function(**arguments.single(sample), **kwargs)                  # or arguments.batch(samples)
 
-A function receives only the arguments that it has parameters for. A parameter `**kwargs` receives all columns or, if the
-function also has a parameter `extra_info`, only the standard arguments.
+A function receives only the arguments that it has parameters for. A parameter `**kwargs` receives all columns or,
+if the function also has a parameter `extra_info`, only the standard arguments.
 """
 
 from __future__ import annotations

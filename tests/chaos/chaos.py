@@ -4,9 +4,9 @@
     python tests/chaos/chaos.py --kills 4 --layouts local,ray --out benchmarks/results/chaos.md
 
 A kill is SIGKILL to the driver, a rank, the generator's process or a reward worker, whichever was killed least often,
-while the run starts, computes or saves. A run that ends because of it is restarted with the same command. The
-script fails if the metrics or the last weights are not bitwise identical, if a process, shared memory or a temporary file is
-left, or if an exit takes too long.
+while the run starts, computes or saves. A run that ends because of it is restarted with the same command. The script
+fails if the metrics or the last weights are not bitwise identical, if a process, shared memory or a temporary file
+is left, or if an exit takes too long.
 """
 
 from __future__ import annotations
