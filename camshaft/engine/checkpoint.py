@@ -215,12 +215,12 @@ def _finish(target: Path, work: Path, files: dict[str, Any], state: Mapping[str,
                 "a file system that all nodes share"
             )
         assert visible == files.keys(), f"no checksum of {sorted(visible - files.keys())}"
-        (work / STATE_FILE).write_text(json.dumps(state), encoding="utf-8")
+        engine = dict(state["engine"])
+        # The series differs between runs that are otherwise equal, so only the manifest contains it.
+        facts = {"series": engine.pop("series")} if "series" in engine else {}
+        (work / STATE_FILE).write_text(json.dumps({**state, "engine": engine}), encoding="utf-8")
         files |= storage.fingerprints(work, [work / STATE_FILE])
-        facts = {"kind": "engine", "global_step": global_step}
-        if "series" in state["engine"]:
-            facts["series"] = state["engine"]["series"]
-        storage.finish(target, files, facts)
+        storage.finish(target, files, {"kind": "engine", "global_step": global_step, **facts})
 
 
 class BackgroundSave:
@@ -338,7 +338,9 @@ def load_into(
         if optimizer is not None and parameters is not None:
             restore_optimizer(optimizer, parameters, targets, saved_state["optimizer_values"])
         random = _load_random_state(folder, saved_state["world_size"], rank, world_size)
-        return LoadedState(saved_state["engine"], random)
+        facts = storage.read_manifest(folder)["facts"]
+        series = {"series": facts["series"]} if "series" in facts else {}
+        return LoadedState({**saved_state["engine"], **series}, random)
 
 
 def _read_contents(folder: Path) -> tuple[dict[str, Any], dict[str, TensorInfo], dict[str, TensorInfo]]:

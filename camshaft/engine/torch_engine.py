@@ -433,7 +433,7 @@ class TorchEngine(BaseEngine):
             if loaded_state.random:
                 set_random_states(loaded_state.random, self.device)
         self._skipped_steps = loaded_state.metadata["skipped_steps"]
-        self._series = loaded_state.metadata["series"]
+        self._series = loaded_state.metadata.get("series", self._series)
 
     def _state(self) -> checkpoint.State:
         random = random_states(self.device)

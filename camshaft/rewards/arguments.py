@@ -4,8 +4,9 @@
     arguments.columns                                               # columns of the data file that it reads
     function(**arguments.single(sample), **kwargs)                  # or arguments.batch(samples)
 
-A function receives only the arguments that it has parameters for. A parameter `**kwargs` receives all columns or,
-if the function also has a parameter `extra_info`, only the standard arguments.
+A function receives only the arguments that it has parameters for. A parameter `**kwargs` receives all columns if
+the function has a parameter for the response and none for `extra_info`. Otherwise it receives the arguments of verl:
+data source, response, ground truth and extra info.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from camshaft.rewards.messages import Sample
 
 SINGLE = ("data_source", "solution_str", "ground_truth", "extra_info")
 BATCH = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+EXTRA = ("extra_info", "extra_infos")
 RESPONSE, RESPONSES = ("solution_str", "response", "completion"), ("solution_strs", "responses", "completions")
 """Names of the response, for one sample and for a batch."""
 
@@ -60,7 +62,7 @@ class Arguments(NamedTuple):
             raise TypeError(f"it has no parameter {unknown_kwargs[0]!r} of reward_kwargs")
         standard = {*(BATCH if batched else SINGLE), *response_names, "prompts" if batched else "prompt", *kwargs}
         required = [name for name in names if parameters[name].default is inspect.Parameter.empty]
-        takes_all = has_keywords and not {"extra_info", "extra_infos"} & set(names)
+        takes_all = has_keywords and bool(set(response_names) & set(names)) and not set(EXTRA) & set(names)
         if has_keywords and not takes_all:
             names += [name for name in (BATCH if batched else SINGLE) if name not in names]
         return cls(batched, tuple(names), takes_all, tuple(name for name in required if name not in standard))

@@ -135,7 +135,7 @@ def test_a_step_whose_scoring_hangs_is_abandoned(tmp_path: Path, monkeypatch: py
     assert result.status == 143
     output = " ".join(result.out.split())
     assert "abandoned step 3: SIGTERM: 0 of 8 responses scored within trainer.stop_timeout=1 s" in output
-    assert "SIGTERM: stopped after step 2 of 4. Run the same command to resume (exit status 143)" in output
+    assert "SIGTERM: stopped after step 2 of 4" in output
     assert steps(run) == [2]
     hang.unlink()
     assert camshaft(*run_args(tmp_path, run, **more)).status == 0

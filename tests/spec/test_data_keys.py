@@ -34,7 +34,7 @@ def rows(count: int) -> list[dict[str, Any]]:
 def _no_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the scoring processes, which none of these keys changes."""
     rewards = SimpleNamespace(close=lambda: None, columns=(), check_rows=lambda rows: None)
-    monkeypatch.setattr("camshaft.trainer.build.build_run_rewards", lambda config: rewards)
+    monkeypatch.setattr("camshaft.trainer.build.build_run_rewards", lambda *_: rewards)
 
 
 @pytest.fixture(scope="module")

@@ -32,11 +32,18 @@ def error(load: Any, settings: list[str]) -> str:
     return str(raised.value)
 
 
-@pytest.mark.parametrize(("key", "can_scale"), [("max_position_embeddings", True), ("n_positions", False)])
+@pytest.mark.parametrize(
+    ("kind", "key", "can_scale"),
+    [
+        ("llama", "max_position_embeddings", True),
+        ("opt", "max_position_embeddings", False),
+        ("gpt2", "n_positions", False),
+    ],
+)
 def test_lengths_must_fit_the_positions_of_the_model(
-    words: list[str], tmp_path: Path, key: str, can_scale: bool
+    words: list[str], tmp_path: Path, kind: str, key: str, can_scale: bool
 ) -> None:
-    write(tmp_path, {"model_type": "any", "vocab_size": 8, "eos_token_id": 1, key: 24})
+    write(tmp_path, {"model_type": kind, "vocab_size": 8, "eos_token_id": 1, key: 24})
     load_ppo([*words, *FITS])
     text = error(load_ppo, [*words, *LENGTHS])
     assert f"{key}=24 positions" in text

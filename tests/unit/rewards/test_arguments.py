@@ -30,6 +30,7 @@ def scores(rewards: RewardManager, texts: list[str], data_rows: list[dict] = ROW
         ("def f(solution_str, prompt): return str(eval(prompt[:-1])) == solution_str", ("prompt",)),
         ("def f(solution_str, **row): return row['answer'] == solution_str and 'level' in row", None),
         ("def f(solution_str, extra_info, **kwargs): return not kwargs.keys() & {'answer'}", ()),
+        ("def f(**kwargs): return kwargs.keys() == {'data_source', 'solution_str', 'ground_truth', 'extra_info'}", ()),
         ("async def f(response, ground_truth): return response == ground_truth", ()),
         ("def f(completions, answer, **kwargs): return [a == b for a, b in zip(completions, answer)]", None),
         (

@@ -73,7 +73,11 @@ def test_every_recipe_is_a_config_that_loads(name: str, tmp_path: Path) -> None:
     typed = [word for words in re.findall(r"`([^`]*)`", RECIPES[name]) for word in words.split() if "=" in word]
     assert typed
     mini = "actor_rollout_ref.actor.ppo_mini_batch_size=8"
-    load_ppo([*ppo_args(tmp_path), "data.train_batch_size=8", "data.max_response_length=4096", mini, *typed])
+    positions = [
+        f"{role}.model.override_config.max_position_embeddings=8192" for role in ("actor_rollout_ref", "critic")
+    ]
+    lengths = ["data.max_response_length=4096", *(f"+{word}" for word in positions)]
+    load_ppo([*ppo_args(tmp_path), "data.train_batch_size=8", mini, *lengths, *typed])
 
 
 def test_the_recipes_are_found() -> None:
