@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from support.command_line import ROOT
 from support.ppo_runs import ppo_args
-from support.processes import listening_addresses, marked
+from support.processes import listening_addresses, marked, still_running
 
 SHADOWED = ("yaml", "queue", "tokenizers", "torch", "numpy", "socket", "tempfile", "safetensors", "ray")
 """Names of installed modules and of modules of the standard library."""
@@ -95,5 +95,6 @@ def test_a_ray_run_listens_only_on_the_loopback_interface(folder: Path, tmp_path
         addresses |= listening_addresses(marked(mark))
         time.sleep(0.2)
     check(folder, process, 200)
+    assert still_running(marked(mark), 15) == []  # the stacks of a rank are removed ten seconds after it has ended
     assert addresses  # Ray's daemons were seen
     assert [address for address in addresses if not ipaddress.ip_address(address).is_loopback] == []

@@ -18,6 +18,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,9 @@ class Forked:
             os.dup2(file, number)
         sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        # The fork server and the resource tracker of the parent are not children of this process.
+        forkserver._forkserver.__init__()  # pyright: ignore[reportAttributeAccessIssue]
+        resource_tracker._resource_tracker.__init__()
         sys.exit(main(list(args)))
 
     def poll(self) -> int | None:

@@ -89,7 +89,7 @@ def none_left_behind(seconds: float = 5.0) -> Iterator[str]:
     deadline = time.monotonic() + seconds
     while (remaining := {*marked(mark), *forked()} - earlier) and time.monotonic() < deadline:
         time.sleep(0.02)
-    assert not remaining
+    assert not remaining, [command_line(pid) or pid for pid in remaining]
 
 
 def listening_addresses(pids: Iterable[int]) -> set[str]:
