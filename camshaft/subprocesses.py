@@ -5,7 +5,7 @@
     kill_group(process.pid)                    # kill the child and all processes that it started
 
     end_with(parent)                           # in the child: end it when the process `parent` ends or is killed
-    guard_group(process.pid)                   # the same, for programs that cannot call `end_with`
+    guard = GroupGuard(process.pid)            # the same, for programs that cannot call `end_with`
 
     wait = Wait("critic.update_critic", WorkerError, Limit(3600.0, "trainer.worker_timeout"))
     while not has_answered():                  # polls for `POLL_SECONDS`
@@ -46,8 +46,20 @@ WATCH_SECONDS = 0.5
 """Interval at which a child process checks whether the process that it must end with is running."""
 
 _MAPPED_BYTES = 2**20
-_GUARD = 'read _; kill -s KILL -- "-$0"; [ $# -gt 0 ] && sleep 10 && rm -f -- "$@"'
-"""Shell script that waits for the end of its input, kills the group, and deletes the files ten seconds later."""
+_CANCEL = "cancel"
+_GUARD = f"""
+exec 3<&0
+(
+    read -r message
+    [ "$message" = {_CANCEL} ] && exit
+    kill -s KILL -- "-$0"
+    [ $# -gt 0 ] && sleep 10 && rm -f -- "$@"
+) <&3 &
+"""
+"""Shell script that waits for the end of its input, kills the group, and deletes the files ten seconds later.
+
+It runs in the background, because Ray kills the direct children of an actor that exits.
+"""
 
 
 def start_python(
@@ -156,16 +168,25 @@ def without_watcher(stacks: str) -> str:
     return "\n\n".join(block for block in stacks.split("\n\n") if _watch_process.__name__ not in block)
 
 
-def guard_group(group: int, *files: Path) -> subprocess.Popen[bytes]:
-    """Start a guard process that kills a process group when this process ends, even by SIGKILL.
+class GroupGuard:
+    """A process that kills a process group when this process ends, even by SIGKILL.
 
-    The guard is a shell in a separate session. It reads from a pipe that is closed when this process ends, or when the
-    returned object is garbage collected. It deletes `files` ten seconds after it has killed the group. To remove the
-    guard without killing the group, kill the guard.
+    It is a shell in a separate session, which reads from a pipe. The pipe is closed when this process ends, or when
+    this object is garbage collected. The shell deletes `files` ten seconds after it has killed the group.
     """
-    command = ["/bin/sh", "-c", _GUARD, str(group), *map(str, files)]
-    silent = subprocess.DEVNULL
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True)
+
+    def __init__(self, group: int, *files: Path):
+        command = ["/bin/sh", "-c", _GUARD, str(group), *map(str, files)]
+        silent = subprocess.DEVNULL
+        shell = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True)
+        assert shell.stdin is not None
+        self._pipe = shell.stdin
+        shell.wait()  # the guard is its background process
+
+    def cancel(self) -> None:
+        """End the guard without killing the group."""
+        with contextlib.suppress(BrokenPipeError), self._pipe:
+            self._pipe.write(f"{_CANCEL}\n".encode())
 
 
 # -- waits -----------------------------------------------------------------------------------------

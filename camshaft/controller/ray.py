@@ -50,8 +50,9 @@ from camshaft.stacks import dump_stacks_on_signal, read_stacks, stack_file
 from camshaft.stop import ignore_stop_signals
 from camshaft.subprocesses import (
     Frames,
+    GroupGuard,
+    end_with,
     extend_import_path,
-    guard_group,
     import_path,
     kill_group,
     safe_import_environment,
@@ -357,7 +358,8 @@ class ActorExecutor:
         pid = os.getpid()
         if os.getpgid(0) != pid:
             os.setpgid(0, 0)
-        self._guard = guard_group(pid, stack_file(pid))
+        self._guard = GroupGuard(pid, stack_file(pid))
+        end_with(os.getppid())  # an actor in a collective operation would outlive its raylet
         dump_stacks_on_signal(stack_file(pid))
         ignore_stop_signals(signal.SIGTERM)
         os.environ.pop("PYTHONSAFEPATH", None)  # only this process needs it, not the programs that a role starts

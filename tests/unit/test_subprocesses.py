@@ -15,6 +15,7 @@ from support.processes import still_running
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import WorkerError
 from camshaft.subprocesses import (
+    GroupGuard,
     Limit,
     MessageReader,
     Wait,
@@ -117,9 +118,9 @@ SLEEPS = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid, 
 WATCHES = f"import sys; from camshaft.subprocesses import end_with; end_with(int(sys.argv[1])); {SLEEPS}"
 PARENT = """
 import os, sys, time
-from camshaft.subprocesses import guard_group, start_python
+from camshaft.subprocesses import GroupGuard, start_python
 process = start_python(["-c", sys.argv[1], str(os.getpid())])
-guard = guard_group(process.pid) if sys.argv[2] == "guard" else None
+guard = GroupGuard(process.pid) if sys.argv[2] == "guard" else None
 print(process.pid, flush=True)
 time.sleep(60)
 """
@@ -134,6 +135,14 @@ def test_a_child_and_its_children_end_with_a_killed_parent(child: str, guard: st
         assert still_running(pids, 0) == pids
         process.kill()
         assert still_running(pids, 5) == []
+
+
+def test_a_cancelled_guard_does_not_kill_the_group():
+    with start_python(["-c", "input()"], stdin=subprocess.PIPE) as process:
+        guard = GroupGuard(process.pid)
+        guard.cancel()
+        assert still_running([process.pid], 1) == [process.pid]
+        process.communicate(b"\n")
 
 
 def test_a_killed_group_includes_grandchildren():

@@ -34,11 +34,11 @@ from camshaft.rollout.vllm.guard import API_KEY
 from camshaft.rollout.vllm.installed import MISSING
 from camshaft.subprocesses import (
     POLL_SECONDS,
+    GroupGuard,
     Limit,
     Wait,
     describe_exit,
     describe_process,
-    guard_group,
     kill_group,
     start_python,
 )
@@ -111,7 +111,7 @@ class ServerProcess:
         self._server = start_python(
             server, env=environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
         )
-        self._guard = guard_group(self._server.pid)
+        self._guard = GroupGuard(self._server.pid)
 
     def wait(self, timeout: float) -> None:
         """Wait until the server is ready. After `timeout` seconds, stop it and raise an error."""
@@ -150,8 +150,7 @@ class ServerProcess:
             return
         self._exit_report = "was stopped"
         kill_group(self._server.pid)
-        self._guard.kill()
-        self._guard.wait()
+        self._guard.cancel()
         self._server.wait()
 
     def _last_lines(self) -> str:

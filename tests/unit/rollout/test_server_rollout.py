@@ -411,8 +411,8 @@ def guarded(*code: str) -> subprocess.Popen[bytes]:
     """Start a trainer that starts a server and its guard; the server prints its process id."""
     server = ["-c", "import os, time; print(os.getpid(), flush=True); " + code[0]]
     trainer = (
-        "import sys, time; from camshaft.subprocesses import guard_group, start_python; "
-        "guard = guard_group(start_python(sys.argv[1:]).pid); time.sleep(600)"
+        "import sys, time; from camshaft.subprocesses import GroupGuard, start_python; "
+        "guard = GroupGuard(start_python(sys.argv[1:]).pid); time.sleep(600)"
     )
     return subprocess.Popen([sys.executable, "-c", trainer, *server], stdout=subprocess.PIPE)
 
