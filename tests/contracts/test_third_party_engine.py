@@ -135,7 +135,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("engine", [DDP, PIPELINE], ids=["ddp", "pipeline"])
+@pytest.mark.parametrize(
+    "engine", [pytest.param(DDP, id="ddp", marks=pytest.mark.slow), pytest.param(PIPELINE, id="pipeline")]
+)
 def test_ppo_with_actor_and_critic_on_two_ranks_equals_one_device(
     engine: dict[str, Any], command: Command, reference: Path, tmp_path: Path
 ) -> None:

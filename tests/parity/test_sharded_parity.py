@@ -91,7 +91,7 @@ def _check(actual: dict[str, Any], expected: dict[str, Any], bound: float) -> No
 LAYOUTS = ALONE | {name: OLDER[name] for name in ("fsdp1_two", "fsdp1_hsdp+sp2")}
 
 
-FAST = {"hsdp", "sp2", "tp2", "lora", "offload", "fsdp1_two"}
+FAST = {"sp2", "tp2", "lora", "offload"}
 """The layouts that differ most, which `make test` compares."""
 
 

@@ -124,6 +124,7 @@ def test_only_changed_files_are_downloaded_again(remote: Remote) -> None:
         fetch(f"{remote.url}/nothing")
 
 
+@pytest.mark.slow
 def test_a_run_reads_and_resumes_from_a_remote_folder(remote: Remote, tmp_path: Path) -> None:
     home = tmp_path / "home"
     ppo_args(home)  # writes models and data

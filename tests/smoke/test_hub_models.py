@@ -47,6 +47,7 @@ def test_cached_models_train_like_their_folders(home: Path, tmp_path: Path, monk
     assert all(weight.equal(local.critic[name]) for name, weight in cached.critic.items())
 
 
+@pytest.mark.slow
 def test_missing_models_are_downloaded(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")

@@ -33,7 +33,7 @@ def failed(run: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("late", "changes"),
     [
-        pytest.param(1, GRPO, id="the second rank is late"),
+        pytest.param(1, GRPO, id="the second rank is late", marks=pytest.mark.slow),
         pytest.param(0, REMAX, id="the first rank is late", marks=pytest.mark.slow),
     ],
 )

@@ -77,12 +77,14 @@ def test_no_file_of_the_working_directory_runs(command: list[str], folder: Path)
     check(folder, start_in(folder, [*command, *arguments]), 60)
 
 
+@pytest.mark.slow
 def test_no_process_of_a_run_imports_files_of_the_working_directory(folder: Path, tmp_path: Path) -> None:
     """Ranks, their fork server, the generator's process and the reward workers."""
     run = ppo_args(tmp_path, {**SMALL_RUN, "actor_rollout_ref.actor.strategy": "fsdp", "critic.strategy": "fsdp"})
     check(folder, start_in(folder, [*COMMANDS["module"], "ppo", *run]), 200)
 
 
+@pytest.mark.slow
 @pytest.mark.alone
 def test_a_ray_run_listens_only_on_the_loopback_interface(folder: Path, tmp_path: Path, mark: str) -> None:
     """A cluster that the run starts is unreachable from other machines, and its workers import installed packages."""

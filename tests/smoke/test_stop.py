@@ -114,6 +114,7 @@ def compute_score(**sample):
 """
 
 
+@pytest.mark.slow
 def test_a_step_whose_scoring_hangs_is_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     run, uninterrupted, hang, reward = (tmp_path / name for name in ("run", "whole", "hang", "my_reward.py"))

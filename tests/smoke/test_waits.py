@@ -54,7 +54,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ("overrides", "is_victim", "target"),
     [
         pytest.param(RANKS, is_rank, "of 2 (", id="rank"),
-        pytest.param(GENERATOR, is_generator, "the generator's process", id="generator"),
+        pytest.param(GENERATOR, is_generator, "the generator's process", id="generator", marks=pytest.mark.slow),
     ],
 )
 def test_a_suspended_process_is_named_and_ends_the_run(

@@ -44,6 +44,7 @@ def test_load_format_without_dummy_reads_the_model_folder(load_format: str) -> N
         assert engine_arguments(config.model_copy(update={"load_format": name}))["load_format"] == loads
 
 
+@pytest.mark.slow
 def test_weight_buckets_have_the_configured_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sync weights to a real process, which confirms each bucket."""
     real, pushed = process_rollout.open_sender, []

@@ -59,6 +59,7 @@ def names(folder: Path) -> list[str]:
     return sorted({path.name for path in folder.iterdir()} - {"program.py", "torchinductor_root", "torchinductor"})
 
 
+@pytest.mark.slow
 def test_a_killed_run_leaves_nothing_after_the_next_start(temporary: Path) -> None:
     """The driver, its ranks and its fork server are killed at the same time, so none of them can clean up."""
     with none_left_behind() as mark, started(RANKS, temporary):

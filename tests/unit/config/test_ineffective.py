@@ -398,10 +398,7 @@ def parts(config: PPOConfig) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "base",
-    [
-        base if base in ("grpo", "LoRA with KL loss", "one step") else pytest.param(base, marks=pytest.mark.slow)
-        for base in BASES
-    ],
+    [base if base == "one step" else pytest.param(base, marks=pytest.mark.slow) for base in BASES],
 )
 def test_keys_of_engines_are_reported_if_they_change_no_engine(base: str, words: list[str], tmp_path: Path) -> None:
     """Compare the notices with the configs of all engines, which are derived without the table.

@@ -154,7 +154,7 @@ BUDGET = {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu"
     [
         pytest.param(BUDGET, id="rows", marks=pytest.mark.slow),
         pytest.param({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, id="tokens", marks=pytest.mark.slow),
-        pytest.param(TENSOR, id="vocabulary"),
+        pytest.param(TENSOR, id="vocabulary", marks=pytest.mark.slow),
     ],
 )
 def test_ranks_learn_the_same_from_it(more: dict[str, Any], home: Path, learned_alone: list[Step]) -> None:

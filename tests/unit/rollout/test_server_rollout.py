@@ -111,7 +111,13 @@ with fake_server(serving(lambda: (200, {"choices": [GOOD]}), version="mine")) as
 
 
 @pytest.mark.alone
-@pytest.mark.parametrize("engine_kwargs", [{"timeout": 2.0}, {}], ids=["key of the rollout", "limit of the run"])
+@pytest.mark.parametrize(
+    "engine_kwargs",
+    [
+        pytest.param({"timeout": 2.0}, id="key of the rollout"),
+        pytest.param({}, id="limit of the run", marks=pytest.mark.slow),
+    ],
+)
 def test_server_that_stops_answering_is_named(
     engine_kwargs: dict[str, Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

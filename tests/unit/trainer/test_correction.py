@@ -171,6 +171,7 @@ def nucleus_masses(home: Path, batch: DataProto) -> list[Tensor]:
     return masses
 
 
+@pytest.mark.slow
 def test_truncated_distribution_weights_equal_the_kept_mass(home: Path, run: Run) -> None:
     # pi_rollout = pi_train / mass for a kept token, so its weight is the mass; a row's weight is their product.
     for level in ("token", "sequence"):

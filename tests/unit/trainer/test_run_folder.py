@@ -37,6 +37,7 @@ def words(folder: Path) -> list[str]:
     return [word for word in ppo_args(folder, settings) if not word.startswith("trainer.default_local_dir")]
 
 
+@pytest.mark.slow
 def test_stopped_run_without_a_name_prints_how_to_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

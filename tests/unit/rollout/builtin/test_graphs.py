@@ -104,7 +104,7 @@ def same(actual: Generation, expected: Generation) -> bool:
     [
         ("qwen2", 1.1),
         ("qwen2", 0.0),
-        ("mixtral", 1.1),
+        pytest.param("mixtral", 1.1, marks=pytest.mark.slow),
         *(pytest.param(family, 1.1, marks=pytest.mark.slow) for family in FAMILIES if family not in SHORT),
         *(pytest.param(family, 0.0, marks=pytest.mark.slow) for family in FAMILIES if family != "qwen2"),
     ],
