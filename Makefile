@@ -28,7 +28,8 @@
 # make bench-check   fail if a speed ratio fell below the committed one for this kind of processor
 #
 # make format        apply the formatter and the linter's fixes
-# make docs          regenerate the generated pages (config, metrics, engine-features, spec) and tables of contract rules
+# make docs          regenerate the generated pages (config, metrics, command-line, api, engine-features, spec) and tables
+# make site          build the documentation site; open it with `make serve-site`
 # make clean         remove every environment and cache
 #
 # Environments (.venv, .venv-vllm, ...) are created when they are missing or when the pinned versions change.
@@ -63,7 +64,7 @@ FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/conf
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-megatron-slow test-titan test-remote test-matrix test-cluster test-gpu chaos fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs clean install
+.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-megatron-slow test-titan test-remote test-matrix test-cluster test-gpu chaos fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
 
 install: $(INSTALLED)
 
@@ -249,6 +250,15 @@ docs: $(INSTALLED)
 	$(BIN)/camshaft engines docs --out docs/engine-features.md
 	$(BIN)/python tests/spec/table.py
 	$(BIN)/python tools/rule_tables.py
+	$(BIN)/python tools/command_line_page.py
+	$(BIN)/python tools/api_page.py
+
+site: $(INSTALLED)
+	$(BIN)/python tools/docs_site.py
+
+# Search loads its index with a request, which browsers allow from a server only.
+serve-site: site
+	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs/site 8000
 
 clean:
 	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache

@@ -1,6 +1,7 @@
 """Documentation pages that repeat facts of the code agree with the code."""
 
 import re
+import runpy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -32,6 +33,12 @@ def test_the_config_page_is_generated_from_the_schema() -> None:
 def test_the_metrics_page_is_generated_from_the_table() -> None:
     written = (ROOT / "docs" / "metrics.md").read_text(encoding="utf-8")
     assert written == reference_of_metrics(), "run: make docs"
+
+
+@pytest.mark.parametrize("name", ["api", "command-line"])
+def test_pages_of_tools_are_up_to_date(name: str) -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / f"{name.replace('-', '_')}_page.py"))
+    assert tool["PAGE"].read_text(encoding="utf-8") == tool["page"](), "run: make docs"
 
 
 def test_the_page_on_tracking_has_every_tracker() -> None:
