@@ -8,11 +8,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help
+from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help, short_name_table
 from camshaft.config import EvalConfig, compose
 
 USAGE = f"""\
 usage: camshaft eval key=value ...       score responses: mean@n, best@k, maj@k and pass@k of each data source
+
+{short_name_table(EvalConfig)}
 
 Required keys:
   data.path=FILE                       data file with responses, for example of camshaft generate

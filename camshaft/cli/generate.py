@@ -10,11 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help
+from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help, short_name_table
 from camshaft.config import GenerateConfig, compose
 
 USAGE = f"""\
 usage: camshaft generate key=value ...   generate responses to the prompts of a data file
+
+{short_name_table(GenerateConfig)}
 
 Required keys:
   data.path=FILE data.output_path=FILE                        data file with prompts; new parquet file

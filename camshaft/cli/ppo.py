@@ -1,6 +1,6 @@
 """`camshaft ppo`: train with PPO, GRPO and related algorithms.
 
-    camshaft ppo data.train_files=train.parquet actor_rollout_ref.model.path=models/tiny key=value ...
+    camshaft ppo model=models/tiny data=train.jsonl reward=my_reward.py algorithm=grpo key=value ...
 
 `python -m camshaft.trainer.main_ppo` is the same command.
 """
@@ -10,25 +10,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help
+from camshaft.cli.usage import CONFIG_OPTIONS, algorithm_names, asks_for_help, short_name_table
 from camshaft.config import PPOConfig, batch_table, compose, render_batch_table
 from camshaft.stop import ENDED_BY_SIGNAL
 
 USAGE = f"""\
 usage: camshaft ppo key=value ...        train with PPO, GRPO and related algorithms
 
-Required keys:
-  data.train_files=FILE data.val_files=FILE                   parquet, JSON lines or CSV files
-  actor_rollout_ref.model.path=FOLDER
-  critic.model.path=FOLDER                                    only with algorithm.adv_estimator=gae
-  actor_rollout_ref.rollout.name=torch
-  trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
-  actor_rollout_ref.actor.strategy=fsdp                       or reference for a single process without sharding
+{short_name_table(PPOConfig)}
+
+{algorithm_names()}
+Short names and keys can be mixed. A run requires model and data, and reward unless a built-in function scores the data.
 All keys: camshaft config show. One key: camshaft config explain KEY
 
 {CONFIG_OPTIONS}
-example (in addition to the required keys):
-  camshaft ppo ... algorithm.adv_estimator=grpo actor_rollout_ref.rollout.n=8 actor_rollout_ref.actor.optim.lr=1e-6
+example:
+  camshaft ppo model=models/tiny data=train.jsonl reward=my_reward.py algorithm=grpo steps=60 lr=1e-5
 """
 
 

@@ -10,11 +10,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help
+from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help, short_name_table
 from camshaft.config import SFTConfig, compose
 
 USAGE = f"""\
 usage: camshaft sft key=value ...        supervised fine-tuning
+
+{short_name_table(SFTConfig)}
 
 Required keys:
   data.train_files=FILE data.val_files=FILE                   parquet, JSON lines or CSV files; val_files may be null

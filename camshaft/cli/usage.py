@@ -1,6 +1,11 @@
 """Help text that all commands with a config share."""
 
+import textwrap
 from collections.abc import Sequence
+
+from camshaft.config.schema.algorithm import ESTIMATORS
+from camshaft.config.schema.fields import Section
+from camshaft.config.short_names import RECIPES, SHORT_NAMES
 
 CONFIG_OPTIONS = """\
   -m key=1,2,3                           start one run per value, one after another
@@ -13,3 +18,19 @@ CONFIG_OPTIONS = """\
 def asks_for_help(argv: Sequence[str]) -> bool:
     """Return True if `argv` contains `-h` or `--help`."""
     return bool({"-h", "--help"} & set(argv))
+
+
+def short_name_table(schema: type[Section]) -> str:
+    """Return the short names of a command with their values and keys, as lines of a help text."""
+    lines = ["Short names of the most common keys:"]
+    lines += [f"  {entry.name + '=':<17} {entry.values:<56} {entry.key}" for entry in SHORT_NAMES[schema]]
+    return "\n".join(lines)
+
+
+def algorithm_names() -> str:
+    """Return the values of `algorithm` as lines of a help text."""
+    recipes = [name for name in RECIPES if name not in ("ppo", "reinforce++", "reinforce++_baseline")]
+    names = ", ".join(["ppo", *(name for name in ESTIMATORS if name != "gae"), *recipes])
+    return textwrap.fill(
+        f"Algorithms: {names}, or package.module:function (docs/algorithms.md)", 120, subsequent_indent="  "
+    )

@@ -14,6 +14,7 @@
     engine_features.py  features of the engines, and the page that lists them
     layout.py           resource pools, numbers of ranks, controller
     load.py             composes files and overrides, renames aliases, resolves `${...}` and validates
+    short_names.py      short names of common keys, and algorithm names that set several keys
     command.py          loads configs from command-line arguments, including sweeps
     checks.py           checks that involve several keys
     backend_checks.py   checks of engines and rollouts against their capabilities
@@ -77,6 +78,7 @@ from camshaft.config.schema.supervised import (
     SupervisedTrainerConfig,
 )
 from camshaft.config.schema.trainer import TrainerConfig
+from camshaft.config.short_names import expand_short_names
 
 __all__ = [
     "GLOBAL_POOL",
@@ -115,6 +117,7 @@ __all__ = [
     "batch_table",
     "compose",
     "critic_engine",
+    "expand_short_names",
     "explain",
     "from_container",
     "generate_engine",

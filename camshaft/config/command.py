@@ -30,6 +30,7 @@ from camshaft.config.load import (
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.supervised import SupervisedConfig
+from camshaft.config.short_names import expand_overrides, section_overrides
 from camshaft.config.tree import flatten, get, has_key, leaf_fields
 from camshaft.errors import ConfigError
 from camshaft.masking import mask_text, mask_yaml, secret_values
@@ -53,6 +54,7 @@ def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
     """
     arguments, config_name = list(argv), DEFAULTS[schema]
     _check_arguments(arguments)
+    arguments = _expand_short_names(arguments, schema)
     overrides = prepare_overrides(arguments, [str(HOME)])
     if (tree := override_defaults(schema, overrides)) is not None:
         return [from_container(tree, schema, overridden_keys(overrides))]
@@ -84,6 +86,26 @@ def _check_arguments(argv: Sequence[str]) -> None:
         is_override = "=" in argument or _OVERRIDE.match(argument)
         if not argument.startswith("-") and not is_override and previous not in _TAKES_VALUE:
             raise ConfigError(f"'{argument}' is not an override. Write key=value, for example trainer.seed=7.")
+
+
+def _expand_short_names(argv: Sequence[str], schema: type[Config]) -> list[str]:
+    """Replace short names in the overrides, and add those of a config file that are names of sections too."""
+    options = [argument for argument in argv if not _OVERRIDE.match(argument)]
+    overrides = [argument for argument in argv if _OVERRIDE.match(argument)]
+    folders = [folder for folder in map(_folder, options, [*options[1:], ""]) if folder]
+    names = [name for name in map(_config_name, options, [*options[1:], ""]) if name]
+    of_files = [
+        override for folder in folders for name in names for override in section_overrides(folder, name, schema)
+    ]
+    return [*of_files, *expand_overrides(overrides, schema, [str(HOME), *folders]), *options]
+
+
+def _config_name(option: str, following: str) -> str:
+    """Return the config name that an option of Hydra selects, or an empty string."""
+    name, equals, value = option.partition("=")
+    if name not in ("--config-name", "-cn"):
+        return ""
+    return value if equals else following
 
 
 def _without_printing(argv: Sequence[str]) -> list[str]:

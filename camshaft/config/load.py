@@ -34,6 +34,15 @@ from camshaft.config.schema.fields import Section, is_path
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.supervised import RMConfig, SFTConfig
+from camshaft.config.short_names import (
+    REWARD,
+    REWARD_NAME,
+    REWARD_PATH,
+    expand_overrides,
+    expand_recipe,
+    expand_short_names,
+    section_overrides,
+)
 from camshaft.config.tree import expand_keys, flatten, format_value, get, has_key, leaf_fields, put, remove, shorten
 from camshaft.errors import CamshaftError, ConfigError
 
@@ -91,6 +100,10 @@ def load_eval(
 
 
 def _load(schema: type[Config], overrides: Sequence[str], config_dir: str | None, config_name: str | None) -> Config:
+    folder = str(HOME) if config_dir is None else config_dir
+    overrides = expand_overrides(overrides, schema, [folder])
+    if config_dir is not None and config_name is not None:
+        overrides = [*section_overrides(config_dir, config_name, schema), *overrides]
     composed = _compose(schema, overrides, config_dir, config_name)
     return from_container(composed, schema, overridden_keys(overrides))
 
@@ -102,10 +115,14 @@ def from_container(
 
     `set_keys` lists the keys that the user set. None means that the user set all keys in the dict.
     """
-    leaves = leaf_fields(schema)
-    expanded = expand_keys(container, leaves)
+    leaves, defaults = leaf_fields(schema), raw_defaults(schema)
+    expanded = expand_keys(expand_short_names(container, schema, set_keys, defaults), leaves)
+    set_keys = None if set_keys is None else {*set_keys, *((REWARD_PATH, REWARD_NAME) if REWARD in set_keys else ())}
     user_keys = flatten(expanded, leaves).keys() if set_keys is None else set_keys
-    tree, problems = rename_aliases(expanded, raw_defaults(schema), user_keys, leaves)
+    tree, problems = rename_aliases(expanded, defaults, user_keys, leaves)
+    changes = changed_keys(_merge(defaults, tree), schema) | set(set_keys or ())
+    for key, value in expand_recipe(tree, {*changes, *user_keys}).items():
+        put(tree, key, value)
     values, unresolved = _resolve_with_name(tree, schema)
     problems += unresolved
     config, invalid = _validate(values, schema, {problem.key for problem in problems})
@@ -115,10 +132,9 @@ def from_container(
         problems += [problem for problem in check_results if not problem.involves(invalid_keys)]
     if problems:
         raise ConfigError(format_problems(problems))
-    merged = _merge(raw_defaults(schema), tree)
     for notice in find_model_notices(config):
         logger.warning("config: %s", notice)
-    for notice in find_notices(config, merged, changed_keys(merged, schema) | set(set_keys or ())):
+    for notice in find_notices(config, _merge(defaults, tree), changes):
         logger.warning("config: %s", notice)
     return config
 

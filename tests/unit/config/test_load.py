@@ -255,7 +255,7 @@ def test_unresolved_interpolation_is_reported_with_its_key(words):
 
 
 def test_null_section_is_an_error(words):
-    assert "algorithm = null" in _error([*words, "algorithm=null"])
+    assert "critic = null" in _error([*words, "critic=null"])
 
 
 def test_unparsable_override_is_a_config_error(words):

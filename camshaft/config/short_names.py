@@ -1,0 +1,301 @@
+"""Short names of the config keys that most commands set.
+
+    expand_short_names({"model": "models/tiny", "lr": 1e-5}, PPOConfig)
+    # {"actor_rollout_ref.model.path": "models/tiny", "actor_rollout_ref.actor.optim.lr": 1e-5}
+    expand_overrides(["lr=1e-5,1e-4", "data.seed=3"], PPOConfig)
+    # ["actor_rollout_ref.actor.optim.lr=1e-5,1e-4", "data.seed=3"]
+
+`SHORT_NAMES` lists the short names of each command. They are valid on the command line, in config files and in Python.
+`data`, `model`, `algorithm` and `rollout` are names of sections too: a mapping is the section, any other value is the
+value of the short name.
+"""
+
+import os.path
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from camshaft.config.errors import Problem, format_problems
+from camshaft.config.schema.evaluation import EvalConfig
+from camshaft.config.schema.fields import Section
+from camshaft.config.schema.generate import GenerateConfig
+from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.supervised import RMConfig, SFTConfig
+from camshaft.config.tree import format_value
+from camshaft.errors import ConfigError
+
+REWARD = "reward"
+"""Short name that sets two keys: the file and the function in it."""
+REWARD_PATH, REWARD_NAME = "custom_reward_function.path", "custom_reward_function.name"
+
+
+class ShortName(NamedTuple):
+    """A short name, the key that it sets, and a description of its values for help texts."""
+
+    name: str
+    key: str
+    values: str
+
+
+_MODEL = "model folder, or name of a cached Hugging Face model"
+_REWARD = ShortName(REWARD, REWARD_PATH, "file.py, file.py:function, or a built-in function")
+_PLACE = (
+    ShortName("device", "trainer.device", "cpu, cuda, or another PyTorch device"),
+    ShortName("devices", "trainer.n_gpus_per_node", "devices (processes) per machine"),
+    ShortName("seed", "trainer.seed", "random seed"),
+)
+
+_SUPERVISED = (
+    ShortName("model", "model.path", _MODEL),
+    ShortName("data", "data.train_files", "training data"),
+    ShortName("val_data", "data.val_files", "validation data"),
+    ShortName("steps", "trainer.total_training_steps", "training steps"),
+    ShortName("epochs", "trainer.total_epochs", "epochs over the training data"),
+    ShortName("lr", "optim.lr", "learning rate"),
+    ShortName("batch", "data.train_batch_size", "rows per training step"),
+    ShortName("lora", "model.lora_rank", "rank of LoRA adapters"),
+    ShortName("max_length", "data.max_length", "maximum sequence length in tokens"),
+    ShortName("engine", "strategy", "training engine"),
+    *_PLACE,
+    ShortName("out", "trainer.default_local_dir", "run folder"),
+)
+
+SHORT_NAMES: dict[type[Section], tuple[ShortName, ...]] = {
+    PPOConfig: (
+        ShortName("model", "actor_rollout_ref.model.path", _MODEL),
+        ShortName("data", "data.train_files", "training prompts"),
+        ShortName("val_data", "data.val_files", "validation prompts"),
+        _REWARD,
+        ShortName("algorithm", "algorithm.adv_estimator", "ppo, grpo, rloo, dapo, ...; see below"),
+        ShortName("steps", "trainer.total_training_steps", "training steps"),
+        ShortName("epochs", "trainer.total_epochs", "epochs over the training prompts"),
+        ShortName("lr", "actor_rollout_ref.actor.optim.lr", "learning rate of the policy"),
+        ShortName("batch", "data.train_batch_size", "prompts per training step"),
+        ShortName("n", "actor_rollout_ref.rollout.n", "responses per prompt"),
+        ShortName("lora", "actor_rollout_ref.model.lora_rank", "rank of LoRA adapters"),
+        ShortName("prompt_length", "data.max_prompt_length", "maximum prompt length in tokens"),
+        ShortName("response_length", "data.max_response_length", "maximum response length in tokens"),
+        ShortName("engine", "actor_rollout_ref.actor.strategy", "training engine"),
+        ShortName("rollout", "actor_rollout_ref.rollout.name", "rollout backend, which generates the responses"),
+        *_PLACE,
+        ShortName("out", "trainer.default_local_dir", "run folder"),
+    ),
+    SFTConfig: _SUPERVISED,
+    RMConfig: _SUPERVISED,
+    GenerateConfig: (
+        ShortName("model", "model.path", _MODEL),
+        ShortName("data", "data.path", "prompts"),
+        ShortName("out", "data.output_path", "parquet file for the responses"),
+        _REWARD,
+        ShortName("batch", "data.batch_size", "prompts per generation batch"),
+        ShortName("n", "rollout.n", "responses per prompt"),
+        ShortName("prompt_length", "rollout.prompt_length", "maximum prompt length in tokens"),
+        ShortName("response_length", "rollout.response_length", "maximum response length in tokens"),
+        ShortName("rollout", "rollout.name", "rollout backend"),
+        *_PLACE,
+    ),
+    EvalConfig: (
+        ShortName("data", "data.path", "responses"),
+        ShortName("out", "data.output_path", "parquet file for the scores"),
+        _REWARD,
+    ),
+}
+"""Short names of each command, in the order of its help text."""
+
+
+RECIPES: dict[str, dict[str, Any]] = {
+    "ppo": {"algorithm.adv_estimator": "gae"},
+    "reinforce++": {"algorithm.adv_estimator": "reinforce_plus_plus"},
+    "reinforce++_baseline": {"algorithm.adv_estimator": "reinforce_plus_plus_baseline"},
+    "dr_grpo": {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.norm_adv_by_std_in_grpo": False,
+        "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-sum-norm",
+    },
+    "dapo": {
+        "algorithm.adv_estimator": "grpo",
+        "algorithm.filter_groups.enable": True,
+        "algorithm.filter_groups.metric": "score",
+        "actor_rollout_ref.actor.clip_ratio_low": 0.2,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+        "actor_rollout_ref.actor.loss_agg_mode": "token-mean",
+        "actor_rollout_ref.rollout.n": 16,
+    },
+    "gspo": {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.actor.policy_loss.loss_mode": "gspo",
+        "actor_rollout_ref.actor.loss_agg_mode": "seq-mean-token-mean",
+        "actor_rollout_ref.actor.clip_ratio_low": 3e-4,
+        "actor_rollout_ref.actor.clip_ratio_high": 4e-4,
+    },
+    "cispo": {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.actor.policy_loss.loss_mode": "cispo",
+        "actor_rollout_ref.actor.clip_ratio_low": 10.0,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.28,
+    },
+}
+"""Maps algorithm names that are not advantage estimators to the keys that they set. Keys that the user sets win."""
+
+
+def short_names(schema: type[Section]) -> dict[str, str]:
+    """Map the short names of a command to its config keys."""
+    return {entry.name: entry.key for entry in SHORT_NAMES[schema]}
+
+
+def expand_short_names(
+    values: Mapping[str, Any],
+    schema: type[Section],
+    set_keys: Collection[str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Replace short names by config keys, and raise a `ConfigError` for contradictions.
+
+    Other keys, including nested sections, are copied unchanged. `set_keys` lists the keys that the user set by
+    overrides, which take precedence over a short name in a file; None means that the user set all keys. A key that has
+    its value in `defaults` and that is not in `set_keys` does not contradict a short name.
+    """
+    names = short_names(schema)
+    expanded = {key: value for key, value in values.items() if key not in names or isinstance(value, Mapping)}
+    problems = []
+    for name in [name for name in names if name in values and name not in expanded]:
+        for key, value in _assignments(name, names[name], values[name]).items():
+            present = _lookup(expanded, key)
+            is_default = set_keys is not None and key not in set_keys and present == _lookup(defaults or {}, key)
+            if present is _ABSENT or is_default:
+                expanded[key] = value
+            elif present != value and (set_keys is None or key not in set_keys or name in set_keys):
+                problems.append(_contradiction(name, values[name], key, present))
+    if problems:
+        raise ConfigError(format_problems(problems))
+    return expanded
+
+
+_ABSENT = object()
+
+
+def _lookup(values: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a dotted key in a mapping whose keys may be dotted at any level."""
+    if key in values:
+        return values[key]
+    for section, subtree in values.items():
+        if isinstance(subtree, Mapping) and key.startswith(f"{section}."):
+            value = _lookup(subtree, key.removeprefix(f"{section}."))
+            if value is not _ABSENT:
+                return value
+    return _ABSENT
+
+
+def _assignments(name: str, key: str, value: Any) -> dict[str, Any]:
+    return split_reward(value) if name == REWARD else {key: value}
+
+
+def split_reward(value: Any) -> dict[str, Any]:
+    """Return the keys that `reward` sets: a file, a function of a file, or the name of a function without a file."""
+    if not isinstance(value, str):
+        return {REWARD_PATH: value}
+    path, colon, function = value.rpartition(":")
+    if colon and path.endswith(".py"):
+        return {REWARD_PATH: path, REWARD_NAME: function}
+    return {REWARD_PATH: value} if value.endswith(".py") or "/" in value else {REWARD_NAME: value}
+
+
+def _contradiction(name: str, value: Any, key: str, present: Any) -> Problem:
+    message = f"is short for {key}, which is set to {format_value(present)}. Set only one of the two."
+    return Problem(name, value, message)
+
+
+def expand_recipe(tree: Mapping[str, Any], is_set: Collection[str]) -> dict[str, Any]:
+    """Return the keys that the value of `algorithm.adv_estimator` sets, if it is a name in `RECIPES`.
+
+    Keys in `is_set`, which the user sets, are omitted.
+    """
+    estimator = _lookup(tree, "algorithm.adv_estimator")
+    recipe = RECIPES.get(estimator, {}) if isinstance(estimator, str) else {}
+    return {key: value for key, value in recipe.items() if key == "algorithm.adv_estimator" or key not in is_set}
+
+
+# -- overrides ------------------------------------------------------------------------------------
+
+_OVERRIDE = re.compile(r"(?P<prefix>\+{0,2}|~)(?P<key>[A-Za-z_]\w*)(?P<rest>=.*)?", re.DOTALL)
+
+
+def expand_overrides(overrides: Sequence[str], schema: type[Section], folders: Iterable[str] = ()) -> list[str]:
+    """Replace short names in overrides, which may have a prefix (`+`, `++`, `~`) or several values of a sweep.
+
+    `folders` contain config groups, whose names take precedence over short names. An override of `reward` with a plain
+    value is replaced by overrides of two keys; other values of it are replaced by `expand_short_names` after Hydra has
+    composed the config.
+    """
+    names = {
+        name: key
+        for name, key in short_names(schema).items()
+        if not any(os.path.isdir(os.path.join(os.path.expanduser(folder), name)) for folder in folders)
+    }
+    _check_contradictions(overrides, names)
+    return [part for override in overrides for part in _expand_override(override, names)]
+
+
+def _expand_override(override: str, names: Mapping[str, str]) -> list[str]:
+    match = _OVERRIDE.fullmatch(override)
+    if match is None or match["key"] not in names:
+        return [override]
+    name, prefix, rest = match["key"], match["prefix"], match["rest"] or ""
+    if name != REWARD or prefix == "~":
+        return [f"{prefix}{names[name]}{rest}"]
+    value = rest[1:]
+    if re.search(r"[,\[\]{}()'\"$]", value) or not value:
+        return [override]
+    return [f"{prefix}{key}={part}" for key, part in split_reward(value).items()]
+
+
+def _check_contradictions(overrides: Iterable[str], names: Mapping[str, str]) -> None:
+    """Raise a `ConfigError` if a short name and its key have different values."""
+    values: dict[str, str] = {}
+    for override in overrides:
+        key, equals, value = override.lstrip("+").partition("=")
+        if equals and not override.startswith("~"):
+            values[key] = value
+    problems = []
+    for name in [name for name in names if name in values]:
+        for key, value in _assignments(name, names[name], values[name]).items():
+            if key in values and _unquote(values[key]) != _unquote(value):
+                problems.append(_contradiction(name, _unquote(values[name]), key, _unquote(values[key])))
+    if problems:
+        raise ConfigError(format_problems(problems))
+
+
+def _unquote(text: str) -> str:
+    return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
+
+
+def section_overrides(folder: str, name: str, schema: type[Section]) -> list[str]:
+    """Return the short names of a config file that are names of sections too, as overrides of their keys.
+
+    Hydra would replace such a value by the section if an override sets another key of the section.
+    """
+    file = os.path.join(os.path.expanduser(folder), f"{name.removesuffix('.yaml')}.yaml")
+    try:
+        content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except (OSError, ValueError, YAMLError, OmegaConfBaseException):  # Hydra reports it
+        return []
+    names = short_names(schema)
+    return [
+        f"{names[key]}={_quote(value)}"
+        for key, value in (content.items() if isinstance(content, dict) else ())
+        if key in names and key in schema.model_fields and not isinstance(value, dict)
+    ]
+
+
+def _quote(value: Any) -> str:
+    """Format a value of a config file as the value of an override."""
+    if isinstance(value, list):
+        return f"[{','.join(map(_quote, value))}]"
+    if isinstance(value, str):
+        escaped = value.replace("'", "\\'")
+        return f"'{escaped}'"
+    return format_value(value)

@@ -1,0 +1,213 @@
+"""Short names set their keys on the command line, in files and in dicts."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from camshaft.config import (
+    EvalConfig,
+    GenerateConfig,
+    PPOConfig,
+    RMConfig,
+    SFTConfig,
+    compose,
+    expand_short_names,
+    from_container,
+    load_ppo,
+    load_sft,
+)
+from camshaft.config.schema.algorithm import ESTIMATORS
+from camshaft.config.short_names import RECIPES, SHORT_NAMES
+from camshaft.config.tree import format_value, get, leaf_fields
+from camshaft.errors import ConfigError
+
+PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
+SCHEMAS = [PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig]
+
+
+@pytest.fixture
+def places(tmp_path, words):
+    """Overrides of a CPU run without the keys that have short names."""
+    kept = (
+        "critic.",
+        "data.val_files",
+        "actor_rollout_ref.actor.strategy",
+        "actor_rollout_ref.rollout.name",
+        "trainer.",
+    )
+    return [word for word in words if word.startswith(kept)]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_short_names_are_unique_and_name_keys(schema):
+    names = [entry.name for entry in SHORT_NAMES[schema]]
+    assert len(set(names)) == len(names)
+    assert {entry.key for entry in SHORT_NAMES[schema]} <= set(leaf_fields(schema))
+
+
+def test_recipes_set_keys_and_estimators():
+    for keys in RECIPES.values():
+        assert set(keys) <= set(leaf_fields(PPOConfig))
+        assert keys["algorithm.adv_estimator"] in ESTIMATORS
+    assert not set(RECIPES) & set(ESTIMATORS)
+
+
+def test_page_on_algorithms_lists_the_recipes():
+    rows = re.findall(r"^\| `(\w+)` \| `(algorithm\.adv_estimator=.*)` \|$", PAGE, re.MULTILINE)
+    page = {name: dict(word.split("=") for word in keys.split()) for name, keys in rows}
+    assert page == {
+        name: {key: format_value(value) for key, value in keys.items()}
+        for name, keys in RECIPES.items()
+        if len(keys) > 1
+    }
+
+
+def test_command_line_takes_short_names(places, tmp_path):
+    files = [f"data={tmp_path}/train.parquet", f"model={tmp_path}/model", f"out={tmp_path}/a=b~c"]
+    config = load_ppo([*places, *files, "algorithm=grpo", "n=4", "lr=2e-5", "steps=7", "batch=256", "data.seed=3"])
+    assert config.data.train_files == (f"{tmp_path}/train.parquet",)
+    assert (config.data.seed, config.data.train_batch_size) == (3, 256)
+    assert config.actor_rollout_ref.model.path == f"{tmp_path}/model"
+    assert config.algorithm.adv_estimator == "grpo"
+    assert (config.actor_rollout_ref.rollout.n, config.actor_rollout_ref.actor.optim.lr) == (4, 2e-5)
+    assert config.trainer.total_training_steps == 7
+    assert config.trainer.default_local_dir == f"{tmp_path}/a=b~c"
+
+
+def test_supervised_commands_have_short_names(sft_words):
+    config = load_sft([*sft_words, "lr=3e-4", "batch=8", "epochs=2", "max_length=64"])
+    assert (config.optim.lr, config.data.train_batch_size) == (3e-4, 8)
+    assert (config.trainer.total_epochs, config.data.max_length) == (2, 64)
+
+
+@pytest.mark.parametrize(
+    ("value", "path", "name"),
+    [
+        ("{}/score.py", "{}/score.py", "compute_score"),
+        ("{}/score.py:exact", "{}/score.py", "exact"),
+        ("'{}/score.py:exact'", "{}/score.py", "exact"),
+        ("gsm8k", None, "gsm8k"),
+        ("package.module:function", None, "package.module:function"),
+    ],
+)
+def test_reward_is_a_file_or_a_function(words, tmp_path, value, path, name):
+    (tmp_path / "score.py").write_text("def exact(response): return 1.0\n")
+    custom = load_ppo([*words, "reward=" + value.format(tmp_path)]).custom_reward_function
+    assert (custom.path, custom.name) == (path and path.format(tmp_path), name)
+
+
+def test_prefixes_of_hydra_are_kept(words):
+    assert load_ppo([*words, "++seed=9"]).trainer.seed == 9
+    assert load_ppo([*words, "trainer.seed=9", "~seed"]).trainer.seed == 1
+
+
+def test_sweep_over_short_names(words, tmp_path):
+    argv = ["-m", "lr=1e-5,1e-4", "algorithm=gae,dr_grpo", "n=8"]
+    argv += ["trainer.experiment_name=${algorithm.adv_estimator}_${actor_rollout_ref.actor.optim.lr}"]
+    configs = compose([*words, *argv], PPOConfig)
+    assert [config.actor_rollout_ref.actor.optim.lr for config in configs] == [1e-5, 1e-5, 1e-4, 1e-4]
+    assert [config.algorithm.norm_adv_by_std_in_grpo for config in configs] == [True, False, True, False]
+
+
+def test_sweep_over_reward_files(words, tmp_path):
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text("def score(response): return 1.0\n")
+    configs = compose([*words, "-m", f"reward={tmp_path}/one.py,{tmp_path}/two.py"], PPOConfig)
+    assert [config.custom_reward_function.path for config in configs] == [f"{tmp_path}/one.py", f"{tmp_path}/two.py"]
+
+
+def test_files_take_short_names(words, tmp_path):
+    (tmp_path / "other.jsonl").touch()
+    (tmp_path / "mine.yaml").write_text(f"lr: 3.0e-5\ndata: {tmp_path}/other.jsonl\nalgorithm: rloo\n")
+    kept = [word for word in words if not word.startswith("data.train_files")]
+    config = load_ppo(
+        [*kept, "n=2", "data.seed=5", "algorithm.gamma=0.9"], config_dir=str(tmp_path), config_name="mine"
+    )
+    assert config.data.train_files == (f"{tmp_path}/other.jsonl",)
+    assert (config.data.seed, config.algorithm.adv_estimator, config.algorithm.gamma) == (5, "rloo", 0.9)
+    assert config.actor_rollout_ref.actor.optim.lr == 3e-5
+    argv = [*kept, "n=2", "data.seed=5", "--config-dir", str(tmp_path), "--config-name", "mine"]
+    assert compose(argv, PPOConfig)[0].data.train_files == (f"{tmp_path}/other.jsonl",)
+
+
+def test_override_of_a_key_wins_over_a_short_name_in_a_file(words, tmp_path):
+    (tmp_path / "mine.yaml").write_text("lr: 3.0e-5\n")
+    words = [*words, "actor_rollout_ref.actor.optim.lr=1e-4"]
+    config = load_ppo(words, config_dir=str(tmp_path), config_name="mine")
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-4
+
+
+def test_section_under_a_short_name_stays_a_section(words, tmp_path):
+    (tmp_path / "mine.yaml").write_text("data: {seed: 4}\n")
+    config = load_ppo(words, config_dir=str(tmp_path), config_name="mine")
+    assert config.data.seed == 4
+    assert expand_short_names({"data": {"seed": 1}, "lr": 2.0}, PPOConfig) == {
+        "data": {"seed": 1},
+        "actor_rollout_ref.actor.optim.lr": 2.0,
+    }
+
+
+def test_config_group_takes_precedence_over_a_short_name(words, tmp_path):
+    (tmp_path / "device").mkdir()
+    (tmp_path / "device" / "small.yaml").write_text("# @package _global_\ntrainer: {seed: 77}\n")
+    assert load_ppo([*words, "+device=small"], config_dir=str(tmp_path)).trainer.seed == 77
+
+
+def test_dict_takes_short_names(words, tmp_path):
+    values = dict(word.split("=", 1) for word in words) | {"trainer.n_gpus_per_node": 1, "seed": 5, "algorithm": "ppo"}
+    config = from_container(values, PPOConfig)
+    assert (config.trainer.seed, config.algorithm.adv_estimator) == (5, "gae")
+
+
+@pytest.mark.parametrize("other", ["actor_rollout_ref.model.path=b", "+actor_rollout_ref.model.path='b'"])
+def test_contradiction_names_both_keys(words, other):
+    kept = [word for word in words if not word.startswith("actor_rollout_ref.model.path")]
+    with pytest.raises(ConfigError, match=r"model = a\n.*actor_rollout_ref\.model\.path, which is set to b"):
+        load_ppo([*kept, "model=a", other])
+    with pytest.raises(ConfigError, match=r"model = a\n.*actor_rollout_ref\.model\.path, which is set to b"):
+        expand_short_names({"model": "a", "actor_rollout_ref": {"model.path": "b"}}, PPOConfig)
+
+
+def test_equal_values_are_no_contradiction(words, tmp_path):
+    assert load_ppo([*words, "seed=3", "trainer.seed=3"]).trainer.seed == 3
+
+
+def test_recipe_sets_the_keys_of_an_algorithm(words):
+    config = load_ppo([*words, "algorithm=dapo"])
+    actor = config.actor_rollout_ref.actor
+    assert config.algorithm.adv_estimator == "grpo"
+    assert (actor.clip_range(), config.actor_rollout_ref.rollout.n) == ((0.2, 0.28), 16)
+    assert config.algorithm.filter_groups.enable
+
+
+def test_keys_of_the_user_win_over_a_recipe(words):
+    config = load_ppo([*words, "algorithm=dapo", "n=4", "actor_rollout_ref.actor.clip_ratio_high=0.4"])
+    assert config.actor_rollout_ref.actor.clip_range() == (0.2, 0.4)
+    assert config.actor_rollout_ref.rollout.n == 4
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *ESTIMATORS])
+def test_every_algorithm_name_is_valid(words, name):
+    config = load_ppo([*words, f"algorithm={name}", "n=8"])
+    expected = RECIPES.get(name, {}) | {"actor_rollout_ref.rollout.n": 8}
+    assert {key: get(config.model_dump(), key) for key in expected} == expected
+
+
+def test_help_lists_the_short_names(capsys):
+    from camshaft.cli import main
+
+    for command, schema in (("ppo", PPOConfig), ("sft", SFTConfig), ("rm", RMConfig), ("generate", GenerateConfig)):
+        assert main([command, "--help"]) == 0
+        text = capsys.readouterr().out
+        assert all(f"  {entry.name}=" in text and entry.key in text for entry in SHORT_NAMES[schema])
+        assert max(map(len, text.splitlines())) <= 120
+
+
+def test_explain_describes_a_short_name(capsys):
+    from camshaft.cli import main
+
+    assert main(["config", "explain", "lr"]) == 0
+    assert "actor_rollout_ref.actor.optim.lr" in capsys.readouterr().out
+    assert main(["config", "explain", "data"]) == 0
+    assert "short for data.train_files" in capsys.readouterr().out
