@@ -28,9 +28,10 @@ from camshaft.config.load import (
     to_dict,
 )
 from camshaft.config.schema.evaluation import EvalConfig
+from camshaft.config.schema.fields import Section
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.supervised import SupervisedConfig
-from camshaft.config.short_names import expand_overrides, section_overrides
+from camshaft.config.short_names import expand_overrides, names_to_type, section_overrides
 from camshaft.config.tree import flatten, get, has_key, leaf_fields
 from camshaft.errors import ConfigError
 from camshaft.masking import mask_text, mask_yaml, secret_values
@@ -40,6 +41,8 @@ _FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp")
 _PRINTS = ("--cfg", "-c", "--package", "-p")
 """Options of Hydra that print the config. Each of them takes a value."""
 _TAKES_VALUE = (*_FOLDERS, *_PRINTS, "--config-name", "-cn", "--info", "-i", "--experimental-rerun")
+_OPTIONS = (*_TAKES_VALUE, "--hydra-help", "--help", "--resolve", "--multirun", "--run", "--version", "--package")
+"""Options of Hydra that are not names of other libraries."""
 
 Composed = list[tuple[dict[str, Any], list[str]]]
 """For each job, the config before `${...}` is resolved, and the overrides."""
@@ -53,7 +56,7 @@ def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
     change the working directory or logging.
     """
     arguments, config_name = list(argv), DEFAULTS[schema]
-    _check_arguments(arguments)
+    _check_arguments(arguments, schema)
     arguments = _expand_short_names(arguments, schema)
     overrides = prepare_overrides(arguments, [str(HOME)])
     if (tree := override_defaults(schema, overrides)) is not None:
@@ -80,12 +83,15 @@ def _print_masked(text: str, schema: type[Config], composed: Composed) -> None:
     sys.stdout.write(mask_text(mask_yaml(text, public_names), secrets))
 
 
-def _check_arguments(argv: Sequence[str]) -> None:
+def _check_arguments(argv: Sequence[str], schema: type[Section]) -> None:
     """Raise a `ConfigError` for an argument that is neither an option, nor a value of an option, nor an override."""
     for previous, argument in zip(["", *argv], argv, strict=False):
         is_override = "=" in argument or _OVERRIDE.match(argument)
         if not argument.startswith("-") and not is_override and previous not in _TAKES_VALUE:
             raise ConfigError(f"'{argument}' is not an override. Write key=value, for example trainer.seed=7.")
+        names = names_to_type(argument.partition("=")[0].lstrip("-").replace("-", "_"), schema)
+        if argument.startswith("--") and argument.partition("=")[0] not in _OPTIONS and names:
+            raise ConfigError(f"'{argument}' is not an option. Write key=value with the key {names[0]}.")
 
 
 def _expand_short_names(argv: Sequence[str], schema: type[Config]) -> list[str]:

@@ -4,7 +4,7 @@ raise ConfigError(format_problems([Problem("trainer.seed", "abc", "must be an in
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,8 @@ from camshaft.config.tree import (
 from camshaft.masking import is_secret_name, mask_value
 from camshaft.plugins import find_target, list_names
 
+NamesToType = Callable[[str, type[Section]], list[str]]
+"""Function that returns the names to type instead of an unknown key, or an empty list."""
 ABSENT = object()
 """Value of a problem whose key has no value in the config."""
 
@@ -87,9 +89,9 @@ def format_problems(problems: Iterable[Problem]) -> str:
     return "\n\n".join(blocks)
 
 
-def unknown_key(key: str, value: Any, schema: type[Section]) -> Problem:
+def unknown_key(key: str, value: Any, schema: type[Section], names: NamesToType) -> Problem:
     """Return the problem of a key that is not in the schema, with suggestions for similar keys."""
-    suggestions = nearest_keys(key, fields(schema))
+    suggestions = names(key, schema) or nearest_keys(key, fields(schema))
     if not any(is_secret_name(suggestion) for suggestion in suggestions):  # as data.prompt_key, which is not secret
         value = mask_value(value, key.rpartition(".")[2])
     if suggestions:
@@ -97,8 +99,10 @@ def unknown_key(key: str, value: Any, schema: type[Section]) -> Problem:
     return Problem(key, value, f"unknown key. Keys begin with {', '.join(schema.model_fields)}.")
 
 
-def from_validation(error: ValidationError, tree: Mapping[str, Any], schema: type[Section]) -> list[Problem]:
-    """Convert a validation error of pydantic to one problem per key."""
+def from_validation(
+    error: ValidationError, tree: Mapping[str, Any], schema: type[Section], names: NamesToType
+) -> list[Problem]:
+    """Convert a validation error of pydantic to one problem per key. `names` suggests keys for unknown ones."""
     keys = fields(schema)
     problems: dict[str, Problem] = {}
     for item in error.errors(include_url=False):
@@ -106,7 +110,7 @@ def from_validation(error: ValidationError, tree: Mapping[str, Any], schema: typ
         if item["type"] == "extra_forbidden":
             key = ".".join(parts)
             for leaf, value in flatten({key: get(tree, key)}, leaf_fields(schema)).items():
-                problems[leaf] = unknown_key(leaf, value, schema)
+                problems[leaf] = unknown_key(leaf, value, schema, names)
             continue
         key = next((part for part in _prefixes(parts) if part in keys), ".".join(parts))
         value = get(tree, key) if has_key(tree, key) else ABSENT

@@ -41,6 +41,7 @@ from camshaft.config.short_names import (
     expand_overrides,
     expand_recipe,
     expand_short_names,
+    names_to_type,
     section_overrides,
 )
 from camshaft.config.tree import expand_keys, flatten, format_value, get, has_key, leaf_fields, put, remove, shorten
@@ -395,7 +396,7 @@ def _validate(tree: dict[str, Any], schema: type[Config], reported: set[str]) ->
     try:
         return schema.model_validate(tree), []
     except ValidationError as error:
-        problems = from_validation(error, tree, schema)
+        problems = from_validation(error, tree, schema, names_to_type)
     leaves = leaf_fields(schema)
     for problem in problems:
         if any(key == problem.key or key.startswith(f"{problem.key}.") for key in leaves):

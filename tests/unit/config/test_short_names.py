@@ -18,7 +18,7 @@ from camshaft.config import (
     load_sft,
 )
 from camshaft.config.schema.algorithm import ESTIMATORS
-from camshaft.config.short_names import RECIPES, SHORT_NAMES
+from camshaft.config.short_names import OTHER_NAMES, RECIPES, SHORT_NAMES, SUPERVISED_NAMES, short_names
 from camshaft.config.tree import format_value, get, leaf_fields
 from camshaft.errors import ConfigError
 
@@ -211,3 +211,41 @@ def test_explain_describes_a_short_name(capsys):
     assert "actor_rollout_ref.actor.optim.lr" in capsys.readouterr().out
     assert main(["config", "explain", "data"]) == 0
     assert "short for data.train_files" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("word", "name"),
+    [
+        ("num_generations=8", r"n \(short for actor_rollout_ref\.rollout\.n\)"),
+        ("per_device_train_batch_size=8", r"actor_rollout_ref\.actor\.ppo_micro_batch_size_per_gpu"),
+        ("max_completion_length=64", "response_length"),
+        ("beta=0.04", r"actor_rollout_ref\.actor\.kl_loss_coef"),
+        ("learning_rate=1e-5", "lr"),
+        ("modle=x", "model"),
+    ],
+)
+def test_names_of_other_libraries_are_answered_with_the_key(words, word, name):
+    with pytest.raises(ConfigError, match=rf"unknown key\. Did you mean {name}"):
+        load_ppo([*words, word])
+
+
+@pytest.mark.parametrize("option", ["--pretrain", "--init_kl_coef=0.01", "--rollout-batch-size"])
+def test_options_of_other_libraries_are_answered_with_the_key(words, option):
+    with pytest.raises(ConfigError, match=r"is not an option\. Write key=value with the key (model|algorithm|batch)"):
+        compose([*words, option, "x=1"], PPOConfig)
+
+
+def test_supervised_commands_answer_with_their_keys(sft_words):
+    with pytest.raises(ConfigError, match=r"Did you mean data\.micro_batch_size_per_gpu\?"):
+        load_sft([*sft_words, "per_device_train_batch_size=8"])
+
+
+@pytest.mark.parametrize("schema", [PPOConfig, SFTConfig, RMConfig])
+def test_names_of_other_libraries_lead_to_keys(schema):
+    names = OTHER_NAMES if schema is PPOConfig else OTHER_NAMES | SUPERVISED_NAMES
+    keys = {key: short_names(schema).get(key, key) for key in names.values()}
+    known = {name for name in names if keys[names[name]] in leaf_fields(schema)}
+    assert len(known) > (70 if schema is PPOConfig else 25)
+    assert not set(names) & set(short_names(schema))
+    if schema is PPOConfig:
+        assert set(names) - known == {"max_seq_length", "max_len"}  # keys of supervised runs
