@@ -7,6 +7,10 @@ from pathlib import Path
 import pytest
 from support.pages import blocks, pages
 
+from camshaft.config import PPOConfig
+from camshaft.config.load import ALIASES
+from camshaft.config.tree import fields
+
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 LINK = re.compile(r"\]\((?!https?://)([^)\s#]*)(?:#([^)\s]+))?\)")
@@ -50,3 +54,15 @@ def test_extras_of_pages_exist() -> None:
     }
     assert names
     assert names <= set(PROJECT["optional-dependencies"])
+
+
+KEY = re.compile(r"`((?:actor_rollout_ref|critic|algorithm|data|trainer|reward_model|custom_reward_function)\.[\w.]+)")
+
+
+@pytest.mark.parametrize(("name", "count"), [("from-trl", 50), ("from-verl", 70)])
+def test_migration_tables_name_existing_keys(name: str, count: int) -> None:
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8").partition("## Not in camshaft")[0]
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("|")]
+    keys = {key for _, camshaft, *_ in rows for key in KEY.findall(camshaft)}
+    assert len(keys) > count
+    assert keys <= {*fields(PPOConfig), *ALIASES}
