@@ -23,6 +23,7 @@ HERE = (
     "docs/mismatch.md",
     "docs/reward_model.md",
     "docs/rewards.md",
+    "docs/tutorials/own-task.md",
 )
 
 ELSEWHERE = {
@@ -31,7 +32,7 @@ ELSEWHERE = {
     "docs/engines.md": "tests/contracts/test_third_party_engine.py",
 }
 
-SHORTER = {"rollout.response_length=1000": "rollout.response_length=8"}
+SHORTER = {"rollout.response_length=1000": "rollout.response_length=8", "steps=40": "steps=2"}
 """Arguments on pages, and shorter ones that the tests replace them by."""
 
 REWARD = "def my_reward(response, ground_truth):\n    return float(response == ground_truth)\n"
