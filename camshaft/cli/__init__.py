@@ -4,6 +4,7 @@
 
     ppo.py, sft.py, rm.py         train a model
     generate.py, evaluate.py      generate responses to the prompts of a file, and score responses
+    doctor.py                     check this machine, or what a run needs
     check_data.py                 inspect the data and the reward function of a run
     export.py, checkpoints.py     export a model from a checkpoint, and list the checkpoints of a run
     config.py, metrics.py         explain config keys and metrics
@@ -48,6 +49,7 @@ COMMANDS = (
     Command("rm", "train a reward model on preference pairs", "camshaft.cli.rm:main"),
     Command("generate", "generate responses to the prompts of a data file", "camshaft.cli.generate:main"),
     Command("eval", "score the responses of a data file", "camshaft.cli.evaluate:main"),
+    Command("doctor", "check this machine, or what a run needs, before it starts", "camshaft.cli.doctor:main"),
     Command("check-data", "check the data and the reward function of a PPO run", "camshaft.cli.check_data:main"),
     Command("export", "export the model of a checkpoint as a Hugging Face folder", "camshaft.cli.export:main"),
     Command("checkpoints", "list the checkpoints of a run", "camshaft.cli.checkpoints:main"),

@@ -23,7 +23,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -136,6 +136,41 @@ def connect(specs: Sequence[PoolSpec], ray_init: Mapping[str, Any]) -> None:
             ray.init(address=address, **_job_config(init), **init)
     except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(f"ray.init(address={address!r}, ...) failed: {error}. Check ray_kwargs.ray_init") from error
+
+
+def run_on_nodes(
+    ray_init: Mapping[str, Any], function: Callable[..., Any], args: Sequence[Any], seconds: float
+) -> dict[str, Any]:
+    """Call a function once on each machine of the cluster, and return the results by the address of the machine.
+
+    The result is an exception if the call fails, or if it does not end within the time limit. The function must be in
+    an importable module.
+    """
+    connect([], ray_init)
+    tasks = {}
+    for node in ray.nodes():
+        if node["Alive"]:
+            strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            remote = ray.remote(_call_here).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
+            tasks[node["NodeManagerAddress"]] = remote.remote(
+                import_path(), os.getcwd(), cloudpickle.dumps(function), args
+            )
+    done, _ = ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=seconds)
+    results: dict[str, Any] = {}
+    for address, task in tasks.items():
+        try:
+            results[address] = ray.get(task) if task in done else TimeoutError(f"no answer within {seconds:g} s")
+        except ray.exceptions.RayError as error:
+            results[address] = error
+    return results
+
+
+def _call_here(path: Sequence[str], folder: str, function: bytes, args: Sequence[Any]) -> Any:
+    """Call a pickled function with the import path and the working directory of the driver."""
+    extend_import_path([entry for entry in path if os.path.exists(entry)])
+    with contextlib.suppress(OSError):  # the folder may not exist on this machine
+        os.chdir(folder)
+    return cloudpickle.loads(function)(*args)
 
 
 def _job_config(init: Mapping[str, Any]) -> dict[str, Any]:

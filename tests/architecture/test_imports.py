@@ -32,7 +32,7 @@ LEVELS = [
     {"controller", "engine", "rollout", "data", "rewards", "checkpoint", "tracking"},
     {"reshard", "contracts"},
     {"roles"},
-    {"trainer", "parity"},
+    {"trainer", "parity", "planning"},
     {"cli", "__main__"},
 ]
 """From low to high. A lower level never imports a higher one; packages of one level do not import each other."""
@@ -44,6 +44,7 @@ ALLOWED_ON_ONE_LEVEL = {
     ("fetch", "storage"), ("fetch", "errors"), ("fetch", "hub"), ("hub", "errors"), ("__main__", "cli"),
     ("ragged", "columns"), ("ragged", "device"), ("dataproto", "device"),
     ("config", "subprocesses"), ("storage", "subprocesses"),
+    ("planning", "trainer"),  # checks and plans what a trainer would start
 }  # fmt: skip
 """Allowed imports within a level; `python -m camshaft` is the command line."""
 

@@ -1,16 +1,20 @@
 """The same PPO run on a cluster of two machines, simulated by `cluster.py` and `namespaces.py`."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.across import chosen, failing, places
 from support.cluster import two_machines
 from support.namespaces import Machine, two_namespaces, unavailable_reason
-from support.ppo_runs import Step, run_ppo
+from support.ppo_runs import Step, ppo_args, ppo_config, run_ppo
 from support.same_run import RANKS, SHUFFLED, compare
+
+from camshaft.planning.findings import Finding
+from camshaft.planning.run import check_machines
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 
@@ -64,6 +68,27 @@ def test_each_rank_has_its_node_and_network_interface(machines: tuple[Machine, M
     assert sorted(place.address for _, place, _ in ranks) == sorted(machine.address for machine in machines)
     assert {interface for *_, interface in ranks} == {"eth0"}
     assert [(place.rank, place.local_rank, place.local_world) for _, place, _ in ranks] == [(0, 0, 1), (1, 0, 1)]
+
+
+@pytest.mark.slow
+def test_doctor_finds_a_damaged_model_on_another_machine(machines: tuple[Machine, Machine], tmp_path: Path) -> None:
+    head, worker = machines
+    ppo_args(tmp_path)
+    worker.run("mount", "--bind", str(tmp_path / "data"), str(tmp_path / "actor"))  # hides the model there
+    try:
+        findings = head.call(machine_findings, tmp_path, LAYOUT)
+    finally:
+        worker.run("umount", str(tmp_path / "actor"))
+    problems = [finding.message for finding in findings if finding.status == "FAIL"]
+    assert len(problems) == 1
+    assert problems[0].startswith(f"{worker.address}: models: actor_rollout_ref.model.path=")
+    assert "no config.json" in problems[0]
+    assert any(finding.message == f"{head.address}: no problem" for finding in findings)
+
+
+def machine_findings(folder: Path, overrides: Mapping[str, Any]) -> list[Finding]:
+    """Return what `camshaft doctor` finds on the machines of the cluster."""
+    return list(check_machines(ppo_config(folder, overrides)))
 
 
 @pytest.mark.cluster

@@ -1,0 +1,121 @@
+"""The findings of `camshaft doctor`.
+
+checks = {"python": check_python, "memory": check_memory}      # each yields findings
+findings = collect(checks, seconds=5.0)
+report(findings)                                               # text, one finding per line
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+from camshaft.errors import CamshaftError
+from camshaft.masking import mask_text
+
+Status = Literal["OK", "WARN", "FAIL"]
+ORDER: tuple[Status, ...] = ("OK", "WARN", "FAIL")
+
+
+class Finding(NamedTuple):
+    """The result of one check."""
+
+    check: str
+    """Name of the check."""
+    status: Status
+    message: str
+    fix: str = ""
+    """Command that fixes the problem, or an empty string."""
+
+
+Check = Callable[[], Iterable[Finding]]
+
+
+def ok(check: str, message: str) -> Finding:
+    """Return a finding without a problem."""
+    return Finding(check, "OK", message)
+
+
+def warn(check: str, message: str, fix: str) -> Finding:
+    """Return a finding that a run may survive."""
+    return Finding(check, "WARN", message, fix)
+
+
+def fail(check: str, message: str, fix: str) -> Finding:
+    """Return a finding with which a run fails."""
+    return Finding(check, "FAIL", message, fix)
+
+
+def collect(checks: Mapping[str, Check], seconds: float, fix: str = "") -> list[Finding]:
+    """Run all checks side by side and return their findings in order.
+
+    A check that does not end within the time limit is a finding with the given fix. Its thread remains, and does not
+    keep the process alive.
+    """
+    running = {name: _Running(name, check) for name, check in checks.items()}
+    deadline = time.monotonic() + seconds
+    findings: list[Finding] = []
+    for name, check in running.items():
+        check.thread.join(max(0.0, deadline - time.monotonic()))
+        if check.thread.is_alive():
+            findings.append(fail(name, f"the check did not end within {seconds:g} s", fix))
+        else:
+            findings += check.result()
+    return findings
+
+
+class _Running:
+    """A check that runs in a thread."""
+
+    def __init__(self, name: str, check: Check):
+        self._name, self._check = name, check
+        self._findings: list[Finding] = []
+        self._error: BaseException | None = None
+        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._findings = list(self._check())
+        except BaseException as error:
+            self._error = error
+
+    def result(self) -> list[Finding]:
+        """Return the findings. An error for users is a finding, and any other exception is raised."""
+        if isinstance(self._error, (CamshaftError, OSError)):
+            return [fail(self._name, str(self._error), "")]
+        if self._error is not None:
+            raise self._error
+        return self._findings
+
+
+def worst(findings: Iterable[Finding]) -> Status:
+    """Return the worst status of the findings."""
+    return max((finding.status for finding in findings), key=ORDER.index, default="OK")
+
+
+def report(findings: Sequence[Finding]) -> str:
+    """Format the findings as lines of text, with the fix below a problem, and a last line with the result."""
+    width = max((len(finding.check) for finding in findings), default=0)
+    lines = []
+    for status, check, message, fix in ((f.status, f.check, f.message, f.fix) for f in findings):
+        indent = " " * (width + 7)
+        lines.append(f"{status:<4} {check:<{width}}  {_indented(message, indent)}")
+        if fix:
+            lines.append(f"{indent}fix: {_indented(fix, indent)}")
+    counts = {status: sum(finding.status == status for finding in findings) for status in ORDER}
+    lines.append("\n" + ", ".join(f"{count} {status}" for status, count in counts.items()))
+    return mask_text("\n".join(lines), ())
+
+
+def report_json(findings: Sequence[Finding]) -> str:
+    """Format the findings as a JSON object."""
+    content = {"status": worst(findings), "findings": [finding._asdict() for finding in findings]}
+    return mask_text(json.dumps(content, indent=2), ())
+
+
+def _indented(text: str, indent: str) -> str:
+    return text.strip().replace("\n", f"\n{indent}")

@@ -1,0 +1,282 @@
+"""Checks of what one run needs: config, models, tokenizer, data, reward function, libraries, ports and disk space.
+
+    for name, check in run_checks(config).items():
+        findings += collect({name: check}, seconds=120.0)
+
+The checks use the functions that the run itself uses, so their messages are those of the run.
+"""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from camshaft import hub
+from camshaft.config import PPOConfig
+from camshaft.config.model_settings import local_model
+from camshaft.config.schema.model import ModelSource
+from camshaft.controller.ray_cluster import cluster_address, head_may_answer
+from camshaft.data import data_files, read_prompts, summarize_files
+from camshaft.errors import CamshaftError
+from camshaft.models.loader import has_tokenizer, load_tokenizer
+from camshaft.planning.findings import Check, Finding, collect, fail, ok, warn
+from camshaft.planning.imports import installed_versions
+from camshaft.planning.machine import check_cpu, check_disks, check_folder, existing_parent, machine_checks
+from camshaft.planning.weights import read_headers
+from camshaft.storage import is_url
+from camshaft.trainer.build import prompt_files, prompt_options
+from camshaft.trainer.scoring import build_rewards
+from camshaft.trainer.session import check_device, check_libraries
+
+SAMPLE_ROWS = 64
+"""Number of rows of each data set that are tokenized."""
+MACHINE_SECONDS = 30.0
+"""Time limit for the checks of another machine."""
+BYTES_PER_PARAMETER = 12
+"""Size of a checkpoint per trained parameter: float32 weights and two moments."""
+
+
+def run_checks(config: PPOConfig) -> dict[str, Check]:
+    """Return all checks of a run."""
+    folder = Path(config.trainer.default_local_dir)
+    return {
+        "config": lambda: [ok("config", "the config is valid")],
+        "run folder": partial(check_folder, folder),
+        "disk": partial(check_disks, folder),
+        "cpu": partial(check_cpu, config.trainer.n_gpus_per_node),
+        "models": partial(check_models, config),
+        "tokenizer": partial(check_tokenizer, config),
+        "data": partial(check_data, config),
+        "reward": partial(check_reward, config),
+        "libraries": partial(check_backends, config),
+        "ports": partial(check_ports, config),
+        "checkpoints": partial(check_checkpoint_space, config),
+        "machines": partial(check_machines, config),
+    }
+
+
+# -- models and data ------------------------------------------------------------------------------
+
+
+def check_models(config: PPOConfig) -> Iterator[Finding]:
+    """Compare the weight files of each model with their headers and with the index."""
+    for key, model in _models(config).items():
+        yield from check_model(key, model.path)
+
+
+def check_model(key: str, path: str) -> Iterator[Finding]:
+    """Compare the weight files of a model with their headers and with the index."""
+    folder = local_model(path)
+    if folder is None:
+        if hub.is_model_name(path) or is_url(path):
+            yield warn(
+                "models", f"{key}={path} is not on this machine yet, so it is not checked", f"hf download {path}"
+            )
+        else:
+            yield fail("models", f"{key}={path} does not exist on this machine", f"copy {path} to this machine")
+        return
+    problems, weights = read_headers(folder)
+    if not (folder / "config.json").is_file():
+        problems.append(f"{folder} has no config.json")
+    for problem in problems:
+        yield fail("models", f"{key}={path}: {problem}", f"copy or download {folder} again")
+    if not problems:
+        count = sum(weight.count for weight in weights.values())
+        kind = f"{count:,} parameters in safetensors files" if weights else "no safetensors files"
+        yield ok("models", f"{key}={path}: {kind}")
+
+
+def _models(config: PPOConfig) -> dict[str, ModelSource]:
+    """Return the models of a run that are loaded from files, by config key."""
+    models: dict[str, ModelSource] = {}
+    if not config.actor_rollout_ref.model.random_init:
+        models["actor_rollout_ref.model.path"] = config.actor_rollout_ref.model
+    if config.needs_critic():
+        models["critic.model.path"] = config.critic.model
+    if config.needs_reward_engine():
+        models["reward_model.model.path"] = config.reward_model.model
+    return models
+
+
+def check_tokenizer(config: PPOConfig) -> Iterator[Finding]:
+    """Load the tokenizer of the policy."""
+    path = config.tokenizer_path()
+    folder = local_model(path)
+    if folder is not None and not has_tokenizer(folder):
+        message = f"{path} has neither tokenizer.json nor tokenizer_config.json"
+        yield fail("tokenizer", message, "set data.tokenizer=FOLDER, or copy the tokenizer files of the base model")
+        return
+    try:
+        tokenizer: Any = load_tokenizer(path, config.data.trust_remote_code)
+    except CamshaftError as error:
+        yield fail("tokenizer", str(error), "set data.tokenizer=FOLDER")
+        return
+    yield ok("tokenizer", f"{path}: {len(tokenizer):,} tokens")
+
+
+def check_data(config: PPOConfig) -> Iterator[Finding]:
+    """Read the columns of the data files, and tokenize the first rows."""
+    fix = f"camshaft check-data {' '.join(f'data.train_files={path}' for path in config.data.train_files)} ..."
+    for name, train in (("training", True), ("validation", False)):
+        paths, _ = prompt_files(config, train)
+        if not paths:
+            continue
+        try:
+            files = data_files(paths)
+            rows = sum(file.num_rows for file in summarize_files(files, ()))
+            tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
+            read_prompts(files, tokenizer, prompt_options(config), SAMPLE_ROWS)
+        except (CamshaftError, OSError) as error:
+            yield fail("data", f"{name} data: {error}", fix)
+            continue
+        yield ok("data", f"{name} data: {rows:,} rows in {len(files)} files")
+
+
+def check_reward(config: PPOConfig) -> Iterator[Finding]:
+    """Load the reward function in a process, as a run does."""
+    custom = config.custom_reward_function
+    if not config.needs_function():
+        yield ok("reward", "the run uses only the reward model")
+        return
+    source = custom.path or "built-in function"
+    try:
+        with build_rewards(custom):
+            pass
+    except CamshaftError as error:
+        yield fail("reward", f"{source}: {error}", f"python {custom.path}" if custom.path else "")
+        return
+    yield ok("reward", f"{source}: {custom.function_name()} loads")
+
+
+# -- backends and resources -----------------------------------------------------------------------
+
+
+def check_backends(config: PPOConfig) -> Iterator[Finding]:
+    """Check that the libraries and the devices of the run exist on this machine."""
+    trainer = config.trainer
+    rollout, strategy = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.actor.strategy
+    try:
+        check_libraries(config)
+        if trainer.backend() == "local":
+            check_device(trainer.device, trainer.world_size)
+    except CamshaftError as error:
+        yield fail("libraries", str(error), "")
+        return
+    yield ok("libraries", f"engine {strategy}, rollout {rollout}, {trainer.world_size} ranks on {trainer.device}")
+
+
+def check_ports(config: PPOConfig) -> Iterator[Finding]:
+    """Check that the ports of a new Ray cluster are free, or that the existing cluster answers."""
+    if config.trainer.backend() != "ray":
+        yield ok("ports", "the run uses no fixed port")
+        return
+    ray_init = config.ray_kwargs.ray_init
+    address = cluster_address(ray_init)
+    if address not in (None, "local"):
+        if head_may_answer(address):
+            yield ok("ports", f"the Ray cluster at {address} answers")
+        else:
+            yield fail("ports", f"no Ray cluster answers at {address}", "ray start --head")
+        return
+    ports = {key: value for key, value in ray_init.items() if key.endswith("port") and isinstance(value, int) and value}
+    clean = True
+    for key, port in ports.items():
+        if not _is_free(port):
+            clean = False
+            fix = f"ss -ltnp 'sport = :{port}', or set ray_kwargs.ray_init.{key} to another port"
+            yield fail("ports", f"ray_kwargs.ray_init.{key}={port} is in use by another process", fix)
+    if clean:
+        yield ok("ports", "the run starts a Ray cluster on free ports")
+
+
+def check_machines(config: PPOConfig) -> Iterator[Finding]:
+    """Check each machine of an existing Ray cluster: limits, disks, versions of packages and model files."""
+    ray_init = config.ray_kwargs.ray_init
+    address = cluster_address(ray_init) if config.trainer.backend() == "ray" else None
+    if address in (None, "local") or not head_may_answer(address):
+        return
+    from camshaft.controller.ray import run_on_nodes
+
+    models = {key: model.path for key, model in _models(config).items()}
+    arguments = (Path(config.trainer.default_local_dir), models)
+    versions = installed_versions()
+    for machine, result in run_on_nodes(ray_init, inspect_machine, arguments, MACHINE_SECONDS).items():
+        if isinstance(result, Exception):
+            lines = str(result).strip().splitlines()
+            fix = f"ssh {machine} camshaft doctor"
+            yield fail("machines", f"{machine}: {lines[-1] if lines else type(result).__name__}", fix)
+            continue
+        problems = [finding for finding in result.findings if finding.status != "OK"]
+        for finding in problems:
+            yield Finding("machines", finding.status, f"{machine}: {finding.check}: {finding.message}", finding.fix)
+        for name in sorted(versions.keys() | result.versions.keys()):
+            here, there = versions.get(name, "missing"), result.versions.get(name, "missing")
+            if here != there:
+                message = f"{machine}: {name} is {there}, and {here} on this machine"
+                yield warn("machines", message, f"ssh {machine} pip install {name}=={here}")
+        if not problems:
+            yield ok("machines", f"{machine}: no problem")
+
+
+class Inspection(NamedTuple):
+    """The findings and the versions of packages of a machine."""
+
+    findings: list[Finding]
+    versions: dict[str, str]
+
+
+def inspect_machine(folder: Path, models: Mapping[str, str]) -> Inspection:
+    """Check this machine and its copies of the models, and return the versions of its packages."""
+    findings = collect(machine_checks(folder), MACHINE_SECONDS)
+    findings += [finding for key, path in models.items() for finding in check_model(key, path)]
+    return Inspection(findings, installed_versions())
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def check_checkpoint_space(config: PPOConfig) -> Iterator[Finding]:
+    """Compare the size of the checkpoints that are kept with the free space."""
+    trainer = config.trainer
+    if trainer.save_freq == -1:
+        yield ok("checkpoints", "the run saves no checkpoints (trainer.save_freq=-1)")
+        return
+    policy = config.actor_rollout_ref.model
+    sizes = {"actor": (policy.path, trainer.max_actor_ckpt_to_keep)}
+    if config.needs_critic():
+        sizes["critic"] = (config.critic.model.path, trainer.max_critic_ckpt_to_keep)
+    one = total = 0
+    for path, keep in sizes.values():
+        size = BYTES_PER_PARAMETER * _parameters(path)
+        one += size
+        total += size * ((keep or 1) + 1)  # a checkpoint is complete before the oldest one is deleted
+    free = shutil.disk_usage(existing_parent(Path(trainer.default_local_dir))).free
+    message = f"a checkpoint has {_gib(one)}, the kept ones need {_gib(total)}, and {_gib(free)} are free"
+    fix = "set trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=1, or trainer.default_local_dir=FOLDER"
+    if free < one:
+        yield fail("checkpoints", message, fix)
+    elif free < total:
+        yield warn("checkpoints", message, fix)
+    else:
+        yield ok("checkpoints", message)
+
+
+def _parameters(path: str) -> int:
+    """Return the number of parameters in the weight files of a model; 0 if it is not on this machine."""
+    folder = local_model(path)
+    return 0 if folder is None else sum(weight.count for weight in read_headers(folder)[1].values())
+
+
+def _gib(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB"

@@ -1,0 +1,141 @@
+"""`camshaft doctor key=value ...` finds what a run lacks."""
+
+import json
+import shutil
+import socket
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.command_line import camshaft
+from support.ppo_runs import ppo_args
+
+from camshaft.planning.weights import read_header, read_headers
+
+
+def doctor(folder: Path, overrides: dict[str, Any] | None = None) -> dict[str, tuple[str, str, str]]:
+    """Return status, message and fix of the worst finding of each check."""
+    run = camshaft("doctor", "--json", *ppo_args(folder, overrides))
+    report = json.loads(run.out)
+    assert run.status == (report["status"] == "FAIL")
+    findings = sorted(report["findings"], key=lambda finding: ["OK", "WARN", "FAIL"].index(finding["status"]))
+    return {f["check"]: (f["status"], f["message"], f["fix"]) for f in findings}
+
+
+def test_a_sound_run_has_no_failure(tmp_path: Path) -> None:
+    findings = doctor(tmp_path)
+    assert {name for name, (status, *_) in findings.items() if status == "FAIL"} == set()
+    assert "64 rows" in findings["data"][1] or "16 rows" in findings["data"][1]
+
+
+def without_tokenizer(folder: Path) -> None:
+    for file in (folder / "actor").glob("tokenizer*"):
+        file.unlink()
+
+
+def damaged_header(folder: Path) -> None:
+    file = folder / "actor" / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(struct.pack("<Q", len(content)) + content[8:])
+
+
+def truncated_weights(folder: Path) -> None:
+    file = folder / "actor" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-64])
+
+
+def missing_shard(folder: Path) -> None:
+    actor = folder / "actor"
+    names = read_header(actor / "model.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "model.safetensors") | {"extra": "model-00002-of-00002.safetensors"}}
+    (actor / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+
+
+def unreadable_data(folder: Path) -> None:
+    file = folder / "data" / "train.parquet"
+    file.write_bytes(file.read_bytes()[:100])
+
+
+@pytest.mark.parametrize(
+    ("damage", "check", "message"),
+    [
+        (without_tokenizer, "tokenizer", "has neither tokenizer.json nor tokenizer_config.json"),
+        (damaged_header, "models", "its header claims"),
+        (truncated_weights, "models", "its header describes"),
+        (missing_shard, "models", "lacks model-00002-of-00002.safetensors"),
+        (unreadable_data, "data", "train.parquet"),
+    ],
+)
+def test_damaged_file_is_found(damage: Callable[[Path], None], check: str, message: str, tmp_path: Path) -> None:
+    ppo_args(tmp_path)
+    damage(tmp_path)
+    status, text, fix = doctor(tmp_path, {"custom_reward_function.path": "null"})[check]
+    assert status == "FAIL"
+    assert message in text
+    assert fix
+
+
+def test_reward_file_with_a_syntax_error_is_found(tmp_path: Path) -> None:
+    reward = tmp_path / "my_reward.py"
+    reward.write_text("def compute_score(:\n", encoding="utf-8")
+    status, message, fix = doctor(tmp_path, {"custom_reward_function.path": reward})["reward"]
+    assert status == "FAIL"
+    assert "invalid syntax" in message
+    assert fix == f"python {reward}"
+
+
+def test_port_in_use_is_found(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        overrides = {"trainer.controller": "ray", "+ray_kwargs.ray_init.dashboard_port": port}
+        status, message, _ = doctor(tmp_path, {**overrides, "+ray_kwargs.ray_init.address": "local"})["ports"]
+    assert status == "FAIL"
+    assert f"dashboard_port={port} is in use" in message
+
+
+def test_unreachable_cluster_is_found(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    overrides = {"trainer.controller": "ray", "+ray_kwargs.ray_init.address": f"127.0.0.1:{port}"}
+    status, message, fix = doctor(tmp_path, overrides)["ports"]
+    assert (status, fix) == ("FAIL", "ray start --head")
+    assert f"127.0.0.1:{port}" in message
+
+
+def test_missing_vllm_is_found(tmp_path: Path) -> None:
+    status, message, _ = doctor(tmp_path, {"actor_rollout_ref.rollout.name": "vllm"})["libraries"]
+    assert status == "FAIL"
+    assert "pip install 'camshaft[vllm]'" in message
+
+
+def test_missing_device_is_found(tmp_path: Path) -> None:
+    status, message, _ = doctor(tmp_path, {"trainer.device": "xpu"})["libraries"]
+    assert status == "FAIL"
+    assert "xpu" in message
+
+
+def test_invalid_config_is_the_only_finding(tmp_path: Path) -> None:
+    findings = doctor(tmp_path, {"trainer.seed": "abc"})
+    assert list(findings) == ["config"]
+    assert findings["config"][0] == "FAIL"
+    assert "trainer.seed = abc" in findings["config"][1]
+
+
+def test_checkpoints_that_do_not_fit_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    status, message, _ = doctor(tmp_path, {"trainer.save_freq": 1})["checkpoints"]
+    assert status == "FAIL"
+    assert "a checkpoint has" in message
+
+
+def test_number_of_parameters_matches_the_model(tmp_path: Path) -> None:
+    ppo_args(tmp_path)
+    problems, weights = read_headers(tmp_path / "actor")
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
+    assert problems == []
+    assert sum(weight.count for weight in weights.values()) == sum(p.numel() for p in model.parameters())
