@@ -58,7 +58,7 @@ def _check_run(overrides: Sequence[str]) -> list[Finding]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="camshaft doctor",
-        usage="camshaft doctor [--deep] [--json] [key=value ...]",
+        usage="camshaft doctor [--deep] [--timeout SECONDS] [--json] [key=value ...]",
         description="Check this machine in a second. With key=value, the arguments of camshaft ppo, check what this "
         "run needs: config, model files, tokenizer, data, reward function, libraries, ports and disk space.",
         epilog="Exit status: 0 if no check fails, 1 otherwise.",

@@ -18,6 +18,7 @@ from camshaft.models.tiny import make_tiny_model
 HERE = (
     "docs/checkpoints.md",
     "docs/data.md",
+    "docs/doctor.md",
     "docs/export.md",
     "docs/generate.md",
     "docs/mismatch.md",
