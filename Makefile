@@ -20,6 +20,7 @@
 # make test-gpu      the sharded engine on CUDA and NCCL, and tests that need an accelerator
 #
 # make chaos         kill random processes of runs at random moments, and compare them with undisturbed runs (an hour)
+# make soak          train four layouts for two hours, and fail if memory, descriptors or files grow
 # make fuzz          random configs, damaged checkpoints and damaged data files (half an hour)
 #
 # make bench         updates and steps beside hand-written loops (five minutes)
@@ -64,7 +65,7 @@ FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/conf
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-megatron-slow test-titan test-remote test-matrix test-cluster test-gpu chaos fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
+.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-megatron-slow test-titan test-remote test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
 
 install: $(INSTALLED)
 
@@ -217,6 +218,9 @@ test-gpu: $(INSTALLED)
 
 chaos: $(INSTALLED)
 	$(BIN)/python tests/chaos/chaos.py --out benchmarks/results/chaos.md
+
+soak: $(INSTALLED)
+	$(BIN)/python tests/chaos/soak.py --out benchmarks/results/soak.md
 
 fuzz: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python tests/chaos/fuzz.py --out benchmarks/results/fuzz.md
