@@ -308,6 +308,8 @@ class RayPool(ProcessPool):
             "num_cpus": spec.cpus_per_rank,
             "num_gpus": 0 if spec.device in (None, "cpu") else 1,
             "max_restarts": 0,
+            # Otherwise the memory of Ray's head grows by two kilobytes per call, up to 100,000 calls.
+            "enable_task_events": False,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
                 self._group, placement_group_bundle_index=rank // spec.ranks_per_node
             ),

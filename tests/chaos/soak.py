@@ -4,8 +4,8 @@
     python tests/chaos/soak.py --minutes 5 --layouts local,ray            # a try
 
 Each run trains a tiny model, saves and validates every 20 steps, and never ends by itself. Every ten seconds, the
-script reads the counters of all processes of each run. A run fails if it ends, if in the second half its memory grows by
-1 kB per step or another counter grows, or if it leaves processes or files behind. SIGTERM ends the measurement early.
+script reads the counters of all processes of each run. A run fails if it ends, if in the second half its memory grows
+by 1 kB per step or another counter grows, or if it leaves processes or files behind. SIGTERM ends the measurement early.
 The tables are written every ten minutes and at the end.
 """
 
@@ -122,9 +122,11 @@ def process_counters(driver: int, mark: str) -> dict[str, float]:
             memory = _table(folder / "smaps_rollup")
             if not memory:
                 continue
-            totals[f"memory of {kinds.get(pid, 'others')}"] += 1024 * memory["Pss"]
+            # Pages of files are left out: their share changes with other programs that map the same libraries.
+            size = 1024 * (memory["Pss_Anon"] + memory["Pss_Shmem"])
+            totals[f"memory of {kinds.get(pid, 'others')}"] += size
             counts = {
-                "pss": 1024 * memory["Pss"],
+                "memory": size,
                 "rss": 1024 * memory["Rss"],
                 "threads": _table(folder / "status")["Threads"],
                 "descriptors": len(os.listdir(folder / "fd")),
@@ -178,7 +180,7 @@ def growth(soak: Soak) -> list[str]:
     if len(half) < 3:
         return ["too few samples"]
     problems = []
-    rate, _ = slope(half, "pss")
+    rate, _ = slope(half, "memory")
     if not rate < MEMORY_LIMIT:
         problems.append(f"memory grows by {rate:.0f} bytes per step")
     for name in COUNTERS:
@@ -216,10 +218,10 @@ def report(soaks: Sequence[Soak]) -> str:
 
 def _memory_row(soak: Soak) -> tuple[str, ...]:
     half = soak.second_half()
-    ends = (sum(sample["pss"] for sample in part[:6]) / len(part[:6]) / 2**20 for part in (half, half[::-1]))
+    ends = (sum(sample["memory"] for sample in part[:6]) / len(part[:6]) / 2**20 for part in (half, half[::-1]))
     steps = f"{soak.samples[-1]['step']:.0f}, {half[-1]['step'] - half[0]['step']:.0f} in the second half"
     problems = "; ".join(soak.problems) or "none"
-    return (soak.layout, steps, *(f"{end:.1f} MiB" for end in ends), _rate(half, "pss", 1000.0, "kB"), problems)
+    return (soak.layout, steps, *(f"{end:.1f} MiB" for end in ends), _rate(half, "memory", 1000.0, "kB"), problems)
 
 
 def _rate(samples: Sequence[Mapping[str, float]], name: str, unit: float, symbol: str) -> str:
@@ -292,7 +294,8 @@ HEAD = """# Soak
 `make soak` trains four layouts side by side for two hours: `local` (one process), `fsdp` (two ranks), `process`
 (generation in a process of its own) and `ray` (two ranks on Ray). Each run saves, validates and deletes older
 checkpoints every 20 steps. Every ten seconds, the counters of all its processes are read from `/proc`. Memory is the
-proportional set size (PSS). Growth per step is the least-squares slope over the second half, with its standard error.
+proportional size of anonymous and shared memory (`Pss_Anon` and `Pss_Shmem`). Growth per step is the least-squares slope
+over the second half, with its standard error.
 """
 
 
