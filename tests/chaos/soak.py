@@ -5,8 +5,8 @@
 
 Each run trains a tiny model, saves and validates every 20 steps, and never ends by itself. Every ten seconds, the
 script reads the counters of all processes of each run. A run fails if it ends, if in the second half its memory grows
-by 1 kB per step or another counter grows, or if it leaves processes or files behind. SIGTERM ends the measurement early.
-The tables are written every ten minutes and at the end.
+by 1 kB per step or another counter grows, or if it leaves processes or files behind. SIGTERM ends the measurement
+early. The tables are written every ten minutes and at the end.
 """
 
 from __future__ import annotations
@@ -294,8 +294,8 @@ HEAD = """# Soak
 `make soak` trains four layouts side by side for two hours: `local` (one process), `fsdp` (two ranks), `process`
 (generation in a process of its own) and `ray` (two ranks on Ray). Each run saves, validates and deletes older
 checkpoints every 20 steps. Every ten seconds, the counters of all its processes are read from `/proc`. Memory is the
-proportional size of anonymous and shared memory (`Pss_Anon` and `Pss_Shmem`). Growth per step is the least-squares slope
-over the second half, with its standard error.
+proportional size of anonymous and shared memory (`Pss_Anon` and `Pss_Shmem`). Growth per step is the least-squares
+slope over the second half, with its standard error.
 """
 
 
