@@ -304,6 +304,13 @@ class BaseEngine(ABC):
         """
         return None
 
+    def overflowing_weight(self) -> str | None:
+        """Return the name of a weight on this rank whose sum of squares is not finite in float32, or None.
+
+        Call it inside `train_mode` or `eval_mode`. Such a model has diverged, although its outputs can be finite.
+        """
+        return None
+
     def wait_for_checkpoint(self) -> None:  # noqa: B027 - only engines that write in the background override it
         """Wait until the checkpoint in progress is written."""
 

@@ -371,6 +371,14 @@ class TorchEngine(BaseEngine):
                 return name
         return None
 
+    def overflowing_weight(self) -> str | None:
+        for name, parameter in self.named_parameters().items():
+            weight = parameter.detach()
+            local = weight.to_local() if isinstance(weight, DTensor) else weight
+            if not local.float().square().sum().isfinite():
+                return name
+        return None
+
     def lr_scheduler_step(self) -> float:
         return self.schedule.set_update(self.schedule.update + 1)
 

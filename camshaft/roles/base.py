@@ -179,16 +179,18 @@ class TrainedRole(EngineRole):
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def has_finite_outputs(self) -> bool:
-        """Run the model on two rows, and return True if all outputs on this rank are finite.
+        """Run the model on two rows, and return True if all outputs and weights on this rank are finite.
 
-        On some processors, attention kernels replace NaN in one of the two lengths by zeros.
+        Numbers whose squares overflow in float32 count as not finite: a model with such weights has diverged. There are
+        two lengths, because the attention kernels of some processors replace NaN in short rows by zeros.
         """
         ids = Ragged.from_rows([torch.arange(8), torch.arange(32) % 8])
         rows = DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(ids.positions() > 0)})
         with self.engine.eval_mode():
             predictions = self.engine.infer_batch(rows)
+            weight = self.engine.overflowing_weight()
         outputs = (value.values if isinstance(value, Ragged) else value for value in predictions.values())
-        return all(bool(output.isfinite().all()) for output in outputs)
+        return weight is None and all(bool(output.float().square().isfinite().all()) for output in outputs)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export(self, local_path: str, hdfs_path: str | None = None, tokenizer: str | None = None) -> None:

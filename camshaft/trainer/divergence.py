@@ -1,11 +1,12 @@
 """Ends a run whose model has diverged, for all trainers.
 
     divergence = DivergenceCheck({"actor": actor, "critic": critic}, max_skipped_steps=10)
-    has_updated = divergence.check_updates(step, metrics)       # after every step
-    divergence.check_outputs(step)                              # before a checkpoint is saved
+    is_good = divergence.check_updates(step, metrics)       # after every step
+    divergence.check_outputs(step)                          # before a checkpoint is saved
 
-`check_updates` reports optimizer steps that were skipped because the gradient was not finite. `check_outputs` keeps a
-model whose outputs are not finite from replacing a good checkpoint.
+`check_updates` reports optimizer steps that were skipped because the gradient was not finite. After such a step, the
+trainer waits for the next good one before it saves a checkpoint. `check_outputs` keeps a model whose outputs or weights
+are not finite from replacing a good checkpoint.
 """
 
 from __future__ import annotations
@@ -47,18 +48,18 @@ class DivergenceCheck:
         self.roles, self.max_skipped_steps, self.prefix = roles, max_skipped_steps, prefix
 
     def check_updates(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Warn of skipped optimizer steps. Return False if every optimizer step of a role was skipped.
+        """Warn of skipped optimizer steps. Return False if the latest optimizer step of a role was skipped.
 
         Raise DivergenceError if too many consecutive steps were skipped.
         """
-        has_updated, most_skipped, error = True, 0, ""
+        is_good, most_skipped, error = True, 0, ""
         for name, role in self.roles.items():
             count = int(metrics.get(f"{self.prefix or name}/skipped_steps", 0))
             if not count:
                 continue
             ranks: list[SkippedSteps] = role.skipped_steps()  # pyright: ignore[reportAssignmentType]
             skipped = ranks[0]
-            has_updated &= skipped.updates == 0
+            is_good &= skipped.steps == 0
             causes = [rank.cause for rank in ranks if rank.cause is not None]
             reason = f"{causes[0] if causes else 'the gradient'} is not finite"
             logger.warning("step %d: %s skipped %d optimizer steps, because %s", step, name, count, reason)
@@ -74,16 +75,16 @@ class DivergenceCheck:
                 )
         if error:
             raise DivergenceError(error)
-        return has_updated
+        return is_good
 
     def check_outputs(self, step: int) -> None:
-        """Raise DivergenceError if the outputs of a model are not finite."""
+        """Raise DivergenceError if outputs or weights of a model are not finite, or if their squares overflow."""
         for name, role in self.roles.items():
             ranks: list[bool] = role.has_finite_outputs()  # pyright: ignore[reportAssignmentType]
             if not all(ranks):
                 raise DivergenceError(
-                    f"the outputs of {name} are not finite after step {step}, so this step is not saved; "
-                    f"{self._advice(name)}"
+                    f"the outputs or weights of {name} are not finite or too large after step {step}, so this step is "
+                    f"not saved; {self._advice(name)}"
                 )
 
     def _advice(self, name: str) -> str:

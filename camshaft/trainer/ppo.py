@@ -267,7 +267,8 @@ class PPOTrainer:
             if trainer.val_only:
                 return metrics
             self.best.update(metrics, step=0)
-        saved_step, has_updated, loader_state = self.global_step, True, self.parts.loader.state_dict()
+        saved_step, is_good, loader_state = self.global_step, True, self.parts.loader.state_dict()
+        should_save = False
         for prompts in self.parts.loader:
             if self.global_step >= total:
                 break
@@ -279,11 +280,12 @@ class PPOTrainer:
                 self.global_step -= 1
                 self.parts.loader.load_state_dict(loader_state)
                 if self.global_step > saved_step:
-                    self.save(prune=has_updated)
+                    self.save(prune=is_good)
                 stop.acknowledge(self.global_step, total)
                 break
             is_last = self.global_step == total or self.parts.loader.exhausted
-            should_save = trainer.save_freq > 0 and (is_last or self.global_step % trainer.save_freq == 0)
+            if trainer.save_freq > 0 and (is_last or self.global_step % trainer.save_freq == 0):
+                should_save = True
             is_validated = True
             if trainer.test_freq > 0 and (is_last or self.global_step % trainer.test_freq == 0):
                 try:
@@ -294,11 +296,13 @@ class PPOTrainer:
                     self._abandon(f"the validation after step {self.global_step}", error)
                     is_validated = False
             tracking.log(metrics, step=self.global_step)
-            has_updated = self.divergence.check_updates(self.global_step, metrics)
+            is_good = self.divergence.check_updates(self.global_step, metrics)
             is_stopped = stop.requested is not None and not (is_last and is_validated)
-            if should_save or is_stopped:
-                self.save(prune=has_updated)
-                saved_step = self.global_step
+            if is_stopped or (should_save and (is_good or is_last)):
+                self.save(prune=is_good)
+                saved_step, should_save = self.global_step, False
+            elif should_save:
+                self.divergence.check_outputs(self.global_step)
             if is_stopped:
                 stop.acknowledge(self.global_step, total)
                 break

@@ -120,7 +120,7 @@ class SupervisedTrainer(ABC, Generic[W]):
 
         At the end, export the model. After a stop signal, save a checkpoint instead.
         """
-        trainer, stop = self.config.trainer, stop or Stop()
+        trainer, stop, should_save = self.config.trainer, stop or Stop(), False
         metrics: dict[str, float] = {}
         for batch in self.loader:
             if self.global_step >= self.total_steps:
@@ -128,7 +128,8 @@ class SupervisedTrainer(ABC, Generic[W]):
             self.global_step += 1
             metrics = self.step(batch)
             is_last = self.global_step == self.total_steps or self.loader.exhausted
-            should_save = trainer.save_freq > 0 and (is_last or self.global_step % trainer.save_freq == 0)
+            if trainer.save_freq > 0 and (is_last or self.global_step % trainer.save_freq == 0):
+                should_save = True
             if (
                 self.val_rows is not None
                 and trainer.test_freq > 0
@@ -138,12 +139,14 @@ class SupervisedTrainer(ABC, Generic[W]):
                 should_save = self.best.update(val_metrics, self.global_step) or should_save
                 metrics |= val_metrics
             tracking.log(metrics, step=self.global_step)
-            has_updated = self.divergence.check_updates(self.global_step, metrics)
-            if should_save:
-                self.save(prune=has_updated)
-            if stop.requested and not is_last:
-                if not should_save:
-                    self.save(prune=has_updated)
+            is_good = self.divergence.check_updates(self.global_step, metrics)
+            is_stopped = stop.requested is not None and not is_last
+            if is_stopped or (should_save and (is_good or is_last)):
+                self.save(prune=is_good)
+                should_save = False
+            elif should_save:
+                self.divergence.check_outputs(self.global_step)
+            if is_stopped:
                 stop.acknowledge(self.global_step, self.total_steps)
                 return metrics
         self.model.export(self.config.export_path())

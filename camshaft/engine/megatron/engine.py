@@ -170,6 +170,12 @@ class MegatronEngine(ShardedEngine):
                 return block.weights[0].name
         return None
 
+    def overflowing_weight(self) -> str | None:
+        for block in self._blocks:
+            if not all(parameter.detach().float().square().sum().isfinite() for parameter in block.parameters):
+                return block.weights[0].name
+        return None
+
     # -- weights and checkpoints ------------------------------------------------------------------
 
     def named_weights(

@@ -22,6 +22,14 @@ SAVING: dict[str, Any] = {
     "trainer.max_actor_ckpt_to_keep": 1,
     "trainer.max_critic_ckpt_to_keep": 1,
 }
+HUGE_AT_FIRST = """
+def compute_score(**_):
+    with open("{calls}", "a+") as file:
+        file.write("x")
+        file.seek(0)
+        return 1e25 if len(file.read()) <= 8 else 0.5
+"""
+"""A reward function whose first eight scores are huge."""
 
 
 @pytest.mark.parametrize(("key", "role"), [(ACTOR, "actor"), pytest.param(CRITIC, "critic", marks=pytest.mark.slow)])
@@ -30,12 +38,31 @@ def test_a_diverged_model_does_not_replace_the_last_checkpoint(key: str, role: s
     sharded = {"actor_rollout_ref.actor.strategy": "fsdp", "critic.strategy": "fsdp", "trainer.n_gpus_per_node": 2}
     settings = SAVING | (sharded if ranks == 2 else {})
     run_ppo(tmp_path, settings, steps=2)
-    with pytest.raises(DivergenceError, match=rf"outputs of {role} are not finite after step 3.*lower {key}"):
+    with pytest.raises(
+        DivergenceError, match=rf"outputs or weights of {role} are not finite or too large after step 3.*lower {key}"
+    ):
         run_ppo(tmp_path, settings | {key: 1e30}, steps=4)
     saved = CheckpointManager(tmp_path / "run").latest()
     assert saved is not None
     assert saved.step == 2
     assert len(run_ppo(tmp_path, settings, steps=3)) == 1, "the run resumes from step 2"
+
+
+def test_values_whose_squares_overflow_are_not_saved(tmp_path: Path) -> None:
+    settings = SAVING | {CRITIC: 1e30, "actor_rollout_ref.actor.ppo_mini_batch_size": 8}
+    with pytest.raises(DivergenceError, match="outputs or weights of critic are not finite or too large after step 1"):
+        run_ppo(tmp_path, settings, steps=2)
+    assert CheckpointManager(tmp_path / "run").latest() is None
+
+
+def test_a_checkpoint_waits_for_an_applied_optimizer_step(tmp_path: Path) -> None:
+    """In the first step, the squared error of the values overflows."""
+    reward = tmp_path / "reward.py"
+    reward.write_text(HUGE_AT_FIRST.format(calls=str(tmp_path / "calls")))
+    settings = SAVING | {"custom_reward_function.path": reward, "custom_reward_function.max_abs_score": 1e30}
+    keep_all = {"trainer.max_actor_ckpt_to_keep": "null", "trainer.max_critic_ckpt_to_keep": "null"}
+    run_ppo(tmp_path, settings | keep_all, steps=3)
+    assert [step for step, _ in storage.step_folders(tmp_path / "run")] == [2, 3]
 
 
 def test_a_critic_that_only_skips_updates_ends_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -55,7 +82,10 @@ def test_supervised_training_that_diverges_saves_nothing(tmp_path: Path) -> None
     args = sft_args(tmp_path, {"optim.lr": 1e30, "trainer.save_freq": 1, "trainer.total_training_steps": 9})
     with SFTTrainer(load_sft(args)) as trainer, Tracking([], RunInfo("p", "e", tmp_path, 9, None, {})) as tracking:
         trainer.prepare()
-        with pytest.raises(DivergenceError, match=r"outputs of model are not finite after step 1.*lower optim\.lr"):
+        with pytest.raises(
+            DivergenceError,
+            match=r"outputs or weights of model are not finite or too large after step 1.*lower optim\.lr",
+        ):
             trainer.fit(tracking)
     assert not storage.step_folders(trainer.checkpoints.root)
 
