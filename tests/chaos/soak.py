@@ -80,9 +80,9 @@ class Soak:
             text = self.log.read_text(errors="replace")[-600:]
             self.problems.append(f"the run ended with status {self.process.returncode}: {text}")
             return
-        step = last_step(self.run / "metrics.jsonl")
-        if step:
-            self.samples.append({"seconds": time.monotonic() - begin, "step": step, **self.counters()})
+        step, counters = last_step(self.run / "metrics.jsonl"), self.counters()
+        if step and "memory" in counters:  # the run has not just ended
+            self.samples.append({"seconds": time.monotonic() - begin, "step": step, **counters})
 
     def counters(self) -> dict[str, float]:
         shared = Path(f"/proc/{self.process.pid}/root/dev/shm")

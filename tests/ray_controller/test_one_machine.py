@@ -12,10 +12,12 @@ from support.ppo_runs import Step, run_ppo
 from support.reward_models import NEWLINE, make_tiny_reward_model
 from support.same_run import ACTOR, RANKS, SHUFFLED, compare
 
+from camshaft import storage
 from camshaft.contracts.controller.harness import ControllerHarness
 from camshaft.contracts.controller.suite import RULES
 from camshaft.contracts.rules import Rule
 from camshaft.controller.ray import start
+from camshaft.errors import DivergenceError
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 
@@ -118,3 +120,18 @@ def test_separate_pools_on_ray_match_local_ones_bitwise(tmp_path: Path) -> None:
     for actual, expected in zip(remote, local, strict=True):
         assert untimed(actual) == untimed(expected)
         assert actual.metrics["reward/model/mean"] != 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_a_diverged_run_on_ray_keeps_its_last_checkpoint(role: str, tmp_path: Path) -> None:
+    key = {"actor": f"{ACTOR}.optim.lr", "critic": "critic.optim.lr"}[role]
+    saving = {"trainer.save_freq": 1, "trainer.resume_mode": "auto"}
+    keep_one = {"trainer.max_actor_ckpt_to_keep": 1, "trainer.max_critic_ckpt_to_keep": 1}
+    settings = {**RANKS, **RAY, **saving, **keep_one}
+    run_ppo(tmp_path, settings, steps=2)
+    with pytest.raises(DivergenceError, match=rf"weights of {role} are not finite or too large after step 3.*lower"):
+        run_ppo(tmp_path, settings | {key: 1e30}, steps=4)
+    assert [step for step, _ in storage.step_folders(tmp_path / "run")] == [2]
+    assert len(run_ppo(tmp_path, settings, steps=3)) == 1, "the run resumes from step 2"
