@@ -26,14 +26,20 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
 
 from camshaft import storage
 from camshaft.config import EngineModel
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.digest import digest
 from camshaft.errors import CheckpointError
-from camshaft.models.loader import CLASSES, load_config, load_tokenizer, model_folder, quiet_transformers
+from camshaft.models.loader import (
+    CLASSES,
+    file_layout,
+    load_config,
+    load_tokenizer,
+    model_folder,
+    quiet_transformers,
+)
 from camshaft.models.lora import load_adapter, save_adapter
 from camshaft.models.packed import OUTPUTS, Head
 
@@ -168,7 +174,8 @@ def _write(
     if model.head != "causal_lm":
         config.num_labels = 1
     with storage.new_folder(target, kind=KIND) as work:
-        config.dtype, digests = _write_weights(ranks.weights, work, file_bytes, _file_layout(config, model))
+        layout = file_layout(config, trusted, model.head)
+        config.dtype, digests = _write_weights(ranks.weights, work, file_bytes, layout)
         config.save_pretrained(work)
         added = {name: tensor.detach().cpu() for name, tensor in ranks.adapter}
         with contextlib.suppress(OSError):  # generation_config.json is optional
@@ -189,18 +196,8 @@ def _write(
             _compare(loaded, model.head, ranks.rows, outputs, ranks.check.dtype, target)
 
 
-def _file_layout(config: PreTrainedConfig, model: EngineModel) -> Callable[[str, Tensor], Mapping[str, Tensor]]:
-    """Return a function that maps a weight of the model to the tensors that transformers stores in files.
-
-    transformers stacks the experts of a layer in one tensor of the model. Files contain one tensor per expert.
-    """
-    with torch.device("meta"):
-        skeleton = CLASSES[model.head].from_config(config, trust_remote_code=model.trust_remote_code)
-    return lambda name, tensor: revert_weight_conversion(skeleton, {name: tensor})
-
-
 def _write_weights(
-    weights: Weights, work: Path, file_bytes: int, file_layout: Callable[[str, Tensor], Mapping[str, Tensor]]
+    weights: Weights, work: Path, file_bytes: int, layout: Callable[[str, Tensor], Mapping[str, Tensor]]
 ) -> tuple[torch.dtype, dict[str, int]]:
     """Write the weights to files of limited size, and return the dtype of the first weight and all checksums.
 
@@ -225,7 +222,7 @@ def _write_weights(
     for name, tensor in weights:
         if file and sum(weight.nbytes for weight in file.values()) + tensor.nbytes > file_bytes:
             write()
-        file |= {key: part.contiguous() for key, part in file_layout(name, tensor.detach().cpu()).items()}
+        file |= {key: part.contiguous() for key, part in layout(name, tensor.detach().cpu()).items()}
         total, dtype = total + tensor.nbytes, dtype or tensor.dtype
         digests[name] = _digest(tensor, dtype)
     write()

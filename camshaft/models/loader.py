@@ -13,7 +13,7 @@ downloaded from the hub only if it is written as a URL, `hf://owner/name`.
 import difflib
 import importlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
@@ -33,6 +33,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from camshaft import hub
@@ -75,6 +76,18 @@ def stored_weights(model: EngineModel) -> Iterator[tuple[str, Tensor]]:
     folder = model_folder(model.path)
     config = load_config(folder, model.trust_remote_code, model.override_config)
     yield from merged_weights(_pretrained_model(folder, config, model, "auto", attention="eager"))
+
+
+def file_layout(
+    config: PreTrainedConfig, trust_remote_code: bool, head: Head = "causal_lm"
+) -> Callable[[str, Tensor], Mapping[str, Tensor]]:
+    """Return a function that maps a weight of the model to the tensors that transformers stores in files.
+
+    transformers stacks the experts of a layer in one tensor of the model. Files contain one tensor per expert.
+    """
+    with quiet_transformers(), torch.device("meta"):
+        hf = CLASSES[head].from_config(config, trust_remote_code=trust_remote_code)
+    return lambda name, tensor: revert_weight_conversion(hf, {name: tensor})
 
 
 def skeleton(model: EngineModel, dtype: str) -> PackedModel:

@@ -36,6 +36,14 @@ ROLLOUTS: dict[str, tuple[str, dict[str, Any], float]] = {
     "vllm": ("vllm", {"engine_kwargs": {"kv_cache_memory_bytes": 2**25}}, 1e-4),
 }
 """Names and config fields of rollouts, and the accepted difference of log-probs."""
+SERVER: dict[str, Any] = {"engine_kwargs": {"vllm_server_timeout": 600, "kv_cache_memory_bytes": 2**25}}
+"""Config fields of a server for each rank."""
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 4},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+}
+"""Arguments of `make_model` for mixture-of-experts models, by family."""
 
 
 def cases() -> Iterator[Any]:
@@ -69,9 +77,11 @@ def test_weights_arrive_in_the_rollout(
 
 
 @pytest.mark.megatron
-def test_weights_of_split_experts_arrive_in_the_rollout(tmp_path: Path) -> None:
-    make_model(tmp_path, family="mixtral", num_local_experts=4)
-    check("megatron", {"expert_model_parallel_size": 2}, "torch", {}, 1e-4, tmp_path)
+@pytest.mark.parametrize("family", EXPERTS)
+@pytest.mark.parametrize("rollout", ["torch", pytest.param("vllm", marks=pytest.mark.vllm)])
+def test_weights_of_split_experts_arrive_in_the_rollout(rollout: str, family: str, tmp_path: Path) -> None:
+    make_model(tmp_path, family=family, **EXPERTS[family])
+    check("megatron", {"expert_model_parallel_size": 2}, *ROLLOUTS[rollout], tmp_path)
 
 
 @pytest.mark.titan
@@ -90,8 +100,14 @@ def test_weights_of_pipeline_stages_of_torchtitan_arrive_in_the_rollout(tmp_path
 )
 def test_weights_arrive_in_a_server_of_each_rank(strategy: str, options: dict[str, Any], tmp_path: Path) -> None:
     make_model(tmp_path)
-    kwargs = {"vllm_server_timeout": 600, "kv_cache_memory_bytes": 2**25}
-    check(strategy, options, "server", {"engine_kwargs": kwargs}, 1e-4, tmp_path)
+    check(strategy, options, "server", SERVER, 1e-4, tmp_path)
+
+
+@pytest.mark.vllm
+@pytest.mark.megatron
+def test_weights_of_split_experts_arrive_in_a_server_of_each_rank(tmp_path: Path) -> None:
+    make_model(tmp_path, family="mixtral", **EXPERTS["mixtral"])
+    check("megatron", {"expert_model_parallel_size": 2}, "server", SERVER, 1e-4, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.ranks import run_ranks
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.contracts.rollout.harness import Case, RolloutHarness, expect_close, largest_difference
@@ -63,6 +64,26 @@ def test_tied_output_layer_follows_the_embedding(harness, monkeypatch):
         assert off(case, prompts) > 0.1
     case.rollout.load_weights(case.weights())
     assert off(case, prompts) < 1e-4
+
+
+def sync_experts(folder: Path) -> list[float]:
+    """Return the differences after a weight sync without and with the workaround."""
+    harness = RolloutHarness(VLLMRollout, folder, sizes={"hidden": 128, "num_local_experts": 4})
+    case, prompts = harness.case("mixtral"), harness.prompts(4, 9)
+    train(case)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(workarounds, "repack_experts", lambda model: None)
+        case.rollout.load_weights(case.weights())
+        without = off(case, prompts)
+    case.rollout.load_weights(case.weights())
+    return [without, off(case, prompts)]
+
+
+def test_experts_follow_a_weight_sync(tmp_path):
+    """vLLM runs mixtures of experts only in a process whose first engine has experts."""
+    ((without, after),) = run_ranks(sync_experts, 1, tmp_path, timeout=280)
+    assert without > 0.1
+    assert after < 1e-4
 
 
 def test_load_weights_of_the_model_raises_on_a_cpu(harness):

@@ -89,6 +89,7 @@ class VLLMEngine:
                 self._llm.apply_model(workarounds.finish_reload(self._llm.llm_engine.model_config))
                 raise
         self._llm.apply_model(workarounds.repack_tied_head)
+        self._llm.apply_model(workarounds.repack_experts)
         # Other warnings concern layers without weights, such as rotary embeddings; this one lists unset parameters.
         missing = [text for text in warnings if "not loaded from checkpoint" in text]
         if missing:

@@ -26,12 +26,13 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import with_device_index, world_size
 from camshaft.digest import record_digests
 from camshaft.errors import RolloutError
+from camshaft.models.loader import file_layout, load_config
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
 from camshaft.rollout.external import RowRequest
 from camshaft.rollout.vllm.base import BaseVLLMRollout
 from camshaft.rollout.vllm.engine import VLLMEngine
-from camshaft.rollout.weights.checks import ExpectedWeights, drop_tied_duplicates
+from camshaft.rollout.weights.checks import ExpectedWeights, drop_tied_duplicates, split_stacked
 
 
 class VLLMRollout(BaseVLLMRollout):
@@ -44,6 +45,8 @@ class VLLMRollout(BaseVLLMRollout):
         _check_ranks(config.tensor_model_parallel_size)
         _check_device(config.device)
         self._loaded_digests: dict[str, int] | None = None
+        hf_config = load_config(self.folder, config.trust_remote_code, config.override_config)
+        self._layout = file_layout(hf_config, config.trust_remote_code)
         self._adapter = None if config.lora is None else ExpectedWeights.adapter_from_config(config, config.lora)
         self._adapter_loaded = False
         self.engine = VLLMEngine.acquire(config)
@@ -57,7 +60,8 @@ class VLLMRollout(BaseVLLMRollout):
         self._loaded_digests, self._adapter_loaded = None, False
         digests: dict[str, int] = {}
         validated = record_digests(self.expected.validate(weights), digests)
-        self.engine.load(drop_tied_duplicates(validated, self.expected.canonical_names, set()))
+        untied = drop_tied_duplicates(validated, self.expected.canonical_names, set())
+        self.engine.load(split_stacked(untied, self._layout))
         self._loaded_digests = digests
 
     def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:

@@ -68,6 +68,26 @@ def repack_tied_head(model: Any) -> None:
     dispatch_cpu_unquantized_gemm(head, remove_weight=False)
 
 
+def repack_experts(model: Any) -> None:
+    """Pack the weights of experts for the kernels of a CPU, after a reload of all weights.
+
+    vLLM packs them when it loads a model, but not during a reload. The kernels then read the elements of the new
+    weights in the wrong order.
+    """
+    from vllm.platforms import current_platform  # pyright: ignore[reportMissingImports]
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.fused_moe.experts.cpu_moe import (  # pyright: ignore[reportMissingImports]
+        CPUUnquantizedExperts,
+    )
+
+    for layer in model.modules():
+        kernel = vars(layer.quant_method).get("moe_kernel") if "quant_method" in layer._modules else None
+        if kernel is not None and isinstance(kernel.fused_experts, CPUUnquantizedExperts):
+            kernel.fused_experts.process_weights_after_loading(layer)
+
+
 def finish_reload(model_config: Any) -> Callable[[Any], None]:
     """Return a function that finalizes a reload, even an incomplete one, so that the next reload starts cleanly."""
 

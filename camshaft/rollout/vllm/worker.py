@@ -11,10 +11,11 @@ any other exception. The workers of a restarted server have a new identity.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import secrets
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,9 +24,10 @@ from torch import Tensor
 
 from camshaft.digest import record_digests
 from camshaft.errors import RolloutError
+from camshaft.models.loader import file_layout
 from camshaft.rollout.vllm import workarounds
 from camshaft.rollout.weights.buckets import Assembler, Piece
-from camshaft.rollout.weights.checks import drop_tied_duplicates
+from camshaft.rollout.weights.checks import drop_tied_duplicates, split_stacked
 from camshaft.rollout.weights.transport import open_receiver
 
 
@@ -103,10 +105,16 @@ class WorkerWeights:
         self._update.load([Piece(**piece) for piece in pieces], num_bytes, self._record)
 
     def _record(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Record the checksum of each weight and yield each tied weight once."""
-        return drop_tied_duplicates(
+        """Record the checksum of each weight, and yield each tied weight once and stacked experts separately."""
+        untied = drop_tied_duplicates(
             record_digests(weights, self._received_digests), self._canonical_names, self._sent_names
         )
+        return split_stacked(untied, self._layout)
+
+    @functools.cached_property
+    def _layout(self) -> Callable[[str, Tensor], Mapping[str, Tensor]]:
+        config = self._worker.vllm_config.model_config
+        return file_layout(config.hf_config, config.trust_remote_code)
 
     def end(self, version: str) -> None:
         """Finish the weight sync. Raise an error if vLLM left a parameter unset."""
@@ -179,6 +187,7 @@ class _WeightUpdate:
         with self._reload_context():
             workarounds.finish_reload(self._worker.vllm_config.model_config)(self._model)
             workarounds.repack_tied_head(self._model)
+            workarounds.repack_experts(self._model)
 
     @contextlib.contextmanager
     def _reload_context(self) -> Iterator[None]:

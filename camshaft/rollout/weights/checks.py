@@ -15,7 +15,7 @@ import contextlib
 import difflib
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -128,6 +128,17 @@ def drop_tied_duplicates(
         if canonical not in sent_names:
             sent_names.add(canonical)
             yield canonical, tensor
+
+
+def split_stacked(
+    weights: Iterable[tuple[str, Tensor]], layout: Callable[[str, Tensor], Mapping[str, Tensor]]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights in the layout of files (`models.loader.file_layout`), from which vLLM loads all models.
+
+    Files contain one tensor per expert. vLLM loads stacked experts of a few models only.
+    """
+    for name, tensor in weights:
+        yield from layout(name, tensor).items()
 
 
 def _compare_with_twin(
