@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.ranks import run_ranks
-from torch import Tensor
+from support.oracle_runs import TRAINING, Oracle, compare_with_oracle
+from support.ranks import run_warm_ranks
 from torch.nn.attention.flex_attention import flex_attention
 from transformers import Qwen2Config
 
@@ -25,7 +25,6 @@ from camshaft.contracts.engine.suite import RULES
 from camshaft.controller import local
 from camshaft.engine import build_engine, engine_class
 from camshaft.errors import EngineError
-from camshaft.models.loader import stored_weights
 from camshaft.models.tiny import make_tiny_model
 
 pytestmark = [pytest.mark.titan, pytest.mark.timeout(600)]
@@ -129,32 +128,16 @@ def test_every_family_equals_transformers(family: str, tmp_path: Path) -> None:
     suite.step_equals_oracle(harness)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_weights_pass_the_engine_bitwise(family: str, tmp_path: Path) -> None:
-    model = EngineModel(path=str(make_tiny_model(tmp_path / "model", **FAMILIES[family])))
-    engine = build_engine("torchtitan", EngineConfig(model=model))
-    engine.init_model()
-    weights, expected = dict(engine.named_weights()), dict(stored_weights(model))
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], weight) for name, weight in expected.items())
+def compare_three_steps(folder: Path, options: dict[str, Any]) -> None:
+    harness = EngineHarness(engine_class("torchtitan"), folder, common_fields={"options": options})
+    engine = harness.build(**TRAINING)
+    compare_with_oracle(harness, engine, Oracle(harness, engine), 3)
 
 
-def three_steps(strategy: str, folder: Path, options: dict[str, Any]) -> tuple[list[float], dict[str, Tensor]]:
-    """Return losses and gradient norms of three steps, and the weights after them."""
-    harness = EngineHarness(engine_class(strategy), folder, common_fields={"options": options})
-    engine = harness.build(micro_batch_size=3)
-    steps = [harness.train(engine, harness.batch) for _ in range(3)]
-    return [number for step in steps for number in (step.loss, step.grad_norm)], harness.weights(engine)
-
-
-@pytest.mark.parametrize("layout", ["one", "pp2"])
-def test_three_steps_equal_the_reference_engine(layout: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["one", "two", "tp2", "sp2", "pp2", "pp2_x_tp2"])
+def test_three_steps_equal_the_oracle(layout: str, tmp_path: Path) -> None:
     world, options = LAYOUTS[layout]
-    expected, expected_weights = three_steps("reference", tmp_path, {})
-    for numbers, weights in run_ranks(three_steps, world, "torchtitan", tmp_path, options):
-        assert numbers == pytest.approx(expected, rel=1e-5)
-        for name, weight in expected_weights.items():
-            torch.testing.assert_close(weights[name], weight, rtol=1e-5, atol=1e-6, msg=name)
+    run_warm_ranks(compare_three_steps, world, tmp_path, options)
 
 
 def test_checkpoint_of_the_reference_engine_loads(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from support.command_line import finished, start
 from support.interrupting import NAME, run_until
 from support.ppo_runs import ppo_args, run_ppo, saved_weights
 from support.ranks import run_ranks
+from support.reward_models import scored
 from support.same_run import ACTOR, compare
 from torch import Tensor
 
@@ -41,9 +42,11 @@ PPO = {**RUN, "algorithm.use_kl_in_reward": True}
 GRPO = {**RUN, "algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4, f"{ACTOR}.use_kl_loss": True}
 
 
-def test_ppo_in_one_process_equals_the_reference_engine(tmp_path: Path) -> None:
-    expected = run_ppo(tmp_path, PPO, steps=STEPS)
-    compare(run_ppo(tmp_path, PPO | TITAN, steps=STEPS), expected, rel=1e-5)
+def test_ppo_with_four_roles_on_two_ranks_equals_the_reference_engine(tmp_path: Path) -> None:
+    ppo = PPO | scored(tmp_path / "rm")
+    expected = run_ppo(tmp_path, ppo, steps=STEPS)
+    stages = {"+reward_model.engine_kwargs.pipeline_parallel_degree": 2}
+    compare(run_ppo(tmp_path, ppo | TITAN | {"trainer.n_gpus_per_node": 2} | stages, steps=STEPS), expected, rel=1e-5)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

@@ -1,13 +1,16 @@
 """Supervised fine-tuning and reward-model training with Megatron and torchtitan equal the reference engine.
 
+Ranks are started by the local controller or by Ray.
+
 Run by `make test-megatron` and `make test-titan`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.cluster import ray_here
 from support.command_line import rm_args, sft_args
 from support.ppo_runs import saved_weights
 from support.same_run import close
@@ -36,16 +39,32 @@ RUN: dict[str, Any] = {
 }
 MEGATRON = {"strategy": "megatron", "trainer.n_gpus_per_node": 2}
 TITAN = {"strategy": "torchtitan", "trainer.n_gpus_per_node": 2}
+TENSOR = MEGATRON | {"+engine_kwargs.tensor_model_parallel_size": 2}
+RAY = {"trainer.controller": "ray"}
 ENGINES = [
-    pytest.param(
-        MEGATRON | {"+engine_kwargs.tensor_model_parallel_size": 2}, id="megatron_tp2", marks=pytest.mark.megatron
-    ),
+    pytest.param(TENSOR, id="megatron_tp2", marks=pytest.mark.megatron),
+    pytest.param(TENSOR | RAY, id="megatron_tp2_ray", marks=pytest.mark.megatron),
     pytest.param(
         MEGATRON | {"+engine_kwargs.pipeline_model_parallel_size": 2}, id="megatron_pp2", marks=pytest.mark.megatron
     ),
     pytest.param(TITAN, id="torchtitan_fsdp2", marks=pytest.mark.titan),
+    pytest.param(TITAN | RAY, id="torchtitan_fsdp2_ray", marks=pytest.mark.titan),
     pytest.param(TITAN | {"fsdp_config.tensor_parallel_size": 2}, id="torchtitan_tp2", marks=pytest.mark.titan),
 ]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with ray_here(num_cpus=4):
+        yield
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """Return the overrides of a case, after starting a cluster if its ranks need one."""
+    if "trainer.controller" in request.param:
+        request.getfixturevalue("cluster")
+    return request.param
 
 
 class Recorder:
@@ -77,13 +96,13 @@ def compare(
     assert (home / "engine" / "huggingface" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
 def test_fine_tuning_equals_the_reference_engine(engine: dict[str, Any], tmp_path: Path) -> None:
     heldout = {"data.val_files": tmp_path / "data" / "sft_heldout.parquet"}
     compare(lambda overrides: SFTTrainer(load_sft(sft_args(tmp_path, heldout | overrides))), engine, tmp_path)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", ENGINES, indirect=True)
 def test_reward_model_training_equals_the_reference_engine(engine: dict[str, Any], tmp_path: Path) -> None:
     """The run starts from a causal language model, so both engines create a score head from the seed."""
     heldout = {"data.val_files": tmp_path / "data" / "preference_heldout.parquet"}

@@ -208,17 +208,23 @@ def test_step_follows_weights_that_moved(ranks: ModelRanks, options: dict[str, A
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options"),
+    ("ranks", "sizes", "options"),
     [
-        pytest.param(2, {TENSOR: 2}, id="tensor"),
-        pytest.param(2, {PIPELINE: 2}, id="pipeline"),
-        pytest.param(2, DISTRIBUTED, id="distributed_optimizer"),
+        pytest.param(2, {}, {TENSOR: 2}, id="tensor"),
+        pytest.param(2, {}, {PIPELINE: 2}, id="pipeline"),
+        pytest.param(2, {}, DISTRIBUTED, id="distributed_optimizer"),
+        pytest.param(2, QWEN3_MOE, {EXPERT: 2}, id="qwen3_moe-expert"),
+        pytest.param(2, QWEN3_MOE, {EXPERT: 2, **DISTRIBUTED}, id="qwen3_moe-expert_and_distributed_optimizer"),
+        pytest.param(2, MIXTRAL, {PIPELINE: 2}, id="mixtral-pipeline"),
+        pytest.param(2, MIXTRAL, {TENSOR: 2}, id="mixtral-tensor"),
     ],
     indirect=["ranks"],
     scope="module",
 )
-def test_bfloat16_errors_are_those_of_other_engines(ranks: ModelRanks, options: dict[str, Any], tmp_path: Path) -> None:
-    ranks.compare_in_bfloat16(options, str(tmp_path))
+def test_bfloat16_errors_are_those_of_other_engines(
+    ranks: ModelRanks, sizes: dict[str, Any], options: dict[str, Any], tmp_path: Path
+) -> None:
+    ranks.compare_in_bfloat16(sizes, options, str(tmp_path))
 
 
 @pytest.mark.slow

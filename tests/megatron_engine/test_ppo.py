@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from support.ppo_runs import run_ppo
+from support.reward_models import scored
 from support.same_run import ACTOR, SHUFFLED, compare
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]
@@ -13,20 +14,24 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]
 TENSOR, PIPELINE = "tensor_model_parallel_size", "pipeline_model_parallel_size"
 
 
-def megatron(actor: dict[str, Any], critic: dict[str, Any]) -> dict[str, Any]:
-    """Return the overrides of a run with Megatron engines on two ranks."""
+def megatron(actor: dict[str, Any], critic: dict[str, Any], **reward_model: Any) -> dict[str, Any]:
+    """Return the overrides of a run with Megatron engines on two ranks, from the options of each role's engine."""
     return {
         f"{ACTOR}.strategy": "megatron",
         "critic.strategy": "megatron",
         "trainer.n_gpus_per_node": 2,
         **{f"+{ACTOR}.engine_kwargs.{name}": value for name, value in actor.items()},
         **{f"+critic.engine_kwargs.{name}": value for name, value in critic.items()},
+        **{f"+reward_model.engine_kwargs.{name}": value for name, value in reward_model.items()},
     }
 
 
-def test_ppo_with_tensor_parallel_actor_and_pipeline_critic_equals_one_device(tmp_path: Path) -> None:
-    expected = run_ppo(tmp_path, SHUFFLED, steps=10)
-    compare(run_ppo(tmp_path, SHUFFLED | megatron({TENSOR: 2}, {PIPELINE: 2}), steps=10), expected, rel=1e-6)
+def test_ppo_with_four_roles_on_two_ranks_equals_one_device(tmp_path: Path) -> None:
+    """The actor and the reference are tensor-parallel; the critic and the reward model have two pipeline stages."""
+    ppo = SHUFFLED | scored(tmp_path / "rm")
+    expected = run_ppo(tmp_path, ppo, steps=10)
+    ranks = megatron({TENSOR: 2}, {PIPELINE: 2}, **{PIPELINE: 2})
+    compare(run_ppo(tmp_path, ppo | ranks, steps=10), expected, rel=1e-6)
 
 
 @pytest.mark.slow

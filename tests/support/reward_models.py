@@ -2,6 +2,7 @@
 
 make_tiny_reward_model(folder)                            # reads the tokens of the other tiny models
 make_tiny_reward_model(folder, template=NEWLINE, turned=True)     # other token ids and another template
+scored(folder)                                            # config keys of a run with a new reward model
 hf_scores(folder, [[3, 4, 5], [6]])
 """
 
@@ -49,6 +50,12 @@ def make_tiny_reward_model(
         tokenizer.chat_template = template
         tokenizer.save_pretrained(folder)
     return folder
+
+
+def scored(folder: Path) -> dict[str, Any]:
+    """Write a tiny reward model, and return the overrides of a run that adds its scores to the rewards."""
+    path = make_tiny_reward_model(folder)
+    return {"reward_model.enable": True, "reward_model.model.path": path, "reward_model.micro_batch_size_per_gpu": 4}
 
 
 def hf_scores(folder: Path, rows: Sequence[Sequence[int]]) -> Tensor:
