@@ -49,7 +49,8 @@ SGLANG := .venv-sglang
 SGLANG_INSTALLED := $(SGLANG)/.installed
 MEGATRON := .venv-megatron
 MEGATRON_INSTALLED := $(MEGATRON)/.installed
-MEGATRON_TESTS := tests/contracts/test_megatron_contract.py tests/megatron_engine tests/engine_runs
+MEGATRON_TESTS := tests/contracts/test_megatron_contract.py tests/contracts/test_engine_features.py \
+	tests/megatron_engine tests/engine_runs
 TITAN := .venv-titan
 TITAN_INSTALLED := $(TITAN)/.installed
 REMOTE := .venv-remote
@@ -200,9 +201,9 @@ test-megatron-slow: $(MEGATRON_INSTALLED)
 
 test-titan: $(TITAN_INSTALLED) $(VLLM_ENGINES_INSTALLED)
 	OMP_NUM_THREADS=1 $(TITAN)/bin/python -m pytest -m "titan and not vllm" tests/contracts/test_torchtitan_contract.py \
-		tests/contracts/test_torchtitan_runs.py tests/engine_runs
+		tests/contracts/test_torchtitan_runs.py tests/contracts/test_engine_features.py tests/engine_runs
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind PYTHONPATH=$(CURDIR)/$(VLLM_ENGINES) \
-		$(VLLM)/bin/python -m pytest -m "titan and vllm" tests/engine_runs/test_weight_sync.py
+		$(VLLM)/bin/python -m pytest -m "titan and vllm" tests/engine_runs/test_weight_sync.py tests/engine_runs/test_exchange.py
 
 test-remote: $(REMOTE_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(REMOTE) $(BIN)/python -m pytest -m "remote or not remote" tests/remote

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.tiny import tiny_folder
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -11,7 +12,8 @@ from transformers import AutoModelForCausalLM
 from camshaft.config.engine import LoRAConfig
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
-from camshaft.rollout.weights.checks import ExpectedWeights
+from camshaft.models.loader import file_layout
+from camshaft.rollout.weights.checks import ExpectedWeights, split_stacked
 
 NAME = "model.layers.0.self_attn.q_proj.weight"
 ADAPTED = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -100,3 +102,13 @@ def test_untied_weights_are_not_kept_alive(weights: dict[str, Tensor]) -> None:
 def test_tied_weights_may_be_sent_under_both_names(weights: dict[str, Tensor]) -> None:
     both = weights | {"lm_head.weight": weights["model.embed_tokens.weight"].clone()}
     assert dict(expected().validate(both.items())).keys() == both.keys()
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("mixtral", {"num_local_experts": 4}), ("llama", {})])
+def test_stacked_experts_are_split_as_in_files(family: str, sizes: dict[str, Any]) -> None:
+    folder = tiny_folder(family, **sizes)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    split = dict(split_stacked(model.named_parameters(), file_layout(model.config, False)))
+    stored = load_file(folder / "model.safetensors")
+    assert split.keys() == stored.keys()
+    assert all(torch.equal(split[name], weight) for name, weight in stored.items())
