@@ -110,9 +110,10 @@ def check_eval_files(config: EvalConfig) -> Iterator[Problem]:
 
 
 def _check_reward_file(custom: CustomRewardConfig) -> Iterator[Problem]:
-    path = custom.path
-    if path is not None and (path.endswith(".py") or "/" in path) and not os.path.isfile(path):
-        yield _missing("custom_reward_function.path", path, "file")
+    key = "custom_reward_function.functions" if custom.functions else "custom_reward_function.path"
+    for path in dict.fromkeys(function.path for function in custom.selected()):
+        if path is not None and (path.endswith(".py") or "/" in path) and not os.path.isfile(path):
+            yield _missing(key, path, "file")
 
 
 def check_data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:

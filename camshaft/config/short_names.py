@@ -25,13 +25,15 @@ from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.reward import split_function
 from camshaft.config.schema.supervised import RMConfig, SFTConfig
 from camshaft.config.tree import fields, format_value
 from camshaft.errors import ConfigError
 
 REWARD = "reward"
-"""Short name that sets two keys: the file and the function in it."""
+"""Short name that sets two keys, the file and the function in it, or one with a list of functions."""
 REWARD_PATH, REWARD_NAME = "custom_reward_function.path", "custom_reward_function.name"
+REWARD_FUNCTIONS = "custom_reward_function.functions"
 
 
 class ShortName(NamedTuple):
@@ -43,7 +45,8 @@ class ShortName(NamedTuple):
 
 
 _MODEL = "model folder, or name of a cached Hugging Face model"
-_REWARD = ShortName(REWARD, REWARD_PATH, "file.py, file.py:function, or a built-in function")
+_REWARD = ShortName(REWARD, REWARD_PATH, "file.py, file.py:function, or a built-in function; or a list")
+_REWARD_WEIGHTS = ShortName("reward_weights", "custom_reward_function.weights", "weight of each function in reward")
 _PLACE = (
     ShortName("device", "trainer.device", "cpu, cuda, or another PyTorch device"),
     ShortName("devices", "trainer.n_gpus_per_node", "devices (processes) per machine"),
@@ -71,6 +74,7 @@ SHORT_NAMES: dict[type[Section], tuple[ShortName, ...]] = {
         ShortName("data", "data.train_files", "training prompts"),
         ShortName("val_data", "data.val_files", "validation prompts"),
         _REWARD,
+        _REWARD_WEIGHTS,
         ShortName("algorithm", "algorithm.adv_estimator", "ppo, grpo, rloo, dapo, ...; see below"),
         ShortName("steps", "trainer.total_training_steps", "training steps"),
         ShortName("epochs", "trainer.total_epochs", "epochs over the training prompts"),
@@ -92,6 +96,7 @@ SHORT_NAMES: dict[type[Section], tuple[ShortName, ...]] = {
         ShortName("data", "data.path", "prompts"),
         ShortName("out", "data.output_path", "parquet file for the responses"),
         _REWARD,
+        _REWARD_WEIGHTS,
         ShortName("batch", "data.batch_size", "prompts per generation batch"),
         ShortName("n", "rollout.n", "responses per prompt"),
         ShortName("prompt_length", "rollout.prompt_length", "maximum prompt length in tokens"),
@@ -103,6 +108,7 @@ SHORT_NAMES: dict[type[Section], tuple[ShortName, ...]] = {
         ShortName("data", "data.path", "responses"),
         ShortName("out", "data.output_path", "parquet file for the scores"),
         _REWARD,
+        _REWARD_WEIGHTS,
     ),
 }
 """Short names of each command, in the order of its help text."""
@@ -315,13 +321,13 @@ def _assignments(name: str, key: str, value: Any) -> dict[str, Any]:
 
 
 def split_reward(value: Any) -> dict[str, Any]:
-    """Return the keys that `reward` sets: a file, a function of a file, or the name of a function without a file."""
+    """Return the keys that `reward` sets: path and name of a function, or a list of functions."""
+    if isinstance(value, list | tuple):
+        return {REWARD_FUNCTIONS: list(value)}
     if not isinstance(value, str):
         return {REWARD_PATH: value}
-    path, colon, function = value.rpartition(":")
-    if colon and path.endswith(".py"):
-        return {REWARD_PATH: path, REWARD_NAME: function}
-    return {REWARD_PATH: value} if value.endswith(".py") or "/" in value else {REWARD_NAME: value}
+    path, name = split_function(value)
+    return {key: part for key, part in ((REWARD_PATH, path), (REWARD_NAME, name)) if part is not None}
 
 
 def _contradiction(name: str, value: Any, key: str, present: Any) -> Problem:

@@ -17,8 +17,9 @@ Modules:
     overlong.py     subtracts a penalty for long responses
     pool.py         starts worker processes and sends them calls
     worker.py       main program of a worker process
-    loading.py      loads a function by path and name
+    loading.py      loads functions by path and name
     arguments.py    passes the arguments that a function has parameters for
+    calls.py        calls functions in a worker, and converts results to replies
     messages.py     messages between pool and workers
     output.py       writes what reward functions print to a file
     auto.py         selects a built-in function by the data source of a row

@@ -1,9 +1,9 @@
-"""Load the configured reward function and validate its signature.
+"""Load the configured reward functions and validate their signatures.
 
-    function = load_function(spec)
-    function.call([sample])             # a batch of samples if function.batched
+    function, *others = load_functions(spec)
+    function.call([sample])             # a batch of samples if function.arguments.batched
 
-`worker.py` calls `load_function` at startup, so errors are raised before training. They list the available functions.
+`worker.py` calls `load_functions` at startup, so errors are raised before training. They list the available functions.
 """
 
 import importlib
@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from camshaft.errors import CamshaftError
 from camshaft.plugins import REWARDS, find_target, import_attribute, list_names
 from camshaft.rewards import GROUP, REGISTERED
 from camshaft.rewards.arguments import BATCH, SINGLE, Arguments
-from camshaft.rewards.messages import Sample, Spec
+from camshaft.rewards.messages import FunctionInfo, FunctionSpec, Sample, Spec
 from camshaft.subprocesses import extend_import_path
 
 DEFAULT_NAME = "compute_score"
@@ -38,16 +39,29 @@ class RewardFunction(NamedTuple):
         arguments = self.arguments.batch(samples) if self.arguments.batched else self.arguments.single(samples[0])
         return self.function(**arguments | self.kwargs)
 
+    @property
+    def info(self) -> FunctionInfo:
+        """Properties of the function for the pool."""
+        batched, columns, required = self.arguments.batched, self.arguments.columns, self.arguments.required
+        target = self.function
+        is_coroutine = any(map(inspect.iscoroutinefunction, (target, type(target).__call__)))
+        return FunctionInfo(batched, is_coroutine and not batched, columns, required)
 
-def load_function(spec: Spec) -> RewardFunction:
-    """Load the function of `spec` and validate it. Raise CamshaftError on failure."""
-    extend_import_path([*_file_folder(spec.path), *spec.sys_path])
+
+def load_functions(spec: Spec) -> list[RewardFunction]:
+    """Load the functions of `spec` and validate them. Raise CamshaftError on failure."""
+    folders = [folder for function in spec.functions for folder in _file_folder(function.path)]
+    extend_import_path([*folders, *spec.sys_path])
+    return [_load_function(function) for function in spec.functions]
+
+
+def _load_function(spec: FunctionSpec) -> RewardFunction:
     if spec.path is None:
         function = _find_function(spec)
     else:
         function = _find_attribute(_import_module(spec.path), spec.path, spec.name)
     if not callable(function):
-        raise CamshaftError(f"{function_name(spec)} has type {type(function).__name__}; it must be callable")
+        raise CamshaftError(f"{spec.text} has type {type(function).__name__}; it must be callable")
     return RewardFunction(function, spec.kwargs, _arguments(function, spec))
 
 
@@ -57,12 +71,7 @@ def _file_folder(path: str | None) -> list[str]:
     return [str(file.resolve().parent)] if file.is_file() else []
 
 
-def function_name(spec: Spec) -> str:
-    """Return the name of the function for error messages."""
-    return f"{spec.path}:{spec.name}" if spec.path else spec.name
-
-
-def _find_function(spec: Spec) -> Any:
+def _find_function(spec: FunctionSpec) -> Any:
     target = find_target(spec.name, REWARDS, GROUP)
     if target is None:
         raise CamshaftError(
@@ -72,6 +81,7 @@ def _find_function(spec: Spec) -> Any:
     return import_attribute(target)
 
 
+@cache
 def _import_module(path: str) -> ModuleType:
     file = Path(path).expanduser()
     if file.suffix != ".py" and not file.exists() and "/" not in path:
@@ -79,6 +89,8 @@ def _import_module(path: str) -> ModuleType:
     if not file.is_file():
         raise CamshaftError(f"the reward file {file} does not exist (working directory: {os.getcwd()}); check the path")
     name = f"camshaft_reward_{file.stem}"
+    while name in sys.modules:  # a file of the same name in another folder
+        name += "_"
     module_spec = importlib.util.spec_from_file_location(name, file)
     if module_spec is None or module_spec.loader is None:
         raise CamshaftError(f"{file} is not a Python file; the file name must end in .py")
@@ -93,15 +105,15 @@ def _find_attribute(module: ModuleType, path: str, name: str) -> Any:
 
     The only function of a module needs no name.
     """
-    if name in REGISTERED:
-        return REGISTERED[name]
-    if name in vars(module):
-        return vars(module)[name]
+    registered = {name: value for name, value in REGISTERED.items() if value.__module__ == module.__name__}
+    for names in (registered, vars(module), REGISTERED):  # other modules may register functions too
+        if name in names:
+            return names[name]
     functions = {
         name: value
         for name, value in vars(module).items()
         if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-    } | REGISTERED
+    } | registered
     if name == DEFAULT_NAME and len(functions) == 1:
         return next(iter(functions.values()))
     raise CamshaftError(
@@ -110,7 +122,7 @@ def _find_attribute(module: ModuleType, path: str, name: str) -> Any:
     )
 
 
-def _arguments(function: Callable[..., Any], spec: Spec) -> Arguments:
+def _arguments(function: Callable[..., Any], spec: FunctionSpec) -> Arguments:
     """Return the arguments of the function. Raise CamshaftError if its parameters do not match."""
     conflicts = sorted({*SINGLE, *BATCH} & spec.kwargs.keys())
     if conflicts:
@@ -122,6 +134,4 @@ def _arguments(function: Callable[..., Any], spec: Spec) -> Arguments:
         return Arguments.of(function, spec.batched, spec.kwargs)
     except TypeError as error:
         setting = "" if spec.batched is None else f" with custom_reward_function.batched={str(spec.batched).lower()}"
-        raise CamshaftError(
-            f"{function_name(spec)}{inspect.signature(function)} cannot be called{setting}: {error}"
-        ) from error
+        raise CamshaftError(f"{spec.text}{inspect.signature(function)} cannot be called{setting}: {error}") from error

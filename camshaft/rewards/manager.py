@@ -1,4 +1,4 @@
-"""Score batches with the reward function of the user, in isolated processes with time limits.
+"""Score batches with the reward functions of the user, in isolated processes with time limits.
 
     with RewardManager(path="my_reward.py", name="compute_score", timeout=5.0, num_workers=8) as rewards:
         result = rewards.score(batch, lambda ids: tokenizer.batch_decode(ids, skip_special_tokens=True))
@@ -9,10 +9,13 @@
         pending.add(0, texts)                               # start the calls for these rows
         result = rewards.score(batch, decode, pending)      # wait for the remaining calls
 
+    functions = [FunctionSpec("format.py", "compute_score", label="format", weight=0.2), FunctionSpec(...)]
+    RewardManager(functions=functions)                  # the score is the weighted sum of the functions
+
 A call that raises, hangs, crashes or returns a non-finite value affects only its own sample. The failure is counted and
-logged. With `on_error="zero"`, the sample is scored 0. With `on_error="drop"`, it is also excluded from the update: the
-result lists the row, and the trainer clears its mask. With `on_error="raise"`, an error is raised. Scores do not depend
-on `num_workers`.
+logged. With `on_error="zero"`, the result of the function is 0. With `on_error="drop"`, the sample is also excluded
+from the update: the result lists the row, and the trainer clears its mask. With `on_error="raise"`, an error is raised.
+Scores do not depend on `num_workers`.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from statistics import stdev
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,9 +38,9 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RewardError
 from camshaft.ragged import on_last_token
 from camshaft.rewards.arguments import SINGLE
-from camshaft.rewards.messages import Sample, Spec
+from camshaft.rewards.messages import FunctionSpec, Sample, Spec
 from camshaft.rewards.output import Output
-from camshaft.rewards.pool import Job, Outcome, WorkerPool
+from camshaft.rewards.pool import Job, Kind, Outcome, WorkerPool
 from camshaft.stop import Stop
 from camshaft.subprocesses import NO_LIMIT, import_path, limit_waits
 
@@ -68,9 +72,12 @@ class RewardFailure:
     seconds: float
     response: str
     """Last characters of the response text."""
+    function: str = ""
+    """Label of the function in a run with several functions."""
 
     def __str__(self) -> str:
-        head = f"row {self.row} (data_source {self.data_source!r}): {self.kind}: {self.message}"
+        function = f", function {self.function!r}" if self.function else ""
+        head = f"row {self.row} (data_source {self.data_source!r}{function}): {self.kind}: {self.message}"
         return f"{head}\n{self.trace}" if self.trace else head
 
 
@@ -81,11 +88,13 @@ class Scores:
     scores: Tensor
     """(B,) float32 without the overlong penalty (`overlong.py`)."""
     metrics: dict[str, float]
-    """Counts (`reward/errors`, `invalid`, `timeouts`, `crashes`, `slow`) and the mean of each number in `parts`."""
+    """Counts (`reward/errors`, `invalid`, `timeouts`, `crashes`, `slow`), the mean of each number in `parts`, and
+    statistics of each labelled function."""
     failures: tuple[RewardFailure, ...]
     """Failed samples followed by slow ones, up to a maximum number."""
     parts: tuple[dict[str, float], ...]
-    """For each row, the numbers besides `score` in a dict result. Empty for other results and failed rows."""
+    """For each row, the numbers besides `score` in a dict result. Empty for other results and failed rows. A labelled
+    function adds its unweighted score as `label` and these numbers as `label/number`."""
     answers: tuple[str | None, ...]
     """For each row, the extracted answer: `pred` of a dict result, or None."""
     dropped: tuple[int, ...] = field(default=(), kw_only=True)
@@ -119,7 +128,7 @@ class PendingScores:
 
     def __init__(self, pool: WorkerPool, rows: DataProto, stop_at_failure: bool):
         self._rows, self._num_missing = rows, len(rows)
-        self._job = Job(len(rows), stop_at_failure)
+        self._job = Job(len(rows), pool.functions, stop_at_failure)
         self._done: Future[None] = Future()
         threading.Thread(target=self._run, args=(pool,), name="rewards", daemon=True).start()
 
@@ -157,7 +166,7 @@ class PendingScores:
 
 
 class RewardManager:
-    """A reward function and its worker processes. Use it as a context manager or call `close`."""
+    """Reward functions and their worker processes. Use it as a context manager or call `close`."""
 
     def __init__(
         self,
@@ -167,6 +176,8 @@ class RewardManager:
         *,
         timeout: float = 30.0,
         num_workers: int = 4,
+        functions: Sequence[FunctionSpec] = (),
+        max_concurrency: int = 32,
         on_error: Literal["zero", "drop", "raise"] = "zero",
         batched: bool | None = None,
         max_abs_score: float = 1e6,
@@ -175,7 +186,7 @@ class RewardManager:
         stop: Stop | None = None,
         stop_timeout: float = 0.0,
     ):
-        """Load the function in a worker process. Raise RewardError on failure.
+        """Load the functions in a worker process. Raise RewardError on failure.
 
         Args:
             path: Python file or module that contains the function.
@@ -184,6 +195,8 @@ class RewardManager:
             reward_kwargs: Additional keyword arguments of every call.
             timeout: Time limit of one call in seconds.
             num_workers: Maximum number of worker processes.
+            functions: Several functions. The first three arguments and `batched` are then ignored.
+            max_concurrency: Maximum number of calls of coroutine functions that run at a time.
             on_error: Handling of failed samples: "zero", "drop" or "raise".
             batched: Call the function with lists of samples. None means detect it from the parameter names.
             max_abs_score: Largest valid absolute value of a score.
@@ -197,38 +210,49 @@ class RewardManager:
                 f"num_workers={num_workers} must be at least 1 and timeout={timeout} must be greater than 0"
             )
         self.on_error = on_error
-        function = name or ("compute_score" if path else "auto")
-        spec = Spec(path, function, dict(reward_kwargs or {}), timeout, import_path(), max_abs_score, batched)
-        self._pool = WorkerPool(spec, num_workers, load_timeout, Output(output), stop or Stop(), stop_timeout)
+        single = FunctionSpec(path, name or ("compute_score" if path else "auto"), dict(reward_kwargs or {}), batched)
+        spec = Spec(tuple(functions) or (single,), timeout, import_path(), max_abs_score)
+        self._functions = spec.functions
+        self._pool = WorkerPool(
+            spec, num_workers, max_concurrency, load_timeout, Output(output), stop or Stop(), stop_timeout
+        )
         self._pool.check()
         self._pending: PendingScores | None = None
 
     @property
     def columns(self) -> tuple[str, ...] | None:
-        """Columns of the data file that the function reads from column `data_row`; None for all columns."""
-        return self._pool.function.columns
+        """Columns of the data file that the functions read from column `data_row`; None for all columns."""
+        names: list[str] = []
+        for function in self._pool.functions:
+            if function.columns is None:
+                return None
+            names += function.columns
+        return tuple(dict.fromkeys(names))
 
     def check_rows(self, rows: DataProto) -> None:
-        """Raise RewardError if the data has no column for a parameter of the function."""
-        names = set(rows["data_row"][0]) if "data_row" in rows and len(rows) else set[str]()
-        for name in self._pool.function.required if len(rows) else ():
-            if name not in names:
-                raise RewardError(
-                    f"the reward function has a parameter '{name}', but the data has no column '{name}'. Rename the "
-                    f"parameter, or give it a default. Parameters are {', '.join(SINGLE)}, prompt, and the columns of "
-                    "the data files"
-                )
+        """Raise RewardError if the data has no column for a parameter of a function."""
+        if not len(rows):
+            return
+        names = set(rows["data_row"][0]) if "data_row" in rows else set[str]()
+        for function, info in zip(self._functions, self._pool.functions, strict=True):
+            noun = f"the reward function '{function.label}'" if function.label else "the reward function"
+            for name in info.required:
+                if name not in names:
+                    raise RewardError(
+                        f"{noun} has a parameter '{name}', but the data has no column '{name}'. Rename the "
+                        f"parameter, or give it a default. Parameters are {', '.join(SINGLE)}, prompt, and the "
+                        "columns of the data files"
+                    )
 
-    def begin(self, rows: DataProto) -> PendingScores | None:
+    def begin(self, rows: DataProto) -> PendingScores:
         """Return an object that scores the responses to `rows` as they are added; cancel an earlier one.
 
-        `rows` has the columns data_source, ground_truth and optionally extra_info. Return None for batched functions,
-        which require all responses at once.
+        `rows` has the columns data_source, ground_truth and optionally extra_info. Batched functions are called when
+        all responses are added.
         """
         rows.require("data_source", "ground_truth")
         self._cancel_pending()
-        if not self._pool.function.batched:
-            self._pending = PendingScores(self._pool, rows, self.on_error == "raise")
+        self._pending = PendingScores(self._pool, rows, self.on_error == "raise")
         return self._pending
 
     def score(self, batch: DataProto, decode: Decode, pending: PendingScores | None = None) -> RewardResult:
@@ -255,32 +279,48 @@ class RewardManager:
     def score_texts(self, batch: DataProto, texts: Sequence[str]) -> Scores:
         """Score texts, one for each row of `batch` (columns data_source, ground_truth, optionally extra_info)."""
         self._cancel_pending()
-        job = Job(len(batch), stop_at_failure=self.on_error == "raise")
+        job = Job(len(batch), self._pool.functions, stop_at_failure=self.on_error == "raise")
         job.put(0, _samples(batch, texts))
         self._pool.run(job)
         return self._collect(job)
 
     def _collect(self, job: Job) -> Scores:
-        samples, outcomes = job.samples, job.outcomes
-        failures = [_failure(row, samples[row], outcome) for row, outcome in enumerate(outcomes) if _failed(outcome)]
+        rows = [_combine(self._functions, outcomes) for outcomes in zip(*job.outcomes, strict=True)]
+        failures, slow = self._find_failures(job, rows)
         if failures and self.on_error == "raise":
             raise RewardError(f"the reward function failed for {failures[0]}")
-        final_outcomes = [outcome for outcome in outcomes if outcome is not None]
-        slow_seconds = SLOW * self._pool.spec.timeout
-        slow = [
-            row for row, outcome in enumerate(final_outcomes) if outcome.kind == "ok" and outcome.seconds > slow_seconds
-        ]
-        _warn(failures, len(final_outcomes), "are dropped" if self.on_error == "drop" else "count as 0")
-        scores = torch.tensor([outcome.score for outcome in final_outcomes], dtype=torch.float32)
-        listed = failures + [_failure(row, samples[row], final_outcomes[row]) for row in slow[:_NUM_LISTED]]
+        failed_rows = tuple(dict.fromkeys(failure.row for failure in failures))
+        zero = "count as 0" if len(self._functions) == 1 else "lack the score of a function"
+        _warn(failures, len(failed_rows), len(rows), "are dropped" if self.on_error == "drop" else zero)
+        seconds = [outcome.seconds for outcomes in job.outcomes for outcome in outcomes if outcome is not None]
+        metrics = _metrics(rows) | {"reward/slow": float(len(slow))}
+        metrics["timing_s/reward_call_max"] = max(seconds, default=0.0)
+        for function, outcomes in zip(self._functions, job.outcomes, strict=True):
+            metrics |= _function_metrics(function.label, outcomes) if function.label else {}
         return Scores(
-            scores=scores,
-            metrics=_metrics(final_outcomes) | {"reward/slow": float(len(slow))},
-            failures=tuple(listed[:_NUM_LISTED]),
-            parts=tuple(outcome.parts for outcome in final_outcomes),
-            answers=tuple(outcome.answer for outcome in final_outcomes),
-            dropped=tuple(failure.row for failure in failures) if self.on_error == "drop" else (),
+            scores=torch.tensor([row.score for row in rows], dtype=torch.float32),
+            metrics=metrics,
+            failures=tuple(failures + slow)[:_NUM_LISTED],
+            parts=tuple(row.parts for row in rows),
+            answers=tuple(row.answer for row in rows),
+            dropped=failed_rows if self.on_error == "drop" else (),
         )
+
+    def _find_failures(self, job: Job, rows: Sequence[Outcome]) -> tuple[list[RewardFailure], list[RewardFailure]]:
+        """Return the failed calls and the slow calls, in the order of the rows."""
+        failures: list[RewardFailure] = []
+        slow: list[RewardFailure] = []
+        slow_seconds = SLOW * self._pool.spec.timeout
+        for row, outcomes in enumerate(zip(*job.outcomes, strict=True)):
+            calls = [(outcome, function.label) for outcome, function in zip(outcomes, self._functions, strict=True)]
+            if rows[row].failed and not any(outcome is not None and outcome.failed for outcome in outcomes):
+                calls.append((rows[row], ""))  # no function returned a score
+            for outcome, label in calls:
+                if outcome is not None and outcome.failed:
+                    failures.append(_failure(row, job.samples[row], outcome, label))
+                elif outcome is not None and outcome.seconds > slow_seconds:
+                    slow.append(_failure(row, job.samples[row], outcome, label))
+        return failures, slow
 
     def close(self) -> None:
         """Stop the worker processes."""
@@ -307,35 +347,65 @@ def _samples(rows: DataProto, texts: Sequence[str]) -> list[Sample]:
     return [Sample(*values) for values in columns]
 
 
-def _failed(outcome: Outcome | None) -> TypeGuard[Outcome]:
-    return outcome is not None and outcome.kind != "ok"
+def _combine(functions: Sequence[FunctionSpec], outcomes: Sequence[Outcome | None]) -> Outcome:
+    """Combine the outcomes of the functions for one row: the weighted sum, all numbers, and the first failure."""
+    parts: dict[str, float] = {}
+    terms: list[float] = []
+    failed: Outcome | None = None
+    answer: str | None = None
+    for function, outcome in zip(functions, outcomes, strict=True):
+        if outcome is None:  # the call was cancelled after the failure of another one
+            continue
+        failed = failed or (outcome if outcome.failed else None)
+        answer = answer if answer is not None else outcome.answer
+        if outcome.kind == "ok":
+            terms.append(function.weight * outcome.score)
+            if function.label:
+                parts[function.label] = outcome.score
+            parts |= {f"{function.label}/{name}" if function.label else name: v for name, v in outcome.parts.items()}
+    kind: Kind = failed.kind if failed is not None else "ok" if terms else "invalid"
+    noun = "the function" if len(functions) == 1 else "every function"
+    return Outcome(kind, math.fsum(terms), parts, f"{noun} returned None; return a number", answer=answer)
 
 
-def _failure(row: int, sample: Sample, outcome: Outcome) -> RewardFailure:
-    kind = "slow" if outcome.kind == "ok" else outcome.kind
+def _failure(row: int, sample: Sample, outcome: Outcome, function: str) -> RewardFailure:
+    kind = outcome.kind if outcome.failed else "slow"
     end = sample.solution_str[-_RESPONSE_CHARACTERS:]
-    return RewardFailure(row, kind, sample.data_source, outcome.message, outcome.trace, outcome.seconds, end)
+    return RewardFailure(
+        *(row, kind, sample.data_source, outcome.message, outcome.trace, outcome.seconds, end), function=function
+    )
 
 
-def _metrics(outcomes: Sequence[Outcome]) -> dict[str, float]:
-    metrics = {
-        f"reward/{name}": float(sum(outcome.kind == kind for outcome in outcomes)) for kind, name in COUNTS.items()
-    }
-    metrics["timing_s/reward_call_max"] = max((outcome.seconds for outcome in outcomes), default=0.0)
+def _metrics(rows: Sequence[Outcome]) -> dict[str, float]:
+    """Count the failed rows by the kind of their first failure, and average the numbers in `parts`."""
+    metrics = {f"reward/{name}": float(sum(row.kind == kind for row in rows)) for kind, name in COUNTS.items()}
     parts: dict[str, list[float]] = {}
-    for outcome in outcomes:
-        for name, value in outcome.parts.items():
+    for row in rows:
+        for name, value in row.parts.items():
             parts.setdefault(name, []).append(value)
     # fsum rounds only once, so the mean does not depend on the order of the samples.
     return metrics | {f"reward/{name}/mean": math.fsum(parts[name]) / len(parts[name]) for name in sorted(parts)}
 
 
-def _warn(failures: Sequence[RewardFailure], num_rows: int, consequence: str) -> None:
+def _function_metrics(label: str, outcomes: Sequence[Outcome | None]) -> dict[str, float]:
+    """Compute the statistics of the scores of one function, besides their mean, and count its failed calls."""
+    scores = [outcome.score for outcome in outcomes if outcome is not None and outcome.kind == "ok"]
+    failed = float(sum(outcome is not None and outcome.failed for outcome in outcomes))
+    metrics = {f"reward/{label}/scored": float(len(scores)), f"reward/{label}/failed": failed}
+    if scores:
+        spread = stdev(scores) if len(scores) > 1 else 0.0
+        metrics |= {f"reward/{label}/{name}": value for name, value in (
+            ("std", spread), ("min", min(scores)), ("max", max(scores)),
+        )}  # fmt: skip
+    return metrics
+
+
+def _warn(failures: Sequence[RewardFailure], num_failed: int, num_rows: int, consequence: str) -> None:
     if failures:
         messages = "\n".join(str(failure) for failure in failures[:_NUM_SHOWN])
         logger.warning(
             "%d of %d samples could not be scored and %s. First failures:\n%s",
-            *(len(failures), num_rows, consequence, messages),
+            *(num_failed, num_rows, consequence, messages),
         )
 
 

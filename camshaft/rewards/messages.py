@@ -1,7 +1,8 @@
 """Messages between the reward pool and its workers.
 
-The pool sends a worker one `Spec` and then lists of calls. A call is a list of pickled `Sample`s: a single sample, or a
-batch for batched functions. The worker replies with `LoadResult` and then with one `CallResult` per call, in order.
+The pool sends a worker one `Spec` and then lists of `Request`s. The worker replies with one `LoadResult` and then with
+one `CallResult` per request. A list of requests consists of concurrent calls, which may be answered in any order, or of
+other calls, which are answered in order.
 
 Each sample is pickled separately, so a sample that cannot be unpickled does not affect the others. Both processes run
 camshaft as the same user, so pickle adds no risk to that of running the reward function. Every worker process imports
@@ -11,19 +12,33 @@ this module, so it uses only the standard library.
 from typing import Any, NamedTuple
 
 
-class Spec(NamedTuple):
-    """Reward function to load, with its settings."""
+class FunctionSpec(NamedTuple):
+    """A reward function to load."""
 
     path: str | None
     """A .py file or a module. If None, `name` is a built-in function, an entry point or `module:function`."""
     name: str
-    kwargs: dict[str, Any]
+    kwargs: dict[str, Any] = {}  # noqa: RUF012
+    batched: bool | None = None
+    """True if the function takes lists of samples; None means detect it from the parameter names."""
+    label: str = ""
+    """Name of the metrics of the function in a run with several functions."""
+    weight: float = 1.0
+
+    @property
+    def text(self) -> str:
+        """Name of the function for error messages."""
+        return f"{self.path}:{self.name}" if self.path else self.name
+
+
+class Spec(NamedTuple):
+    """Reward functions to load, with the settings of a worker."""
+
+    functions: tuple[FunctionSpec, ...]
     timeout: float
     sys_path: list[str]
     """Module search path of the driver, which is appended to that of the worker."""
     max_abs_score: float
-    batched: bool | None = None
-    """True if the function takes lists of samples; None means detect it from the parameter names."""
 
 
 class Sample(NamedTuple):
@@ -37,22 +52,41 @@ class Sample(NamedTuple):
     """Columns of the data file that the function reads."""
 
 
+class FunctionInfo(NamedTuple):
+    """Properties of a loaded function."""
+
+    batched: bool
+    concurrent: bool
+    """True if the function is a coroutine function for single samples, whose calls can run at the same time."""
+    columns: tuple[str, ...] | None
+    """Columns of the data file that the function reads, beside those of `Sample`; None for all columns."""
+    required: tuple[str, ...]
+    """Columns of the data file without which the function cannot be called."""
+
+
 class LoadResult(NamedTuple):
-    """Result of loading the function. `error` is None on success."""
+    """Result of loading the functions. `error` is None on success."""
 
     error: str | None
-    batched: bool = False
-    columns: tuple[str, ...] | None = ()
-    """Columns of the data file that the function reads, beside those of `Sample`; None for all columns."""
-    required: tuple[str, ...] = ()
-    """Columns of the data file without which the function cannot be called."""
+    functions: tuple[FunctionInfo, ...] = ()
+
+
+class Request(NamedTuple):
+    """A call for the worker to make."""
+
+    id: int
+    function: int
+    """Index in `Spec.functions`."""
+    samples: list[bytes]
+    """Pickled samples: a single one, or a batch for a batched function."""
 
 
 class Reply(NamedTuple):
     """Result of one sample."""
 
     kind: str
-    """`ok`, `error` (the function raised) or `invalid` (the result is not a finite number)."""
+    """`ok`, `unscored` (the function returned None), `error` (it raised), `timeout`, or `invalid` (the result is not a
+    finite number)."""
     score: float
     parts: dict[str, float]
     message: str = ""
@@ -64,5 +98,6 @@ class Reply(NamedTuple):
 class CallResult(NamedTuple):
     """Result of one call: one reply per sample, or a single reply if the whole call failed."""
 
+    id: int
     replies: list[Reply]
     seconds: float

@@ -2,16 +2,19 @@
 
     pool = WorkerPool(spec, num_workers=8, ...)
     pool.check()                         # starts one worker, which loads the function
-    job = Job(len(samples))
+    job = Job(len(samples), pool.functions)
     job.put(0, samples)                  # another thread may add samples while the job runs
-    pool.run(job)                        # fills job.outcomes, one per sample
+    pool.run(job)                        # fills job.outcomes, one per function and sample
     pool.close()
 
 A single thread sends each worker several calls at a time. It waits on the pipes of all workers and on a pipe that
 becomes readable when samples are added. Workers answer each call separately, so the time limit applies to each call,
 and the pool detects which call hangs. A call contains one sample, or all samples for a batched function. If the call of
-a batched function fails, each half of its samples is retried until the failing samples are isolated. Only `manager.py`
-uses this module.
+a batched function fails, each half of its samples is retried until the failing samples are isolated.
+
+Calls of coroutine functions are concurrent: a worker runs many at a time, and cancels a call at the time limit. If its
+process crashes or stops answering, any of its calls may be the cause. The pool then retries each half of them
+separately until the failing call is isolated. Only `manager.py` uses this module.
 """
 
 import contextlib
@@ -30,10 +33,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Pipe, wait
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from camshaft.errors import RewardError, ScoringAbandoned
-from camshaft.rewards.messages import CallResult, LoadResult, Sample, Spec
+from camshaft.rewards.messages import CallResult, FunctionInfo, LoadResult, Request, Sample, Spec
 from camshaft.rewards.output import Output
 from camshaft.stacks import innermost_frames, read_stacks
 from camshaft.stop import Stop
@@ -50,15 +53,15 @@ from camshaft.subprocesses import (
     start_python,
 )
 
-Kind = Literal["ok", "error", "invalid", "timeout", "crash"]
-Rows = tuple[int, ...]
-"""Row indices of the samples of one call."""
+Kind = Literal["ok", "unscored", "error", "invalid", "timeout", "crash"]
 
 TIMEOUTS_TO_REJECT = 8
 """Number of timeouts without any result after which the function is rejected."""
 
 _MAX_CHUNK = 64
 _EXIT_SECONDS = 2.0
+_CANCEL_SECONDS = 1.0
+"""Time that a worker has to cancel a concurrent call after its time limit."""
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class Outcome:
     """Result of one sample. `score`, `parts` and `answer` are valid only if `kind` is "ok"."""
 
     kind: Kind
+    """`unscored` means that the function returned None."""
     score: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     message: str = ""
@@ -76,23 +80,43 @@ class Outcome:
     seconds: float = 0.0
     """Duration in seconds of the call that produced this outcome."""
 
+    @property
+    def failed(self) -> bool:
+        return self.kind not in ("ok", "unscored")
+
+
+class Call(NamedTuple):
+    """A call of one function with one sample, or with several samples if the function is batched."""
+
+    function: int
+    """Index of the function in `Spec.functions`."""
+    rows: tuple[int, ...]
+
 
 class WorkerPool:
-    """Pool of up to `num_workers` processes, each of which loads the function of `spec`."""
+    """Pool of up to `num_workers` processes, each of which loads the functions of `spec`."""
 
     def __init__(
-        self, spec: Spec, num_workers: int, load_timeout: float, output: Output, stop: Stop, stop_timeout: float
+        self,
+        spec: Spec,
+        num_workers: int,
+        max_concurrency: int,
+        load_timeout: float,
+        output: Output,
+        stop: Stop,
+        stop_timeout: float,
     ):
         """Create a pool without processes. The arguments are those of `RewardManager`."""
         self.spec = spec
-        self.num_workers = num_workers
+        self.num_workers, self.max_concurrency = num_workers, max_concurrency
         self._load_limit = Limit(load_timeout, f"custom_reward_function.load_timeout={load_timeout:g}")
         self._output = output
         self._stop_request, self._stop_timeout = stop, stop_timeout
-        self.function = LoadResult(None)
-        """Properties of the function. `check` sets this attribute."""
+        self.functions: tuple[FunctionInfo, ...] = ()
+        """Properties of the functions. `check` sets this attribute."""
         self._workers: list[_Worker] = []
-        self._has_result, self._num_timeouts = False, 0
+        self._num_timeouts: list[int | None] = [0] * len(spec.functions)
+        """Number of timeouts of each function, or None after its first result."""
         # finalize also runs at interpreter exit. A forked child inherits the workers but must not close them.
         self.close = weakref.finalize(self, _close_all, self._workers, os.getpid())
         """Stop all workers permanently. This also happens when the pool is deleted or the interpreter exits."""
@@ -101,12 +125,12 @@ class WorkerPool:
         """Start one worker. Raise RewardError if it cannot load the function."""
         with self._all_stopped_on_error():
             worker = self._start_worker()
-            job, wait = Job(0), Wait("loading", RewardError, NO_LIMIT)  # `_wait` enforces the limit
+            job, wait = Job(0, ()), Wait("loading", RewardError, NO_LIMIT)  # `_wait` enforces the limit
             while not worker.is_ready:
                 self._wait(job, time.monotonic() + POLL_SECONDS)
                 wait.check(partial(self._describe_loading, worker), worker.stacks)
-            assert worker.function is not None
-            self.function = worker.function
+            assert worker.functions is not None
+            self.functions = worker.functions
 
     def run(self, job: "Job") -> None:
         """Run the calls of a job until all samples have an outcome, including samples that are added during the run."""
@@ -130,8 +154,8 @@ class WorkerPool:
                 for _ in range(min(job.num_queued - num_idle, self.num_workers - len(self._workers))):
                     self._start_worker()
                 for worker in self._workers:
-                    if worker.is_ready and not worker.calls and job.num_queued:
-                        worker.assign(job, job.pop_calls(self.num_workers))
+                    if worker.is_ready:
+                        self._assign(worker, job)
                 self._wait(job, time.monotonic() + POLL_SECONDS)
         wait.finish(busy_since or time.monotonic())
         self._stop([worker for worker in self._workers if worker.calls])
@@ -141,8 +165,29 @@ class WorkerPool:
         self._workers.append(worker)
         return worker
 
+    def _assign(self, worker: "_Worker", job: "Job") -> None:
+        """Send queued calls to a worker that is idle or can run more concurrent calls.
+
+        If both kinds of calls are queued, some of the workers run concurrent calls and the others run the rest.
+        """
+        busy = [other for other in self._workers if other.calls]
+        num_free = self.max_concurrency - sum(len(other.calls) for other in busy if other.is_concurrent)
+        share = min(num_free, -(-self.max_concurrency // self.num_workers) - len(worker.calls))
+        if worker.calls:
+            if worker.is_concurrent and not worker.is_isolated and share > 0:
+                worker.assign(job, job.pop_concurrent_calls(share), concurrent=True)
+            return
+        num_concurrent = sum(other.is_concurrent for other in busy)
+        if job.num_queued_blocking and (not job.num_queued_concurrent or num_concurrent > len(busy) - num_concurrent):
+            worker.assign(job, job.pop_calls(self.num_workers))
+        elif suspects := job.pop_suspects(num_free):
+            worker.assign(job, suspects, concurrent=True, isolated=True)
+        elif share > 0:
+            worker.assign(job, job.pop_concurrent_calls(share), concurrent=True)
+
     def _name(self) -> str:
-        return f"the reward function {self.spec.path or ''} '{self.spec.name}'".replace("  ", " ")
+        names = [f"{function.path or ''} '{function.name}'".strip() for function in self.spec.functions]
+        return f"the reward function{'s' * (len(names) > 1)} {', '.join(names)}"
 
     def _describe_loading(self, worker: "_Worker") -> str:
         return f"{describe_process(worker.pid)}, which imports {self._name()} ({self._load_limit.setting}),"
@@ -176,20 +221,48 @@ class WorkerPool:
                 printing[source].forward_output()  # pyright: ignore[reportArgumentType]
                 continue
             if source is job.wakeup_receiver:
-                job.receive(self.function.batched)
+                job.receive()
                 self._stop([w for w in self._workers if w.is_dead and w.is_ready and not w.calls])
                 continue
             worker = busy.pop(source)  # pyright: ignore[reportArgumentType]
-            is_open = worker.receive(job)
-            self._has_result |= worker.has_result
-            if not is_open:
+            messages = worker.receive()
+            for message in messages:
+                self._process_message(worker, message, job)
+            if not messages and worker.is_closed:
                 self._handle_failure(worker, job, "crash")
         for worker in busy.values():
             if time.monotonic() >= worker.deadline:
                 self._handle_failure(worker, job, "timeout")
 
+    def _process_message(self, worker: "_Worker", message: LoadResult | CallResult, job: "Job") -> None:
+        if isinstance(message, LoadResult):
+            if message.error is not None:
+                raise RewardError(message.error)
+            worker.functions = message.functions
+            return
+        call = worker.end_call(message.id)
+        if any(reply.kind != "timeout" for reply in message.replies):
+            self._num_timeouts[call.function] = None
+        else:
+            self._count_timeout(call.function)
+        job.record_result(call, message)
+
+    def _count_timeout(self, function: int) -> None:
+        """Raise RewardError if only timeouts and no result of a function have been counted."""
+        count = self._num_timeouts[function]
+        if count is None:
+            return
+        self._num_timeouts[function] = count = count + 1
+        num_parallel = self.max_concurrency if self.functions[function].concurrent else self.num_workers
+        if count >= max(TIMEOUTS_TO_REJECT, num_parallel):
+            raise RewardError(
+                f"the first {count} calls of the reward function '{self.spec.functions[function].name}' returned "
+                f"nothing within {self.spec.timeout:g} s each; correct the function, or raise "
+                "custom_reward_function.timeout"
+            )
+
     def _handle_failure(self, worker: "_Worker", job: "Job", kind: Literal["crash", "timeout"]) -> None:
-        """Stop a worker that crashed or exceeded its deadline, fail its current call and requeue its other calls."""
+        """Stop a worker that crashed or exceeded its deadline, fail its current calls and requeue its other calls."""
         self._stop([worker])
         if not worker.is_ready:
             late = f"did not load it within {self._load_limit.seconds:g} s; increase {self._load_limit.setting}"
@@ -197,15 +270,11 @@ class WorkerPool:
             raise RewardError(f"the process that loads {self._name()} {reason}")
         timeout = f"no result within {self.spec.timeout:g} s; the process was killed"
         message = timeout if kind == "timeout" else f"the process {worker.describe_exit()}"
-        self._num_timeouts += kind == "timeout"
-        if not self._has_result and self._num_timeouts >= max(TIMEOUTS_TO_REJECT, self.num_workers):
-            raise RewardError(
-                f"the first {self._num_timeouts} calls of the reward function '{self.spec.name}' returned nothing "
-                f"within {self.spec.timeout:g} s each; correct the function, or raise custom_reward_function.timeout"
-            )
-        rows = worker.calls.popleft()
-        job.requeue(worker.calls)
-        job.fail(rows, Outcome(kind, message=message, seconds=time.monotonic() - worker.since))
+        running, waiting = worker.split_calls()
+        if kind == "timeout" and len(running) == 1:
+            self._count_timeout(running[0].function)
+        job.requeue(waiting)
+        job.fail(running, Outcome(kind, message=message, seconds=time.monotonic() - worker.since))
 
     def _stop(self, workers: "Sequence[_Worker]") -> None:
         for worker in workers:
@@ -219,22 +288,27 @@ class Job:
     Any thread may call `put` and `cancel`. Only the thread that runs the job may call the other methods.
     """
 
-    def __init__(self, num_rows: int, stop_at_failure: bool = False):
-        """Create a job. With `stop_at_failure`, outcomes after the first failed sample may be None."""
+    def __init__(self, num_rows: int, functions: Sequence[FunctionInfo], stop_at_failure: bool = False):
+        """Create a job. With `stop_at_failure`, outcomes of the first failed sample and later ones may be None."""
         self.samples: dict[int, Sample] = {}
-        self.outcomes: list[Outcome | None] = [None] * num_rows
+        self.outcomes: list[list[Outcome | None]] = [[None] * num_rows for _ in functions]
+        """Outcomes of each function, one per row."""
+        self._functions = functions
         self._put: queue.SimpleQueue[tuple[int, Sequence[Sample]] | None] = queue.SimpleQueue()
         self.wakeup_receiver, self._wakeup_sender = Pipe(duplex=False)
         """Pipe that becomes readable when samples are added or the job is cancelled."""
-        self._queue: deque[Rows] = deque()
+        self._queue: deque[Call] = deque()
+        self._concurrent: deque[Call] = deque()
+        self._suspects: deque[tuple[Call, ...]] = deque()
+        """Concurrent calls of workers that crashed or stopped answering. Each group needs a worker of its own."""
         self._stop_at_failure = stop_at_failure
         self._end = num_rows
         """Index of the first row that is ignored; all later rows are ignored as well."""
-        self._num_open = num_rows
-        """Number of rows before `_end` that have no outcome yet."""
+        self._num_open = num_rows * len(functions)
+        """Number of outcomes before row `_end` that are missing."""
 
     def put(self, first: int, samples: Sequence[Sample]) -> None:
-        """Add the samples of consecutive rows from `first` on. Batched functions require all rows in one `put`."""
+        """Add the samples of consecutive rows from `first` on. Batched functions are called when all rows are added."""
         self._notify((first, samples))
 
     def cancel(self) -> None:
@@ -245,36 +319,45 @@ class Job:
         self._put.put(item)
         self._wakeup_sender.send_bytes(b"1")
 
-    def receive(self, batched: bool) -> None:
+    def receive(self) -> None:
         """Queue the calls for the samples of one `put`. Raise RewardError if the job was cancelled."""
         self.wakeup_receiver.recv_bytes()
         item = self._put.get()
         if item is None:
             raise RewardError("the reward calls were cancelled")
         first_row, samples = item
-        rows = tuple(range(first_row, first_row + len(samples)))
-        self.samples.update(zip(rows, samples, strict=True))
-        self._queue.extend(self._drop_ignored_rows([rows] if batched else [(row,) for row in rows]))
+        self.samples.update(enumerate(samples, first_row))
+        for function, info in enumerate(self._functions):
+            if not info.batched:
+                calls = [Call(function, (row,)) for row in range(first_row, first_row + len(samples))]
+                (self._concurrent if info.concurrent else self._queue).extend(self._drop_ignored_rows(calls))
+            elif len(samples) and len(self.samples) == len(self.outcomes[function]):
+                self._queue.extend(self._drop_ignored_rows([Call(function, tuple(range(len(self.samples))))]))
 
     @property
     def done(self) -> bool:
         return self._num_open == 0
 
     @property
-    def num_queued(self) -> int:
+    def num_queued_blocking(self) -> int:
         return len(self._queue)
+
+    @property
+    def num_queued_concurrent(self) -> int:
+        return len(self._concurrent) + len(self._suspects)
+
+    @property
+    def num_queued(self) -> int:
+        return self.num_queued_blocking + self.num_queued_concurrent
 
     def progress(self) -> str:
         """Describe how many samples have an outcome, for example "12 of 32 responses scored, 3 timed out"."""
-        kinds = [outcome.kind for outcome in self.outcomes if outcome is not None]
-        failures = {
-            "timed out": kinds.count("timeout"),
-            "failed": len(kinds) - kinds.count("ok") - kinds.count("timeout"),
-        }
-        text = f"{kinds.count('ok')} of {len(self.outcomes)} responses scored"
+        kinds = [_row_kind(outcomes) for outcomes in zip(*self.outcomes, strict=True)]
+        failures = {"timed out": kinds.count("timeout"), "failed": kinds.count("error")}
+        text = f"{kinds.count('ok')} of {len(kinds)} responses scored"
         return text + "".join(f", {count} {name}" for name, count in failures.items() if count)
 
-    def pop_calls(self, num_workers: int) -> list[Rows]:
+    def pop_calls(self, num_workers: int) -> list[Call]:
         """Remove and return the next calls for a worker.
 
         The shorter the queue, the fewer calls are returned, so that all workers finish at about the same time.
@@ -282,43 +365,72 @@ class Job:
         count = min(_MAX_CHUNK, math.ceil(len(self._queue) / (4 * num_workers)))
         return [self._queue.popleft() for _ in range(count)]
 
-    def requeue(self, calls: Iterable[Rows]) -> None:
+    def pop_concurrent_calls(self, count: int) -> list[Call]:
+        """Remove and return up to `count` concurrent calls."""
+        return [self._concurrent.popleft() for _ in range(min(count, len(self._concurrent)))]
+
+    def pop_suspects(self, max_count: int) -> list[Call]:
+        """Remove and return the next group of suspects, or no calls if it has more than `max_count`."""
+        if not self._suspects or len(self._suspects[0]) > max_count:
+            return []
+        return list(self._suspects.popleft())
+
+    def requeue(self, calls: Iterable[Call]) -> None:
         """Insert calls at the head of the queue in the given order, without ignored rows."""
         self._queue.extendleft(reversed(self._drop_ignored_rows(calls)))
 
-    def record_result(self, rows: Rows, result: CallResult) -> None:
+    def record_result(self, call: Call, result: CallResult) -> None:
         """Record the result of a call."""
         outcomes = [Outcome(**reply._asdict(), seconds=result.seconds) for reply in result.replies]
-        if len(outcomes) == len(rows):
-            for row, outcome in zip(rows, outcomes, strict=True):
-                self.record_outcome(row, outcome)
+        if len(outcomes) == len(call.rows):
+            for row, outcome in zip(call.rows, outcomes, strict=True):
+                self.record_outcome(call.function, row, outcome)
         else:
-            self.fail(rows, outcomes[0])
+            self.fail([call], outcomes[0])
 
-    def fail(self, rows: Rows, outcome: Outcome) -> None:
-        """Record a failed call: store the outcome of a single sample, or requeue each half of a batch."""
-        if len(rows) == 1:
-            self.record_outcome(rows[0], outcome)
+    def fail(self, calls: Sequence[Call], outcome: Outcome) -> None:
+        """Record a failure of one of the calls: store the outcome of a single sample, or requeue each half."""
+        function, rows = calls[0]
+        if len(calls) == len(rows) == 1:
+            self.record_outcome(function, rows[0], outcome)
             return
-        logger.warning(
-            "a batched reward call with %d samples failed; retrying each half: %s", len(rows), outcome.message
-        )
-        middle = len(rows) // 2
-        self.requeue([rows[:middle], rows[middle:]])
+        kind, count = ("a batched reward call with %d samples", len(rows))
+        if len(calls) > 1:
+            kind, count = ("a process with %d concurrent reward calls", len(calls))
+        logger.warning(f"{kind} failed; retrying each half: %s", count, outcome.message)
+        middle = count // 2
+        if len(calls) > 1:
+            groups = [tuple(self._drop_ignored_rows(half)) for half in (calls[:middle], calls[middle:])]
+            self._suspects.extend(group for group in groups if group)
+        else:
+            self.requeue([Call(function, rows[:middle]), Call(function, rows[middle:])])
 
-    def record_outcome(self, row: int, outcome: Outcome) -> None:
-        self.outcomes[row] = outcome
-        if self._stop_at_failure and outcome.kind != "ok" and row < self._end:
+    def record_outcome(self, function: int, row: int, outcome: Outcome) -> None:
+        self.outcomes[function][row] = outcome
+        if self._stop_at_failure and outcome.failed and row < self._end:
             # The first failure is reported. Calls for earlier rows continue, because these rows may fail too.
             self._end = row
             self._queue = deque(self._drop_ignored_rows(self._queue))
-            self._num_open = self.outcomes[:row].count(None)
+            self._concurrent = deque(self._drop_ignored_rows(self._concurrent))
+            groups = [tuple(self._drop_ignored_rows(group)) for group in self._suspects]
+            self._suspects = deque(group for group in groups if group)
+            self._num_open = sum(outcomes[:row].count(None) for outcomes in self.outcomes)
         elif row < self._end:
             self._num_open -= 1
 
-    def _drop_ignored_rows(self, calls: Iterable[Rows]) -> list[Rows]:
-        active_calls = (tuple(row for row in rows if row < self._end) for rows in calls)
-        return [rows for rows in active_calls if rows]
+    def _drop_ignored_rows(self, calls: Iterable[Call]) -> list[Call]:
+        active_calls = (Call(call.function, tuple(row for row in call.rows if row < self._end)) for call in calls)
+        return [call for call in active_calls if call.rows]
+
+
+def _row_kind(outcomes: Iterable[Outcome | None]) -> Kind | None:
+    """Return "timeout", "error" (another failure), "ok" if all functions are done, or None for a row."""
+    kinds = {outcome.kind if outcome is not None else None for outcome in outcomes}
+    if "timeout" in kinds:
+        return "timeout"
+    if kinds - {"ok", "unscored", None}:
+        return "error"
+    return None if None in kinds else "ok"
 
 
 class _Worker:
@@ -327,13 +439,15 @@ class _Worker:
     def __init__(self, spec: Spec, load_timeout: float, output: Output):
         self._timeout, self._output = spec.timeout, output
         self._reader = MessageReader()
-        self.calls: deque[Rows] = deque()
-        """Calls without a result, of which the first one is running."""
-        self.function: LoadResult | None = None
-        """Properties of the function, once it is loaded."""
-        self.has_result = False
+        self.calls: dict[int, Call] = {}
+        """Calls without a result, by the id of their request. If they are not concurrent, the first one is running."""
+        self._starts: dict[int, float] = {}
+        self._num_requests = 0
+        self.is_concurrent = self.is_isolated = self.is_closed = False
+        self.functions: tuple[FunctionInfo, ...] | None = None
+        """Properties of the functions, once they are loaded."""
         self.since = time.monotonic()
-        """Start time of the current call, or of the process while it loads the function."""
+        """Start time of the oldest running call, or of the process while it loads the functions."""
         self.deadline = self.since + load_timeout
         self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process runs
         stack_file, pipe = self._stack_file.fileno(), subprocess.PIPE
@@ -350,17 +464,41 @@ class _Worker:
         """Pipe with the output of user code, or None if the process has closed it."""
         self._send(spec)
 
-    def assign(self, job: Job, calls: list[Rows]) -> None:
-        self._send([[pickle.dumps(job.samples[row], protocol=5) for row in rows] for rows in calls])
-        self.calls.extend(calls)
-        self._next_call()
+    def assign(self, job: Job, calls: Iterable[Call], concurrent: bool = False, isolated: bool = False) -> None:
+        """Send calls to the process. It does not receive further calls while `isolated` ones run."""
+        requests: list[Request] = []
+        for call in calls:
+            samples = [pickle.dumps(job.samples[row], protocol=5) for row in call.rows]
+            requests.append(Request(self._num_requests, call.function, samples))
+            self.calls[self._num_requests] = call
+            self._starts[self._num_requests] = time.monotonic()
+            self._num_requests += 1
+        if requests:
+            self._send(requests)
+            self.is_concurrent, self.is_isolated = concurrent, isolated
+            self._set_deadline()
 
-    def receive(self, job: Job) -> bool:
-        """Read and process messages. Return False if the process has closed its pipe."""
+    def end_call(self, request_id: int) -> Call:
+        """Remove a call that has a result."""
+        del self._starts[request_id]
+        call = self.calls.pop(request_id)
+        if not self.is_concurrent and self.calls:
+            self._starts[next(iter(self.calls))] = time.monotonic()
+        self._set_deadline()
+        return call
+
+    def split_calls(self) -> tuple[list[Call], list[Call]]:
+        """Remove and return the calls that are running, and those that are waiting."""
+        calls = list(self.calls.values())
+        self.calls.clear()
+        count = len(calls) if self.is_concurrent else 1
+        return calls[:count], calls[count:]
+
+    def receive(self) -> list[LoadResult | CallResult]:
+        """Read and return messages. Set `is_closed` if the process has closed its pipe."""
         data = os.read(self.outbox, 1 << 20)
-        for message in self._reader.feed(data):
-            self._process_message(message, job)
-        return bool(data)
+        self.is_closed = not data
+        return list(self._reader.feed(data))
 
     def forward_output(self) -> None:
         """Read output of user code and write it to its destination."""
@@ -377,19 +515,9 @@ class _Worker:
         stacks = read_stacks(self.pid, self._stack_file.fileno())
         return innermost_frames(stacks) if short else stacks
 
-    def _process_message(self, message: LoadResult | CallResult, job: Job) -> None:
-        if isinstance(message, LoadResult):
-            if message.error is not None:
-                raise RewardError(message.error)
-            self.function = message
-            return
-        self.has_result = True
-        job.record_result(self.calls.popleft(), message)
-        self._next_call()
-
-    def _next_call(self) -> None:
-        self.since = time.monotonic()
-        self.deadline = self.since + self._timeout
+    def _set_deadline(self) -> None:
+        self.since = self._starts[next(iter(self.calls))] if self.calls else time.monotonic()
+        self.deadline = self.since + self._timeout + _CANCEL_SECONDS * self.is_concurrent
 
     def _send(self, message: Any) -> None:
         # A broken pipe means that the process died while idle. The next `_wait` detects the end of its output.
@@ -398,7 +526,7 @@ class _Worker:
 
     @property
     def is_ready(self) -> bool:
-        return self.function is not None
+        return self.functions is not None
 
     @property
     def is_dead(self) -> bool:

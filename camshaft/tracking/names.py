@@ -150,6 +150,20 @@ METRICS = (
         "Mean of a number that the reward function returns in its dict.",
         "rewards/manager.py",
     ),
+    Metric(
+        "reward/<function>/{std,min,max}",
+        "score",
+        "Scores of one of several reward functions, before multiplication by its weight, over the responses that it "
+        "scored. reward/<function>/mean is their mean.",
+        "rewards/manager.py",
+    ),
+    Metric(
+        "reward/<function>/{scored,failed}",
+        "responses",
+        "Responses that one of several reward functions scored, and failed calls of this function. It returned None "
+        "for the remaining responses.",
+        "rewards/manager.py",
+    ),
     Metric("baseline/score/mean", "score", "Mean score of the greedy baseline responses of ReMax.", "trainer/ppo.py"),
     Metric(
         "baseline/{errors,invalid,timeouts,crashes,slow}",
@@ -158,6 +172,12 @@ METRICS = (
         "trainer/ppo.py",
     ),
     Metric("baseline/<value>/mean", "", "Same as reward/<value>/mean, for the baseline responses.", "trainer/ppo.py"),
+    Metric(
+        "baseline/<function>/{std,min,max,scored,failed}",
+        "",
+        "Same as reward/<function>/..., for the baseline responses.",
+        "trainer/ppo.py",
+    ),
     # -- dynamic sampling
     Metric(
         "train/num_gen_batches", "batches", "Generation batches that the step required.", "trainer/dynamic_sampling.py"
@@ -374,6 +394,12 @@ METRICS = (
         "trainer/validate.py",
     ),
     Metric(
+        "val-aux/reward/<function>/{scored,failed}",
+        "responses",
+        "Same as reward/<function>/..., for the validation responses.",
+        "trainer/validate.py",
+    ),
+    Metric(
         "val-aux/reward/model/truncated",
         "responses",
         "Same as reward/model/truncated, for the validation responses.",
@@ -487,7 +513,7 @@ LEGEND = """\
 returns, `<n>` is `actor_rollout_ref.rollout.val_kwargs.n`, and `<k>` is 2, 4, 8, ... up to n.
 """
 
-_PLACEHOLDERS = {"source": ".+", "value": "[^/]+", "n": r"\d+", "k": r"\d+"}
+_PLACEHOLDERS = {"source": ".+", "value": "[^/]+(/[^/]+)?", "function": "[^/]+", "n": r"\d+", "k": r"\d+"}
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -164,10 +164,9 @@ def _check_reward_function(prompts: DataProto, custom: CustomRewardConfig, print
     truths = [
         truth if isinstance(truth, str) else "" if truth is None else repr(truth) for truth in rows["ground_truth"]
     ]
-    print_line(
-        f"\nscores of the first {len(rows)} training prompts ({custom.path or 'built-in function'}: "
-        f"{custom.function_name()})"
-    )
+    functions = custom.selected()
+    names = ", ".join(f"{function.path or 'built-in function'}: {function.name}" for function in functions)
+    print_line(f"\nscores of the first {len(rows)} training prompts ({names})")
     with build_rewards(custom) as rewards:
         rewards.check_rows(rows)
         responses = {"ground truth": truths, "empty": [""] * len(rows)}

@@ -34,12 +34,13 @@ from camshaft.trainer.validate import ScoredResponse, at_n_metrics
 
 PATH_KEYS = (
     *("data.path", "data.output_path", "data.tokenizer"),
-    *("model.path", "model.download", "custom_reward_function.path"),
+    *("model.path", "model.download", "custom_reward_function.path", "custom_reward_function.functions"),
 )
 """Keys whose values may change before a run resumes, as long as the content of the files does not change."""
 
 SPEED_KEYS = (
     "data.batch_size", "custom_reward_function.timeout", "custom_reward_function.num_workers",
+    "custom_reward_function.max_concurrency",
     "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.gpu_memory_utilization",
     "rollout.free_cache_engine", "rollout.update_weights_bucket_megabytes",
     "trainer.nnodes", "trainer.n_gpus_per_node",
@@ -61,7 +62,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
             filter_overlong=data.filter_overlong_prompts,
             prompt_key=data.prompt_key,
             reward_fn_key=data.reward_fn_key if custom.is_named() else None,
-            reward_columns=() if custom.path is None else None,
+            reward_columns=None if any(function.path for function in custom.selected()) else (),
             length_key="rollout.prompt_length",
         )
         max_rows = None if data.max_samples == -1 else data.max_samples
@@ -181,8 +182,10 @@ def collect_settings(config: GenerateConfig, prompts: DataProto) -> dict[str, An
     if custom.is_named():
         columns = [list(prompts[name]) for name in ("data_source", "ground_truth", "extra_info")]
         values["the reward inputs"] = _checksum(repr(columns).encode())
-        path = None if custom.path is None else Path(custom.path)
-        values["the reward function"] = _checksum(path.read_bytes()) if path and path.is_file() else custom.path
+        for function in custom.selected():
+            noun = f"the reward function {function.label}".rstrip()
+            path = None if function.path is None else Path(function.path)
+            values[noun] = _checksum(path.read_bytes()) if path and path.is_file() else function.path
     return values
 
 

@@ -92,6 +92,11 @@ CALL_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
 }
 """Reductions of metrics over several calls in one step. Times are summed; metrics not listed here are averaged."""
 
+FUNCTION_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {
+    "scored": sum, "failed": sum, "min": min, "max": max,
+}  # fmt: skip
+"""Reductions of the metrics `reward/<function>/...` over several calls in one step."""
+
 
 def reduce_calls(calls: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Reduce the metrics of consecutive calls in one step."""
@@ -99,6 +104,8 @@ def reduce_calls(calls: Sequence[Mapping[str, float]]) -> dict[str, float]:
     reduced: dict[str, float] = {}
     for name in names:
         merge = CALL_REDUCTIONS.get(name, sum if name.startswith("timing_s/") else mean)
+        if name.startswith("reward/") and name.count("/") > 1:  # of one of several functions
+            merge = FUNCTION_REDUCTIONS.get(name.rpartition("/")[2], merge)
         reduced[name] = merge([metrics[name] for metrics in calls if name in metrics])
     return reduced
 

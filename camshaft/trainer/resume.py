@@ -94,9 +94,10 @@ def input_checksums(config: PPOConfig | SupervisedConfig) -> dict[str, str]:
             "critic.model.path": _model_files(config.critic.model.source()) if config.needs_critic() else [],
             "reward_model.model.path": _model_files(reward_model.model.source()) if reward_model.enable else [],
         }
-        reward = config.custom_reward_function.path
-        if reward is not None and Path(reward).expanduser().is_file():  # otherwise it is the name of a module
-            files["custom_reward_function.path"] = [Path(reward).expanduser()]
+        custom = config.custom_reward_function
+        paths = [Path(function.path).expanduser() for function in custom.selected() if function.path is not None]
+        key = "custom_reward_function.functions" if custom.functions else "custom_reward_function.path"
+        files[key] = [path for path in dict.fromkeys(paths) if path.is_file()]  # others are names of modules
     else:
         files = {"model.path": _model_files(config.model.source())}
     checksums = {}

@@ -19,6 +19,7 @@ from camshaft.plugins import REWARDS, import_attribute
 from camshaft.rewards.auto import SOURCES, reward_for
 from camshaft.rewards.combined import CombinedRewards
 from camshaft.rewards.manager import RewardManager, RewardResult
+from camshaft.rewards.messages import FunctionSpec
 from camshaft.rewards.overlong import OverlongPenalty
 from camshaft.roles import RewardModelWorker
 from camshaft.stop import Stop
@@ -32,15 +33,16 @@ EXTRA_COLUMNS = ("uid", "prompt_id", "data_source", "ground_truth", "extra_info"
 def build_rewards(
     custom: CustomRewardConfig, output: Path | None = None, stop: Stop | None = None, stop_timeout: float = 0.0
 ) -> RewardManager:
-    """Load the configured reward function in worker processes. The arguments are those of `RewardManager`."""
+    """Load the configured reward functions in worker processes. The arguments are those of `RewardManager`."""
     return RewardManager(
-        custom.path,
-        custom.function_name(),
-        custom.reward_kwargs,
+        functions=[
+            FunctionSpec(function.path, function.name, function.kwargs, custom.batched, function.label, function.weight)
+            for function in custom.selected()
+        ],
         timeout=custom.timeout,
         num_workers=custom.num_workers,
+        max_concurrency=custom.max_concurrency,
         on_error=custom.on_error,
-        batched=custom.batched,
         max_abs_score=custom.max_abs_score,
         load_timeout=custom.load_timeout,
         output=output,
@@ -117,19 +119,20 @@ def check_scored(result: RewardResult, num_rows: int, noun: str) -> None:
 
 def check_scorable(prompts: DataProto, custom: CustomRewardConfig, beside_model: bool = False) -> None:
     """Raise RewardError if the built-in reward function cannot score these rows. Custom functions are not checked."""
-    if custom.path is not None or not len(prompts):
+    names = {function.name for function in custom.selected() if function.path is None}
+    if not names or not len(prompts):
         return
     alternative = "custom_reward_function.path=my_reward.py for a custom function"
     if beside_model:
         alternative += ", or custom_reward_function.name=null to score with the reward model only"
     function_names = {str(source): reward_for(source) for source in prompts["data_source"]}
     unknown = sorted(source for source, name in function_names.items() if name is None)
-    if custom.function_name() == "auto" and unknown:
+    if "auto" in names and unknown:
         raise RewardError(
             f"data_source {', '.join(unknown[:5])} has no built-in reward function (known: {', '.join(SOURCES)}); use "
             f"custom_reward_function.name=exact_match to compare with the ground truth, or {alternative}"
         )
-    if custom.function_name() == "auto":
+    if "auto" in names:
         for name in sorted({name for name in function_names.values() if name is not None}):
             import_attribute(REWARDS[name])  # reports missing optional libraries at startup
     missing_rows = [uid for uid, truth in zip(prompts["uid"], prompts["ground_truth"], strict=True) if truth is None]

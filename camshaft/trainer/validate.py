@@ -75,9 +75,9 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
         lengths += batch["responses"].lengths.tolist()
         columns = (batch["data_source"], batch["uid"], result.scores.tolist(), result.answers, result.parts)
         rows += [ScoredResponse(*row) for row in zip(*columns, strict=True)]
-        for name in COUNTED:
-            if name in result.metrics:
-                counts[f"val-aux/{name}"] += result.metrics[name]
+        for name, value in result.metrics.items():
+            if name in COUNTED or name.endswith(("/scored", "/failed")):
+                counts[f"val-aux/{name}"] += value
         samples += decode_samples(parts, batch, result.scores)
     scores: dict[str, list[float]] = defaultdict(list)
     for row in rows:

@@ -57,7 +57,13 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
     }
     little = {"algorithm.adv_estimator": "grpo", f"{rollout}.n": 2, f"{rollout}.name": "hf"}
     filtered = {"algorithm.adv_estimator": "grpo", f"{rollout}.n": 4, "algorithm.filter_groups.enable": True}
-    greedy = {"algorithm.adv_estimator": "remax", "custom_reward_function.path": folder / "scored.py"}
+    functions = {
+        "custom_reward_function.functions": f"[{folder}/scored.py]",
+        "custom_reward_function.path": "null",
+        "data.val_max_samples": 2,
+        "trainer.test_freq": 1,
+    }
+    greedy = {"algorithm.adv_estimator": "remax", **functions}
     experts = str(make_tiny_model(folder / "experts", family="mixtral", num_local_experts=4))
     routed = {
         "actor_rollout_ref.model.path": experts,

@@ -113,6 +113,9 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "custom_reward_function.load_timeout": (
         "tests/smoke/test_bad_input.py::test_an_unloadable_reward_is_an_error_before_the_run[takes for ever]",
     ),
+    "custom_reward_function.functions": (f"{_REWARDS}::test_functions_and_weights_are_summed",),
+    "custom_reward_function.weights": (f"{_REWARDS}::test_functions_and_weights_are_summed",),
+    "custom_reward_function.max_concurrency": (f"{_REWARDS}::test_max_concurrency_limits_async_calls",),
     "custom_reward_function.num_workers": (f"{_REWARDS}::test_num_workers_is_the_number_of_scoring_processes",),
     "custom_reward_function.on_error": (f"{_REWARDS}::test_on_error_selects_the_handling_of_failed_calls",),
     **{

@@ -19,7 +19,7 @@ from camshaft.trainer.scoring import build_rewards, build_run_rewards
 from spec.test_fields import run_with
 
 SCORES = """
-import os, time
+import asyncio, os, time
 
 def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0, seconds=0.0):
     time.sleep(seconds)
@@ -29,6 +29,15 @@ def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0
 
 def either(**arguments):
     return [2.0] * len(arguments["solution_strs"]) if "solution_strs" in arguments else 1.0
+
+running = 0
+
+async def at_once(response):
+    global running
+    running += 1
+    await asyncio.sleep(0.1)
+    count, running = running, running - 1
+    return count
 
 def half(data_source, solution_str, ground_truth, extra_info):
     return 0.5
@@ -72,6 +81,19 @@ def test_reward_kwargs_are_arguments_of_every_call(tmp_path: Path) -> None:
 def test_batched_selects_the_calling_convention(tmp_path: Path) -> None:
     assert scored(tmp_path, name="either").scores.tolist() == [1.0] * 4
     assert scored(tmp_path, name="either", batched=True).scores.tolist() == [2.0] * 4
+
+
+def test_functions_and_weights_are_summed(tmp_path: Path) -> None:
+    file = tmp_path / "scores.py"
+    several = {"path": None, "functions": [f"{file}:half", f"{file}"], "reward_kwargs": {"scores": {"bonus": 2.0}}}
+    assert scored(tmp_path, **several).scores.tolist() == [3.5] * 4
+    assert scored(tmp_path, **several, weights=[4.0, -1]).scores.tolist() == [-1.0] * 4
+
+
+@pytest.mark.parametrize("limit", [1, 4])
+def test_max_concurrency_limits_async_calls(tmp_path: Path, limit: int) -> None:
+    result = scored(tmp_path, name="at_once", num_workers=1, max_concurrency=limit)
+    assert max(result.scores.tolist()) == limit
 
 
 def test_timeout_limits_one_call(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Config of `camshaft eval`, a command that scores existing responses.
 
 config = load_eval(["data.path=responses.parquet"])
-config.custom_reward_function.function_name()          # "auto"
+config.custom_reward_function.selected()[0].name       # "auto"
 """
 
 from pydantic import Field

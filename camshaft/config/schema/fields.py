@@ -51,7 +51,7 @@ def _as_text(value: Any) -> Any:
 def _as_tuple(value: Any) -> Any:
     if value is None:
         return ()
-    if isinstance(value, str | int):
+    if isinstance(value, str | int | float):
         return (value,)
     return tuple(value) if isinstance(value, Sequence) else value
 
@@ -86,6 +86,14 @@ Paths = Annotated[
     IsPath(),
     Described("a path or a list of paths"),
 ]
+Functions = Annotated[
+    tuple[str, ...],
+    BeforeValidator(_as_tuple),
+    AfterValidator(_all_local),
+    IsPath(),
+    Described("a list of file.py, file.py:function, and names of functions"),
+]
+Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple), Described("a list of numbers")]
 TokenIDs = Annotated[tuple[Annotated[int, Ge(0)], ...], BeforeValidator(_as_tuple), Described("a list of token IDs")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Described("a list of names")]
 Contents = Annotated[

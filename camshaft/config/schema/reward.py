@@ -1,11 +1,13 @@
 """Sections `reward_model` and `custom_reward_function`."""
 
-from typing import Any, Literal
+import os.path
+from collections import Counter
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from camshaft.config.backends import ranks_per_row
-from camshaft.config.schema.fields import Modules, Path, Section, Text
+from camshaft.config.schema.fields import Functions, Modules, Numbers, Path, Section, Text
 from camshaft.config.schema.fsdp import ForwardFSDPConfig
 from camshaft.config.schema.model import ModelSource
 
@@ -110,6 +112,28 @@ class RewardModelConfig(Section):
         return ranks_per_row(self.strategy, self.engine_keys(), self.engine_kwargs)
 
 
+DEFAULT_FUNCTION = "compute_score"
+
+
+class RewardFunction(NamedTuple):
+    """A selected scoring function."""
+
+    label: str
+    """Name in metrics. Empty for a function that is not selected by `custom_reward_function.functions`."""
+    path: str | None
+    name: str
+    kwargs: dict[str, Any]
+    weight: float = 1.0
+
+
+def split_function(text: str) -> tuple[str | None, str | None]:
+    """Return path and name of a function: a file, a function of a file, or the name of a function without a file."""
+    path, colon, function = text.rpartition(":")
+    if colon and path.endswith(".py"):
+        return path, function
+    return (text, None) if text.endswith(".py") or "/" in text else (None, text)
+
+
 class CustomRewardConfig(Section):
     """Selection of the scoring function, and settings that apply to every scoring function."""
 
@@ -121,8 +145,14 @@ class CustomRewardConfig(Section):
         "compute_score selects a built-in function by data source. null means compute_score if path is set; otherwise "
         "it disables scoring functions in camshaft generate and in runs with a reward model."
     )
+    functions: Functions = Field(
+        description="Several scoring functions instead of path and name. The score is their weighted sum, and each of "
+        "them has metrics reward/<function>/mean, ..."
+    )
+    weights: Numbers = Field(description="Weight of each function in functions. [] is a weight of 1 for each.")
     reward_kwargs: dict[str, Any] = Field(
-        description="Additional keyword arguments passed to every call of the function."
+        description="Additional keyword arguments passed to every call of the function. With functions, a mapping of "
+        "arguments for each function."
     )
     batched: bool | None = Field(
         description="Call the function once per batch with the lists data_sources, solution_strs, ground_truths and "
@@ -135,7 +165,10 @@ class CustomRewardConfig(Section):
     load_timeout: float = Field(
         gt=0, description="Time limit, in seconds, for importing the function in a scoring process."
     )
-    num_workers: int = Field(ge=1, description="Number of processes that run the scoring function.")
+    num_workers: int = Field(ge=1, description="Number of processes that run the scoring functions.")
+    max_concurrency: int = Field(
+        ge=1, description="Number of calls of async functions that run at the same time, over all processes."
+    )
     on_error: Literal["zero", "drop", "raise"] = Field(
         description="Handling of a sample whose call fails or times out: zero scores it 0, drop excludes it from the "
         "update, raise stops the run. Validation and camshaft generate treat drop as zero."
@@ -143,13 +176,37 @@ class CustomRewardConfig(Section):
 
     def is_named(self) -> bool:
         """Return True if a scoring function is configured."""
-        return self.path is not None or self.name is not None
+        return self.path is not None or self.name is not None or bool(self.functions)
 
-    def function_name(self) -> str:
-        """Return the name of the function to load.
+    def selected(self) -> tuple[RewardFunction, ...]:
+        """Return the functions to load.
 
         Without a path, the default name is replaced by "auto", the function that selects a built-in one by
-        `data_source`.
+        `data_source`. In metrics, a function has its name, or that of its file if no function of it is named. The name
+        of its file or module is added to names that occur several times.
         """
-        name = self.name or "compute_score"
-        return "auto" if self.path is None and name == "compute_score" else name
+        if not self.functions:
+            return (RewardFunction("", self.path, _name(self.path, self.name), self.reward_kwargs),)
+        parts = [split_function(text) for text in self.functions]
+        labels = [_short_label(path, name) for path, name in parts]
+        counts = Counter(labels)
+        functions = []
+        for index, (path, name) in enumerate(parts):
+            label = labels[index] if counts[labels[index]] == 1 else _long_label(path, name)
+            weight = self.weights[index] if index < len(self.weights) else 1.0
+            functions.append(RewardFunction(label, path, _name(path, name), self.reward_kwargs.get(label, {}), weight))
+        return tuple(functions)
+
+
+def _name(path: str | None, name: str | None) -> str:
+    name = name or DEFAULT_FUNCTION
+    return "auto" if path is None and name == DEFAULT_FUNCTION else name
+
+
+def _short_label(path: str | None, name: str | None) -> str:
+    return (name or "").rpartition(":")[2] or os.path.basename(path or "").removesuffix(".py")
+
+
+def _long_label(path: str | None, name: str | None) -> str:
+    source = os.path.basename(path).removesuffix(".py") if path else (name or "").rpartition(":")[0].rpartition(".")[2]
+    return ".".join(part for part in (source, _short_label(None, name) if name else "") if part)

@@ -194,6 +194,22 @@ def test_group_estimators_need_several_responses(words, estimator):
             ["custom_reward_function.name=format", "custom_reward_function.reward_kwargs.pattern='(a'"],
             "invalid regular expression: missing )",
         ),
+        (["reward=[format,gsm9k]"], "Did you mean gsm8k?"),
+        (["reward=[format,gsm8k]", "reward_weights=[1]"], "has 1 numbers for 2 functions"),
+        (["reward_weights=[1,2]"], "requires custom_reward_function.functions"),
+        (["reward=[format]", "custom_reward_function.name=gsm8k"], "applies to a single function"),
+        (["reward=[format]", "custom_reward_function.batched=true"], "applies to a single function"),
+        (["reward=[format,format]"], "selects two functions with the name format"),
+        (
+            ["reward=[format]", "custom_reward_function.reward_kwargs.fromat.pattern=x"],
+            "reward_kwargs.format.<argument>",
+        ),
+        (["reward=[format]", "custom_reward_function.reward_kwargs.format.pattern='(a'"], "invalid regular expression"),
+        (["reward=[/nowhere/a.py,/nowhere/a.py:f]"], "file not found"),
+        (
+            ["reward=[my.module:model]", "reward_model.enable=true", "reward_model.model.path=null"],
+            "contains a function with the name model, which other metrics use",
+        ),
     ],
 )
 def test_contradicting_keys_are_rejected(words, more, expected):

@@ -153,10 +153,10 @@ def test_tokenizer_and_data_seed_have_defaults(words, tmp_path):
 
 
 def test_default_scoring_function_selects_by_data_source(words):
-    assert load_ppo(words).custom_reward_function.function_name() == "auto"
-    assert load_ppo([*words, "custom_reward_function.name=gsm8k"]).custom_reward_function.function_name() == "gsm8k"
+    assert load_ppo(words).custom_reward_function.selected()[0].name == "auto"
+    assert load_ppo([*words, "custom_reward_function.name=gsm8k"]).custom_reward_function.selected()[0].name == "gsm8k"
     function = load_ppo([*words, "custom_reward_function.path=my_pkg.rewards"]).custom_reward_function
-    assert function.function_name() == "compute_score"
+    assert function.selected()[0].name == "compute_score"
 
 
 def test_supervised_engine_config_has_the_same_fields(sft_words):

@@ -67,7 +67,7 @@ def test_scoring_requires_a_named_function(words: list[str], tmp_path: Path) -> 
     }
     for more, expected in named.items():
         custom = load_generate([*words, *(f"custom_reward_function.{word}" for word in more)]).custom_reward_function
-        assert (custom.is_named(), custom.function_name()) == expected, more
+        assert (custom.is_named(), custom.selected()[0].name) == expected, more
 
 
 def test_n_samples_is_an_alias(words: list[str]) -> None:

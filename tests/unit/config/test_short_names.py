@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import yaml
 
 from camshaft.config import (
     EvalConfig,
@@ -95,6 +96,25 @@ def test_reward_is_a_file_or_a_function(words, tmp_path, value, path, name):
     (tmp_path / "score.py").write_text("def exact(response): return 1.0\n")
     custom = load_ppo([*words, "reward=" + value.format(tmp_path)]).custom_reward_function
     assert (custom.path, custom.name) == (path and path.format(tmp_path), name)
+
+
+@pytest.mark.parametrize("place", ["command line", "dict"])
+def test_reward_is_a_list_of_functions_with_weights(words, tmp_path, place):
+    for name in ("format", "math"):
+        (tmp_path / f"{name}.py").write_text("def score(response): return 1.0\n")
+    functions, weights = [f"{tmp_path}/format.py", f"{tmp_path}/math.py:score", "gsm8k"], [0.2, 1, -1.0]
+    if place == "dict":
+        tree = dict(word.split("=", 1) for word in words if "custom_reward" not in word)
+        tree = {key: yaml.safe_load(value) for key, value in tree.items()}
+        config = from_container({**tree, "reward": functions, "reward_weights": weights}, PPOConfig)
+    else:
+        config = load_ppo([*words, f"reward=[{','.join(functions)}]", "reward_weights=[0.2,1,-1.0]"])
+    selected = config.custom_reward_function.selected()
+    assert [(one.label, one.path, one.name, one.weight) for one in selected] == [
+        ("format", functions[0], "compute_score", 0.2),
+        ("score", f"{tmp_path}/math.py", "score", 1.0),
+        ("gsm8k", None, "gsm8k", -1.0),
+    ]
 
 
 def test_prefixes_of_hydra_are_kept(words):

@@ -96,7 +96,7 @@ def test_a_worker_death_between_two_parts_loses_no_sample(manager, alive):
     rewards, texts = manager("return 1.0", num_workers=1), ["a", "b"]
     begun = added(rewards.begin(batch_of(texts)), texts, [(0, 1)])
     deadline = time.monotonic() + 20
-    while begun._job.outcomes[0] is None and time.monotonic() < deadline:
+    while begun._job.outcomes[0][0] is None and time.monotonic() < deadline:
         time.sleep(0.01)
     for pid in alive():
         os.kill(pid, signal.SIGKILL)
@@ -114,8 +114,9 @@ def test_raise_names_the_first_failing_row_in_any_order(manager):
 
 def test_a_function_of_batches_waits_for_all_of_them(file):
     with RewardManager(file("def compute_score(solution_strs, **more): return [len(solution_strs)] * 3")) as rewards:
-        assert rewards.begin(batch_of(list("abc"))) is None
-        assert rewards.score(batch_of(list("abc")), decode, None).scores.tolist() == [3.0] * 3
+        batch = batch_of(list("abc"))
+        begun = added(rewards.begin(batch), "abc", [(1, 3), (3, 3), (0, 1)])
+        assert rewards.score(batch, decode, begun).scores.tolist() == [3.0] * 3
 
 
 def test_unscorable_data_are_reported_at_once(manager):

@@ -1,0 +1,223 @@
+"""Call reward functions in a worker process, and convert their results and exceptions to replies.
+
+    call(function, request, spec)                                 # a function, or a batched function
+    loop.run_until_complete(call_concurrently(...))               # coroutine functions, many calls at a time
+
+Only `worker.py` uses this module.
+"""
+
+import functools
+import importlib
+import inspect
+import math
+import os
+import pickle
+import signal
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Sequence, Sized
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from camshaft import plugins
+from camshaft.masking import mask_text
+from camshaft.rewards import loading
+from camshaft.rewards.loading import RewardFunction
+from camshaft.rewards.messages import CallResult, Reply, Request, Spec
+
+if TYPE_CHECKING:
+    from asyncio import AbstractEventLoop
+
+ANSWER = "pred"
+"""Key of a dict result for the extracted answer. Validation compares the answers to the same prompt."""
+
+SECRETS: list[str] = []
+"""Values that must not appear in the messages of this process."""
+
+_TRACE_CHARACTERS = 2000
+_MAX_PARTS = 256
+"""Maximum number of entries besides `score` and `pred` in a dict result, each of which becomes a metric."""
+_LOADERS = (
+    __file__, loading.__file__, plugins.__file__, "<frozen importlib",
+    os.path.dirname(importlib.__file__), os.path.join(os.path.dirname(os.__file__), "asyncio"),
+)  # fmt: skip
+"""Files whose frames are removed from the start of a traceback of user code."""
+
+
+def call(function: RewardFunction, request: Request, spec: Spec) -> CallResult:
+    """Call a reward function and return its replies."""
+    start = time.perf_counter()
+    _set_alarm(spec)
+    try:
+        result = function.call(_unpickle(request))
+        if inspect.isawaitable(result):
+            result = event_loop().run_until_complete(_await_result(result))
+        limit = spec.max_abs_score
+        batched, num_samples = function.arguments.batched, len(request.samples)
+        replies = _replies(result, num_samples, limit) if batched else [_reply(result, limit)]
+    except BaseException as error:  # includes SystemExit, so `sys.exit` in a reward function fails only its sample
+        replies = [_error(error)]
+    finally:
+        _set_alarm(None)
+    return CallResult(request.id, replies, time.perf_counter() - start)
+
+
+async def call_concurrently(
+    functions: Sequence[RewardFunction],
+    first_requests: list[Request],
+    spec: Spec,
+    next_requests: Callable[[], Awaitable[list[Request] | None]],
+    send: Callable[[CallResult], None],
+) -> list[Request] | None:
+    """Run requests as concurrent tasks, and send each result when it is available.
+
+    Return the first list from `next_requests` that contains other requests, or None, when all tasks have ended.
+    """
+    import asyncio
+
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def answer(request: Request) -> None:
+        start = time.perf_counter()
+        _set_alarm(spec)
+        limit = asyncio.timeout(spec.timeout)
+        try:
+            async with limit:
+                replies = [_reply(await functions[request.function].call(_unpickle(request)), spec.max_abs_score)]
+        except BaseException as error:
+            replies = [_error(error)]
+        if limit.expired():  # also if the function suppressed the cancellation
+            replies = [Reply("timeout", 0.0, {}, f"no result within {spec.timeout:g} s; the call was cancelled")]
+        send(CallResult(request.id, replies, time.perf_counter() - start))
+
+    def discard(task: "asyncio.Task[None]") -> None:
+        tasks.discard(task)
+        if not tasks:
+            _set_alarm(None)
+
+    requests: list[Request] | None = first_requests
+    while requests is not None and functions[requests[0].function].info.concurrent:
+        for request in requests:
+            task = asyncio.create_task(answer(request))
+            tasks.add(task)
+            task.add_done_callback(discard)
+        requests = await next_requests()
+    await asyncio.gather(*tasks)
+    return requests
+
+
+def _unpickle(request: Request) -> list[Any]:
+    return [pickle.loads(sample) for sample in request.samples]
+
+
+def _set_alarm(spec: Spec | None) -> None:
+    """Let the process end if a call takes far longer than the time limit, or cancel this alarm.
+
+    The driver enforces the time limit. If the driver died and the function holds the interpreter lock, only this alarm
+    ends the process: its default action does not run Python code.
+    """
+    signal.setitimer(signal.ITIMER_REAL, 0 if spec is None else 2 * spec.timeout + 10)
+
+
+@functools.cache
+def event_loop() -> "AbstractEventLoop":
+    """Return the event loop of this process. The import takes half of the start of a worker."""
+    import asyncio
+
+    return asyncio.new_event_loop()
+
+
+async def _await_result(result: Any) -> Any:
+    return await result
+
+
+def _replies(result: Any, num_samples: int, max_abs_score: float) -> list[Reply]:
+    """Return one reply for each result of a batch, or a single reply if the batch result is invalid."""
+    if isinstance(result, (str, bytes, dict)) or not isinstance(result, Sized):
+        return [_invalid(f"the batched function returned {_abbreviate(result)}; it must return a list")]
+    results: list[Any] = list(result)  # pyright: ignore[reportArgumentType]
+    if len(results) != num_samples:
+        return [
+            _invalid(
+                f"the function returned {len(results)} results for {num_samples} samples; it must return one per sample"
+            )
+        ]
+    return [_reply(item, max_abs_score) for item in results]
+
+
+def _reply(result: Any, max_abs_score: float) -> Reply:
+    parts: dict[str, float] = {}
+    answer = None
+    if isinstance(result, dict):
+        if "score" not in result:
+            return _invalid(f"the function returned a dict without 'score': {_abbreviate(result)}")
+        answer = None if result.get(ANSWER) is None else _to_text(result[ANSWER]).strip() or None
+        # Values that are not finite numbers are ignored, because they cannot be averaged.
+        values = {_to_text(name): _to_float(value) for name, value in result.items() if name not in ("score", ANSWER)}
+        parts = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+        if len(parts) > _MAX_PARTS:
+            return _invalid(f"the dict has {len(parts)} numbers besides the score; return at most {_MAX_PARTS}")
+        result = result["score"]
+    if result is None:
+        return Reply("unscored", 0.0, {}, "the function returned None", answer=answer)
+    score = _to_float(result)
+    if score is None:
+        return _invalid(f"the score is not a number: {_abbreviate(result)}")
+    if not math.isfinite(score):
+        return _invalid(f"the score is not finite: {_abbreviate(result)}")
+    if abs(score) > max_abs_score:
+        limit = f"custom_reward_function.max_abs_score={max_abs_score:g}"
+        return _invalid(f"the score {_abbreviate(result)} exceeds {limit}")
+    return Reply("ok", score, parts, answer=answer)
+
+
+def _invalid(message: str) -> Reply:
+    return Reply("invalid", 0.0, {}, message)
+
+
+def _error(error: BaseException) -> Reply:
+    return Reply("error", 0.0, {}, _format_message(error), format_traceback(error))
+
+
+def _to_float(value: Any) -> float | None:
+    if isinstance(value, (str, bytes, bytearray)):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return None
+    except OverflowError:
+        return math.inf
+
+
+def _to_text(value: Any) -> str:
+    """Convert to a string that can be encoded in UTF-8, with lone surrogates escaped."""
+    return str(value).encode("utf-8", "backslashreplace").decode()
+
+
+def to_message(value: Any) -> str:
+    """Convert to a string for logs and files, in which secrets of the environment and the config are masked."""
+    return mask_text(_to_text(value), SECRETS)
+
+
+def _abbreviate(value: Any) -> str:
+    text = to_message(repr(value))
+    return text if len(text) <= 200 else text[:200] + "..."
+
+
+def _user_traceback(error: BaseException) -> TracebackType | None:
+    """Return the traceback from the first frame of user code on. Return None if user code did not run."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_LOADERS):
+        trace = trace.tb_next
+    return trace
+
+
+def _format_message(error: BaseException) -> str:
+    return to_message("".join(traceback.format_exception_only(error))).strip()[-500:]
+
+
+def format_traceback(error: BaseException) -> str:
+    """Format the traceback from the first frame of user code on, and return its last characters."""
+    lines = traceback.format_exception(type(error), error, _user_traceback(error))
+    return to_message("".join(lines))[-_TRACE_CHARACTERS:].strip()
