@@ -10,6 +10,7 @@
     config.py, metrics.py         explain config keys and metrics
     engines.py                    explain the features of engines
     check.py, parity.py           check a backend against its contract, and compare an engine with a rollout
+    completion.py                 print completion scripts of shells
     usage.py                      help text that several commands share
 
 Commands import torch only after they have parsed the arguments and validated the config, so `--help` and config errors
@@ -59,6 +60,7 @@ COMMANDS = (
     Command("check-engine", "check a training engine against the engine contract", "camshaft.cli.check:engine"),
     Command("check-rollout", "check a rollout backend against the rollout contract", "camshaft.cli.check:rollout"),
     Command("parity", "compare the log-probs of an engine and a rollout", "camshaft.cli.parity:main"),
+    Command("completion", "print a script for the completion of keys in a shell", "camshaft.cli.completion:main"),
 )
 
 

@@ -324,6 +324,8 @@ def split_reward(value: Any) -> dict[str, Any]:
     """Return the keys that `reward` sets: path and name of a function, or a list of functions."""
     if isinstance(value, list | tuple):
         return {REWARD_FUNCTIONS: list(value)}
+    if isinstance(value, str) and value.startswith("["):  # an override that Hydra has not parsed yet
+        return {REWARD_FUNCTIONS: value}
     if not isinstance(value, str):
         return {REWARD_PATH: value}
     path, name = split_function(value)

@@ -207,8 +207,8 @@ def test_group_estimators_need_several_responses(words, estimator):
         (["reward=[format]", "custom_reward_function.reward_kwargs.format.pattern='(a'"], "invalid regular expression"),
         (["reward=[/nowhere/a.py,/nowhere/a.py:f]"], "file not found"),
         (
-            ["reward=[my.module:model]", "reward_model.enable=true", "reward_model.model.path=null"],
-            "contains a function with the name model, which other metrics use",
+            ["reward=[m:overlong]", "reward_model.overlong_buffer.enable=true", "reward_model.overlong_buffer.len=4"],
+            "contains a function with the name overlong, which other metrics use",
         ),
     ],
 )
