@@ -142,14 +142,16 @@ def check_reward(config: PPOConfig) -> Iterator[Finding]:
     if not config.needs_function():
         yield ok("reward", "the run uses only the reward model")
         return
-    source = custom.path or "built-in function"
+    functions = custom.selected()
+    source = ", ".join(dict.fromkeys(function.path or "built-in function" for function in functions))
     try:
         with build_rewards(custom):
             pass
     except CamshaftError as error:
-        yield fail("reward", f"{source}: {error}", f"python {custom.path}" if custom.path else "")
+        yield fail("reward", f"{source}: {error}", f"python {functions[0].path}" if functions[0].path else "")
         return
-    yield ok("reward", f"{source}: {custom.function_name()} loads")
+    noun = "loads" if len(functions) == 1 else "load"
+    yield ok("reward", f"{source}: {', '.join(function.name for function in functions)} {noun}")
 
 
 # -- backends and resources -----------------------------------------------------------------------
