@@ -51,6 +51,8 @@ _TABLE = (
     Column("rm_scores", "ragged", "float32", "per response token: score of the reward model at the last masked-in token, 0 elsewhere", "roles/reward_model.compute_rm_score", ("rewards/combined",)),
     Column("rm_truncated", "tensor", "bool", "true if the sequence was truncated for the reward model", "roles/reward_model.compute_rm_score", ("rewards/combined",)),
     Column("token_level_scores", "ragged", "float32", "per response token: score, usually 0 except at the last token", "rewards/manager or rewards/combined", ("trainer/advantages", "trainer/metrics")),
+    Column("score_parts", "object", "dict", "numbers besides the score that the reward function returned", "trainer/scoring", ("tracking/samples",)),
+    Column("score_failure", "object", "str", "kind of failure of the reward call, or None", "trainer/scoring", ("tracking/samples",)),
     Column("reward_baselines", "tensor", "float32", "score of the greedy response to the prompt, with adv_estimator=remax", "trainer/ppo", ("trainer/advantages",)),
     Column("old_log_probs", "ragged", "float32", "per response token: log-prob under the policy before the update", "roles/actor.compute_log_prob or roles/actor.update_actor or trainer/ppo", ("roles/actor.update_actor", "trainer/advantages", "trainer/metrics")),
     Column("entropy", "ragged", "float32", "per response token: entropy of the policy before the update", "roles/actor.compute_log_prob or roles/actor.update_actor", ("trainer/metrics",)),

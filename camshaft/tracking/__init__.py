@@ -10,6 +10,10 @@ Modules:
     names.py        table of all metrics, and the reference page
     console.py, jsonl.py, mlflow.py, tensorboard.py, trackio.py, wandb.py
                     one tracker each
+    record.py       run.json, config.yaml and log.txt in the run folder
+    status.py       status.json in the run folder
+    samples.py      responses of the steps in the run folder
+    run_folder.py   reads the run folder, without torch
 
 Only the file of a tracker imports its library. The trainers call `Tracking.log` once per step.
 """

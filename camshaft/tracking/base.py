@@ -23,6 +23,9 @@ WALL_CLOCK = ("timing_s/", "timing/", "perf/")
 Ending = Literal["finished", "failed", "stopped"]
 """Final state of a run: completed, ended by an error, or stopped by a signal."""
 
+Command = Literal["ppo", "sft", "rm"]
+"""Command that trains a model."""
+
 Row = Mapping[str, str | float]
 """Validation response with its prompt, ground truth and score."""
 
@@ -40,6 +43,8 @@ class RunInfo:
     """Step of the checkpoint that the run resumes from. None for a new run."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """Config of the run as nested dicts, without secrets."""
+    command: Command = "ppo"
+    """Command that started the run."""
 
     def path(self, name: str) -> Path:
         """Return the path of the file `name` in the folder of the run, and create the folder if necessary."""

@@ -68,7 +68,7 @@ class ConsoleTracker(Tracker):
         values = {label: metrics[name] for label, name in names.items() if name}
         for label, value in values.items():
             self._history.setdefault(label, []).append(float(value))
-        facts = [f"{label} {_format_value(value)}" for label, value in values.items()]
+        facts = [f"{label} {format_number(value)}" for label, value in values.items()]
         facts.append(f"left {self._format_remaining_time(step)}")
         if self._live:
             self._live.update(self._task, completed=step, facts="  ".join(facts))
@@ -84,7 +84,7 @@ class ConsoleTracker(Tracker):
         table = Table("", "first", "last", "lowest", "highest", title=f"{self._num_steps} steps in {elapsed}")
         for label, values in self._history.items():
             cells = (values[0], values[-1], min(values), max(values))
-            table.add_row(label, *(_format_value(value) for value in cells))
+            table.add_row(label, *(format_number(value) for value in cells))
         self._console.print(table)
 
     def _line(self, text: str) -> None:
@@ -97,7 +97,7 @@ class ConsoleTracker(Tracker):
         return str(timedelta(seconds=round((now - start) / (last_step - first_step) * (self._run.total_steps - step))))
 
 
-def _format_value(value: float) -> str:
+def format_number(value: float) -> str:
     """Format a value with four significant digits, or without decimals from 1000 on."""
     if not math.isfinite(value) or value == 0:
         return f"{value:g}"

@@ -1,7 +1,8 @@
 """JSON lines tracker: writes one object per step to `<folder>/metrics.jsonl`.
 
-    {"step": 1, "critic/score/mean": 0.5, "actor/grad_norm": "nan"}
+    {"step": 1, "timing/at": 1770000000.0, "critic/score/mean": 0.5, "actor/grad_norm": "nan"}
 
+`timing/at` is the time of the line in Unix seconds.
 Finite floats can be read back bitwise. Non-finite values are written as the strings "nan", "inf" and "-inf", because
 JSON numbers cannot represent them. A resumed run deletes the lines after the step of its checkpoint, so that each step
 occurs once, and moves damaged lines to `metrics.jsonl.damaged`. A new run renames an existing file.
@@ -11,13 +12,15 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from camshaft.tracking.base import RunInfo, Tracker, rename_existing
+from camshaft.tracking.run_folder import METRICS as FILE_NAME
+from camshaft.tracking.run_folder import TIME
 
-FILE_NAME = "metrics.jsonl"
 DAMAGED = ".damaged"
 """Suffix of the file to which damaged lines are moved when a run resumes."""
 
@@ -40,7 +43,7 @@ class JsonlTracker(Tracker):
         self._unwritten = b""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        line = {"step": step} | {name: _as_json(value) for name, value in metrics.items()}
+        line = {"step": step, TIME: time.time()} | {name: _as_json(value) for name, value in metrics.items()}
         self._unwritten += (json.dumps(line, allow_nan=False) + "\n").encode()
         self._write()
 

@@ -87,6 +87,25 @@ METRICS = (
         "trainer/metrics.py",
     ),
     Metric(
+        "critic/score/{p10,p50,p90}",
+        "score",
+        "Quantiles of the scores: 10 %, 50 % (the median) and 90 % of the responses have at most this score.",
+        "trainer/metrics.py",
+    ),
+    Metric(
+        "critic/score/<source>/mean",
+        "score",
+        "Mean score of the responses to prompts of the data source.",
+        "trainer/metrics.py",
+    ),
+    Metric(
+        "groups/same_share",
+        "fraction of groups",
+        "Groups (the responses to one prompt) whose scores are all equal, so that a group-relative advantage has no "
+        "signal. Logged if a prompt has several responses.",
+        "trainer/metrics.py",
+    ),
+    Metric(
         f"critic/rewards/{SPREAD}",
         "score",
         "Reward of a response, which is its score minus the KL penalty.",
@@ -431,6 +450,12 @@ METRICS = (
         "Duration of the weight sync, and of the weight check.",
         "reshard/hybrid.py",
     ),
+    Metric(
+        "timing/at",
+        "Unix seconds",
+        "Time at which the step was logged. Only in `metrics.jsonl`.",
+        "tracking/run_folder.py",
+    ),
     Metric("timing_s/step", "seconds", "Duration of the step, without validation and saving.", "trainer/metrics.py"),
     Metric("perf/total_num_tokens", "tokens", "Prompt and response tokens of the step.", "trainer/metrics.py"),
     Metric(
@@ -498,6 +523,12 @@ METRICS = (
                 "roles/supervised.py",
             ),
             ("timing_s/step", "seconds", "Duration of the step.", "trainer/supervised.py"),
+            (
+                "timing/at",
+                "Unix seconds",
+                "Time at which the step was logged. Only in `metrics.jsonl`.",
+                "tracking/run_folder.py",
+            ),
             (
                 "perf/throughput",
                 "tokens/second",

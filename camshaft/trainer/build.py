@@ -27,6 +27,8 @@ from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import FailedSamples, PendingScores
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
 from camshaft.stop import Stop
+from camshaft.tracking.samples import SampleWriter
+from camshaft.tracking.status import RunStatus
 from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.scoring import add_model_scores, build_run_rewards, check_scorable
 from camshaft.trainer.session import finish_saving, pool_specs, run_length, run_pools
@@ -48,6 +50,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             """Stop requests, which also end the scoring of a step."""
             self.rewards = build_run_rewards(config, self.stop)
             stack.callback(self.rewards.close)
+            self.status = stack.enter_context(RunStatus(config.trainer.default_local_dir))
             self._load_prompts(config)
             self.total_steps = run_length(config.trainer, self.loader)
             if not config.trainer.val_only and (
@@ -57,6 +60,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             self.checkpoints = CheckpointManager(
                 config.trainer.default_local_dir, config.trainer.default_hdfs_dir, config.trainer.worker_limit("save")
             )
+            self.samples = SampleWriter(Path(config.trainer.default_local_dir), config.trainer.samples, self.decode)
             self.failed = FailedSamples(Path(config.trainer.default_local_dir) / "rewards" / "failed.jsonl")
             logs = Path(config.trainer.default_local_dir) / "logs"
             pools_context = run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, logs)

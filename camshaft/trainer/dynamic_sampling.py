@@ -46,7 +46,7 @@ def sample_informative_prompts(
     values: list[Tensor] = []
     num_missing, num_drawn, num_equal, num_unused = target, 0, 0, 0
     while True:
-        batch_metrics = StepMetrics()
+        batch_metrics = StepMetrics(metrics.status)
         batch, scored = generate_and_score(prompts, batch_metrics, num_drawn * n)
         row_values = filter_values(scored, metric)
         values.append(row_values[scored.keep_mask])

@@ -1,6 +1,6 @@
 """Metrics of a step: timers, metrics of workers, and statistics of the batch.
 
-    metrics = StepMetrics()
+    metrics = StepMetrics(status)
     with metrics.phase("gen"):                                  # timing_s/gen
         batch = metrics.union(batch, actor.generate_sequences(batch))
     metrics.add(batch_metrics(batch))
@@ -16,26 +16,32 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import mean
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from camshaft import algorithms
 from camshaft.controller.worker import RANKS
 from camshaft.dataproto import DataProto
 from camshaft.rewards.manager import COUNTS
+from camshaft.tracking.status import Phase, RunStatus
 
 
 class StepMetrics:
     """Collector for the metrics of one step, in the order of its phases."""
 
-    def __init__(self) -> None:
+    def __init__(self, status: RunStatus) -> None:
+        """`status` is that of the run, which shows the phase in progress."""
         self.values: dict[str, float] = {}
+        self.status = status
         self._start = time.perf_counter()
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the time of a phase. If a phase is entered more than once, its times are summed."""
         start, key = time.perf_counter(), f"timing_s/{name}"
+        self.status.phase = Phase(name, time.time())
         yield
         self.values[key] = self.values.get(key, 0.0) + time.perf_counter() - start
 
@@ -124,6 +130,7 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
         **_mean_max_min("prompt_length", prompts),
         "response_length/clip_ratio": 1.0 - float(batch["finished"].float().mean()),
     }
+    metrics |= score_metrics(batch["token_level_scores"].sum(), has_score, batch["data_source"], batch["uid"])
     if "values" in batch:
         metrics |= _mean_max_min("critic/values", batch["values"].values[mask])
         metrics["critic/vf_explained_var"] = _compute_explained_variance(
@@ -132,6 +139,30 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     if "entropy" in batch:
         metrics["actor/entropy"] = float(batch["entropy"].values[mask].mean())
     return metrics
+
+
+QUANTILES = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+
+
+def score_metrics(
+    scores: Tensor, has_score: Tensor, data_sources: Sequence[str], uids: Sequence[Any]
+) -> dict[str, float]:
+    """Compute quantiles of the scores, their mean per data source, and the share of groups without a signal.
+
+    Rows without `has_score` are ignored. A group has no signal if all its scores are equal; groups of one row are not
+    counted.
+    """
+    kept = scores.float()[has_score]
+    metrics = {f"critic/score/{name}": float(torch.quantile(kept, level)) for name, level in QUANTILES.items()}
+    sources: dict[str, list[float]] = {}
+    groups: dict[Any, list[float]] = {}
+    for score, is_kept, source, uid in zip(scores.tolist(), has_score.tolist(), data_sources, uids, strict=True):
+        if is_kept:
+            sources.setdefault(source, []).append(score)
+            groups.setdefault(uid, []).append(score)
+    metrics |= {f"critic/score/{source}/mean": math.fsum(sources[source]) / len(sources[source]) for source in sources}
+    several = [min(values) == max(values) for values in groups.values() if len(values) > 1]
+    return metrics | ({"groups/same_share": mean(several)} if several else {})
 
 
 def mismatch(batch: DataProto) -> dict[str, float]:

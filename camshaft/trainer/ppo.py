@@ -52,6 +52,7 @@ SEQUENCES = ("prompts", "responses", "response_mask")
 DRIVER_ONLY = (
     *("uid", "data_source", "ground_truth", "extra_info", "data_row", "sampling_seed"),
     *("prompt_id", "raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated", "reward_baselines"),
+    *("score_parts", "score_failure"),
 )
 """Columns that are not sent to the ranks for the updates, which do not read them."""
 
@@ -76,12 +77,14 @@ class PPOTrainer:
         )
         self.input_checksums = input_checksums(config)
         self.global_step = 0
+        self._batch = DataProto()
+        """Batch of the step that `fit` is about to log."""
 
     # -- training step ----------------------------------------------------------------------------
 
     def step(self, prompts: DataProto) -> dict[str, float]:
         """Run one training step: generate, score, evaluate, compute advantages, update critic and actor."""
-        config, metrics = self.config, StepMetrics()
+        config, metrics = self.config, StepMetrics(self.parts.status)
         if self.needs_greedy:
             prompts = self._add_baselines(prompts, metrics)
         scoring: PendingScores | None = None
@@ -120,6 +123,7 @@ class PPOTrainer:
         metrics.add(batch_metrics(batch))
         if self._old_log_prob_source() != "rollout":
             metrics.add(mismatch(batch))
+        self._batch = batch
         return metrics.finished(batch)
 
     def _evaluate(self, batch: DataProto, scoring: PendingScores | None, metrics: StepMetrics) -> DataProto:
@@ -230,6 +234,7 @@ class PPOTrainer:
 
     def prepare(self) -> SavedCheckpoint | None:
         """Build the models. If the run resumes from a checkpoint, load and return it."""
+        self.parts.status.enter("load")
         saved = self._checkpoint_to_resume()
         if saved is not None:
             check_resume(saved, self.config, list(self.divergence.roles), self.input_checksums)
@@ -247,6 +252,8 @@ class PPOTrainer:
             log_resume(saved, self.parts.total_steps)
         if self.config.trainer.resume_mode != "auto" and not self.config.trainer.val_only:
             self.parts.checkpoints.move_aside(after=self.global_step)
+        if not self.config.trainer.val_only:
+            self.parts.samples.start(None if saved is None else saved.step)
         return saved
 
     def fit(self, tracking: Tracking, stop: Stop | None = None) -> dict[str, float]:
@@ -273,6 +280,7 @@ class PPOTrainer:
             if self.global_step >= total:
                 break
             self.global_step += 1
+            self.parts.status.step = self.global_step
             try:
                 metrics = self.step(prompts)
             except ScoringAbandoned as error:
@@ -283,6 +291,7 @@ class PPOTrainer:
                     self.save(prune=is_good)
                 stop.acknowledge(self.global_step, total)
                 break
+            self.save_samples()
             is_last = self.global_step == total or self.parts.loader.exhausted
             if trainer.save_freq > 0 and (is_last or self.global_step % trainer.save_freq == 0):
                 should_save = True
@@ -309,12 +318,20 @@ class PPOTrainer:
             loader_state = self.parts.loader.state_dict()
         return metrics
 
+    def save_samples(self) -> None:
+        """Write the responses of the step, and release its batch."""
+        batch, self._batch = self._batch, DataProto()
+        if self.config.trainer.samples.enable:
+            self.parts.status.enter("samples")
+            self.parts.samples.write(batch, self.global_step)
+
     def _abandon(self, action: str, error: ScoringAbandoned) -> None:
         logger.warning("abandoned %s: %s", action, error)
 
     def validate(self, tracking: Tracking) -> dict[str, float]:
         """Score and write responses to the validation prompts, and log the first `log_val_generations` of them."""
         trainer = self.config.trainer
+        self.parts.status.enter("validate")
         metrics, samples = validate(self.parts, self.config)
         logged_samples = samples[: trainer.log_val_generations]
         if logged_samples:
@@ -333,6 +350,7 @@ class PPOTrainer:
     def save(self, prune: bool = True) -> None:
         """Save the state of the run as an atomic checkpoint, unless a model has diverged, and prune old checkpoints."""
         trainer, step = self.config.trainer, self.global_step
+        self.parts.status.enter("save")
         self.divergence.check_outputs(step)
         roles = {"actor": partial(self.actor.save_checkpoint, global_step=step)}
         if self.critic is not None:

@@ -86,12 +86,18 @@ def add_model_scores(batch: DataProto, model: RewardModelWorker | None, ranks: i
 
 
 def add_scores(batch: DataProto, result: RewardResult) -> DataProto:
-    """Add the column `token_level_scores`, and mask out all tokens of dropped rows.
+    """Add the scores, their parts and the failures of calls, and mask out all tokens of dropped rows.
 
     With `on_error=drop`, a row is dropped if its scoring or that of its greedy baseline failed. Dropped rows remain in
     the batch.
     """
-    batch, keep_mask = batch.with_columns(token_level_scores=result.token_level_scores), result.keep_mask
+    failures = {failure.row: failure.kind for failure in result.failures}
+    batch = batch.with_columns(
+        token_level_scores=result.token_level_scores,
+        score_parts=result.parts,
+        score_failure=[failures.get(row) for row in range(len(batch))],
+    )
+    keep_mask = result.keep_mask
     if "reward_baselines" in batch:
         baselines = batch["reward_baselines"]
         keep_mask = keep_mask & ~baselines.isnan()

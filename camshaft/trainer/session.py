@@ -33,6 +33,8 @@ from camshaft.config import (
     GLOBAL_POOL,
     PlacementConfig,
     PPOConfig,
+    RMConfig,
+    SFTConfig,
     SupervisedConfig,
     SupervisedTrainerConfig,
     pool_sizes,
@@ -52,6 +54,11 @@ from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SupervisedWorker
 from camshaft.stop import Stop, handle_stop_signals
 from camshaft.temporary import remove_leftovers
 from camshaft.tracking import RunInfo, Tracking, check_trackers
+from camshaft.tracking.base import Command
+from camshaft.tracking.record import RECORD, log_text, log_to_file
+
+COMMANDS: Mapping[type[PPOConfig | SupervisedConfig], Command] = {PPOConfig: "ppo", SFTConfig: "sft", RMConfig: "rm"}
+"""Command of each kind of run."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +72,8 @@ class Session:
         self._exit_stack = contextlib.ExitStack()
 
     def say(self, text: str) -> None:
+        """Print a text, and write it to the log of the run."""
+        log_text(text)
         self.console.print(text, markup=False, soft_wrap=True)
 
     def say_how_to_resume(self) -> None:
@@ -85,8 +94,9 @@ class Session:
             total_steps=total_steps,
             resumed_step=None if saved is None else saved.step,
             config=without_secrets(config),
+            command=COMMANDS[type(config)],
         )
-        return Tracking(trainer.logger, info)
+        return Tracking([*trainer.logger, RECORD], info)
 
     def listen(self, stop: Stop | None = None) -> Stop:
         """Handle stop signals until the session ends. Call this when the run has state to save."""
@@ -106,7 +116,8 @@ def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None 
     lock = _lock_folder(folder)
     run = Session(trainer)
     try:
-        with continue_without_reader(folder / "logs" / "driver.log"), log_to_console(run.console, trainer.seed):
+        streams = continue_without_reader(folder / "logs" / "driver.log")
+        with streams, log_to_file(folder), log_to_console(run.console, trainer.seed):
             run.say(f"run folder: {trainer.default_local_dir}")
             yield run
     except BaseException:

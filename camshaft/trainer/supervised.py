@@ -32,6 +32,7 @@ from camshaft.models.loader import load_tokenizer
 from camshaft.roles import SupervisedWorker
 from camshaft.stop import ENDED_BY_SIGNAL, Stop
 from camshaft.tracking import Tracking
+from camshaft.tracking.status import RunStatus
 from camshaft.trainer.divergence import DivergenceCheck
 from camshaft.trainer.mini_batches import balance_ranks
 from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume
@@ -65,6 +66,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         logs = Path(config.trainer.default_local_dir) / "logs"
         specs = [global_pool(config.trainer, "model")]
         with contextlib.ExitStack() as stack:
+            self.status = stack.enter_context(RunStatus(config.trainer.default_local_dir))
             pools = stack.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, logs))
             self.model = spawn(worker, config, self.total_steps, pool=pools[GLOBAL_POOL], name="model")
             self._exit = stack.pop_all()
@@ -101,6 +103,7 @@ class SupervisedTrainer(ABC, Generic[W]):
 
     def prepare(self) -> SavedCheckpoint | None:
         """Build the model. If the run resumes from a checkpoint, load and return it."""
+        self.status.enter("load")
         saved = self.checkpoints.latest() if self.config.trainer.resume_mode == "auto" else None
         if saved is not None:
             check_resume(saved, self.config, ["model"], self.input_checksums)
@@ -126,6 +129,8 @@ class SupervisedTrainer(ABC, Generic[W]):
             if self.global_step >= self.total_steps:
                 break
             self.global_step += 1
+            self.status.step = self.global_step
+            self.status.enter("train")
             metrics = self.step(batch)
             is_last = self.global_step == self.total_steps or self.loader.exhausted
             if trainer.save_freq > 0 and (is_last or self.global_step % trainer.save_freq == 0):
@@ -135,6 +140,7 @@ class SupervisedTrainer(ABC, Generic[W]):
                 and trainer.test_freq > 0
                 and (is_last or self.global_step % trainer.test_freq == 0)
             ):
+                self.status.enter("validate")
                 val_metrics = self.validate(self.val_rows)
                 should_save = self.best.update(val_metrics, self.global_step) or should_save
                 metrics |= val_metrics
@@ -170,6 +176,7 @@ class SupervisedTrainer(ABC, Generic[W]):
 
     def save(self, prune: bool = True) -> None:
         """Save the state of the run as an atomic checkpoint, unless the model has diverged; prune old checkpoints."""
+        self.status.enter("save")
         self.divergence.check_outputs(self.global_step)
         roles = {"model": partial(self.model.save_checkpoint, global_step=self.global_step)}
         keep = {"model": self.config.trainer.max_ckpt_to_keep} if prune else {}

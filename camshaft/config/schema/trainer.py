@@ -5,7 +5,25 @@ from typing import Literal
 from pydantic import Field
 
 from camshaft.config.layout import PlacementConfig, PoolConfig
-from camshaft.config.schema.fields import Names, OffOrPositive, Path, Text
+from camshaft.config.schema.fields import Names, OffOrPositive, Path, Section, Text
+
+
+class SamplesConfig(Section):
+    """Responses of training steps in the run folder."""
+
+    enable: bool = Field(
+        description="Write the responses of each training step to <default_local_dir>/samples, one file "
+        "step_<n>.parquet per step."
+    )
+    token_rows: int = Field(
+        ge=1,
+        description="Maximum number of responses per step that are stored with log-probs and advantages per token.",
+    )
+    max_gb: float = Field(
+        gt=0,
+        description="Maximum size of all files in GB (10^9 bytes). Beyond it, files of older steps are deleted, so "
+        "that the remaining steps become sparser with their age.",
+    )
 
 
 class TrainerConfig(PlacementConfig):
@@ -50,6 +68,7 @@ class TrainerConfig(PlacementConfig):
         description="Folder to write all training responses and their scores to, one file step_<n>.jsonl per "
         "iteration. null disables this output."
     )
+    samples: SamplesConfig = Field(description="Responses of training steps in the run folder.")
     critic_warmup: int = Field(ge=0, description="Number of initial iterations that train only the critic.")
     stop_timeout: float = Field(
         ge=0,

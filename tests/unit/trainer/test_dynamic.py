@@ -15,6 +15,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, RewardError
 from camshaft.rewards.manager import RewardResult
 from camshaft.tracking import deterministic
+from camshaft.tracking.status import RunStatus
 from camshaft.trainer.dynamic_sampling import _find_informative, filter_values, sample_informative_prompts
 from camshaft.trainer.metrics import StepMetrics
 
@@ -65,7 +66,7 @@ def loader_of(count: int, batch: int = 4, epochs: int = 1) -> StatefulLoader:
 
 def draw(loader: StatefulLoader, policy: Policy, config: PPOConfig) -> tuple[list[int], dict[str, float]]:
     """Return the prompts of one step, row by row, and its metrics."""
-    metrics = StepMetrics()
+    metrics = StepMetrics(RunStatus("unused"))
     batch = sample_informative_prompts(loader.next_batch(), policy, loader, config, metrics)
     return [int(row[0]) for row in batch["prompts"].rows()], metrics.values
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch, reduce_calls, reduce_ranks
+from camshaft.tracking.status import RunStatus
+from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch, reduce_calls, reduce_ranks, score_metrics
 
 
 def floats(*rows: list[float]) -> Ragged:
@@ -17,6 +18,8 @@ def two_rows(**more: Any) -> DataProto:
     """Build a response of three tokens, the second from a tool, and a truncated response of one token."""
     columns = {
         "prompts": Ragged.from_rows([[1, 2], [3, 4, 5, 6]]),
+        "uid": ["0/1", "0/2"],
+        "data_source": ["sums", "sums"],
         "responses": Ragged.from_rows([[7, 8, 9], [7]]),
         "response_mask": Ragged.from_rows([[True, False, True], [True]]),
         "finished": torch.tensor([True, False]),
@@ -34,6 +37,7 @@ def test_metrics_count_rows_and_policy_tokens() -> None:
     metrics = batch_metrics(two_rows(entropy=floats([1, 99, 2], [6])))
     expected = {
         "critic/score/mean": 2, "critic/score/max": 3, "critic/score/min": 1,
+        "critic/score/p10": 1.2, "critic/score/p50": 2, "critic/score/p90": 2.8, "critic/score/sums/mean": 2,
         "critic/rewards/mean": 1, "critic/rewards/max": 2, "critic/rewards/min": 0,
         "critic/advantages/mean": 0.5, "critic/advantages/max": 1.5, "critic/advantages/min": -0.5,
         "critic/returns/mean": 3, "critic/returns/max": 6, "critic/returns/min": 1,
@@ -84,6 +88,16 @@ def test_mismatch_matches_hand_worked_numbers() -> None:
     assert report == pytest.approx(expected, rel=1e-4)
 
 
+def test_groups_whose_scores_are_equal_have_no_signal() -> None:
+    scores = torch.tensor([1.0, 1.0, 0.0, 1.0, 5.0, 2.0, 2.0, 0.0])
+    kept = torch.tensor([True, True, True, True, True, True, True, False])
+    sources = ["a", "a", "b", "b", "b", "a", "a", "a"]
+    metrics = score_metrics(scores, kept, sources, ["1", "1", "2", "2", "3", "4", "4", "4"])
+    assert metrics.pop("groups/same_share") == pytest.approx(2 / 3)  # the single response to 3 is no group
+    assert (metrics["critic/score/a/mean"], metrics["critic/score/b/mean"]) == (1.5, 2.0)
+    assert "groups/same_share" not in score_metrics(scores, kept, sources, list("12345678"))
+
+
 def test_metrics_of_several_calls_are_combined_by_kind() -> None:
     first = {"timing_s/gen": 1.0, "rollout/decode_steps": 3, "reward/errors": 1.0, "reward/acc/mean": 0.5}
     second = {"timing_s/gen": 2.0, "rollout/decode_steps": 4, "reward/errors": 2.0, "perf/sync_peak_memory_bytes": 7}
@@ -108,7 +122,7 @@ def test_a_token_that_the_rollout_held_impossible_leaves_numbers() -> None:
 
 
 def test_a_phase_is_timed_and_keeps_worker_metrics() -> None:
-    metrics, batch = StepMetrics(), two_rows()
+    metrics, batch = StepMetrics(RunStatus("unused")), two_rows()
     with metrics.phase("gen"):
         time.sleep(0.02)
         output = DataProto.from_dict({"entropy": floats([1, 2, 3], [4])}, {"metrics": {"rollout/x": 7.0}})

@@ -157,6 +157,7 @@ def test_a_standalone_validation_does_not_change_its_run(tmp_path: Path) -> None
     (standalone,) = read_metrics(run / "validation" / "metrics.jsonl")
     logged = read_metrics(run / "metrics.jsonl")[0]
     assert standalone["step"] == 1
+    assert standalone.pop("timing/at") > logged["timing/at"]
     assert {name: logged[name] for name in standalone} == standalone
     refused = camshaft("ppo", *ppo_args(tmp_path, {"trainer.val_only": True, "data.val_files": "null"}))
     assert refused.status == 2

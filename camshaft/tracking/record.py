@@ -1,0 +1,152 @@
+"""Write the description of a run to its folder: `run.json` and `config.yaml`.
+
+    Tracking([*config.trainer.logger, RECORD], RunInfo(...))
+
+The record is a tracker, which gets the final state of the run. `run_folder.py` reads the files, and docs/run-folder.md
+describes them. A disk that is full costs a warning and not the run.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import logging
+import os
+import platform
+import socket
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from camshaft import __version__
+from camshaft.masking import mask_yaml
+from camshaft.tracking.base import Ending, RunInfo, Tracker
+from camshaft.tracking.run_folder import CONFIG, INFO, LOG, process_start
+
+RECORD = "camshaft.tracking.record:RunRecord"
+"""Import path of the tracker."""
+LIBRARIES = ("torch", "transformers", "numpy", "pyarrow", "safetensors", "vllm", "sglang", "megatron-core", "ray")
+"""Packages whose versions are recorded, if they are installed."""
+
+logger = logging.getLogger(__name__)
+_console = logging.getLogger(f"{__name__}.console")
+_console.propagate = False
+_console.setLevel(logging.INFO)
+
+
+class RunRecord(Tracker):
+    """Write `config.yaml` and `run.json` before the first step, and replace `run.json` at the end."""
+
+    synchronous = True
+
+    def __init__(self, run: RunInfo):
+        self._path = run.path(INFO)
+        pid = os.getpid()
+        self._facts: dict[str, Any] = {
+            "status": "running",
+            "command": run.command,
+            "argv": mask_arguments(sys.argv),
+            "version": __version__,
+            "versions": {"python": platform.python_version(), **dict(_versions())},
+            "host": socket.gethostname(),
+            "pid": pid,
+            "pid_start": process_start(pid),
+            "started": time.time(),
+            "ended": None,
+            "project": run.project,
+            "experiment": run.experiment,
+            "total_steps": run.total_steps,
+            "resumed_step": run.resumed_step,
+            "config": dict(_flatten(run.config)),
+        }
+        with _warn_once_about_the_disk(self._path):
+            run.path(CONFIG).write_text(yaml.safe_dump(_plain(run.config), sort_keys=False), encoding="utf-8")
+            self._write()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        return
+
+    def on_run_end(self, ending: Ending) -> None:
+        self._facts |= {"status": ending, "ended": time.time()}
+        with _warn_once_about_the_disk(self._path):
+            self._write()
+
+    def finish(self) -> None:
+        return
+
+    def _write(self) -> None:
+        replace_text(self._path, json.dumps(self._facts, indent=1, default=str) + "\n")
+
+
+@contextlib.contextmanager
+def log_to_file(folder: Path) -> Iterator[None]:
+    """Append the log of the run to `log.txt` in its folder within the block."""
+    handler = _LogFile(folder / LOG)
+    loggers = logging.getLogger("camshaft"), _console
+    for source in loggers:
+        source.addHandler(handler)
+    try:
+        yield
+    finally:
+        for source in loggers:
+            source.removeHandler(handler)
+        with contextlib.suppress(OSError):  # a disk that is full
+            handler.close()
+
+
+def log_text(text: str) -> None:
+    """Write a text that is printed elsewhere to `log.txt`."""
+    _console.info("%s", text)
+
+
+class _LogFile(logging.FileHandler):
+    """Write log records to a file as long as this is possible, and ignore later errors of the disk."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=True)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Do not print the traceback of each record that cannot be written."""
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a small file under a temporary name and rename it, so that a reader never sees half a file."""
+    work = path.with_name(f".{path.name}.unfinished")
+    work.write_text(text, encoding="utf-8")
+    os.replace(work, path)
+
+
+def mask_arguments(arguments: list[str]) -> list[str]:
+    """Replace secrets in the arguments of a command."""
+    return [mask_yaml(argument) for argument in arguments]
+
+
+@contextlib.contextmanager
+def _warn_once_about_the_disk(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        logger.warning("%s cannot be written: %s. The run continues", path, error.strerror or error)
+
+
+def _versions() -> Iterator[tuple[str, str]]:
+    for name in LIBRARIES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            yield name, importlib.metadata.version(name)
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _plain(value: Any) -> Any:
+    """Return a config with the types of YAML only."""
+    return json.loads(json.dumps(value, default=str))

@@ -1,0 +1,230 @@
+"""Write the responses of each training step to `samples/step_<n>.parquet` in the run folder.
+
+    samples = SampleWriter(folder, config.trainer.samples, decode)
+    samples.write(batch, step)                  # after the updates; `batch` has the columns of a whole step
+
+A file has one row per response: prompt, response, score and its parts. A few rows and their groups also have one value
+per token: log-probs, advantage, value, ... docs/run-folder.md lists the columns. Older files are deleted when all files
+exceed `max_gb`, so that the remaining steps become sparser with their age. A disk that is full costs one warning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import torch
+from pyarrow import parquet
+from torch import Tensor
+
+from camshaft.config.schema.trainer import SamplesConfig
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.tracking.base import rename_existing
+from camshaft.tracking.run_folder import SAMPLES
+
+Decode = Callable[[list[list[int]]], list[str]]
+
+TOKEN_COLUMNS = (*("old_log_probs", "rollout_log_probs", "ref_log_prob", "entropy", "advantages", "values", "returns"),)
+"""Columns of the batch that a file contains with one value per token, as far as the step has computed them."""
+MAX_TOKENS = 1 << 17
+"""Maximum number of tokens with values in a file. At least one response has values, whatever its length."""
+RECENT_STEPS = 8
+"""Number of newest steps that are always kept."""
+
+logger = logging.getLogger(__name__)
+
+
+class SampleWriter:
+    """Writer of the files of one run, within a limit of their total size."""
+
+    def __init__(self, folder: Path, config: SamplesConfig, decode: Decode):
+        self.folder, self.config = folder.expanduser() / SAMPLES, config
+        self._decode = decode
+        self._pieces: dict[int, str] = {}
+        """Text of each token that has occurred."""
+        self._sizes: dict[int, int] = {}
+        self._has_failed = False
+
+    def start(self, resumed_step: int | None) -> None:
+        """Delete files after the checkpoint of a run that resumes. A new run renames the folder of an earlier one."""
+        if not self.folder.is_dir():
+            return
+        if resumed_step is None:
+            rename_existing(self.folder)
+            return
+        for path in self.folder.iterdir():
+            step = path.stem.removeprefix("step_")
+            if path.suffix != ".parquet" or not step.isdecimal() or int(step) > resumed_step:
+                path.unlink()
+            else:
+                self._sizes[int(step)] = path.stat().st_size
+
+    def write(self, batch: DataProto, step: int) -> None:
+        """Write the responses of a step, and delete older files that exceed the limit."""
+        path = self.folder / f"step_{step}.parquet"
+        work = path.with_name(f".{path.name}.unfinished")
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            table = sample_table(batch, step, self.config.token_rows, self._decode, self._pieces)
+            parquet.write_table(table, work, compression="zstd", compression_level=1, use_dictionary=False)
+            self._sizes[step] = work.stat().st_size
+            os.replace(work, path)
+            self._prune()
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                work.unlink()
+            if not self._has_failed:
+                message = "the responses of step %d cannot be written to %s: %s. The run continues without them"
+                logger.warning(message, step, self.folder, error.strerror or error)
+            self._has_failed = True
+
+    def _prune(self) -> None:
+        limit = int(self.config.max_gb * 1e9)
+        while sum(self._sizes.values()) > limit and len(self._sizes) > 1:
+            step = least_useful(sorted(self._sizes))
+            (self.folder / f"step_{step}.parquet").unlink(missing_ok=True)
+            del self._sizes[step]
+
+
+def least_useful(steps: Sequence[int]) -> int:
+    """Return the step to delete: the one whose absence leaves the smallest gap in relation to its age.
+
+    The gaps between the remaining steps grow in proportion to their age. The first step and the most recent ones are
+    deleted last.
+    """
+    candidates = range(1, len(steps) - RECENT_STEPS)
+    if not candidates:
+        return steps[0]
+    return steps[min(candidates, key=lambda i: (steps[i + 1] - steps[i - 1]) / (steps[-1] - steps[i]))]
+
+
+def sample_table(batch: DataProto, step: int, token_rows: int, decode: Decode, pieces: dict[int, str]) -> pyarrow.Table:
+    """Return the table of a step. `pieces` is a cache of the texts of single tokens."""
+    responses, scores = batch.ragged("responses"), batch.ragged("token_level_scores").sum()
+    ids = [row.tolist() for row in responses.rows()]
+    texts = decode(ids)
+    columns: dict[str, Any] = {
+        "row": np.arange(len(batch), dtype=np.int32),
+        "uid": [str(uid) for uid in batch["uid"]],
+        "data_source": [str(source) for source in batch["data_source"]],
+        "prompt": _prompt_texts(batch, decode),
+        "response": texts,
+        "ground_truth": [_as_text(truth) for truth in batch["ground_truth"]],
+        "score": _numbers(scores),
+        "reward": _numbers(batch.ragged("token_level_rewards").sum()),
+        "advantage": _numbers(_masked_mean(batch.ragged("advantages"), batch.ragged("response_mask"))),
+        "gap": _numbers(gaps := _gap(batch)),
+        "prompt_tokens": batch["prompts"].lengths.to(torch.int32).numpy(),
+        "response_tokens": responses.lengths.to(torch.int32).numpy(),
+        "finished": batch["finished"].tolist(),
+        "failure": pyarrow.array(batch["score_failure"].tolist(), pyarrow.string()),
+    }
+    parts = batch["score_parts"].tolist()
+    for name in sorted({name for row in parts for name in row}):
+        columns[f"score/{name}"] = pyarrow.array([row.get(name) for row in parts], pyarrow.float32())
+    chosen = choose_rows(
+        batch["uid"].tolist(), scores.tolist(), gaps.tolist(), responses.lengths.tolist(), token_rows, step
+    )
+    columns["token_ends"] = _lists(
+        len(batch), {row: token_ends(ids[row], texts[row], decode, pieces) for row in chosen}, pyarrow.int32()
+    )
+    for name in TOKEN_COLUMNS:
+        if name in batch:
+            rows = batch.ragged(name).rows()
+            columns[name] = _lists(len(batch), {row: rows[row].float().numpy() for row in chosen}, pyarrow.float32())
+    return pyarrow.table(columns)
+
+
+def choose_rows(
+    uids: Sequence[Any], scores: Sequence[float], gaps: Sequence[float], lengths: Sequence[int], count: int, seed: int
+) -> list[int]:
+    """Return the rows with values per token: the best, the worst, that with the largest gap and random ones.
+
+    All rows of their groups are included, until `count` rows or `MAX_TOKENS` are reached.
+    """
+    groups: dict[Any, list[int]] = {}
+    for row, uid in enumerate(uids):
+        groups.setdefault(uid, []).append(row)
+    rows = range(len(uids))
+    first = [max(rows, key=gaps.__getitem__), max(rows, key=scores.__getitem__), min(rows, key=scores.__getitem__)]
+    others = random.Random(seed).sample(list(groups), len(groups))
+    chosen: dict[int, None] = {}
+    num_tokens = 0
+    for uid in dict.fromkeys([*(uids[row] for row in first), *others]):
+        # Rows outside the limits are left out of a group that is too large, but a second group is never cut.
+        group = sorted(groups[uid], key=lambda row: row not in first)
+        if chosen and (len(chosen) + len(group) > count or num_tokens + sum(lengths[r] for r in group) > MAX_TOKENS):
+            continue
+        for row in group:
+            if len(chosen) < count and (not chosen or num_tokens + lengths[row] <= MAX_TOKENS):
+                chosen[row] = None
+                num_tokens += lengths[row]
+    return sorted(chosen)
+
+
+def token_ends(ids: Sequence[int], text: str, decode: Decode, pieces: dict[int, str]) -> list[int]:
+    """Return the end of each token in the text of a response, in characters.
+
+    Tokens that are a part of a character end where the character begins, except for the last of them.
+    """
+    new_ids = [token for token in dict.fromkeys(ids) if token not in pieces]
+    if new_ids:
+        pieces.update(zip(new_ids, decode([[token] for token in new_ids]), strict=True))
+    ends, position = [], 0
+    for token in ids:
+        position = _end_of(pieces[token].strip("\ufffd"), text, position)
+        ends.append(position)
+    if ends:
+        ends[-1] = len(text)
+    return ends
+
+
+def _end_of(piece: str, text: str, position: int) -> int:
+    """Return the end of a piece of `text` at or shortly after `position`, or `position` if it does not occur."""
+    if not piece or text.startswith(piece, position):
+        return position + len(piece)
+    start = text.find(piece, position, position + len(piece) + 8)
+    return position if start < 0 else start + len(piece)
+
+
+def _prompt_texts(batch: DataProto, decode: Decode) -> list[str]:
+    """Decode each prompt once, because the rows of a group have the same prompt."""
+    rows = [tuple(row.tolist()) for row in batch.ragged("prompts").rows()]
+    unique = list(dict.fromkeys(rows))
+    texts = dict(zip(unique, decode([list(row) for row in unique]), strict=True))
+    return [texts[row] for row in rows]
+
+
+def _gap(batch: DataProto) -> Tensor:
+    """Return the mean absolute difference of old and rollout log-probs of each response, (B,)."""
+    if "old_log_probs" not in batch:
+        return torch.full((len(batch),), torch.nan)
+    old, rollout = batch.ragged("old_log_probs"), batch.ragged("rollout_log_probs")
+    return _masked_mean(old.like((old.values - rollout.values).abs()), batch.ragged("response_mask"))
+
+
+def _masked_mean(values: Ragged, mask: Ragged) -> Tensor:
+    """Return the mean of each row over its masked-in tokens, (B,); nan for a row without such tokens."""
+    kept = values.like(torch.where(mask.values, values.values.float(), 0.0))
+    return kept.sum() / mask.sum()
+
+
+def _numbers(values: Tensor) -> np.ndarray[Any, Any]:
+    return values.float().cpu().numpy()
+
+
+def _lists(count: int, rows: dict[int, Any], kind: pyarrow.DataType) -> pyarrow.Array:
+    """Return a list column that is null outside `rows`."""
+    return pyarrow.array([rows.get(row) for row in range(count)], pyarrow.list_(kind))
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
