@@ -7,6 +7,7 @@
     doctor.py                     check this machine, or what a run needs
     check_data.py                 inspect the data and the reward function of a run
     export.py, checkpoints.py     export a model from a checkpoint, and list the checkpoints of a run
+    show.py, compare.py, plot.py  look at the folders of runs
     config.py, metrics.py         explain config keys and metrics
     engines.py                    explain the features of engines
     check.py, parity.py           check a backend against its contract, and compare an engine with a rollout
@@ -54,6 +55,9 @@ COMMANDS = (
     Command("check-data", "check the data and the reward function of a PPO run", "camshaft.cli.check_data:main"),
     Command("export", "export the model of a checkpoint as a Hugging Face folder", "camshaft.cli.export:main"),
     Command("checkpoints", "list the checkpoints of a run", "camshaft.cli.checkpoints:main"),
+    Command("show", "print the responses of a training step", "camshaft.cli.show:main"),
+    Command("compare", "compare the config and the metrics of two runs", "camshaft.cli.compare:main"),
+    Command("plot", "plot the metrics of runs", "camshaft.cli.plot:main"),
     Command("config", "explain or list config keys", "camshaft.cli.config:main"),
     Command("metrics", "explain or list logged metrics", "camshaft.cli.metrics:main"),
     Command("engines", "explain the features of training engines", "camshaft.cli.engines:main"),

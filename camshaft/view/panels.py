@@ -1,0 +1,112 @@
+"""Metrics that the views of a run show, in five rows: learning, stability, mismatch, time and failures.
+
+for row in ROWS:
+    for panel in row.panels:
+        curves = panel.select(run.metrics.names)
+"""
+
+import re
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Panel(NamedTuple):
+    """A chart of one or more metrics."""
+
+    title: str
+    patterns: tuple[str, ...]
+    """Regular expressions of the names of its metrics."""
+
+    def select(self, names: Iterable[str]) -> list[str]:
+        """Return the metrics that a run has logged, in the order of the patterns."""
+        logged = list(names)
+        return list(dict.fromkeys(name for pattern in self.patterns for name in logged if re.fullmatch(pattern, name)))
+
+
+class Row(NamedTuple):
+    """A row of charts."""
+
+    title: str
+    panels: tuple[Panel, ...]
+
+
+ROWS = (
+    Row(
+        "Learning",
+        (
+            Panel("Training reward", (r"critic/score/mean", r"critic/score/p(10|50|90)")),
+            Panel("Training reward by data source", (r"critic/score/.+/mean",)),
+            Panel("Validation reward", (r"val/reward/mean", r"val-core/.+/reward/mean")),
+            Panel("Loss", (r"train/loss", r"val/loss")),
+            Panel("Accuracy", (r"train/accuracy", r"val/accuracy")),
+            Panel("Groups without signal", (r"groups/same_share", r"filter_groups/same_share")),
+            Panel("Response length", (r"response_length/(mean|max)",)),
+            Panel("Responses cut at the length limit", (r"response_length/clip_ratio",)),
+        ),
+    ),
+    Row(
+        "Stability",
+        (
+            Panel("Entropy", (r"actor/entropy",)),
+            Panel("KL", (r"actor/ppo_kl", r"actor/kl_loss", r"actor/reward_kl_penalty")),
+            Panel("Clipped ratios", (r"actor/pg_clipfrac(_lower)?",)),
+            Panel("Gradient norm", (r"(actor|critic|train)/grad_norm",)),
+            Panel("Learning rate", (r"(actor|critic|train)/lr",)),
+            Panel("Value loss", (r"critic/vf_loss",)),
+            Panel("Explained variance of the critic", (r"critic/vf_explained_var",)),
+        ),
+    ),
+    Row(
+        "Trainer against generator",
+        (
+            Panel("Log-prob gap, mean", (r"rollout/log_prob_diff_mean",)),
+            Panel("Log-prob gap, maximum", (r"rollout/log_prob_diff_max",)),
+            Panel("Effective share of the samples", (r"rollout/effective_sample_share",)),
+        ),
+    ),
+    Row(
+        "Time",
+        (
+            Panel("Seconds per step", (r"timing_s/step",)),
+            Panel("Tokens per second", (r"perf/throughput", r"perf/rollout_tokens_per_second")),
+            Panel("Slowest reward call, seconds", (r"timing_s/reward_call_max",)),
+        ),
+    ),
+    Row(
+        "Failures",
+        (
+            Panel("Failed reward calls", (r"reward/(errors|invalid|timeouts|crashes)",)),
+            Panel("Skipped steps", (r"(actor|critic|train)/skipped_steps",)),
+        ),
+    ),
+)
+
+PHASES = (
+    "gen",
+    "gen_max",
+    "reward",
+    "reward_max",
+    "old_log_prob",
+    "ref",
+    "values",
+    "adv",
+    "update_critic",
+    "update_actor",
+)
+"""Phases of a step, whose times `timing_s/<phase>` add up to the time of the step."""
+
+REWARD = ("critic/score/mean", "train/accuracy", "train/loss")
+"""Metrics that stand for the progress of a run. The first of them that a run has logged is shown in tables."""
+VALIDATION = ("val/reward/mean", "val/accuracy", "val/loss")
+HEADLINES = (
+    *(*REWARD, *VALIDATION, "groups/same_share", "response_length/mean", "response_length/clip_ratio"),
+    *("actor/entropy", "actor/ppo_kl", "actor/grad_norm", "train/grad_norm", "rollout/log_prob_diff_mean"),
+    *("timing_s/step", "perf/throughput"),
+)
+"""Metrics of the comparison of two runs."""
+
+
+def first_logged(candidates: Iterable[str], names: Iterable[str]) -> str | None:
+    """Return the first of `candidates` that a run has logged, or None."""
+    logged = set(names)
+    return next((name for name in candidates if name in logged), None)

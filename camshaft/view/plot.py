@@ -1,0 +1,69 @@
+"""Curves of runs as an image, with matplotlib.
+
+plot([run, other], Path("curves.png"), metrics=["actor/entropy"])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from camshaft.errors import ConfigError
+from camshaft.tracking.run_folder import RunFolder
+from camshaft.view.panels import ROWS, Panel
+
+COLUMNS = 3
+MARKED = 20
+"""Curves with fewer points have a marker at each point."""
+
+
+def plot(runs: Sequence[RunFolder], path: Path, metrics: Sequence[str] = ()) -> list[str]:
+    """Write the curves of the runs to an image, and return the titles of its charts.
+
+    `metrics` selects metrics, each in its own chart, instead of those that the runs have logged in `ROWS`.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ModuleNotFoundError as error:
+        raise ConfigError("plots require matplotlib, which is not installed: pip install 'camshaft[plot]'") from error
+    for run in runs:
+        run.metrics.poll()
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics.names))
+    unknown = [name for name in metrics if name not in names]
+    if unknown:
+        raise ConfigError(f"no run has logged {', '.join(unknown)}; see docs/metrics.md for the names of metrics")
+    panels = [Panel(name, (name,)) for name in metrics] or [panel for row in ROWS for panel in row.panels]
+    charts = [(panel.title, metrics_of) for panel in panels if (metrics_of := _metrics(panel, names, bool(metrics)))]
+    if not charts:
+        raise ConfigError("the runs have logged no metrics yet; wait for their first step")
+    columns = min(COLUMNS, len(charts))
+    rows = math.ceil(len(charts) / columns)
+    figure = Figure(figsize=(5 * columns, 3 * rows), layout="constrained")
+    for index, (title, chart) in enumerate(charts):
+        axis = figure.add_subplot(rows, columns, index + 1)
+        _draw(axis, runs, chart)
+        axis.set_title(title)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.3)
+    figure.savefig(path, dpi=120)
+    return [title for title, _ in charts]
+
+
+def _metrics(panel: Panel, names: Sequence[str], is_literal: bool) -> list[str]:
+    return list(panel.patterns) if is_literal else panel.select(names)
+
+
+def _draw(axis: Any, runs: Sequence[RunFolder], names: Sequence[str]) -> None:
+    labels = []
+    for run in runs:
+        for name in names:
+            steps, values = run.metrics.series(name)
+            if not steps:
+                continue
+            parts = [run.name if len(runs) > 1 else "", name if len(names) > 1 else ""]
+            labels.append(", ".join(filter(None, parts)))
+            axis.plot(steps, values, label=labels[-1], marker="o" if len(steps) < MARKED else None, markersize=3)
+    if any(labels):
+        axis.legend(fontsize="x-small")

@@ -1,0 +1,172 @@
+"""Tables of runs, responses and differences for a terminal.
+
+    print(runs_table(find_runs("checkpoints"), now=time.time()))
+    print(show_step(run, step=12, num_groups=4, width=120))
+    print(compare(first, second))
+
+Texts of responses are escaped, so that they cannot control the terminal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from camshaft.tracking.console import format_number
+from camshaft.tracking.run_folder import RunFolder
+from camshaft.view.panels import HEADLINES, REWARD, VALIDATION, first_logged
+
+MACHINE_KEYS = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.validation_data_dir")
+"""Config keys that differ between all runs and are left out of comparisons."""
+
+
+def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
+    """Align the columns of a table. The last column is not padded."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append(indent + "  ".join([*cells, row[-1]]).rstrip())
+    return "\n".join(lines)
+
+
+def runs_table(runs: Iterable[RunFolder], now: float) -> str:
+    """Return one line per run: state, step, phase and its age, reward and validation."""
+    rows = [("run", "state", "step", "phase", "for", "reward", "validation")]
+    for run in runs:
+        run.metrics.poll()
+        info, status, state, names = run.info(), run.status(), run.state(), run.metrics.names
+        step = run.metrics.steps[-1] if run.metrics.steps else 0
+        in_progress = status is not None and state in ("running", "killed")
+        rows.append(
+            (
+                printable(str(run.path)),
+                state,
+                f"{step}/{info.get('total_steps', '?')}",
+                printable(status.phase) if status and in_progress else "",
+                format_age(now - status.since) if status and state == "running" else "",
+                _last(run, first_logged(REWARD, names)),
+                _last(run, first_logged(VALIDATION, names)),
+            )
+        )
+    return table(rows)
+
+
+def _last(run: RunFolder, name: str | None) -> str:
+    value = None if name is None else run.metrics.last(name)
+    return "" if value is None else format_number(value)
+
+
+def show_step(run: RunFolder, step: int, num_groups: int, width: int, uid: str | None = None) -> str:
+    """Return the responses of a step by group: those of one prompt, or the groups with the most different scores."""
+    columns = ["uid", "data_source", "prompt", "response", "ground_truth", "score", "advantage", "response_tokens"]
+    rows = run.samples(step, [*columns, "finished", "failure"]).to_pylist()
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["uid"], []).append(row)
+    scores = [row["score"] for row in rows]
+    lines = [
+        f"step {step}: {len(rows)} responses in {len(groups)} groups, score {format_number(sum(scores) / len(scores))} "
+        f"(lowest {format_number(min(scores))}, highest {format_number(max(scores))})",
+        f"cut at the length limit: {sum(not row['finished'] for row in rows)}; "
+        f"failed reward calls: {sum(row['failure'] is not None for row in rows)}; "
+        f"groups without signal: {sum(len(group) > 1 and _spread(group) == 0 for group in groups.values())}",
+    ]
+    if uid is not None:
+        shown = [groups[uid]] if uid in groups else []
+        lines += [] if shown else [f"no response has the uid {uid}; uids of this step: {', '.join(list(groups)[:10])}"]
+    else:
+        shown = sorted(groups.values(), key=_spread, reverse=True)[:num_groups]
+    for group in shown:
+        lines += ["", *_group_lines(group, width)]
+    if len(shown) < len(groups):
+        lines += ["", f"{len(groups) - len(shown)} more groups; --groups {len(groups)} shows all, --uid shows one"]
+    return "\n".join(lines)
+
+
+def _group_lines(group: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+    first = group[0]
+    head = f"{first['uid']} ({first['data_source']})  truth: {printable(first['ground_truth'])}"
+    cells = [("score", "advantage", "tokens", "", "response")]
+    for row in sorted(group, key=lambda row: -row["score"]):
+        notes = [note for note in (row["failure"], None if row["finished"] else "cut") if note]
+        numbers = (format_number(row["score"]), format_number(row["advantage"]), str(row["response_tokens"]))
+        cells.append((*numbers, " ".join(notes), printable(row["response"])))
+    lines = [head, f"prompt: {printable(first['prompt'])}", *table(cells, indent="  ").splitlines()]
+    if len(group) > 1 and _spread(group) == 0:
+        lines.append("  all scores are equal: no signal for a group-relative advantage")
+    return [line if len(line) <= width else line[: width - 3] + "..." for line in lines]
+
+
+def _spread(group: Sequence[Mapping[str, Any]]) -> float:
+    scores = [row["score"] for row in group]
+    return max(scores) - min(scores)
+
+
+def compare(first: RunFolder, second: RunFolder) -> str:
+    """Return the differences of two runs: config, versions, and metrics at their last common step."""
+    parts = [table([("", first.name, second.name), *_facts(first, second)])]
+    changes = config_differences(first, second)
+    if changes:
+        rows = [(key, *(_config_text(value) for value in values)) for key, values in changes.items()]
+        parts.append(table([("config", first.name, second.name), *rows]))
+    else:
+        parts.append("The configs are equal." if first.config() else "The first run has no run.json with its config.")
+    for run in (first, second):
+        run.metrics.poll()
+    common = sorted(set(first.metrics.steps) & set(second.metrics.steps))
+    if not common:
+        return "\n\n".join([*parts, "The runs have no step in common."])
+    rows = [_metric_row(name, first, second, common[-1]) for name in HEADLINES]
+    found = [row for row in rows if row is not None]
+    heading = (f"metrics up to step {common[-1]}", first.name, second.name, "difference")
+    return "\n\n".join([*parts, table([heading, *found])])
+
+
+def config_differences(first: RunFolder, second: RunFolder) -> dict[str, tuple[Any, Any]]:
+    """Return the values of the config keys in which two runs differ, except for their names and folders."""
+    one, other = first.config(), second.config()
+    keys = [key for key in {**one, **other} if key not in MACHINE_KEYS]
+    return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}
+
+
+def _facts(first: RunFolder, second: RunFolder) -> list[tuple[str, str, str]]:
+    infos = (first.info(), second.info())
+    rows = [("state", first.state(), second.state())]
+    for name in ("host", "total_steps"):
+        rows.append((name.replace("_", " "), *(str(info.get(name, "")) for info in infos)))
+    versions = [info.get("versions", {}) | {"camshaft": info.get("version", "")} for info in infos]
+    for name in dict.fromkeys([*versions[0], *versions[1]]):
+        if versions[0].get(name) != versions[1].get(name):
+            rows.append((f"version of {name}", *(str(version.get(name, "")) for version in versions)))
+    return rows
+
+
+def _metric_row(name: str, first: RunFolder, second: RunFolder, step: int) -> tuple[str, str, str, str] | None:
+    """Return the last values of a metric up to a step, or None if a run has not logged it."""
+    values = []
+    for run in (first, second):
+        steps, logged = run.metrics.series(name)
+        earlier = [value for at, value in zip(steps, logged, strict=True) if at <= step]
+        if not earlier:
+            return None
+        values.append(earlier[-1])
+    return name, format_number(values[0]), format_number(values[1]), f"{values[1] - values[0]:+.4g}"
+
+
+def _config_text(value: Any) -> str:
+    return "-" if value is None else printable(str(value))
+
+
+def printable(text: str) -> str:
+    """Return a text on one line, with control characters as escapes."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def format_age(seconds: float) -> str:
+    """Format a duration with its largest unit."""
+    for name, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{math.floor(seconds / length)} {name}"
+    return f"{max(0, math.floor(seconds))} s"

@@ -1,0 +1,128 @@
+"""The commands that show runs in a terminal."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.command_line import camshaft
+from support.run_folders import make_run, sample_rows
+
+from camshaft.tracking.names import METRICS, matches
+from camshaft.tracking.run_folder import RunFolder
+from camshaft.view.panels import HEADLINES, ROWS
+from camshaft.view.text import compare, config_differences, printable, runs_table, show_step
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    make_run(folder / "first", steps=20)
+    make_run(folder / "second", steps=30, changes={"actor_rollout_ref.actor.optim.lr": 1e-3}, ending="failed")
+    return folder
+
+
+def test_a_step_is_shown_by_group_with_the_most_different_first(runs: Path) -> None:
+    shown = camshaft("show", str(runs / "first"), "--groups", "3", "--width", "100")
+    assert shown.status == 0
+    lines = shown.out.splitlines()
+    assert lines[0] == "step 20: 12 responses in 3 groups, score 0.1667 (lowest 0, highest 1)"
+    assert lines[1] == "cut at the length limit: 3; failed reward calls: 1; groups without signal: 1"
+    heads = [line for line in lines if line.startswith("0/")]
+    assert heads == ["0/0 (sums)  truth: 0", "0/1 (sums)  truth: 1", "0/2 (sums)  truth: 2"]
+    assert lines[-1] == "  all scores are equal: no signal for a group-relative advantage"
+    best, *others = [line.split() for line in lines[lines.index(heads[1]) + 3 :][:4]]
+    assert best == ["1", "0.75", "8", "answer", "4"]
+    assert [row[0] for row in others] == ["0"] * 3
+
+
+def test_one_prompt_is_selected_by_its_uid(runs: Path) -> None:
+    shown = camshaft("show", str(runs / "first"), "--step", "20", "--uid", "0/1")
+    assert "question 1" in shown.out
+    assert "question 0" not in shown.out
+    assert "no response has the uid 7; uids of this step: 0/0, 0/1, 0/2" in show_step(
+        RunFolder(runs / "first"), 20, 4, 100, uid="7"
+    )
+
+
+def test_responses_cannot_control_the_terminal(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", responses={1: sample_rows(text="a\x1b[2Jb\nc\u202e{row}\u00e9")})
+    shown = show_step(RunFolder(tmp_path / "run"), 1, 3, 200)
+    assert "a\\x1b[2Jb\\nc\\u202e4\u00e9" in shown
+    assert all(char.isprintable() or char == "\n" for char in shown)
+    assert printable("plain") == "plain"
+
+
+def test_long_lines_are_cut_at_the_width(tmp_path: Path) -> None:
+    make_run(tmp_path / "run", responses={1: sample_rows(text="x" * 500)})
+    assert max(map(len, show_step(RunFolder(tmp_path / "run"), 1, 3, 80).splitlines()[2:])) == 80
+
+
+def test_a_run_without_responses_says_so(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text("")
+    shown = camshaft("show", str(tmp_path))
+    assert shown.status == 2
+    assert "has no stored responses" in shown.err
+    missing = camshaft("show", str(tmp_path / "missing"))
+    assert missing.status == 1
+    assert "is not a folder" in missing.err
+
+
+def test_a_comparison_lists_config_state_and_metrics(runs: Path) -> None:
+    shown = camshaft("compare", str(runs / "first"), str(runs / "second"))
+    assert shown.status == 0
+    rows = {line.split("  ")[0]: line.split() for line in shown.out.splitlines() if line}
+    assert rows["state"] == ["state", "finished", "failed"]
+    assert rows["actor_rollout_ref.actor.optim.lr"][1:] == ["1e-05", "0.001"]
+    assert rows["metrics up to step 20"][-1] == "difference"
+    score = f"{1 - 0.9**20:.4g}"
+    assert rows["critic/score/mean"][1:] == [score, score, "+0"]
+    assert config_differences(RunFolder(runs / "first"), RunFolder(runs / "first")) == {}
+
+
+def test_runs_without_a_common_step_are_compared_by_config(tmp_path: Path) -> None:
+    runs = [tmp_path / name for name in ("one", "two")]
+    for number, run in enumerate(runs, start=1):
+        run.mkdir()
+        (run / "metrics.jsonl").write_text(f'{{"step": {number}, "critic/score/mean": 1}}\n')
+    shown = compare(*map(RunFolder, runs))
+    assert "The first run has no run.json with its config." in shown
+    assert shown.endswith("The runs have no step in common.")
+
+
+def test_the_table_of_runs_tells_a_killed_one(runs: Path, tmp_path: Path) -> None:
+    killed = RunFolder(make_run(tmp_path / "killed", ending=None))
+    killed.info = lambda: {"status": "running", "host": "here", "pid": 1, "total_steps": 50}  # type: ignore[method-assign]
+    killed.state = lambda: "killed"  # type: ignore[method-assign]
+    lines = runs_table([RunFolder(runs / "first"), killed], now=0.0).splitlines()
+    assert lines[1].split()[1:] == ["finished", "20/20", "0.8784"]
+    assert lines[2].split()[1:] == ["killed", "20/50", "0.8784"]
+
+
+def test_a_plot_has_a_chart_per_panel_and_a_curve_per_run(runs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "curves.png"
+    shown = camshaft("plot", str(runs), "--out", str(out))
+    assert shown.out == f"wrote {out}: 13 charts of 2 runs\n"
+    assert out.read_bytes().startswith(b"\x89PNG")
+    one = camshaft("plot", str(runs), "--out", str(out), "--metric", "actor/entropy")
+    assert one.out == f"wrote {out}: 1 charts of 2 runs\n"
+    wrong = camshaft("plot", str(runs), "--metric", "actor/entropie")
+    assert (wrong.status, "no run has logged actor/entropie" in wrong.err) == (2, True)
+
+
+def test_every_pattern_of_a_panel_matches_a_documented_metric() -> None:
+    names = [name.replace("<source>", "sums") for metric in METRICS for name in metric.names()]
+    for row in ROWS:
+        for panel in row.panels:
+            for pattern in panel.patterns:
+                assert panel._replace(patterns=(pattern,)).select(names), pattern
+    for name in HEADLINES:
+        assert any(matches(pattern, name) for metric in METRICS for pattern in metric.names()), name
+
+
+def test_the_views_leave_torch_out() -> None:
+    code = (
+        "import sys, camshaft.view.text, camshaft.view.plot, camshaft.cli.show, camshaft.cli.plot, camshaft.cli.compare"
+    )
+    subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True, timeout=60)
