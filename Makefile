@@ -14,6 +14,7 @@
 # make test-megatron-slow    its other layouts, models and rules (half an hour)
 # make test-sglang   the SGLang rollout, on a CPU (slow)
 # make test-titan    the torchtitan engine, on a CPU; `make titan` creates its environment
+# make test-page     the page of `camshaft view` in Chromium
 # make test-remote   data, models and checkpoints on an S3 server; `make remote` installs client and server
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)
 # make test-cluster  Ray: kill -9 of every kind of process, two machines, the launch scripts (half an hour)
@@ -55,18 +56,20 @@ TITAN := .venv-titan
 TITAN_INSTALLED := $(TITAN)/.installed
 REMOTE := .venv-remote
 REMOTE_INSTALLED := $(REMOTE)/.installed
+PAGE := .venv-page
+PAGE_INSTALLED := $(PAGE)/.installed
 TRL_INSTALLED := .venv-trl/.installed
 TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
 JOBS ?= 2
 # Unset: tests start hundreds of Python processes, each of which would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 ALONE = $(shell grep -rlE --include='test_*.py' 'mark\.alone' tests)
-SUITE := not matrix and not vllm and not sglang and not megatron and not titan and not cluster and not interpreted and not compiled and not remote
+SUITE := not matrix and not vllm and not sglang and not megatron and not titan and not cluster and not interpreted and not compiled and not remote and not page
 FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/config/test_schema.py \
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-megatron-slow test-titan test-remote test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
+.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-megatron-slow test-titan test-remote test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
 
 install: $(INSTALLED)
 
@@ -105,6 +108,10 @@ $(REMOTE_INSTALLED): $(INSTALLED) requirements-remote.txt
 	touch $(REMOTE_INSTALLED)
 
 remote: $(REMOTE_INSTALLED)
+
+$(PAGE_INSTALLED): $(INSTALLED) requirements-page.txt
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PAGE) -r requirements-page.txt
+	touch $(PAGE_INSTALLED)
 
 $(SGLANG_INSTALLED): pyproject.toml constraints.txt requirements-vllm.txt requirements-sglang.txt
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
@@ -205,6 +212,10 @@ test-titan: $(TITAN_INSTALLED) $(VLLM_ENGINES_INSTALLED)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 VLLM_CPU_OMP_THREADS_BIND=nobind PYTHONPATH=$(CURDIR)/$(VLLM_ENGINES) \
 		$(VLLM)/bin/python -m pytest -m "titan and vllm" tests/engine_runs/test_weight_sync.py tests/engine_runs/test_exchange.py
 
+# Requires Chromium, for example apt-get install chromium. CAMSHAFT_SCREENSHOTS=folder writes pictures of all views.
+test-page: $(PAGE_INSTALLED)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(PAGE) $(BIN)/python -m pytest -m page tests/page
+
 test-remote: $(REMOTE_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(REMOTE) $(BIN)/python -m pytest -m "remote or not remote" tests/remote
 
@@ -266,4 +277,4 @@ serve-site: site
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs/site 8000
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(PAGE) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache

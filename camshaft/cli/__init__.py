@@ -7,7 +7,8 @@
     doctor.py                     check this machine, or what a run needs
     check_data.py                 inspect the data and the reward function of a run
     export.py, checkpoints.py     export a model from a checkpoint, and list the checkpoints of a run
-    show.py, compare.py, plot.py  look at the folders of runs
+    view.py, show.py, compare.py, plot.py
+                                  look at the folders of runs
     config.py, metrics.py         explain config keys and metrics
     engines.py                    explain the features of engines
     check.py, parity.py           check a backend against its contract, and compare an engine with a rollout
@@ -55,6 +56,7 @@ COMMANDS = (
     Command("check-data", "check the data and the reward function of a PPO run", "camshaft.cli.check_data:main"),
     Command("export", "export the model of a checkpoint as a Hugging Face folder", "camshaft.cli.export:main"),
     Command("checkpoints", "list the checkpoints of a run", "camshaft.cli.checkpoints:main"),
+    Command("view", "show runs on a live page, in a file or in the terminal", "camshaft.cli.view:main"),
     Command("show", "print the responses of a training step", "camshaft.cli.show:main"),
     Command("compare", "compare the config and the metrics of two runs", "camshaft.cli.compare:main"),
     Command("plot", "plot the metrics of runs", "camshaft.cli.plot:main"),

@@ -1,0 +1,192 @@
+"""Advice on runs that do not learn or do not proceed: the cause that the metrics show, and what to try.
+
+    for advice in advise(run, time.time()):
+        print(advice.title, advice.text)
+
+Each rule is a function of a run that returns a text, or None if it does not apply. Rules compare medians over the last
+`WINDOW` steps, so that single steps do not trigger them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from statistics import median
+from typing import NamedTuple
+
+from camshaft.tracking.console import format_number
+from camshaft.tracking.run_folder import RunFolder
+
+WINDOW = 10
+"""Number of steps whose median a rule compares."""
+MAX_FAILED = 0.01
+"""Fraction of responses."""
+MAX_EQUAL_GROUPS = 0.9
+MAX_CUT = 0.5
+MIN_EFFECTIVE = 0.5
+MAX_GRADIENT = 20.0
+"""Multiple of the median gradient norm of the run."""
+MAX_KL = 1.0
+"""Nats per token between the policy and the policy before the update."""
+STALLED_SECONDS, STALLED_STEPS = 60.0, 6.0
+"""A phase is stalled if it lasts longer than a minute and than six times the longest recent step."""
+
+
+class Advice(NamedTuple):
+    """A problem of a run, with its cause and what to try."""
+
+    title: str
+    text: str
+
+
+Rule = Callable[[RunFolder, float], str | None]
+
+
+def advise(run: RunFolder, now: float) -> list[Advice]:
+    """Return the advice on a run whose metrics have been read. An empty list means that no rule applies."""
+    found = ((title, rule(run, now)) for title, rule in RULES.items())
+    return [Advice(title, text) for title, text in found if text is not None]
+
+
+def _recent(run: RunFolder, name: str) -> float | None:
+    """Return the median of a metric over the last steps, or None before `WINDOW` steps."""
+    values = run.metrics.series(name)[1]
+    return median(values[-WINDOW:]) if len(values) >= WINDOW else None
+
+
+def _killed(run: RunFolder, now: float) -> str | None:
+    if run.state() != "killed":
+        return None
+    status = run.status()
+    where = f" in step {status.step}, phase {status.phase}" if status is not None else ""
+    return (
+        f"The process ended{where} without a message, as after SIGKILL. Often the system ran out of memory: look for "
+        "'Out of memory' in the system log. The same command resumes from the newest checkpoint."
+    )
+
+
+def _stalled(run: RunFolder, now: float) -> str | None:
+    status = run.status()
+    if status is None or run.state() != "running":
+        return None
+    age, steps = now - status.since, run.metrics.series("timing_s/step")[1][-WINDOW:]
+    if age < max(STALLED_SECONDS, STALLED_STEPS * max(steps, default=math.inf)):
+        return None
+    return (
+        f"The phase {status.phase} of step {status.step} has lasted {age:.0f} s; the longest of the last steps took "
+        f"{max(steps):.0f} s. See log.txt, and logs/ for the output of the ranks."
+    )
+
+
+def _failing_rewards(run: RunFolder, now: float) -> str | None:
+    rows = _recent(run, "rollout/rows_decoded") or 0.0
+    kinds = ("errors", "invalid", "timeouts", "crashes")
+    counts = {kind: count for kind in kinds if (count := _recent(run, f"reward/{kind}"))}
+    if not counts or (rows and sum(counts.values()) <= MAX_FAILED * rows):
+        return None
+    text = ", ".join(f"{format_number(count)} {kind}" for kind, count in counts.items())
+    return f"Calls of the reward function fail in every step ({text}). rewards/failed.jsonl contains their errors."
+
+
+def _no_reward(run: RunFolder, now: float) -> str | None:
+    scores, highest = run.metrics.series("critic/score/mean")[1], run.metrics.series("critic/score/max")[1]
+    if len(scores) < WINDOW or any(highest or scores) or any(scores):
+        return None
+    return (
+        f"No response has had a score other than 0 in {len(scores)} steps, so there is nothing to learn from. Check "
+        "the reward function with `camshaft check-data`, and look at the responses; use easier prompts."
+    )
+
+
+def _equal_groups(run: RunFolder, now: float) -> str | None:
+    share, entropy = _recent(run, "groups/same_share"), _recent(run, "actor/entropy")
+    score, best = _recent(run, "critic/score/mean"), max(run.metrics.series("critic/score/max")[1], default=math.inf)
+    if share is None or share <= MAX_EQUAL_GROUPS or _no_reward(run, now):
+        return None
+    if score is not None and score >= 0.9 * best:
+        return None  # the policy solves the prompts
+    cause = (
+        "the policy has become deterministic" if entropy is not None and entropy < 0.05 else "the prompts are too hard"
+    )
+    return (
+        f"In {share:.0%} of the groups all scores are equal, and these groups have no gradient: {cause}. Increase "
+        "actor_rollout_ref.rollout.n or its temperature, use other prompts, or set algorithm.filter_groups.enable=true."
+    )
+
+
+def _entropy_collapse(run: RunFolder, now: float) -> str | None:
+    entropy = run.metrics.series("actor/entropy")[1]
+    score, best = _recent(run, "critic/score/mean"), max(run.metrics.series("critic/score/mean")[1], default=0.0)
+    if len(entropy) < 2 * WINDOW or score is None or median(entropy[-WINDOW:]) > 0.1 * entropy[0]:
+        return None
+    if score >= 0.9 * best and score > 0:
+        return None  # a policy that has learned the task is certain
+    return (
+        f"The entropy fell from {format_number(entropy[0])} to {format_number(median(entropy[-WINDOW:]))} nats, while "
+        f"the reward ({format_number(score)}) is below its best ({format_number(best)}). Lower the learning rate, or "
+        "set actor_rollout_ref.actor.entropy_coeff or a KL loss."
+    )
+
+
+def _rate_too_high(run: RunFolder, now: float) -> str | None:
+    norms, kl = run.metrics.series("actor/grad_norm")[1], _recent(run, "actor/ppo_kl")
+    scores = run.metrics.series("critic/score/mean")[1]
+    if len(scores) < 2 * WINDOW:
+        return None
+    has_fallen = median(scores[-WINDOW:]) < 0.5 * max(
+        median(scores[i : i + WINDOW]) for i in range(len(scores) - WINDOW)
+    )
+    large_kl = kl is not None and abs(kl) > MAX_KL
+    large_norm = len(norms) >= 2 * WINDOW and median(norms[-WINDOW:]) > MAX_GRADIENT * median(norms[:WINDOW])
+    if not (large_kl or (has_fallen and large_norm)):
+        return None
+    reason = f"the KL of an update is {format_number(kl or 0)} nats" if large_kl else "the gradient norm has multiplied"
+    fall = ", and the reward has fallen below half of its best" if has_fallen else ""
+    return f"The updates are too large: {reason}{fall}. Lower actor_rollout_ref.actor.optim.lr, for example to a third."
+
+
+def _cut(run: RunFolder, now: float) -> str | None:
+    share = _recent(run, "response_length/clip_ratio")
+    scores = run.metrics.series("critic/score/mean")[1]
+    if share is None or share <= MAX_CUT or (scores and median(scores[-WINDOW:]) >= 0.9 * max(scores) > 0):
+        return None
+    return (
+        f"{share:.0%} of the responses are cut at the length limit and cannot contain their answer. Increase "
+        "data.max_response_length, or reward shorter responses (reward_model.overlong_buffer)."
+    )
+
+
+def _mismatch(run: RunFolder, now: float) -> str | None:
+    share, gap = _recent(run, "rollout/effective_sample_share"), _recent(run, "rollout/log_prob_diff_mean")
+    if share is None or share >= MIN_EFFECTIVE:
+        return None
+    return (
+        f"The log-probs of trainer and generator differ by {format_number(gap or 0)} per token, and only {share:.0%} "
+        "of the samples are effective. The generator may have other weights or another number format: see "
+        "docs/mismatch.md, and run `camshaft parity`."
+    )
+
+
+def _skipped(run: RunFolder, now: float) -> str | None:
+    for name in ("actor/skipped_steps", "train/skipped_steps"):
+        skipped = run.metrics.series(name)[1][-WINDOW:]
+        if sum(value > 0 for value in skipped) > 1:
+            return (
+                "Several of the last optimizer steps were skipped, because their gradient was not finite. Lower the "
+                "learning rate, or compute in float32."
+            )
+    return None
+
+
+RULES: dict[str, Rule] = {
+    "Process killed": _killed,
+    "Phase stalled": _stalled,
+    "Reward function fails": _failing_rewards,
+    "Reward is always 0": _no_reward,
+    "Groups without signal": _equal_groups,
+    "Entropy collapse": _entropy_collapse,
+    "Learning rate too high": _rate_too_high,
+    "Responses cut at the length limit": _cut,
+    "Generator differs from trainer": _mismatch,
+    "Skipped optimizer steps": _skipped,
+}

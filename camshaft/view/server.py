@@ -1,0 +1,241 @@
+"""The live page of runs: an HTTP server for one person on this machine.
+
+    with PageServer(["checkpoints"]) as server:
+        print(server.url)                       # contains the token
+        server.serve_forever()
+
+The server listens on the loopback interface or on a Unix socket. Each request needs the token, which the URL contains
+once and a cookie from then on, and a Host header that names this machine; every other request gets status 403. Runs and
+files are addressed by their position in the server's own list, never by a path.
+"""
+
+from __future__ import annotations
+
+import hmac
+import json
+import os
+import re
+import secrets
+import socketserver
+import threading
+import time
+from collections.abc import Sequence
+from http import HTTPStatus
+from http.cookies import CookieError, SimpleCookie
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import parse_qs, urlsplit
+
+from camshaft.errors import CamshaftError
+from camshaft.tracking.run_folder import RunFolder, find_runs
+from camshaft.view import data
+from camshaft.view.text import config_differences
+
+STATIC = Path(__file__).parent / "static"
+FILES = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/uPlot.js": ("uPlot.iife.min.js", "text/javascript; charset=utf-8"),
+    "/uPlot.css": ("uPlot.min.css", "text/css; charset=utf-8"),
+}
+"""Paths of the server -> file in the folder `static`, and its type."""
+HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "connect-src 'self'; img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+SEARCH_SECONDS = 10.0
+"""Time between two searches for new runs."""
+_HOST = re.compile(r"^(localhost|127\.0\.0\.1|\[::1\])(:\d+)?$")
+
+
+class Reply(NamedTuple):
+    """Body of a response and its type."""
+
+    body: bytes
+    kind: str
+
+
+class Page:
+    """The runs of a page and the data of its views. Calls are serialized, because they read files incrementally."""
+
+    def __init__(self, folders: Sequence[str | Path]):
+        self.folders = folders
+        self.runs: list[RunFolder] = []
+        self._lock = threading.Lock()
+        self._searched_at = -SEARCH_SECONDS
+
+    def answer(self, path: str, query: dict[str, list[str]]) -> Any:
+        """Return the JSON value of a path of the page, or None for an unknown one."""
+        with self._lock:
+            self._search()
+            numbers = [int(text) for text in query.get("run", []) if text.isdecimal()]
+            runs = [self.runs[number] for number in numbers if number < len(self.runs)]
+            if path == "/runs":
+                return self.overview()
+            if path == "/curves":
+                return self.curves(runs)
+            if path == "/config" and runs:
+                return configs(runs)
+            step = query.get("step", [""])[0]
+            if path == "/responses" and runs and step.isdecimal():
+                return data.responses(runs[0], int(step))
+            return None
+
+    def overview(self) -> dict[str, Any]:
+        now = time.time()
+        return {"now": now, "runs": [data.overview(run, now) for run in self.runs]}
+
+    def curves(self, runs: Sequence[RunFolder]) -> dict[str, Any]:
+        for run in runs:
+            run.metrics.poll()
+        names = list(dict.fromkeys(name for run in runs for name in run.metrics.names))
+        return {
+            "layout": data.layout(names),
+            "descriptions": data.descriptions(names),
+            "runs": [data.curves(run) for run in runs],
+        }
+
+    def _search(self) -> None:
+        """Add runs that have appeared. The positions of earlier ones remain; folders that are gone have no metrics."""
+        if time.monotonic() - self._searched_at < SEARCH_SECONDS:
+            return
+        self._searched_at = time.monotonic()
+        known = {run.path.resolve() for run in self.runs}
+        existing = [folder for folder in self.folders if Path(folder).expanduser().is_dir()]
+        self.runs += [run for run in find_runs(*existing) if run.path.resolve() not in known]
+
+
+def configs(runs: Sequence[RunFolder]) -> dict[str, Any]:
+    """Return the description of the first run, and the config keys in which the second one differs."""
+    first, other = runs[0], runs[-1]
+    info = {name: value for name, value in first.info().items() if name != "config"}
+    differences = {key: list(map(str, values)) for key, values in config_differences(first, other).items()}
+    return {
+        "info": info,
+        "config": {key: str(value) for key, value in first.config().items()},
+        "names": [first.name, other.name],
+        "differences": differences if len(runs) > 1 else {},
+    }
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Handler of one connection."""
+
+    server: PageServer
+    protocol_version = "HTTP/1.1"
+    server_version = "camshaft"
+    sys_version = ""
+    timeout = 30
+
+    def do_GET(self) -> None:
+        parts = urlsplit(self.path)
+        query = parse_qs(parts.query)
+        if not self._is_allowed(query):
+            self._send(HTTPStatus.FORBIDDEN, Reply(b"403: open the URL that camshaft view has printed\n", "text/plain"))
+            return
+        try:
+            reply = self._reply(parts.path, query)
+        except CamshaftError as error:
+            self._send(HTTPStatus.NOT_FOUND, Reply(_json({"error": str(error)}), "application/json"))
+            return
+        if reply is None:
+            self._send(HTTPStatus.FORBIDDEN, Reply(b"403: no such page\n", "text/plain"))
+        else:
+            self._send(HTTPStatus.OK, reply)
+
+    def _forbid(self) -> None:
+        self.close_connection = True  # the body of the request is not read
+        self._send(HTTPStatus.FORBIDDEN, Reply(b"403: the page only reads\n", "text/plain"))
+
+    do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = do_OPTIONS = _forbid
+
+    def _reply(self, path: str, query: dict[str, list[str]]) -> Reply | None:
+        if path in FILES:
+            name, kind = FILES[path]
+            return Reply((STATIC / name).read_bytes(), kind)
+        value = self.server.page.answer(path, query)
+        return None if value is None else Reply(_json(value), "application/json")
+
+    def _is_allowed(self, query: dict[str, list[str]]) -> bool:
+        host = self.headers.get("Host", "")
+        if not self.server.is_unix and not _HOST.match(host):
+            return False
+        try:
+            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
+        except CookieError:
+            cookie = None
+        tokens = [*query.get("token", []), *([] if cookie is None else [cookie.value])]
+        return any(hmac.compare_digest(token.encode(), self.server.token.encode()) for token in tokens)
+
+    def _send(self, status: HTTPStatus, reply: Reply) -> None:
+        self.send_response(status)
+        for name, value in HEADERS.items():
+            self.send_header(name, value)
+        if status is HTTPStatus.OK:
+            cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
+            self.send_header("Set-Cookie", cookie)
+        self.send_header("Content-Type", reply.kind)
+        self.send_header("Content-Length", str(len(reply.body)))
+        self.end_headers()
+        self.wfile.write(reply.body)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Do not log requests, whose paths can contain the token."""
+
+    def address_string(self) -> str:
+        return "local"
+
+
+class PageServer(ThreadingHTTPServer):
+    """Server of the page on a loopback port, or on a Unix socket with mode 0600."""
+
+    daemon_threads = True
+
+    def __init__(self, folders: Sequence[str | Path], port: int = 0, socket_path: Path | None = None):
+        self.page = Page(folders)
+        self.token = secrets.token_urlsafe(24)
+        self.is_unix = socket_path is not None
+        self.socket_path = socket_path
+        if socket_path is None:
+            super().__init__(("127.0.0.1", port), _Handler)
+        else:
+            import socket
+
+            self.address_family = socket.AF_UNIX
+            super().__init__(str(socket_path), _Handler, bind_and_activate=False)  # pyright: ignore
+            previous = os.umask(0o177)
+            try:
+                self.server_bind()
+            finally:
+                os.umask(previous)
+            self.server_activate()
+        self.cookie = f"camshaft_{self.server_port}"
+        """Name of the cookie. Cookies of all ports of a host are sent to each of them."""
+
+    def server_bind(self) -> None:
+        if not self.is_unix:
+            super().server_bind()
+            return
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = "localhost", 0
+
+    def server_close(self) -> None:
+        super().server_close()
+        if self.socket_path is not None:
+            self.socket_path.unlink(missing_ok=True)
+
+    @property
+    def url(self) -> str:
+        """URL of the page with its token. With a Unix socket, the port is that of the tunnel."""
+        port = "<port>" if self.is_unix else self.server_port
+        return f"http://127.0.0.1:{port}/?token={self.token}"
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, default=str, allow_nan=False).encode()

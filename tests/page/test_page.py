@@ -1,0 +1,187 @@
+"""The run page in Chromium: every view, live updates, and texts that try to be code.
+
+make test-page          # CAMSHAFT_SCREENSHOTS=folder also writes a picture of every view
+"""
+
+import json
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.run_folders import make_run, sample_rows, write_samples
+
+from camshaft.view.export import export
+from camshaft.view.server import PageServer
+
+pytestmark = pytest.mark.page
+
+EVIL = "</script><script>window.injected = 1</script><img src=x onerror='window.injected = 1'>{row}"
+VIEWS = ("Curves", "Responses", "Time", "Config")
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+        assert found, "Chromium is missing: apt-get install chromium"
+        browser = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = sample_rows(groups=6, size=8, text="The answer is {row}.") + [
+        row | {"uid": "0/9", "row": 99} for row in sample_rows(groups=2, size=2, text=EVIL)[2:]
+    ]
+    make_run(tmp_path / "runs" / "first", steps=60, responses={30: rows, 60: rows})
+    bad = {
+        "critic/score/mean": lambda step: 0.6 * 0.9 ** max(0, step - 20),
+        "actor/ppo_kl": lambda step: 0.1 * step,
+        "actor/grad_norm": lambda step: 2.0**step,
+    }
+    make_run(
+        tmp_path / "runs" / "second", steps=40, curves=bad, changes={"actor_rollout_ref.actor.optim.lr": 1e-2},
+        ending="failed",
+    )  # fmt: skip
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[PageServer]:
+    with PageServer([folder]) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+class Watched:
+    """A tab of the browser that records errors and the addresses of all requests."""
+
+    def __init__(self, browser: Any, url: str):
+        self.tab = browser.new_page(viewport={"width": 1400, "height": 1000})
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        self.tab.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.tab.on("console", lambda line: self.errors.append(line.text) if line.type == "error" else None)
+        self.tab.on("request", lambda request: self.requests.append(request.url))
+        self.tab.goto(url)
+        self.tab.wait_for_selector(".chart canvas")
+
+    def open(self, view: str) -> None:
+        self.tab.click(f"#tabs button:text-is('{view}')")
+        ready = {"Curves": ".chart canvas", "Responses": ".histogram", "Time": ".phases", "Config": "text=Config"}
+        self.tab.wait_for_selector(f"#view {ready[view]}" if view != "Config" else "#view h2:text-is('Config')")
+
+    def picture(self, name: str) -> None:
+        if target := os.environ.get("CAMSHAFT_SCREENSHOTS"):
+            self.tab.screenshot(path=f"{target}/{name}.png", full_page=True)
+
+
+def test_every_view_opens_without_errors_or_foreign_requests(browser: Any, server: PageServer) -> None:
+    page = Watched(browser, server.url)
+    assert page.tab.locator(".chart").count() >= 10
+    assert "Learning rate too high" in page.tab.inner_text("#advice")
+    assert "token" not in page.tab.url
+    for view in VIEWS:
+        page.open(view)
+        page.picture(view.lower())
+    assert "actor_rollout_ref.actor.optim.lr" in page.tab.inner_text("#view")
+    assert page.errors == []
+    origin = f"http://127.0.0.1:{server.server_port}/"
+    assert all(url.startswith((origin, "data:")) for url in page.requests)
+
+
+def test_a_step_appears_within_three_seconds(browser: Any, folder: Path, server: PageServer) -> None:
+    page = Watched(browser, server.url)
+    line = json.dumps({"step": 61, "critic/score/mean": 0.123})
+    with open(folder / "first" / "metrics.jsonl", "a") as file:
+        file.write(line[:20])
+        file.flush()
+        time.sleep(2.5)
+        assert "61/60" not in page.tab.inner_text("#runs")
+        file.write(line[20:] + "\n")
+    start = time.monotonic()
+    page.tab.wait_for_selector("#runs td:text-is('61/60')", timeout=20_000)
+    page.tab.wait_for_selector("#runs td:text-is('0.123')")
+    assert time.monotonic() - start < 3.0
+
+
+def test_a_deleted_folder_leaves_the_page_working(browser: Any, folder: Path, server: PageServer) -> None:
+    page = Watched(browser, server.url)
+    shutil.rmtree(folder / "second")
+    page.tab.wait_for_selector("#runs td:text-is('unknown')", timeout=20_000)
+    page.open("Responses")
+    assert page.errors == []
+
+
+def test_responses_are_text_and_never_code(browser: Any, server: PageServer) -> None:
+    page = Watched(browser, server.url)
+    page.open("Responses")
+    page.tab.fill("input[type=search]", "window.injected")
+    page.tab.keyboard.press("Enter")
+    page.tab.wait_for_selector("#view > p:has-text('2 of 50 responses in 1 groups')")
+    assert "<script>window.injected = 1</script>" in page.tab.inner_text(".group")
+    assert page.tab.evaluate("window.injected") is None
+    assert page.tab.locator("#view script, #view img").count() == 0
+    assert page.errors == []
+
+
+def test_a_bar_and_a_filter_select_responses(browser: Any, server: PageServer) -> None:
+    page = Watched(browser, server.url)
+    page.open("Responses")
+    before = page.tab.inner_text("#view > p")
+    page.tab.click("button:text-is('failed or cut')")
+    page.tab.wait_for_selector("button[aria-pressed=true]:text-is('failed or cut')")
+    assert page.tab.inner_text("#view > p") != before
+    assert page.tab.locator(".note").count() > 0
+    page.tab.click("button:text-is('failed or cut')")
+    page.tab.click(".histogram button >> nth=-1")
+    page.tab.wait_for_selector(".histogram button[aria-pressed=true]")
+    assert page.tab.locator(".response span").count() > 10  # the heat map of the first group
+    page.tab.select_option("select[aria-label=colour]", "old_log_probs")
+    page.tab.wait_for_selector(".response span")
+    assert page.errors == []
+
+
+def test_a_response_of_32000_tokens_opens_in_a_second(browser: Any, folder: Path, server: PageServer) -> None:
+    rows = sample_rows(groups=1, size=1, text="word " * 6400)
+    write_samples(folder / "first", 60, rows)
+    page = Watched(browser, server.url)
+    seconds = page.tab.evaluate(
+        """async () => {
+            state.tab = "Responses";
+            const reply = await get("/responses?run=0&step=60");
+            const seconds = [];
+            for (let i = 0; i < 5; i += 1) {
+                const start = performance.now();
+                document.getElementById("view").replaceChildren(response(reply.rows[0], 1));
+                document.body.getBoundingClientRect();
+                seconds.push((performance.now() - start) / 1000);
+            }
+            return Math.min(...seconds);  // other processes can slow down a single one
+        }"""
+    )
+    assert seconds < 1.0
+    assert page.errors == []
+
+
+def test_an_exported_file_opens_from_the_disk(browser: Any, folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "runs.html"
+    export([folder], target)
+    page = Watched(browser, target.as_uri())
+    for view in VIEWS:
+        page.open(view)
+        page.picture(f"exported-{view.lower()}")
+    assert page.tab.evaluate("window.injected") is None
+    assert page.errors == []
+    assert all(url.startswith(("file:", "data:")) for url in page.requests)

@@ -1,0 +1,104 @@
+"""Advice names the cause of a bad run, and is silent on runs that learn."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.run_folders import Curve, make_run
+
+from camshaft.tracking.run_folder import RunFolder, process_start
+from camshaft.view.advice import RULES, advise
+
+
+def advice_on(folder: Path, now: float = 0.0) -> list[str]:
+    run = RunFolder(folder)
+    run.metrics.poll()
+    return [advice.title for advice in advise(run, now)]
+
+
+LOW: Curve = lambda step: 0.2  # noqa: E731
+
+BAD: dict[str, dict[str, Curve]] = {
+    "Reward function fails": {"reward/errors": lambda step: 12.0, "critic/score/mean": LOW},
+    "Reward is always 0": {"critic/score/mean": lambda step: 0.0, "groups/same_share": lambda step: 1.0},
+    "Groups without signal": {
+        "groups/same_share": lambda step: 0.97,
+        "critic/score/mean": LOW,
+        "critic/score/max": lambda step: 1.0,
+    },
+    "Entropy collapse": {
+        "actor/entropy": lambda step: 2.0 * 0.8**step,
+        "critic/score/mean": lambda step: 0.5 if step < 20 else 0.2,
+    },
+    "Learning rate too high": {
+        "actor/grad_norm": lambda step: 1.0 if step < 20 else 500.0,
+        "critic/score/mean": lambda step: 0.6 if step < 20 else 0.1,
+    },
+    "Responses cut at the length limit": {
+        "response_length/clip_ratio": lambda step: 0.8,
+        "critic/score/mean": lambda step: 0.5 if step < 20 else 0.2,
+    },
+    "Generator differs from trainer": {
+        "rollout/effective_sample_share": lambda step: 0.1,
+        "rollout/log_prob_diff_mean": lambda step: 1.5,
+    },
+    "Skipped optimizer steps": {"actor/skipped_steps": lambda step: float(step > 35)},
+}
+
+
+@pytest.mark.parametrize("title", BAD)
+def test_the_cause_of_a_bad_run_is_named(title: str, tmp_path: Path) -> None:
+    assert advice_on(make_run(tmp_path / "bad", steps=40, curves=BAD[title])) == [title]
+
+
+def test_a_learning_run_gets_no_advice(tmp_path: Path) -> None:
+    assert advice_on(make_run(tmp_path / "good", steps=60)) == []
+    solved: dict[str, Curve] = {
+        "critic/score/mean": lambda step: 1 - 0.8**step,
+        "critic/score/max": lambda step: 1.0,
+        "groups/same_share": lambda step: 1 - 0.8**step,
+        "actor/entropy": lambda step: 2.0 * 0.9**step,
+    }
+    assert advice_on(make_run(tmp_path / "solved", steps=60, curves=solved)) == []
+
+
+@pytest.mark.parametrize("steps", [1, 9])
+def test_the_first_steps_get_no_advice(steps: int, tmp_path: Path) -> None:
+    assert advice_on(make_run(tmp_path / "new", steps=steps, curves=BAD["Reward is always 0"])) == []
+
+
+@pytest.fixture
+def running(tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that writes a run in progress, in this process unless facts say otherwise."""
+
+    def write(**facts: Any) -> Path:
+        folder = make_run(tmp_path / "run", steps=20, ending=None)
+        status = {"step": 21, "phase": "gen", "since": 1000.0, "at": 1000.0, "pid": os.getpid(), "host": "here"}
+        (folder / "status.json").write_text(json.dumps(status))
+        info = json.loads((folder / "run.json").read_text())
+        (folder / "run.json").write_text(json.dumps(info | facts))
+        return folder
+
+    return write
+
+
+def test_a_phase_that_does_not_end_is_stalled(running: Callable[..., Path]) -> None:
+    folder = running(pid_start=process_start(os.getpid()))
+    assert advice_on(folder, now=1030.0) == []
+    assert advice_on(folder, now=1100.0) == ["Phase stalled"]
+
+
+def test_a_killed_process_is_named_with_its_phase(running: Callable[..., Path]) -> None:
+    folder = running(pid_start="1")
+    run = RunFolder(folder)
+    run.metrics.poll()
+    (advice,) = advise(run, 1030.0)
+    assert advice.title == "Process killed"
+    assert "in step 21, phase gen" in advice.text
+
+
+def test_every_rule_is_tested() -> None:
+    assert set(RULES) == {*BAD, "Phase stalled", "Process killed"}
