@@ -77,12 +77,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=8)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    lines = [
-        "| model | step | write, median | write, fastest | write / step: wall | CPU | size of a file |",
-        "|---|---|---|---|---|---|---|",
-        *(measure(model, options.rounds) for model in options.models.split(",")),
-    ]
-    sys.stdout.write("\n".join(lines) + "\n")
+    sys.stdout.write("| model | step | write, median | write, fastest | write / step: wall | CPU | size of a file |\n")
+    sys.stdout.write("|---|---|---|---|---|---|---|\n")
+    for model in options.models.split(","):
+        sys.stdout.write(measure(model, options.rounds) + "\n")
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
