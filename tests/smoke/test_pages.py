@@ -24,7 +24,10 @@ HERE = (
     "docs/mismatch.md",
     "docs/reward_model.md",
     "docs/rewards.md",
+    "docs/tutorials/change-the-algorithm.md",
+    "docs/tutorials/debug-a-run.md",
     "docs/tutorials/own-task.md",
+    "docs/tutorials/write-a-reward.md",
 )
 
 ELSEWHERE = {
@@ -33,7 +36,7 @@ ELSEWHERE = {
     "docs/engines.md": "tests/contracts/test_third_party_engine.py",
 }
 
-SHORTER = {"rollout.response_length=1000": "rollout.response_length=8", "steps=40": "steps=2"}
+SHORTER = {"rollout.response_length=1000": "rollout.response_length=8", "steps=40": "steps=2", "steps=20": "steps=2"}
 """Arguments on pages, and shorter ones that the tests replace them by."""
 
 REWARD = "def my_reward(response, ground_truth):\n    return float(response == ground_truth)\n"
