@@ -134,7 +134,7 @@ def connect(specs: Sequence[PoolSpec], ray_init: Mapping[str, Any]) -> None:
             init.pop("num_cpus", None)  # only valid for a new cluster
         with safe_import_environment():  # Ray runs Python code with `-c`
             ray.init(address=address, **_job_config(init), **init)
-    except (ConnectionError, RuntimeError, TypeError, ValueError) as error:
+    except Exception as error:  # Ray raises a plain exception if its daemons do not start in time
         raise ConfigError(f"ray.init(address={address!r}, ...) failed: {error}. Check ray_kwargs.ray_init") from error
 
 

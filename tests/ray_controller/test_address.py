@@ -37,6 +37,15 @@ def test_an_unreachable_cluster_is_an_error_in_bounded_time(
     assert time.monotonic() - start_time < 5
 
 
+def test_daemons_that_do_not_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")
+
+    monkeypatch.setattr(backend.ray, "init", fail)
+    with pytest.raises(ConfigError, match=r"failed: The current node timed out during startup.*Check ray_kwargs"):
+        start_pools(HERE, "ray", Options(ray_init={"address": "local"}))
+
+
 @pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://head:10001"])
 def test_an_api_address_is_rejected_with_a_fix(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_ADDRESS", address)
