@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks"), str(Path(__file__).parent)]
 
 from chaos import LAYOUTS, SETTINGS, left_files, started, victims  # noqa: E402
-from machine import machine  # noqa: E402
+from machine import machine  # noqa: E402  # pyright: ignore[reportMissingImports]
 from support.ppo_runs import ppo_args  # noqa: E402
 from support.processes import marked, still_running  # noqa: E402
 
