@@ -133,13 +133,15 @@ def config_differences(first: RunFolder, second: RunFolder) -> dict[str, tuple[A
 
 def _facts(first: RunFolder, second: RunFolder) -> list[tuple[str, str, str]]:
     infos = (first.info(), second.info())
-    rows = [("state", first.state(), second.state())]
+    rows: list[tuple[str, str, str]] = [("state", first.state(), second.state())]
     for name in ("host", "total_steps"):
-        rows.append((name.replace("_", " "), *(str(info.get(name, "")) for info in infos)))
+        one, other = (str(info.get(name, "")) for info in infos)
+        rows.append((name.replace("_", " "), one, other))
     versions = [info.get("versions", {}) | {"camshaft": info.get("version", "")} for info in infos]
     for name in dict.fromkeys([*versions[0], *versions[1]]):
         if versions[0].get(name) != versions[1].get(name):
-            rows.append((f"version of {name}", *(str(version.get(name, "")) for version in versions)))
+            one, other = (str(version.get(name, "")) for version in versions)
+            rows.append((f"version of {name}", one, other))
     return rows
 
 
