@@ -324,7 +324,7 @@ class _Head(NamedTuple):
             gathered = [torch.empty_like(results) for _ in range(dist.get_world_size(shard.group))]
             dist.all_gather(gathered, results, group=shard.group)
             results = _merge(torch.stack(gathered, dim=1), combine)
-        return list(results)
+        return [row.clone() for row in results]  # FSDP2 warns about outputs that are views
 
     def unclamped_columns(self, targets: Tensor, vocabulary: slice) -> Tensor:
         """Return the column of each target relative to this slice of the vocabulary; it may be out of range."""

@@ -93,6 +93,14 @@ def test_skipping_entropy_keeps_log_probs_bitwise():
     assert torch.equal(alone, both)
 
 
+def test_outputs_are_not_views():
+    hidden, weight, bias, targets = inputs()
+    outputs = linear_logprob(hidden, weight, targets, bias, need_entropy=True)
+    log_q = torch.randn(M, V, dtype=torch.float64).log_softmax(dim=1)
+    divergence = linear_full_kl(hidden, weight, log_q, torch.arange(M), bias, 1.0)
+    assert all(tensor is not None and tensor._base is None for tensor in (*outputs, divergence))
+
+
 def test_gradients_are_computed_only_where_required():
     hidden, weight, _, targets = inputs()
     linear_logprob(hidden, weight.detach(), targets)[0].sum().backward()
