@@ -65,6 +65,12 @@ class Tracking:
         for tracker in self._trackers:
             tracker.put(lambda it: it.log_generations(plain, step), step)
 
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        """Send some training responses of a step to every tracker. Call this method before `log` for the same step."""
+        plain = [{name: _plain(value) for name, value in row.items()} for row in rows]
+        for tracker in self._trackers:
+            tracker.put(lambda it: it.log_samples(plain, step), step)
+
     def finish(self) -> None:
         """Finish all trackers."""
         self._finish.close()

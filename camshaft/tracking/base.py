@@ -27,7 +27,7 @@ Command = Literal["ppo", "sft", "rm"]
 """Command that trains a model."""
 
 Row = Mapping[str, str | float]
-"""Validation response with its prompt, ground truth and score."""
+"""Response with its prompt, ground truth and score."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,10 @@ class Tracker(ABC):
 
     def log_generations(self, rows: Sequence[Row], step: int) -> None:
         """Log validation responses. Called before `log` for the same step."""
+        return
+
+    def log_samples(self, rows: Sequence[Row], step: int) -> None:
+        """Log some training responses of a step. Called before `log` for the same step, but not in every step."""
         return
 
     def on_run_end(self, ending: Ending) -> None:

@@ -1,34 +1,59 @@
 """Console tracker: a live progress line on a terminal, or one line per step otherwise, and a summary at the end.
 
-    step 12/100  reward 0.531  kl 0.0012  tok/s 18,402  left 0:03:21
+    step 12/100  reward 0.531  length 212  clipped 3%  grad 0.41  tok/s 18,402  left 0:03:21
 
-Colors and animation depend on the terminal. The environment variable NO_COLOR disables colors.
+Sample responses are printed above the line. Colors and animation depend on the terminal. The environment variable
+NO_COLOR disables colors.
 """
 
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
+from functools import cache
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 
-from camshaft.tracking.base import RunInfo, Tracker
+from camshaft.tracking.base import Row, RunInfo, Tracker
 
 HEADLINES: dict[str, tuple[str, ...]] = {
     "reward": ("critic/score/mean", "reward/mean"),
     "loss": ("train/loss",),
     "accuracy": ("train/accuracy",),
     "val": ("val/reward/mean", "val/accuracy", "val/loss"),
-    "kl": ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"),
+    "kl penalty": ("actor/reward_kl_penalty",),
+    "kl loss": ("actor/kl_loss",),
+    "length": ("response_length/mean",),
+    "clipped": ("response_length/clip_ratio",),
+    "grad": ("actor/grad_norm", "train/grad_norm"),
     "tok/s": ("perf/throughput",),
+    "policy kl": ("actor/ppo_kl",),
 }
-"""Maps each label on the line to metrics. The first of them that is available is shown."""
+"""Maps each label on the line to metrics, of which the first available one is shown. If the line is too narrow, the
+last labels are omitted."""
+SHARES = ("clipped",)
+"""Labels whose values are shown as percentages."""
+ZERO_BY_CONSTRUCTION = ("policy kl",)
+"""Labels that are omitted if their value is 0, which then holds for every policy: with one update per batch, the old
+policy is the policy that is updated."""
 
 _WINDOW = 20
 """Number of recent steps from which the remaining time is estimated."""
+_LINE_WIDTH = 120
+"""Width of the lines without a terminal."""
+_BAR_WIDTH = 12
+_VALIDATION_INTERVAL = 60.0
+"""Minimum time in seconds between two validations whose responses are printed."""
+_MAX_VALIDATION_SAMPLES = 2
+
+
+@cache
+def shared_console() -> Console:
+    """Return the console of this process. Lines that are printed to it appear above the live line."""
+    return Console(highlight=False)
 
 
 class ConsoleTracker(Tracker):
@@ -38,7 +63,7 @@ class ConsoleTracker(Tracker):
 
     def __init__(self, run: RunInfo, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
         self._run = run
-        self._console = console or Console()
+        self._console = console or shared_console()
         self._clock = clock
         self._start_time = clock()
         self._step_times: deque[tuple[int, float]] = deque(
@@ -46,34 +71,48 @@ class ConsoleTracker(Tracker):
         )
         self._history: dict[str, list[float]] = {}
         self._num_steps = 0
+        self._next_validation = -math.inf
         self._live: Progress | None = None
         self._task = TaskID(0)
         if self._console.is_terminal:
             self._live = Progress(
                 TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=20),
+                BarColumn(bar_width=_BAR_WIDTH),
                 MofNCompleteColumn(),
                 TextColumn("{task.fields[facts]}", markup=False),
                 console=self._console,
             )
-            self._task = self._live.add_task(
-                run.experiment, total=run.total_steps, completed=run.resumed_step or 0, facts=""
-            )
+            self._task = self._live.add_task("step", total=run.total_steps, completed=run.resumed_step or 0, facts="")
             self._live.start()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._num_steps += step > 0  # step 0 is the validation before training
         self._step_times.append((step, self._clock()))
         names = {label: next((name for name in names if name in metrics), None) for label, names in HEADLINES.items()}
-        values = {label: metrics[name] for label, name in names.items() if name}
+        values = {label: float(metrics[name]) for label, name in names.items() if name}
+        values = {label: value for label, value in values.items() if value or label not in ZERO_BY_CONSTRUCTION}
         for label, value in values.items():
-            self._history.setdefault(label, []).append(float(value))
-        facts = [f"{label} {format_number(value)}" for label, value in values.items()]
-        facts.append(f"left {self._format_remaining_time(step)}")
+            self._history.setdefault(label, []).append(value)
+        facts = [f"{label} {_format_value(label, value)}" for label, value in values.items()]
+        remaining = f"left {self._format_remaining_time(step)}"
         if self._live:
-            self._live.update(self._task, completed=step, facts="  ".join(facts))
+            used = len("step ") + _BAR_WIDTH + len(f" {self._run.total_steps}/{self._run.total_steps} ")
+            line = _join(facts, remaining, self._console.width - used)
+            self._live.update(self._task, completed=step, facts=line)
         else:
-            self._line("  ".join([f"step {step}/{self._run.total_steps}", *facts]))
+            self._line(_join([f"step {step}/{self._run.total_steps}", *facts], remaining, _LINE_WIDTH))
+
+    def log_samples(self, rows: Sequence[Row], step: int) -> None:
+        names = ("best", "worst") if len(rows) > 1 else ("a",)
+        for name, row in zip(names, rows, strict=False):
+            self._sample(f"step {step}, {name} response: score {row['score']:.4g}", row)
+
+    def log_generations(self, rows: Sequence[Row], step: int) -> None:
+        if self._clock() < self._next_validation:
+            return
+        self._next_validation = self._clock() + _VALIDATION_INTERVAL
+        for row in rows[:_MAX_VALIDATION_SAMPLES]:
+            self._sample(f"validation after step {step}: score {row['score']:.4g}", row)
 
     def finish(self) -> None:
         if self._live:
@@ -84,8 +123,15 @@ class ConsoleTracker(Tracker):
         table = Table("", "first", "last", "lowest", "highest", title=f"{self._num_steps} steps in {elapsed}")
         for label, values in self._history.items():
             cells = (values[0], values[-1], min(values), max(values))
-            table.add_row(label, *(format_number(value) for value in cells))
+            table.add_row(label, *(_format_value(label, value) for value in cells))
         self._console.print(table)
+
+    def _sample(self, title: str, row: Row) -> None:
+        """Print a response with its prompt, one line each."""
+        self._line(title)
+        for name in ("prompt", "response"):
+            label = f"  {name:<9} "
+            self._line(label + _shorten(str(row[name]), min(self._console.width, _LINE_WIDTH) - len(label)))
 
     def _line(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)
@@ -95,6 +141,31 @@ class ConsoleTracker(Tracker):
         if last_step <= first_step:
             return "?"
         return str(timedelta(seconds=round((now - start) / (last_step - first_step) * (self._run.total_steps - step))))
+
+
+def _join(facts: Sequence[str], last: str, width: int) -> str:
+    """Join the facts with the last one. Facts at the end that exceed the width are omitted, except the first one."""
+    count = len(facts)
+    while count > 1 and len("  ".join([*facts[:count], last])) > width:
+        count -= 1
+    return "  ".join([*facts[:count], last])
+
+
+def _shorten(text: str, width: int) -> str:
+    """Return the text on one line, with its middle omitted if it is longer than `width`."""
+    line = text.strip().replace("\\", "\\\\").replace("\n", "\\n").replace("\r", "\\r").replace("\t", "\\t")
+    line = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+    if len(line) <= width:
+        return line
+    tail = max(1, (width - 5) // 2)
+    return f"{line[: max(1, width - 5 - tail)]} ... {line[-tail:]}"
+
+
+def _format_value(label: str, value: float) -> str:
+    """Format a share as a percentage, and any other value as a number."""
+    if label in SHARES and math.isfinite(value):
+        return f"{value:.0%}"
+    return format_number(value)
 
 
 def format_number(value: float) -> str:
