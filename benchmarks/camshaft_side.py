@@ -166,7 +166,7 @@ class Steps:
         rates = {"actor_rollout_ref.actor.optim.lr": learning_rate, "critic.optim.lr": learning_rate}
         settings = config(folder, **(answer | more | rates))
         self.parts = Parts(settings)
-        self.trainer = PPOTrainer(settings, self.parts)
+        self.trainer = PPOTrainer(self.parts.config, self.parts)
         self.trainer.prepare()
         self.batches: Iterator[DataProto] = iter(self.parts.loader)
 

@@ -140,7 +140,7 @@ def train(folder: Path, algorithm: str, arm: str, seed: int) -> Run:
     )
     start, curve = time.perf_counter(), Curve()
     with PPOParts(config) as parts:
-        trainer = PPOTrainer(config, parts)
+        trainer = PPOTrainer(parts.config, parts)
         trainer.prepare()
         trainer.fit(curve)  # pyright: ignore[reportArgumentType]
     del parts, trainer

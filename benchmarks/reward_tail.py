@@ -131,7 +131,7 @@ def main() -> None:
         Path(os.environ[SLEEPS]).write_text("0 0 0")
         config = config_in(Path(folder))
         with PPOParts(config) as parts:
-            trainer = PPOTrainer(config, parts)
+            trainer = PPOTrainer(parts.config, parts)
             trainer.prepare()
             rows = measured(trainer, options.pairs)
     head = ["seconds per rank", "seconds per call"]

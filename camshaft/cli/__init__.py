@@ -77,7 +77,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The last entry allows my_engine:MyEngine in the working directory, and cannot shadow an installed package.
         sys.path.append(folder)
     targets = {command.name: command.target for command in COMMANDS}
-    if not arguments or arguments[0] not in targets:
+    if not arguments:
+        _parser().print_help()
+        return 0
+    if arguments[0] not in targets:
         _parser().parse_args(arguments[:1])  # prints help, the version, or an error, and exits
     try:
         return import_attribute(targets[arguments[0]])(arguments[1:])

@@ -44,18 +44,20 @@ def main(argv: Sequence[str]) -> int:
 
 def generate(config: GenerateConfig) -> None:
     """Generate the missing responses, write the output file, and print the scores if a function is configured."""
-    from rich.console import Console
-
+    from camshaft.config.auto import format_choices
     from camshaft.tracking import Tracking
+    from camshaft.tracking.console import shared_console
     from camshaft.trainer.evaluate import score_table
     from camshaft.trainer.generate import GenerateRun
     from camshaft.trainer.session import check_device, check_libraries, log_to_console
 
     check_libraries(config)
-    console = Console(highlight=False)
+    console = shared_console()
     if config.trainer.backend() == "local":
         check_device(config.trainer.device, config.trainer.n_gpus_per_node)
     with log_to_console(console, config.trainer.seed):
+        if choices := format_choices(config):
+            console.print(choices, markup=False, soft_wrap=True)
         run = GenerateRun(config)
         file_exists = run.file.exists()
         if file_exists:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Sequence
 
@@ -53,11 +54,15 @@ def train(config: PPOConfig) -> int:
 
     check_libraries(config)
     ranks = sum(spec.world_size for spec in pool_specs(config))
-    with session(config.trainer, ranks) as run, PPOParts(config) as parts:
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(session(config.trainer, ranks))
+        run.say_choices(config)
+        parts = stack.enter_context(PPOParts(config))
+        config = parts.config
         run.say(render_batch_table(batch_table(config, config.topology())))
         for rule, (low, high) in config.algorithm.rollout_correction.rejection_bounds():
             run.say(f"rollout_rs={rule} accepts values from {low:g} to {high:g}")
-        trainer = PPOTrainer(config, parts)
+        trainer = PPOTrainer(parts.config, parts)
         saved = trainer.prepare()
         only_validate = config.trainer.val_only
         resumed, subfolder = (None, "validation") if only_validate else (saved, "")
@@ -69,4 +74,6 @@ def train(config: PPOConfig) -> int:
                 tracking.ending = "stopped"
         if stop.status:
             run.say_how_to_resume()
+        elif not only_validate:
+            run.say_results(parts.total_steps)
     return stop.status

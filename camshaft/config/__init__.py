@@ -7,12 +7,14 @@
     ppo_trainer.yaml sft_trainer.yaml rm_trainer.yaml generation.yaml evaluation.yaml
                         default values with comments
     schema/             types, bounds and descriptions of keys, one file per section. `fields.py` defines the base class
-                        of sections and shared value types, `fsdp.py` and `rollouts.py` the options of backends
+                        of sections and shared value types, `fsdp.py` and `rollouts.py` the options of backends,
+                        `aliases.py` the aliases of keys and values
     engine.py           config, options and capabilities of a training engine
     rollout.py          config, options and capabilities of a rollout
     backends.py         registry of engines and rollouts
     engine_features.py  features of the engines, and the page that lists them
     layout.py           resource pools, numbers of ranks, controller
+    auto.py             chooses the values of keys that are `auto`
     load.py             composes files and overrides, renames aliases, resolves `${...}` and validates
     short_names.py      short names of common keys, and algorithm names that set several keys
     command.py          loads configs from command-line arguments, including sweeps

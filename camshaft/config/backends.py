@@ -91,6 +91,13 @@ ROLLOUTS = {
     "vllm": Backend("camshaft.rollout.vllm:VLLMRollout", VLLM),
 }
 
+SINGLE_PROCESS_ENGINE, SHARDED_ENGINE = "reference", "fsdp"
+"""Engines that `strategy=auto` selects for one process on a CPU, and for accelerators or several processes."""
+ACCELERATOR_ROLLOUTS = ("vllm",)
+"""Rollouts that `rollout.name=auto` prefers on accelerators, if their library is installed."""
+BUILT_IN_ROLLOUT = "torch"
+"""Rollout that `rollout.name=auto` selects otherwise."""
+
 
 def targets(backends: Mapping[str, Backend[Any]]) -> dict[str, str]:
     """Map names of backends to import paths, as `camshaft.plugins` expects."""
@@ -132,6 +139,15 @@ def ranks_per_row(strategy: str, keys: Mapping[str, Any], engine_kwargs: Mapping
     """Return the model-parallel size of an engine: the number of ranks that process the same rows."""
     schema = engine_capabilities(strategy).options
     return schema.from_dict(select_options(schema, keys, engine_kwargs)).ranks_per_row()
+
+
+def supports_mixed_precision(strategy: str) -> bool:
+    """Return True if an engine can compute in a lower precision than its weights. False if the engine is unknown."""
+    try:
+        options = engine_capabilities(strategy).options
+    except ConfigError:
+        return False
+    return "mixed_precision" in options.model_fields
 
 
 def unread_keys(rollout: str, engine_kwargs: Mapping[str, Any]) -> frozenset[str]:

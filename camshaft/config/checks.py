@@ -55,6 +55,8 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
         yield from _check_generator("rollout", config.rollout, config.trainer.world_size)
         yield from check_load_format("rollout", config.rollout, None)
         yield from check_sampling("rollout", config.rollout)
+        if not config.data.path:
+            yield Problem("data.path", None, "prompts are required. Set data=<file>.")
         yield from _check_scoring_function(config.custom_reward_function)
         yield from check_generate_files(config)
     elif isinstance(config, EvalConfig):
@@ -596,10 +598,10 @@ def check_critic_warmup(warmup: int, total_steps: int) -> Iterator[Problem]:
 
 def _check_training_files(paths: Iterable[str]) -> Iterator[Problem]:
     if not paths:
-        yield Problem("data.train_files", None, "training requires at least one file. Set data.train_files=<file>.")
+        yield Problem("data.train_files", None, "training requires at least one file. Set data=<file>.")
 
 
-def _check_best_metric(metric: str | None, test_freq: int) -> Iterator[Problem]:
+def _check_best_metric(metric: str | None, test_freq: int | str) -> Iterator[Problem]:
     if metric is not None and test_freq == -1:
         message = "requires validation during training. Set trainer.test_freq=<steps>."
         yield Problem("trainer.best_metric", metric, message, ("trainer.test_freq",))

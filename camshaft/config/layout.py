@@ -10,11 +10,11 @@ By default all roles share the devices of the global pool, and each device runs 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from camshaft.config.schema.fields import Section, Text
+from camshaft.config.schema.fields import Auto, Section, Text
 from camshaft.errors import ConfigError
 from camshaft.subprocesses import Limit
 
@@ -57,8 +57,15 @@ class PlacementConfig(Section):
     """Keys of the section `trainer` that all commands share: machines, devices and controller."""
 
     nnodes: int = Field(ge=1, description="Number of machines.")
-    n_gpus_per_node: int = Field(ge=1, description="Number of processes per machine. Each process uses one device.")
-    device: Text = Field(description="Device type that models run on: cpu, cuda, or another PyTorch device type.")
+    n_gpus_per_node: Annotated[int, Auto()] = Field(
+        ge=1,
+        description="Number of processes per machine. Each process uses one device. auto uses all accelerators of the "
+        "machine on which the command runs, or one process on a CPU.",
+    )
+    device: Annotated[Text, Auto()] = Field(
+        description="Device type that models run on: cpu, cuda, or another PyTorch device type. auto selects the "
+        "accelerator of the machine on which the command runs, or cpu if it has none."
+    )
     controller: Literal["auto", "local", "ray"] = Field(
         description="Launcher of the processes. local starts them on this machine; ray starts them on a Ray cluster; "
         "auto selects ray if the run uses more than one machine."

@@ -24,13 +24,15 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
+from camshaft.config.auto import choose
 from camshaft.config.checks import check
 from camshaft.config.errors import Problem, format_problems, from_validation, group_problems
 from camshaft.config.ineffective import find_notices
 from camshaft.config.model_checks import find_model_notices
 from camshaft.config.run_folder import FOLDER, NAME, generated_name, uses_name
+from camshaft.config.schema.aliases import rename_aliases
 from camshaft.config.schema.evaluation import EvalConfig
-from camshaft.config.schema.fields import Section, is_path
+from camshaft.config.schema.fields import Choice, Section, is_path
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.supervised import RMConfig, SFTConfig
@@ -44,9 +46,11 @@ from camshaft.config.short_names import (
     expand_short_names,
     names_to_type,
     section_overrides,
+    short_names,
 )
-from camshaft.config.tree import expand_keys, flatten, format_value, get, has_key, leaf_fields, put, remove, shorten
+from camshaft.config.tree import expand_keys, flatten, get, has_key, leaf_fields, put, remove, shorten
 from camshaft.errors import CamshaftError, ConfigError
+from camshaft.machine import Machine, detect_machine
 
 Config = TypeVar("Config", PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig)
 
@@ -66,32 +70,51 @@ _SIMPLE_OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*=")
 _PATH = re.compile(r"(?!\w+\(|[\[{])(?!.*\$\{)[^,'\"]*/[^,'\"]*")
 
 
-def load_ppo(overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None) -> PPOConfig:
+def load_ppo(
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+    config_name: str | None = None,
+    machine: Machine | None = None,
+) -> PPOConfig:
     """Load the config of an RL run.
 
     Args:
         overrides: `key=value` strings. They take precedence over the config file.
         config_dir: Folder of the config file. None uses the folder of the built-in config files.
         config_name: Name of the config file without its extension. It takes precedence over the defaults.
+        machine: Machine for which the values of `auto` keys are chosen. None selects this machine.
     """
-    return _load(PPOConfig, overrides, config_dir, config_name)
+    return _load(PPOConfig, overrides, config_dir, config_name, machine)
 
 
-def load_sft(overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None) -> SFTConfig:
+def load_sft(
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+    config_name: str | None = None,
+    machine: Machine | None = None,
+) -> SFTConfig:
     """Load the config of `camshaft sft`. The arguments are the same as for `load_ppo`."""
-    return _load(SFTConfig, overrides, config_dir, config_name)
+    return _load(SFTConfig, overrides, config_dir, config_name, machine)
 
 
-def load_rm(overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None) -> RMConfig:
+def load_rm(
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+    config_name: str | None = None,
+    machine: Machine | None = None,
+) -> RMConfig:
     """Load the config of `camshaft rm`. The arguments are the same as for `load_ppo`."""
-    return _load(RMConfig, overrides, config_dir, config_name)
+    return _load(RMConfig, overrides, config_dir, config_name, machine)
 
 
 def load_generate(
-    overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+    config_name: str | None = None,
+    machine: Machine | None = None,
 ) -> GenerateConfig:
     """Load the config of `camshaft generate`. The arguments are the same as for `load_ppo`."""
-    return _load(GenerateConfig, overrides, config_dir, config_name)
+    return _load(GenerateConfig, overrides, config_dir, config_name, machine)
 
 
 def load_eval(
@@ -101,21 +124,31 @@ def load_eval(
     return _load(EvalConfig, overrides, config_dir, config_name)
 
 
-def _load(schema: type[Config], overrides: Sequence[str], config_dir: str | None, config_name: str | None) -> Config:
+def _load(
+    schema: type[Config],
+    overrides: Sequence[str],
+    config_dir: str | None,
+    config_name: str | None,
+    machine: Machine | None = None,
+) -> Config:
     folder = str(HOME) if config_dir is None else config_dir
     overrides = expand_overrides(overrides, schema, [folder])
     if config_dir is not None and config_name is not None:
         overrides = [*section_overrides(config_dir, config_name, schema), *overrides]
     composed = _compose(schema, overrides, config_dir, config_name)
-    return from_container(composed, schema, overridden_keys(overrides))
+    return from_container(composed, schema, overridden_keys(overrides), machine)
 
 
 def from_container(
-    container: Mapping[str, Any], schema: type[Config], set_keys: Collection[str] | None = None
+    container: Mapping[str, Any],
+    schema: type[Config],
+    set_keys: Collection[str] | None = None,
+    machine: Machine | None = None,
 ) -> Config:
     """Validate a nested dict and return the config. Missing keys have their default values.
 
-    `set_keys` lists the keys that the user set. None means that the user set all keys in the dict.
+    `set_keys` lists the keys that the user set. None means that the user set all keys in the dict. The values of keys
+    that are `auto` depend on `machine`, which is by default the machine on which the program runs.
     """
     leaves, defaults = leaf_fields(schema), raw_defaults(schema)
     expanded = expand_keys(expand_short_names(container, schema, set_keys, defaults), leaves)
@@ -126,20 +159,62 @@ def from_container(
     changes = changed_keys(_merge(defaults, tree), schema) | set(set_keys or ())
     for key, value in expand_recipe(tree, {*changes, *user_keys}).items():
         put(tree, key, value)
+    tree, choices = choose_automatic(tree, schema, detect_machine() if machine is None else machine)
     values, unresolved = _resolve_with_name(tree, schema)
-    problems += unresolved
+    problems += [*unresolved, *_fill_in_models(values, schema)]
     config, invalid = _validate(values, schema, {problem.key for problem in problems})
     problems += invalid
     for check_results in (check_implemented(config.model_dump(), schema), check(config)):
         invalid_keys = [key for problem in problems for key in (problem.key, *problem.related)]
-        problems += [problem for problem in check_results if not problem.involves(invalid_keys)]
+        problems += [
+            problem
+            for problem in check_results
+            if not problem.involves(invalid_keys) and problem.value != _MISSING_MODEL
+        ]
     if problems:
         raise ConfigError(format_problems(problems))
     for notice in find_model_notices(config):
         logger.warning("config: %s", notice)
     for notice in find_notices(config, _merge(defaults, tree), changes):
         logger.warning("config: %s", notice)
-    return config
+    return config.with_choices(choices)
+
+
+def choose_automatic(
+    tree: Mapping[str, Any], schema: type[Section], machine: Machine
+) -> tuple[dict[str, Any], list[Choice]]:
+    """Return a copy of `tree` with a value for each key that is `auto`, and the choices.
+
+    A key that refers to another key, such as `${actor_rollout_ref.actor.strategy}`, is not chosen separately.
+    """
+    values, _ = resolve(tree, schema)
+    chosen, merged, choices = copy.deepcopy(dict(tree)), _merge(raw_defaults(schema), tree), []
+    for choice in choose(values, schema, machine):
+        if not _REFERENCE.fullmatch(str(get(merged, choice.key))):
+            put(chosen, choice.key, choice.value)
+            choices.append(choice)
+    return chosen, choices
+
+
+_MISSING_MODEL = "<model>"
+"""Placeholder for the path of a model that is not set, so that the remaining checks can run."""
+_MODELS = ("actor_rollout_ref.model.path", "model.path")
+
+
+def _fill_in_models(values: dict[str, Any], schema: type[Section]) -> Iterator[Problem]:
+    """Yield a problem if the model is not set, and set it and the keys that refer to it to a placeholder."""
+    key = next((key for key in _MODELS if has_key(values, key) and get(values, key) is None), None)
+    if key is None:
+        return
+    references = [
+        reference
+        for reference, default in flatten(raw_defaults(schema), leaf_fields(schema)).items()
+        if default == f"${{{key}}}" and has_key(values, reference) and get(values, reference) is None
+    ]
+    for name in (key, *references):
+        put(values, name, _MISSING_MODEL)
+    name = next(short for short, target in short_names(schema).items() if target == key)
+    yield Problem(key, None, f"a model is required. Set {name}=<folder>.")
 
 
 def changed_keys(tree: Mapping[str, Any], schema: type[Section]) -> set[str]:
@@ -185,6 +260,15 @@ def raw_defaults(schema: type[Section]) -> Mapping[str, Any]:
 def resolved_defaults(schema: type[Section]) -> Mapping[str, Any]:
     """Return the defaults with `${...}` resolved."""
     return _resolve_interpolations(raw_defaults(schema))
+
+
+@cache
+def valid_defaults(schema: type[Section]) -> Mapping[str, Any]:
+    """Return valid values for all keys: the defaults, choices for a CPU, and a placeholder for the model."""
+    chosen, _ = choose_automatic({}, schema, Machine())
+    values = _resolve_interpolations(_merge(raw_defaults(schema), chosen))
+    list(_fill_in_models(values, schema))
+    return values
 
 
 def resolve(tree: Mapping[str, Any], schema: type[Section]) -> tuple[dict[str, Any], list[Problem]]:
@@ -270,8 +354,8 @@ def _config_key(tree: Mapping[str, Any], path: str, leaves: Collection[str]) -> 
 
 
 def _reset(tree: dict[str, Any], key: str, schema: type[Section]) -> None:
-    """Replace the value of a key by its default."""
-    defaults = resolved_defaults(schema)
+    """Replace the value of a key by a valid one."""
+    defaults = valid_defaults(schema)
     put(tree, key, copy.deepcopy(get(defaults, key)) if has_key(defaults, key) else None)
 
 
@@ -282,118 +366,13 @@ def to_dict(tree: DictConfig | ListConfig, resolve: bool = False) -> dict[str, A
     return {str(key): value for key, value in container.items()}
 
 
-# -- aliases --------------------------------------------------------------------------------------
-
-ALIASES = {
-    "actor_rollout_ref.model.external_libs": "actor_rollout_ref.model.external_lib",
-    "actor_rollout_ref.model.tokenizer_path": "data.tokenizer",
-    "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
-    "actor_rollout_ref.actor.optim.clip_grad": "actor_rollout_ref.actor.grad_clip",
-    "actor_rollout_ref.actor.optim.grad_clip": "actor_rollout_ref.actor.grad_clip",
-    "critic.model.external_libs": "critic.model.external_lib",
-    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
-    "critic.optim.clip_grad": "critic.grad_clip",
-    "critic.optim.grad_clip": "critic.grad_clip",
-    "reward_model.model.external_libs": "reward_model.model.external_lib",
-    "reward_model.model.fsdp_config.min_num_params": "reward_model.model.fsdp_config.wrap_policy.min_num_params",
-    "reward.custom_reward_function": "custom_reward_function",
-    "algorithm.gemma": "algorithm.gamma",
-    "model.external_libs": "model.external_lib",
-    "optim.warmup_style": "optim.lr_scheduler_type",
-    "optim.clip_grad": "grad_clip",
-    "optim.grad_clip": "grad_clip",
-    "data.n_samples": "rollout.n",
-}
-"""Maps aliases to config keys. The alias of a section applies to all keys in the section."""
-
-REMOVED_IN = "camshaft 1.0"
-"""Version that removes the aliases and the deprecated keys."""
-
-_GLOBAL_MICRO_BATCHES = (
-    *("actor_rollout_ref.actor.ppo_micro_batch_size", "actor_rollout_ref.ref.log_prob_micro_batch_size"),
-    *("actor_rollout_ref.rollout.log_prob_micro_batch_size", "reward_model.micro_batch_size"),
-    *("critic.ppo_micro_batch_size", "critic.forward_micro_batch_size"),
-)
-"""Deprecated micro-batch sizes over all ranks. With the suffix `_per_gpu`, they count the sequences of each rank."""
-
-_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
-VALUE_ALIASES: dict[str, dict[str, str]] = {
-    "trainer.logger": {"file": "jsonl", "tracking": "wandb"},
-    "actor_rollout_ref.actor.fsdp_config.model_dtype": _DTYPES,
-    "actor_rollout_ref.ref.fsdp_config.model_dtype": _DTYPES,
-    "actor_rollout_ref.rollout.dtype": _DTYPES,
-    "rollout.dtype": _DTYPES,
-    "critic.model.fsdp_config.model_dtype": _DTYPES,
-    "reward_model.model.fsdp_config.model_dtype": _DTYPES,
-    "fsdp_config.model_dtype": _DTYPES,
-}
-"""Maps config keys to aliases of their values. For a list, the aliases apply to each item."""
-
-
-def rename_aliases(
-    tree: Mapping[str, Any], defaults: Mapping[str, Any], set_keys: Collection[str], leaves: Collection[str]
-) -> tuple[dict[str, Any], list[Problem]]:
-    """Replace aliases by config keys, and log a warning for each, and for each deprecated key.
-
-    An alias is a problem if the user also set the config key to a different value. The user set a key if it is in
-    `set_keys`, or if its value differs from `defaults`.
-    """
-    renamed = copy.deepcopy(dict(tree))
-    problems: list[Problem] = []
-    for alias, key in ALIASES.items():
-        if not has_key(renamed, alias) or not any(leaf == key or leaf.startswith(f"{key}.") for leaf in leaves):
-            continue
-        logger.warning("config: '%s' is a deprecated alias, which %s removes; use '%s'", alias, REMOVED_IN, key)
-        for leaf, value in flatten({alias: get(renamed, alias)}, [alias] if key in leaves else leaves).items():
-            problems += _move(renamed, leaf, key + leaf.removeprefix(alias), value, defaults, set_keys)
-        remove(renamed, alias)
-    for key, aliases in VALUE_ALIASES.items():
-        if has_key(renamed, key) and key in leaves:
-            put(renamed, key, _rename_value(key, get(renamed, key), aliases))
-    for key in _GLOBAL_MICRO_BATCHES:
-        if _is_set(renamed, key, defaults, set_keys) and get(renamed, key) is not None:
-            per_gpu = f"{key}_per_gpu"
-            logger.warning("config: '%s' is deprecated, and %s removes it; use '%s'", key, REMOVED_IN, per_gpu)
-            if not _is_set(renamed, per_gpu, defaults, set_keys):
-                put(renamed, per_gpu, None)
-    return renamed, problems
-
-
-def _is_set(tree: Mapping[str, Any], key: str, defaults: Mapping[str, Any], set_keys: Collection[str]) -> bool:
-    """Return True if the user set a key: it is in `set_keys`, or its value differs from `defaults`."""
-    if not has_key(tree, key):
-        return False
-    return key in set_keys or not has_key(defaults, key) or get(tree, key) != get(defaults, key)
-
-
-def _move(
-    tree: dict[str, Any], alias: str, key: str, value: Any, defaults: Mapping[str, Any], set_keys: Collection[str]
-) -> list[Problem]:
-    if _is_set(tree, key, defaults, set_keys) and get(tree, key) != value:
-        message = f"is an alias of {key}, which is set to {format_value(get(tree, key))}. Set only one of the two."
-        return [Problem(alias, value, message)]
-    put(tree, key, value)
-    return []
-
-
-def _rename_value(key: str, value: Any, aliases: Mapping[str, str]) -> Any:
-    if isinstance(value, list | tuple):
-        return [_rename_value(key, item, aliases) for item in value]
-    if not isinstance(value, str) or value not in aliases:
-        return value
-    logger.warning(
-        "config: %s=%s is a deprecated alias, which %s removes; use %s", key, value, REMOVED_IN, aliases[value]
-    )
-    return aliases[value]
-
-
 # -- validation -----------------------------------------------------------------------------------
 
 
 def _validate(tree: dict[str, Any], schema: type[Config], reported: set[str]) -> tuple[Config, list[Problem]]:
     """Return the config and the problems of single values, except for keys in `reported`.
 
-    Invalid values are replaced by their defaults, so that the remaining checks can run.
+    Invalid values are replaced by valid ones, so that the remaining checks can run.
     """
     try:
         return schema.model_validate(tree), []
@@ -402,7 +381,7 @@ def _validate(tree: dict[str, Any], schema: type[Config], reported: set[str]) ->
     leaves = leaf_fields(schema)
     for problem in problems:
         if any(key == problem.key or key.startswith(f"{problem.key}.") for key in leaves):
-            put(tree, problem.key, copy.deepcopy(get(resolved_defaults(schema), problem.key)))
+            put(tree, problem.key, copy.deepcopy(get(valid_defaults(schema), problem.key)))
         elif has_key(tree, problem.key):
             remove(tree, problem.key)
     return schema.model_validate(tree), [problem for problem in problems if problem.key not in reported]

@@ -18,7 +18,8 @@ from typing import Any
 
 from camshaft.config.derive import MicroBatch, actor_train, critic_infer, critic_train, log_prob, reward_infer
 from camshaft.config.layout import Topology
-from camshaft.config.load import ALIASES, DEFAULTS, HOME, NOT_IMPLEMENTED, raw_defaults, resolved_defaults
+from camshaft.config.load import DEFAULTS, HOME, NOT_IMPLEMENTED, raw_defaults, resolved_defaults
+from camshaft.config.schema.aliases import ALIASES
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section, describe
 from camshaft.config.schema.generate import GenerateConfig

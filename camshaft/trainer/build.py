@@ -1,7 +1,7 @@
 """Build the components of a PPO run from its config.
 
     with PPOParts(config) as parts:
-        trainer = PPOTrainer(config, parts)
+        trainer = PPOTrainer(parts.config, parts)
 
 Components that are cheap to check are built first, so that errors are reported early: tokenizer, reward function and
 data, then the worker pools and their roles. One worker process per device hosts actor, rollout and
@@ -31,7 +31,7 @@ from camshaft.tracking.samples import SampleWriter
 from camshaft.tracking.status import RunStatus
 from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.scoring import add_model_scores, build_run_rewards, check_scorable
-from camshaft.trainer.session import finish_saving, pool_specs, run_length, run_pools
+from camshaft.trainer.session import finish_saving, fit_batch, pool_specs, run_length, run_pools
 
 
 class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
@@ -39,6 +39,8 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
 
     def __init__(self, config: PPOConfig):
         self._exit = contextlib.ExitStack()
+        self.config = config
+        """Config of the run, with the batch size that fits the data."""
         self.tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
         self.estimator = load_estimator(config.algorithm)
         topology = config.topology()
@@ -67,7 +69,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             pools = stack.enter_context(pools_context)
             pool_of = {role: pools[name] for role, name in config.pools().items()}
             policy_class, critic_class, reward_class = role_classes(config)
-            arguments, name = (config, topology, self.total_steps), "actor_rollout_ref"
+            arguments, name = (self.config, topology, self.total_steps), "actor_rollout_ref"
             self.actor = spawn(policy_class, *arguments, pool=pool_of[name], name=name)
             self.critic: CriticWorker | None = None
             if config.needs_critic():
@@ -120,14 +122,16 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
     def _load_prompts(self, config: PPOConfig) -> None:
-        """Load the training and validation prompts, and check that the reward function can score them."""
+        """Load the prompts, fit the batch size to them, and check that the reward function can score them."""
+        prompts = self._prompts(config, train=True)
+        self.config = fit_batch(config, len(prompts))
         self.loader = StatefulLoader(
-            self._prompts(config, train=True),
-            config.prompts_per_generation_batch(),
+            prompts,
+            self.config.prompts_per_generation_batch(),
             total_epochs=config.trainer.total_epochs,
             shuffle=config.data.shuffle,
             seed=config.data_seed(),
-            rows_per_step=config.data.train_batch_size,
+            rows_per_step=self.config.data.train_batch_size,
         )
         self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
         for prompts in (self.loader.data, self.val_prompts):

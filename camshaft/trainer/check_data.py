@@ -36,7 +36,7 @@ from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import RewardResult
 from camshaft.trainer.build import prompt_files, prompt_options
 from camshaft.trainer.scoring import build_rewards, check_scorable
-from camshaft.trainer.session import log_to_console
+from camshaft.trainer.session import fit_batch, log_to_console
 
 _NUM_SCORED = 10
 _MAX_CHARACTERS = 2000
@@ -94,7 +94,8 @@ def _find_problems(config: PPOConfig, print_line: Print) -> Iterator[str]:
         try:
             batches[name] = build_prompt_set(prompts, tokenizer, options).batch
             if train:
-                StatefulLoader(batches[name], config.data.train_batch_size)
+                fitted = fit_batch(config, len(batches[name]))
+                StatefulLoader(batches[name], fitted.data.train_batch_size)
             if config.needs_function():
                 check_scorable(batches[name], config.custom_reward_function, beside_model=config.reward_model.enable)
         except CamshaftError as error:

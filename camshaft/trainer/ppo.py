@@ -1,7 +1,7 @@
 """Trainer for PPO and related algorithms: the training step and the training loop.
 
     with PPOParts(config) as parts, Tracking(...) as tracking:
-        trainer = PPOTrainer(config, parts)
+        trainer = PPOTrainer(parts.config, parts)
         trainer.prepare()
         trainer.fit(tracking)
 
@@ -12,6 +12,7 @@ on the ranks, and the functions of `advantages.py` compute on the driver.
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -40,8 +41,9 @@ from camshaft.trainer.dynamic_sampling import sample_informative_prompts
 from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
 from camshaft.trainer.mini_batches import sampling_seeds, shard_rows, shuffle_seed
 from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume
+from camshaft.trainer.schedule import SAVE_INTERVAL, Schedule
 from camshaft.trainer.scoring import add_scores, check_scored
-from camshaft.trainer.validate import Sample, decode_samples, save_samples, validate
+from camshaft.trainer.validate import Sample, best_and_worst, decode_samples, save_samples, validate
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +63,7 @@ class PPOTrainer:
     """Training run with PPO or a related algorithm."""
 
     def __init__(self, config: PPOConfig, parts: PPOParts):
+        assert config.data == parts.config.data, "pass parts.config, whose batch size fits the data"
         self.config, self.parts = config, parts
         self.actor, self.critic, self.rewards = parts.actor, parts.critic, parts.rewards
         self.kl = build_kl_controller(config.algorithm)
@@ -79,6 +82,9 @@ class PPOTrainer:
         self.global_step = 0
         self._batch = DataProto()
         """Batch of the step that `fit` is about to log."""
+        self.examples: list[Sample] = []
+        """Best and worst response of the last step, if they are shown (`trainer.sample_interval`)."""
+        self._next_examples = 0.0
 
     # -- training step ----------------------------------------------------------------------------
 
@@ -121,6 +127,7 @@ class PPOTrainer:
             with metrics.phase("update_critic"):
                 metrics.add(critic_update.result().meta_info["metrics"])
         metrics.add(batch_metrics(batch))
+        self.examples = best_and_worst(self.parts, batch) if self._shows_examples() else []
         if self._old_log_prob_source() != "rollout":
             metrics.add(mismatch(batch))
         self._batch = batch
@@ -206,6 +213,14 @@ class PPOTrainer:
         metrics.add(baseline_metrics | {"baseline/score/mean": float(baselines.nanmean())})
         return prompts.with_columns(reward_baselines=baselines)
 
+    def _shows_examples(self) -> bool:
+        """Return True in the first step, and then at most once per `trainer.sample_interval` seconds."""
+        interval, now = self.config.trainer.sample_interval, time.monotonic()
+        if interval is None or now < self._next_examples:
+            return False
+        self._next_examples = now + interval
+        return True
+
     def _updates_actor(self) -> bool:
         return self.global_step > self.config.trainer.critic_warmup
 
@@ -262,18 +277,14 @@ class PPOTrainer:
         If the scoring of a step does not end in time after a stop signal, the step is abandoned.
         """
         trainer, total, stop = self.config.trainer, self.parts.total_steps, stop or Stop()
+        saves, tests = Schedule(trainer.save_freq, SAVE_INTERVAL), Schedule(trainer.test_freq)
         metrics: dict[str, float] = {}
         if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
-            try:
-                metrics = self.validate(tracking)
-            except ScoringAbandoned as error:
-                self._abandon(f"the validation before step {self.global_step + 1}", error)
+            metrics, is_validated = self._validate_first(tracking, tests)
+            if not is_validated:
                 stop.acknowledge(self.global_step, total)
+            if trainer.val_only or not is_validated:
                 return metrics
-            tracking.log(metrics, step=self.global_step)
-            if trainer.val_only:
-                return metrics
-            self.best.update(metrics, step=0)
         saved_step, is_good, loader_state = self.global_step, True, self.parts.loader.state_dict()
         should_save = False
         for prompts in self.parts.loader:
@@ -293,22 +304,24 @@ class PPOTrainer:
                 break
             self.save_samples()
             is_last = self.global_step == total or self.parts.loader.exhausted
-            if trainer.save_freq > 0 and (is_last or self.global_step % trainer.save_freq == 0):
-                should_save = True
-            is_validated = True
-            if trainer.test_freq > 0 and (is_last or self.global_step % trainer.test_freq == 0):
+            should_save, is_validated = should_save or saves.is_due(self.global_step, is_last), True
+            if tests.is_due(self.global_step, is_last):
                 try:
-                    val_metrics = self.validate(tracking)
+                    with tests.measure():
+                        val_metrics = self.validate(tracking)
                     should_save = self.best.update(val_metrics, self.global_step) or should_save
                     metrics |= val_metrics
                 except ScoringAbandoned as error:
                     self._abandon(f"the validation after step {self.global_step}", error)
                     is_validated = False
+            if self.examples:
+                tracking.log_samples([asdict(example) for example in self.examples], step=self.global_step)
             tracking.log(metrics, step=self.global_step)
             is_good = self.divergence.check_updates(self.global_step, metrics)
             is_stopped = stop.requested is not None and not (is_last and is_validated)
             if is_stopped or (should_save and (is_good or is_last)):
-                self.save(prune=is_good)
+                with saves.measure():
+                    self.save(prune=is_good)
                 saved_step, should_save = self.global_step, False
             elif should_save:
                 self.divergence.check_outputs(self.global_step)
@@ -317,6 +330,19 @@ class PPOTrainer:
                 break
             loader_state = self.parts.loader.state_dict()
         return metrics
+
+    def _validate_first(self, tracking: Tracking, tests: Schedule) -> tuple[dict[str, float], bool]:
+        """Validate before the first step. Return the metrics, and False if a stop signal ended the validation."""
+        try:
+            with tests.measure():
+                metrics = self.validate(tracking)
+        except ScoringAbandoned as error:
+            self._abandon(f"the validation before step {self.global_step + 1}", error)
+            return {}, False
+        tracking.log(metrics, step=self.global_step)
+        if not self.config.trainer.val_only:
+            self.best.update(metrics, step=0)
+        return metrics, True
 
     def save_samples(self) -> None:
         """Write the responses of the step, and release its batch."""

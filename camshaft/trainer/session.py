@@ -16,6 +16,7 @@ import importlib.util
 import io
 import logging
 import os
+import shlex
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,7 +25,6 @@ from typing import IO, Any
 
 import torch
 from rich.console import Console
-from rich.logging import RichHandler
 
 from camshaft import storage
 from camshaft.checkpoint import SavedCheckpoint
@@ -42,6 +42,7 @@ from camshaft.config import (
     run_name,
     without_secrets,
 )
+from camshaft.config.auto import TrainingConfig, fit_to_rows, format_choices
 from camshaft.config.backend_checks import required_libraries
 from camshaft.config.layout import Phase
 from camshaft.config.schema.generate import GenerateConfig
@@ -55,6 +56,8 @@ from camshaft.stop import Stop, handle_stop_signals
 from camshaft.temporary import remove_leftovers
 from camshaft.tracking import RunInfo, Tracking, check_trackers
 from camshaft.tracking.base import Command
+from camshaft.tracking.console import shared_console
+from camshaft.tracking.jsonl import FILE_NAME
 from camshaft.tracking.record import RECORD, log_text, log_to_file
 
 COMMANDS: Mapping[type[PPOConfig | SupervisedConfig], Command] = {PPOConfig: "ppo", SFTConfig: "sft", RMConfig: "rm"}
@@ -68,7 +71,7 @@ class Session:
 
     def __init__(self, trainer: TrainerConfig | SupervisedTrainerConfig):
         self.trainer = trainer
-        self.console = Console(highlight=False)
+        self.console = shared_console()
         self._exit_stack = contextlib.ExitStack()
 
     def say(self, text: str) -> None:
@@ -81,6 +84,32 @@ class Session:
         if (Path(self.trainer.default_local_dir).expanduser() / LATEST).exists():
             arguments = resume_arguments(self.trainer)
             self.say(f"Run the same command{' with ' if arguments else ''}{arguments} to resume.")
+
+    def say_choices(self, config: PPOConfig | SupervisedConfig) -> None:
+        """Print the values that were chosen automatically."""
+        if choices := format_choices(config):
+            self.say(choices)
+
+    def say_results(self, total_steps: int, model: str | None = None) -> None:
+        """Print where the results of a finished run are, and what to do with them."""
+        trainer, folder = self.trainer, Path(self.trainer.default_local_dir)
+        places = {"metrics": folder / FILE_NAME, "model": model, "checkpoints": folder}
+        if isinstance(trainer, TrainerConfig):
+            places["validation"] = trainer.validation_data_dir or folder / "validation"
+            places["responses"] = trainer.rollout_data_dir
+        has_checkpoint = (folder.expanduser() / LATEST).exists()
+        if not has_checkpoint:
+            del places["checkpoints"]
+        lines = {name: str(path) for name, path in places.items() if path and Path(path).expanduser().exists()}
+        if has_checkpoint:
+            if model is None:
+                lines["export"] = f"camshaft export {shlex.quote(str(folder))} models/{Path(run_name(trainer)).name}"
+            longer = f"epochs={2 * trainer.total_epochs}"
+            if trainer.total_training_steps == total_steps:
+                longer = f"steps={2 * total_steps}"
+            place = "" if trainer.experiment_name else f"out={shlex.quote(str(folder))} "
+            lines["train longer"] = f"the same command with {place}{longer}"
+        self.say("\n".join(f"{name:<13} {text}" for name, text in lines.items()))
 
     def tracking(
         self, config: PPOConfig | SupervisedConfig, total_steps: int, saved: SavedCheckpoint | None, subfolder: str = ""
@@ -129,10 +158,29 @@ def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None 
         lock.close()
 
 
+class _ConsoleHandler(logging.Handler):
+    """Print log records to a console, each on one line. The terminal wraps long lines, so paths can be copied."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)-8s %(message)s", "%H:%M:%S"))
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            style = _STYLES.get(record.levelno)
+            self._console.print(self.format(record), style=style, markup=False, highlight=False, soft_wrap=True)
+        except Exception:
+            self.handleError(record)
+
+
+_STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
+
+
 @contextlib.contextmanager
 def log_to_console(console: Console, seed: int) -> Iterator[None]:
     """Log to the console, and seed the global generator of torch, which libraries may use."""
-    handler = RichHandler(console=console, show_path=False, rich_tracebacks=False)
+    handler = _ConsoleHandler(console)
     root = logging.getLogger("camshaft")
     root.addHandler(handler)
     root.setLevel(logging.INFO)
@@ -220,6 +268,14 @@ def finish_saving(roles: Iterable[ActorRolloutRefWorker | CriticWorker | Supervi
     with contextlib.suppress(CamshaftError) if failed else contextlib.nullcontext():
         for role in roles:
             role.wait_for_checkpoint()
+
+
+def fit_batch(config: TrainingConfig, rows: int) -> TrainingConfig:
+    """Return the config with the batch size that fits the number of training rows, and log the change."""
+    fitted = fit_to_rows(config, rows)
+    if fitted.data.train_batch_size != config.data.train_batch_size:
+        logger.info("data.train_batch_size=%d, because the data has %d rows", fitted.data.train_batch_size, rows)
+    return fitted
 
 
 def run_length(trainer: TrainerConfig | SupervisedTrainerConfig, loader: StatefulLoader) -> int:

@@ -36,7 +36,16 @@ from camshaft.tracking.status import RunStatus
 from camshaft.trainer.divergence import DivergenceCheck
 from camshaft.trainer.mini_batches import balance_ranks
 from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume
-from camshaft.trainer.session import check_libraries, finish_saving, global_pool, run_length, run_pools, session
+from camshaft.trainer.schedule import SAVE_INTERVAL, Schedule
+from camshaft.trainer.session import (
+    check_libraries,
+    finish_saving,
+    fit_batch,
+    global_pool,
+    run_length,
+    run_pools,
+    session,
+)
 
 W = TypeVar("W", bound=SupervisedWorker)
 
@@ -52,9 +61,11 @@ class SupervisedTrainer(ABC, Generic[W]):
         check_export_path(config.export_path())
         self.tokenizer: Any = load_tokenizer(config.model.source(), config.model.trust_remote_code)
         max_rows = config.data.train_max_samples
+        rows = self.rows(data_files(config.data.train_files), None if max_rows == -1 else max_rows)
+        self.config = fit_batch(config, len(rows))
         self.loader = StatefulLoader(
-            self.rows(data_files(config.data.train_files), None if max_rows == -1 else max_rows),
-            config.data.train_batch_size,
+            rows,
+            self.config.data.train_batch_size,
             total_epochs=config.trainer.total_epochs,
             shuffle=config.data.shuffle,
             seed=config.data_seed(),
@@ -68,7 +79,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         with contextlib.ExitStack() as stack:
             self.status = stack.enter_context(RunStatus(config.trainer.default_local_dir))
             pools = stack.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, logs))
-            self.model = spawn(worker, config, self.total_steps, pool=pools[GLOBAL_POOL], name="model")
+            self.model = spawn(worker, self.config, self.total_steps, pool=pools[GLOBAL_POOL], name="model")
             self._exit = stack.pop_all()
         self.checkpoints = CheckpointManager(
             config.trainer.default_local_dir, config.trainer.default_hdfs_dir, config.trainer.worker_limit("save")
@@ -124,6 +135,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         At the end, export the model. After a stop signal, save a checkpoint instead.
         """
         trainer, stop, should_save = self.config.trainer, stop or Stop(), False
+        saves, tests = Schedule(trainer.save_freq, SAVE_INTERVAL), Schedule(trainer.test_freq)
         metrics: dict[str, float] = {}
         for batch in self.loader:
             if self.global_step >= self.total_steps:
@@ -133,22 +145,19 @@ class SupervisedTrainer(ABC, Generic[W]):
             self.status.enter("train")
             metrics = self.step(batch)
             is_last = self.global_step == self.total_steps or self.loader.exhausted
-            if trainer.save_freq > 0 and (is_last or self.global_step % trainer.save_freq == 0):
-                should_save = True
-            if (
-                self.val_rows is not None
-                and trainer.test_freq > 0
-                and (is_last or self.global_step % trainer.test_freq == 0)
-            ):
+            should_save = should_save or saves.is_due(self.global_step, is_last)
+            if self.val_rows is not None and tests.is_due(self.global_step, is_last):
                 self.status.enter("validate")
-                val_metrics = self.validate(self.val_rows)
+                with tests.measure():
+                    val_metrics = self.validate(self.val_rows)
                 should_save = self.best.update(val_metrics, self.global_step) or should_save
                 metrics |= val_metrics
             tracking.log(metrics, step=self.global_step)
             is_good = self.divergence.check_updates(self.global_step, metrics)
             is_stopped = stop.requested is not None and not is_last
             if is_stopped or (should_save and (is_good or is_last)):
-                self.save(prune=is_good)
+                with saves.measure():
+                    self.save(prune=is_good)
                 should_save = False
             elif should_save:
                 self.divergence.check_outputs(self.global_step)
@@ -206,9 +215,12 @@ def train_all(configs: Sequence[C], trainer_class: Callable[[C], SupervisedTrain
 def _train(config: C, trainer_class: Callable[[C], SupervisedTrainer[Any]]) -> int:
     """Check the machine, train and export the model, and return the exit status."""
     check_libraries(config)
-    with session(config.trainer) as run, trainer_class(config) as trainer:
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(session(config.trainer))
+        run.say_choices(config)
+        trainer = stack.enter_context(trainer_class(config))
         saved = trainer.prepare()
-        with run.tracking(config, trainer.total_steps, saved) as tracking:
+        with run.tracking(trainer.config, trainer.total_steps, saved) as tracking:
             stop = run.listen()
             trainer.fit(tracking, stop)
             trainer.finish_saving()  # trackers must not report the run as finished before its checkpoints are written
@@ -218,4 +230,5 @@ def _train(config: C, trainer_class: Callable[[C], SupervisedTrainer[Any]]) -> i
             run.say_how_to_resume()
         else:
             run.say(f"wrote {config.export_path()}")
+            run.say_results(trainer.total_steps, config.export_path())
     return stop.status

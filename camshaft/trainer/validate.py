@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from camshaft.algorithms.at_n import at_n
@@ -136,6 +137,13 @@ def decode_samples(parts: PPOParts, batch: DataProto, scores: Tensor) -> list[Sa
     responses = parts.decode([row.tolist() for row in batch["responses"].rows()])
     rows = zip(prompts, responses, batch["ground_truth"], scores.tolist(), strict=True)
     return [Sample(*row) for row in rows]
+
+
+def best_and_worst(parts: PPOParts, batch: DataProto) -> list[Sample]:
+    """Decode the responses with the highest and the lowest score, or one response if all scores are equal."""
+    scores = batch.ragged("token_level_scores").sum()
+    rows = torch.tensor(list(dict.fromkeys([int(scores.argmax()), int(scores.argmin())])))
+    return decode_samples(parts, batch.reorder(rows), scores[rows])
 
 
 def save_samples(samples: list[Sample], path: Path) -> None:

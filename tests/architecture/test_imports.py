@@ -24,6 +24,7 @@ LEVELS = [
         "plugins",
         "subprocesses",
         "stacks",
+        "machine",
         "masking",
         "temporary",
     },
@@ -40,7 +41,7 @@ LEVELS = [
 ALLOWED_ON_ONE_LEVEL = {
     ("dataproto", "ragged"), ("dataproto", "columns"), ("plugins", "errors"), ("storage", "errors"),
     ("config", "errors"), ("config", "plugins"), ("config", "stop"), ("config", "storage"), ("config", "hub"),
-    ("config", "masking"), ("stacks", "temporary"),
+    ("config", "machine"), ("config", "masking"), ("stacks", "temporary"),
     ("fetch", "storage"), ("fetch", "errors"), ("fetch", "hub"), ("hub", "errors"), ("__main__", "cli"),
     ("ragged", "columns"), ("ragged", "device"), ("dataproto", "device"),
     ("config", "subprocesses"), ("storage", "subprocesses"),

@@ -8,7 +8,7 @@ import pytest
 from support.pages import blocks, pages
 
 from camshaft.config import PPOConfig
-from camshaft.config.load import ALIASES
+from camshaft.config.schema.aliases import ALIASES
 from camshaft.config.tree import fields
 
 ROOT = Path(__file__).parents[2]

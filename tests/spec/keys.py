@@ -186,6 +186,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
         f"{_PPO_UNIT}::test_a_standalone_validation_does_not_change_its_run",
     ),
     "trainer.log_val_generations": (_WRITTEN,),
+    "trainer.sample_interval": (f"{_PPO_UNIT}::test_best_and_worst_response_are_logged_once_per_interval",),
     "trainer.validation_data_dir": (_WRITTEN,),
     "trainer.rollout_data_dir": (
         f"{_PPO_UNIT}::test_responses_of_every_validation_and_every_step_are_written_down",

@@ -334,8 +334,22 @@ DEVIATES = {
     "actor_rollout_ref.hybrid_engine": "`false` is rejected, as in the specification.",
     f"{MODEL}.use_remove_padding": "`false` logs a warning and has no effect: batches are never padded.",
     f"{CRITIC}.model.use_remove_padding": "`false` logs a warning and has no effect: batches are never padded.",
-    f"{ACTOR}.strategy": "`fsdp` selects FSDP2, and `fsdp1` selects FSDP1.",
-    f"{ACTOR}.ppo_mini_batch_size": "Counts prompts, each with `rollout.n` sequences.",
+    f"{ACTOR}.strategy": (
+        "`fsdp` selects FSDP2, and `fsdp1` selects FSDP1. The default is `auto`: `fsdp`, or `reference` for one "
+        "process on a CPU."
+    ),
+    f"{ACTOR}.ppo_mini_batch_size": (
+        "Counts prompts, each with `rollout.n` sequences. The default is `data.train_batch_size`."
+    ),
+    **dict.fromkeys(
+        (f"{ROLLOUT}.name", f"{ROLLOUT}.dtype", "trainer.n_gpus_per_node"),
+        "The default is `auto`, which depends on the machine.",
+    ),
+    f"{ROLLOUT}.tensor_model_parallel_size": "The default is 1, which runs on one device.",
+    f"{MODEL}.path": "There is no default.",
+    "data.val_files": "The default is null: no validation.",
+    "data.train_batch_size": "The default is `auto`: about 256 responses per iteration, or fewer for small data.",
+    **dict.fromkeys(("trainer.save_freq", "trainer.test_freq"), "The default is `auto`, a schedule by time."),
     f"{ACTOR}.optim.total_training_steps": "The trainer sets it if it is -1, as in the specification.",
     f"{ROLLOUT}.top_k": "0 and -1 both disable it, for every rollout.",
     f"{ROLLOUT}.load_format": (
@@ -365,7 +379,8 @@ DEVIATES = {
     "trainer.experiment_name": "The default names each run after its model, its data and the time.",
     "trainer.default_hdfs_dir": "The default is null. Any fsspec file system is supported.",
     "data.train_files": (
-        "Remote files are copied to a cache on disk. `CAMSHAFT_CACHE=/dev/shm/camshaft` keeps the copies in memory."
+        "There is no default. Remote files are copied to a cache on disk. `CAMSHAFT_CACHE=/dev/shm/camshaft` keeps the "
+        "copies in memory."
     ),
     "trainer.use_legacy_worker_impl": (
         "There is no legacy implementation. `auto`, `disable` and `false` describe what runs, and `enable` "

@@ -20,7 +20,8 @@ if __name__ == "__main__":
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from camshaft.config import PPOConfig  # noqa: E402
-from camshaft.config.load import ALIASES, check_implemented, resolved_defaults  # noqa: E402
+from camshaft.config.load import check_implemented, valid_defaults  # noqa: E402
+from camshaft.config.schema.aliases import ALIASES  # noqa: E402
 from camshaft.config.tree import expand_keys, flatten, keys_overlap, leaf_fields  # noqa: E402
 from spec.fields import FIELD_TESTS, FIELDS  # noqa: E402
 from spec.keys import PROOFS, tests_of_key  # noqa: E402
@@ -74,7 +75,7 @@ def problems() -> Iterator[str]:
 
 def accepted() -> Iterator[Unimplemented]:
     """Yield the entries of UNIMPLEMENTED that the config accepts."""
-    defaults = flatten(resolved_defaults(PPOConfig), LEAVES)
+    defaults = flatten(valid_defaults(PPOConfig), LEAVES)
     for entry in UNIMPLEMENTED:
         tree = expand_keys(defaults | {entry.key: entry.value}, LEAVES)
         if not any(

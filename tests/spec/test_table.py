@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from camshaft.config.load import ALIASES
+from camshaft.config.schema.aliases import ALIASES
 from camshaft.config.tree import get
 from spec import table
 from spec.rows import KEYS, Unimplemented

@@ -56,6 +56,8 @@ SMALL: dict[str, Any] = {
     "trainer.nnodes": 1,
     "trainer.n_gpus_per_node": 1,
     "trainer.logger": "[]",
+    "trainer.sample_interval": "null",
+    "trainer.log_val_generations": 0,
     "trainer.save_freq": -1,
     "trainer.test_freq": -1,
     "trainer.val_before_train": False,
@@ -78,6 +80,8 @@ class Step:
     """Weights after the step."""
     critic: dict[str, Tensor]
     """Weights after the step; empty without a critic."""
+    samples: Sequence[Mapping[str, Any]] = ()
+    """Training responses that trackers received."""
 
 
 def ppo_args(folder: Path, overrides: Mapping[str, Any] | None = None) -> list[str]:
@@ -105,7 +109,7 @@ def run_ppo(folder: Path, overrides: Mapping[str, Any] | None = None, steps: int
     lengths = {"trainer.total_training_steps": steps, "trainer.total_epochs": steps}
     config = ppo_config(folder, {**lengths, **(overrides or {})})
     with PPOParts(config) as parts:
-        trainer = PPOTrainer(config, parts)
+        trainer = PPOTrainer(parts.config, parts)
         trainer.rewards = watched = _WatchedRewards(parts.rewards)  # pyright: ignore[reportAttributeAccessIssue]
         trainer.prepare()
         recorder = _Recorder(parts, watched)
@@ -155,15 +159,19 @@ class _Recorder:
         self.parts, self.rewards = parts, rewards
         self.steps: list[Step] = []
         self.generations: dict[int, Sequence[Mapping[str, Any]]] = {}
+        self._samples: Sequence[Mapping[str, Any]] = ()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         actor, critic = self.parts.actor, self.parts.critic
-        self.steps.append(
-            Step(dict(metrics), self.rewards.batch, weights_of(actor), weights_of(critic) if critic else {})
-        )
+        weights = weights_of(actor), weights_of(critic) if critic else {}
+        self.steps.append(Step(dict(metrics), self.rewards.batch, *weights, self._samples))
+        self._samples = ()
 
     def log_generations(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         self.generations[step] = rows
+
+    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
+        self._samples = rows
 
 
 def weights_of(role: ActorRolloutRefWorker | CriticWorker) -> dict[str, Tensor]:

@@ -57,7 +57,7 @@ def run_with_vllm(folder: Path, overrides: Mapping[str, Any] | None = None, step
     lengths = {"trainer.total_training_steps": steps, "trainer.total_epochs": steps}
     config = ppo_config(folder, {**FOR_VLLM, **lengths, **(overrides or {})})
     with PPOParts(config) as parts:
-        trainer = PPOTrainer(config, parts)
+        trainer = PPOTrainer(parts.config, parts)
         trainer.prepare()
         model = config.actor_rollout_ref.model
         scaling = model.lora_alpha / max(model.lora_rank, 1)

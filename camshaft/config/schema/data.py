@@ -1,10 +1,10 @@
 """Section `data` of RL runs: prompt files, length limits and batch sizes."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from camshaft.config.schema.fields import OffOrPositive, Path, Paths, Section, Text
+from camshaft.config.schema.fields import Auto, OffOrPositive, Path, Paths, Section, Text
 
 Truncation = Literal["error", "left", "right", "middle"]
 
@@ -39,10 +39,11 @@ class DataConfig(Section):
         description="Maximum response length in tokens. Generation stops at this length, unless "
         "rollout.response_length is smaller.",
     )
-    train_batch_size: int = Field(
+    train_batch_size: Annotated[int, Auto()] = Field(
         ge=1,
         description="Number of prompts per training iteration, summed over all ranks. The rollout generates rollout.n "
-        "responses per prompt.",
+        "responses per prompt. auto generates about 256 responses per iteration, or fewer if the data has fewer "
+        "prompts.",
     )
     gen_batch_size: int | None = Field(
         ge=1,

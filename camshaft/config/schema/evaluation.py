@@ -6,7 +6,7 @@ config.custom_reward_function.selected()[0].name       # "auto"
 
 from pydantic import Field
 
-from camshaft.config.schema.fields import Path, Paths, Section, Text
+from camshaft.config.schema.fields import CommandConfig, Path, Paths, Section, Text
 from camshaft.config.schema.reward import CustomRewardConfig
 
 
@@ -42,7 +42,7 @@ class EvalDataConfig(Section):
     )
 
 
-class EvalConfig(Section):
+class EvalConfig(CommandConfig):
     """All keys of `camshaft eval`."""
 
     data: EvalDataConfig = Field(description="Responses to score, and output files.")

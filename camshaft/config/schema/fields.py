@@ -13,10 +13,10 @@ import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BeforeValidator, ConfigDict
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from camshaft.config.engine import Frozen
@@ -29,6 +29,36 @@ class Section(Frozen):
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The value of a key that is `auto`, as `camshaft.config.auto` chose it."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+class CommandConfig(Section):
+    """Base class of the configs of commands. They record which values were chosen automatically."""
+
+    _choices: tuple[Choice, ...] = PrivateAttr(default=())
+
+    def choices(self) -> tuple[Choice, ...]:
+        """Return the values that were chosen automatically."""
+        return self._choices
+
+    def with_choices(self, choices: Sequence[Choice]) -> Self:
+        """Return a copy that records the given choices."""
+        config = self.model_copy()
+        config._choices = tuple(choices)
+        return config
+
+
+@dataclass(frozen=True)
+class Auto:
+    """Marker of a key that accepts `auto`. Loading a config replaces it by a value of the type (`auto.py`)."""
 
 
 @dataclass(frozen=True)
@@ -104,6 +134,9 @@ Contents = Annotated[
 Modules = Annotated[
     str, BeforeValidator(_join_list), Described("a module name, or a comma-separated list of module names")
 ]
+Frequency = Annotated[
+    Literal["auto"] | Annotated[int, AfterValidator(_off_or_positive)], Described("auto, -1, or an integer >= 1")
+]
 OffOrPositive = Annotated[int, AfterValidator(_off_or_positive), Described("-1, or an integer >= 1")]
 Betas = Annotated[
     tuple[Annotated[float, Ge(0), Lt(1)], Annotated[float, Ge(0), Lt(1)]],
@@ -117,7 +150,13 @@ KLPenalty = Literal["kl", "abs", "mse", "low_var_kl", "full"]
 
 def describe(field: FieldInfo) -> str:
     """Describe the type, bounds and allowed values of a key, for example 'an integer >= 1, or null'."""
-    return _describe(field.annotation, field.metadata)
+    description = _describe(field.annotation, field.metadata)
+    return f"auto, or {description}" if accepts_auto(field) else description
+
+
+def accepts_auto(field: FieldInfo) -> bool:
+    """Return True if the value of the key can be `auto`."""
+    return any(isinstance(mark, Auto) for mark in field.metadata)
 
 
 def is_path(field: FieldInfo) -> bool:

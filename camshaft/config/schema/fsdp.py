@@ -8,12 +8,12 @@ files repeat the same values.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from camshaft.config.engine import Conflict, EngineModel, EngineOptions, format_division, largest_divisor
-from camshaft.config.schema.fields import DType, OffOrPositive, Section, Text
+from camshaft.config.schema.fields import Auto, DType, OffOrPositive, Section, Text
 
 ComputeDType = Literal["float32", "bfloat16"]
 
@@ -37,8 +37,10 @@ class WrapPolicy(Section):
 class ForwardMixedPrecision(Section):
     """Dtype in which a frozen model computes."""
 
-    param_dtype: ComputeDType | None = Field(
-        default=None, description="Dtype of the weights and activations during computation. null uses model_dtype."
+    param_dtype: Annotated[ComputeDType | None, Auto()] = Field(
+        default=None,
+        description="Dtype of the weights and activations during computation. null uses model_dtype. auto is bfloat16 "
+        "for float32 weights on an accelerator, if the engine supports it, and null otherwise.",
     )
 
 

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from camshaft.config.layout import PlacementConfig, RayConfig
 from camshaft.config.schema.data import Truncation
-from camshaft.config.schema.fields import Modules, OffOrPositive, Path, Paths, Section, Text
+from camshaft.config.schema.fields import CommandConfig, Modules, OffOrPositive, Path, Paths, Section, Text
 from camshaft.config.schema.model import ModelSource
 from camshaft.config.schema.reward import CustomRewardConfig
 from camshaft.config.schema.roles import GeneratorConfig
@@ -68,7 +68,7 @@ class GenerateTrainerConfig(PlacementConfig):
     seed: int = Field(ge=0, lt=2**32, description="Random seed.")
 
 
-class GenerateConfig(Section):
+class GenerateConfig(CommandConfig):
     """All keys of `camshaft generate`."""
 
     data: GenerateDataConfig = Field(description="Prompts to read, and the output file.")

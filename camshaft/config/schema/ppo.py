@@ -12,13 +12,13 @@ from camshaft.config.layout import RayConfig, Topology, divide_evenly, pool_size
 from camshaft.config.model_settings import read_settings
 from camshaft.config.schema.algorithm import AlgorithmConfig
 from camshaft.config.schema.data import DataConfig
-from camshaft.config.schema.fields import Section
+from camshaft.config.schema.fields import CommandConfig
 from camshaft.config.schema.reward import CustomRewardConfig, RewardModelConfig
 from camshaft.config.schema.roles import ActorRolloutRefConfig, CriticConfig
 from camshaft.config.schema.trainer import TrainerConfig
 
 
-class PPOConfig(Section):
+class PPOConfig(CommandConfig):
     """All keys of an RL run."""
 
     data: DataConfig = Field(description="Prompts, length limits and batch sizes.")

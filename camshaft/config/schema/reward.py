@@ -2,12 +2,12 @@
 
 import os.path
 from collections import Counter
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
 from camshaft.config.backends import ranks_per_row
-from camshaft.config.schema.fields import Functions, Modules, Numbers, Path, Section, Text
+from camshaft.config.schema.fields import Auto, Functions, Modules, Numbers, Path, Section, Text
 from camshaft.config.schema.fsdp import ForwardFSDPConfig
 from camshaft.config.schema.model import ModelSource
 
@@ -64,8 +64,9 @@ class RewardModelConfig(Section):
         description="Weight of the reward model in the score: score = function score + weight * model score. Without "
         "a scoring function (custom_reward_function.name=null), the score is the unweighted model score."
     )
-    strategy: Text = Field(
-        description="Engine that runs the reward model: a registered name, or an import path package.module:Class."
+    strategy: Annotated[Text, Auto()] = Field(
+        description="Engine that runs the reward model: a registered name, or an import path package.module:Class. "
+        "auto uses the engine of the actor."
     )
     model: RewardModelModelConfig = Field(description="Reward model.")
     micro_batch_size: int | None = Field(

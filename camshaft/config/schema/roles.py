@@ -12,6 +12,7 @@ from pydantic import Field
 from camshaft.config.backends import ranks_per_row
 from camshaft.config.schema.algorithm import POLICY_LOSSES
 from camshaft.config.schema.fields import (
+    Auto,
     Described,
     DType,
     KLPenalty,
@@ -54,11 +55,14 @@ class RouterReplayConfig(Section):
 class ActorConfig(Section):
     """Actor: training of the policy."""
 
-    strategy: Text = Field(description="Training engine: a registered name, or an import path package.module:Class.")
-    ppo_mini_batch_size: int = Field(
+    strategy: Annotated[Text, Auto()] = Field(
+        description="Training engine: a registered name, or an import path package.module:Class. auto selects "
+        "reference for one process on a CPU, and fsdp otherwise."
+    )
+    ppo_mini_batch_size: Annotated[int, Auto()] = Field(
         ge=1,
         description="Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n "
-        "sequences.",
+        "sequences. auto is data.train_batch_size: one optimizer step per epoch.",
     )
     ppo_micro_batch_size: int | None = Field(
         ge=1,
@@ -235,8 +239,15 @@ class ValKwargs(Section):
 class GeneratorConfig(Section):
     """Settings of the rollout backend, in training and in `camshaft generate`."""
 
-    name: Text = Field(description="Rollout backend: a registered name, or an import path package.module:Class.")
-    n: int = Field(ge=1, description="Number of responses to generate per prompt.")
+    name: Annotated[Text, Auto()] = Field(
+        description="Rollout backend: a registered name, or an import path package.module:Class. auto selects vllm on "
+        "an accelerator if vLLM is installed, and torch otherwise."
+    )
+    n: Annotated[int, Auto()] = Field(
+        ge=1,
+        description="Number of responses to generate per prompt. auto is 8 if the responses to a prompt are compared "
+        "with each other (GRPO and other group estimators, dynamic sampling), and 1 otherwise.",
+    )
     temperature: float = Field(
         gt=0,
         description="Sampling temperature. In training, logits are divided by the same temperature before log-probs "
@@ -282,9 +293,9 @@ class GeneratorConfig(Section):
     response_length: int = Field(
         ge=1, description="Maximum response length in tokens. Generation stops at this length."
     )
-    dtype: DType = Field(
+    dtype: Annotated[DType, Auto()] = Field(
         description="Dtype of the weights in the rollout backend. It should equal the dtype in which the actor "
-        "computes."
+        "computes. auto is that dtype; without an actor it is bfloat16 on an accelerator and float32 on a CPU."
     )
     gpu_memory_utilization: float = Field(
         gt=0, le=1, description="Fraction of device memory that the rollout backend may use (vllm and sglang only)."
@@ -397,7 +408,10 @@ class CriticConfig(Section):
     worker_cls: Text | None = Field(
         description="Import path package.module:Class of the worker that runs the critic. null uses CriticWorker."
     )
-    strategy: Text = Field(description="Training engine: a registered name, or an import path package.module:Class.")
+    strategy: Annotated[Text, Auto()] = Field(
+        description="Training engine: a registered name, or an import path package.module:Class. auto uses the engine "
+        "of the actor."
+    )
     optim: OptimSection = Field(description="Optimizer and learning-rate schedule of the critic.")
     model: CriticModelConfig = Field(description="Model of the critic.")
     ppo_mini_batch_size: int = Field(

@@ -1,14 +1,24 @@
 """Config of `camshaft sft` and `camshaft rm`, which train one model with one optimizer step per batch."""
 
 from abc import abstractmethod
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from camshaft.config.backends import ranks_per_row
 from camshaft.config.layout import PlacementConfig, RayConfig
 from camshaft.config.schema.data import Truncation
-from camshaft.config.schema.fields import Names, OffOrPositive, Path, Paths, Section, Text
+from camshaft.config.schema.fields import (
+    Auto,
+    CommandConfig,
+    Frequency,
+    Names,
+    OffOrPositive,
+    Path,
+    Paths,
+    Section,
+    Text,
+)
 from camshaft.config.schema.fsdp import FSDPConfig
 from camshaft.config.schema.model import CheckpointConfig, ModelConfig, OptimSection
 
@@ -28,8 +38,10 @@ class SupervisedDataConfig(Section):
         description="Handling of sequences longer than max_length. error raises an error; left, right and middle "
         "remove tokens at that position."
     )
-    train_batch_size: int = Field(
-        ge=1, description="Number of sequences (sft) or pairs (rm) per optimizer step, summed over all ranks."
+    train_batch_size: Annotated[int, Auto()] = Field(
+        ge=1,
+        description="Number of sequences (sft) or pairs (rm) per optimizer step, summed over all ranks. auto is 64, or "
+        "the number of rows of smaller data.",
     )
     micro_batch_size_per_gpu: int = Field(
         ge=1, description="Number of sequences (sft) or pairs (rm) per forward and backward pass on each rank."
@@ -63,8 +75,14 @@ class SupervisedTrainerConfig(PlacementConfig):
         description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, or an "
         "import path package.module:Class."
     )
-    save_freq: OffOrPositive = Field(description="Number of steps between checkpoints. -1 disables checkpoints.")
-    test_freq: OffOrPositive = Field(description="Number of steps between validations. -1 disables validation.")
+    save_freq: Frequency = Field(
+        description="Number of steps between checkpoints. auto saves every 10 minutes, or less often if saving would "
+        "take more than a fifth of the time, and at the end. -1 disables checkpoints."
+    )
+    test_freq: Frequency = Field(
+        description="Number of steps between validations. auto spends up to a fifth of the time on validation, and "
+        "validates at the end. -1 disables validation."
+    )
     max_skipped_steps: int | None = Field(
         ge=1,
         description="The run ends with an error after this many consecutive optimizer steps with a non-finite "
@@ -75,7 +93,11 @@ class SupervisedTrainerConfig(PlacementConfig):
         description="Folder or URL (hdfs://, s3://) to copy checkpoints to; null disables copies. Old copies are not "
         "deleted. A run resumes from the newest copy if default_local_dir contains no checkpoint."
     )
-    max_ckpt_to_keep: int | None = Field(ge=1, description="Number of most recent checkpoints to keep. null keeps all.")
+    max_ckpt_to_keep: Annotated[int | None, Auto()] = Field(
+        ge=1,
+        description="Number of most recent checkpoints to keep. null keeps all. auto is 2 with save_freq=auto, and "
+        "null otherwise.",
+    )
     best_metric: Text | None = Field(
         description="Validation metric that selects the best checkpoint, for example val/loss. The best checkpoint is "
         "kept in addition to the most recent ones. null disables the selection."
@@ -95,10 +117,13 @@ class SupervisedTrainerConfig(PlacementConfig):
     seed: int = Field(ge=0, lt=2**32, description="Random seed.")
 
 
-class SupervisedConfig(Section):
+class SupervisedConfig(CommandConfig):
     """Keys that `camshaft sft` and `camshaft rm` share."""
 
-    strategy: Text = Field(description="Training engine: a registered name, or an import path package.module:Class.")
+    strategy: Annotated[Text, Auto()] = Field(
+        description="Training engine: a registered name, or an import path package.module:Class. auto selects "
+        "reference for one process on a CPU, and fsdp otherwise."
+    )
     data: SupervisedDataConfig = Field(description="Training files, length limit and batch sizes.")
     model: ModelConfig = Field(description="Model to train.")
     optim: OptimSection = Field(

@@ -1,11 +1,11 @@
 """Section `trainer` of RL runs: run length, devices, logging, validation and checkpoints."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from camshaft.config.layout import PlacementConfig, PoolConfig
-from camshaft.config.schema.fields import Names, OffOrPositive, Path, Section, Text
+from camshaft.config.schema.fields import Auto, Frequency, Names, Path, Section, Text
 
 
 class SamplesConfig(Section):
@@ -47,18 +47,28 @@ class TrainerConfig(PlacementConfig):
         description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, or an "
         "import path package.module:Class."
     )
-    save_freq: OffOrPositive = Field(description="Number of iterations between checkpoints. -1 disables checkpoints.")
-    test_freq: OffOrPositive = Field(
-        description="Number of iterations between validations. -1 disables validation during training."
+    save_freq: Frequency = Field(
+        description="Number of iterations between checkpoints. auto saves every 10 minutes, or less often if saving "
+        "would take more than a fifth of the time, and at the end. -1 disables checkpoints."
     )
-    val_before_train: bool = Field(
-        description="Validate once before the first iteration. A resumed run skips this validation."
+    test_freq: Frequency = Field(
+        description="Number of iterations between validations. auto spends up to a fifth of the time on validation, "
+        "and validates at the end. -1 disables validation during training."
+    )
+    val_before_train: Annotated[bool, Auto()] = Field(
+        description="Validate once before the first iteration. A resumed run skips this validation. auto validates if "
+        "data.val_files is set."
     )
     val_only: bool = Field(description="Validate the initial or resumed model once, and exit without training.")
     log_val_generations: int = Field(
         ge=0,
         description="Number of responses per validation to send to the experiment trackers. If validation_data_dir is "
         "null, the same responses are written to <default_local_dir>/validation.",
+    )
+    sample_interval: float | None = Field(
+        gt=0,
+        description="Minimum time in seconds between two steps whose best and worst response are printed. null prints "
+        "no training responses.",
     )
     validation_data_dir: Path | None = Field(
         description="Folder to write all validation responses to, one file step_<n>.jsonl per validation. null writes "
@@ -85,8 +95,10 @@ class TrainerConfig(PlacementConfig):
         "deleted. A run resumes from the newest copy if default_local_dir contains no checkpoint."
     )
     default_local_dir: Path = Field(description="Folder for checkpoints and metrics.")
-    max_actor_ckpt_to_keep: int | None = Field(
-        ge=1, description="Number of most recent actor checkpoints to keep. null keeps all."
+    max_actor_ckpt_to_keep: Annotated[int | None, Auto()] = Field(
+        ge=1,
+        description="Number of most recent actor checkpoints to keep. null keeps all. auto is 2 with save_freq=auto, "
+        "and null otherwise.",
     )
     max_critic_ckpt_to_keep: int | None = Field(
         ge=1, description="Number of most recent critic checkpoints to keep. null keeps all."

@@ -14,6 +14,8 @@ def words(tmp_path: Path) -> list[str]:
         f"data.val_files={tmp_path}/val.parquet",
         f"actor_rollout_ref.model.path={tmp_path}/model",
         f"critic.model.path={tmp_path}/model",
+        "data.train_batch_size=1024",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=256",
         "actor_rollout_ref.actor.strategy=reference",
         "actor_rollout_ref.rollout.name=torch",
         "trainer.n_gpus_per_node=1",
@@ -29,6 +31,7 @@ def sft_words(tmp_path: Path) -> list[str]:
         f"data.train_files={tmp_path}/train.parquet",
         f"data.val_files={tmp_path}/val.parquet",
         f"model.path={tmp_path}/model",
+        "data.train_batch_size=256",
         "strategy=reference",
         "trainer.device=cpu",
     ]

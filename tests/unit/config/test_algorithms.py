@@ -21,7 +21,7 @@ BUFFER = "reward_model.overlong_buffer"
         (["critic.enable=false"], "algorithm.adv_estimator=gae requires a critic. Set critic.enable=null."),
         ([*GRPO, "critic.enable=true"], "algorithm.adv_estimator=grpo does not use a critic. Set critic.enable=null."),
         ([FILTER, f"{ROLLOUT}.n=4"], "algorithm.adv_estimator=gae does not."),
-        ([FILTER, "algorithm.adv_estimator=my.module:mine"], f"Set {ROLLOUT}.n=8."),
+        ([FILTER, "algorithm.adv_estimator=my.module:mine", f"{ROLLOUT}.n=1"], f"Set {ROLLOUT}.n=8."),
         ([*GRPO, "data.gen_batch_size=2048"], f"Set {FILTER}, or data.gen_batch_size=null."),
         ([*GRPO, FILTER, "data.gen_batch_size=64", "data.train_max_samples=32"], "contains (data.gen_batch_size=64)."),
         (

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from camshaft.config import GenerateConfig, PPOConfig, SFTConfig, from_container, load_ppo, load_sft
-from camshaft.config.load import ALIASES, VALUE_ALIASES
+from camshaft.config.schema.aliases import ALIASES, VALUE_ALIASES
 from camshaft.config.tree import fields, get
 from camshaft.errors import ConfigError
 

@@ -137,7 +137,7 @@ def test_per_gpu_micro_batch_overrides_the_global_one():
 @pytest.mark.parametrize("estimator", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
 def test_group_estimators_need_several_responses(words, estimator):
     words = [*words, f"algorithm.adv_estimator={estimator}"]
-    assert f"{ROLLOUT}.n=1" in _error(words)
+    assert f"{ROLLOUT}.n=1" in _error([*words, f"{ROLLOUT}.n=1"])
     load_ppo([*words, f"{ROLLOUT}.n=2"])
 
 
@@ -184,7 +184,7 @@ def test_group_estimators_need_several_responses(words, estimator):
         (["trainer.use_legacy_worker_impl=enable"], "camshaft has no legacy implementation"),
         (["trainer.use_legacy_worker_impl=true"], "camshaft has no legacy implementation"),
         ([f"{ACTOR}.optim.lr_warmup_steps=10", "trainer.total_training_steps=10"], "the length of the run"),
-        (["data.val_files=null"], "trainer.val_before_train=false"),
+        (["data.val_files=null", "trainer.test_freq=2"], "trainer.val_before_train=false"),
         (["data.train_files=[]"], "training requires at least one file"),
         ([f"{ACTOR}.strategy=referense"], "Did you mean reference?"),
         ([f"{ROLLOUT}.name=trch"], "Did you mean torch?"),

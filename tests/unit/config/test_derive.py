@@ -109,7 +109,7 @@ def test_rollout_config_has_the_limits(words):
     rollout = rollout_engine(config)
     assert rollout.max_model_len == 128
     assert (rollout.max_num_seqs, rollout.max_num_batched_tokens) == (1024, 8192)
-    assert (rollout.dtype, rollout.device, rollout.seed, rollout.free_cache_engine) == ("bfloat16", "cpu", 4, True)
+    assert (rollout.dtype, rollout.device, rollout.seed, rollout.free_cache_engine) == ("float32", "cpu", 4, True)
 
 
 def test_validation_has_separate_sampling(words):

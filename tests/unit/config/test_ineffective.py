@@ -36,6 +36,7 @@ from camshaft.config.ineffective import (
     find_notices,
 )
 from camshaft.config.load import (
+    choose_automatic,
     from_container,
     overridden_keys,
     override_defaults,
@@ -46,6 +47,7 @@ from camshaft.config.load import (
 from camshaft.config.schema.fields import Section
 from camshaft.config.tree import leaf_fields
 from camshaft.errors import ConfigError
+from camshaft.machine import Machine
 
 Case = tuple[str, list[str], list[str]]
 """A setting, the settings with which nothing reads its key, and those with which something does."""
@@ -204,7 +206,7 @@ PPO_CASES: list[Case] = [
 SUPERVISED_CASES: list[Case] = [
     ("trainer.worker_timeouts.generate=9", [], []),
     ("data.seed=3", ["data.shuffle=false"], []),
-    ("data.val_files={folder}/val.parquet", [], ["trainer.test_freq=1"]),
+    ("data.val_files={folder}/val.parquet", ["trainer.test_freq=-1"], ["trainer.test_freq=1"]),
     ("trainer.best_metric_mode=max", [], [*VALIDATED, "trainer.best_metric=val/loss"]),
     *batch_cases("data.use_dynamic_bsz", "data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu"),
     *model_cases("model", "strategy")[:-2],
@@ -382,6 +384,11 @@ def run_config(folder: Path, settings: Mapping[str, Any]) -> PPOConfig:
         "trainer.device": "cuda",
         f"{ROLLOUT}.name": "server",
         f"{ROLLOUT}.tensor_model_parallel_size": 1,
+        f"{ROLLOUT}.dtype": "bfloat16",
+        **{
+            f"{section}.fsdp_config.mixed_precision.param_dtype": None
+            for section in ("actor_rollout_ref.actor", "critic.model")
+        },
     }
     return from_container(base | dict(settings), PPOConfig)
 
@@ -503,7 +510,8 @@ def notices(schema: type[Section], words: list[str]) -> list[str]:
     """Return the notices of a command whose files do not exist."""
     tree = override_defaults(schema, prepare_overrides(words, []))
     assert tree is not None
-    return list(find_notices(schema.model_validate(resolve(tree, schema)[0]), tree, overridden_keys(words)))
+    chosen, _ = choose_automatic(tree, schema, Machine("cuda", 8, frozenset({"vllm"})))
+    return list(find_notices(schema.model_validate(resolve(chosen, schema)[0]), tree, overridden_keys(words)))
 
 
 @pytest.mark.parametrize("path", ["README.md", *sorted(map(str, ROOT.glob("examples/ppo_trainer/*.sh")))])

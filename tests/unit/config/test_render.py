@@ -12,8 +12,8 @@ from camshaft.errors import ConfigError
 def test_explain_shows_description_type_default_and_comment():
     text = explain("actor_rollout_ref.actor.ppo_mini_batch_size")
     assert text.startswith("actor_rollout_ref.actor.ppo_mini_batch_size\n  Number of prompts per optimizer step")
-    assert "type        an integer >= 1" in text
-    assert "default     256" in text
+    assert "type        auto, or an integer >= 1" in text
+    assert "default     auto" in text
     assert "prompts, summed over all ranks; each contributes rollout.n sequences" in text
 
 
@@ -67,7 +67,7 @@ def test_comments_belong_to_the_key_on_their_line():
 
 
 def test_show_returns_the_file_of_defaults():
-    assert "train_batch_size: 1024 # prompts, summed over all ranks" in show()
+    assert "train_batch_size: auto # prompts, summed over all ranks" in show()
     assert "micro_batch_size_per_gpu: 4" in show("sft")
 
 

@@ -9,10 +9,11 @@ from pydantic import ValidationError
 
 from camshaft import algorithms
 from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig, load_ppo
-from camshaft.config.load import raw_defaults, resolved_defaults
+from camshaft.config.auto import RULES
+from camshaft.config.load import raw_defaults, resolved_defaults, valid_defaults
 from camshaft.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
-from camshaft.config.schema.fields import KLPenalty, LossAggMode
-from camshaft.config.tree import fields, flatten, get, leaf_fields
+from camshaft.config.schema.fields import KLPenalty, LossAggMode, accepts_auto
+from camshaft.config.tree import expand_keys, fields, flatten, get, leaf_fields
 
 SCHEMAS = [PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig]
 
@@ -34,7 +35,7 @@ def test_every_key_has_a_description_of_one_line(schema):
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_defaults_are_in_the_yaml_files(schema):
     """The fields of `fsdp_config` have defaults for engines without a config file; they equal those of the files."""
-    defaults = resolved_defaults(schema)
+    defaults = valid_defaults(schema)
     for key, field in fields(schema).items():
         if "fsdp_config." not in key:
             assert field.is_required(), key
@@ -44,7 +45,7 @@ def test_defaults_are_in_the_yaml_files(schema):
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_defaults_are_valid(schema):
-    schema.model_validate(resolved_defaults(schema))
+    schema.model_validate(valid_defaults(schema))
 
 
 def test_config_is_immutable(words):
@@ -136,10 +137,42 @@ SPECIFIED = {
 }
 
 
+DEVIATIONS = {
+    "data.train_files": None,
+    "data.val_files": None,
+    "data.train_batch_size": "auto",
+    "actor_rollout_ref.model.path": None,
+    "actor_rollout_ref.actor.strategy": "auto",
+    "actor_rollout_ref.actor.ppo_mini_batch_size": "auto",
+    "actor_rollout_ref.rollout.name": "auto",
+    "actor_rollout_ref.rollout.dtype": "auto",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
+    "reward_model.model.input_tokenizer": None,
+    "trainer.n_gpus_per_node": "auto",
+    "trainer.save_freq": "auto",
+    "trainer.test_freq": "auto",
+}
+"""Defaults that start on any machine, where those of the specification need eight GPUs and certain files."""
+
+
 def test_keys_and_defaults_match_the_specification():
     defaults = resolved_defaults(PPOConfig)
     actual = {key: get(defaults, key) for key in SPECIFIED}
-    assert actual == SPECIFIED
+    assert actual == SPECIFIED | DEVIATIONS
+
+
+@pytest.mark.parametrize("key", [key for key in DEVIATIONS if key not in ("data.val_files", "trainer.n_gpus_per_node")])
+def test_specified_defaults_remain_valid(key):
+    values = dict(valid_defaults(PPOConfig))
+    tree = expand_keys(flatten(values, leaf_fields(PPOConfig)) | {key: SPECIFIED[key]}, leaf_fields(PPOConfig))
+    PPOConfig.model_validate(tree)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_keys_that_accept_auto_have_a_rule(schema):
+    marked = {key for key, field in leaf_fields(schema).items() if accepts_auto(field)}
+    scheduled = {"trainer.save_freq", "trainer.test_freq"} & leaf_fields(schema).keys()
+    assert RULES[schema].keys() == marked | scheduled
 
 
 def test_config_choices_match_the_algorithm_registries():

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer
 from camshaft import storage
 from camshaft.config import PPOConfig
 from camshaft.models.loader import load_tokenizer
+from camshaft.tracking.base import deterministic
 from camshaft.tracking.jsonl import read_metrics
 
 
@@ -162,3 +163,40 @@ def test_a_standalone_validation_does_not_change_its_run(tmp_path: Path) -> None
     refused = camshaft("ppo", *ppo_args(tmp_path, {"trainer.val_only": True, "data.val_files": "null"}))
     assert refused.status == 2
     assert "validation requires prompts" in refused.err
+
+
+def test_best_and_worst_response_are_logged_once_per_interval(tmp_path: Path) -> None:
+    first, second = run_ppo(tmp_path, {"trainer.sample_interval": 1e6}, steps=2)
+    best, worst = first.samples
+    assert best["score"] == first.metrics["critic/score/max"]
+    assert worst["score"] == first.metrics["critic/score/min"]
+    assert best["score"] > worst["score"]
+    assert {"prompt", "response"} <= best.keys()
+    assert not second.samples
+    assert not run_ppo(tmp_path, {"trainer.sample_interval": "null"}, steps=1)[0].samples
+
+
+def test_validation_changes_nothing_in_training(tmp_path: Path) -> None:
+    sampled = {
+        "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+        "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
+    }
+    plain = run_ppo(tmp_path, steps=2)
+    validated = run_ppo(tmp_path, sampled | {"trainer.test_freq": 1}, steps=2)
+    assert "val/reward/mean" in validated[0].metrics
+    for step, other in zip(plain, validated, strict=True):
+        metrics = {name: value for name, value in deterministic(other.metrics).items() if not name.startswith("val")}
+        assert metrics == deterministic(step.metrics)
+        assert all(torch.equal(weights, other.actor[name]) for name, weights in step.actor.items())
+
+
+def test_a_run_without_a_schedule_saves_and_validates_at_its_end(tmp_path: Path) -> None:
+    steps = run_ppo(tmp_path, {"trainer.save_freq": "auto", "trainer.test_freq": "auto"}, steps=2)
+    assert "val/reward/mean" in steps[-1].metrics
+    assert [folder.name for folder in (tmp_path / "run").glob("global_step_*")] == ["global_step_2"]
+
+
+def test_a_batch_that_is_not_set_shrinks_to_the_data(tmp_path: Path) -> None:
+    words = {"data.train_batch_size": "auto", "actor_rollout_ref.actor.ppo_mini_batch_size": "auto"}
+    (step,) = run_ppo(tmp_path, words, steps=1)
+    assert len(step.batch) == 64  # all prompts of the file

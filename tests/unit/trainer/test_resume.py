@@ -41,7 +41,7 @@ def run(folder: Path, overrides: dict[str, Any], saves_to: Path | None = None, s
     config = ppo_config(folder, {**BUSY, "trainer.total_training_steps": steps, **overrides})
     info = RunInfo("p", "e", folder, steps)
     with PPOParts(config) as parts, Tracking([], info) as tracking:
-        trainer = PPOTrainer(config, parts)
+        trainer = PPOTrainer(parts.config, parts)
         trainer.prepare()
         if saves_to is None:
             trainer.fit(tracking)

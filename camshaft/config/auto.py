@@ -1,0 +1,333 @@
+"""Choice of the values of keys that are `auto`, from the rest of the config and the machine.
+
+    choices = choose(values, PPOConfig, Machine("cuda", 8, frozenset({"vllm"})))
+    choices[0]                                  # Choice("trainer.device", "cuda", "8 accelerators of this machine")
+    fitted = fit_to_rows(config, 48)            # a smaller batch, if the data has only 48 rows
+    format_choices(config)                      # the table that a run prints at its start
+
+`load.py` puts the choices into the config before it is validated, so no other code handles `auto`. The exceptions are
+`trainer.save_freq` and `trainer.test_freq`, whose value `auto` is a schedule by time (`trainer/schedule.py`).
+
+With several machines, the choices describe the machine on which the command runs. Set `trainer.device` and
+`trainer.n_gpus_per_node` if the others differ.
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from camshaft.config.backends import (
+    ACCELERATOR_ROLLOUTS,
+    BUILT_IN_ROLLOUT,
+    SHARDED_ENGINE,
+    SINGLE_PROCESS_ENGINE,
+    rollout_capabilities,
+    supports_mixed_precision,
+)
+from camshaft.config.layout import Topology
+from camshaft.config.schema.algorithm import GROUP_ESTIMATORS
+from camshaft.config.schema.evaluation import EvalConfig
+from camshaft.config.schema.fields import Choice, Section
+from camshaft.config.schema.generate import GenerateConfig
+from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.supervised import RMConfig, SFTConfig, SupervisedConfig
+from camshaft.config.short_names import short_names
+from camshaft.config.tree import format_value, get, has_key, put
+from camshaft.machine import CPU, Machine
+
+AUTO = "auto"
+GROUP_SIZE = 8
+"""Responses per prompt, if the responses to a prompt are compared with each other."""
+RESPONSES_PER_STEP = 256
+SUPERVISED_BATCH = 64
+CHECKPOINTS_TO_KEEP = 2
+"""Checkpoints that are kept if they are saved by time. A damaged newest one can be replaced by the one before it."""
+
+BATCH, MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+TrainingConfig = TypeVar("TrainingConfig", PPOConfig, SupervisedConfig)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Values of a config, not validated yet, and the machine."""
+
+    values: Mapping[str, Any]
+    machine: Machine
+
+    def get(self, key: str) -> Any:
+        """Return the value of a key, or None if it does not exist."""
+        return get(self.values, key) if has_key(self.values, key) else None
+
+    def count(self, key: str, default: int = 1) -> int:
+        """Return the value of a key if it is a positive integer, and the default otherwise."""
+        value = self.get(key)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
+
+    def on_cpu(self) -> bool:
+        """Return True if the run uses no accelerator."""
+        return str(self.get("trainer.device")).partition(":")[0] == CPU
+
+    def ranks(self) -> int:
+        """Return the number of ranks of the largest resource pool."""
+        pools = self.get("trainer.resource_pools")
+        sections = ["trainer", *(f"trainer.resource_pools.{name}" for name in (pools or {}))]
+        return max(self.count(f"{pool}.nnodes") * self.count(f"{pool}.n_gpus_per_node") for pool in sections)
+
+    def is_grouped(self) -> bool:
+        """Return True if the responses to the same prompt are compared with each other."""
+        filters = self.get("algorithm.filter_groups.enable") is True
+        return filters or self.get("algorithm.adv_estimator") in GROUP_ESTIMATORS
+
+
+Rule = Callable[[Settings], tuple[Any, str]]
+"""Function that returns the value of a key and the reason for it. It may read keys whose rules come before."""
+
+
+def _device(settings: Settings) -> tuple[Any, str]:
+    machine = settings.machine
+    return machine.device, "no accelerator found" if machine.device == CPU else _count(machine.devices, "accelerator")
+
+
+def _devices(settings: Settings) -> tuple[Any, str]:
+    if settings.on_cpu():
+        return 1, "one process on a CPU"
+    if str(settings.get("trainer.device")).partition(":")[0] != settings.machine.device:
+        return 1, "this machine has no such device"
+    return settings.machine.devices, "all accelerators of this machine"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)} found"
+
+
+def _engine(settings: Settings) -> tuple[Any, str]:
+    if settings.on_cpu() and settings.ranks() == 1:
+        return SINGLE_PROCESS_ENGINE, "one process on a CPU"
+    return SHARDED_ENGINE, "several processes on a CPU" if settings.on_cpu() else "runs on accelerators"
+
+
+def _follow(key: str) -> Rule:
+    return lambda settings: (settings.get(key), f"as {key}")
+
+
+def _compute_dtype(strategy: str, section: str) -> Rule:
+    def choose(settings: Settings) -> tuple[Any, str]:
+        if settings.on_cpu():
+            return None, "computes in the dtype of the weights on a CPU"
+        is_float32 = settings.get(f"{section}.model_dtype") == "float32"
+        if not is_float32 or not supports_mixed_precision(str(settings.get(strategy))):
+            return None, "computes in the dtype of the weights"
+        return "bfloat16", "with float32 weights in the optimizer"
+
+    return choose
+
+
+def _rollout(settings: Settings) -> tuple[Any, str]:
+    if settings.on_cpu():
+        return BUILT_IN_ROLLOUT, "built in"
+    libraries = {name: str(rollout_capabilities(name).library) for name in ACCELERATOR_ROLLOUTS}
+    installed = (name for name, library in libraries.items() if library in settings.machine.libraries)
+    missing = ", ".join(libraries.values())
+    name = next(installed, BUILT_IN_ROLLOUT)
+    return name, f"{name} is installed" if name in libraries else f"built in; {missing} is not installed"
+
+
+def _actor_dtype(settings: Settings) -> tuple[Any, str]:
+    section = f"{ACTOR}.fsdp_config"
+    dtype = settings.get(f"{section}.mixed_precision.param_dtype") or settings.get(f"{section}.model_dtype")
+    return dtype, "the actor computes in this dtype"
+
+
+def _generator_dtype(settings: Settings) -> tuple[Any, str]:
+    return ("float32", "on a CPU") if settings.on_cpu() else ("bfloat16", "on accelerators")
+
+
+def _group_size(settings: Settings) -> tuple[Any, str]:
+    if settings.is_grouped():
+        return GROUP_SIZE, "the responses to a prompt are compared"
+    return 1, "the responses to a prompt are not compared"
+
+
+def _one_response(_: Settings) -> tuple[Any, str]:
+    return 1, "one response to each prompt"
+
+
+def _prompts_per_step(settings: Settings) -> tuple[Any, str]:
+    """Return a number of prompts that gives every rank the same number of responses, and complete mini-batches."""
+    n, ranks = settings.count(f"{ROLLOUT}.n"), settings.ranks()
+    unit = math.lcm(settings.count(MINI_BATCH), ranks // math.gcd(n, ranks))
+    prompts = -(-max(1, RESPONSES_PER_STEP // n) // unit) * unit
+    return prompts, f"{prompts * n} responses per step"
+
+
+def _supervised_batch(settings: Settings) -> tuple[Any, str]:
+    ranks = settings.ranks()
+    return -(-SUPERVISED_BATCH // ranks) * ranks, "rows per step"
+
+
+def _validates_before(settings: Settings) -> tuple[Any, str]:
+    has_data = bool(settings.get("data.val_files"))
+    return has_data, "validation data is set" if has_data else "no validation data"
+
+
+def _test_freq(settings: Settings) -> tuple[Any, str]:
+    if not settings.get("data.val_files"):
+        return -1, "no validation data"
+    return AUTO, "up to a fifth of the time, and at the end"
+
+
+def _save_freq(_: Settings) -> tuple[Any, str]:
+    return AUTO, "every 10 minutes, and at the end"
+
+
+def _checkpoints_to_keep(settings: Settings) -> tuple[Any, str]:
+    if settings.get("trainer.save_freq") == AUTO:
+        return CHECKPOINTS_TO_KEEP, "the most recent checkpoints"
+    return None, "keeps all checkpoints"
+
+
+_PLACE: dict[str, Rule] = {"trainer.device": _device, "trainer.n_gpus_per_node": _devices}
+_SUPERVISED: dict[str, Rule] = {
+    **_PLACE,
+    "strategy": _engine,
+    "fsdp_config.mixed_precision.param_dtype": _compute_dtype("strategy", "fsdp_config"),
+    BATCH: _supervised_batch,
+    "trainer.test_freq": _test_freq,
+    "trainer.save_freq": _save_freq,
+    "trainer.max_ckpt_to_keep": _checkpoints_to_keep,
+}
+_ROLES = {
+    ACTOR: f"{ACTOR}.strategy",
+    "actor_rollout_ref.ref": f"{ACTOR}.strategy",
+    "critic.model": "critic.strategy",
+    "reward_model.model": "reward_model.strategy",
+}
+"""Maps the sections that contain an `fsdp_config` to the key of their engine."""
+
+RULES: dict[type[Section], dict[str, Rule]] = {
+    PPOConfig: {
+        **_PLACE,
+        f"{ACTOR}.strategy": _engine,
+        "critic.strategy": _follow(f"{ACTOR}.strategy"),
+        "reward_model.strategy": _follow(f"{ACTOR}.strategy"),
+        **{
+            f"{section}.fsdp_config.mixed_precision.param_dtype": _compute_dtype(strategy, f"{section}.fsdp_config")
+            for section, strategy in _ROLES.items()
+        },
+        f"{ROLLOUT}.name": _rollout,
+        f"{ROLLOUT}.dtype": _actor_dtype,
+        f"{ROLLOUT}.n": _group_size,
+        BATCH: _prompts_per_step,
+        MINI_BATCH: _follow(BATCH),
+        "trainer.val_before_train": _validates_before,
+        "trainer.test_freq": _test_freq,
+        "trainer.save_freq": _save_freq,
+        "trainer.max_actor_ckpt_to_keep": _checkpoints_to_keep,
+    },
+    SFTConfig: _SUPERVISED,
+    RMConfig: _SUPERVISED,
+    GenerateConfig: {
+        **_PLACE,
+        "rollout.name": _rollout,
+        "rollout.dtype": _generator_dtype,
+        "rollout.n": _one_response,
+    },
+    EvalConfig: {},
+}
+"""Rules of the keys of each command that can be `auto`, in the order in which they are chosen."""
+
+
+def choose(values: Mapping[str, Any], schema: type[Section], machine: Machine) -> list[Choice]:
+    """Choose a value for each key that is `auto` in `values`, in which `${...}` is resolved."""
+    chosen, choices = copy.deepcopy(dict(values)), []
+    for key, rule in RULES[schema].items():
+        if has_key(chosen, key) and get(chosen, key) == AUTO:
+            choice = Choice(key, *rule(Settings(chosen, machine)))
+            put(chosen, key, choice.value)
+            choices.append(choice)
+    return choices
+
+
+# -- the size of the data -------------------------------------------------------------------------
+
+
+def fit_to_rows(config: TrainingConfig, rows: int) -> TrainingConfig:
+    """Return the config with a smaller batch, if the batch size was chosen and exceeds the number of training rows.
+
+    The result is the unchanged config if no smaller batch fits the ranks and the mini-batches; the data loader then
+    reports the problem.
+    """
+    chosen = {choice.key for choice in config.choices()}
+    size = config.data.train_batch_size
+    if BATCH not in chosen or rows >= size:
+        return config
+    candidates = (_with_batch(config, smaller) for smaller in range(rows, 0, -1))
+    fitted = next((candidate for candidate in candidates if _is_divisible(candidate)), config)
+    reasons = {BATCH: f"the data has {rows} rows", MINI_BATCH: f"as {BATCH}"}
+    return fitted.with_choices(
+        [
+            replace(choice, value=fitted.data.train_batch_size, reason=reasons[choice.key])
+            if choice.key in reasons
+            else choice
+            for choice in config.choices()
+        ]
+    )
+
+
+def _with_batch(config: TrainingConfig, size: int) -> TrainingConfig:
+    """Return the config with another batch size. A mini-batch that was chosen remains the entire batch."""
+    previous = config.data.train_batch_size
+    values: dict[str, Any] = {"data": config.data.model_copy(update={"train_batch_size": size})}
+    if isinstance(config, PPOConfig) and MINI_BATCH in {choice.key for choice in config.choices()}:
+        roles, critic = config.actor_rollout_ref, config.critic
+        mini = {"ppo_mini_batch_size": size}
+        values["actor_rollout_ref"] = roles.model_copy(update={"actor": roles.actor.model_copy(update=mini)})
+        if critic.ppo_mini_batch_size == previous:
+            values["critic"] = critic.model_copy(update=mini)
+    return config.model_copy(update=values)
+
+
+def _is_divisible(config: PPOConfig | SupervisedConfig) -> bool:
+    """Return True if a batch consists of whole mini-batches, with the same number of sequences for every rank."""
+    size = config.data.train_batch_size
+    if isinstance(config, SupervisedConfig):
+        return size % Topology(config.trainer.world_size).dp_size(config.ranks_per_row()) == 0
+    topology, n = config.topology(), config.actor_rollout_ref.rollout.n
+    roles = [(config.actor_rollout_ref.actor.ppo_mini_batch_size, config.actor_dp_size(topology))]
+    if config.needs_critic():
+        roles.append((config.critic.ppo_mini_batch_size, config.critic_dp_size(topology)))
+    if config.needs_reference():
+        roles.append((size, config.ref_dp_size(topology)))
+    return all(size % mini == 0 and mini * n % dp_size == 0 for mini, dp_size in roles)
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+_WIDTH = 40
+"""Maximum width of the column of settings. Longer settings extend over the next column."""
+
+
+def format_choices(config: PPOConfig | SupervisedConfig | GenerateConfig) -> str:
+    """Return a table of the values that were chosen automatically, with the keys that change them."""
+    names = {key: name for name, key in short_names(type(config)).items()}
+    settings = [
+        (f"{names.get(choice.key, choice.key)}={format_value(choice.value)}", choice.reason)
+        for choice in config.choices()
+        if choice.value is not None and choice.key.partition(".")[0] not in _unused_sections(config)
+    ]
+    width = max((len(setting) for setting, _ in settings if len(setting) <= _WIDTH), default=0)
+    lines = [f"  {setting:<{width}}  {reason}" for setting, reason in settings]
+    return "\n".join(["chosen automatically; set a key to change its value:", *lines]) if lines else ""
+
+
+def _unused_sections(config: PPOConfig | SupervisedConfig | GenerateConfig) -> set[str]:
+    """Return the sections of roles that the run does not have."""
+    if not isinstance(config, PPOConfig):
+        return set()
+    used = {"critic": config.needs_critic(), "reward_model": config.reward_model.enable}
+    return {section for section, is_used in used.items() if not is_used}

@@ -1,0 +1,113 @@
+"""Aliases of config keys and values, and deprecated keys. `load.py` renames them before it validates a config."""
+
+import copy
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from camshaft.config.errors import Problem
+from camshaft.config.tree import flatten, format_value, get, has_key, put, remove
+
+logger = logging.getLogger("camshaft.config")
+
+ALIASES = {
+    "actor_rollout_ref.model.external_libs": "actor_rollout_ref.model.external_lib",
+    "actor_rollout_ref.model.tokenizer_path": "data.tokenizer",
+    "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
+    "actor_rollout_ref.actor.optim.clip_grad": "actor_rollout_ref.actor.grad_clip",
+    "actor_rollout_ref.actor.optim.grad_clip": "actor_rollout_ref.actor.grad_clip",
+    "critic.model.external_libs": "critic.model.external_lib",
+    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
+    "critic.optim.clip_grad": "critic.grad_clip",
+    "critic.optim.grad_clip": "critic.grad_clip",
+    "reward_model.model.external_libs": "reward_model.model.external_lib",
+    "reward_model.model.fsdp_config.min_num_params": "reward_model.model.fsdp_config.wrap_policy.min_num_params",
+    "reward.custom_reward_function": "custom_reward_function",
+    "algorithm.gemma": "algorithm.gamma",
+    "model.external_libs": "model.external_lib",
+    "optim.warmup_style": "optim.lr_scheduler_type",
+    "optim.clip_grad": "grad_clip",
+    "optim.grad_clip": "grad_clip",
+    "data.n_samples": "rollout.n",
+}
+"""Maps aliases to config keys. The alias of a section applies to all keys in the section."""
+
+REMOVED_IN = "camshaft 1.0"
+"""Version that removes the aliases and the deprecated keys."""
+
+_GLOBAL_MICRO_BATCHES = (
+    *("actor_rollout_ref.actor.ppo_micro_batch_size", "actor_rollout_ref.ref.log_prob_micro_batch_size"),
+    *("actor_rollout_ref.rollout.log_prob_micro_batch_size", "reward_model.micro_batch_size"),
+    *("critic.ppo_micro_batch_size", "critic.forward_micro_batch_size"),
+)
+"""Deprecated micro-batch sizes over all ranks. With the suffix `_per_gpu`, they count the sequences of each rank."""
+
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
+VALUE_ALIASES: dict[str, dict[str, str]] = {
+    "trainer.logger": {"file": "jsonl", "tracking": "wandb"},
+    "actor_rollout_ref.actor.fsdp_config.model_dtype": _DTYPES,
+    "actor_rollout_ref.ref.fsdp_config.model_dtype": _DTYPES,
+    "actor_rollout_ref.rollout.dtype": _DTYPES,
+    "rollout.dtype": _DTYPES,
+    "critic.model.fsdp_config.model_dtype": _DTYPES,
+    "reward_model.model.fsdp_config.model_dtype": _DTYPES,
+    "fsdp_config.model_dtype": _DTYPES,
+}
+"""Maps config keys to aliases of their values. For a list, the aliases apply to each item."""
+
+
+def rename_aliases(
+    tree: Mapping[str, Any], defaults: Mapping[str, Any], set_keys: Collection[str], leaves: Collection[str]
+) -> tuple[dict[str, Any], list[Problem]]:
+    """Replace aliases by config keys, and log a warning for each, and for each deprecated key.
+
+    An alias is a problem if the user also set the config key to a different value. The user set a key if it is in
+    `set_keys`, or if its value differs from `defaults`.
+    """
+    renamed = copy.deepcopy(dict(tree))
+    problems: list[Problem] = []
+    for alias, key in ALIASES.items():
+        if not has_key(renamed, alias) or not any(leaf == key or leaf.startswith(f"{key}.") for leaf in leaves):
+            continue
+        logger.warning("config: '%s' is a deprecated alias, which %s removes; use '%s'", alias, REMOVED_IN, key)
+        for leaf, value in flatten({alias: get(renamed, alias)}, [alias] if key in leaves else leaves).items():
+            problems += _move(renamed, leaf, key + leaf.removeprefix(alias), value, defaults, set_keys)
+        remove(renamed, alias)
+    for key, aliases in VALUE_ALIASES.items():
+        if has_key(renamed, key) and key in leaves:
+            put(renamed, key, _rename_value(key, get(renamed, key), aliases))
+    for key in _GLOBAL_MICRO_BATCHES:
+        if _is_set(renamed, key, defaults, set_keys) and get(renamed, key) is not None:
+            per_gpu = f"{key}_per_gpu"
+            logger.warning("config: '%s' is deprecated, and %s removes it; use '%s'", key, REMOVED_IN, per_gpu)
+            if not _is_set(renamed, per_gpu, defaults, set_keys):
+                put(renamed, per_gpu, None)
+    return renamed, problems
+
+
+def _is_set(tree: Mapping[str, Any], key: str, defaults: Mapping[str, Any], set_keys: Collection[str]) -> bool:
+    """Return True if the user set a key: it is in `set_keys`, or its value differs from `defaults`."""
+    if not has_key(tree, key):
+        return False
+    return key in set_keys or not has_key(defaults, key) or get(tree, key) != get(defaults, key)
+
+
+def _move(
+    tree: dict[str, Any], alias: str, key: str, value: Any, defaults: Mapping[str, Any], set_keys: Collection[str]
+) -> list[Problem]:
+    if _is_set(tree, key, defaults, set_keys) and get(tree, key) != value:
+        message = f"is an alias of {key}, which is set to {format_value(get(tree, key))}. Set only one of the two."
+        return [Problem(alias, value, message)]
+    put(tree, key, value)
+    return []
+
+
+def _rename_value(key: str, value: Any, aliases: Mapping[str, str]) -> Any:
+    if isinstance(value, list | tuple):
+        return [_rename_value(key, item, aliases) for item in value]
+    if not isinstance(value, str) or value not in aliases:
+        return value
+    logger.warning(
+        "config: %s=%s is a deprecated alias, which %s removes; use %s", key, value, REMOVED_IN, aliases[value]
+    )
+    return aliases[value]

@@ -1,0 +1,200 @@
+"""The values of `auto` keys depend on the machine and on the rest of the config."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from camshaft.config import PPOConfig, load_generate, load_ppo, load_sft
+from camshaft.config.auto import fit_to_rows, format_choices
+from camshaft.errors import ConfigError
+from camshaft.machine import CPU, DEVICE_FILES, Machine, detect_machine, has_device_files
+
+LAPTOP = Machine()
+GPUS = Machine("cuda", 8, frozenset({"vllm"}))
+GPU_WITHOUT_VLLM = Machine("cuda", 1)
+
+
+@pytest.fixture
+def own_task(words: list[str], tmp_path: Path) -> list[str]:
+    """The words of a task of one's own, without any key that describes a machine."""
+    return [f"model={tmp_path}/model", f"data={tmp_path}/train.parquet", "algorithm=grpo"]
+
+
+def _settings(config: PPOConfig) -> tuple[str, int, str, str, str, str | None]:
+    roles, trainer = config.actor_rollout_ref, config.trainer
+    dtype = roles.actor.fsdp_config.mixed_precision.param_dtype
+    return trainer.device, trainer.n_gpus_per_node, roles.actor.strategy, roles.rollout.name, roles.rollout.dtype, dtype
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings"),
+    [
+        (LAPTOP, ("cpu", 1, "reference", "torch", "float32", None)),
+        (Machine(libraries=frozenset({"vllm"})), ("cpu", 1, "reference", "torch", "float32", None)),
+        (GPUS, ("cuda", 8, "fsdp", "vllm", "bfloat16", "bfloat16")),
+        (GPU_WITHOUT_VLLM, ("cuda", 1, "fsdp", "torch", "bfloat16", "bfloat16")),
+        (Machine("xpu", 2), ("xpu", 2, "fsdp", "torch", "bfloat16", "bfloat16")),
+    ],
+)
+def test_a_run_uses_the_machine_at_hand(machine: Machine, settings: tuple[str, ...], own_task: list[str]) -> None:
+    config = load_ppo(own_task, machine=machine)
+    assert _settings(config) == settings
+    assert config.critic.strategy == config.reward_model.strategy == config.actor_rollout_ref.actor.strategy
+
+
+@pytest.mark.parametrize(
+    ("keys", "settings"),
+    [
+        (["device=cpu"], ("cpu", 1, "reference", "torch", "float32", None)),
+        (["device=cpu", "devices=2"], ("cpu", 2, "fsdp", "torch", "float32", None)),
+        (["devices=1", "engine=reference"], ("cuda", 1, "reference", "vllm", "float32", None)),
+        (["devices=4", "rollout=hf"], ("cuda", 4, "fsdp", "hf", "bfloat16", "bfloat16")),
+        (
+            ["actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=null"],
+            ("cuda", 8, "fsdp", "vllm", "float32", None),
+        ),
+    ],
+)
+def test_keys_that_are_set_decide_the_others(keys: list[str], settings: tuple[str, ...], own_task: list[str]) -> None:
+    assert _settings(load_ppo([*own_task, *keys], machine=GPUS)) == settings
+
+
+def test_other_commands_use_the_machine_at_hand(sft_words: list[str], tmp_path: Path) -> None:
+    task = [f"data={tmp_path}/train.parquet", f"model={tmp_path}/model"]
+    sft, generate = load_sft(task, machine=GPUS), load_generate(task, machine=GPUS)
+    assert (sft.trainer.world_size, sft.strategy) == (8, "fsdp")
+    assert sft.fsdp_config.mixed_precision.param_dtype == "bfloat16"
+    assert (generate.trainer.device, generate.rollout.name, generate.rollout.dtype) == ("cuda", "vllm", "bfloat16")
+    on_cpu = load_generate(task, machine=LAPTOP)
+    assert (on_cpu.trainer.device, on_cpu.rollout.name, on_cpu.rollout.dtype) == ("cpu", "torch", "float32")
+
+
+@pytest.mark.parametrize(
+    ("keys", "n", "batch"),
+    [
+        (["algorithm=ppo"], 1, 256),
+        (["algorithm=grpo"], 8, 32),
+        (["algorithm=rloo"], 8, 32),
+        (["algorithm=dapo"], 16, 16),
+        (["algorithm=grpo", "n=4"], 4, 64),
+        (["algorithm=grpo", "n=1000"], 1000, 1),
+        (["algorithm=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=24"], 8, 48),
+        (["algorithm=grpo", "n=3", "device=cpu", "devices=2"], 3, 86),
+    ],
+)
+def test_batch_has_about_as_many_responses(keys: list[str], n: int, batch: int, own_task: list[str]) -> None:
+    config = load_ppo([*own_task[:2], *keys], machine=LAPTOP)
+    assert (config.actor_rollout_ref.rollout.n, config.data.train_batch_size) == (n, batch)
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
+    assert batch % mini == 0
+    assert mini * n % config.trainer.world_size == 0
+
+
+def test_mini_batch_follows_the_batch(own_task: list[str]) -> None:
+    config = load_ppo([*own_task, "batch=48"], machine=LAPTOP)
+    assert config.actor_rollout_ref.actor.ppo_mini_batch_size == config.critic.ppo_mini_batch_size == 48
+
+
+@pytest.mark.parametrize(
+    ("keys", "schedule"),
+    [
+        ([], (False, -1, "auto", 2)),
+        (["val_data={folder}/val.parquet"], (True, "auto", "auto", 2)),
+        (["val_data={folder}/val.parquet", "trainer.test_freq=3"], (True, 3, "auto", 2)),
+        (["trainer.save_freq=20"], (False, -1, 20, None)),
+        (["trainer.save_freq=-1"], (False, -1, -1, None)),
+    ],
+)
+def test_validation_and_checkpoints_need_no_keys(
+    keys: list[str], schedule: tuple[object, ...], own_task: list[str], tmp_path: Path
+) -> None:
+    trainer = load_ppo([*own_task, *(key.format(folder=tmp_path) for key in keys)]).trainer
+    keep = trainer.max_actor_ckpt_to_keep
+    assert (trainer.val_before_train, trainer.test_freq, trainer.save_freq, keep) == schedule
+
+
+def test_a_set_validation_requires_data(own_task: list[str]) -> None:
+    with pytest.raises(ConfigError, match="validation requires prompts"):
+        load_ppo([*own_task, "trainer.test_freq=2"])
+
+
+def test_missing_values_name_what_to_type() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_ppo([])
+    assert "Set model=<folder>" in str(caught.value)
+    assert "Set data=<file>" in str(caught.value)
+    assert str(caught.value).startswith("2 errors")
+
+
+def test_an_unknown_word_is_told_that_auto_is_valid(own_task: list[str]) -> None:
+    with pytest.raises(ConfigError, match="must be auto, or an integer >= 1"):
+        load_ppo([*own_task, "devices=all"])
+
+
+# -- the size of the data -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("keys", "rows", "batch"),
+    [
+        ([], 1000, 32),
+        ([], 20, 20),
+        (["device=cpu", "devices=3"], 20, 18),  # 3 ranks share 8 responses to each prompt
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=8"], 20, 16),
+        (["batch=32"], 20, 32),
+        (["actor_rollout_ref.actor.ppo_mini_batch_size=32"], 20, 32),
+    ],
+)
+def test_small_data_shrinks_a_batch_that_is_not_set(
+    keys: list[str], rows: int, batch: int, own_task: list[str]
+) -> None:
+    config = load_ppo([*own_task, *keys], machine=LAPTOP)
+    fitted = fit_to_rows(config, rows)
+    assert fitted.data.train_batch_size == batch
+    mini = fitted.actor_rollout_ref.actor.ppo_mini_batch_size
+    assert mini == (batch if "mini" not in str(keys) else config.actor_rollout_ref.actor.ppo_mini_batch_size)
+
+
+def test_small_data_shrinks_a_supervised_batch(sft_words: list[str]) -> None:
+    config = load_sft([word for word in sft_words if "batch" not in word])
+    assert (config.data.train_batch_size, fit_to_rows(config, 10).data.train_batch_size) == (64, 10)
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def test_table_lists_choices_as_words_to_type(own_task: list[str]) -> None:
+    table = format_choices(load_ppo([*own_task, "engine=fsdp"], machine=GPUS))
+    rows = dict(line.strip().split(None, 1) for line in table.splitlines()[1:])
+    assert rows["rollout=vllm"] == "vllm is installed"
+    assert {"device=cuda", "devices=8", "n=8", "batch=32"} <= rows.keys()
+    assert "engine=fsdp" not in rows
+    assert not any(setting.startswith("critic") for setting in rows)
+    assert _settings(load_ppo([*own_task, "engine=fsdp", *rows], machine=GPUS)) == (
+        "cuda",
+        8,
+        "fsdp",
+        "vllm",
+        *["bfloat16"] * 2,
+    )
+
+
+# -- the machine ----------------------------------------------------------------------------------
+
+
+def test_a_device_file_is_found(tmp_path: Path) -> None:
+    for other in ("nvidiactl", "null"):
+        (tmp_path / other).touch()
+    assert not has_device_files(DEVICE_FILES, tmp_path)
+    (tmp_path / "nvidia0").touch()
+    assert has_device_files(DEVICE_FILES, tmp_path)
+
+
+@pytest.mark.skipif(detect_machine().device != CPU, reason="this machine has an accelerator")
+def test_a_cpu_is_detected_without_torch() -> None:
+    code = (
+        "import sys; from camshaft.machine import detect_machine; detect_machine(); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
