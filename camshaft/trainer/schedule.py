@@ -38,7 +38,7 @@ class Schedule:
         """Return True if the action is due after `step`."""
         if self._frequency == -1 or is_last:
             return self._frequency != -1
-        if self._frequency == "auto":
+        if isinstance(self._frequency, str):
             return self._clock() - self._end >= max(self._interval, _TRAINING_SHARE * self._cost)
         return step % self._frequency == 0
 
