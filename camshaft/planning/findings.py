@@ -94,7 +94,8 @@ class _Running:
 
 def worst(findings: Iterable[Finding]) -> Status:
     """Return the worst status of the findings."""
-    return max((finding.status for finding in findings), key=ORDER.index, default="OK")
+    statuses = {finding.status for finding in findings}
+    return next((status for status in reversed(ORDER) if status in statuses), "OK")
 
 
 def report(findings: Sequence[Finding]) -> str:

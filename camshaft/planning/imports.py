@@ -28,7 +28,7 @@ _CLAUSE = re.compile(r"(>=|<=|==|!=|~=|<|>)\s*([\d.]+)")
 def check_python() -> Iterator[Finding]:
     """Compare the version of Python with the supported range."""
     version, where = platform.python_version(), sys.executable
-    required = _metadata().get("Requires-Python", "")
+    required = ",".join(_metadata().get_all("Requires-Python") or ())
     if satisfies(version, required):
         yield ok("python", f"Python {version} ({where})")
     else:
@@ -103,7 +103,10 @@ def _shadowing(file: Path, package: str, loses: bool) -> Finding:
 def _protected_modules() -> dict[str, str]:
     """Map names of modules to the package that provides them."""
     packages = [requirement.name for requirement in _requirements() if _version(requirement.name) is not None]
-    modules = {MODULES.get(package, package).replace("-", "_"): package for package in [*packages, *MODULES]}
+    modules = {
+        module.replace("-", "_"): package
+        for package, module in {**{package: package for package in packages}, **MODULES}.items()
+    }
     return dict.fromkeys(sys.stdlib_module_names, "the standard library") | modules
 
 

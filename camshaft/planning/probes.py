@@ -92,7 +92,7 @@ def reward() -> str:
     from camshaft.dataproto import DataProto
     from camshaft.rewards.manager import RewardManager
 
-    row = DataProto({"data_source": ["doctor"], "ground_truth": ["42"], "extra_info": [None]})
+    row = DataProto.from_dict({"data_source": ["doctor"], "ground_truth": ["42"], "extra_info": [None]})
     with RewardManager(name="exact_match", num_workers=1) as rewards:
         score = rewards.score_texts(row, ["42"]).scores.tolist()
     assert score == [1.0], f"the reward process answered {score}"
