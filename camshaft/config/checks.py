@@ -7,7 +7,6 @@ about batch sizes include the arithmetic. `backend_checks.py` checks engines and
 disk.
 """
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 
 from camshaft.config.backend_checks import (
@@ -31,17 +30,17 @@ from camshaft.config.files import (
 )
 from camshaft.config.layout import GLOBAL_POOL, PlacementConfig, PoolConfig, Topology, pool_sizes
 from camshaft.config.model_checks import check_models
+from camshaft.config.reward_checks import check_scoring_function
 from camshaft.config.rollout import OPTIONAL_SAMPLING
 from camshaft.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES, parse_threshold
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import OptimSection
 from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.reward import DEFAULT_FUNCTION, CustomRewardConfig
 from camshaft.config.schema.roles import GeneratorConfig
 from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.tree import format_value
-from camshaft.plugins import REWARDS, TRACKERS
+from camshaft.plugins import TRACKERS
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 REWARD, CORRECTION = "reward_model", "algorithm.rollout_correction"
@@ -57,10 +56,10 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
         yield from check_sampling("rollout", config.rollout)
         if not config.data.path:
             yield Problem("data.path", None, "prompts are required. Set data=<file>.")
-        yield from _check_scoring_function(config.custom_reward_function)
+        yield from check_scoring_function(config.custom_reward_function)
         yield from check_generate_files(config)
     elif isinstance(config, EvalConfig):
-        yield from _check_scoring_function(config.custom_reward_function)
+        yield from check_scoring_function(config.custom_reward_function)
         yield from check_eval_files(config)
     elif isinstance(config, SupervisedConfig):
         yield from _check_placement(config.trainer)
@@ -314,7 +313,7 @@ def _check_lengths(config: PPOConfig) -> Iterator[Problem]:
 
 def _check_scores(config: PPOConfig) -> Iterator[Problem]:
     if config.needs_function():
-        yield from _check_scoring_function(config.custom_reward_function)
+        yield from check_scoring_function(config.custom_reward_function)
         yield from _check_reserved_labels(config)
     yield from _check_overlong_buffer(config)
     reward = config.reward_model
@@ -333,57 +332,6 @@ def _check_scores(config: PPOConfig) -> Iterator[Problem]:
         yield Problem("data.return_raw_input_ids", True, message, (f"{REWARD}.model.input_tokenizer",))
 
 
-CUSTOM = "custom_reward_function"
-
-
-def _check_scoring_function(custom: CustomRewardConfig) -> Iterator[Problem]:
-    """Check the selection of the scoring functions. A function in a file is checked when it is imported."""
-    problems = list(_check_function_list(custom))
-    yield from problems
-    for function in () if problems else custom.selected():
-        if function.path is not None:
-            continue
-        if function.name == "format" and "pattern" in function.kwargs:
-            pattern = function.kwargs["pattern"]
-            try:
-                re.compile(str(pattern))
-            except re.error as error:
-                message = (
-                    f"invalid regular expression: {error}. Put the pattern in single quotes if the shell changes it."
-                )
-                yield Problem(f"{CUSTOM}.reward_kwargs", {"pattern": pattern}, message)
-        key, related = (f"{CUSTOM}.functions", ()) if custom.functions else (f"{CUSTOM}.name", (f"{CUSTOM}.path",))
-        yield from check_name(key, function.name, REWARDS, "rewards", "module:function", related)
-
-
-def _check_function_list(custom: CustomRewardConfig) -> Iterator[Problem]:
-    """Check the keys that refer to several functions."""
-    functions, weights = custom.functions, custom.weights
-    key, weights_key = f"{CUSTOM}.functions", f"{CUSTOM}.weights"
-    if not functions:
-        if weights:
-            yield Problem(
-                weights_key, weights, f"requires {key}. Set it to one function per weight, or omit the key.", (key,)
-            )
-        return
-    if weights and len(weights) != len(functions):
-        message = f"has {len(weights)} numbers for {len(functions)} functions. Set one weight for each of {key}."
-        yield Problem(weights_key, weights, message, (key,))
-    others = {"path": custom.path, "batched": custom.batched, "name": custom.name}
-    for name, value in others.items():
-        if value is not None and (name, value) != ("name", DEFAULT_FUNCTION):
-            yield Problem(f"{CUSTOM}.{name}", value, f"applies to a single function. Omit it, or {key}.", (key,))
-    labels = [function.label for function in custom.selected()]
-    for label in sorted({label for label in labels if labels.count(label) > 1}):
-        message = f"selects two functions with the name {label}. Remove one of them, or set file.py:function."
-        yield Problem(key, functions, message)
-    for label, kwargs in custom.reward_kwargs.items():
-        if label not in labels or not isinstance(kwargs, dict):
-            form = f"{CUSTOM}.reward_kwargs.{labels[0]}.<argument>=<value>"
-            message = f"must be the arguments of a function: {', '.join(labels)}. Set, for example, {form}."
-            yield Problem(f"{CUSTOM}.reward_kwargs.{label}", kwargs, message, (key,))
-
-
 def _check_reserved_labels(config: PPOConfig) -> Iterator[Problem]:
     """Check that metrics of functions have other names than those of reward model and overlong penalty."""
     custom, reward = config.custom_reward_function, config.reward_model
@@ -394,7 +342,7 @@ def _check_reserved_labels(config: PPOConfig) -> Iterator[Problem]:
     for function in custom.selected():
         if function.label in reserved:
             message = f"contains a function with the name {function.label}, which other metrics use. Rename it."
-            yield Problem(f"{CUSTOM}.functions", custom.functions, message)
+            yield Problem("custom_reward_function.functions", custom.functions, message)
 
 
 def _check_overlong_buffer(config: PPOConfig) -> Iterator[Problem]:

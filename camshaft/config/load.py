@@ -38,9 +38,7 @@ from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.supervised import RMConfig, SFTConfig
 from camshaft.config.short_names import (
     REWARD,
-    REWARD_FUNCTIONS,
-    REWARD_NAME,
-    REWARD_PATH,
+    REWARD_KEYS,
     expand_overrides,
     expand_recipe,
     expand_short_names,
@@ -152,8 +150,8 @@ def from_container(
     """
     leaves, defaults = leaf_fields(schema), raw_defaults(schema)
     expanded = expand_keys(expand_short_names(container, schema, set_keys, defaults), leaves)
-    reward_keys = (REWARD_PATH, REWARD_NAME, REWARD_FUNCTIONS)
-    set_keys = None if set_keys is None else {*set_keys, *(reward_keys if REWARD in set_keys else ())}
+    if set_keys is not None and REWARD in set_keys:
+        set_keys = {*set_keys, *REWARD_KEYS}
     user_keys = flatten(expanded, leaves).keys() if set_keys is None else set_keys
     tree, problems = rename_aliases(expanded, defaults, user_keys, leaves)
     changes = changed_keys(_merge(defaults, tree), schema) | set(set_keys or ())

@@ -34,6 +34,7 @@ REWARD = "reward"
 """Short name that sets two keys, the file and the function in it, or one with a list of functions."""
 REWARD_PATH, REWARD_NAME = "custom_reward_function.path", "custom_reward_function.name"
 REWARD_FUNCTIONS = "custom_reward_function.functions"
+REWARD_KEYS = (REWARD_PATH, REWARD_NAME, REWARD_FUNCTIONS)
 
 
 class ShortName(NamedTuple):
