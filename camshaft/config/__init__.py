@@ -18,12 +18,10 @@
     load.py             composes files and overrides, renames aliases, resolves `${...}` and validates
     short_names.py      short names of common keys, and algorithm names that set several keys
     command.py          loads configs from command-line arguments, including sweeps
-    checks.py           checks that involve several keys
-    backend_checks.py   checks of engines and rollouts against their capabilities
+    checks/             checks that involve several keys: engines and rollouts, models, scoring functions, and notices
+                        about keys that nothing reads in a run
     files.py            checks of files and folders on disk
     model_settings.py   reads the config.json of a model
-    model_checks.py     checks of lengths and tokenizers against models, and notices about models
-    ineffective.py      notices about keys that nothing reads in a run
     derive.py           derives the config of each engine and rollout from the config of a run
     run_folder.py       names and folders of runs
     render.py           renders descriptions of keys, the reference page, batch sizes, and values without secrets

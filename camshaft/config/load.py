@@ -26,9 +26,9 @@ from pydantic import ValidationError
 
 from camshaft.config.auto import choose
 from camshaft.config.checks import check
+from camshaft.config.checks.ineffective import find_notices
+from camshaft.config.checks.model import find_model_notices
 from camshaft.config.errors import Problem, format_problems, from_validation, group_problems
-from camshaft.config.ineffective import find_notices
-from camshaft.config.model_checks import find_model_notices
 from camshaft.config.run_folder import FOLDER, NAME, generated_name, uses_name
 from camshaft.config.schema.aliases import rename_aliases
 from camshaft.config.schema.evaluation import EvalConfig

@@ -147,14 +147,12 @@ def run_on_nodes(
     an importable module.
     """
     connect([], ray_init)
-    tasks = {}
+    tasks, pickled = {}, cloudpickle.dumps(function)  # pyright: ignore[reportPrivateImportUsage]
     for node in ray.nodes():
         if node["Alive"]:
             strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
             remote = ray.remote(_call_here).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
-            tasks[node["NodeManagerAddress"]] = remote.remote(
-                import_path(), os.getcwd(), cloudpickle.dumps(function), args
-            )
+            tasks[node["NodeManagerAddress"]] = remote.remote(import_path(), os.getcwd(), pickled, args)
     done, _ = ray.wait(list(tasks.values()), num_returns=len(tasks), timeout=seconds)
     results: dict[str, Any] = {}
     for address, task in tasks.items():

@@ -94,8 +94,7 @@ class _Running:
 
 def worst(findings: Iterable[Finding]) -> Status:
     """Return the worst status of the findings."""
-    statuses = {finding.status for finding in findings}
-    return next((status for status in reversed(ORDER) if status in statuses), "OK")
+    return max((finding.status for finding in findings), key=ORDER.index, default="OK")
 
 
 def report(findings: Sequence[Finding]) -> str:

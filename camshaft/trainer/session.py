@@ -43,7 +43,7 @@ from camshaft.config import (
     without_secrets,
 )
 from camshaft.config.auto import TrainingConfig, fit_to_rows, format_choices
-from camshaft.config.backend_checks import required_libraries
+from camshaft.config.checks.backends import required_libraries
 from camshaft.config.layout import Phase
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.trainer import TrainerConfig

@@ -32,7 +32,7 @@ from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.tree import fields, leaf_fields, section_class
 
 ROOT = Path(camshaft.config.__file__).parents[1]
-CHECKING = ("backend_checks.py", "checks.py", "files.py", "ineffective.py")
+CHECKING = ("files.py", *(f"checks/{name}.py" for name in ("__init__", "backends", "rewards", "ineffective")))
 CHECKS = {ROOT / "config" / name for name in CHECKING}
 SOURCES = {path: path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py")) if path not in CHECKS}
 

@@ -27,7 +27,7 @@ from camshaft.config import (
     load_rm,
     load_sft,
 )
-from camshaft.config.ineffective import (
+from camshaft.config.checks.ineffective import (
     GENERATE_RULES,
     OPTIMIZERS_WITHOUT_BETAS,
     PPO_RULES,

@@ -20,8 +20,8 @@ def test_a_line_describes_the_failure(tmp_path: Path) -> None:
     FailedSamples(path).add([failure(3)], "step 12")
     FailedSamples(path).add([failure(4)], "validation")  # a run that continues
     assert lines(path)[0] == {
-        "when": "step 12", "row": 3, "kind": "error", "data_source": "sums", "message": "ValueError: no",
-        "trace": "Traceback ...", "seconds": 0.25, "response": "4\ud800",
+        "when": "step 12", "row": 3, "kind": "error", "function": "", "data_source": "sums",
+        "message": "ValueError: no", "trace": "Traceback ...", "seconds": 0.25, "response": "4\ud800",
     }  # fmt: skip
     assert [line["when"] for line in lines(path)] == ["step 12", "validation"]
 

@@ -12,7 +12,7 @@ from support.ppo_runs import ppo_args
 from camshaft.cli import main
 from camshaft.cli.ppo import train
 from camshaft.config import load_ppo
-from camshaft.config.backend_checks import required_libraries
+from camshaft.config.checks.backends import required_libraries
 from camshaft.errors import ConfigError
 
 

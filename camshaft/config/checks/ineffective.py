@@ -4,7 +4,7 @@
         logger.warning("config: %s", notice)
 
 `PPO_RULES` and the other tables list the keys with the condition under which nothing reads them. `load.py` logs one
-notice per rule after all checks have passed. Invalid settings are errors (`checks.py`).
+notice per rule after all checks have passed. Invalid settings are errors (`checks`).
 """
 
 import re

@@ -3,13 +3,19 @@
     problems = list(check(config))        # the config of any command
 
 A problem lists the keys that it depends on, so that `load.py` can omit it if one of them has an invalid value. Messages
-about batch sizes include the arithmetic. `backend_checks.py` checks engines and rollouts; `files.py` checks files on
-disk.
+about batch sizes include the arithmetic.
+
+Modules
+-------
+    backends.py     engines and rollouts against their capabilities
+    model.py        lengths and tokenizers against models, and notices about models
+    rewards.py      scoring functions
+    ineffective.py  notices about keys that nothing reads in a run
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from camshaft.config.backend_checks import (
+from camshaft.config.checks.backends import (
     check_load_format,
     check_ppo_engines,
     check_rollout,
@@ -19,6 +25,8 @@ from camshaft.config.backend_checks import (
     check_supervised_engines,
     layouts_are_valid,
 )
+from camshaft.config.checks.model import check_models
+from camshaft.config.checks.rewards import check_scoring_function
 from camshaft.config.engine import largest_divisor
 from camshaft.config.errors import Problem, check_name
 from camshaft.config.files import (
@@ -29,8 +37,6 @@ from camshaft.config.files import (
     check_supervised_files,
 )
 from camshaft.config.layout import GLOBAL_POOL, PlacementConfig, PoolConfig, Topology, pool_sizes
-from camshaft.config.model_checks import check_models
-from camshaft.config.reward_checks import check_scoring_function
 from camshaft.config.rollout import OPTIONAL_SAMPLING
 from camshaft.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES, parse_threshold
 from camshaft.config.schema.evaluation import EvalConfig
