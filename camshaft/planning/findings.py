@@ -94,7 +94,8 @@ class _Running:
 
 def worst(findings: Iterable[Finding]) -> Status:
     """Return the worst status of the findings."""
-    return max((finding.status for finding in findings), key=ORDER.index, default="OK")
+    statuses: list[Status] = [finding.status for finding in findings]
+    return max(statuses or ["OK"], key=ORDER.index)
 
 
 def report(findings: Sequence[Finding]) -> str:
