@@ -38,7 +38,8 @@ _TRACE_CHARACTERS = 2000
 _MAX_PARTS = 256
 """Maximum number of entries besides `score` and `pred` in a dict result, each of which becomes a metric."""
 _LOADERS = (
-    __file__, loading.__file__, plugins.__file__, "<frozen importlib",
+    __file__, os.path.join(os.path.dirname(__file__), "worker.py"), loading.__file__, plugins.__file__,
+    "<frozen importlib",
     os.path.dirname(importlib.__file__), os.path.join(os.path.dirname(os.__file__), "asyncio"),
 )  # fmt: skip
 """Files whose frames are removed from the start of a traceback of user code."""

@@ -127,7 +127,6 @@ class PPOTrainer:
             with metrics.phase("update_critic"):
                 metrics.add(critic_update.result().meta_info["metrics"])
         metrics.add(batch_metrics(batch))
-        self.examples = best_and_worst(self.parts, batch) if self._shows_examples() else []
         if self._old_log_prob_source() != "rollout":
             metrics.add(mismatch(batch))
         self._batch = batch
@@ -345,8 +344,9 @@ class PPOTrainer:
         return metrics, True
 
     def save_samples(self) -> None:
-        """Write the responses of the step, and release its batch."""
+        """Write the responses of the step, select those that are shown, and release the batch."""
         batch, self._batch = self._batch, DataProto()
+        self.examples = best_and_worst(self.parts, batch) if self._shows_examples() else []
         if self.config.trainer.samples.enable:
             self.parts.status.enter("samples")
             self.parts.samples.write(batch, self.global_step)

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from camshaft.config import load_ppo
 from camshaft.errors import ConfigError
+from camshaft.machine import Machine
 from camshaft.tracking.jsonl import read_metrics
 
 SCRIPTS = Path(__file__).parents[2] / "examples" / "ppo_trainer"
@@ -106,7 +107,8 @@ def test_the_tiny_script_needs_no_setup_and_accepts_overrides(tmp_path: Path) ->
 def test_every_script_passes_the_checks_of_the_config(script: str, tmp_path: Path) -> None:
     paths = places(tmp_path)
     paths |= {"reward_model.model.path": paths["critic.model.path"]}
-    assert load_ppo(args_of(script, tmp_path / "there", paths))
+    gpus = Machine("cuda", 8, frozenset({"vllm"}))
+    assert load_ppo(args_of(script, tmp_path / "there", paths), machine=gpus)
     with pytest.raises(ConfigError) as caught:
-        load_ppo(args_of(script, tmp_path / "missing", {}))
+        load_ppo(args_of(script, tmp_path / "missing", {}), machine=gpus)
     assert len(re.findall("(file|folder) not found", str(caught.value))) > 2  # keys of data and models

@@ -63,6 +63,7 @@ def test_all_trackers_record_the_metrics_of_the_file(tmp_path: Path, capfd: pyte
     run = tmp_path / "run"
     lines = {line.pop("step"): line for line in read_metrics(run / "metrics.jsonl")}
     assert list(lines) == [1, 2]
+    assert all(line.pop("timing/at") for line in lines.values())  # trackers record the time themselves
     logged = {line.pop("step"): line for line in history(run)}
     (table,) = run.glob("wandb/offline-run-*/files/media/table/val/*.json")
     assert len(json.loads(table.read_text())["data"]) == 3

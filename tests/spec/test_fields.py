@@ -45,6 +45,8 @@ def run_with(folder: Path, changed: Mapping[str, Any]) -> PPOConfig:
         "reward_model.model.path": f"{folder}/rm",
         "reward_model.enable": True,
         "algorithm.use_kl_in_reward": True,
+        "actor_rollout_ref.rollout.name": "vllm",
+        "actor_rollout_ref.rollout.dtype": "bfloat16",
         "trainer.n_gpus_per_node": 4,
         "trainer.device": "cpu",
     }

@@ -109,5 +109,5 @@ def test_best_step_by_the_metric_is_saved(
     monkeypatch.setattr(PPOTrainer, "step", lambda trainer, prompts: {})
     monkeypatch.setattr(PPOTrainer, "validate", lambda trainer, tracking: {"val/x": next(values)})
     monkeypatch.setattr(PPOTrainer, "save", lambda trainer, prune: saved_steps.append(trainer.global_step))
-    run_ppo(tmp_path, {"trainer.test_freq": 1, **overrides}, steps=3)
+    run_ppo(tmp_path, {"trainer.test_freq": 1, "trainer.samples.enable": False, **overrides}, steps=3)
     assert saved_steps == saved

@@ -24,14 +24,15 @@ def test_every_command_prints_help(command, capsys: pytest.CaptureFixture[str]) 
     assert f"usage: camshaft {command.name}" in capsys.readouterr().out
 
 
-def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
+@pytest.mark.parametrize("argv", [[], ["--help"]])
+def test_help_lists_every_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        assert main(argv) == 0
     out = capsys.readouterr().out
     assert all(command.name in out and command.help.split()[0] in out for command in COMMANDS)
 
 
-@pytest.mark.parametrize("argv", [[], ["pppo"], ["--seed=1", "ppo"], ["--"]])
+@pytest.mark.parametrize("argv", [["pppo"], ["--seed=1", "ppo"], ["--"]])
 def test_an_invalid_command_exits_with_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(argv)

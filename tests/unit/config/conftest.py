@@ -24,6 +24,12 @@ def words(tmp_path: Path) -> list[str]:
 
 
 @pytest.fixture
+def words_without_batch(words: list[str]) -> list[str]:
+    """Overrides for an RL run, except the batch size."""
+    return [word for word in words if not word.startswith("data.train_batch_size")]
+
+
+@pytest.fixture
 def sft_words(tmp_path: Path) -> list[str]:
     """Overrides for a supervised run."""
     _files(tmp_path)

@@ -126,22 +126,22 @@ def test_command_line_of_the_specification_is_accepted(words, tmp_path):
 # -- files ----------------------------------------------------------------------------------------
 
 
-def test_file_with_a_defaults_list_overrides_the_defaults(words, tmp_path):
+def test_file_with_a_defaults_list_overrides_the_defaults(words_without_batch, tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [ppo_trainer, _self_]\ndata: {train_batch_size: 512}\n")
-    config = load_ppo([*words, "trainer.seed=9"], config_dir=str(tmp_path), config_name="mine")
+    config = load_ppo([*words_without_batch, "trainer.seed=9"], config_dir=str(tmp_path), config_name="mine")
     assert (config.data.train_batch_size, config.data.val_batch_size, config.trainer.seed) == (512, 1312, 9)
 
 
-def test_file_may_contain_a_few_keys_only(words, tmp_path):
+def test_file_may_contain_a_few_keys_only(words_without_batch, tmp_path):
     (tmp_path / "mine.yaml").write_text("data: {train_batch_size: 512}\ntrainer.seed: 4\n")
-    config = load_ppo([*words, "data.shuffle=False"], config_dir=str(tmp_path), config_name="mine")
+    config = load_ppo([*words_without_batch, "data.shuffle=False"], config_dir=str(tmp_path), config_name="mine")
     assert (config.data.train_batch_size, config.trainer.seed, config.data.shuffle) == (512, 4, False)
 
 
-def test_folder_may_contain_config_groups(words, tmp_path):
+def test_folder_may_contain_config_groups(words_without_batch, tmp_path):
     (tmp_path / "scale").mkdir()
     (tmp_path / "scale" / "small.yaml").write_text("# @package _global_\ndata: {train_batch_size: 256}\n")
-    config = load_ppo([*words, "+scale=small"], config_dir=str(tmp_path))
+    config = load_ppo([*words_without_batch, "+scale=small"], config_dir=str(tmp_path))
     assert config.data.train_batch_size == 256
 
 
@@ -348,13 +348,13 @@ def test_keys_of_hydra_are_no_keys_of_the_config(words, word):
     assert _run([*words, word]) == (0, compose(words, PPOConfig))
 
 
-def test_key_can_be_added_and_deleted(words, tmp_path):
+def test_key_can_be_added_and_deleted(words_without_batch, tmp_path):
     (tmp_path / "mine.yaml").write_text("data: {train_batch_size: 512}\ntrainer: {seed: 4}\n")
     _, (config,) = _run(
         [
             "--config-dir",
             str(tmp_path),
-            *words,
+            *words_without_batch,
             "+actor_rollout_ref.model.override_config.attention_dropout=0.1",
             "~trainer.seed",
             "--config-name=mine",

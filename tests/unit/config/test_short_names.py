@@ -77,7 +77,8 @@ def test_command_line_takes_short_names(places, tmp_path):
 
 
 def test_supervised_commands_have_short_names(sft_words):
-    config = load_sft([*sft_words, "lr=3e-4", "batch=8", "epochs=2", "max_length=64"])
+    words = [word for word in sft_words if not word.startswith("data.train_batch_size")]
+    config = load_sft([*words, "lr=3e-4", "batch=8", "epochs=2", "max_length=64"])
     assert (config.optim.lr, config.data.train_batch_size) == (3e-4, 8)
     assert (config.trainer.total_epochs, config.data.max_length) == (2, 64)
 
@@ -175,7 +176,10 @@ def test_config_group_takes_precedence_over_a_short_name(words, tmp_path):
 
 
 def test_dict_takes_short_names(words, tmp_path):
-    values = dict(word.split("=", 1) for word in words) | {"trainer.n_gpus_per_node": 1, "seed": 5, "algorithm": "ppo"}
+    values: dict[str, object] = {
+        key: int(value) if value.isdigit() else value for key, value in (w.split("=", 1) for w in words)
+    }
+    values |= {"seed": 5, "algorithm": "ppo"}
     config = from_container(values, PPOConfig)
     assert (config.trainer.seed, config.algorithm.adv_estimator) == (5, "gae")
 
