@@ -18,6 +18,7 @@ Modules:
     pool.py         starts worker processes and sends them calls
     worker.py       main program of a worker process
     loading.py      loads functions by path and name
+    callables.py    pickles functions that were passed from Python
     arguments.py    passes the arguments that a function has parameters for
     calls.py        calls functions in a worker, and converts results to replies
     messages.py     messages between pool and workers

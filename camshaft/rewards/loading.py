@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import inspect
 import os
+import pickle
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -56,7 +57,9 @@ def load_functions(spec: Spec) -> list[RewardFunction]:
 
 
 def _load_function(spec: FunctionSpec) -> RewardFunction:
-    if spec.path is None:
+    if spec.pickled is not None:
+        function = pickle.loads(spec.pickled)  # from the pipe of the driver, never from a file
+    elif spec.path is None:
         function = _find_function(spec)
     else:
         function = _find_attribute(_import_module(spec.path), spec.path, spec.name)

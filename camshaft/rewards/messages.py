@@ -24,6 +24,8 @@ class FunctionSpec(NamedTuple):
     label: str = ""
     """Name of the metrics of the function in a run with several functions."""
     weight: float = 1.0
+    pickled: bytes | None = None
+    """The function itself, for a function that was passed from Python. `path` is None, and `name` is its name."""
 
     @property
     def text(self) -> str:

@@ -12,6 +12,7 @@ process. When the `with` block exits, pending checkpoints are completed and all 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompt
 from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError
 from camshaft.models.loader import load_tokenizer
+from camshaft.rewards.callables import PickledFunction
 from camshaft.rewards.manager import FailedSamples, PendingScores
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
 from camshaft.stop import Stop
@@ -37,7 +39,9 @@ from camshaft.trainer.session import finish_saving, fit_batch, pool_specs, run_l
 class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
     """Tokenizer, data, rewards, roles and checkpoints of a run."""
 
-    def __init__(self, config: PPOConfig):
+    def __init__(self, config: PPOConfig, reward: Sequence[PickledFunction] = ()):
+        """Build the parts. The functions in `reward` replace those that the config names."""
+        self.reward = reward
         self._exit = contextlib.ExitStack()
         self.config = config
         """Config of the run, with the batch size that fits the data."""
@@ -50,7 +54,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         with self._exit as stack:  # closes what was already started if a later line raises
             self.stop = Stop()
             """Stop requests, which also end the scoring of a step."""
-            self.rewards = build_run_rewards(config, self.stop)
+            self.rewards = build_run_rewards(config, self.stop, reward)
             stack.callback(self.rewards.close)
             self.status = stack.enter_context(RunStatus(config.trainer.default_local_dir))
             self._load_prompts(config)
@@ -135,7 +139,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         )
         self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
         for prompts in (self.loader.data, self.val_prompts):
-            if config.needs_function():
+            if config.needs_function() and not self.reward:
                 check_scorable(prompts, config.custom_reward_function, beside_model=config.reward_model.enable)
             self.rewards.check_rows(prompts)
 

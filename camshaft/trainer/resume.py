@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,16 @@ from camshaft.config import PPOConfig, SupervisedConfig, without_secrets
 from camshaft.config.tree import flatten, format_value, leaf_fields
 from camshaft.errors import CamshaftError, CheckpointError
 from camshaft.models.loader import model_folder
+from camshaft.rewards.callables import PickledFunction, reward_checksum
 
 SAMPLE_BYTES = 1 << 20
 """Number of bytes at the start and at the end of a weight file that `input_checksums` reads."""
 
 RESUME_KEYS = ("trainer.resume_mode", "trainer.resume_from_path")
 """Keys that are not recorded, because they apply only to the current start of the run."""
+
+REWARD = "reward"
+"""Key of the checksum of a reward that was passed from Python."""
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +65,8 @@ def check_resume(
     saved_checksums = saved.state["inputs"]
     changed_inputs = [key for key, checksum in checksums.items() if saved_checksums.get(key, checksum) != checksum]
     if changed_inputs:
-        message = f"the files of {' and '.join(changed_inputs)} have changed since {saved.folder} was saved"
+        inputs = ["the reward functions" if key == REWARD else f"the files of {key}" for key in changed_inputs]
+        message = f"{' and '.join(inputs)} have changed since {saved.folder} was saved"
         if config.trainer.resume_mode == "auto":
             fix = (
                 f"trainer.resume_mode=resume_path trainer.resume_from_path={saved.folder}"
@@ -82,10 +87,10 @@ def check_resume(
         )
 
 
-def input_checksums(config: PPOConfig | SupervisedConfig) -> dict[str, str]:
+def input_checksums(config: PPOConfig | SupervisedConfig, reward: Sequence[PickledFunction] = ()) -> dict[str, str]:
     """Return a checksum for each config key that names the files of a model or of a reward function.
 
-    Of each file, only the size, the start and the end are read.
+    Of each file, only the size, the start and the end are read. `reward` contains functions from Python.
     """
     if isinstance(config, PPOConfig):
         section, reward_model = config.actor_rollout_ref, config.reward_model
@@ -100,12 +105,14 @@ def input_checksums(config: PPOConfig | SupervisedConfig) -> dict[str, str]:
         files[key] = [path for path in dict.fromkeys(paths) if path.is_file()]  # others are names of modules
     else:
         files = {"model.path": _model_files(config.model.source())}
-    checksums = {}
-    for key, paths in files.items():
-        parts = [f"{path.name} {path.stat().st_size} ".encode() + _start_and_end(path) for path in paths]
-        if parts:
-            checksums[key] = hashlib.sha256(b"".join(parts)).hexdigest()
-    return checksums
+    checksums = {key: checksum(paths) for key, paths in files.items() if paths}
+    return checksums | ({REWARD: reward_checksum(reward)} if reward else {})
+
+
+def checksum(paths: Iterable[Path]) -> str:
+    """Return a checksum of the names, the sizes, and the starts and ends of files."""
+    parts = [f"{path.name} {path.stat().st_size} ".encode() + _start_and_end(path) for path in paths]
+    return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
 def _model_files(path: str) -> list[Path]:

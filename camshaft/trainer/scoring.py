@@ -10,6 +10,7 @@ Training, validation and `camshaft generate` use these functions. `check_scorabl
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from camshaft.config import CustomRewardConfig, PPOConfig
@@ -17,6 +18,7 @@ from camshaft.dataproto import DataProto
 from camshaft.errors import RewardError
 from camshaft.plugins import REWARDS, import_attribute
 from camshaft.rewards.auto import SOURCES, reward_for
+from camshaft.rewards.callables import PickledFunction
 from camshaft.rewards.combined import CombinedRewards
 from camshaft.rewards.manager import RewardManager, RewardResult
 from camshaft.rewards.messages import FunctionSpec
@@ -31,14 +33,26 @@ EXTRA_COLUMNS = ("uid", "prompt_id", "data_source", "ground_truth", "extra_info"
 
 
 def build_rewards(
-    custom: CustomRewardConfig, output: Path | None = None, stop: Stop | None = None, stop_timeout: float = 0.0
+    custom: CustomRewardConfig,
+    output: Path | None = None,
+    stop: Stop | None = None,
+    stop_timeout: float = 0.0,
+    pickled: Sequence[PickledFunction] = (),
 ) -> RewardManager:
-    """Load the configured reward functions in worker processes. The arguments are those of `RewardManager`."""
+    """Load the reward functions in worker processes. The arguments are those of `RewardManager`.
+
+    `pickled` replaces the functions that the config names.
+    """
+    selected = [
+        FunctionSpec(function.path, function.name, function.kwargs, custom.batched, function.label, function.weight)
+        for function in custom.selected()
+    ]
+    passed = [
+        FunctionSpec(None, name, custom.reward_kwargs, custom.batched, label, weight, data)
+        for name, data, _, label, weight in pickled
+    ]
     return RewardManager(
-        functions=[
-            FunctionSpec(function.path, function.name, function.kwargs, custom.batched, function.label, function.weight)
-            for function in custom.selected()
-        ],
+        functions=passed or selected,
         timeout=custom.timeout,
         num_workers=custom.num_workers,
         max_concurrency=custom.max_concurrency,
@@ -51,25 +65,32 @@ def build_rewards(
     )
 
 
-def build_run_rewards(config: PPOConfig, stop: Stop | None = None) -> RewardManager | CombinedRewards | OverlongPenalty:
+def build_run_rewards(
+    config: PPOConfig, stop: Stop | None = None, pickled: Sequence[PickledFunction] = ()
+) -> RewardManager | CombinedRewards | OverlongPenalty:
     """Build the scoring of a PPO run from reward function, reward model and overlong penalty.
 
-    Scoring ends if it takes longer than `trainer.stop_timeout` after a request of `stop`.
+    Scoring ends if it takes longer than `trainer.stop_timeout` after a request of `stop`. `pickled` replaces the
+    reward functions that the config names.
     """
     overlong, limit = config.reward_model.overlong_buffer, config.actor_rollout_ref.rollout.response_length
-    rewards = _rewards(config, stop)
+    rewards = _rewards(config, stop, pickled)
     if not overlong.enable:
         return rewards
     return OverlongPenalty(rewards, limit=limit, buffer=overlong.len, factor=overlong.penalty_factor, log=overlong.log)
 
 
-def _rewards(config: PPOConfig, stop: Stop | None) -> RewardManager | CombinedRewards:
+def _rewards(
+    config: PPOConfig, stop: Stop | None, pickled: Sequence[PickledFunction]
+) -> RewardManager | CombinedRewards:
     """Build the scoring without the overlong penalty."""
     custom, trainer = config.custom_reward_function, config.trainer
     output = Path(trainer.default_local_dir) / "rewards" / "output.log"
     if not config.reward_model.enable:
-        return build_rewards(custom, output, stop, trainer.stop_timeout)
-    function = build_rewards(custom, output, stop, trainer.stop_timeout) if config.needs_function() else None
+        return build_rewards(custom, output, stop, trainer.stop_timeout, pickled)
+    function = None
+    if config.needs_function():
+        function = build_rewards(custom, output, stop, trainer.stop_timeout, pickled)
     return CombinedRewards(function, config.reward_model.weight)
 
 

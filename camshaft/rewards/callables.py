@@ -1,0 +1,135 @@
+"""Pickle reward functions that were passed from Python, so that the worker processes can call them.
+
+    functions = pickle_reward([(is_correct, 1.0), (is_short, 0.1)])     # or one function
+    build_rewards(config.custom_reward_function, pickled=functions)
+    reward_name([is_correct, is_short])                                 # is_correct_is_short
+
+Functions of `__main__`, of a notebook, and closures and lambdas are pickled by value with cloudpickle; functions of
+importable modules by name. The bytes are sent through the pipe to a worker. They are never written to a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import CodeType, FunctionType, MethodType
+from typing import Any, NamedTuple
+
+from camshaft.errors import RewardError
+
+Function = Callable[..., Any]
+
+
+class PickledFunction(NamedTuple):
+    """A reward function as bytes, with its name and a checksum of its code."""
+
+    name: str
+    data: bytes
+    checksum: str
+    """Identifies the code of the function and the values that it captures. It is the same in every process."""
+    label: str = ""
+    """Name of the metrics of a function in a list."""
+    weight: float = 1.0
+
+
+def pickle_reward(reward: Function | Sequence[Any]) -> tuple[PickledFunction, ...]:
+    """Pickle a function, or a list of functions and (function, weight) pairs, for the worker processes.
+
+    Raise RewardError if a function captures an object that cannot be pickled.
+    """
+    pairs = _weighted(reward)
+    names = _unique([name_of(function) for function, _ in pairs])
+    return tuple(
+        _pickle(function, name, "" if callable(reward) else name, weight)
+        for (function, weight), name in zip(pairs, names, strict=True)
+    )
+
+
+def reward_name(reward: Function | Sequence[Any]) -> str:
+    """Return the names of the functions of a reward as one name. Raise RewardError for other objects."""
+    return "_".join(_unique([name_of(function) for function, _ in _weighted(reward)]))
+
+
+def reward_checksum(functions: Sequence[PickledFunction]) -> str:
+    """Return a checksum of the code and the weights of functions."""
+    return hashlib.sha256(repr([(function.checksum, function.weight) for function in functions]).encode()).hexdigest()
+
+
+def name_of(function: Function) -> str:
+    """Return a name for messages and metrics."""
+    while isinstance(function, partial):
+        function = function.func
+    name = function.__name__ if isinstance(function, FunctionType | MethodType | type) else type(function).__name__
+    return name if name.isidentifier() else "reward"
+
+
+def _weighted(reward: Function | Sequence[Any]) -> list[tuple[Function, float]]:
+    entries: list[Any] = [reward] if callable(reward) or not isinstance(reward, Sequence) else list(reward)
+    pairs: list[tuple[Any, Any]] = [
+        (entry[0], entry[1]) if isinstance(entry, tuple) and len(entry) == 2 else (entry, 1.0) for entry in entries
+    ]
+    for entry, (function, weight) in zip(entries, pairs, strict=True):
+        if not callable(function) or isinstance(weight, bool) or not isinstance(weight, int | float):
+            raise RewardError(
+                f"reward contains {entry!r}; pass a function, a path, or a list of functions and (function, weight) "
+                "pairs"
+            )
+    if not pairs:
+        raise RewardError("reward is an empty list; pass at least one function")
+    return [(function, float(weight)) for function, weight in pairs]
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Number names that occur more than once: reward, reward_2."""
+    return [
+        f"{name}_{names[: index + 1].count(name)}" if name in names[:index] else name
+        for index, name in enumerate(names)
+    ]
+
+
+def _pickle(function: Function, name: str, label: str, weight: float) -> PickledFunction:
+    import cloudpickle
+
+    try:
+        data = cloudpickle.dumps(function)
+    except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
+        raise RewardError(
+            f"the reward function '{name}' cannot be sent to the scoring processes: {error}. Create such objects "
+            "inside the function, or pass the path of a Python file as the reward"
+        ) from error
+    checksum = hashlib.sha256(repr(_describe(function, ())).encode()).hexdigest()
+    return PickledFunction(name, data, checksum, label, weight)
+
+
+def _describe(value: Any, parents: tuple[int, ...]) -> Any:
+    """Return a description of a value that does not depend on addresses, file names and line numbers.
+
+    `parents` are the objects that contain the value, because a function may capture itself.
+    """
+    if id(value) in parents:
+        return "..."
+
+    def describe(part: Any) -> Any:
+        return _describe(part, (*parents, id(value)))
+
+    if isinstance(value, CodeType):
+        return value.co_code, value.co_names, value.co_varnames, list(map(describe, value.co_consts))
+    if isinstance(value, FunctionType):
+        cells = [describe(cell.cell_contents) for cell in value.__closure__ or ()]
+        return describe(value.__code__), describe(value.__defaults__), describe(value.__kwdefaults__), cells
+    if isinstance(value, MethodType):
+        return describe(value.__func__), describe(value.__self__)
+    if isinstance(value, partial):
+        return describe(value.func), describe(value.args), describe(value.keywords)
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, map(describe, value)))
+    if isinstance(value, Mapping):
+        return [(repr(key), describe(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return list(map(describe, value))
+    if value is None or isinstance(value, str | bytes | bool | int | float | complex):
+        return repr(value)
+    call = vars(type(value)).get("__call__")
+    return type(value).__qualname__, describe(call) if isinstance(call, FunctionType) else None
