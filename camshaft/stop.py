@@ -1,5 +1,7 @@
 """Graceful stop on SIGTERM, SIGUSR1 (Slurm's `--signal`) or SIGHUP (a closed terminal): finish the step, save and exit.
 
+A run that is started from Python handles Ctrl-C in the same way.
+
     with handle_stop_signals() as stop:       # in the driver
         for batch in loader:
             ...
@@ -49,13 +51,13 @@ class Stop:
         if self.requested is None:
             self.requested, self.request_time = signal.Signals(number), now
             # Write to the descriptor directly, because the signal can interrupt a log call.
-            message = (
-                f"\ncamshaft: {self.requested.name}: finishing the current step and saving; "
-                "send the signal again to exit immediately\n"
-            )
+            again = "press Ctrl-C again to stop" if number == signal.SIGINT else "send the signal again to exit"
+            message = f"\ncamshaft: {self.requested.name}: finishing the current step and saving; {again} immediately\n"
             with contextlib.suppress(OSError):  # the terminal may be closed
                 os.write(2, message.encode())
         elif now - self.request_time > SAME_SECONDS:
+            if number == signal.SIGINT:
+                raise KeyboardInterrupt
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
 
@@ -70,16 +72,18 @@ class Stop:
 
 
 @contextlib.contextmanager
-def handle_stop_signals(stop: Stop | None = None) -> Iterator[Stop]:
+def handle_stop_signals(stop: Stop | None = None, ctrl_c: bool = False) -> Iterator[Stop]:
     """Convert stop signals to requests of `stop` within the block. Outside the main thread, this has no effect.
 
-    A signal that is ignored at the start, as SIGHUP is under nohup, remains ignored.
+    With `ctrl_c`, this includes SIGINT; a second one raises KeyboardInterrupt. A signal that is ignored at the start,
+    as SIGHUP is under nohup, remains ignored.
     """
     stop = stop or Stop()
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    numbers = [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    handled = (*STOP_SIGNALS, signal.SIGINT) if ctrl_c else STOP_SIGNALS
+    numbers = [number for number in handled if signal.getsignal(number) is not signal.SIG_IGN]
     previous_handlers = {number: signal.signal(number, stop.request) for number in numbers}
     try:
         yield stop

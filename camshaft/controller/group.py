@@ -67,6 +67,8 @@ class Options:
     """Folder for the output of the workers, with one file per rank. If None, workers share the output of the driver."""
     preload: tuple[str, ...] = ()
     """Modules that worker processes may import while they start."""
+    import_main: bool = True
+    """Import the main module of the driver in local worker processes, so that roles can be classes of it."""
     ray_init: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of `ray.init`. Only the backend `ray` reads them."""
 

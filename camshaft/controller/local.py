@@ -27,6 +27,7 @@ from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -144,7 +145,7 @@ class LocalPool(ProcessPool):
                 pool=self.spec.name,
                 log_folder=self.options.log_folder,
             )
-            self.processes.append(LocalProcess(rank_info, self._folder, self.inbox, self.options.preload))
+            self.processes.append(LocalProcess(rank_info, self._folder, self.inbox, self.options))
 
     def rendezvous(self) -> str:
         return (self._folder / "rendezvous").as_uri()
@@ -156,13 +157,13 @@ class LocalPool(ProcessPool):
 class LocalProcess(WorkerProcess):
     """A worker process. A thread exchanges messages with it, so a worker that hangs does not block the driver."""
 
-    def __init__(self, rank_info: RankInfo, folder: Path, inbox: Inbox, preload: Sequence[str]):
+    def __init__(self, rank_info: RankInfo, folder: Path, inbox: Inbox, options: Options):
         self.rank = rank_info.rank
         self._folder, self._inbox = folder, inbox
         self._requests: queue.SimpleQueue[Frames | None] = queue.SimpleQueue()
         self._socket, child_socket = socket.socketpair()
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([*PRELOAD, *preload])
+        context.set_forkserver_preload([*PRELOAD, *options.preload])
         name = f"{rank_info.pool}-{rank_info.rank}"
         # Not a daemon, because daemonic processes cannot have child processes, and a role may start some.
         self._process: BaseProcess = context.Process(
@@ -170,7 +171,8 @@ class LocalProcess(WorkerProcess):
         )
         with safe_import_environment(), _temporary_files_in(process_folder()), child_socket:
             resource_tracker.ensure_running()  # started before the signals are blocked, because this unblocks SIGTERM
-            with block_stop_signals():  # a signal must not end the fork server either
+            main_module = contextlib.nullcontext() if options.import_main else _hidden_main_module()
+            with block_stop_signals(), main_module:  # a signal must not end the fork server either
                 self._process.start()
         self.pid = self._process.pid
         threading.Thread(target=self._exchange_messages, name=f"messages-{name}", daemon=True).start()
@@ -217,6 +219,21 @@ class LocalProcess(WorkerProcess):
             return False
         self._inbox.put((self.rank, answer))
         return True
+
+
+@contextlib.contextmanager
+def _hidden_main_module() -> Iterator[None]:
+    """Keep `multiprocessing` from running the program of this process again in a process that it starts.
+
+    It would do so to make the classes of `__main__` available there, which runs a script without
+    `if __name__ == "__main__"` twice.
+    """
+    main_module = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main_module
 
 
 @contextlib.contextmanager

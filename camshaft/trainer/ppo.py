@@ -5,14 +5,18 @@
         trainer.prepare()
         trainer.fit(tracking)
 
+    status = run_ppo(config)        # also sets up session and trackers
+
 `step` is the algorithm, phase by phase. Each phase adds columns to the batch, which `columns.py` lists. Roles compute
 on the ranks, and the functions of `advantages.py` compute on the driver.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -22,7 +26,7 @@ import torch
 from torch import Tensor
 
 from camshaft.checkpoint import BestStep, SavedCheckpoint
-from camshaft.config import PPOConfig
+from camshaft.config import PPOConfig, batch_table, render_batch_table
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
 from camshaft.errors import ScoringAbandoned
@@ -43,6 +47,7 @@ from camshaft.trainer.mini_batches import sampling_seeds, shard_rows, shuffle_se
 from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume
 from camshaft.trainer.schedule import SAVE_INTERVAL, Schedule
 from camshaft.trainer.scoring import add_scores, check_scored
+from camshaft.trainer.session import Extensions, StepHook, call_hooks, check_libraries, pool_specs, session
 from camshaft.trainer.validate import Sample, best_and_worst, decode_samples, save_samples, validate
 
 logger = logging.getLogger(__name__)
@@ -62,9 +67,10 @@ DRIVER_ONLY = (
 class PPOTrainer:
     """Training run with PPO or a related algorithm."""
 
-    def __init__(self, config: PPOConfig, parts: PPOParts):
+    def __init__(self, config: PPOConfig, parts: PPOParts, on_step: Sequence[StepHook] = ()):
+        """Set `on_step` to hooks that are called after each step, and may add metrics."""
         assert config.data == parts.config.data, "pass parts.config, whose batch size fits the data"
-        self.config, self.parts = config, parts
+        self.config, self.parts, self.on_step = config, parts, on_step
         self.actor, self.critic, self.rewards = parts.actor, parts.critic, parts.rewards
         self.kl = build_kl_controller(config.algorithm)
         self.is_routed = config.routing_mode() is not None
@@ -78,7 +84,7 @@ class PPOTrainer:
             {"actor": parts.actor, **({} if parts.critic is None else {"critic": parts.critic})},
             config.trainer.max_skipped_steps,
         )
-        self.input_checksums = input_checksums(config)
+        self.input_checksums = input_checksums(config, parts.reward)
         self.global_step = 0
         self._batch = DataProto()
         """Batch of the step that `fit` is about to log."""
@@ -130,7 +136,8 @@ class PPOTrainer:
         if self._old_log_prob_source() != "rollout":
             metrics.add(mismatch(batch))
         self._batch = batch
-        return metrics.finished(batch)
+        values = metrics.finished(batch)
+        return call_hooks(self.on_step, self.global_step, batch, values) if self.on_step else values
 
     def _evaluate(self, batch: DataProto, scoring: PendingScores | None, metrics: StepMetrics) -> DataProto:
         """Add scores, reference log-probs, values and, unless the update computes them, old log-probs.
@@ -406,3 +413,33 @@ class PPOTrainer:
             assert trainer.resume_from_path is not None, "validated by the config"
             return checkpoints.open(trainer.resume_from_path)
         return checkpoints.latest()
+
+
+def run_ppo(config: PPOConfig, extensions: Extensions | None = None) -> int:
+    """Train with one config, and return the exit status."""
+    extensions = extensions or Extensions()
+    check_libraries(config)
+    ranks = sum(spec.world_size for spec in pool_specs(config))
+    with contextlib.ExitStack() as stack:
+        run = stack.enter_context(session(config.trainer, ranks))
+        run.say_choices(config)
+        parts = stack.enter_context(PPOParts(config, extensions.reward))
+        config = parts.config
+        run.say(render_batch_table(batch_table(config, config.topology())))
+        for rule, (low, high) in config.algorithm.rollout_correction.rejection_bounds():
+            run.say(f"rollout_rs={rule} accepts values from {low:g} to {high:g}")
+        trainer = PPOTrainer(config, parts, extensions.on_step)
+        saved = trainer.prepare()
+        only_validate = config.trainer.val_only
+        resumed, subfolder = (None, "validation") if only_validate else (saved, "")
+        with run.tracking(config, parts.total_steps, resumed, subfolder) as tracking:
+            stop = run.listen(parts.stop, extensions.handle_ctrl_c)
+            trainer.fit(tracking, stop)
+            parts.finish_saving()  # write all checkpoints before the trackers report the run as finished
+            if stop.status:
+                tracking.ending = "stopped"
+        if stop.status:
+            run.say_how_to_resume()
+        elif not only_validate:
+            run.say_results(parts.total_steps)
+    return stop.status

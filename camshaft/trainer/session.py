@@ -1,4 +1,4 @@
-"""Setup shared by all trainers: logging, seeding, output folder, worker pools, run length, trackers.
+"""Setup shared by all trainers: logging, seeding, output folder, worker pools, run length, trackers, hooks.
 
 with session(config.trainer) as run:
     with run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, logs) as pools:
@@ -15,11 +15,13 @@ import errno
 import importlib.util
 import io
 import logging
+import numbers
 import os
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -47,10 +49,13 @@ from camshaft.config.checks.backends import required_libraries
 from camshaft.config.layout import Phase
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.trainer import TrainerConfig
+from camshaft.config.tree import shorten
 from camshaft.controller import Options, Pool, PoolSpec, pools
 from camshaft.data import StatefulLoader
+from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.plugins import PROVIDED_BY
+from camshaft.rewards.callables import PickledFunction, name_of
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SupervisedWorker
 from camshaft.stop import Stop, handle_stop_signals
 from camshaft.temporary import remove_leftovers
@@ -127,9 +132,9 @@ class Session:
         )
         return Tracking([*trainer.logger, RECORD], info)
 
-    def listen(self, stop: Stop | None = None) -> Stop:
+    def listen(self, stop: Stop | None = None, ctrl_c: bool = False) -> Stop:
         """Handle stop signals until the session ends. Call this when the run has state to save."""
-        return self._exit_stack.enter_context(handle_stop_signals(stop))
+        return self._exit_stack.enter_context(handle_stop_signals(stop, ctrl_c))
 
     def close(self) -> None:
         self._exit_stack.close()
@@ -337,6 +342,44 @@ def check_device(device: str, ranks: int) -> None:
         )
 
 
+# -- Python objects of a run ----------------------------------------------------------------------
+
+StepHook = Callable[[int, DataProto, dict[str, float]], Mapping[str, float] | None]
+"""Called on the driver after each step, with the step, its batch and its metrics. It may return further metrics."""
+
+
+@dataclass(frozen=True)
+class Extensions:
+    """Python objects of a run, and settings that apply only to runs from Python."""
+
+    reward: tuple[PickledFunction, ...] = ()
+    """Reward functions, instead of those that the config names."""
+    on_step: tuple[StepHook, ...] = ()
+    """Hooks that are called after each step."""
+    handle_ctrl_c: bool = False
+    """Finish the step and save a checkpoint on Ctrl-C, as on SIGTERM."""
+
+
+def call_hooks(hooks: Sequence[StepHook], step: int, batch: DataProto, metrics: dict[str, float]) -> dict[str, float]:
+    """Call the hooks in order, and return the metrics with those that the hooks return."""
+    for hook in hooks:
+        added = hook(step, batch, dict(metrics))
+        if added is None:
+            continue
+        if not isinstance(added, Mapping) or not all(_is_metric(*item) for item in added.items()):
+            raise ConfigError(
+                f"on_step: {name_of(hook)} returned {shorten(repr(added))}; return None, or a dict that maps names of "
+                "metrics to numbers"
+            )
+        metrics = metrics | {name: float(value) for name, value in added.items()}
+    return metrics
+
+
+def _is_metric(name: object, value: object) -> bool:
+    is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
+    return isinstance(name, str) and (isinstance(value, numbers.Real) or is_scalar)
+
+
 # -- worker pools ---------------------------------------------------------------------------------
 
 ROLE_MODULES = ("camshaft.roles",)
@@ -385,6 +428,7 @@ def run_pools(
         limits={method: trainer.worker_limit(phase) for method, phase in PHASES.items()},
         log_folder=logs,
         preload=ROLE_MODULES,
+        import_main=False,
         ray_init=ray_init,
     )
     backend = trainer.backend()

@@ -38,6 +38,9 @@ from camshaft.trainer.mini_batches import balance_ranks
 from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume
 from camshaft.trainer.schedule import SAVE_INTERVAL, Schedule
 from camshaft.trainer.session import (
+    Extensions,
+    StepHook,
+    call_hooks,
     check_libraries,
     finish_saving,
     fit_batch,
@@ -88,6 +91,8 @@ class SupervisedTrainer(ABC, Generic[W]):
         self.divergence = DivergenceCheck({"model": self.model}, config.trainer.max_skipped_steps, prefix="train")
         self.input_checksums = input_checksums(config)
         self.global_step = 0
+        self.on_step: Sequence[StepHook] = ()
+        """Hooks that are called after each step, and may add metrics."""
 
     def __enter__(self) -> Self:
         return self
@@ -143,7 +148,7 @@ class SupervisedTrainer(ABC, Generic[W]):
             self.global_step += 1
             self.status.step = self.global_step
             self.status.enter("train")
-            metrics = self.step(batch)
+            metrics = call_hooks(self.on_step, self.global_step, batch, self.step(batch))
             is_last = self.global_step == self.total_steps or self.loader.exhausted
             should_save = should_save or saves.is_due(self.global_step, is_last)
             if self.val_rows is not None and tests.is_due(self.global_step, is_last):
@@ -206,22 +211,26 @@ def train_all(configs: Sequence[C], trainer_class: Callable[[C], SupervisedTrain
     """Train with one config after the other and return the largest exit status. A stop signal ends the sweep."""
     status = 0
     for config in configs:
-        status = max(status, _train(config, trainer_class))
+        status = max(status, run_supervised(config, trainer_class))
         if status > ENDED_BY_SIGNAL:
             break
     return status
 
 
-def _train(config: C, trainer_class: Callable[[C], SupervisedTrainer[Any]]) -> int:
+def run_supervised(
+    config: C, trainer_class: Callable[[C], SupervisedTrainer[Any]], extensions: Extensions | None = None
+) -> int:
     """Check the machine, train and export the model, and return the exit status."""
+    extensions = extensions or Extensions()
     check_libraries(config)
     with contextlib.ExitStack() as stack:
         run = stack.enter_context(session(config.trainer))
         run.say_choices(config)
         trainer = stack.enter_context(trainer_class(config))
+        trainer.on_step = extensions.on_step
         saved = trainer.prepare()
         with run.tracking(trainer.config, trainer.total_steps, saved) as tracking:
-            stop = run.listen()
+            stop = run.listen(ctrl_c=extensions.handle_ctrl_c)
             trainer.fit(tracking, stop)
             trainer.finish_saving()  # trackers must not report the run as finished before its checkpoints are written
             if stop.status:

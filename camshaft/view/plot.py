@@ -1,26 +1,39 @@
 """Curves of runs as an image, with matplotlib.
 
 plot([run, other], Path("curves.png"), metrics=["actor/entropy"])
+figure = draw([run])            # a notebook shows it
 """
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from camshaft.errors import ConfigError
 from camshaft.tracking.run_folder import RunFolder
 from camshaft.view.panels import ROWS, Panel
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 COLUMNS = 3
+DPI = 120
 MARKED = 20
 """Curves with fewer points have a marker at each point."""
 
 
 def plot(runs: Sequence[RunFolder], path: Path, metrics: Sequence[str] = ()) -> list[str]:
-    """Write the curves of the runs to an image, and return the titles of its charts.
+    """Write the curves of the runs to an image, and return the titles of its charts."""
+    figure = draw(runs, metrics)
+    figure.savefig(path, dpi=DPI)
+    return [axis.get_title() for axis in figure.axes]
+
+
+def draw(runs: Sequence[RunFolder], metrics: Sequence[str] = ()) -> Figure:
+    """Draw the curves of the runs.
 
     `metrics` selects metrics, each in its own chart, instead of those that the runs have logged in `ROWS`.
     """
@@ -40,15 +53,21 @@ def plot(runs: Sequence[RunFolder], path: Path, metrics: Sequence[str] = ()) -> 
         raise ConfigError("the runs have logged no metrics yet; wait for their first step")
     columns = min(COLUMNS, len(charts))
     rows = math.ceil(len(charts) / columns)
-    figure = Figure(figsize=(5 * columns, 3 * rows), layout="constrained")
+
+    class NotebookFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            image = io.BytesIO()
+            self.savefig(image, format="png")
+            return image.getvalue()
+
+    figure = NotebookFigure(figsize=(5 * columns, 3 * rows), layout="constrained")
     for index, (title, chart) in enumerate(charts):
         axis = figure.add_subplot(rows, columns, index + 1)
         _draw(axis, runs, chart)
         axis.set_title(title)
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    return [title for title, _ in charts]
+    return figure
 
 
 def _metrics(panel: Panel, names: Sequence[str], is_literal: bool) -> list[str]:

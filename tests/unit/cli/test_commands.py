@@ -9,7 +9,7 @@ import pytest
 from support.command_line import camshaft
 from support.ppo_runs import ppo_args
 
-from camshaft.cli import COMMANDS, main, ppo
+from camshaft.cli import COMMANDS, main
 from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig
 from camshaft.config.short_names import short_names
 from camshaft.config.tree import leaf_fields
@@ -76,7 +76,7 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Statuses:
             seeds.append(config.trainer.seed)
             return statuses[len(seeds) - 1]
 
-        monkeypatch.setattr(ppo, "train", train)
+        monkeypatch.setattr("camshaft.trainer.ppo.run_ppo", train)
         return seeds
 
     return replace
@@ -123,7 +123,7 @@ def test_errors_of_a_run_become_one_message(error, status: int, message: str, mo
     def train(_: PPOConfig) -> int:
         raise error
 
-    monkeypatch.setattr(ppo, "train", train)
+    monkeypatch.setattr("camshaft.trainer.ppo.run_ppo", train)
     run = camshaft("ppo", *ppo_args(tmp_path))
     assert (run.status, run.err) == (status, message)
 
@@ -132,7 +132,7 @@ def test_unexpected_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch,
     def train(_: PPOConfig) -> int:
         raise ZeroDivisionError("in the run")
 
-    monkeypatch.setattr(ppo, "train", train)
+    monkeypatch.setattr("camshaft.trainer.ppo.run_ppo", train)
     with pytest.raises(ZeroDivisionError, match="in the run"):
         main(["ppo", *ppo_args(tmp_path)])
 

@@ -194,3 +194,20 @@ def test_tensors_outside_a_batch_are_sent():
         (_, first), (_, second) = toy.echo([torch.ones(2), {"x": torch.zeros(3)}])
         assert torch.equal(first, torch.ones(2))
         assert torch.equal(second["x"], torch.zeros(3))
+
+
+UNGUARDED = """
+from camshaft.contracts.controller.roles import Toy
+from camshaft.controller import Options, PoolSpec, pools, spawn
+print("started", flush=True)
+with pools([PoolSpec("pool", 1, 2, "cpu")], "local", Options(import_main=False)) as (pool,):
+    print("pids", len(set(spawn(Toy, pool=pool, name="toy").pids())), flush=True)
+"""
+
+
+@pytest.mark.timeout(200)
+def test_ranks_do_not_run_a_script_without_a_main_guard_again(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(UNGUARDED, encoding="utf-8")
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+    assert done.stdout.split() == ["started", "pids", "2"]

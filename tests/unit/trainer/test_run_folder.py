@@ -10,10 +10,10 @@ import pytest
 from support.ppo_runs import ppo_args
 
 from camshaft.cli import main
-from camshaft.cli.ppo import train
 from camshaft.config import load_ppo
 from camshaft.config.checks.backends import required_libraries
 from camshaft.errors import ConfigError
+from camshaft.trainer.ppo import run_ppo
 
 
 def words(folder: Path) -> list[str]:
@@ -82,7 +82,7 @@ def test_missing_library_is_an_error_before_the_run(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == library else installed(name))
     (key, value) = next(iter(settings.items()))
     with pytest.raises(ConfigError, match=rf"^{re.escape(key)}={value} requires '{library}', which is not installed"):
-        train(config)
+        run_ppo(config)
     assert not (tmp_path / "run").exists()
 
 
