@@ -120,7 +120,7 @@ def _section(match: re.Match[str]) -> str:
     """Return a section such as `Args:` as a list, or as a paragraph if it does not name arguments."""
     text = textwrap.dedent(match[2])
     entries = [" ".join(entry.split()) for entry in re.split(r"\n(?=\S)", text.strip("\n"))]
-    names = [re.match(r"(\w+): ", entry) for entry in entries]
+    names = [re.match(r"(\**\w+): ", entry) for entry in entries]
     if not all(names):
         return f"{match[1]}: {' '.join(entries)}\n"
     lines = [f"- `{name[1]}`: {entry[name.end() :]}" for name, entry in zip(names, entries, strict=True) if name]

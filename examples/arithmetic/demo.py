@@ -24,6 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from camshaft import load_run
+
 console = Console(highlight=False)
 
 
@@ -48,7 +50,7 @@ def main() -> int:
     metrics = [json.loads(line) for line in (out / "ppo" / "metrics.jsonl").read_text().splitlines()]
     first, last = scores(metrics)[0], scores(metrics)[-1]
     show_transcripts(out / "ppo" / "validation", metrics[-1]["step"])
-    draw(metrics, out / "curves.png")
+    load_run(out / "ppo").plot(out / "curves.png")
     seconds = round(time.perf_counter() - start_time)
     console.print(
         f"held-out sums right: {first:.3f} before, {last:.3f} after PPO, {seconds // 60}:{seconds % 60:02} in all"
@@ -159,33 +161,6 @@ def show_transcripts(folder: Path, last: int, count: int = 8) -> None:
         mark = "green" if new["score"] == 1 else "red"
         table.add_row(question, str(old["ground_truth"]), f"[red]{old['response']}[/]", f"[{mark}]{new['response']}[/]")
     console.print(table)
-
-
-def draw(metrics: list[dict[str, Any]], target: Path) -> None:
-    """Plot reward, KL, entropy and value loss over the iterations."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(2, 2, figsize=(10, 6), sharex=True)
-    panels = {
-        "reward": {"sampled, training sums": "critic/score/mean", "greedy, held-out sums": "val/reward/mean"},
-        "KL to the initial policy (nats/token)": {"": "actor/reward_kl_penalty"},
-        "entropy (nats/token)": {"": "actor/entropy"},
-        "value loss": {"": "critic/vf_loss"},
-    }
-    for axis, (title, lines) in zip(axes.flat, panels.items(), strict=True):
-        for label, name in lines.items():
-            points = [(line["step"], line[name]) for line in metrics if name in line]
-            axis.plot(*zip(*points, strict=True), label=label, marker="o" if len(points) < 20 else None)
-        axis.set_title(title)
-        axis.grid(alpha=0.3)
-    axes.flat[0].legend()
-    for axis in axes[1]:
-        axis.set_xlabel("iteration")
-    figure.tight_layout()
-    figure.savefig(target, dpi=120)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 LONG_FILES: dict[str, str] = {}
 LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS = {
+    "__init__.py:train": "the arguments of a run, all named at the call",
     "models/tiny.py:make_tiny_model": "one per size of the model, all named at the call",
     "rollout/builtin/cuda/kernels.py:_store": "a kernel takes addresses and sizes one by one",
     "rollout/builtin/cuda/kernels.py:_attend": "a kernel takes addresses and sizes one by one",

@@ -1,0 +1,264 @@
+"""Start a run from keys and Python objects.
+
+    run = start("ppo", Objects(model, tokenizer, data, val_data), keys, config, reward, on_step)
+    run = resume(folder, launch, changed)
+
+The keys are composed and checked as those of the command line, and the run is the same function (`run_ppo` or
+`run_supervised`). Objects are first written to the run folder (`inputs.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from camshaft.config import PPOConfig, SFTConfig, from_container
+from camshaft.config.auto import AUTO, RULES
+from camshaft.config.load import choose_automatic, raw_defaults, resolve
+from camshaft.config.run_folder import FOLDER, NAME, generated_name
+from camshaft.config.schema.fields import Section
+from camshaft.config.schema.supervised import RMConfig
+from camshaft.config.short_names import (
+    REWARD_FUNCTIONS,
+    REWARD_NAME,
+    REWARD_PATH,
+    expand_short_names,
+    short_names,
+)
+from camshaft.config.tree import expand_keys, flatten, get, leaf_fields
+from camshaft.errors import ConfigError
+from camshaft.machine import detect_machine
+from camshaft.runs.inputs import is_path, plain, save_model, save_rows, save_tokenizer
+from camshaft.runs.run import PYTHON, Launch, Run
+from camshaft.stop import ENDED_BY_SIGNAL
+from camshaft.tracking.base import Command
+from camshaft.tracking.run_folder import INFO
+
+SCHEMAS: dict[Command, type[PPOConfig] | type[SFTConfig] | type[RMConfig]] = {
+    "ppo": PPOConfig,
+    "sft": SFTConfig,
+    "rm": RMConfig,
+}
+
+REWARD_KEYS = (REWARD_PATH, REWARD_NAME, REWARD_FUNCTIONS)
+"""Keys that name the reward function."""
+_TOKENIZER = "data.tokenizer"
+
+
+class Objects(NamedTuple):
+    """Arguments that are paths or Python objects."""
+
+    model: Any
+    tokenizer: Any
+    data: Any
+    val_data: Any
+
+
+def start(
+    command: Command,
+    objects: Objects,
+    keys: Mapping[str, Any],
+    config: Mapping[str, Any] | None = None,
+    reward: Any = None,
+    on_step: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+) -> Run:
+    """Train and return the run. `keys` and `config` contain short names and config keys."""
+    values = _values(command, objects, keys, config or {})
+    if reward is not None and not _function(reward):
+        values |= flat_values({"reward": plain(reward)}, SCHEMAS[command])
+    launch = Launch(command, values, _function(reward), (on_step,) if callable(on_step) else tuple(on_step))
+    with _written_objects(launch, objects) as (folder, launch):
+        parsed = _parse(launch)
+    folder = folder or Path(parsed.trainer.default_local_dir)
+    if isinstance(parsed, PPOConfig) and parsed.trainer.val_only:
+        folder /= "validation"  # a validation does not replace the metrics of the training
+    return _train(parsed, launch, folder)
+
+
+def resume(folder: Path, launch: Launch, changed: Launch) -> Run:
+    """Continue the run in `folder`, which `launch` has started, with the values and objects of `changed`."""
+    schema = SCHEMAS[launch.command]
+    values, new_values, functions = dict(launch.values), dict(changed.values), launch.reward
+    if changed.reward is not None:
+        functions = _function(changed.reward)
+        values = {key: value for key, value in values.items() if key not in REWARD_KEYS}
+        new_values |= {} if functions else {"reward": changed.reward}
+    values |= flat_values(plain(new_values), schema) | {FOLDER: str(folder)}
+    launch = Launch(launch.command, values, functions, changed.on_step or launch.on_step)
+    return _train(_parse(launch), launch, folder)
+
+
+def recorded_values(command: Command, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a recorded config that differ from the defaults.
+
+    A value that is chosen automatically, or that the default derives from other keys, such as `${trainer.seed}`, is
+    compared with the value for the other keys.
+    """
+    from camshaft.trainer.resume import RESUME_KEYS, config_record
+
+    schema = SCHEMAS[command]
+    leaves, model = leaf_fields(schema), short_names(schema)["model"]
+
+    def record(values: Mapping[str, Any]) -> dict[str, Any]:
+        tree, _ = choose_automatic(expand_keys(values, leaves), schema, detect_machine())
+        return config_record(schema.model_validate(resolve(tree, schema)[0]))
+
+    config = flatten(expand_keys(config, leaves), leaves)
+    raw = flatten(raw_defaults(schema), leaves)
+    chosen = [key for key in RULES[schema] if raw[key] == AUTO]
+    derived = [*chosen, *(key for key, value in raw.items() if "${" in str(value) and key != FOLDER)]
+    values, defaults = {model: config[model]}, record({model: config[model]})
+    others = config.keys() - {*derived, *RESUME_KEYS}
+    values |= {key: config[key] for key in config if key in others and defaults.get(key) != config[key]}
+    current = record(values)
+    for key in derived:
+        if key in config and current.get(key) != config[key]:
+            values[key] = config[key]
+            current = record(values)
+    return values
+
+
+def _function(reward: Any) -> Any:
+    """Return the Python functions of a `reward`, or None if it is a path."""
+    return None if reward is None or is_path(reward) else reward
+
+
+# -- keys and objects -----------------------------------------------------------------------------
+
+
+def _values(command: Command, objects: Objects, keys: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values by config key. Short names are replaced; objects are not included."""
+    schema = SCHEMAS[command]
+    twice = sorted(keys.keys() & config.keys())
+    if twice:
+        raise ConfigError(f"{', '.join(twice)}: set both as an argument and in config; remove one of them")
+    given = {name: value for name, value in objects._asdict().items() if is_path(value) and name != "tokenizer"}
+    values = flat_values({**plain(config), **plain(keys), **plain(given)}, schema)
+    if is_path(objects.tokenizer) and is_path(objects.model):
+        values |= _tokenizer_key(command, plain(objects.tokenizer))
+    if objects.val_data is None and "data.val_files" not in values:
+        values["data.val_files"] = None
+    return values
+
+
+def flat_values(values: Mapping[str, Any], schema: type[Section]) -> dict[str, Any]:
+    """Return the values of short names, dotted keys and nested sections by config key, without validating them."""
+    leaves = leaf_fields(schema)
+    return flatten(expand_keys(expand_short_names(values, schema), leaves), leaves)
+
+
+def _run_folder(values: Mapping[str, Any], schema: type[Section]) -> Path:
+    """Return the folder of a run with these values, as the config determines it, without validating them."""
+    named = dict(values) if values.get(NAME) is not None else {**values, NAME: "*"}
+    resolved, _ = resolve(expand_keys(named, leaf_fields(schema)), schema)
+    folder, names = str(get(resolved, FOLDER)), short_names(schema)
+    if "*" in folder:
+        folder = folder.replace("*", generated_name(folder, str(values[names["model"]]), str(values[names["data"]])))
+    return Path(folder).expanduser()
+
+
+def _tokenizer_key(command: Command, path: str) -> dict[str, Any]:
+    if command != "ppo":
+        raise ConfigError("tokenizer is used only with a model that is an object; save it to the folder of the model")
+    return {_TOKENIZER: path}
+
+
+@contextlib.contextmanager
+def _written_objects(launch: Launch, objects: Objects) -> Iterator[tuple[Path | None, Launch]]:
+    """Write the objects to the run folder. Yield this folder, or None without objects, and the launch with their paths.
+
+    An error in the block removes the folder if this function has created it.
+    """
+    schema = SCHEMAS[launch.command]
+    names = short_names(schema)
+    unsaved = {name for name, value in objects._asdict().items() if value is not None and not is_path(value)}
+    if not unsaved:
+        yield None, launch
+        return
+    placeholders = {
+        names[name]: _name(value) for name, value in objects._asdict().items() if name in unsaved & {*names}
+    }
+    folder = _run_folder({**placeholders, **launch.values}, schema)
+    is_new = not folder.exists()
+    try:
+        values = {**launch.values, FOLDER: str(folder)}
+        for name, rows in {"data": objects.data, "val_data": objects.val_data}.items():
+            if name in unsaved:
+                values[names[name]] = save_rows(rows, folder, name)
+        if "model" in unsaved:
+            values[names["model"]] = save_model(objects.model, objects.tokenizer, folder)
+        elif "tokenizer" in unsaved:
+            values |= _tokenizer_key(launch.command, save_tokenizer(objects.tokenizer, folder))
+        yield folder, Launch(launch.command, values, launch.reward, launch.on_step)
+    except BaseException:
+        if is_new:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _name(value: Any) -> str:
+    """Return a name of an object for the name of the run."""
+    path = getattr(value, "name_or_path", None)
+    return path if isinstance(path, str) and path else type(value).__name__.lower()
+
+
+def _parse(launch: Launch) -> PPOConfig | SFTConfig | RMConfig:
+    """Return the validated config. Raise ConfigError with all problems."""
+    values = _with_function(launch)
+    if launch.command == "ppo":
+        return from_container(values, PPOConfig)
+    return from_container(values, SFTConfig) if launch.command == "sft" else from_container(values, RMConfig)
+
+
+def _with_function(launch: Launch) -> dict[str, Any]:
+    """Return the values with the name of the reward function, if it is a Python function."""
+    if launch.reward is None:
+        return dict(launch.values)
+    set_keys = [key for key in REWARD_KEYS if launch.values.get(key)]
+    if set_keys:
+        raise ConfigError(f"{set_keys[0]} is set, but reward is a Python function; remove one of them")
+    from camshaft.rewards.callables import reward_name
+
+    return {**launch.values, REWARD_PATH: None, REWARD_NAME: f"{PYTHON}{reward_name(launch.reward)}"}
+
+
+# -- training -------------------------------------------------------------------------------------
+
+
+def _train(config: PPOConfig | SFTConfig | RMConfig, launch: Launch, folder: Path) -> Run:
+    """Train, and return the run. Ctrl-C ends the training, and another stop signal also ends this process."""
+    try:
+        status = _status(config, launch)
+    except KeyboardInterrupt:
+        if not (folder / INFO).exists():  # interrupted before the first step
+            raise
+        status = ENDED_BY_SIGNAL + signal.SIGINT
+    if status > ENDED_BY_SIGNAL and status != ENDED_BY_SIGNAL + signal.SIGINT:
+        signal.raise_signal(status - ENDED_BY_SIGNAL)  # delayed until the checkpoint was saved
+    return Run(folder, launch)
+
+
+def _status(config: PPOConfig | SFTConfig | RMConfig, launch: Launch) -> int:
+    """Run the trainer of a config, and return the exit status."""
+    from camshaft.trainer.session import Extensions
+
+    if isinstance(config, PPOConfig):
+        from camshaft.rewards.callables import pickle_reward
+        from camshaft.trainer.ppo import run_ppo
+
+        reward = () if launch.reward is None else pickle_reward(launch.reward)
+        return run_ppo(config, Extensions(reward, launch.on_step, handle_ctrl_c=True))
+    from camshaft.trainer.supervised import run_supervised
+
+    extensions = Extensions(on_step=launch.on_step, handle_ctrl_c=True)
+    if isinstance(config, SFTConfig):
+        from camshaft.trainer.sft import SFTTrainer
+
+        return run_supervised(config, SFTTrainer, extensions)
+    from camshaft.trainer.rm import RMTrainer
+
+    return run_supervised(config, RMTrainer, extensions)

@@ -1,0 +1,104 @@
+"""Runs of the command line are read without torch, and compared."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from support.command_line import camshaft, sft_args
+
+from camshaft import load_run
+from camshaft.errors import ConfigError
+from camshaft.runs.run import Text
+from camshaft.runs.start import recorded_values
+from camshaft.tracking.run_folder import RunFolderError
+
+pytestmark = pytest.mark.timeout(200)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two runs of `camshaft sft`."""
+    folder = tmp_path_factory.mktemp("home")
+    for name, lr in (("low", 1e-4), ("high", 1e-2)):
+        keys = {"optim.lr": lr, "trainer.default_local_dir": folder / name, "trainer.total_training_steps": 2}
+        done = camshaft("sft", *sft_args(folder, keys))
+        assert done.status == 0, done.err
+    return folder
+
+
+def test_runs_of_the_command_line_are_compared(home: Path) -> None:
+    low, high = load_run(home / "low"), load_run(str(home / "high"))
+    lines = {line.partition("  ")[0]: line.split()[1:] for line in low.compare(high).splitlines()}
+    assert lines["optim.lr"] == ["0.0001", "0.01"]
+    assert "trainer.default_local_dir" not in lines
+    assert [float(value) for value in lines["train/loss"][:2]] == pytest.approx(
+        [run.metrics()["train/loss"] for run in (low, high)], rel=1e-3
+    )
+    assert low.history["step"] == [1, 2]
+    assert repr(Text("a\nb")) == "a\nb"
+
+
+def test_recorded_values_are_those_that_the_user_set(home: Path) -> None:
+    values = recorded_values("sft", load_run(home / "low").config)
+    assert values["optim.lr"] == 1e-4
+    assert values["trainer.total_training_steps"] == 2
+    assert not {"strategy", "trainer.device", "trainer.save_freq", "trainer.resume_mode"} & values.keys()
+
+
+def test_reading_a_run_needs_no_torch(home: Path) -> None:
+    code = f"""
+import sys, camshaft
+run = camshaft.load_run({str(home / "low")!r})
+run.history, repr(run), run.compare(run), run.status
+assert not {{"torch", "transformers", "pyarrow", "cloudpickle"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_the_display_has_status_and_metrics(home: Path) -> None:
+    run = load_run(home / "low")
+    lines = repr(run).splitlines()
+    assert lines[1] == "finished, step 2"
+    first, last = next(line.split()[1:] for line in lines if line.startswith("train/loss"))
+    assert [float(first), float(last)] == pytest.approx([run.metrics(step)["train/loss"] for step in (1, 2)], rel=1e-3)
+
+
+def copy_of(home: Path, folder: Path, **facts: object) -> Path:
+    """Write the record and two steps of a run to `folder`."""
+    record = json.loads((home / "low" / "run.json").read_text(encoding="utf-8"))
+    (folder / "run.json").write_text(json.dumps(record | facts), encoding="utf-8")
+    lines = [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": "nan", "val/loss": 1.0}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return folder
+
+
+def test_missing_values_are_nan(home: Path, tmp_path: Path) -> None:
+    history = load_run(copy_of(home, tmp_path)).history
+    assert math.isnan(history["val/loss"][0])
+    assert history["val/loss"][1] == 1.0
+    assert math.isnan(history["train/loss"][1])
+
+
+def test_a_run_whose_process_is_gone_is_killed(home: Path, tmp_path: Path) -> None:
+    assert load_run(copy_of(home, tmp_path, status="running", pid=2**22 + 1)).status == "killed"
+
+
+def test_what_a_run_lacks_is_named(home: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"is not the folder of a run \(it contains no run.json\)"):
+        load_run(tmp_path)
+    run = load_run(copy_of(home, tmp_path))
+    with pytest.raises(ConfigError, match="has no responses"):
+        run.responses()
+    with pytest.raises(ConfigError, match="contains no checkpoint to resume from"):
+        run.resume()
+    with pytest.raises(ConfigError, match="contains no checkpoint; set"):
+        run.export(tmp_path / "export")
+    (tmp_path / "metrics.jsonl").unlink()
+    with pytest.raises(ConfigError, match="contains no metrics"):
+        _ = load_run(tmp_path).history
+    assert "finished, step 0" in repr(load_run(tmp_path))
+    with pytest.raises(RunFolderError, match="is not a folder"):
+        load_run(tmp_path / "missing")
