@@ -8,11 +8,19 @@ from pathlib import Path
 import pytest
 from support.pages import ROOT, bash, commands, run_here, script
 
+import camshaft
+
 
 def check_promised_files(folder: Path) -> None:
-    run = folder / "checkpoints" / "example_sums" / "tiny"
-    promised = ("metrics.jsonl", "validation/step_4.jsonl", "global_step_4/actor/model/model.safetensors")
-    assert all((run / name).exists() for name in promised), sorted(str(path) for path in run.rglob("*"))
+    promised = ("reward.png", "runs/digits/samples/step_40.parquet", "models/digits/model.safetensors")
+    assert all((folder / name).exists() for name in promised), sorted(str(path) for path in folder.rglob("*"))
+
+
+def check_learning(folder: Path) -> None:
+    rewards = camshaft.load_run(folder / "runs" / "digits").history["critic/score/mean"]
+    assert len(rewards) == 40
+    assert rewards[0] < 0.2
+    assert rewards[-1] > 0.9
 
 
 def shorten(args: list[str]) -> list[str]:
@@ -26,6 +34,7 @@ def test_every_command_of_the_readme_runs_in_this_process(tmp_path: Path, monkey
     monkeypatch.chdir(tmp_path)
     run_here(commands(tmp_path, script(tmp_path, "README.md")), monkeypatch, shorten)
     check_promised_files(tmp_path)
+    check_learning(tmp_path)
 
 
 @pytest.mark.slow
