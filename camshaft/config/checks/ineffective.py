@@ -28,6 +28,7 @@ from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.supervised import RMConfig, SFTConfig
 from camshaft.config.tree import flatten, format_value, get, leaf_fields
+from camshaft.masking import mask_value
 
 ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
 ROLLOUT, CRITIC, REWARD = "actor_rollout_ref.rollout", "critic", "reward_model"
@@ -83,7 +84,7 @@ def find_notices(config: Section, tree: Mapping[str, Any], user_keys: Collection
         if key in user_keys and get(values, key) not in _EMPTY:
             rule = _rule_of(key, config, written)
             if rule is not None and get(values, key) not in rule.harmless:
-                settings.setdefault(rule, []).append(f"{key}={format_value(get(values, key))}")
+                settings.setdefault(rule, []).append(_setting(key, values))
     for rule, keys in settings.items():
         cause = re.sub(r"\{([\w.]+)\}", lambda match: _setting(match[1], values), rule.cause)
         cause = cause if cause.startswith("because") else f"with {cause}"
@@ -91,7 +92,7 @@ def find_notices(config: Section, tree: Mapping[str, Any], user_keys: Collection
 
 
 def _setting(key: str, values: Mapping[str, Any]) -> str:
-    return f"{key}={format_value(get(values, key))}"
+    return f"{key}={format_value(mask_value(get(values, key)))}"
 
 
 def _rule_of(key: str, config: Section, written: Mapping[str, str]) -> Rule | None:

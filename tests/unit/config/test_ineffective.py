@@ -330,6 +330,13 @@ def test_key_is_read_if_a_key_that_refers_to_it_is_read(commands: Commands) -> N
     assert commands.messages("ppo", [tokens, f"{ROLLOUT}.log_prob_use_dynamic_bsz=true"]) == []
 
 
+def test_a_notice_hides_secrets(commands: Commands) -> None:
+    secret = "+ray_kwargs.ray_init.runtime_env.env_vars.WANDB_API_KEY=hunter2"
+    (message,) = commands.messages("ppo", [secret])
+    assert "ray_kwargs.ray_init" in message
+    assert "hunter2" not in message
+
+
 def test_keys_of_a_custom_role_are_not_reported(commands: Commands) -> None:
     settings = [f"{ACTOR}.kl_loss_coef=0.1", "algorithm.kl_penalty=mse"]
     assert len(commands.messages("ppo", settings)) == 2
