@@ -3,13 +3,14 @@
 #
 # make check         format, lint and types
 # make test-fast     a contributor's first check, under a minute: algorithms, config, data, batches, one engine
-# make test          what CI runs: check, test-kernels and test-vllm side by side, then test-main; needs no accelerator
+# make test          what CI runs: check, test-kernels, test-vllm and test-engines side by side, then test-main
 # make test-all      make test, test-slow, test-titan, test-megatron(-slow), test-server, test-matrix, test-cluster (hours)
 # make test-main     the test suite of the package, without its slow cases and without optional libraries
 # make test-slow     the cases that test-main leaves out: every layout of a run, kills at random moments, more random inputs
 # make test-kernels  GPU kernels, in Triton's interpreter and compiler
 # make test-vllm     the vLLM rollout, with a CPU build of vLLM
 # make test-server   the vLLM server rollout, and slow cases of the vLLM rollout (starts a server per model)
+# make test-engines  the oracle step and the bitwise resume of Megatron and torchtitan, on two ranks
 # make test-megatron the Megatron engine: the contract in several layouts on CPU ranks, a PPO run, a killed run
 # make test-megatron-slow    its other layouts, models and rules (half an hour)
 # make test-sglang   the SGLang rollout, on a CPU (slow)
@@ -69,7 +70,7 @@ FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/conf
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-megatron test-megatron-slow test-titan test-remote test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
+.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
 
 install: $(INSTALLED)
 
@@ -154,10 +155,10 @@ trl: $(TRL_INSTALLED) $(TRL_PPO_INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/python examples/arithmetic/demo.py
 
-# The first three leave a core idle, so they run at the same time; the output of each appears when it ends.
+# The first four leave a core idle, so they run at the same time; the output of each appears when it ends.
 # The environments are prerequisites, because two installations at the same time would write to the same egg-info.
-test: $(INSTALLED) $(TRITON_INSTALLED) $(VLLM_INSTALLED)
-	$(MAKE) --jobs=3 --output-sync=target check test-kernels test-vllm
+test: $(INSTALLED) $(TRITON_INSTALLED) $(VLLM_INSTALLED) $(MEGATRON_INSTALLED) $(TITAN_INSTALLED)
+	$(MAKE) --jobs=4 --output-sync=target check test-kernels test-vllm test-engines
 	$(MAKE) test-main
 
 test-all: test test-slow test-remote test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
@@ -197,6 +198,13 @@ test-sglang: $(SGLANG_INSTALLED)
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 VLLM_CPU_OMP_THREADS_BIND=nobind \
 		PYTHONPATH=$(CURDIR)/tests/support/torchvision_without_kernels \
 		$(SGLANG)/bin/python -m pytest -m sglang tests/contracts/test_sglang_contract.py tests/sglang_rollout
+
+# The oracle step and the bitwise resume of both engines, in four layouts on two ranks each.
+test-engines: $(MEGATRON_INSTALLED) $(TITAN_INSTALLED)
+	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -m megatron tests/contracts/test_megatron_contract.py \
+		-k "(step_equals_oracle or resume_is_bitwise) and ([tensor- or [pipeline- or [context- or [data_with_distributed_optimizer-)"
+	OMP_NUM_THREADS=1 $(TITAN)/bin/python -m pytest -m titan tests/contracts/test_torchtitan_contract.py \
+		-k "(step_equals_oracle or resume_is_bitwise) and ([two- or [tp2- or [sp2- or [pp2-)"
 
 test-megatron: $(MEGATRON_INSTALLED) $(VLLM_ENGINES_INSTALLED)
 	OMP_NUM_THREADS=1 $(MEGATRON)/bin/python -m pytest -m "megatron and not vllm and not slow" $(MEGATRON_TESTS)
