@@ -276,6 +276,7 @@ docs: $(INSTALLED)
 	$(BIN)/python tools/rule_tables.py
 	$(BIN)/python tools/command_line_page.py
 	$(BIN)/python tools/api_page.py
+	$(BIN)/python tools/grafana_dashboard.py
 
 site: $(INSTALLED)
 	$(BIN)/python tools/docs_site.py

@@ -21,7 +21,7 @@ PROVIDED_BY = {
     "ray": "camshaft[ray]", "vllm": "camshaft[vllm]", "peft": "camshaft[lora]", "wandb": "camshaft[wandb]",
     "math_verify": "camshaft[math]", "reasoning_gym": "camshaft[reasoning-gym]",
     "tensorboard": "camshaft[tensorboard]", "mlflow": "camshaft[mlflow]", "trackio": "camshaft[trackio]",
-    "fsspec": "camshaft[remote]", "matplotlib": "camshaft[plot]",
+    "prometheus_client": "camshaft[prometheus]", "fsspec": "camshaft[remote]", "matplotlib": "camshaft[plot]",
     "sglang": "sglang", "torchtitan": "torchtitan==0.3.0", "triton": "triton", "megatron": "megatron-core",
 }  # fmt: skip
 """Maps optional libraries to the package to install, which is an extra of camshaft or the library itself."""
@@ -30,6 +30,7 @@ TRACKERS = {
     "console": "camshaft.tracking.console:ConsoleTracker",
     "jsonl": "camshaft.tracking.jsonl:JsonlTracker",
     "mlflow": "camshaft.tracking.mlflow:MLflowTracker",
+    "prometheus": "camshaft.tracking.prometheus:PrometheusTracker",
     "tensorboard": "camshaft.tracking.tensorboard:TensorBoardTracker",
     "trackio": "camshaft.tracking.trackio:TrackioTracker",
     "wandb": "camshaft.tracking.wandb:WandbTracker",

@@ -8,7 +8,7 @@ Modules:
     base.py         base class of trackers
     bounded.py      calls trackers so that their errors and hangs do not stop a run
     names.py        table of all metrics, and the reference page
-    console.py, jsonl.py, mlflow.py, tensorboard.py, trackio.py, wandb.py
+    console.py, jsonl.py, mlflow.py, prometheus.py, tensorboard.py, trackio.py, wandb.py
                     one tracker each
     record.py       run.json, config.yaml and log.txt in the run folder
     status.py       status.json in the run folder

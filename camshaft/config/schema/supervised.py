@@ -72,7 +72,7 @@ class SupervisedTrainerConfig(PlacementConfig):
         "default_local_dir if that is set."
     )
     logger: Names = Field(
-        description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, or an "
+        description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, prometheus, or an "
         "import path package.module:Class."
     )
     save_freq: Frequency = Field(

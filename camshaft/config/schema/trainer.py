@@ -44,7 +44,7 @@ class TrainerConfig(PlacementConfig):
         "default_local_dir if that is set."
     )
     logger: Names = Field(
-        description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, or an "
+        description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, prometheus, or an "
         "import path package.module:Class."
     )
     save_freq: Frequency = Field(
