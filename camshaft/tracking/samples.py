@@ -37,7 +37,7 @@ TOKEN_COLUMNS = (*("old_log_probs", "rollout_log_probs", "ref_log_prob", "entrop
 MAX_TOKENS = 1 << 17
 """Maximum number of tokens with values in a file. At least one response has values, whatever its length."""
 RECENT_STEPS = 8
-"""Number of newest steps that are always kept."""
+"""Number of newest steps that are deleted last."""
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,8 @@ MAX_KL = 1.0
 """Nats per token between the policy and the policy before the update."""
 STALLED_SECONDS, STALLED_STEPS = 60.0, 6.0
 """A phase is stalled if it lasts longer than a minute and than six times the longest recent step."""
+STALLED_BEFORE_FIRST_STEP = 600.0
+"""Limit in seconds while no step is complete. Loading and compiling large models takes minutes."""
 
 
 class Advice(NamedTuple):
@@ -70,11 +72,12 @@ def _stalled(run: RunFolder, now: float) -> str | None:
     if status is None or run.state() != "running":
         return None
     age, steps = now - status.since, run.metrics.series("timing_s/step")[1][-WINDOW:]
-    if age < max(STALLED_SECONDS, STALLED_STEPS * max(steps, default=math.inf)):
+    if age < (max(STALLED_SECONDS, STALLED_STEPS * max(steps)) if steps else STALLED_BEFORE_FIRST_STEP):
         return None
+    usual = f"the longest of the last steps took {max(steps):.0f} s" if steps else "no step is complete yet"
     return (
-        f"The phase {status.phase} of step {status.step} has lasted {age:.0f} s; the longest of the last steps took "
-        f"{max(steps):.0f} s. See log.txt, and logs/ for the output of the ranks."
+        f"The phase {status.phase} of step {status.step} has lasted {age:.0f} s; {usual}. See log.txt, and logs/ for "
+        "the output of the ranks."
     )
 
 

@@ -74,9 +74,9 @@ def test_the_first_steps_get_no_advice(steps: int, tmp_path: Path) -> None:
 def running(tmp_path: Path) -> Callable[..., Path]:
     """Return a function that writes a run in progress, in this process unless facts say otherwise."""
 
-    def write(**facts: Any) -> Path:
-        folder = make_run(tmp_path / "run", steps=20, ending=None)
-        status = {"step": 21, "phase": "gen", "since": 1000.0, "at": 1000.0, "pid": os.getpid(), "host": "here"}
+    def write(steps: int = 20, **facts: Any) -> Path:
+        folder = make_run(tmp_path / "run", steps=steps, ending=None)
+        status = {"step": steps + 1, "phase": "gen", "since": 1000.0, "at": 1000.0, "pid": os.getpid(), "host": "here"}
         (folder / "status.json").write_text(json.dumps(status))
         info = json.loads((folder / "run.json").read_text())
         (folder / "run.json").write_text(json.dumps(info | facts))
@@ -89,6 +89,12 @@ def test_a_phase_that_does_not_end_is_stalled(running: Callable[..., Path]) -> N
     folder = running(pid_start=process_start(os.getpid()))
     assert advice_on(folder, now=1030.0) == []
     assert advice_on(folder, now=1100.0) == ["Phase stalled"]
+
+
+def test_a_first_step_that_does_not_end_is_stalled(running: Callable[..., Path]) -> None:
+    folder = running(steps=0, pid_start=process_start(os.getpid()))
+    assert advice_on(folder, now=1500.0) == []
+    assert advice_on(folder, now=1700.0) == ["Phase stalled"]
 
 
 def test_a_killed_process_is_named_with_its_phase(running: Callable[..., Path]) -> None:
