@@ -55,7 +55,7 @@ def main() -> int:
     console.print(
         f"held-out sums right: {first:.3f} before, {last:.3f} after PPO, {seconds // 60}:{seconds % 60:02} in all"
     )
-    console.print(f"metrics: {out / 'ppo' / 'metrics.jsonl'}   curves: {out / 'curves.png'}")
+    console.print(f"curves: {out / 'curves.png'}   the run in a browser: camshaft view {out / 'ppo'}")
     return 0
 
 

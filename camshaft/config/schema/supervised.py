@@ -72,8 +72,8 @@ class SupervisedTrainerConfig(PlacementConfig):
         "default_local_dir if that is set."
     )
     logger: Names = Field(
-        description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, prometheus, "
-        "or an import path package.module:Class."
+        description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, "
+        "prometheus, or an import path package.module:Class."
     )
     save_freq: Frequency = Field(
         description="Number of steps between checkpoints. auto saves every 10 minutes, or less often if saving would "

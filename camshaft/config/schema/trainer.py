@@ -44,8 +44,8 @@ class TrainerConfig(PlacementConfig):
         "default_local_dir if that is set."
     )
     logger: Names = Field(
-        description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, prometheus, "
-        "or an import path package.module:Class."
+        description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, "
+        "prometheus, or an import path package.module:Class."
     )
     save_freq: Frequency = Field(
         description="Number of iterations between checkpoints. auto saves every 10 minutes, or less often if saving "
