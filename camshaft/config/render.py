@@ -6,7 +6,8 @@
     render_batch_table(batch_table(config, topology))   # logged at the start of an RL run
     without_secrets(config)                             # for trackers, checkpoints and response files
 
-Descriptions, types and bounds are read from the schema. Defaults and comments are read from the YAML files.
+Descriptions, types and bounds are read from the schema. Defaults, comments and the order of keys are read from the YAML
+files.
 """
 
 import re
@@ -71,7 +72,8 @@ def reference_page() -> str:
         parts += [f"| `{entry.name}` | `{entry.key}` | {entry.values} |" for entry in SHORT_NAMES[schema]]
         parts.append("")
         parts.append("| key | default | type | description |\n|---|---|---|---|")
-        for key, field in leaf_fields(schema).items():
+        for key in flatten(raw_defaults(schema), leaf_fields(schema)):
+            field = leaf_fields(schema)[key]
             note = " (some values are not implemented)" if _has_unimplemented_values(key) else ""
             description = (field.description or "") + note
             cells = [f"`{key}`", f"`{_default(key, schema)}`", describe(field), description]
@@ -96,8 +98,8 @@ def _leaf(key: str, schema: type[Section]) -> str:
 def _section(key: str, section: type[Section], schema: type[Section]) -> str:
     lines = [key, _wrap(fields(schema)[key].description), ""]
     width = max(len(name) for name in section.model_fields)
-    for name, field in section.model_fields.items():
-        lines.append(_wrap(field.description, f"  {name:<{width}}  "))
+    for name in get(raw_defaults(schema), key):
+        lines.append(_wrap(section.model_fields[name].description, f"  {name:<{width}}  "))
     if key in short_names(schema):
         lines += ["", f"{key}=<value>, with a value that is not a section, is short for {short_names(schema)[key]}."]
     return "\n".join(lines)

@@ -2,12 +2,12 @@
 
 import os.path
 from collections import Counter
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from camshaft.config.backends import ranks_per_row
-from camshaft.config.schema.fields import Auto, Functions, Modules, Numbers, Path, Section, Text
+from camshaft.config.schema.engine import PooledSection, SelectedEngineSection
+from camshaft.config.schema.fields import Functions, Modules, Numbers, Path, Section, Text
 from camshaft.config.schema.fsdp import ForwardFSDPConfig
 from camshaft.config.schema.model import ModelSource
 
@@ -49,12 +49,9 @@ class OverlongBufferConfig(Section):
     log: bool = Field(description="Log the mean penalty and the fraction of penalized responses.")
 
 
-class RewardModelConfig(Section):
+class RewardModelConfig(PooledSection, SelectedEngineSection):
     """Reward model that scores complete responses, in addition to a scoring function or instead of it."""
 
-    resource_pool: Text = Field(
-        description="Resource pool whose devices are used: global_pool, or a name defined in trainer.resource_pools."
-    )
     enable: bool = Field(description="Score responses with a reward model. false uses only the scoring function.")
     worker_cls: Text | None = Field(
         description="Import path package.module:Class of a custom reward worker that implements init_model and "
@@ -63,10 +60,6 @@ class RewardModelConfig(Section):
     weight: float = Field(
         description="Weight of the reward model in the score: score = function score + weight * model score. Without "
         "a scoring function (custom_reward_function.name=null), the score is the unweighted model score."
-    )
-    strategy: Annotated[Text, Auto()] = Field(
-        description="Engine that runs the reward model: a registered name, or an import path package.module:Class. "
-        "auto uses the engine of the actor."
     )
     model: RewardModelModelConfig = Field(description="Reward model.")
     micro_batch_size: int | None = Field(
@@ -83,15 +76,6 @@ class RewardModelConfig(Section):
     forward_max_token_len_per_gpu: int = Field(
         ge=1, description="Maximum number of tokens per forward pass on each rank with use_dynamic_bsz=true."
     )
-    ulysses_sequence_parallel_size: int = Field(
-        ge=1,
-        description="Ulysses sequence-parallel size: number of ranks over which the tokens of a micro-batch are split.",
-    )
-    use_torch_compile: bool = Field(description="Compile the transformer layers with torch.compile.")
-    engine_kwargs: dict[str, Any] = Field(
-        description="Options of a custom engine, validated by the engine's schema. The FSDP engines read fsdp_config "
-        "instead."
-    )
     max_length: int | None = Field(
         ge=1,
         description="Maximum sequence length in tokens of the reward model. Longer sequences are truncated on the "
@@ -101,16 +85,8 @@ class RewardModelConfig(Section):
         description="Penalty for long responses, applied with or without a reward model."
     )
 
-    def engine_keys(self) -> dict[str, Any]:
-        """Map names of engine options to the values of this section."""
-        return self.model.fsdp_config.model_dump() | {
-            "ulysses_sequence_parallel_size": self.ulysses_sequence_parallel_size,
-            "use_torch_compile": self.use_torch_compile,
-        }
-
-    def ranks_per_row(self) -> int:
-        """Return the number of ranks that process the same rows: the model-parallel size."""
-        return ranks_per_row(self.strategy, self.engine_keys(), self.engine_kwargs)
+    def sharding(self) -> ForwardFSDPConfig:
+        return self.model.fsdp_config
 
 
 DEFAULT_FUNCTION = "compute_score"

@@ -11,12 +11,12 @@ from pydantic import Field
 
 from camshaft.config.backends import ranks_per_row
 from camshaft.config.schema.algorithm import POLICY_LOSSES
+from camshaft.config.schema.engine import EngineSection, PooledSection, PPOUpdateSection
 from camshaft.config.schema.fields import (
     Auto,
     Described,
     DType,
     KLPenalty,
-    LossAggMode,
     Names,
     Path,
     Section,
@@ -25,7 +25,6 @@ from camshaft.config.schema.fields import (
 )
 from camshaft.config.schema.fsdp import ForwardFSDPConfig, FSDPConfig
 from camshaft.config.schema.model import (
-    CheckpointConfig,
     OptimSection,
     PolicyModelConfig,
     ResponsesModelConfig,
@@ -52,7 +51,7 @@ class RouterReplayConfig(Section):
     )
 
 
-class ActorConfig(Section):
+class ActorConfig(PPOUpdateSection):
     """Actor: training of the policy."""
 
     strategy: Annotated[Text, Auto()] = Field(
@@ -64,25 +63,8 @@ class ActorConfig(Section):
         description="Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n "
         "sequences. auto is data.train_batch_size: one optimizer step per epoch.",
     )
-    ppo_micro_batch_size: int | None = Field(
-        ge=1,
-        description="Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu. Number of "
-        "sequences per forward and backward pass, summed over all ranks.",
-    )
-    ppo_micro_batch_size_per_gpu: int | None = Field(
-        ge=1,
-        description="Number of sequences per forward and backward pass on each rank. Takes precedence over "
-        "ppo_micro_batch_size.",
-    )
     use_dynamic_bsz: bool = Field(
         description="Limit micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by sequences."
-    )
-    ppo_max_token_len_per_gpu: int = Field(
-        ge=1,
-        description="Maximum number of tokens per forward and backward pass on each rank with use_dynamic_bsz=true.",
-    )
-    grad_clip: float = Field(
-        gt=0, description="Maximum gradient norm. Gradients with a larger norm are scaled down to it."
     )
     clip_ratio: float = Field(
         ge=0, description="PPO clip range: the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]."
@@ -105,12 +87,6 @@ class ActorConfig(Section):
     entropy_coeff: float = Field(
         description="Coefficient of the entropy bonus, which is subtracted from the loss. 0 disables the bonus."
     )
-    loss_agg_mode: LossAggMode = Field(
-        description="Aggregation of the token losses. token-mean averages over all tokens of a mini-batch. The "
-        "seq-mean modes average over responses: seq-mean-token-sum after summing the tokens of each response, "
-        "seq-mean-token-mean after averaging them, and seq-mean-token-sum-norm after summing them and dividing by "
-        "data.max_response_length."
-    )
     use_kl_loss: bool = Field(description="Add the KL divergence from the reference policy to the loss.")
     kl_loss_coef: float = Field(ge=0, description="Coefficient of the KL loss.")
     kl_loss_type: KLPenalty = Field(
@@ -119,32 +95,11 @@ class ActorConfig(Section):
     )
     policy_loss: PolicyLossConfig = Field(description="Policy loss.")
     router_replay: RouterReplayConfig = Field(description="Replay of expert choices in a mixture of experts.")
-    ppo_epochs: int = Field(ge=1, description="Number of optimization epochs over the responses of one iteration.")
-    shuffle: bool = Field(description="Shuffle the sequences in every epoch before they are split into mini-batches.")
     optim: OptimSection = Field(description="Optimizer and learning-rate schedule of the actor.")
     fsdp_config: FSDPConfig = Field(description="Weight dtype and sharding of the actor.")
-    ulysses_sequence_parallel_size: int = Field(
-        ge=1,
-        description="Ulysses sequence-parallel size: number of ranks over which the tokens of a micro-batch are split.",
-    )
-    use_torch_compile: bool = Field(description="Compile the transformer layers with torch.compile.")
-    engine_kwargs: dict[str, Any] = Field(
-        description="Options of a custom engine, validated by the engine's schema. The FSDP engines read fsdp_config "
-        "instead."
-    )
-    checkpoint: CheckpointConfig = Field(description="Checkpoint contents, and synchronous or asynchronous writing.")
 
-    def engine_keys(self) -> dict[str, Any]:
-        """Map names of engine options to the values of this section."""
-        return self.fsdp_config.model_dump() | {
-            "ulysses_sequence_parallel_size": self.ulysses_sequence_parallel_size,
-            "use_torch_compile": self.use_torch_compile,
-            "async_save": self.checkpoint.async_save,
-        }
-
-    def ranks_per_row(self) -> int:
-        """Return the number of ranks that process the same rows: the model-parallel size."""
-        return ranks_per_row(self.strategy, self.engine_keys(), self.engine_kwargs)
+    def sharding(self) -> FSDPConfig:
+        return self.fsdp_config
 
     def clip_range(self) -> tuple[float, float]:
         """Return the clip range (low, high). The probability ratio is clipped to [1 - low, 1 + high]."""
@@ -153,22 +108,13 @@ class ActorConfig(Section):
         return low, high
 
 
-class RefConfig(Section):
+class RefConfig(EngineSection):
     """Frozen reference policy for the KL divergence. It uses the model and the engine (`strategy`) of the actor.
 
     With `model.lora_rank > 0` the reference is the actor with its adapter disabled, and this section is not read.
     """
 
     fsdp_config: ForwardFSDPConfig = Field(description="Weight dtype and sharding of the reference model.")
-    ulysses_sequence_parallel_size: int = Field(
-        ge=1,
-        description="Ulysses sequence-parallel size: number of ranks over which the tokens of a micro-batch are split.",
-    )
-    use_torch_compile: bool = Field(description="Compile the transformer layers with torch.compile.")
-    engine_kwargs: dict[str, Any] = Field(
-        description="Options of a custom engine, validated by the engine's schema. The FSDP engines read fsdp_config "
-        "instead."
-    )
     log_prob_micro_batch_size: int | None = Field(
         ge=1,
         description="Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu. Number of "
@@ -186,12 +132,8 @@ class RefConfig(Section):
         ge=1, description="Maximum number of tokens per forward pass on each rank with log_prob_use_dynamic_bsz=true."
     )
 
-    def engine_keys(self) -> dict[str, Any]:
-        """Map names of engine options to the values of this section."""
-        return self.fsdp_config.model_dump() | {
-            "ulysses_sequence_parallel_size": self.ulysses_sequence_parallel_size,
-            "use_torch_compile": self.use_torch_compile,
-        }
+    def sharding(self) -> ForwardFSDPConfig:
+        return self.fsdp_config
 
     def ranks_per_row(self, strategy: str) -> int:
         """Return the number of ranks that process the same rows: the model-parallel size."""
@@ -369,12 +311,9 @@ class RolloutConfig(GeneratorConfig):
     val_kwargs: ValKwargs = Field(description="Sampling parameters in validation.")
 
 
-class ActorRolloutRefConfig(Section):
+class ActorRolloutRefConfig(PooledSection):
     """Actor, rollout and reference policy, which use the same model."""
 
-    resource_pool: Text = Field(
-        description="Resource pool whose devices are used: global_pool, or a name defined in trainer.resource_pools."
-    )
     worker_cls: Text | None = Field(
         description="Import path package.module:Class of the worker that runs actor, rollout and reference. null uses "
         "ActorRolloutRefWorker."
@@ -395,22 +334,15 @@ class CriticModelConfig(ResponsesModelConfig):
     fsdp_config: FSDPConfig = Field(description="Weight dtype and sharding of the critic.")
 
 
-class CriticConfig(Section):
+class CriticConfig(PooledSection, PPOUpdateSection):
     """Critic: training of the value function, if the advantage estimator reads values (gae or a custom one)."""
 
     enable: bool | None = Field(
         description="Train a critic. null trains one only with algorithm.adv_estimator=gae. Set true for a custom "
         "estimator that reads values."
     )
-    resource_pool: Text = Field(
-        description="Resource pool whose devices are used: global_pool, or a name defined in trainer.resource_pools."
-    )
     worker_cls: Text | None = Field(
         description="Import path package.module:Class of the worker that runs the critic. null uses CriticWorker."
-    )
-    strategy: Annotated[Text, Auto()] = Field(
-        description="Training engine: a registered name, or an import path package.module:Class. auto uses the engine "
-        "of the actor."
     )
     optim: OptimSection = Field(description="Optimizer and learning-rate schedule of the critic.")
     model: CriticModelConfig = Field(description="Model of the critic.")
@@ -418,16 +350,6 @@ class CriticConfig(Section):
         ge=1,
         description="Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n "
         "sequences.",
-    )
-    ppo_micro_batch_size: int | None = Field(
-        ge=1,
-        description="Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu. Number of "
-        "sequences per forward and backward pass, summed over all ranks.",
-    )
-    ppo_micro_batch_size_per_gpu: int | None = Field(
-        ge=1,
-        description="Number of sequences per forward and backward pass on each rank. Takes precedence over "
-        "ppo_micro_batch_size.",
     )
     forward_micro_batch_size: int | None = Field(
         ge=1,
@@ -443,51 +365,19 @@ class CriticConfig(Section):
         description="Limit micro-batches by tokens (ppo_max_token_len_per_gpu, forward_max_token_len_per_gpu) instead "
         "of by sequences."
     )
-    ppo_max_token_len_per_gpu: int = Field(
-        ge=1,
-        description="Maximum number of tokens per forward and backward pass on each rank with use_dynamic_bsz=true.",
-    )
     forward_max_token_len_per_gpu: int = Field(
         ge=1,
         description="Maximum number of tokens per forward pass that computes values, on each rank, with "
         "use_dynamic_bsz=true.",
-    )
-    ppo_epochs: int = Field(ge=1, description="Number of optimization epochs over the responses of one iteration.")
-    shuffle: bool = Field(description="Shuffle the sequences in every epoch before they are split into mini-batches.")
-    grad_clip: float = Field(
-        gt=0, description="Maximum gradient norm. Gradients with a larger norm are scaled down to it."
     )
     cliprange_value: float = Field(
         gt=0,
         description="Clip range of the value loss: new values are clipped to the interval old values +- "
         "cliprange_value.",
     )
-    loss_agg_mode: LossAggMode = Field(
-        description="Aggregation of the token losses. token-mean averages over all tokens of a mini-batch. The "
-        "seq-mean modes average over responses: seq-mean-token-sum after summing the tokens of each response, "
-        "seq-mean-token-mean after averaging them, and seq-mean-token-sum-norm after summing them and dividing by "
-        "data.max_response_length."
-    )
-    ulysses_sequence_parallel_size: int = Field(
-        ge=1,
-        description="Ulysses sequence-parallel size: number of ranks over which the tokens of a micro-batch are split.",
-    )
-    use_torch_compile: bool = Field(description="Compile the transformer layers with torch.compile.")
-    engine_kwargs: dict[str, Any] = Field(
-        description="Options of a custom engine, validated by the engine's schema. The FSDP engines read fsdp_config "
-        "instead."
-    )
-    checkpoint: CheckpointConfig = Field(description="Checkpoint contents, and synchronous or asynchronous writing.")
+
+    def sharding(self) -> FSDPConfig:
+        return self.model.fsdp_config
 
     def engine_keys(self) -> dict[str, Any]:
-        """Map names of engine options to the values of this section."""
-        return self.model.fsdp_config.model_dump() | {
-            "ulysses_sequence_parallel_size": self.ulysses_sequence_parallel_size,
-            "use_torch_compile": self.use_torch_compile,
-            "async_save": self.checkpoint.async_save,
-            "activation_offload": self.model.enable_activation_offload,
-        }
-
-    def ranks_per_row(self) -> int:
-        """Return the number of ranks that process the same rows: the model-parallel size."""
-        return ranks_per_row(self.strategy, self.engine_keys(), self.engine_kwargs)
+        return super().engine_keys() | {"activation_offload": self.model.enable_activation_offload}

@@ -5,9 +5,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from camshaft.config.backends import ranks_per_row
 from camshaft.config.layout import PlacementConfig, RayConfig
 from camshaft.config.schema.data import Truncation
+from camshaft.config.schema.engine import TrainedSection
 from camshaft.config.schema.fields import (
     Auto,
     CommandConfig,
@@ -20,7 +20,7 @@ from camshaft.config.schema.fields import (
     Text,
 )
 from camshaft.config.schema.fsdp import FSDPConfig
-from camshaft.config.schema.model import CheckpointConfig, ModelConfig, OptimSection
+from camshaft.config.schema.model import ModelConfig, OptimSection
 
 
 class SupervisedDataConfig(Section):
@@ -117,7 +117,7 @@ class SupervisedTrainerConfig(PlacementConfig):
     seed: int = Field(ge=0, lt=2**32, description="Random seed.")
 
 
-class SupervisedConfig(CommandConfig):
+class SupervisedConfig(CommandConfig, TrainedSection):
     """Keys that `camshaft sft` and `camshaft rm` share."""
 
     strategy: Annotated[Text, Auto()] = Field(
@@ -129,20 +129,7 @@ class SupervisedConfig(CommandConfig):
     optim: OptimSection = Field(
         description="Optimizer and learning-rate schedule. The schedule advances once per optimizer step."
     )
-    grad_clip: float = Field(
-        gt=0, description="Maximum gradient norm. Gradients with a larger norm are scaled down to it."
-    )
     fsdp_config: FSDPConfig = Field(description="Weight dtype and sharding of the model.")
-    ulysses_sequence_parallel_size: int = Field(
-        ge=1,
-        description="Ulysses sequence-parallel size: number of ranks over which the tokens of a micro-batch are split.",
-    )
-    use_torch_compile: bool = Field(description="Compile the transformer layers with torch.compile.")
-    engine_kwargs: dict[str, Any] = Field(
-        description="Options of a custom engine, validated by the engine's schema. The FSDP engines read fsdp_config "
-        "instead."
-    )
-    checkpoint: CheckpointConfig = Field(description="Checkpoint contents, and synchronous or asynchronous writing.")
     trainer: SupervisedTrainerConfig = Field(description="Run length, devices, logging, validation and checkpoints.")
     ray_kwargs: RayConfig = Field(description="Settings of Ray, used with trainer.controller=ray.")
 
@@ -150,18 +137,11 @@ class SupervisedConfig(CommandConfig):
     def max_row_length(self) -> int:
         """Return the maximum number of tokens of a row, a sequence (sft) or a pair of sequences (rm)."""
 
-    def engine_keys(self) -> dict[str, Any]:
-        """Map names of engine options to the values of this config."""
-        return self.fsdp_config.model_dump() | {
-            "ulysses_sequence_parallel_size": self.ulysses_sequence_parallel_size,
-            "use_torch_compile": self.use_torch_compile,
-            "async_save": self.checkpoint.async_save,
-            "activation_offload": self.model.enable_activation_offload,
-        }
+    def sharding(self) -> FSDPConfig:
+        return self.fsdp_config
 
-    def ranks_per_row(self) -> int:
-        """Return the number of ranks that process the same rows: the model-parallel size."""
-        return ranks_per_row(self.strategy, self.engine_keys(), self.engine_kwargs)
+    def engine_keys(self) -> dict[str, Any]:
+        return super().engine_keys() | {"activation_offload": self.model.enable_activation_offload}
 
     def data_seed(self) -> int:
         """Return the seed for shuffling the data."""

@@ -303,7 +303,7 @@ def without_critic(commands: Commands) -> Commands:
 def test_one_notice_lists_all_keys_with_the_same_cause(without_critic: Commands) -> None:
     settings = ["critic.optim.lr=0.5", "critic.ppo_epochs=2", "critic.grad_clip=3"]
     assert without_critic.messages("ppo", settings) == [
-        "config: critic.optim.lr=0.5, critic.ppo_epochs=2, critic.grad_clip=3.0 have no effect with "
+        "config: critic.grad_clip=3.0, critic.ppo_epochs=2, critic.optim.lr=0.5 have no effect with "
         "algorithm.adv_estimator=grpo critic.enable=null, because the run has no critic; set "
         "algorithm.adv_estimator=gae, or omit the key"
     ]

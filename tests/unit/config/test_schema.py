@@ -19,9 +19,9 @@ SCHEMAS = [PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig]
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_yaml_and_schema_have_equal_keys_in_order(schema):
+def test_yaml_and_schema_have_equal_keys(schema):
     leaves = leaf_fields(schema)
-    assert list(flatten(raw_defaults(schema), leaves)) == list(leaves)
+    assert flatten(raw_defaults(schema), leaves).keys() == leaves.keys()
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)

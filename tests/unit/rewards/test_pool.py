@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 from typing import NoReturn
 
 import pytest
+import torch
 
 from camshaft import subprocesses
 from camshaft.errors import RewardError, ScoringAbandoned
@@ -55,6 +56,7 @@ def test_a_worker_death_while_idle_loses_no_sample(manager, score, alive):
 
 def drive(path: str, scored: Connection) -> NoReturn:
     """Score two responses in a process that goes on until it is killed."""
+    torch.set_num_threads(1)  # a forked process has no OpenMP threads
     rewards = RewardManager(path, num_workers=2)
     rewards.score(batch_of(["a", "b"]), decode)
     scored.send(True)

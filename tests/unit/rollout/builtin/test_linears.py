@@ -155,6 +155,7 @@ def test_number_of_rows_decides_the_product_of_a_split_layer(
 
 def test_without_private_operators_layers_are_only_transposed(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linears, "_is_layout_valid", lambda *of: False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     layers = model((16, 16), (600, 600))
     with packed_linears(layers, MIN_ROWS, MIN_STEPS):
         assert layouts(layers) == [Transposed if fast else None] * 2
