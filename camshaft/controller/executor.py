@@ -29,6 +29,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 
 from camshaft.controller.worker import RankInfo, Worker, build_worker
 from camshaft.device import backend_for, create_store
+from camshaft.garbage import freeze_objects
 from camshaft.seat import Seat
 from camshaft.subprocesses import Frames, Limit, limit_waits, pack, unpack
 
@@ -66,6 +67,7 @@ class Executor:
         self._rank_info = rank_info
         self._roles: dict[int, tuple[str, Worker]] = {}
         self._store: TCPStore | None = None
+        freeze_objects()
 
     def answer(self, frames: Frames) -> Frames:
         """Run a request and return its result or its failure."""

@@ -30,6 +30,7 @@ from camshaft.config import PPOConfig, batch_table, render_batch_table
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
 from camshaft.errors import ScoringAbandoned
+from camshaft.garbage import frozen_objects
 from camshaft.rewards.manager import PendingScores, RewardResult
 from camshaft.stop import Stop
 from camshaft.tracking import Tracking
@@ -432,7 +433,7 @@ def run_ppo(config: PPOConfig, extensions: Extensions | None = None) -> int:
         saved = trainer.prepare()
         only_validate = config.trainer.val_only
         resumed, subfolder = (None, "validation") if only_validate else (saved, "")
-        with run.tracking(config, parts.total_steps, resumed, subfolder) as tracking:
+        with run.tracking(config, parts.total_steps, resumed, subfolder) as tracking, frozen_objects():
             stop = run.listen(parts.stop, extensions.handle_ctrl_c)
             trainer.fit(tracking, stop)
             parts.finish_saving()  # write all checkpoints before the trackers report the run as finished

@@ -28,6 +28,7 @@ from camshaft.config import GLOBAL_POOL, SupervisedConfig, Topology
 from camshaft.controller import spawn
 from camshaft.data import StatefulLoader, data_files
 from camshaft.dataproto import DataProto
+from camshaft.garbage import frozen_objects
 from camshaft.models.loader import load_tokenizer
 from camshaft.roles import SupervisedWorker
 from camshaft.stop import ENDED_BY_SIGNAL, Stop
@@ -229,7 +230,7 @@ def run_supervised(
         trainer = stack.enter_context(trainer_class(config))
         trainer.on_step = extensions.on_step
         saved = trainer.prepare()
-        with run.tracking(trainer.config, trainer.total_steps, saved) as tracking:
+        with run.tracking(trainer.config, trainer.total_steps, saved) as tracking, frozen_objects():
             stop = run.listen(ctrl_c=extensions.handle_ctrl_c)
             trainer.fit(tracking, stop)
             trainer.finish_saving()  # trackers must not report the run as finished before its checkpoints are written

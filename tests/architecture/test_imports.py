@@ -23,6 +23,7 @@ LEVELS = [
         "fetch",
         "plugins",
         "subprocesses",
+        "garbage",
         "stacks",
         "machine",
         "masking",

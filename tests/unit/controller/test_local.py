@@ -1,7 +1,9 @@
 """Worker processes on one machine; the controller contract covers what all backends share."""
 
+import gc
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -194,6 +196,28 @@ def test_tensors_outside_a_batch_are_sent():
         (_, first), (_, second) = toy.echo([torch.ones(2), {"x": torch.zeros(3)}])
         assert torch.equal(first, torch.ones(2))
         assert torch.equal(second["x"], torch.zeros(3))
+
+
+class Collecting(Worker):
+    """A role that measures the memory that its process shares with the fork server."""
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def shared_before_and_after(self) -> list[int]:
+        """Return the shared memory before and after a garbage collection, in kB."""
+        sizes = [self._shared()]
+        gc.collect()
+        return [*sizes, self._shared()]
+
+    def _shared(self) -> int:
+        rollup = Path("/proc/self/smaps_rollup").read_text()
+        return int(re.findall(r"^Shared_Dirty: +(\d+) kB", rollup, re.MULTILINE)[0])
+
+
+def test_garbage_collection_copies_no_memory_of_the_fork_server():
+    with workers(Collecting, world_size=2) as role:
+        (before, after), _ = role.shared_before_and_after()
+    assert before > 20_000
+    assert before - after < before / 10
 
 
 UNGUARDED = """
