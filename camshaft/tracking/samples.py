@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,11 @@ class SampleWriter:
         self._decode = decode
         self._pieces: dict[int, str] = {}
         """Text of each token that has occurred."""
-        self._sizes: dict[int, int] = {}
+        # Arrays, because a long run has a file for each of its steps.
+        self._steps, self._sizes = array("q"), array("q")
+        """Steps of the files in ascending order, and their sizes in bytes."""
+        self._total = 0
+        """Size of all files in bytes."""
         self._has_failed = False
 
     def start(self, resumed_step: int | None) -> None:
@@ -60,12 +65,15 @@ class SampleWriter:
         if resumed_step is None:
             rename_existing(self.folder)
             return
+        sizes: dict[int, int] = {}
         for path in self.folder.iterdir():
             step = path.stem.removeprefix("step_")
             if path.suffix != ".parquet" or not step.isdecimal() or int(step) > resumed_step:
                 path.unlink()
             else:
-                self._sizes[int(step)] = path.stat().st_size
+                sizes[int(step)] = path.stat().st_size
+        for step in sorted(sizes):
+            self._record(step, sizes[step])
 
     def write(self, batch: DataProto, step: int) -> None:
         """Write the responses of a step, and delete older files that exceed the limit."""
@@ -75,8 +83,9 @@ class SampleWriter:
             self.folder.mkdir(parents=True, exist_ok=True)
             table = sample_table(batch, step, self.config.token_rows, self._decode, self._pieces)
             parquet.write_table(table, work, compression="zstd", compression_level=1, use_dictionary=False)
-            self._sizes[step] = work.stat().st_size
+            size = work.stat().st_size
             os.replace(work, path)
+            self._record(step, size)
             self._prune()
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -86,24 +95,27 @@ class SampleWriter:
                 logger.warning(message, step, self.folder, error.strerror or error)
             self._has_failed = True
 
+    def _record(self, step: int, size: int) -> None:
+        self._steps.append(step)
+        self._sizes.append(size)
+        self._total += size
+
     def _prune(self) -> None:
         limit = int(self.config.max_gb * 1e9)
-        while sum(self._sizes.values()) > limit and len(self._sizes) > 1:
-            step = least_useful(sorted(self._sizes))
-            (self.folder / f"step_{step}.parquet").unlink(missing_ok=True)
-            del self._sizes[step]
+        while self._total > limit and len(self._steps) > 1:
+            index = least_useful(self._steps)
+            (self.folder / f"step_{self._steps.pop(index)}.parquet").unlink(missing_ok=True)
+            self._total -= self._sizes.pop(index)
 
 
 def least_useful(steps: Sequence[int]) -> int:
-    """Return the step to delete: the one whose absence leaves the smallest gap in relation to its age.
+    """Return the index of the step to delete: the one whose absence leaves the smallest gap in relation to its age.
 
     The gaps between the remaining steps grow in proportion to their age. The first step and the most recent ones are
     deleted last.
     """
     candidates = range(1, len(steps) - RECENT_STEPS)
-    if not candidates:
-        return steps[0]
-    return steps[min(candidates, key=lambda i: (steps[i + 1] - steps[i - 1]) / (steps[-1] - steps[i]))]
+    return min(candidates, key=lambda i: (steps[i + 1] - steps[i - 1]) / (steps[-1] - steps[i]), default=0)
 
 
 def sample_table(batch: DataProto, step: int, token_rows: int, decode: Decode, pieces: dict[int, str]) -> pyarrow.Table:

@@ -1,5 +1,7 @@
 """Responses in the run folder: which rows have values per token, where tokens end, and which files remain."""
 
+import gc
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -99,7 +101,7 @@ def test_remaining_steps_become_sparser_with_their_age() -> None:
     for step in range(1, 2001):
         kept.append(step)
         if len(kept) > 60:
-            kept.remove(least_useful(kept))
+            del kept[least_useful(kept)]
     assert kept[-8:] == list(range(1993, 2001))
     assert kept[0] == 1
     gaps = [(2000 - early, late - early) for early, late in pairwise(kept)]
@@ -152,6 +154,18 @@ def test_a_file_has_all_rows_and_values_of_few(writer: Callable[..., SampleWrite
     assert all(row["token_ends"][-1] == len(row["response"]) for row in with_tokens)
     assert all(len(row["old_log_probs"]) == row["response_tokens"] for row in with_tokens)
     assert not {"ref_log_prob", "values", "entropy"} & rows[0].keys()
+
+
+def test_a_step_takes_a_few_bytes_of_memory(writer: Callable[..., SampleWriter], tokenizer: Tokenizer) -> None:
+    target, batch = writer(), batch_of(tokenizer)
+    for step in range(1, 20):
+        target.write(batch, step)
+    gc.collect()  # also frees the free lists of the interpreter
+    before = sys.getallocatedblocks()
+    for step in range(1000, 1100):
+        target.write(batch, step)
+    gc.collect()
+    assert sys.getallocatedblocks() - before < 50, "the writer keeps no object for a step"
 
 
 def test_files_of_a_run_stay_below_the_limit(writer: Callable[..., SampleWriter], tokenizer: Tokenizer) -> None:
