@@ -1,7 +1,8 @@
-"""A checkpoint that a run has reported as saved survives a power failure.
+"""A run resumes from the checkpoint that it has reported as saved, after a power failure at any moment.
 
 A run writes to a file system in an image file. A copy of the image at any moment is the disk after a power failure. The
-kernel writes file contents back only after many seconds unless they are flushed.
+kernel writes file contents back only after many seconds unless they are flushed. From each copy, a run is resumed for
+one step, whose metrics are bitwise those of the undisturbed run.
 """
 
 import random
@@ -11,16 +12,27 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.command_line import start
-from support.ppo_runs import ppo_args
+from support.ppo_runs import ppo_args, run_ppo
 
 from camshaft.checkpoint import CheckpointManager
 from camshaft.checkpoint.manager import LATEST
+from camshaft.tracking import deterministic
+from camshaft.tracking.jsonl import read_metrics
 
-pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(900)]
 NUM_IMAGES = 50
+SAVING: dict[str, Any] = {
+    "trainer.total_epochs": 1000,
+    "trainer.save_freq": 1,
+    "trainer.max_actor_ckpt_to_keep": 1,
+    "trainer.max_critic_ckpt_to_keep": 1,
+    "trainer.resume_mode": "auto",
+    "trainer.logger": "[jsonl]",
+}
 
 
 @contextmanager
@@ -36,35 +48,36 @@ def mounted(image: Path, folder: Path) -> Iterator[Path]:
 
 
 @pytest.mark.skipif(not shutil.which("mkfs.ext4"), reason="mkfs.ext4 is not installed")
-def test_any_power_failure_leaves_the_last_saved_step(tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_last_saved_step(tmp_path: Path) -> None:
     image, copy = tmp_path / "disk.img", tmp_path / "copy.img"
     subprocess.run(["truncate", "-s", "64M", str(image)], check=True)
     subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+    saved_steps, resumed = [], []
     with mounted(image, tmp_path / "disk") as disk:
-        settings = {
-            "trainer.default_local_dir": disk / "run",
-            "trainer.total_training_steps": 1000,
-            "trainer.total_epochs": 1000,
-            "trainer.save_freq": 1,
-            "trainer.max_actor_ckpt_to_keep": 1,
-            "trainer.max_critic_ckpt_to_keep": 1,
-            "trainer.resume_mode": "auto",
-        }
+        folder = disk / "run"
+        settings = {**SAVING, "trainer.default_local_dir": folder, "trainer.total_training_steps": 10**6}
         run = start("-m", "camshaft", "ppo", *ppo_args(tmp_path, settings))
         try:
-            marker, moments = disk / "run" / LATEST, random.Random(0)
+            marker, moments = folder / LATEST, random.Random(0)
             wait_for(marker, run)
-            recovered = []
             for _ in range(NUM_IMAGES):
                 time.sleep(moments.uniform(0.0, 0.4))
-                saved_step = int(marker.read_text())
+                saved_steps.append(int(marker.read_text()))
                 shutil.copy(image, copy)
-                recovered.append((saved_step, recover(copy, tmp_path / "after")))
+                resumed.append(resume(copy, tmp_path))
+            last = int(resumed[-1]["step"])
+            while max((line["step"] for line in read_metrics(folder / "metrics.jsonl")), default=0) < last:
+                assert run.poll() is None, run.communicate()
+                time.sleep(0.1)
         finally:
             run.kill()
             run.communicate()
-    assert all(newest >= saved for saved, newest in recovered), recovered
-    assert recovered[-1][0] > recovered[0][0] + 5, "the run saved checkpoints between the copies"
+        undisturbed = {int(line["step"]): deterministic(line) for line in read_metrics(folder / "metrics.jsonl")}
+    assert [line["step"] > saved for line, saved in zip(resumed, saved_steps, strict=True)] == [True] * NUM_IMAGES
+    for line in resumed:
+        other = undisturbed[int(line["step"])]
+        assert {name: value for name, value in line.items() if repr(value) != repr(other.get(name))} == {}
+    assert saved_steps[-1] > saved_steps[0] + 5, "the run saved checkpoints between the copies"
 
 
 def wait_for(marker: Path, run: subprocess.Popen[str]) -> None:
@@ -75,9 +88,10 @@ def wait_for(marker: Path, run: subprocess.Popen[str]) -> None:
         time.sleep(0.1)
 
 
-def recover(image: Path, folder: Path) -> int:
-    """Mount the image, which replays its journal, and return the step from which a run would resume."""
-    with mounted(image, folder) as disk:
+def resume(image: Path, home: Path) -> dict[str, float]:
+    """Mount the image, which replays its journal, resume the run for one step, and return the metrics of the step."""
+    with mounted(image, home / "after") as disk:
         saved = CheckpointManager(disk / "run").latest()
-    assert saved is not None
-    return saved.step
+        assert saved is not None
+        (step,) = run_ppo(home, {**SAVING, "trainer.default_local_dir": disk / "run"}, steps=saved.step + 1)
+        return deterministic({"step": saved.step + 1, **step.metrics})
