@@ -60,6 +60,21 @@ exec 3<&0
 
 It runs in the background, because Ray kills the direct children of an actor that exits.
 """
+FREE_SECONDS = 12.0
+"""Time that the processes of a `VariableGuard` have to end by themselves. It exceeds that of a `GroupGuard`."""
+_VARIABLE_GUARD = f"""
+exec 3<&0
+(
+    read -r message
+    [ "$message" = {_CANCEL} ] && exit
+    sleep "$1"
+    for file in $(grep -lzxF -- "$0" /proc/[0-9]*/environ); do
+        pid=${{file#/proc/}}
+        kill -s KILL -- "${{pid%/environ}}"
+    done
+) <&3 &
+"""
+"""Shell script that waits for the end of its input and then kills the processes with a variable, such as `name=1`."""
 
 
 def start_python(
@@ -168,25 +183,40 @@ def without_watcher(stacks: str) -> str:
     return "\n\n".join(block for block in stacks.split("\n\n") if _watch_process.__name__ not in block)
 
 
-class GroupGuard:
-    """A process that kills a process group when this process ends, even by SIGKILL.
+class _Guard:
+    """A shell in a separate session that acts when this process ends, even by SIGKILL.
 
-    It is a shell in a separate session, which reads from a pipe. The pipe is closed when this process ends, or when
-    this object is garbage collected. The shell deletes `files` ten seconds after it has killed the group.
+    It reads from a pipe, which is closed when this process ends, or when this object is garbage collected.
     """
 
-    def __init__(self, group: int, *files: Path):
-        command = ["/bin/sh", "-c", _GUARD, str(group), *map(str, files)]
-        silent = subprocess.DEVNULL
-        shell = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True)
+    def __init__(self, script: str, arguments: Sequence[str], env: Mapping[str, str] | None = None):
+        command, silent = ["/bin/sh", "-c", script, *arguments], subprocess.DEVNULL
+        shell = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=silent, stderr=silent, env=env, start_new_session=True
+        )
         assert shell.stdin is not None
         self._pipe = shell.stdin
         shell.wait()  # the guard is its background process
 
     def cancel(self) -> None:
-        """End the guard without killing the group."""
+        """End the guard without killing a process."""
         with contextlib.suppress(BrokenPipeError), self._pipe:
             self._pipe.write(f"{_CANCEL}\n".encode())
+
+
+class GroupGuard(_Guard):
+    """A guard that kills a process group, and deletes `files` ten seconds later."""
+
+    def __init__(self, group: int, *files: Path):
+        super().__init__(_GUARD, [str(group), *map(str, files)])
+
+
+class VariableGuard(_Guard):
+    """A guard that kills all processes in whose environment a variable has this value, after `seconds`."""
+
+    def __init__(self, name: str, value: str, seconds: float = FREE_SECONDS):
+        environment = {other: text for other, text in os.environ.items() if other != name}
+        super().__init__(_VARIABLE_GUARD, [f"{name}={value}", f"{seconds:g}"], environment)
 
 
 # -- waits -----------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ least as many CPUs as the pools request, so on a small machine the ranks share t
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import os
@@ -23,7 +24,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
@@ -51,6 +52,7 @@ from camshaft.stop import ignore_stop_signals
 from camshaft.subprocesses import (
     Frames,
     GroupGuard,
+    VariableGuard,
     end_with,
     extend_import_path,
     import_path,
@@ -71,6 +73,8 @@ HEAD_SECONDS = 30.0
 STACK_SECONDS = 10.0
 """Time limit for a machine to read the stacks of one of its processes."""
 
+CLUSTER = "CAMSHAFT_RAY_CLUSTER"
+"""Environment variable that marks all processes of a cluster that a run starts."""
 RAY_JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 """Environment variable with the job config of a run that `ray job submit` started."""
 
@@ -130,12 +134,29 @@ def connect(specs: Sequence[PoolSpec], ray_init: Mapping[str, Any]) -> None:
                 logger.info("the pools request %g CPUs, but this machine has %d; the ranks share them", cpus, cores)
             init = {"num_cpus": max(cores, int(-(-cpus // 1))), **init}
             address = "local"
+            guard = _guard_cluster()
         else:
             init.pop("num_cpus", None)  # only valid for a new cluster
-        with safe_import_environment():  # Ray runs Python code with `-c`
+            guard = contextlib.nullcontext()
+        with guard, safe_import_environment():  # Ray runs Python code with `-c`
             ray.init(address=address, **_job_config(init), **init)
     except Exception as error:  # Ray raises a plain exception if its daemons do not start in time
         raise ConfigError(f"ray.init(address={address!r}, ...) failed: {error}. Check ray_kwargs.ray_init") from error
+
+
+@contextlib.contextmanager
+def _guard_cluster() -> Iterator[None]:
+    """Mark the processes that start in the block, and kill those that outlive this process if it is killed.
+
+    Ray's agents would wait a minute for the head of the cluster, which ends together with this process.
+    """
+    mark = uuid.uuid4().hex
+    atexit.register(VariableGuard(CLUSTER, mark).cancel)
+    os.environ[CLUSTER] = mark
+    try:
+        yield
+    finally:
+        del os.environ[CLUSTER]
 
 
 def run_on_nodes(

@@ -32,7 +32,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
 from support.ppo_runs import ppo_args, saved_weights  # noqa: E402
-from support.processes import MARK, marked, still_running  # noqa: E402
+from support.processes import MARK, command_line, marked, still_running  # noqa: E402
 from support.same_run import RANKS  # noqa: E402
 
 from camshaft.temporary import PREFIX  # noqa: E402
@@ -210,7 +210,8 @@ def check_exit(process: subprocess.Popen[bytes], kind: str, log: Path, mark: str
         return [f"the run did not end within {EXIT_SECONDS:g} s after the {kind} was killed"]
     left = still_running(marked(mark), LEFT_SECONDS)
     report.slowest_exit = max(report.slowest_exit, time.monotonic() - begin)
-    problems = [f"{len(left)} processes outlive the run by {LEFT_SECONDS:g} s"] if left else []
+    names = ", ".join(command_line(pid)[:60].strip() or str(pid) for pid in left)
+    problems = [f"{len(left)} processes outlive the run by {LEFT_SECONDS:g} s: {names}"] if left else []
     if process.returncode == 0:
         problems.append(f"the run ended with status 0 after the {kind} was killed")
     if "Traceback" in log.read_text(errors="replace"):

@@ -137,6 +137,30 @@ def test_a_child_and_its_children_end_with_a_killed_parent(child: str, guard: st
         assert still_running(pids, 5) == []
 
 
+VARIABLE_PARENT = """
+import os, time
+from camshaft.subprocesses import VariableGuard, start_python
+guard = VariableGuard("GUARDED", "1", seconds=0.0)
+sleep = ["-c", "import time; time.sleep(60)"]
+for value in ("1", "12", ""):
+    print(start_python(sleep, {**os.environ, "GUARDED": value}).pid, flush=True)
+time.sleep(60)
+"""
+
+
+def test_processes_with_a_variable_end_with_a_killed_parent():
+    with subprocess.Popen([sys.executable, "-c", VARIABLE_PARENT], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        marked, *others = [int(process.stdout.readline()) for _ in range(3)]
+        try:
+            process.kill()
+            assert still_running([marked], 5) == []
+            assert still_running(others, 0.5) == others
+        finally:
+            for pid in others:
+                kill_group(pid)
+
+
 def test_a_cancelled_guard_does_not_kill_the_group():
     with start_python(["-c", "input()"], stdin=subprocess.PIPE) as process:
         guard = GroupGuard(process.pid)
