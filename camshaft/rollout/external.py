@@ -104,7 +104,7 @@ class ExternalRollout(BaseRollout):
         if len(invalid_rows):
             raise RolloutError(
                 f"the model's logits are not finite for row {int(invalid_rows[0])}; check the weights for NaN or "
-                "infinite values"
+                "infinite values, or lower actor_rollout_ref.actor.optim.lr if this happens during training"
             )
         num_cached = sum(row.num_cached for row in rows)
         metrics = {

@@ -138,7 +138,10 @@ class HFRollout(BaseRollout):
         }
         row_log_probs = Ragged.from_padded(log_probs, mask)
         if not bool(row_log_probs.values.isfinite().all()):
-            raise RolloutError("the model's logits are not finite; check the weights for NaN or infinite values")
+            raise RolloutError(
+                "the model's logits are not finite; check the weights for NaN or infinite values, or lower "
+                "actor_rollout_ref.actor.optim.lr if this happens during training"
+            )
         return Generation(Ragged.from_padded(tokens, mask), row_log_probs, is_stop.any(dim=1), metrics)
 
 

@@ -76,7 +76,7 @@ class TorchRollout(BaseRollout):
             self.cache.clear()  # masked positions must not contain NaN
             raise RolloutError(
                 f"the model's logits are not finite for row {int(invalid_rows[0])}; check the weights for NaN or "
-                "infinite values"
+                "infinite values, or lower actor_rollout_ref.actor.optim.lr if this happens during training"
             )
         return generation.to(prompts.values.device)
 

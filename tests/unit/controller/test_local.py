@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -202,7 +203,7 @@ class Collecting(Worker):
     """A role that measures the memory that its process shares with the fork server."""
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def shared_before_and_after(self) -> list[int]:
+    def shared_before_and_after(self) -> Any:
         """Return the shared memory before and after a garbage collection, in kB."""
         sizes = [self._shared()]
         gc.collect()
