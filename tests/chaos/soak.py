@@ -32,12 +32,13 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks"), str(Path(__file__).parent)]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
-from chaos import LAYOUTS, SETTINGS, left_files, started, victims  # noqa: E402
 from machine import machine  # noqa: E402  # pyright: ignore[reportMissingImports]
 from support.ppo_runs import ppo_args  # noqa: E402
 from support.processes import marked, still_running  # noqa: E402
+
+from chaos.chaos import LAYOUTS, SETTINGS, left_files, started, victims  # noqa: E402
 
 SOAK: dict[str, Any] = {
     **SETTINGS,
@@ -164,8 +165,12 @@ def last_step(metrics: Path) -> int:
 
 
 def slope(samples: Sequence[Mapping[str, float]], name: str) -> tuple[float, float]:
-    """Return the growth of a counter per step: the least-squares slope and its standard error."""
-    steps, values = ([sample.get(key, 0.0) for sample in samples] for key in ("step", name))
+    """Return the growth of a counter per step: the least-squares slope and its standard error.
+
+    Samples without the counter do not count.
+    """
+    samples = [sample for sample in samples if name in sample]
+    steps, values = ([sample[key] for sample in samples] for key in ("step", name))
     if len(samples) < 3 or steps[0] == steps[-1]:
         return math.nan, math.nan
     fit = statistics.linear_regression(steps, values)
@@ -199,7 +204,7 @@ def report(soaks: Sequence[Soak]) -> str:
     """Return the tables of all runs."""
     measured = [soak for soak in soaks if len(soak.second_half()) >= 3]
     head = ("layout", "steps", "memory, start of second half", "memory, end", "growth of memory per step", "problems")
-    rows = [_memory_row(soak) for soak in measured]
+    rows = [_memory_row(soak) for soak in soaks]
     others = [
         (soak.layout, name, *(f"{sample.get(name, 0.0):.0f}" for sample in (half[0], half[len(half) // 2], half[-1])),
          f"{max(sample.get(name, 0.0) for sample in soak.samples):.0f}", _rate(half, name, 1.0, ""))
@@ -207,10 +212,11 @@ def report(soaks: Sequence[Soak]) -> str:
     ]  # fmt: skip
     counters = ("layout", "counter", "start of second half", "its middle", "end", "maximum of the run", "per step")
     kinds = [
-        (soak.layout, name, f"{half[0].get(name, 0.0) / 2**20:.1f} MiB", f"{half[-1].get(name, 0.0) / 2**20:.1f} MiB",
-         _rate(half, name, 1000.0, "kB"))
+        (soak.layout, name, *(f"{sample[name] / 2**20:.1f} MiB" for sample in (with_name[0], with_name[-1])),
+         _rate(with_name, name, 1000.0, "kB"))
         for soak in measured for half in [soak.second_half()]
         for name in sorted({name for sample in half for name in sample if name.startswith("memory of ")})
+        for with_name in [[sample for sample in half if name in sample]]
     ]  # fmt: skip
     parts = ("layout", "part", "start of second half", "end", "growth per step")
     return "\n\n".join((table(head, rows), table(counters, others), table(parts, kinds)))
@@ -218,6 +224,8 @@ def report(soaks: Sequence[Soak]) -> str:
 
 def _memory_row(soak: Soak) -> tuple[str, ...]:
     half = soak.second_half()
+    if len(half) < 3:
+        return (soak.layout, *("-",) * 4, "; ".join([*soak.problems, "too few samples"]))
     ends = (sum(sample["memory"] for sample in part[:6]) / len(part[:6]) / 2**20 for part in (half, half[::-1]))
     steps = f"{soak.samples[-1]['step']:.0f}, {half[-1]['step'] - half[0]['step']:.0f} in the second half"
     problems = "; ".join(soak.problems) or "none"

@@ -1,0 +1,1 @@
+"""Programs that kill, load and feed runs for a long time."""
