@@ -19,7 +19,8 @@
 # make test-remote   data, models and checkpoints on an S3 server; `make remote` installs client and server
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)
 # make test-cluster  Ray: kill -9 of every kind of process, two machines, the launch scripts (half an hour)
-# make test-gpu      the sharded engine on CUDA and NCCL, and tests that need an accelerator
+# make test-gpu      the sharded engine on CUDA and NCCL, and tests that need an accelerator; installs nothing (docs/gpu.md)
+# make gpu-packages  packages for test-gpu and bench-gpu on a machine that has only torch and transformers
 #
 # make chaos         kill random processes of runs at random moments, and compare them with undisturbed runs (an hour)
 # make soak          train four layouts for two hours, and fail if memory, descriptors or files grow
@@ -62,15 +63,23 @@ PAGE_INSTALLED := $(PAGE)/.installed
 TRL_INSTALLED := .venv-trl/.installed
 TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
 JOBS ?= 2
+# A Python on the machine with the accelerator. It needs torch and transformers, and further packages here or in GPU_PACKAGES.
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
+GPU_PYTHON_VERSION ?= 3.12
+GPU_PACKAGES := build/gpu-packages
+GPU_JOBS ?= 6
+GPU_ENV := PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_PACKAGES) OMP_NUM_THREADS=1
 # Unset: tests start hundreds of Python processes, each of which would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 ALONE = $(shell grep -rlE --include='test_*.py' 'mark\.alone' tests)
 SUITE := not matrix and not vllm and not sglang and not megatron and not titan and not cluster and not interpreted and not compiled and not remote and not page
+# Tests of the CUDA code path on tensors of another device. Where Triton is installed, they take the path of its kernels.
+WITH_TRITON := tests/unit/engine/test_no_host_sync.py tests/unit/models/test_logprob_memory.py
 FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/config/test_schema.py \
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
+.PHONY: demo gpu-packages test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
 
 install: $(INSTALLED)
 
@@ -182,6 +191,7 @@ test-slow: $(INSTALLED) $(TRITON_INSTALLED)
 test-kernels: $(TRITON_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
 		-m "interpreted and not slow" tests/kernels
+	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -m "not slow" $(WITH_TRITON)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -m compiled tests/kernels
 
 test-vllm: $(VLLM_INSTALLED)
@@ -233,8 +243,17 @@ test-matrix: $(INSTALLED)
 test-cluster: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -s -m "cluster or not cluster" tests/ray_controller tests/contracts/test_controller_contract.py tests/smoke/test_killed_anywhere.py
 
-test-gpu: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m gpu
+# In parallel if pytest-xdist is there.
+test-gpu:
+	$(GPU_ENV) $(GPU_PYTHON) -m pytest -m gpu tests/gpu \
+		$(if $(shell $(GPU_ENV) $(GPU_PYTHON) -c "import xdist" 2>&1),,-n $(GPU_JOBS) --dist worksteal)
+
+# For another machine than this one; its Python has version GPU_PYTHON_VERSION.
+gpu-packages:
+	$(PYTHON) -m pip install -q --no-deps --upgrade --target $(GPU_PACKAGES) --python-version $(GPU_PYTHON_VERSION) \
+		-c constraints.txt hydra-core omegaconf antlr4-python3-runtime pydantic pydantic_core annotated-types \
+		typing-inspection typing_extensions cloudpickle rich markdown-it-py mdurl Pygments pytest pytest-timeout \
+		pytest-xdist execnet pluggy iniconfig hypothesis sortedcontainers
 
 chaos: $(INSTALLED)
 	$(BIN)/python tests/chaos/chaos.py --out benchmarks/results/chaos.md
@@ -253,8 +272,8 @@ bench-trl: $(INSTALLED) trl
 	$(BIN)/python benchmarks/ppo_step.py --models 1M,4M --against careful,trl --rounds 4
 	$(BIN)/python benchmarks/critic_step.py --models 1M,4M --against bypass,careful,trl --rounds 4
 
-bench-gpu: $(INSTALLED)
-	$(BIN)/python benchmarks/gpu.py --out benchmarks/results/gpu
+bench-gpu:
+	$(GPU_ENV) $(GPU_PYTHON) benchmarks/gpu.py --out benchmarks/results/gpu
 
 bench-check: $(INSTALLED)
 	$(BIN)/python benchmarks/check.py

@@ -12,6 +12,7 @@ each operator, including those of the backward pass. It answers an operation tha
 
 from __future__ import annotations
 
+import importlib.util
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +54,10 @@ _pinned: list[Tensor] = []
 
 @contextmanager
 def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Build engines on "meta", whose tensors report a CUDA device; host memory can be pinned."""
+    """Build engines on "meta", whose tensors report a CUDA device; host memory can be pinned.
+
+    If Triton is installed, they take the path of its kernels, whose launches have no effect.
+    """
 
     def pin_memory(tensor: Tensor) -> Tensor:
         _pinned.append(tensor.clone())
@@ -64,6 +68,8 @@ def accelerated(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         patch.setattr(torch.Tensor, "pin_memory", pin_memory)
         patch.setattr("camshaft.device.can_pin_memory", lambda device: device.type == DEVICE)
         patch.setattr("camshaft.engine.torch_engine.resolve_device", lambda _: torch.device(DEVICE))
+        if importlib.util.find_spec("triton") is not None:
+            patch.setattr("camshaft.models.triton.linear_logprob._launch", lambda *_args, **_constants: None)
         yield DEVICE
     _pinned.clear()
 
