@@ -191,6 +191,18 @@ def release_cache(device: torch.device) -> None:
         _module(device).empty_cache()
 
 
+def memory_info(device: torch.device) -> tuple[int, int] | None:
+    """Return the free and the total memory of the device in bytes, or None if it does not report them, like the CPU.
+
+    Memory that the caching allocator holds but does not use is free.
+    """
+    if device.type == "cpu" or not hasattr(_module(device), "mem_get_info"):
+        return None
+    free, total = _module(device).mem_get_info(device)
+    cached = torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+    return free + cached, total
+
+
 def peak_memory(device: torch.device | str) -> int:
     """Return the peak memory of tensors on the device in bytes. On the CPU, return that of the whole process."""
     resolved = torch.device(device)

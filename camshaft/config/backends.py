@@ -73,8 +73,8 @@ SGLANG = RolloutCapabilities(
 )
 TORCH = RolloutCapabilities(
     OneDeviceOptions,
-    reads=frozenset({"enforce_eager", "free_cache_engine"}),
-    accelerator_keys=frozenset({"enforce_eager"}),
+    reads=frozenset({"enforce_eager", "free_cache_engine", "gpu_memory_utilization"}),
+    accelerator_keys=frozenset({"enforce_eager", "gpu_memory_utilization"}),
     sampling=_ALL_SAMPLING,
     supports_routed_experts=True,
 )

@@ -40,6 +40,8 @@ PACKED = "packed"
 
 FLASH_MAX_HEAD_DIM = 256
 
+HALF = (torch.float16, torch.bfloat16)
+
 SINK_MODELS = ("gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4")
 """Model types whose layers always have attention sinks; other models pass sinks as an argument."""
 
@@ -220,6 +222,10 @@ def _attend_equal_lengths(
     """Compute causal attention within segments of equal length: (n, H, L, D) and (n, Hkv, L, D) -> (n, H, L, D)."""
     length = query.shape[2]
     if window is None or length <= window:
+        if query.is_cuda and query.dtype not in HALF:
+            # On CUDA only the flash kernel, which requires half precision, supports grouped queries. Otherwise torch
+            # would compute all scores of all heads at once.
+            key, value = _repeat_heads(query, key, value)
         gqa = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=gqa
@@ -248,7 +254,7 @@ def _supports_flash(query: Tensor, value: Tensor, dropout: float) -> bool:
     """Return True if the variable-length flash kernel supports these tensors, which excludes float32 and dropout."""
     return (
         query.is_cuda
-        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.dtype in HALF
         and dropout == 0
         and query.shape[-1] == value.shape[-1] <= FLASH_MAX_HEAD_DIM
     )

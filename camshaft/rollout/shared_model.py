@@ -7,7 +7,8 @@
 
 The model is built without weights from the config in its folder. A loaded tensor that already has the right dtype and
 device becomes the parameter itself, so an in-place optimizer update is visible without another `load`. Any other tensor
-is copied. The rollouts that run a transformers model (`torch` and `hf`) use this module.
+is copied, and with `copy=True` every tensor. The rollouts that run a transformers model (`torch` and `hf`) use this
+module.
 """
 
 from collections.abc import Iterable, Mapping
@@ -43,6 +44,8 @@ class SharedModel:
         self.stop_ids = load_stop_ids(self._folder, self.hf.config, self._trust)
         self.expected = ExpectedWeights.from_model(self.hf)
         self._loaded_names: set[str] | None = None
+        self._memory: dict[str, Tensor] = {}
+        """Copied weights, by name. They stay allocated in `sleep`."""
         self._asleep = False
 
     @property
@@ -52,23 +55,40 @@ class SharedModel:
         return embeddings.weight.shape[0]
 
     @property
+    def num_bytes(self) -> int:
+        """Size of the weights in bytes. Weights that the training engine shares are included."""
+        return sum(parameter.nbytes for parameter in self.hf.parameters())
+
+    @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model folder, loaded on first use."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(str(self._folder), self._trust)
         return self._tokenizer
 
-    def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Load all weights. If this raises, the model has no weights."""
+    def load(self, weights: Iterable[tuple[str, Tensor]], copy: bool = False) -> None:
+        """Load all weights. If this raises, the model has no weights.
+
+        With `copy`, the model copies them into memory of its own, which later calls reuse. CUDA graphs then stay valid.
+        """
         check_can_load(self._asleep)
         self._loaded_names = None
         names: set[str] = set()
         for name, tensor in self.expected.validate(weights):
             weight = self.expected.weights[name]
             if not names & set(weight.names):
-                _set_tensor(self.hf, weight, tensor.detach().to(self.device, weight.meta.dtype))
+                _set_tensor(self.hf, weight, self._copy(weight, tensor) if copy else self._adopt(weight, tensor))
             names.add(name)
         self._loaded_names = names
+
+    def _adopt(self, weight: ExpectedWeight, tensor: Tensor) -> Tensor:
+        return tensor.detach().to(self.device, weight.meta.dtype)
+
+    def _copy(self, weight: ExpectedWeight, tensor: Tensor) -> Tensor:
+        name = weight.names[0]
+        if name not in self._memory:
+            self._memory[name] = torch.empty_like(weight.meta, device=self.device)
+        return self._memory[name].copy_(tensor.detach())
 
     def digests(self) -> Mapping[str, int]:
         """Return the digest of each of the model's current weights, under the names that were passed to `load`."""

@@ -240,7 +240,10 @@ class GeneratorConfig(Section):
         "computes. auto is that dtype; without an actor it is bfloat16 on an accelerator and float32 on a CPU."
     )
     gpu_memory_utilization: float = Field(
-        gt=0, le=1, description="Fraction of device memory that the rollout backend may use (vllm and sglang only)."
+        gt=0,
+        le=1,
+        description="Fraction of device memory that weights and KV cache of the rollout may use (vllm, sglang, and torch "
+        "on a GPU). Rows that do not fit wait.",
     )
     ignore_eos: bool = Field(description="Continue to generate after the end-of-sequence token.")
     enforce_eager: bool = Field(

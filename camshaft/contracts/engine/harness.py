@@ -384,10 +384,10 @@ def expect_close(
 
 
 def expect_equal(result: Mapping[str, Tensor], expected: Mapping[str, Tensor], subject: str) -> None:
-    """Raise `Violation` unless both mappings have the same names and bitwise equal tensors."""
+    """Raise `Violation` unless both mappings have the same names and bitwise equal tensors, on any devices."""
     expect(result.keys() == expected.keys(), f"{subject}: the names differ")
     for name, tensor in result.items():
-        expect(torch.equal(tensor, expected[name]), f"{subject}: '{name}' differs")
+        expect(torch.equal(tensor.cpu(), expected[name].cpu()), f"{subject}: '{name}' differs")
 
 
 def _values(value: Ragged | Tensor) -> Tensor:

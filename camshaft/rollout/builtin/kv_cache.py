@@ -49,15 +49,46 @@ class KVCache:
         values = text_config.to_dict()
         self.name = text_config.model_type
         self.num_layers: int = text_config.num_hidden_layers
-        self.max_length = -(-max_model_len // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        self.max_length = _round_up(max_model_len)
         window = values.get("sliding_window")
         types = values.get("layer_types") or ["sliding_attention"] * self.num_layers
         has_effect = window is not None and window < max_model_len
         self.windows = [window if has_effect and kind == "sliding_attention" else None for kind in types]
         self.layers: dict[int, Layer] = {}
+        self.position_bytes: dict[int, int] = {}
+        """Bytes of one position of a slot, by layer. A layer's first use sets it, and `clear` keeps it."""
         self.num_slots = self.length = 0
         self.reallocations = 0
         """Number of reallocations so far. A CUDA graph is valid until the next reallocation."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of all keys and values in bytes."""
+        return sum(block.nbytes for pair in self.layers.values() for block in pair)
+
+    def allocate(self, num_rows: int, length: int, max_bytes: int, row_bytes: int) -> int:
+        """Allocate slots of `length` positions in `max_bytes`, and return the number of rows, at most `num_rows`.
+
+        There is one slot more, and each row needs `row_bytes` besides its slot. The cache then does not grow, so CUDA
+        graphs stay valid. No slot may be in use, and `position_bytes` must be known.
+        """
+        length, position_bytes = _round_up(length), sum(self.position_bytes.values())
+        slot_bytes = length * position_bytes
+        num_fitting = min(num_rows, (max_bytes - slot_bytes) // (slot_bytes + row_bytes))
+        if num_fitting < 1:
+            raise RolloutError(
+                f"the KV cache of one row of {length} tokens requires {_gib(2 * slot_bytes + row_bytes)} of device "
+                f"memory, but {_gib(max(max_bytes, 0))} are available; increase rollout.gpu_memory_utilization, "
+                "decrease the maximum prompt and response lengths, or offload the actor"
+            )
+        max_cache_bytes = max_bytes - num_fitting * row_bytes
+        num_slots, longest = max(self.num_slots, num_fitting + 1), max(self.length, length)
+        if num_slots * longest * position_bytes > max_cache_bytes:
+            num_slots, longest = num_fitting + 1, length
+        if (num_slots, longest) != (self.num_slots, self.length):
+            self.clear()
+            self.num_slots, self.length = num_slots, longest
+        return num_fitting
 
     def reserve(self, num_slots: int, length: int, live: int | None = None) -> None:
         """Grow to at least `num_slots` slots of at least `length` positions each.
@@ -70,7 +101,7 @@ class KVCache:
             return
         if length > self.length:
             # Growing by half limits the number of times that a position is copied while responses grow.
-            self.length = min(-(-length * 3 // 2 // LENGTH_MULTIPLE) * LENGTH_MULTIPLE, self.max_length)
+            self.length = min(_round_up(-(-length * 3 // 2)), self.max_length)
         kept_slots = [slice(None)] if live is None else [slice(live), slice(num_slots - 1, num_slots)]
         self.num_slots = max(self.num_slots, num_slots)
         self.reallocations += 1
@@ -87,6 +118,7 @@ class KVCache:
         """Return the keys and values of `module`'s layer. The first call allocates them to match `key` and `value`."""
         index: Any = module.layer_idx
         if index not in self.layers:
+            self.position_bytes[index] = sum(x.shape[1] * x.shape[3] * x.element_size() for x in (key, value))
             self.layers[index] = (
                 _zeros((self.num_slots, key.shape[1], self.length, key.shape[3]), key),
                 _zeros((self.num_slots, value.shape[1], self.length, value.shape[3]), value),
@@ -126,6 +158,14 @@ class KVCache:
         self.layers.clear()
         self.num_slots = self.length = 0
         self.reallocations += 1
+
+
+def _round_up(length: int) -> int:
+    return -(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:.3g} GiB"
 
 
 def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from camshaft.config.backends import TORCH
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.device import memory_info
 from camshaft.errors import RolloutError
 from camshaft.models.attention import PACKED, reject_unsupported
 from camshaft.models.routing import Routers, find_routers, supported_models
@@ -26,11 +27,17 @@ from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.builtin.cpu.linears import use_packable_linears
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
 from camshaft.rollout.builtin.cuda.graphs import build_graph_decoder
-from camshaft.rollout.builtin.kv_cache import KVCache
+from camshaft.rollout.builtin.kv_cache import KVCache, PrefillStep
 from camshaft.rollout.builtin.routed_experts import RoutingRecorder
 from camshaft.rollout.builtin.scheduler import GenerationRequest, Scheduler
 from camshaft.rollout.shared_model import SharedModel
 from camshaft.rollout.stop_strings import StopStrings
+
+FREE_SHARE = 0.9
+"""Share of the free device memory that the KV cache and sampling may use. The rest is for activations."""
+
+SAMPLING_BYTES = 40
+"""Bytes per row and vocabulary entry for logits and sampling. Sampling with `top_p` allocates 33 bytes, counted."""
 
 
 class TorchRollout(BaseRollout):
@@ -52,7 +59,8 @@ class TorchRollout(BaseRollout):
         self.routers = self._find_routers() if config.enable_return_routed_experts else None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.model.load(weights)
+        # Graphs that outlive `sleep` read the weights from the memory that they have captured.
+        self.model.load(weights, copy=self.graphs is not None and not self.config.free_cache_engine)
 
     def weight_digests(self) -> Mapping[str, int]:
         return self.model.digests()
@@ -68,7 +76,8 @@ class TorchRollout(BaseRollout):
             return Generation.empty(prompts)
         stop_ids = (() if sampling.ignore_eos else self.model.stop_ids) + sampling.stop_token_ids
         strings = StopStrings(self.model.tokenizer, sampling.stop) if sampling.stop else None
-        request = GenerationRequest(prompts, limits, seeds, sampling, stop_ids, strings)
+        num_slots = self._allocate_slots(prompts, limits)
+        request = GenerationRequest(prompts, limits, seeds, sampling, stop_ids, num_slots, strings)
         recorder = None if self.routers is None else RoutingRecorder(self.routers, len(prompts))
         generation = Scheduler(self.graphs or self.decoder, self.cache, request, self.config, recorder).generate()
         invalid_rows = generation.log_probs.row_ids()[~generation.log_probs.values.isfinite()]
@@ -79,6 +88,40 @@ class TorchRollout(BaseRollout):
                 "infinite values, or lower actor_rollout_ref.actor.optim.lr if this happens during training"
             )
         return generation.to(prompts.values.device)
+
+    def cache_budget(self) -> int | None:
+        """Return the bytes that the KV cache and sampling may use, or None if they are not limited.
+
+        On an accelerator, the model and the KV cache use at most the share `gpu_memory_utilization` of the memory, and
+        the KV cache at most a share of the memory that is free.
+        """
+        memory = memory_info(self.model.device)
+        if memory is None:
+            return None
+        free, total = memory
+        share = int(self.config.gpu_memory_utilization * total) - self.model.num_bytes
+        return min(share, int(FREE_SHARE * (free + self.cache.num_bytes)))
+
+    def _allocate_slots(self, prompts: Ragged, limits: Tensor) -> int:
+        """Return the number of rows that are decoded at once. Other rows wait."""
+        num_rows = min(self.config.max_num_seqs, len(prompts))
+        budget = self.cache_budget()
+        if budget is None:
+            return num_rows
+        if not self.cache.position_bytes:
+            self._measure_cache()
+        longest = int((prompts.lengths.cpu() + limits.cpu()).max()) - 1
+        return self.cache.allocate(num_rows, longest, budget, SAMPLING_BYTES * self.model.num_embeddings)
+
+    @torch.inference_mode()
+    def _measure_cache(self) -> None:
+        """Compute one token, so that the sizes of the keys and values of each layer are known."""
+        self.cache.reserve(1, 1)
+        step = PrefillStep(self.cache, [1], [0], [0], self.model.device)
+        self.model.hf(
+            input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.model.device), slots=step, **step.kwargs
+        )
+        self.cache.clear()
 
     def _find_routers(self) -> Routers:
         """Return the routers whose choices are recorded. The recording hooks prevent traced decode steps."""

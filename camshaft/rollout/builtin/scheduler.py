@@ -45,6 +45,8 @@ class GenerationRequest:
     seeds: Tensor
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
+    num_slots: int
+    """Maximum number of live rows."""
     stop_strings: StopStrings | None = None
 
 
@@ -75,7 +77,7 @@ class Scheduler:
         self.forward: Forward = decoder.eager
         self.device = torch.device(config.device)
         self.max_tokens = config.max_num_batched_tokens
-        self.num_slots = min(config.max_num_seqs, len(prompts))
+        self.num_slots = request.num_slots
         self.groups = deque(_group_equal_prompts(prompts))
         self.num_waiting = len(prompts)
         self.lengths = prompts.lengths.to(self.device)

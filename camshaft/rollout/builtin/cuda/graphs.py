@@ -62,8 +62,10 @@ class CUDAGraphCapture:
     def capture(self, function: Callable[[], None]) -> Replay:
         backend = self._backend
         with backend.device(self.device):
+            if self._stream is None:  # the only one, because CUDA libraries keep a workspace per stream
+                self._stream = backend.Stream()
             if self._pool is None:
-                self._stream, self._pool = backend.Stream(), backend.graph_pool_handle()
+                self._pool = backend.graph_pool_handle()
             graph, stream = backend.CUDAGraph(), backend.current_stream()
             self._stream.wait_stream(stream)
             with backend.stream(self._stream):
@@ -76,7 +78,7 @@ class CUDAGraphCapture:
 
     def release(self) -> None:
         if self._pool is not None:
-            self._pool = self._stream = None  # a pool cannot be reused once all of its graphs are freed
+            self._pool = None  # a pool cannot be reused once all of its graphs are freed
             self._backend.empty_cache()
 
 

@@ -85,10 +85,14 @@ class TritonDecodeStep:
         return out
 
     def _splits(self, programs: int, block: int, window: int | None) -> int:
-        """Return the number of splits per row. It is equal for all rows, because a CUDA graph fixes the launch grid."""
+        """Return the number of splits per row. It is equal for all rows, because a CUDA graph fixes the launch grid.
+
+        It is a power of two, because the kernels are compiled for each number that occurs.
+        """
         num_positions = self.cache.length if window is None else min(window, self.cache.length)
         splits = -(-PROGRAMS_PER_PROCESSOR * self.processors // programs)
-        return max(1, min(splits, MAX_SPLITS, -(-num_positions // block)))
+        splits = max(1, min(splits, MAX_SPLITS, -(-num_positions // block)))
+        return 1 << (splits.bit_length() - 1)
 
 
 def block_config(dtype: torch.dtype, dims: int) -> dict[str, int]:

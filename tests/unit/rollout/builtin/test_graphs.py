@@ -183,6 +183,21 @@ def test_other_weights_are_captured_again(harness: RolloutHarness) -> None:
     assert count(case) > captures
 
 
+def test_graphs_that_outlive_a_sleep_read_the_weights_of_each_sync(harness: RolloutHarness) -> None:
+    case, prompts = harness.empty_case(free_cache_engine=False), harness.prompts(4, 9)
+    sampling, captures, released = SamplingParams(16, ignore_eos=True), [], []
+    for factor in (1.0, 0.8, 0.9):
+        for weight in case.oracle.parameters():
+            weight.data.mul_(factor)
+        case.rollout.load_weights([(name, weight.detach().clone()) for name, weight in case.weights()])
+        checked_generation(case, prompts, sampling)
+        captures.append(count(case))
+        released.append(steps_of(case).graph_capture.released)
+        case.rollout.sleep()
+        case.rollout.wake_up()
+    assert len(set(captures)) == len(set(released)) == 1
+
+
 @pytest.mark.parametrize("free", [True, False])
 def test_sleep_releases_graphs_unless_the_cache_stays(harness: RolloutHarness, free: bool) -> None:
     case, prompts = harness.case(free_cache_engine=free), harness.prompts(4, 9)
@@ -341,6 +356,7 @@ class Backend:
     def __init__(self) -> None:
         self.calls: list[Any] = []
         self.stream_now: Any = "main"
+        self.streams = 0
 
     @contextmanager
     def _inside(self, *call: Any) -> Any:
@@ -354,6 +370,7 @@ class Backend:
 
     def Stream(self) -> Any:
         backend = self
+        self.streams += 1
 
         class Side:
             def wait_stream(self, other: Any) -> None:
@@ -422,6 +439,7 @@ def test_graphs_are_captured_after_warmup_in_one_pool(monkeypatch: pytest.Monkey
     recorder.capture(lambda: None)
     first, second, third = (call[1] for call in backend.calls if call[0] == "graph")
     assert first == second != third
+    assert backend.streams == 1
     with pytest.raises(ZeroDivisionError):
         recorder.capture(lambda: 1 // 0)  # pyright: ignore
     assert backend.stream_now == "main"

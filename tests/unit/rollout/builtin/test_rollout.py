@@ -15,7 +15,8 @@ from camshaft.contracts.rollout.harness import Case, RolloutHarness
 from camshaft.errors import EngineError, RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
-from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE
+from camshaft.rollout.builtin import rollout as rollout_module
+from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE, KVCache
 from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.builtin.scheduler import UNIFORM_STEPS
 from camshaft.rollout.sampling import draw, uniform_numbers
@@ -170,6 +171,80 @@ def test_long_responses_outgrow_their_slots(harness: RolloutHarness) -> None:
 def test_windows_hold_over_long_responses(harness: RolloutHarness) -> None:
     case = harness.case("mistral", {"sliding_window": 5}, max_num_seqs=2)
     checked_generation(case, harness.prompts(2, 30, 7, 1), SamplingParams(40, ignore_eos=True))
+
+
+# -- a limited KV cache ---------------------------------------------------------------------------
+
+SLOT_BYTES = 2 * LENGTH_MULTIPLE * 2 * 2 * 16 * 4
+"""A slot of 2 * LENGTH_MULTIPLE positions in 2 layers, with keys and values of 16 numbers in float32."""
+
+
+def limited(case: Case, monkeypatch: pytest.MonkeyPatch, max_bytes: int, row_bytes: int = 0) -> tuple[Any, list[int]]:
+    """Limit the KV cache; return the rollout and a list to which each size of the cache is added."""
+    rollout, sizes = case.rollout, []
+    monkeypatch.setattr(rollout_module, "SAMPLING_BYTES", row_bytes)
+    monkeypatch.setattr(rollout, "cache_budget", lambda: max_bytes)
+    original = KVCache.layer
+
+    def watched(cache: KVCache, *arguments: Any) -> Any:
+        result = original(cache, *arguments)
+        sizes.append(cache.num_bytes)
+        return result
+
+    monkeypatch.setattr(KVCache, "layer", watched)
+    return rollout, sizes
+
+
+def test_rows_wait_for_a_slot_if_memory_is_short(harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts = harness.prompts(3, 11, 1, 5).select([0, 1, 1, 1, 1, 2, 3, 0, 2, 3, 3])
+    sampling, seeds = SamplingParams(60, stop_token_ids=(10, 11, 12)), torch.arange(11)
+    expected = harness.case().rollout.generate_sequences(prompts, sampling, seeds)
+    case = harness.case()
+    rollout, sizes = limited(case, monkeypatch, 5 * SLOT_BYTES)
+    out = checked_generation(case, prompts, sampling, seeds)
+    assert out.responses.values.tolist() == expected.responses.values.tolist()
+    assert rollout.cache.num_slots == 5
+    assert max(sizes) == 5 * SLOT_BYTES
+    assert out.metrics["decode_steps"] > expected.metrics["decode_steps"]
+
+
+def test_longer_rows_of_a_later_call_get_fewer_slots(harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = harness.case(max_model_len=4 * LENGTH_MULTIPLE)
+    rollout, sizes = limited(case, monkeypatch, 6 * SLOT_BYTES)
+    for max_tokens, num_slots in ((8, 12), (3 * LENGTH_MULTIPLE, 3), (8, 12)):
+        case.rollout.generate_sequences(harness.prompts(*[4] * 12), SamplingParams(max_tokens, stop_token_ids=(5, 6)))
+        assert rollout.cache.num_slots == num_slots
+    assert max(sizes) <= 6 * SLOT_BYTES
+
+
+def test_a_row_that_does_not_fit_is_rejected_with_its_size(
+    harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = harness.case()
+    limited(case, monkeypatch, 3 * SLOT_BYTES // 2)
+    with pytest.raises(RolloutError, match=r"one row of 128 tokens requires 6\.1e-05 GiB .* but 4\.58e-05 GiB"):
+        case.rollout.generate_sequences(harness.prompts(4), SamplingParams(80))
+    checked_generation(case, harness.prompts(4), SamplingParams(4))
+
+
+def test_a_limited_cache_does_not_grow_within_a_call(harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = harness.case(max_model_len=4 * LENGTH_MULTIPLE)
+    rollout, sizes = limited(case, monkeypatch, 2**30)
+    sampling = SamplingParams(3 * LENGTH_MULTIPLE, ignore_eos=True)
+    checked_generation(case, harness.prompts(4, 9), sampling)
+    assert len(set(sizes[3:])) == 1  # after the probe of one token, and the first layer
+    reallocations = rollout.cache.reallocations
+    for prompts in (harness.prompts(4, 9), harness.prompts(5)):
+        checked_generation(case, prompts, sampling)
+    assert rollout.cache.reallocations == reallocations
+
+
+def test_memory_of_sampling_takes_slots(harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = harness.case()
+    vocabulary = case.rollout.model.num_embeddings  # pyright: ignore[reportAttributeAccessIssue]
+    rollout, _ = limited(case, monkeypatch, 6 * SLOT_BYTES, row_bytes=-(-SLOT_BYTES // vocabulary))
+    checked_generation(case, harness.prompts(*[4] * 8), SamplingParams(80, ignore_eos=True))
+    assert rollout.cache.num_slots == 3
 
 
 @pytest.mark.parametrize("free", [True, False])
