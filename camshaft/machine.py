@@ -14,8 +14,8 @@ from pathlib import Path
 CPU = "cpu"
 DEVICE_FILES = ("nvidia[0-9]*", "kfd", "dxg")
 """Patterns of the files in /dev that drivers of GPUs create: NVIDIA, AMD, and Windows Subsystem for Linux."""
-LIBRARIES = ("vllm", "sglang")
-"""Optional libraries on which the choice of a rollout depends."""
+LIBRARIES = ("vllm", "sglang", "triton")
+"""Optional libraries on which choices depend: generators, and the compiler of kernels for GPUs."""
 
 
 @dataclass(frozen=True)

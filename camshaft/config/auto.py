@@ -23,9 +23,12 @@ from camshaft.config.backends import (
     BUILT_IN_ROLLOUT,
     SHARDED_ENGINE,
     SINGLE_PROCESS_ENGINE,
+    engine_capabilities,
     rollout_capabilities,
+    select_options,
     supports_mixed_precision,
 )
+from camshaft.config.engine import EngineModel
 from camshaft.config.layout import Topology
 from camshaft.config.schema.algorithm import GROUP_ESTIMATORS
 from camshaft.config.schema.evaluation import EvalConfig
@@ -42,6 +45,7 @@ GROUP_SIZE = 8
 """Responses per prompt, if the responses to a prompt are compared with each other."""
 RESPONSES_PER_STEP = 256
 SUPERVISED_BATCH = 64
+_CHECKPOINTING = ("enable_gradient_checkpointing", "gradient_checkpointing_mode")
 CHECKPOINTS_TO_KEEP = 2
 """Checkpoints that are kept if they are saved by time. A damaged newest one can be replaced by the one before it."""
 
@@ -84,7 +88,9 @@ class Settings:
 
 
 Rule = Callable[[Settings], tuple[Any, str]]
-"""Function that returns the value of a key and the reason for it. It may read keys whose rules come before."""
+"""Function that returns the value of a key and the reason for it. It may read keys whose rules come before.
+
+A value without a reason, "", is not printed."""
 
 
 def _device(settings: Settings) -> tuple[Any, str]:
@@ -122,6 +128,46 @@ def _compute_dtype(strategy: str, section: str) -> Rule:
         if not is_float32 or not supports_mixed_precision(str(settings.get(strategy))):
             return None, "computes in the dtype of the weights"
         return "bfloat16", "with float32 weights in the optimizer"
+
+    return choose
+
+
+def _compile(strategy: str, section: str, fsdp_config: str, model: str) -> Rule:
+    """Return the rule of `use_torch_compile` in a section, for the keys of its engine, sharding and model."""
+
+    def choose(settings: Settings) -> tuple[Any, str]:
+        kwargs, size = (settings.get(f"{section}{key}") for key in ("engine_kwargs", "ulysses_sequence_parallel_size"))
+        keys = {**(settings.get(fsdp_config) or {}), "ulysses_sequence_parallel_size": size, "use_torch_compile": True}
+        values = {key: settings.get(f"{model}.{key}") for key in _CHECKPOINTING}
+        values = {key: value for key, value in values.items() if value is not None}
+        if settings.on_cpu() or not _can_compile(str(settings.get(strategy)), keys, kwargs or {}, values):
+            return False, ""
+        if "triton" not in settings.machine.libraries:
+            return False, "triton is not installed"
+        return True, "fuses the operators between matrix products"
+
+    return choose
+
+
+def _can_compile(strategy: str, keys: dict[str, Any], engine_kwargs: dict[str, Any], model: dict[str, Any]) -> bool:
+    """Return True if the engine has the option `use_torch_compile` and it conflicts with no other option."""
+    try:
+        schema = engine_capabilities(strategy).options
+        options = schema.from_dict(select_options(schema, keys, engine_kwargs))
+        return "use_torch_compile" in schema.model_fields and not list(options.conflicts(EngineModel(path="", **model)))
+    except ValueError:  # the checks of the config report unknown engines and invalid values
+        return False
+
+
+def _eager(section: str) -> Rule:
+    """Return the rule of `enforce_eager` in a section."""
+
+    def choose(settings: Settings) -> tuple[Any, str]:
+        if settings.on_cpu():
+            return True, ""
+        if settings.get(f"{section}.enable_return_routed_experts") is True:
+            return True, "returns expert choices"
+        return False, "captures decode steps as CUDA graphs"
 
     return choose
 
@@ -195,6 +241,7 @@ _SUPERVISED: dict[str, Rule] = {
     **_PLACE,
     "strategy": _engine,
     "fsdp_config.mixed_precision.param_dtype": _compute_dtype("strategy", "fsdp_config"),
+    "use_torch_compile": _compile("strategy", "", "fsdp_config", "model"),
     BATCH: _supervised_batch,
     "trainer.test_freq": _test_freq,
     "trainer.save_freq": _save_freq,
@@ -208,6 +255,14 @@ _ROLES = {
 }
 """Maps the sections that contain an `fsdp_config` to the key of their engine."""
 
+_COMPILED = [
+    (ACTOR, f"{ACTOR}.strategy", ACTOR, "actor_rollout_ref.model"),
+    ("actor_rollout_ref.ref", f"{ACTOR}.strategy", "actor_rollout_ref.ref", "actor_rollout_ref.model"),
+    ("critic", "critic.strategy", "critic.model", "critic.model"),
+    ("reward_model", "reward_model.strategy", "reward_model.model", "reward_model.model"),
+]
+"""Sections with the key `use_torch_compile`: its engine, and the sections of its sharding and of its model."""
+
 RULES: dict[type[Section], dict[str, Rule]] = {
     PPOConfig: {
         **_PLACE,
@@ -218,8 +273,13 @@ RULES: dict[type[Section], dict[str, Rule]] = {
             f"{section}.fsdp_config.mixed_precision.param_dtype": _compute_dtype(strategy, f"{section}.fsdp_config")
             for section, strategy in _ROLES.items()
         },
+        **{
+            f"{section}.use_torch_compile": _compile(strategy, f"{section}.", f"{sharded}.fsdp_config", model)
+            for section, strategy, sharded, model in _COMPILED
+        },
         f"{ROLLOUT}.name": _rollout,
         f"{ROLLOUT}.dtype": _actor_dtype,
+        f"{ROLLOUT}.enforce_eager": _eager(ROLLOUT),
         f"{ROLLOUT}.n": _group_size,
         BATCH: _prompts_per_step,
         MINI_BATCH: _follow(BATCH),
@@ -234,6 +294,7 @@ RULES: dict[type[Section], dict[str, Rule]] = {
         **_PLACE,
         "rollout.name": _rollout,
         "rollout.dtype": _generator_dtype,
+        "rollout.enforce_eager": _eager("rollout"),
         "rollout.n": _one_response,
     },
     EvalConfig: {},
@@ -318,7 +379,7 @@ def format_choices(config: PPOConfig | SupervisedConfig | GenerateConfig) -> str
     settings = [
         (f"{names.get(choice.key, choice.key)}={format_value(choice.value)}", choice.reason)
         for choice in config.choices()
-        if choice.value is not None and choice.key.partition(".")[0] not in _unused_sections(config)
+        if choice.value is not None and choice.reason and choice.key.partition(".")[0] not in _unused_sections(config)
     ]
     width = max((len(setting) for setting, _ in settings if len(setting) <= _WIDTH), default=0)
     lines = [f"  {setting:<{width}}  {reason}" for setting, reason in settings]

@@ -342,7 +342,7 @@ DEVIATES = {
         "Counts prompts, each with `rollout.n` sequences. The default is `data.train_batch_size`."
     ),
     **dict.fromkeys(
-        (f"{ROLLOUT}.name", f"{ROLLOUT}.dtype", "trainer.n_gpus_per_node"),
+        (f"{ROLLOUT}.name", f"{ROLLOUT}.dtype", f"{ROLLOUT}.enforce_eager", "trainer.n_gpus_per_node"),
         "The default is `auto`, which depends on the machine.",
     ),
     f"{ROLLOUT}.tensor_model_parallel_size": "The default is 1, which runs on one device.",

@@ -26,7 +26,10 @@ class EngineSection(Section):
         ge=1,
         description="Ulysses sequence-parallel size: number of ranks over which the tokens of a micro-batch are split.",
     )
-    use_torch_compile: bool = Field(description="Compile the transformer layers with torch.compile.")
+    use_torch_compile: Annotated[bool, Auto()] = Field(
+        description="Compile the transformer layers with torch.compile. auto compiles on an accelerator with Triton "
+        "if the engine can."
+    )
     engine_kwargs: dict[str, Any] = Field(
         description="Options of a custom engine, validated by the engine's schema. The FSDP engines read fsdp_config "
         "instead."

@@ -242,12 +242,13 @@ class GeneratorConfig(Section):
     gpu_memory_utilization: float = Field(
         gt=0,
         le=1,
-        description="Fraction of device memory that weights and KV cache of the rollout may use (vllm, sglang, and torch "
-        "on a GPU). Rows that do not fit wait.",
+        description="Fraction of device memory that weights and KV cache of the rollout may use (vllm, sglang, and "
+        "torch on a GPU). Rows that do not fit wait.",
     )
     ignore_eos: bool = Field(description="Continue to generate after the end-of-sequence token.")
-    enforce_eager: bool = Field(
-        description="Run the model eagerly, without CUDA graphs and compilation (vllm, sglang, and torch on a GPU)."
+    enforce_eager: Annotated[bool, Auto()] = Field(
+        description="Run the model eagerly, without CUDA graphs and compilation (vllm, sglang, and torch on a GPU). "
+        "auto is false on an accelerator."
     )
     free_cache_engine: bool = Field(
         description="Free the KV cache after generation, so that training can use the memory."

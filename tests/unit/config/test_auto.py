@@ -162,6 +162,55 @@ def test_small_data_shrinks_a_supervised_batch(sft_words: list[str]) -> None:
     assert (config.data.train_batch_size, fit_to_rows(config, 10).data.train_batch_size) == (64, 10)
 
 
+# -- speed on accelerators ------------------------------------------------------------------------
+
+ACTOR, MODEL, FSDP = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config"
+COMPILER = Machine("cuda", 8, frozenset({"triton"}))
+
+
+@pytest.mark.parametrize(
+    ("machine", "keys", "compiles", "is_eager"),
+    [
+        (LAPTOP, [], False, True),
+        (Machine(libraries=frozenset({"triton"})), [], False, True),
+        (COMPILER, [], True, False),
+        (GPU_WITHOUT_VLLM, [], False, False),
+        (COMPILER, ["device=cpu"], False, True),
+        (COMPILER, ["devices=1", "engine=reference"], False, False),
+        (COMPILER, ["devices=1", "engine=fsdp1"], False, False),
+        (COMPILER, [f"{FSDP}.tensor_parallel_size=2"], False, False),
+        (COMPILER, [f"{MODEL}.gradient_checkpointing_mode=selective"], False, False),
+        (COMPILER, [f"{ACTOR}.use_torch_compile=false", "actor_rollout_ref.rollout.enforce_eager=true"], False, True),
+    ],
+)
+def test_accelerators_compile_and_capture_graphs(
+    machine: Machine, keys: list[str], compiles: bool, is_eager: bool, own_task: list[str]
+) -> None:
+    config = load_ppo([*own_task, f"{MODEL}.enable_gradient_checkpointing=true", *keys], machine=machine)
+    roles = config.actor_rollout_ref
+    assert (roles.actor.use_torch_compile, roles.rollout.enforce_eager) == (compiles, is_eager)
+    if not keys:
+        assert roles.ref.use_torch_compile == config.critic.use_torch_compile == compiles
+        assert config.reward_model.use_torch_compile == compiles
+
+
+def test_other_commands_compile_and_capture_on_accelerators(sft_words: list[str], tmp_path: Path) -> None:
+    task = [f"data={tmp_path}/train.parquet", f"model={tmp_path}/model"]
+    for machine, is_fast in ((COMPILER, True), (LAPTOP, False)):
+        assert load_sft(task, machine=machine).use_torch_compile == is_fast
+        assert load_generate(task, machine=machine).rollout.enforce_eager != is_fast
+
+
+def test_choices_for_speed_are_printed_on_accelerators(own_task: list[str]) -> None:
+    table = format_choices(load_ppo(own_task, machine=COMPILER))
+    for setting in (f"{ACTOR}.use_torch_compile=true", "actor_rollout_ref.rollout.enforce_eager=false"):
+        assert setting in table
+    assert "bfloat16" in table
+    on_cpu = format_choices(load_ppo(own_task, machine=LAPTOP))
+    assert "compile" not in on_cpu
+    assert "eager" not in on_cpu
+
+
 # -- the table ------------------------------------------------------------------------------------
 
 

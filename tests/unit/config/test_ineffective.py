@@ -109,7 +109,7 @@ def rollout_cases(section: str) -> list[Case]:
     vllm = [f"{name}=vllm", f"{section}.tensor_model_parallel_size=1"]
     return [
         (f"{section}.tensor_model_parallel_size=2", [f"{name}=torch"], [f"{name}=sglang"]),
-        (f"{section}.gpu_memory_utilization=0.4", [f"{name}=torch"], vllm),
+        (f"{section}.gpu_memory_utilization=0.4", [f"{name}=torch"], [f"{name}=torch", *ON_GPU]),
         (f"{section}.gpu_memory_utilization=0.4", [f"{name}=sglang"], [f"{name}=sglang", *ON_GPU]),
         (f"{section}.gpu_memory_utilization=0.4", [f"{name}=process"], [*vllm]),
         (f"{section}.enforce_eager=false", [f"{name}=hf"], vllm),
@@ -392,6 +392,7 @@ def run_config(folder: Path, settings: Mapping[str, Any]) -> PPOConfig:
         f"{ROLLOUT}.name": "server",
         f"{ROLLOUT}.tensor_model_parallel_size": 1,
         f"{ROLLOUT}.dtype": "bfloat16",
+        f"{ROLLOUT}.enforce_eager": True,
         **{
             f"{section}.fsdp_config.mixed_precision.param_dtype": None
             for section in ("actor_rollout_ref.actor", "critic.model")

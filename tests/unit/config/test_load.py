@@ -273,7 +273,7 @@ LIBRARIES = "server, sglang, vllm"
     ("leaf", "name", "readers"),
     [
         ("tensor_model_parallel_size=2", "torch", LIBRARIES),
-        ("gpu_memory_utilization=0.5", "hf", LIBRARIES),
+        ("gpu_memory_utilization=0.5", "hf", "process, server, sglang, torch, vllm"),
         ("load_format=auto", "torch", LIBRARIES),
         ("enforce_eager=false", "hf", "process, server, sglang, torch, vllm"),
         ("update_weights_bucket_megabytes=8", "torch", "process, server, sglang"),

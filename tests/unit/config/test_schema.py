@@ -146,6 +146,7 @@ DEVIATIONS = {
     "actor_rollout_ref.actor.ppo_mini_batch_size": "auto",
     "actor_rollout_ref.rollout.name": "auto",
     "actor_rollout_ref.rollout.dtype": "auto",
+    "actor_rollout_ref.rollout.enforce_eager": "auto",
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
     "reward_model.model.input_tokenizer": None,
     "trainer.n_gpus_per_node": "auto",
