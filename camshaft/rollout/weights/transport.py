@@ -18,10 +18,11 @@ have a time limit.
 from __future__ import annotations
 
 import base64
+import contextlib
 import mmap
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -31,8 +32,10 @@ from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
-from camshaft.device import create_store, synchronize
+from camshaft.device import create_store, release_cache, synchronize
 from camshaft.errors import RolloutError
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 BUCKET_SECONDS = 60.0
 """Default time limit, in seconds, for the other side to process one bucket."""
@@ -138,11 +141,30 @@ class DeviceMemory(Sender):
                 f"processes can share the memory of a CUDA device only, not of device={device}; set rollout.name=torch "
                 "to generate in the trainer's process"
             )
-        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        with _without_expandable_segments(device):
+            self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
 
     def handle(self) -> dict[str, Any]:
         _, arguments = reduce_tensor(self.buffer)
         return encode_device_handle(arguments)
+
+
+@contextlib.contextmanager
+def _without_expandable_segments(device: torch.device) -> Iterator[None]:
+    """Allocate outside of expandable segments of torch's allocator.
+
+    A process opens their memory with pidfd_getfd, which containers and ptrace restrictions forbid.
+    """
+    settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES).replace(" ", "")
+    if "expandable_segments:True" not in settings:
+        yield
+        return
+    release_cache(device)
+    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
 
 
 class DeviceMemoryReceiver(Receiver):

@@ -17,6 +17,7 @@ from support.weight_peers import Peer, receive_weights, send_by_broadcast, share
 
 from camshaft.digest import digest
 from camshaft.errors import RolloutError
+from camshaft.rollout.weights import transport
 from camshaft.rollout.weights.buckets import pack_buckets
 from camshaft.rollout.weights.transport import (
     Broadcast,
@@ -223,6 +224,28 @@ SHARED = (
     b"reference", 3, b"event", True,
 )  # fmt: skip
 """Arguments with which torch opens a shared vector, as returned by `reduce_tensor` on a CUDA device."""
+
+
+@pytest.mark.parametrize(
+    ("setting", "changes"), [("expandable_segments:True", ["False", "True"]), ("expandable_segments:False", [])]
+)
+def test_shared_device_memory_is_not_in_expandable_segments(
+    setting: str, changes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    allocate = torch.empty
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", f"max_split_size_mb:64, {setting}")
+    monkeypatch.setattr(transport, "release_cache", lambda device: calls.append("cache released"))
+    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", calls.append)
+
+    def on_host(size: int, dtype: torch.dtype, device: Any) -> torch.Tensor:
+        calls.append(f"allocated on {device}")
+        return allocate(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", on_host)
+    open_sender(torch.device("cuda"), 8)
+    settings = [f"expandable_segments:{value}" for value in changes]
+    assert calls == ["cache released"] * bool(changes) + [*settings[:1], "allocated on cuda", *settings[1:]]
 
 
 def test_a_device_handle_is_json() -> None:
