@@ -192,6 +192,8 @@ test-kernels: $(TRITON_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal \
 		-m "interpreted and not slow" tests/kernels
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -m "not slow" $(WITH_TRITON)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not slow" \
+		-k "captured or step_equals" tests/contracts/test_emulated_cuda.py
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest -m compiled tests/kernels
 
 test-vllm: $(VLLM_INSTALLED)

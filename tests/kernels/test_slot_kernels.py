@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.interpreter import fixed_dot
 from torch import Tensor
 from transformers import Qwen2Config
 
@@ -36,26 +37,11 @@ SPLITS = {"whole rows": (1, None), "as they come": (40, None), "eight splits": (
 
 
 @pytest.fixture
-def kernels(interpreted: None, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    from triton.runtime import interpreter
-
-    real = interpreter.InterpreterBuilder.create_dot
-
-    def dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        """Multiply bfloat16 operands as numbers; the interpreter stores them as integers and multiplies the bits."""
-        return real(self, _numbers(interpreter, a), _numbers(interpreter, b), *rest)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
+def kernels(interpreted: None) -> Iterator[ModuleType]:
     from camshaft.rollout.builtin.cuda import kernels
 
-    return kernels
-
-
-def _numbers(interpreter: Any, handle: Any) -> Any:
-    if not handle.dtype.scalar.is_bf16():
-        return handle
-    bits = handle.data.astype("uint32") << 16
-    return interpreter.TensorHandle(bits.view("float32"), interpreter.tl.float32)
+    with fixed_dot():
+        yield kernels
 
 
 def drawn(*shape: int, dtype: torch.dtype) -> Tensor:

@@ -32,6 +32,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import camshaft
+from support.interpreter import fixed_dot
 
 DEVICE = "emulated"
 ROOT = Path(camshaft.__file__).parent
@@ -406,6 +407,7 @@ def _patches() -> Iterator[Any]:
         block = linear_logprob._block(logits.shape[1])
         _launch_triton(kernel, grid, logits, *rest, **constants, BLOCK=block, num_warps=linear_logprob.WARPS)
 
+    yield fixed_dot()
     yield mock.patch.object(kernels, "_launch", _launch_triton)
     yield mock.patch.object(linear_logprob, "_launch", launch_on_tile)
 
