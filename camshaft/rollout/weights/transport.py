@@ -160,11 +160,12 @@ def _without_expandable_segments(device: torch.device) -> Iterator[None]:
         yield
         return
     release_cache(device)
-    torch.cuda.memory._set_allocator_settings("expandable_segments:False")
+    memory: Any = torch.get_device_module(device).memory
+    memory._set_allocator_settings("expandable_segments:False")
     try:
         yield
     finally:
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        memory._set_allocator_settings("expandable_segments:True")
 
 
 class DeviceMemoryReceiver(Receiver):
