@@ -81,9 +81,14 @@ class Run:
     def status(self) -> State:
         """State of the run: "running", "finished", "failed", "stopped" (by Ctrl-C or a signal) or "killed".
 
-        It is "unknown" for a run of an earlier version of camshaft.
+        It is "unknown" if no file describes the run, as in the folder of an earlier version of camshaft.
         """
         return self._files.state()
+
+    @property
+    def error(self) -> str | None:
+        """Message of the error that ended the run, or None if the run has not failed."""
+        return self._files.info().get("error")
 
     @property
     def history(self) -> dict[str, list[float]]:
@@ -197,16 +202,21 @@ class Run:
     # -- display --------------------------------------------------------------------------------------
 
     def __repr__(self) -> str:
-        """Return the status and the most important metrics as a table."""
+        """Return the status, the error of a failed run, and the most important metrics as a table."""
         metrics = self._files.metrics
         metrics.poll()
-        rows = [("metric", "first", "last")]
+        rows = []
         for name in HEADLINES:
             values = [value for value in metrics.series(name)[1] if math.isfinite(value)]
             if values:
                 rows.append((name, format_number(values[0]), format_number(values[-1])))
         step = metrics.steps[-1] if metrics.steps else 0
-        return f"Run({str(self.folder)!r})\n{self.status}, step {step}\n{table(rows)}"
+        lines = [f"Run({str(self.folder)!r})", f"{self.status}, step {step}"]
+        if self.error is not None:
+            lines.append(self.error)
+        if rows:
+            lines.append(table([("metric", "first", "last"), *rows]))
+        return "\n".join(lines)
 
     # -- files ----------------------------------------------------------------------------------------
 

@@ -81,9 +81,13 @@ class Tracking:
     def __enter__(self) -> Tracking:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
         if kind is not None:
             self.ending = "stopped" if kind is KeyboardInterrupt else "failed"
+        if self.ending == "failed" and error is not None:
+            message = str(error) if isinstance(error, CamshaftError) else f"{type(error).__name__}: {error}"
+            for tracker in self._trackers:
+                tracker.put(lambda it: it.on_error(message), self._last_step or 0)
         self.finish()
 
 

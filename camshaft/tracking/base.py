@@ -5,7 +5,8 @@
         def log(self, metrics, step): ...
         def finish(self): ...
 
-A tracker that shows the final state of a run also implements `on_run_end(self, ending)`.
+A tracker that shows the final state of a run also implements `on_run_end(self, ending)`, and
+`on_error(self, message)` for the error of a run that failed.
 
 `trainer.logger` selects a custom tracker by its import path (`my_package.my_module:MyTracker`), or by the name of an
 entry point in the group `camshaft.trackers`.
@@ -91,6 +92,10 @@ class Tracker(ABC):
 
     def log_samples(self, rows: Sequence[Row], step: int) -> None:
         """Log some training responses of a step. Called before `log` for the same step, but not in every step."""
+        return
+
+    def on_error(self, message: str) -> None:
+        """Record the error that ended the run. Called before `on_run_end` with the ending `failed`."""
         return
 
     def on_run_end(self, ending: Ending) -> None:

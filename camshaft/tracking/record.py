@@ -22,7 +22,7 @@ from typing import Any
 import yaml
 
 from camshaft import __version__
-from camshaft.masking import mask_yaml
+from camshaft.masking import mask_urls, mask_yaml
 from camshaft.tracking.base import Ending, RunInfo, Tracker
 from camshaft.tracking.run_folder import CONFIG, INFO, LOG, process_start
 
@@ -56,6 +56,7 @@ class RunRecord(Tracker):
             "pid_start": process_start(pid),
             "started": time.time(),
             "ended": None,
+            "error": None,
             "project": run.project,
             "experiment": run.experiment,
             "total_steps": run.total_steps,
@@ -68,6 +69,10 @@ class RunRecord(Tracker):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         return
+
+    def on_error(self, message: str) -> None:
+        self._facts["error"] = mask_urls(message)
+        _console.error("%s", self._facts["error"])
 
     def on_run_end(self, ending: Ending) -> None:
         self._facts |= {"status": ending, "ended": time.time()}

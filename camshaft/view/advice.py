@@ -67,6 +67,10 @@ def _killed(run: RunFolder, now: float) -> str | None:
     )
 
 
+def _failed(run: RunFolder, now: float) -> str | None:
+    return run.info().get("error")
+
+
 def _stalled(run: RunFolder, now: float) -> str | None:
     status = run.status()
     if status is None or run.state() != "running":
@@ -182,6 +186,7 @@ def _skipped(run: RunFolder, now: float) -> str | None:
 
 
 RULES: dict[str, Rule] = {
+    "Run failed": _failed,
     "Process killed": _killed,
     "Phase stalled": _stalled,
     "Reward function fails": _failing_rewards,

@@ -4,15 +4,18 @@ import json
 import math
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from support.command_line import camshaft, sft_args
 
 from camshaft import load_run
-from camshaft.errors import ConfigError
+from camshaft.errors import ConfigError, RewardError
 from camshaft.runs.run import Text
 from camshaft.runs.start import recorded_values
+from camshaft.tracking import RunInfo, Tracking
+from camshaft.tracking.record import RECORD, log_to_file
 from camshaft.tracking.run_folder import RunFolderError
 
 pytestmark = pytest.mark.timeout(200)
@@ -84,6 +87,23 @@ def test_missing_values_are_nan(home: Path, tmp_path: Path) -> None:
 
 def test_a_run_whose_process_is_gone_is_killed(home: Path, tmp_path: Path) -> None:
     assert load_run(copy_of(home, tmp_path, status="running", pid=2**22 + 1)).status == "killed"
+
+
+@pytest.mark.parametrize("error", [RewardError("no score for http://me:pass@host"), ValueError("no score")])
+def test_a_failed_run_has_its_error(error: Exception, tmp_path: Path) -> None:
+    with suppress(type(error)), log_to_file(tmp_path), Tracking([RECORD], RunInfo("p", "e", tmp_path, 3)):
+        raise error
+    run = load_run(tmp_path)
+    message = "no score for http://me:***@host" if isinstance(error, RewardError) else "ValueError: no score"
+    assert run.error == message
+    assert repr(run).splitlines()[1:] == ["failed, step 0", message]
+    assert message in (tmp_path / "log.txt").read_text(encoding="utf-8")
+
+
+def test_an_interrupted_run_has_no_error(tmp_path: Path) -> None:
+    with suppress(KeyboardInterrupt), Tracking([RECORD], RunInfo("p", "e", tmp_path, 3)):
+        raise KeyboardInterrupt
+    assert (load_run(tmp_path).status, load_run(tmp_path).error) == ("stopped", None)
 
 
 def test_what_a_run_lacks_is_named(home: Path, tmp_path: Path) -> None:

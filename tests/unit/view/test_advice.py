@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from support.run_folders import Curve, make_run
 
+from camshaft.errors import ConfigError
+from camshaft.tracking import RunInfo, Tracking
+from camshaft.tracking.record import RECORD
 from camshaft.tracking.run_folder import RunFolder, process_start
 from camshaft.view.advice import RULES, advise
 
@@ -106,5 +109,12 @@ def test_a_killed_process_is_named_with_its_phase(running: Callable[..., Path]) 
     assert "in step 21, phase gen" in advice.text
 
 
+def test_a_failed_run_shows_its_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError), Tracking([RECORD], RunInfo("sums", "first", tmp_path, total_steps=5)):
+        raise ConfigError("the batch is too large")
+    (advice,) = advise(RunFolder(tmp_path), 0.0)
+    assert advice == ("Run failed", "the batch is too large")
+
+
 def test_every_rule_is_tested() -> None:
-    assert set(RULES) == {*BAD, "Phase stalled", "Process killed"}
+    assert set(RULES) == {*BAD, "Phase stalled", "Process killed", "Run failed"}
