@@ -46,7 +46,8 @@ class RewardFunction(NamedTuple):
         batched, columns, required = self.arguments.batched, self.arguments.columns, self.arguments.required
         target = self.function
         is_coroutine = any(map(inspect.iscoroutinefunction, (target, type(target).__call__)))
-        return FunctionInfo(batched, is_coroutine and not batched, columns, required)
+        name = getattr(target, "__name__", type(target).__name__)
+        return FunctionInfo(name, batched, is_coroutine and not batched, columns, required)
 
 
 def load_functions(spec: Spec) -> list[RewardFunction]:

@@ -220,6 +220,12 @@ class RewardManager:
         self._pending: PendingScores | None = None
 
     @property
+    def names(self) -> list[str]:
+        """The loaded functions for messages: `my_reward.py:digits`, or the name of a built-in function."""
+        pairs = zip(self._functions, self._pool.functions, strict=True)
+        return [f"{spec.path}:{info.name}" if spec.path else spec.name for spec, info in pairs]
+
+    @property
     def columns(self) -> tuple[str, ...] | None:
         """Columns of the data file that the functions read from column `data_row`; None for all columns."""
         names: list[str] = []

@@ -57,6 +57,8 @@ class Sample(NamedTuple):
 class FunctionInfo(NamedTuple):
     """Properties of a loaded function."""
 
+    name: str
+    """Name of the function in its file or module."""
     batched: bool
     concurrent: bool
     """True if the function is a coroutine function for single samples, whose calls can run at the same time."""

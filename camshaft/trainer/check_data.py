@@ -165,10 +165,8 @@ def _check_reward_function(prompts: DataProto, custom: CustomRewardConfig, print
     truths = [
         truth if isinstance(truth, str) else "" if truth is None else repr(truth) for truth in rows["ground_truth"]
     ]
-    functions = custom.selected()
-    names = ", ".join(f"{function.path or 'built-in function'}: {function.name}" for function in functions)
-    print_line(f"\nscores of the first {len(rows)} training prompts ({names})")
     with build_rewards(custom) as rewards:
+        print_line(f"\nscores of the first {len(rows)} training prompts (reward: {', '.join(rewards.names)})")
         rewards.check_rows(rows)
         responses = {"ground truth": truths, "empty": [""] * len(rows)}
         results = {

@@ -123,6 +123,16 @@ def test_all_that_is_wrong_is_said_at_once(check: Check) -> None:
     assert output.count("\n! ") == 2
 
 
+def test_the_scores_name_the_function(check: Check) -> None:
+    _, output = check([row("1+2=", "3")] * 2, reward="return 1.0\n\n\ncompute_score.__name__ = 'equal'")
+    assert "scores of the first 2 training prompts (reward: " in output
+    assert "reward.py:equal)" in output
+    _, output = check(
+        [row("1+2=", "3")] * 2, "custom_reward_function.path=null", "custom_reward_function.name=exact_match"
+    )
+    assert "training prompts (reward: exact_match)" in output
+
+
 def test_a_function_for_another_answer_format_is_reported(check: Check) -> None:
     status, output = check([row("1")] * 2, reward="return float(solution_str.startswith('answer: '))")
     assert status == 0
