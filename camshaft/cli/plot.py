@@ -29,5 +29,8 @@ def main(argv: Sequence[str]) -> int:
     if not runs:
         raise ConfigError(f"{', '.join(args.runs)}: no run found; name the folder of a run (trainer.default_local_dir)")
     charts = plot(runs, args.out, args.metric)
-    sys.stdout.write(f"wrote {args.out}: {len(charts)} charts of {len(runs)} runs\n")
+    counts = [
+        f"{len(things)} {noun}{'' if len(things) == 1 else 's'}" for noun, things in (("chart", charts), ("run", runs))
+    ]
+    sys.stdout.write(f"wrote {args.out}: {' of '.join(counts)}\n")
     return 0

@@ -14,6 +14,7 @@ import contextlib
 import errno
 import importlib.util
 import io
+import itertools
 import logging
 import numbers
 import os
@@ -108,7 +109,8 @@ class Session:
         lines = {name: str(path) for name, path in places.items() if path and Path(path).expanduser().exists()}
         if has_checkpoint:
             if model is None:
-                lines["export"] = f"camshaft export {shlex.quote(str(folder))} models/{Path(run_name(trainer)).name}"
+                target = Path("models") / Path(run_name(trainer)).name
+                lines["export"] = f"camshaft export {shlex.quote(str(folder))} {shlex.quote(str(_unused(target)))}"
             longer = f"epochs={2 * trainer.total_epochs}"
             if trainer.total_training_steps == total_steps:
                 longer = f"steps={2 * total_steps}"
@@ -255,6 +257,13 @@ def continue_without_reader(log: Path) -> Iterator[None]:
         for stream in (sys.stdout, sys.stderr):
             stream.flush()
         sys.stdout, sys.stderr = streams
+
+
+def _unused(folder: Path) -> Path:
+    """Return the folder, or the first of folder-2, folder-3, ... if it exists."""
+    others = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
+    names = itertools.chain([folder], others)
+    return next(path for path in names if not path.exists())
 
 
 def _lock_folder(folder: Path) -> IO[str]:

@@ -87,7 +87,11 @@ def show_step(run: RunFolder, step: int, num_groups: int, width: int, uid: str |
 
 def _group_lines(group: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     first = group[0]
-    head = f"{first['uid']} ({first['data_source']})  truth: {printable(first['ground_truth'])}"
+    head = first["uid"]
+    if first["data_source"] != "unknown":
+        head += f" ({first['data_source']})"
+    if first["ground_truth"] not in (None, "null"):
+        head += f"  truth: {printable(first['ground_truth'])}"
     cells = [("score", "advantage", "tokens", "", "response")]
     for row in sorted(group, key=lambda row: -row["score"]):
         notes = [note for note in (row["failure"], None if row["finished"] else "cut") if note]

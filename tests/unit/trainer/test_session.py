@@ -112,3 +112,20 @@ def test_an_unwritable_folder_is_a_config_error(trainer: TrainerConfig, tmp_path
     config = trainer.model_copy(update={"default_local_dir": str(tmp_path / "file")})
     with pytest.raises(ConfigError, match="is not writable"), session(config):
         pass
+
+
+def test_the_suggested_export_folder_does_not_exist(
+    trainer: TrainerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = Path(trainer.default_local_dir)
+
+    def suggestion() -> str:
+        with session(trainer) as run:
+            (folder / "latest_checkpointed_iteration.txt").write_text("2")
+            run.say_results(2)
+        return next(line.split()[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("export"))
+
+    first = suggestion()
+    (tmp_path / first).mkdir(parents=True)
+    assert suggestion() == f"{first}-2"

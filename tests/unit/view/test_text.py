@@ -106,7 +106,7 @@ def test_a_plot_has_a_chart_per_panel_and_a_curve_per_run(runs: Path, tmp_path: 
     assert shown.out == f"wrote {out}: 13 charts of 2 runs\n"
     assert out.read_bytes().startswith(b"\x89PNG")
     one = camshaft("plot", str(runs), "--out", str(out), "--metric", "actor/entropy")
-    assert one.out == f"wrote {out}: 1 charts of 2 runs\n"
+    assert one.out == f"wrote {out}: 1 chart of 2 runs\n"
     wrong = camshaft("plot", str(runs), "--metric", "actor/entropie")
     assert (wrong.status, "no run has logged actor/entropie" in wrong.err) == (2, True)
 
