@@ -16,16 +16,12 @@ usage: camshaft rm key=value ...         train a reward model on preference pair
 
 {short_name_table(RMConfig)}
 
-Required keys:
-  data.train_files=FILE data.val_files=FILE                   parquet, JSON lines or CSV files; val_files may be null
-  model.path=FOLDER                                           language model, or reward model
-  trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
-  strategy=fsdp                                               or reference for a single process without sharding
+Short names and keys can be mixed. A run requires model and data.
 All keys: camshaft config show --trainer rm. One key: camshaft config explain --trainer rm KEY
 
 {CONFIG_OPTIONS}
 example:
-  camshaft rm data.train_files=pairs.parquet data.val_files=null model.path=models/mine
+  camshaft rm model=models/mine data=pairs.jsonl steps=100 lr=1e-5 out=runs/rm
 """
 
 

@@ -1,8 +1,6 @@
 """`camshaft sft`: supervised fine-tuning.
 
-    camshaft sft data.train_files=train.parquet model.path=models/tiny key=value ...
-
-`python -m camshaft.trainer.main_sft` is the same command.
+    camshaft sft model=models/mine data=train.jsonl steps=100 lr=1e-5 out=runs/sft
 """
 
 from __future__ import annotations
@@ -18,11 +16,7 @@ usage: camshaft sft key=value ...        supervised fine-tuning
 
 {short_name_table(SFTConfig)}
 
-Required keys:
-  data.train_files=FILE data.val_files=FILE                   parquet, JSON lines or CSV files; val_files may be null
-  model.path=FOLDER
-  trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
-  strategy=fsdp                                               or reference for a single process without sharding
+Short names and keys can be mixed. A run requires model and data.
 All keys: camshaft config show --trainer sft. One key: camshaft config explain --trainer sft KEY
 
 {CONFIG_OPTIONS}
