@@ -9,6 +9,8 @@
 # time.
 FROM nvidia/cuda:13.0.2-devel-ubuntu24.04
 
+# The package archive of Ubuntu keeps no older versions, so they are not pinned.
+# hadolint ignore=DL3008
 RUN apt-get update \
     && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends build-essential python3-dev python3-venv \
     && rm -rf /var/lib/apt/lists/*
@@ -27,13 +29,13 @@ RUN pip install --no-cache-dir "/src[vllm,ray,lora,math,wandb,tensorboard]" \
     && rm -rf /src \
     && camshaft --version
 
-# A user without privileges; every user may write to its home, so that `docker run --user` works with any id.
-RUN useradd --create-home --shell /bin/bash user \
+# A user without privileges, by number for Kubernetes' runAsNonRoot; every user may write to its home, so that `docker run --user` works with any id.
+RUN useradd --uid 10001 --create-home --shell /bin/bash user \
     && mkdir -p /work "$HF_HOME" \
     && chmod -R a+rwX /home/user /work
 COPY --chown=user:user examples /opt/examples
 ENV HOME=/home/user
-USER user
+USER 10001
 WORKDIR /work
 
 ENTRYPOINT ["camshaft"]

@@ -1,6 +1,6 @@
 """`camshaft sft`: supervised fine-tuning.
 
-    camshaft sft model=models/mine data=train.jsonl steps=100 lr=1e-5 out=runs/sft
+camshaft sft model=models/mine data=train.jsonl steps=100 lr=1e-5 out=runs/sft
 """
 
 from __future__ import annotations

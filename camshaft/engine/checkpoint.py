@@ -85,7 +85,7 @@ class State:
         return cls(model, tensors, random, metadata, name, values)
 
     def copy_to_cpu(self) -> State:
-        """Return a copy with all tensors in host memory, which further training does not change."""
+        """Return a copy with all tensors in host memory. Further training does not change it."""
 
         def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
             return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

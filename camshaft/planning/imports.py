@@ -85,12 +85,12 @@ def check_shadowing() -> Iterator[Finding]:
             continue
         for file in _shadowing_files(entry, names):
             clean = False
-            yield _shadowing(file, names[file.name.removesuffix(".py")], loses=index > last)
+            yield _shadowing_finding(file, names[file.name.removesuffix(".py")], loses=index > last)
     if clean:
         yield ok("imports", "no file on the import path shadows an installed package")
 
 
-def _shadowing(file: Path, package: str, loses: bool) -> Finding:
+def _shadowing_finding(file: Path, package: str, loses: bool) -> Finding:
     fix = f"mv {file} {file.with_name('my_' + file.name)}"
     if loses:
         message = (

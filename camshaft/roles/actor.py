@@ -103,8 +103,8 @@ class ActorWorker(TrainedRole):
         if in_update:
             if len(data) > plan.mini_batch_size:
                 raise BatchError(
-                    f"the batch of {len(data)} rows exceeds one mini-batch of {plan.mini_batch_size} rows, which "
-                    "old_log_probs='update' requires; call compute_log_prob before the update"
+                    f"the batch of {len(data)} rows exceeds one mini-batch of {plan.mini_batch_size} rows, the limit "
+                    "with old_log_probs='update'; call compute_log_prob before the update"
                 )
             plan = replace(plan, seed=None)  # returns the columns in the order of the rows
         outputs: list[Output] = ["log_probs"]

@@ -126,7 +126,9 @@ class CustomRewardConfig(Section):
         description="Several scoring functions instead of path and name. The score is their weighted sum, and each of "
         "them has metrics reward/<function>/mean, ..."
     )
-    weights: Numbers = Field(description="Weight of each function in functions. [] is a weight of 1 for each.")
+    weights: Numbers = Field(
+        description="Weight of each function in functions. An empty list means a weight of 1 for each."
+    )
     reward_kwargs: dict[str, Any] = Field(
         description="Additional keyword arguments passed to every call of the function. With functions, a mapping of "
         "arguments for each function."

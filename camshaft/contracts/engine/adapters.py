@@ -59,9 +59,9 @@ def adapter(harness: EngineHarness) -> None:
 
 def _random_adapter(engine: BaseEngine) -> dict[str, Tensor]:
     """Return random adapter weights that change the outputs. They are equal on every rank."""
-    random = torch.Generator().manual_seed(17)
+    generator = torch.Generator().manual_seed(17)
     adapter_weights = engine.named_weights(adapter_only=True)
-    return {name: 0.2 * torch.randn(weight.shape, generator=random) for name, weight in adapter_weights}
+    return {name: 0.2 * torch.randn(weight.shape, generator=generator) for name, weight in adapter_weights}
 
 
 def _base_log_probs(harness: EngineHarness) -> Tensor:

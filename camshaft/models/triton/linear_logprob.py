@@ -95,13 +95,13 @@ def _reduce_kernel(
         z = tl.load(row + at, mask=at < vocabulary_size, other=-float("inf")) / temperature
         new_top = tl.maximum(top, tl.max(z, axis=0))
         shift = tl.where(new_top == -float("inf"), 0.0, new_top)  # avoids -inf - -inf
-        smaller = tl.exp(tl.where(top == -float("inf"), 0.0, top - shift))
+        rescale = tl.exp(tl.where(top == -float("inf"), 0.0, top - shift))
         below = z - shift
         share = tl.exp(below)
         if ENTROPY:
             shifted_moment = tl.where(total > 0, moment + (top - shift) * total, 0.0)
-            moment = shifted_moment * smaller + tl.sum(tl.where(share > 0, share * below, 0.0), axis=0)
-        total = total * smaller + tl.sum(share, axis=0)
+            moment = shifted_moment * rescale + tl.sum(tl.where(share > 0, share * below, 0.0), axis=0)
+        total = total * rescale + tl.sum(share, axis=0)
         top = new_top
     tl.store(results + token, top + tl.log(total))
     column = tl.load(columns + token)
