@@ -1,6 +1,7 @@
 """A sample of the random inputs of `fuzz.py`. `make fuzz` runs thousands."""
 
 import pytest
+
 from chaos.fuzz import run_cases
 
 NUM_CASES = {"configs": 6, "checkpoints": 5, "data": 4}
