@@ -108,6 +108,11 @@ def backend_for(device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}"
 
 
+def host_backend() -> str:
+    """Return the backend of the default process group for CPU tensors: gloo, or that of a fake group (`planning`)."""
+    return dict(part.split(":") for part in dist.get_backend_config().split(","))["cpu"]
+
+
 def join_group(device: torch.device) -> None:
     """Initialize the default process group unless it exists.
 

@@ -5,6 +5,7 @@
     ppo.py, sft.py, rm.py         train a model
     generate.py, evaluate.py      generate responses to the prompts of a file, and score responses
     doctor.py                     check this machine, or what a run needs
+    plan.py                       forecast the memory of a run
     check_data.py                 inspect the data and the reward function of a run
     export.py, checkpoints.py     export a model from a checkpoint, and list the checkpoints of a run
     view.py, show.py, compare.py, plot.py
@@ -53,6 +54,7 @@ COMMANDS = (
     Command("generate", "generate responses to the prompts of a data file", "camshaft.cli.generate:main"),
     Command("eval", "score the responses of a data file", "camshaft.cli.evaluate:main"),
     Command("doctor", "check this machine, or what a run needs, before it starts", "camshaft.cli.doctor:main"),
+    Command("plan", "forecast the memory of a PPO run before it starts", "camshaft.cli.plan:main"),
     Command("check-data", "check the data and the reward function of a PPO run", "camshaft.cli.check_data:main"),
     Command("export", "export the model of a checkpoint as a Hugging Face folder", "camshaft.cli.export:main"),
     Command("checkpoints", "list the checkpoints of a run", "camshaft.cli.checkpoints:main"),

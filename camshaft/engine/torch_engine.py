@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 from camshaft.config.engine import EngineConfig, OptimConfig
 from camshaft.dataproto import DataProto
-from camshaft.device import join_group, random_states, resolve_device, set_random_states, to_device
+from camshaft.device import host_backend, join_group, random_states, resolve_device, set_random_states, to_device
 from camshaft.engine import checkpoint
 from camshaft.engine.base import (
     BaseEngine,
@@ -111,7 +111,9 @@ class TorchEngine(BaseEngine):
         """Join the default process group, and return a gloo group of its ranks for checkpoints and errors."""
         join_group(self.device)
         # Collectives of a background save would interleave with those of training, so checkpoints use another group.
-        self.checkpoint_group = group = cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=SAVE_TIMEOUT))
+        self.checkpoint_group = group = cast(
+            dist.ProcessGroup, dist.new_group(backend=host_backend(), timeout=SAVE_TIMEOUT)
+        )
         return group
 
     def sum_over_ranks(self, tensor: Tensor) -> Tensor:

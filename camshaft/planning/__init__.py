@@ -6,6 +6,9 @@
     deep.py        checks that start processes, which run `probes.py`
     probes.py      the programs of these processes
     run.py         checks of what one run needs
+    tensor_memory.py   bytes of live tensors, and execution of code without computing it
+    trace.py       runs the phases of one rank, on real ranks or on a fake one
+    plan.py        the memory plan of a run, its verdict and changes with which it fits (`camshaft plan`)
     weights.py     reads the headers of safetensors files
 
 `machine.py`, `imports.py` and `deep.py` import only the standard library, so `camshaft doctor` also reports packages

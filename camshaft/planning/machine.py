@@ -12,6 +12,7 @@ import os
 import resource
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
@@ -100,6 +101,11 @@ def check_shared_memory(path: Path = Path("/dev/shm")) -> Iterator[Finding]:
         yield warn("shared memory", f"{message}, which other processes use", f"ls -lS {path} | head")
     else:
         yield ok("shared memory", message)
+
+
+def memory_limit() -> int:
+    """Return the memory of this machine or the limit of the container, whichever is smaller, in bytes."""
+    return min(_memory_facts()["MemTotal"], _cgroup_memory() or sys.maxsize)
 
 
 def _memory_facts() -> dict[str, int]:

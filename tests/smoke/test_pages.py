@@ -22,6 +22,7 @@ HERE = (
     "docs/export.md",
     "docs/generate.md",
     "docs/mismatch.md",
+    "docs/plan.md",
     "docs/python.md",
     "docs/reward_model.md",
     "docs/rewards.md",

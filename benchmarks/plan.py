@@ -1,0 +1,174 @@
+"""Compare the memory that `camshaft plan` forecasts with the memory of real engines on real ranks.
+
+    python benchmarks/plan.py --out benchmarks/results/plan.md
+    python benchmarks/plan.py --ranks 2 --feature lora
+
+For each layout, both sides run the phases of a training step with the same roles. `live` is the peak of live tensor
+bytes on rank 0, the largest difference over all phases. `growth` is the growth of the process of rank 0: its maximum
+resident memory (VmHWM) minus that before the roles are built. glibc keeps freed blocks below a threshold that grows
+with use, so the script fixes the threshold (MALLOC_MMAP_THRESHOLD_).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from camshaft.config import PPOConfig, compose
+from camshaft.controller import Dispatch, Options, PoolSpec, Worker, register, spawn
+from camshaft.controller.local import process_pool
+from camshaft.models.tiny import make_tiny_model, make_tiny_tokenizer
+from camshaft.planning.trace import CRITIC, POLICY, Phase, measure
+
+MB = 1 << 20
+GROUPS = {POLICY: "actor_rollout_ref.actor", CRITIC: "critic"}
+"""Roles that share a worker, and the config section of their engine."""
+FEATURES: dict[str, tuple[int, str]] = {
+    "plain": (1, ""),
+    "offload": (1, "{fsdp}.param_offload=true {fsdp}.optimizer_offload=true {fsdp}.grad_offload=true"),
+    "offload_policy": (1, "{fsdp}.offload_policy=true"),
+    "checkpointing": (1, "{model}.enable_gradient_checkpointing=true"),
+    "lora": (1, "{model}.lora_rank=8"),
+    "sequence parallel 2": (2, "{role}.ulysses_sequence_parallel_size=2"),
+    "tensor parallel 2": (2, "{fsdp}.tensor_parallel_size=2"),
+    "hybrid shard 2": (4, "{fsdp}.fsdp_size=2"),
+}
+"""Overrides of each feature, and the smallest number of ranks. `reference` has those of `SINGLE` only."""
+SINGLE = ("plain", "checkpointing", "lora")
+
+
+class Rank(Worker):
+    """Rank that runs all phases of a group of roles."""
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def measure(self, config: PPOConfig, group: str) -> tuple[list[Phase], float]:
+        torch.set_num_threads(1)
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+        before = _resident()
+        phases = measure(config, group)
+        return phases, _peak() - before
+
+
+def overrides(folder: Path, strategy: str, ranks: int, group: str, feature: str) -> list[str]:
+    """Return the arguments of a run with one feature."""
+    role = GROUPS[group]
+    fsdp, model = (f"{role}.fsdp_config", "actor_rollout_ref.model")
+    if group == CRITIC:
+        fsdp, model = "critic.model.fsdp_config", "critic.model"
+    changes = FEATURES[feature][1].format(role=role, fsdp=fsdp, model=model).split()
+    if group == POLICY:  # the reference reads its own offload keys
+        changes += [
+            c.replace(".actor.", ".ref.") for c in changes if c.split("=")[0].endswith(("param_offload", "_size"))
+        ]
+    return [
+        f"model={folder / 'model'}",
+        f"data={folder / 'train.jsonl'}",
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        f"critic.strategy={strategy}",
+        "trainer.device=cpu",
+        f"trainer.n_gpus_per_node={ranks}",
+        "algorithm.adv_estimator=gae",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.model.random_init=true",
+        "actor_rollout_ref.rollout.ignore_eos=true",
+        "actor_rollout_ref.rollout.n=4",
+        "data.train_batch_size=8",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "critic.ppo_mini_batch_size=4",
+        "data.max_prompt_length=64",
+        "data.max_response_length=64",
+        *changes,
+    ]
+
+
+def cases() -> Iterator[tuple[str, int, str, str]]:
+    for strategy, ranks in (("reference", 1), ("fsdp", 1), ("fsdp", 2), ("fsdp", 4)):
+        for feature, (least, _) in FEATURES.items():
+            if ranks >= least and (strategy == "fsdp" or feature in SINGLE):
+                for group in GROUPS:
+                    yield strategy, ranks, group, feature
+
+
+def compare(arguments: list[str], group: str, ranks: int) -> dict[str, Any]:
+    """Return the largest relative error of live bytes, and the measured and forecast growth in MiB."""
+    (config,) = compose(arguments, PPOConfig)
+    pool = process_pool(PoolSpec("plan", ranks_per_node=ranks), Options(timeout=600))
+    try:
+        rank = spawn(Rank, pool=pool, timeout=600)
+        measured, growth = rank.measure([config] * ranks, [group] * ranks)[0]
+    finally:
+        pool.shutdown()
+    code = (
+        "import sys, json; from camshaft.config import PPOConfig, compose;"
+        "from camshaft.planning.trace import forecast;"
+        "print(json.dumps(forecast(compose(sys.argv[2:], PPOConfig)[0], sys.argv[1])))"
+    )
+    out = subprocess.run([sys.executable, "-c", code, group, *arguments], check=True, capture_output=True, text=True)
+    planned = [Phase(*values) for values in json.loads(out.stdout.splitlines()[-1])]
+    errors = {f"{p.role} {p.name}": p.peak / m.peak - 1 for p, m in zip(planned, measured, strict=True)}
+    rests = {f"{p.role} {p.name} rest": p.rest / m.rest - 1 for p, m in zip(planned, measured, strict=True)}
+    worst = max(errors | rests, key=lambda name: abs((errors | rests)[name]))
+    live = max(phase.peak for phase in planned) / MB
+    return {"phase": worst, "error": (errors | rests)[worst], "live": live, "growth": growth / MB}
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
+
+
+def _peak() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--feature", choices=FEATURES)
+    parser.add_argument("--out")
+    options = parser.parse_args()
+    lines = ["| engine | ranks | roles | feature | worst phase | error of live bytes | peak, MiB | growth, MiB |"]
+    lines += ["|---|---|---|---|---|---|---|---|"]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        make_tiny_model(
+            folder / "model", hidden=options.hidden, layers=options.layers, intermediate_size=4 * options.hidden
+        )
+        make_tiny_tokenizer(folder / "model")
+        (folder / "train.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 8, encoding="utf-8")
+        for strategy, ranks, group, feature in cases():
+            if options.ranks not in (None, ranks) or options.feature not in (None, feature):
+                continue
+            result = compare(overrides(folder, strategy, ranks, group, feature), group, ranks)
+            roles = "actor, ref" if group == POLICY else "critic"
+            lines.append(
+                f"| {strategy} | {ranks} | {roles} | {feature} | {result['phase']} | {result['error']:+.3%} | "
+                f"{result['live']:.1f} | {result['growth']:.1f} |"
+            )
+            sys.stdout.write(lines[-1] + "\n")
+            sys.stdout.flush()
+    if options.out:
+        title = f"# Forecast and measured memory\n\n{platform.machine()}, torch {torch.__version__}, gloo ranks. "
+        command = "Written by `python benchmarks/plan.py`.\n\n"
+        Path(options.out).write_text(title + command + "\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 17)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    main()

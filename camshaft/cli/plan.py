@@ -1,0 +1,76 @@
+"""`camshaft plan`: forecast the memory of a PPO run before it starts.
+
+    camshaft plan model=models/tiny data=train.jsonl key=value ...
+    camshaft plan --memory 64GiB trainer.n_gpus_per_node=4 key=value ...
+
+The command accepts the same arguments as `camshaft ppo`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Sequence
+
+from camshaft.config import PPOConfig, compose
+from camshaft.errors import ConfigError
+
+DOES_NOT_FIT = 3
+UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the plan of a run, and return exit status 3 if it does not fit."""
+    options, overrides = _parser().parse_known_args(argv)
+    memory = None if options.memory is None else parse_size(options.memory)
+    configs = compose(overrides, PPOConfig)
+    if len(configs) != 1:
+        raise ConfigError(f"camshaft plan forecasts one run, and the arguments describe {len(configs)}; omit -m")
+    from camshaft.planning.plan import as_dict, find_change, make_plan, report, solve
+
+    if options.solve:
+        value = solve(overrides, options.solve, memory)
+        if value is None:
+            sys.stdout.write(f"no value of {options.solve} fits\n")
+            return DOES_NOT_FIT
+        sys.stdout.write(f"{options.solve}={value} is the largest value that fits, to within 2 %\n")
+        return 0
+    plan = make_plan(configs[0], memory)
+    if options.json:
+        sys.stdout.write(json.dumps(as_dict(plan), indent=2) + "\n")
+        return 0 if plan.fits else DOES_NOT_FIT
+    sys.stdout.write(report(plan) + "\n")
+    if plan.fits:
+        return 0
+    change = find_change(overrides, memory)
+    if change is None:
+        sys.stdout.write("no change of micro-batches, checkpointing, offloading or parallelism makes it fit\n")
+    else:
+        changes, changed = change
+        size = changed.tightest.peak / 2**30
+        sys.stdout.write(f"it fits with {' '.join(changes)}: {size:.2f} GiB in {changed.tightest.phase}\n")
+    return DOES_NOT_FIT
+
+
+def parse_size(text: str) -> int:
+    """Return a size with a unit, such as 80GiB, in bytes."""
+    match = re.fullmatch(r"([0-9.]+) *([A-Za-z]*)", text.strip())
+    if match is None or match[2].upper() not in UNITS:
+        raise ConfigError(f"--memory {text} is not a size; write for example --memory 64GiB")
+    return int(float(match[1]) * UNITS[match[2].upper()])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="camshaft plan",
+        usage="camshaft plan [--memory SIZE] [--solve KEY] [--json] key=value ...",
+        description="Forecast the peak memory of each role and phase, and the size of checkpoints, with the arguments "
+        "of camshaft ppo. The engines' own code runs on one fake rank. No weights are read and nothing is computed.",
+        epilog="Exit status: 0 if the run fits, 3 if it does not, 2 if the config is invalid.",
+    )
+    parser.add_argument("--memory", help="memory of the machine, such as 64GiB (default: that of this machine)")
+    parser.add_argument("--solve", metavar="KEY", help="print the largest integer value of a key that fits")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    return parser

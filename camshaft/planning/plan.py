@@ -1,0 +1,269 @@
+"""The memory plan of a run: peaks of all phases, a verdict, and a change with which the run fits.
+
+plan = make_plan(config, memory=None)           # None: the memory of this machine
+plan.fits, plan.tightest
+change = find_change(overrides, memory)         # ("critic.model.enable_gradient_checkpointing=true",)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from camshaft.config import PPOConfig, compose
+from camshaft.errors import ConfigError
+from camshaft.planning.machine import memory_limit
+from camshaft.planning.trace import (
+    CRITIC,
+    POLICY,
+    TRACED_ENGINES,
+    TRACED_ROLLOUT,
+    Phase,
+    forecast_by_layer,
+    group_topology,
+    strategies,
+)
+
+GIB = 2**30
+ORDER = ("build", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "save")
+"""Phases in the order of a training step."""
+
+
+class Row(NamedTuple):
+    """A phase of a pool, in bytes on each rank."""
+
+    pool: str
+    role: str
+    phase: str
+    peak: int
+    """Peak of the phase plus the memory of all other roles in the pool."""
+    disk: int
+    """Size of a checkpoint of the role."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Forecast of a run."""
+
+    rows: list[Row]
+    memory: int
+    """Memory of the machine divided by its ranks."""
+    notes: list[str]
+    """Parts of the run that the forecast does not cover."""
+
+    @property
+    def tightest(self) -> Row:
+        """The phase with the highest peak."""
+        return max(self.rows, key=lambda row: row.peak)
+
+    @property
+    def fits(self) -> bool:
+        """True if no phase needs more than the memory of a rank."""
+        return self.tightest.peak <= self.memory
+
+
+def make_plan(config: PPOConfig, memory: int | None) -> Plan:
+    """Forecast a run. `memory` is that of the whole machine."""
+    _check_supported(config)
+    limit = _memory_per_rank(config, memory)
+    traces = {group: _forecast(config, group) for group in strategies(config)}
+    pools = config.pools()
+    rows: list[Row] = []
+    for pool in dict.fromkeys(pools[group] for group in traces):
+        rows += _pool_rows(pool, {group: t for group, t in traces.items() if pools[group] == pool})
+    return Plan(rows, limit, list(_notes(config)))
+
+
+def _pool_rows(pool: str, traces: dict[str, list[Phase]]) -> list[Row]:
+    """Combine the phases of all roles that share the ranks of a pool."""
+    rests = {group: phases[-1].rest for group, phases in traces.items()}
+    rows: list[Row] = []
+    for group, phases in traces.items():
+        other = sum(rest for name, rest in rests.items() if name != group)
+        for phase in phases:
+            # Roles are built one after the other, so the largest sum is an upper bound for `build`.
+            rows.append(Row(pool, phase.role, phase.name, phase.peak + other, phase.disk))
+    return sorted(rows, key=lambda row: ORDER.index(row.phase))
+
+
+_cache: dict[str, list[Phase]] = {}
+
+
+def _forecast(config: PPOConfig, group: str) -> list[Phase]:
+    """Return the phases of a group, from an earlier forecast if no setting that the group reads has changed."""
+    others = {POLICY: {CRITIC, "reward_model"}}.get(group, set())
+    key = f"{group} {config.model_dump_json(exclude=others)}"
+    if key not in _cache:
+        _cache[key] = forecast_by_layer(config, group)
+    return _cache[key]
+
+
+def _check_supported(config: PPOConfig) -> None:
+    if config.trainer.device != "cpu":
+        raise ConfigError(
+            f"camshaft plan does not forecast trainer.device={config.trainer.device}; it forecasts runs on a CPU"
+        )
+    for group, strategy in strategies(config).items():
+        if strategy not in TRACED_ENGINES:
+            raise ConfigError(
+                f"camshaft plan does not forecast the engine '{strategy}' of {group}; it forecasts "
+                f"{', '.join(TRACED_ENGINES)}"
+            )
+    if config.routing_mode() is not None:
+        raise ConfigError(
+            "camshaft plan does not forecast router replay; set actor_rollout_ref.actor.router_replay.mode=disabled "
+            "and actor_rollout_ref.rollout.enable_return_routed_experts=false"
+        )
+
+
+def _memory_per_rank(config: PPOConfig, memory: int | None) -> int:
+    """Return an equal share of the memory of the machine for each rank of all pools."""
+    groups = {pool: group for group, pool in reversed(config.pools().items())}  # one group of each pool
+    ranks = sum(group_topology(config, group).world_size for group in groups.values())
+    return (memory or memory_limit()) // ranks
+
+
+def _notes(config: PPOConfig) -> Iterator[str]:
+    """Yield what the figures leave out."""
+    yield "the figures are live tensors; processes, libraries and communication buffers need more (docs/plan.md)"
+    rollout = config.actor_rollout_ref.rollout.name
+    if rollout != TRACED_ROLLOUT:
+        yield f"gen: the memory of rollout.name={rollout} is not forecast"
+    yield "save: the size on disk is forecast, its memory is not"
+
+
+# -- changes --------------------------------------------------------------------------------------
+
+
+def find_change(overrides: Sequence[str], memory: int | None) -> tuple[tuple[str, ...], Plan] | None:
+    """Return the cheapest changes with which the run fits, and its plan; None if none of them suffices.
+
+    Changes are tried one at a time in the order of their cost. If no single change suffices, they are added up.
+    """
+    (config,) = compose(overrides, PPOConfig)
+    changes = list(_changes(config, make_plan(config, memory).tightest))
+    for change in changes:
+        plan = _try_plan([*overrides, *change], memory)
+        if plan is not None and plan.fits:
+            return change, plan
+    total: tuple[str, ...] = ()
+    for _ in range(8):
+        (config,) = compose([*overrides, *total], PPOConfig)
+        for change in _changes(config, make_plan(config, memory).tightest):
+            plan = _try_plan([*overrides, *total, *change], memory)
+            if plan is not None and plan.tightest.peak < make_plan(config, memory).tightest.peak:
+                total = (*total, *change)
+                break
+        else:
+            return None
+        if plan.fits:
+            return total, plan
+    return None
+
+
+def _try_plan(overrides: Sequence[str], memory: int | None) -> Plan | None:
+    """Return the plan of a changed run; None if its config is invalid."""
+    try:
+        (config,) = compose(overrides, PPOConfig)
+        return make_plan(config, memory)
+    except ConfigError:
+        return None
+
+
+def _changes(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]:
+    """Yield changes that may lower the peak of a phase, the cheapest first. None of them changes the results."""
+    is_critic = row.role == CRITIC
+    role = "critic" if is_critic else "actor_rollout_ref.actor"
+    model = "critic.model" if is_critic else "actor_rollout_ref.model"
+    section: Any = config.critic if is_critic else config.actor_rollout_ref.actor
+    yield from _smaller_micro_batches(config, row)
+    checkpoints = (config.critic.model if is_critic else config.actor_rollout_ref.model).enable_gradient_checkpointing
+    if row.phase.startswith("update") and not checkpoints:
+        yield (f"{model}.enable_gradient_checkpointing=true",)
+    if section.strategy != TRACED_ENGINES[0]:
+        yield (f"{role}.ulysses_sequence_parallel_size={2 * section.ulysses_sequence_parallel_size}",)
+
+
+def _smaller_micro_batches(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]:
+    """Yield half and a quarter of the micro-batch size, and so on, of the phase."""
+    actor, critic, rollout = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.rollout
+    ref = config.actor_rollout_ref.ref
+    settings: dict[str, tuple[str, bool, str, int | None, str, int | None]] = {
+        "update_actor": ("actor_rollout_ref.actor", actor.use_dynamic_bsz, "ppo_max_token_len_per_gpu",
+                         actor.ppo_max_token_len_per_gpu, "ppo_micro_batch_size_per_gpu",
+                         actor.ppo_micro_batch_size_per_gpu),
+        "update_critic": ("critic", critic.use_dynamic_bsz, "ppo_max_token_len_per_gpu",
+                          critic.ppo_max_token_len_per_gpu, "ppo_micro_batch_size_per_gpu",
+                          critic.ppo_micro_batch_size_per_gpu),
+        "values": ("critic", critic.use_dynamic_bsz, "forward_max_token_len_per_gpu",
+                   critic.forward_max_token_len_per_gpu, "forward_micro_batch_size_per_gpu",
+                   critic.forward_micro_batch_size_per_gpu),
+        "old_log_prob": ("actor_rollout_ref.rollout", rollout.log_prob_use_dynamic_bsz,
+                         "log_prob_max_token_len_per_gpu", rollout.log_prob_max_token_len_per_gpu,
+                         "log_prob_micro_batch_size_per_gpu", rollout.log_prob_micro_batch_size_per_gpu),
+        "ref": ("actor_rollout_ref.ref", ref.log_prob_use_dynamic_bsz, "log_prob_max_token_len_per_gpu",
+                ref.log_prob_max_token_len_per_gpu, "log_prob_micro_batch_size_per_gpu",
+                ref.log_prob_micro_batch_size_per_gpu),
+    }  # fmt: skip
+    if row.phase not in settings:
+        return
+    section, is_dynamic, token_key, tokens, row_key, rows = settings[row.phase]
+    key, value = (token_key, tokens) if is_dynamic else (row_key, rows)
+    least = config.data.max_prompt_length + config.data.max_response_length if is_dynamic else 1
+    while value is not None and value // 2 >= least:
+        value //= 2
+        yield (f"{section}.{key}={value}",)
+
+
+def solve(overrides: Sequence[str], key: str, memory: int | None) -> int | None:
+    """Return the largest integer of a key with which the run fits; None if no value does.
+
+    It doubles the value until the run no longer fits, and then halves the interval. Invalid values do not fit.
+    """
+
+    def fits(value: int) -> bool:
+        plan = _try_plan([*overrides, f"{key}={value}"], memory)
+        return plan is not None and plan.fits
+
+    first = next((value for value in (2**power for power in range(21)) if fits(value)), None)
+    if first is None:
+        return None
+    low = first
+    while low < 2**20 and fits(2 * low):
+        low *= 2
+    high = 2 * low
+    while high - low > max(1, low // 64):
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+# -- report ---------------------------------------------------------------------------------------
+
+
+def report(plan: Plan) -> str:
+    """Format a plan as a table, a verdict and notes."""
+    lines = [f"{'pool':<14} {'role':<13} {'phase':<14} {'peak':>10} {'on disk':>10}"]
+    for row in plan.rows:
+        mark = "  <- tightest" if row is plan.tightest else ""
+        sizes = " ".join(f"{_size(size):>10}" for size in (row.peak, row.disk))
+        lines.append(f"{row.pool:<14} {row.role:<13} {row.phase:<14} {sizes}{mark}")
+    row = plan.tightest
+    verdict = "fits" if plan.fits else "does not fit"
+    lines.append(f"\n{verdict}: {row.phase} of {row.role} needs {_size(row.peak)} of {_size(plan.memory)} on each rank")
+    return "\n".join([*lines, *(f"note: {note}" for note in plan.notes)])
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Return a plan as JSON values, with sizes in bytes."""
+    rows = [row._asdict() for row in plan.rows]
+    return {"fits": plan.fits, "memory": plan.memory, "tightest": plan.tightest._asdict(), "rows": rows} | {
+        "notes": plan.notes
+    }
+
+
+def _size(count: float) -> str:
+    if not count:
+        return "-"
+    return f"{count / GIB:.2f} GiB" if count >= GIB else f"{count / 2**20:.1f} MiB"

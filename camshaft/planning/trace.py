@@ -1,0 +1,287 @@
+"""Runs the phases of one rank of a training step, and records the memory of each phase.
+
+    phases = measure(config, "critic")          # on every real rank
+    phases = forecast(config, "critic")         # rank 0 of a fake process group; computes nothing
+
+Both run the classes of a run: the roles with their engines, losses and optimizers. Batches are synthetic, and every row
+has the maximum length. A forecast initializes weights instead of loading them. It shortens a batch to two optimizer
+steps of two micro-batches each, because later ones only repeat the second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from camshaft.config import EngineConfig, PPOConfig, Topology
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine.torch_engine import TorchEngine
+from camshaft.models.loader import load_config, model_folder
+from camshaft.planning.tensor_memory import TensorMemory
+from camshaft.trainer.build import role_classes
+
+POLICY, CRITIC, REWARD = "actor_rollout_ref", "critic", "reward_model"
+TRACED_ENGINES = ("reference", "fsdp", "fsdp2")
+"""Engines that run on a fake rank."""
+TRACED_ROLLOUT = "torch"
+"""Rollout that generates with the weights of the engine. Others reserve their memory themselves."""
+SHALLOW = (4, 6)
+"""Numbers of layers from which a deeper model is forecast."""
+STEPS = 2
+"""Number of training steps. The second one has all optimizer state."""
+
+
+class Phase(NamedTuple):
+    """Memory of one phase on rank 0, in bytes."""
+
+    role: str
+    name: str
+    """`build`, or the name of the phase in the metrics of a run."""
+    peak: int
+    """Maximum of the live tensors."""
+    rest: int
+    """Live tensors after the phase."""
+    disk: int = 0
+    """Size of a checkpoint of the role on all ranks, for the phase `save`."""
+
+
+Action = tuple[str, str, Callable[[], Any]]
+"""Role, name of the phase, and the call."""
+
+
+def strategies(config: PPOConfig) -> dict[str, str]:
+    """Return the engine of each group of roles."""
+    engines = {POLICY: config.actor_rollout_ref.actor.strategy}
+    if config.needs_critic():
+        engines[CRITIC] = config.critic.strategy
+    if config.needs_reward_engine():
+        engines[REWARD] = config.reward_model.strategy
+    return engines
+
+
+def measure(config: PPOConfig, group: str) -> list[Phase]:
+    """Run all phases of a group of roles on this rank, and return the memory of each phase."""
+    with TensorMemory() as memory:
+        return _Trace(config, group, memory).run()
+
+
+def forecast(config: PPOConfig, group: str, layers: int | None = None) -> list[Phase]:
+    """Return the memory of each phase on rank 0, for models of `layers` layers (default: all)."""
+    world = group_topology(config, group).world_size
+    if layers is not None and group == POLICY:  # the rollout reads the same key
+        config = _with_layers(config, layers)
+    with _fake_group(world, strategies(config)[group]), TensorMemory(computes=False) as memory:
+        return _Trace(config, group, memory, layers).run()
+
+
+def forecast_by_layer(config: PPOConfig, group: str) -> list[Phase]:
+    """Return the same as `forecast`, for a deep model from two shallow ones.
+
+    Every layer adds the same bytes to a phase, so the figures are linear in the number of layers.
+    """
+    model = group_model(config, group)
+    settings = load_config(model_folder(model.source()), model.trust_remote_code, model.override_config)
+    text = settings.get_text_config()
+    few, more = SHALLOW
+    if text.num_hidden_layers <= more or len(set(text.to_dict().get("layer_types") or [""])) > 1:
+        return forecast(config, group)
+    pairs = zip(forecast(config, group, few), forecast(config, group, more), strict=True)
+    return [_extend(low, high, (text.num_hidden_layers - few) / (more - few)) for low, high in pairs]
+
+
+def _extend(low: Phase, high: Phase, factor: float) -> Phase:
+    """Extrapolate the bytes of a phase by `factor` times the difference between two models."""
+    values = [round(a + (b - a) * factor) for a, b in zip(low[2:], high[2:], strict=True)]
+    return Phase(low.role, low.name, *values)
+
+
+def group_model(config: PPOConfig, group: str) -> Any:
+    """Return the config section of the model of a group."""
+    sections = {POLICY: config.actor_rollout_ref.model, CRITIC: config.critic.model, REWARD: config.reward_model.model}
+    return sections[group]
+
+
+def _with_layers(config: PPOConfig, layers: int) -> PPOConfig:
+    section = config.actor_rollout_ref
+    override = section.model.override_config | {"num_hidden_layers": layers}
+    model = section.model.model_copy(update={"override_config": override})
+    return config.model_copy(update={"actor_rollout_ref": section.model_copy(update={"model": model})})
+
+
+def group_topology(config: PPOConfig, group: str) -> Topology:
+    """Return the ranks of a group of roles."""
+    topology = config.topology()
+    return {CRITIC: topology.critic_topology(), REWARD: topology.reward_model_topology()}.get(group, topology)
+
+
+@contextmanager
+def _fake_group(world: int, strategy: str) -> Iterator[None]:
+    """Be rank 0 of a process group whose collectives do nothing, for an engine of several ranks."""
+    if strategy == TRACED_ENGINES[0]:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class _Trace:
+    """The roles of a group on this rank, and the memory of their phases."""
+
+    def __init__(self, config: PPOConfig, group: str, memory: TensorMemory, layers: int | None = None):
+        self.config, self.group, self.memory = config, group, memory
+        self.is_forecast = not memory.computes
+        self.phases: dict[tuple[str, str], Phase] = {}
+        self.engines: dict[str, TorchEngine] = {}
+        policy, critic, reward = role_classes(config)
+        topology = config.topology()
+        if group == POLICY:
+            self.worker: Any = policy(config, topology, STEPS)
+            self.engines["actor"] = self.worker.actor.engine
+            if config.needs_reference_model():
+                self.engines["ref"] = self.worker.ref.engine
+        else:
+            self.worker = critic(config, topology, STEPS) if group == CRITIC else reward(config, topology)
+            self.engines[group] = self.worker.engine
+        if self.is_forecast:
+            for engine in self.engines.values():
+                engine.config = _without_weights(engine.config, layers)
+
+    def run(self) -> list[Phase]:
+        """Build the roles and run the phases of `STEPS` training steps."""
+        for role, engine in self.engines.items():
+            init = self.worker.init_model if self.group == REWARD else engine.init_model
+            self._record(role, "build", init)
+            self.memory.watch(engine.module.parameters())  # transformers reads weights in other threads
+        if self._generates():
+            self._record("rollout", "build", self.worker.rollout.init_model)
+        for _ in range(STEPS):
+            for action in self._actions():
+                self._record(*action)
+        for role, engine in self.engines.items():
+            if engine.config.optim is not None:
+                states = [value for state in engine.optimizer.state.values() for value in state.values()]
+                tensors = [*engine.checkpoint_weights().values(), *(s for s in states if isinstance(s, Tensor))]
+                size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # of all shards
+                self.phases[role, "save"] = Phase(role, "save", self.memory.live, self.memory.live, size)
+        return list(self.phases.values())
+
+    def _record(self, role: str, name: str, action: Callable[[], Any]) -> None:
+        """Run a phase, and keep the maximum of its peaks over all steps."""
+        self.memory.reset_peak()
+        action()
+        peak = max(self.memory.peak, self.phases[role, name].peak if (role, name) in self.phases else 0)
+        self.phases[role, name] = Phase(role, name, peak, self.memory.live)
+
+    # -- phases -----------------------------------------------------------------------------------
+
+    def _actions(self) -> Iterator[Action]:
+        """Yield the phases of a training step that the group takes part in, in the order of the trainer."""
+        config, worker, topology = self.config, self.worker, self.config.topology()
+        if self.group == REWARD:
+            rows = self._inference_batch(config.reward_dp_size(topology))
+            yield REWARD, "reward", lambda: worker.compute_rm_score(rows)
+        elif self.group == CRITIC:
+            rows = self._inference_batch(config.critic_dp_size(topology))
+            yield CRITIC, "values", lambda: worker.compute_values(rows)
+            mini_batch = config.critic_mini_batch_per_rank(topology)
+            update = self._update_batch(worker, mini_batch, config.critic_dp_size(topology))
+            yield CRITIC, "update_critic", lambda: worker.update_critic(update)
+        else:
+            yield from self._policy_actions(config.actor_dp_size(topology))
+
+    def _policy_actions(self, dp_size: int) -> Iterator[Action]:
+        config, worker = self.config, self.worker
+        if self._generates():
+            yield "actor", "gen", lambda: self._generate(self._batch(self._rows(dp_size)))
+        if config.needs_log_prob_passes():
+            rows = self._inference_batch(dp_size)
+            yield "actor", "old_log_prob", lambda: worker.compute_log_prob(rows)
+        if config.needs_ref_log_prob():
+            role = "ref" if config.needs_reference_model() else "actor"
+            ref_rows = self._inference_batch(config.ref_dp_size(config.topology()), role)
+            yield role, "ref", lambda: worker.compute_ref_log_prob(ref_rows)
+        mini_batch = config.actor_mini_batch_per_rank(config.topology())
+        update = self._update_batch(worker.actor, mini_batch, dp_size)
+        source = config.old_log_prob_source()
+        yield "actor", "update_actor", lambda: worker.update_actor(update, old_log_probs=source)
+
+    def _generates(self) -> bool:
+        return self.group == POLICY and self.config.actor_rollout_ref.rollout.name == TRACED_ROLLOUT
+
+    def _generate(self, batch: DataProto) -> None:
+        """Generate responses. A forecast fills the KV cache, and then generates two tokens per row."""
+        rollout = self.worker.rollout
+        if self.is_forecast:
+            config = rollout.rollout.config
+            rollout.params = {key: replace(params, max_tokens=2) for key, params in rollout.params.items()}
+            rollout.rollout.cache.reserve(min(config.max_num_seqs, len(batch)) + 1, config.max_model_len)
+        rollout.generate_sequences(batch.select("prompts"))
+
+    # -- batches ----------------------------------------------------------------------------------
+
+    def _rows(self, dp_size: int) -> int:
+        """Return the number of rows of a training step on each rank."""
+        return max(1, self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n // dp_size)
+
+    def _inference_batch(self, dp_size: int, role: str | None = None) -> DataProto:
+        rows, engine = self._rows(dp_size), self.engines[role or next(iter(self.engines))].config
+        if self.is_forecast:
+            rows = min(rows, 2 * self._micro_batch(engine.infer_micro_batch_size, engine.infer_max_tokens))
+        return self._batch(rows)
+
+    def _update_batch(self, role: Any, mini_batch: int, dp_size: int) -> DataProto:
+        steps, engine = max(1, self._rows(dp_size) // mini_batch), role.engine.config
+        if self.is_forecast:
+            steps = min(steps, 2)
+            mini_batch = min(mini_batch, 2 * self._micro_batch(engine.micro_batch_size, engine.max_tokens))
+            role.mini_batch_size = mini_batch
+        return self._batch(steps * mini_batch)
+
+    def _micro_batch(self, sequences: int | None, tokens: int | None) -> int:
+        """Return the largest number of rows in a micro-batch. Rows may share the tokens of their prompt."""
+        return sequences or max(1, (tokens or 1) // self.config.data.max_response_length)
+
+    def _batch(self, rows: int) -> DataProto:
+        """Return rows of the maximum length, with all columns that a phase reads."""
+        data, random = self.config.data, torch.Generator().manual_seed(0)
+        group = self.config.actor_rollout_ref.rollout.n
+        prompts = [torch.randint(TOKENS, (data.max_prompt_length,), generator=random) for _ in range(-(-rows // group))]
+        responses = Ragged(
+            torch.randint(TOKENS, (rows * data.max_response_length,), generator=random),
+            torch.full((rows,), data.max_response_length),
+        )
+        columns: dict[str, Any] = {
+            "prompts": Ragged.from_rows([prompts[row // group] for row in range(rows)]),
+            "responses": responses,
+            "response_mask": responses.map(lambda tokens: torch.ones_like(tokens, dtype=torch.bool)),
+        }
+        numbers = responses.like(torch.zeros(len(responses.values)))
+        return DataProto.from_dict(columns | dict.fromkeys(NUMBERS, numbers))
+
+
+NUMBERS = (
+    "advantages", "old_log_probs", "ref_log_prob", "returns", "rollout_is_weights", "rollout_log_probs", "values"
+)  # fmt: skip
+"""Columns with a number per response token."""
+TOKENS = 64
+"""Token ids of the synthetic rows are below this number."""
+
+
+def _without_weights(config: EngineConfig, layers: int | None) -> EngineConfig:
+    """Return a config that initializes the weights and, if `layers` is given, has only so many layers."""
+    override = {} if layers is None else {"num_hidden_layers": layers}
+    model = config.model.model_copy(
+        update={"random_init": True, "override_config": config.model.override_config | override}
+    )
+    return config.model_copy(update={"model": model})

@@ -1,0 +1,147 @@
+"""`camshaft plan` forecasts the memory of a run with the code of its engines."""
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.command_line import camshaft
+from support.ranks import run_warm_ranks
+
+from camshaft.cli.plan import parse_size
+from camshaft.config import PPOConfig, compose
+from camshaft.errors import ConfigError
+from camshaft.models.tiny import make_tiny_model, make_tiny_tokenizer
+from camshaft.planning.tensor_memory import TensorMemory
+from camshaft.planning.trace import CRITIC, POLICY, Phase, forecast, forecast_by_layer, measure
+
+FEATURES = {
+    "plain": "",
+    "checkpointing": "{model}.enable_gradient_checkpointing=true",
+    "lora": "{model}.lora_rank=8",
+    "offload": "{fsdp}.param_offload=true {fsdp}.optimizer_offload=true",
+    "sequence parallel": "{role}.ulysses_sequence_parallel_size=2",
+    "tensor parallel": "{fsdp}.tensor_parallel_size=2",
+    "hybrid": "{fsdp}.fsdp_size=2",
+}
+QUICK = (("fsdp", 2, POLICY, "plain"), ("fsdp", 2, CRITIC, "tensor parallel"))
+"""Cases of the default suite; `make test-slow` runs all."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    make_tiny_model(folder / "model", hidden=64, layers=2)
+    make_tiny_tokenizer(folder / "model")
+    (folder / "train.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 8, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def process() -> Iterator[ProcessPoolExecutor]:
+    """A process without a process group, in which a fake one can be created."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
+        yield executor
+
+
+def arguments(folder: Path, *changes: str, ranks: int = 1, strategy: str = "fsdp") -> list[str]:
+    return [
+        f"model={folder / 'model'}",
+        f"data={folder / 'train.jsonl'}",
+        f"actor_rollout_ref.actor.strategy={strategy}",
+        f"critic.strategy={strategy}",
+        "trainer.device=cpu",
+        f"trainer.n_gpus_per_node={ranks}",
+        "algorithm.adv_estimator=gae",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        "actor_rollout_ref.model.random_init=true",
+        "actor_rollout_ref.rollout.ignore_eos=true",
+        "actor_rollout_ref.rollout.n=4",
+        "data.train_batch_size=4",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "critic.ppo_mini_batch_size=2",
+        "data.max_prompt_length=16",
+        "data.max_response_length=16",
+        *changes,
+    ]
+
+
+def build(folder: Path, *changes: str, ranks: int = 1, strategy: str = "fsdp") -> PPOConfig:
+    return compose(arguments(folder, *changes, ranks=ranks, strategy=strategy), PPOConfig)[0]
+
+
+def cases() -> Iterator[Any]:
+    for strategy, ranks in (("reference", 1), ("fsdp", 1), ("fsdp", 2), ("fsdp", 4)):
+        for feature in FEATURES:
+            needed = {"sequence parallel": 2, "tensor parallel": 2, "hybrid": 4}.get(feature, 1)
+            if ranks < needed or (strategy == "reference" and feature == "offload"):
+                continue
+            for group in (POLICY, CRITIC):
+                case = (strategy, ranks, group, feature)
+                yield pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("strategy", "ranks", "group", "feature"), cases())
+def test_forecast_matches_real_ranks(
+    folder: Path, process: ProcessPoolExecutor, strategy: str, ranks: int, group: str, feature: str
+) -> None:
+    is_critic = group == CRITIC
+    role = "critic" if is_critic else "actor_rollout_ref.actor"
+    model = "critic.model" if is_critic else "actor_rollout_ref.model"
+    fsdp = "critic.model.fsdp_config" if is_critic else f"{role}.fsdp_config"
+    changes = FEATURES[feature].format(role=role, model=model, fsdp=fsdp).split()
+    config = build(folder, *changes, ranks=ranks, strategy=strategy)
+    measured: list[Phase] = run_warm_ranks(measure, ranks, config, group)[0]
+    planned: list[Phase] = process.submit(forecast, config, group).result(timeout=60)
+    assert [phase[:2] for phase in planned] == [phase[:2] for phase in measured]
+    for plan, real in zip(planned, measured, strict=True):
+        if group == POLICY or plan.name != "build":  # the critic's weights are read by another thread
+            assert plan.peak == pytest.approx(real.peak, rel=0.01), plan
+        assert plan.rest == pytest.approx(real.rest, rel=0.01), plan
+
+
+def test_shallow_models_give_the_forecast_of_a_deep_one(folder: Path, process: ProcessPoolExecutor) -> None:
+    config = build(folder, "+actor_rollout_ref.model.override_config.num_hidden_layers=11", strategy="reference")
+    deep: list[Phase] = process.submit(forecast, config, POLICY).result(timeout=60)
+    extended: list[Phase] = process.submit(forecast_by_layer, config, POLICY).result(timeout=60)
+    for plan, real in zip(extended, deep, strict=True):
+        assert plan.peak == pytest.approx(real.peak, rel=0.001), plan
+
+
+def test_the_exit_status_and_the_change_answer_if_it_fits(folder: Path) -> None:
+    overrides = arguments(folder, "data.max_response_length=128", strategy="reference")
+    plan = camshaft("plan", "--json", *overrides)
+    content = json.loads(plan.out)
+    assert (plan.status, content["fits"]) == (0, True)
+    limit = content["tightest"]["peak"] * 9 // 10
+    small = camshaft("plan", "--memory", str(limit), *overrides)
+    assert small.status == 3
+    assert "does not fit" in small.out
+    change = small.out.rpartition("it fits with ")[2].partition(":")[0].split()
+    assert change
+    assert camshaft("plan", "--memory", str(limit), *overrides, *change).status == 0
+
+
+def test_unsupported_engines_are_rejected(folder: Path) -> None:
+    run = camshaft("plan", *arguments(folder, strategy="fsdp1"))
+    assert run.status == 2
+    assert "does not forecast the engine 'fsdp1'" in run.err
+
+
+def test_nothing_is_computed_and_freed_tensors_do_not_count() -> None:
+    with TensorMemory(computes=False) as memory:
+        weight = torch.randn(1000, 1000, requires_grad=True)
+        (weight @ weight).sum().backward()
+        del weight
+    assert memory.live == 0
+    assert memory.peak >= 3 * 4_000_000
+
+
+def test_sizes_need_a_known_unit() -> None:
+    assert parse_size("80GiB") == 80 * 2**30
+    with pytest.raises(ConfigError, match="not a size"):
+        parse_size("80 bananas")
