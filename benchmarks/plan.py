@@ -105,7 +105,7 @@ def compare(arguments: list[str], group: str, ranks: int) -> dict[str, Any]:
     (config,) = compose(arguments, PPOConfig)
     pool = process_pool(PoolSpec("plan", ranks_per_node=ranks), Options(timeout=600))
     try:
-        rank = spawn(Rank, pool=pool, timeout=600)
+        rank: Any = spawn(Rank, pool=pool, timeout=600)  # takes and returns one entry per rank
         measured, growth = rank.measure([config] * ranks, [group] * ranks)[0]
     finally:
         pool.shutdown()
@@ -133,7 +133,7 @@ def _peak() -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--ranks", type=int)

@@ -113,7 +113,8 @@ def test_shallow_models_give_the_forecast_of_a_deep_one(folder: Path, process: P
 
 
 def test_the_exit_status_and_the_change_answer_if_it_fits(folder: Path) -> None:
-    overrides = arguments(folder, "data.max_response_length=128", strategy="reference")
+    changes = ("data.max_response_length=64", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=hf")
+    overrides = arguments(folder, *changes, "actor_rollout_ref.actor.use_kl_loss=false", strategy="reference")
     plan = camshaft("plan", "--json", *overrides)
     content = json.loads(plan.out)
     assert (plan.status, content["fits"]) == (0, True)
