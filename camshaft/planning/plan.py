@@ -20,7 +20,7 @@ from camshaft.planning.trace import (
     TRACED_ENGINES,
     TRACED_ROLLOUT,
     Phase,
-    forecast_by_layer,
+    forecast,
     group_topology,
     strategies,
 )
@@ -95,7 +95,7 @@ def _forecast(config: PPOConfig, group: str) -> list[Phase]:
     others = {POLICY: {CRITIC, "reward_model"}}.get(group, set())
     key = f"{group} {config.model_dump_json(exclude=others)}"
     if key not in _cache:
-        _cache[key] = forecast_by_layer(config, group)
+        _cache[key] = forecast(config, group)
     return _cache[key]
 
 

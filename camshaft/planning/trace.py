@@ -22,7 +22,6 @@ from torch import Tensor
 from camshaft.config import EngineConfig, PPOConfig, Topology
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.torch_engine import TorchEngine
-from camshaft.models.loader import load_config, model_folder
 from camshaft.planning.tensor_memory import TensorMemory
 from camshaft.trainer.build import role_classes
 
@@ -31,8 +30,6 @@ TRACED_ENGINES = ("reference", "fsdp", "fsdp2")
 """Engines that run on a fake rank."""
 TRACED_ROLLOUT = "torch"
 """Rollout that generates with the weights of the engine. Others reserve their memory themselves."""
-SHALLOW = (4, 6)
-"""Numbers of layers from which a deeper model is forecast."""
 STEPS = 2
 """Number of training steps. The second one has all optimizer state."""
 
@@ -71,47 +68,11 @@ def measure(config: PPOConfig, group: str) -> list[Phase]:
         return _Trace(config, group, memory).run()
 
 
-def forecast(config: PPOConfig, group: str, layers: int | None = None) -> list[Phase]:
-    """Return the memory of each phase on rank 0, for models of `layers` layers (default: all)."""
+def forecast(config: PPOConfig, group: str) -> list[Phase]:
+    """Return the memory of each phase of a group of roles on rank 0, without computing anything."""
     world = group_topology(config, group).world_size
-    if layers is not None and group == POLICY:  # the rollout reads the same key
-        config = _with_layers(config, layers)
     with _fake_group(world, strategies(config)[group]), TensorMemory(computes=False) as memory:
-        return _Trace(config, group, memory, layers).run()
-
-
-def forecast_by_layer(config: PPOConfig, group: str) -> list[Phase]:
-    """Return the same as `forecast`, for a deep model from two shallow ones.
-
-    Every layer adds the same bytes to a phase, so the figures are linear in the number of layers.
-    """
-    model = group_model(config, group)
-    settings = load_config(model_folder(model.source()), model.trust_remote_code, model.override_config)
-    text = settings.get_text_config()
-    few, more = SHALLOW
-    if text.num_hidden_layers <= more or len(set(text.to_dict().get("layer_types") or [""])) > 1:
-        return forecast(config, group)
-    pairs = zip(forecast(config, group, few), forecast(config, group, more), strict=True)
-    return [_extend(low, high, (text.num_hidden_layers - few) / (more - few)) for low, high in pairs]
-
-
-def _extend(low: Phase, high: Phase, factor: float) -> Phase:
-    """Extrapolate the bytes of a phase by `factor` times the difference between two models."""
-    values = [round(a + (b - a) * factor) for a, b in zip(low[2:], high[2:], strict=True)]
-    return Phase(low.role, low.name, *values)
-
-
-def group_model(config: PPOConfig, group: str) -> Any:
-    """Return the config section of the model of a group."""
-    sections = {POLICY: config.actor_rollout_ref.model, CRITIC: config.critic.model, REWARD: config.reward_model.model}
-    return sections[group]
-
-
-def _with_layers(config: PPOConfig, layers: int) -> PPOConfig:
-    section = config.actor_rollout_ref
-    override = section.model.override_config | {"num_hidden_layers": layers}
-    model = section.model.model_copy(update={"override_config": override})
-    return config.model_copy(update={"actor_rollout_ref": section.model_copy(update={"model": model})})
+        return _Trace(config, group, memory).run()
 
 
 def group_topology(config: PPOConfig, group: str) -> Topology:
@@ -138,7 +99,7 @@ def _fake_group(world: int, strategy: str) -> Iterator[None]:
 class _Trace:
     """The roles of a group on this rank, and the memory of their phases."""
 
-    def __init__(self, config: PPOConfig, group: str, memory: TensorMemory, layers: int | None = None):
+    def __init__(self, config: PPOConfig, group: str, memory: TensorMemory):
         self.config, self.group, self.memory = config, group, memory
         self.is_forecast = not memory.computes
         self.phases: dict[tuple[str, str], Phase] = {}
@@ -155,7 +116,7 @@ class _Trace:
             self.engines[group] = self.worker.engine
         if self.is_forecast:
             for engine in self.engines.values():
-                engine.config = _without_weights(engine.config, layers)
+                engine.config = _without_weights(engine.config)
 
     def run(self) -> list[Phase]:
         """Build the roles and run the phases of `STEPS` training steps."""
@@ -278,10 +239,6 @@ TOKENS = 64
 """Token ids of the synthetic rows are below this number."""
 
 
-def _without_weights(config: EngineConfig, layers: int | None) -> EngineConfig:
-    """Return a config that initializes the weights and, if `layers` is given, has only so many layers."""
-    override = {} if layers is None else {"num_hidden_layers": layers}
-    model = config.model.model_copy(
-        update={"random_init": True, "override_config": config.model.override_config | override}
-    )
-    return config.model_copy(update={"model": model})
+def _without_weights(config: EngineConfig) -> EngineConfig:
+    """Return a config that initializes the weights instead of loading them."""
+    return config.model_copy(update={"model": config.model.model_copy(update={"random_init": True})})

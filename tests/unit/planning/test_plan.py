@@ -17,7 +17,7 @@ from camshaft.config import PPOConfig, compose
 from camshaft.errors import ConfigError
 from camshaft.models.tiny import make_tiny_model, make_tiny_tokenizer
 from camshaft.planning.tensor_memory import TensorMemory
-from camshaft.planning.trace import CRITIC, POLICY, Phase, forecast, forecast_by_layer, measure
+from camshaft.planning.trace import CRITIC, POLICY, Phase, forecast, measure
 
 FEATURES = {
     "plain": "",
@@ -102,14 +102,6 @@ def test_forecast_matches_real_ranks(
         if group == POLICY or plan.name != "build":  # the critic's weights are read by another thread
             assert plan.peak == pytest.approx(real.peak, rel=0.01), plan
         assert plan.rest == pytest.approx(real.rest, rel=0.01), plan
-
-
-def test_shallow_models_give_the_forecast_of_a_deep_one(folder: Path, process: ProcessPoolExecutor) -> None:
-    config = build(folder, "+actor_rollout_ref.model.override_config.num_hidden_layers=11", strategy="reference")
-    deep: list[Phase] = process.submit(forecast, config, POLICY).result(timeout=60)
-    extended: list[Phase] = process.submit(forecast_by_layer, config, POLICY).result(timeout=60)
-    for plan, real in zip(extended, deep, strict=True):
-        assert plan.peak == pytest.approx(real.peak, rel=0.001), plan
 
 
 def test_the_exit_status_and_the_change_answer_if_it_fits(folder: Path) -> None:
