@@ -10,8 +10,8 @@
     export.py, checkpoints.py     export a model from a checkpoint, and list the checkpoints of a run
     view.py, show.py, compare.py, plot.py
                                   look at the folders of runs
-    config.py, metrics.py         explain config keys and metrics
-    engines.py                    explain the features of engines
+    config.py                     explain config keys
+    explain.py                    explain metrics and the features of engines
     check.py, parity.py           check a backend against its contract, and compare an engine with a rollout
     completion.py                 print completion scripts of shells
     usage.py                      help text that several commands share
@@ -63,8 +63,8 @@ COMMANDS = (
     Command("compare", "compare the config and the metrics of two runs", "camshaft.cli.compare:main"),
     Command("plot", "plot the metrics of runs", "camshaft.cli.plot:main"),
     Command("config", "explain or list config keys", "camshaft.cli.config:main"),
-    Command("metrics", "explain or list logged metrics", "camshaft.cli.metrics:main"),
-    Command("engines", "explain the features of training engines", "camshaft.cli.engines:main"),
+    Command("metrics", "explain or list logged metrics", "camshaft.cli.explain:metrics"),
+    Command("engines", "explain the features of training engines", "camshaft.cli.explain:engines"),
     Command("check-engine", "check a training engine against the engine contract", "camshaft.cli.check:engine"),
     Command("check-rollout", "check a rollout backend against the rollout contract", "camshaft.cli.check:rollout"),
     Command("parity", "compare the log-probs of an engine and a rollout", "camshaft.cli.parity:main"),

@@ -32,8 +32,12 @@ class Backend(Generic[Capabilities]):
     capabilities: Capabilities
 
 
-SINGLE_DEVICE = EngineCapabilities(multiple_ranks=False, supports_router_aux_loss=True, supports_router_replay=True)
-FSDP = EngineCapabilities(FSDPOptions, supports_router_aux_loss=True, supports_router_replay=True)
+SINGLE_DEVICE = EngineCapabilities(
+    multiple_ranks=False, supports_router_aux_loss=True, supports_router_replay=True, supports_forecast=True
+)
+FSDP = EngineCapabilities(
+    FSDPOptions, supports_router_aux_loss=True, supports_router_replay=True, supports_forecast=True
+)
 FSDP1 = EngineCapabilities(FSDP1Options, supports_router_aux_loss=True, supports_router_replay=True)
 MEGATRON = EngineCapabilities(
     MegatronOptions,

@@ -216,6 +216,8 @@ class EngineCapabilities:
     CPUs)."""
     tested_devices: tuple[str, ...] = ("cpu",)
     """Device types on which the contract suite of the engine has run."""
+    supports_forecast: bool = False
+    """True if `camshaft plan` can run the engine as one rank of a fake process group."""
     load_formats: tuple[str, ...] = ("auto", "hf", "dtensor")
     """Values of `rollout.load_format`, without `dummy_`, that are supported with an actor on this engine."""
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from camshaft.config import PPOConfig, compose
+from camshaft.config.backends import ENGINES, engine_capabilities
 from camshaft.errors import ConfigError
 from camshaft.planning.machine import memory_limit
 from camshaft.planning.trace import (
     CRITIC,
     POLICY,
-    TRACED_ENGINES,
     TRACED_ROLLOUT,
     Phase,
     forecast,
@@ -105,10 +105,10 @@ def _check_supported(config: PPOConfig) -> None:
             f"camshaft plan does not forecast trainer.device={config.trainer.device}; it forecasts runs on a CPU"
         )
     for group, strategy in strategies(config).items():
-        if strategy not in TRACED_ENGINES:
+        if not engine_capabilities(strategy).supports_forecast:
             raise ConfigError(
                 f"camshaft plan does not forecast the engine '{strategy}' of {group}; it forecasts "
-                f"{', '.join(TRACED_ENGINES)}"
+                f"{', '.join(name for name, engine in ENGINES.items() if engine.capabilities.supports_forecast)}"
             )
     if config.routing_mode() is not None:
         raise ConfigError(
@@ -181,7 +181,7 @@ def _changes(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]:
     checkpoints = (config.critic.model if is_critic else config.actor_rollout_ref.model).enable_gradient_checkpointing
     if row.phase.startswith("update") and not checkpoints:
         yield (f"{model}.enable_gradient_checkpointing=true",)
-    if section.strategy != TRACED_ENGINES[0]:
+    if engine_capabilities(section.strategy).multiple_ranks:
         yield (f"{role}.ulysses_sequence_parallel_size={2 * section.ulysses_sequence_parallel_size}",)
 
 

@@ -20,14 +20,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from camshaft.config import EngineConfig, PPOConfig, Topology
+from camshaft.config.backends import engine_capabilities
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.torch_engine import TorchEngine
 from camshaft.planning.tensor_memory import TensorMemory
 from camshaft.trainer.build import role_classes
 
 POLICY, CRITIC, REWARD = "actor_rollout_ref", "critic", "reward_model"
-TRACED_ENGINES = ("reference", "fsdp", "fsdp2")
-"""Engines that run on a fake rank."""
 TRACED_ROLLOUT = "torch"
 """Rollout that generates with the weights of the engine. Others reserve their memory themselves."""
 STEPS = 2
@@ -84,7 +83,7 @@ def group_topology(config: PPOConfig, group: str) -> Topology:
 @contextmanager
 def _fake_group(world: int, strategy: str) -> Iterator[None]:
     """Be rank 0 of a process group whose collectives do nothing, for an engine of several ranks."""
-    if strategy == TRACED_ENGINES[0]:
+    if not engine_capabilities(strategy).multiple_ranks:
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
