@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.command_line import camshaft
-from support.ranks import run_warm_ranks
+from support.ranks import run_ranks
 
 from camshaft.cli.plan import parse_size
 from camshaft.config import PPOConfig, compose
@@ -95,7 +95,7 @@ def test_forecast_matches_real_ranks(
     fsdp = "critic.model.fsdp_config" if is_critic else f"{role}.fsdp_config"
     changes = FEATURES[feature].format(role=role, model=model, fsdp=fsdp).split()
     config = build(folder, *changes, ranks=ranks, strategy=strategy)
-    measured: list[Phase] = run_warm_ranks(measure, ranks, config, group)[0]
+    measured: list[Phase] = run_ranks(measure, ranks, config, group)[0]
     planned: list[Phase] = process.submit(forecast, config, group).result(timeout=60)
     assert [phase[:2] for phase in planned] == [phase[:2] for phase in measured]
     for plan, real in zip(planned, measured, strict=True):
