@@ -138,3 +138,16 @@ def test_sizes_need_a_known_unit() -> None:
     assert parse_size("80GiB") == 80 * 2**30
     with pytest.raises(ConfigError, match="not a size"):
         parse_size("80 bananas")
+
+
+def test_the_solved_value_fits_and_its_double_does_not(folder: Path) -> None:
+    changes = ("data.max_response_length=64", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=hf")
+    batch = ("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
+    overrides = arguments(folder, *changes, *batch, "actor_rollout_ref.actor.use_kl_loss=false", strategy="reference")
+    key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    limit = json.loads(camshaft("plan", "--json", *overrides, f"{key}=8").out)["tightest"]["peak"]
+    solved = camshaft("plan", "--memory", str(limit), "--solve", key, *overrides)
+    value = int(solved.out.partition("=")[2].partition(" ")[0])
+    assert value >= 8
+    assert camshaft("plan", "--memory", str(limit), *overrides, f"{key}={value}").status == 0
+    assert camshaft("plan", "--memory", str(limit), "--json", *overrides, f"{key}={2 * value}").status == 3
