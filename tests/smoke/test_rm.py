@@ -232,4 +232,4 @@ def test_a_classifier_of_several_labels_is_rejected(home: Path, tmp_path: Path) 
 def test_help_lists_the_required_keys(home: Path) -> None:
     run = camshaft("rm", "--help")
     assert run.status == 0
-    assert "camshaft rm data.train_files=pairs.parquet" in run.out
+    assert "A run requires model and data." in run.out
