@@ -123,10 +123,12 @@ class DataProto:
             raise BatchError(f"union: the batches have {len(self)} and {len(other)} rows, but must have the same rows")
         for name in self.columns.keys() & other.columns.keys():
             if not _equal(self.columns[name], other.columns[name]):
-                raise BatchError(f"union: column '{name}' is in both batches with different values")
+                raise BatchError(f"union: column '{name}' is in both batches with different values; drop or rename one")
         for key in self.meta_info.keys() & other.meta_info.keys():
             if not _equal(self.meta_info[key], other.meta_info[key]):
-                raise BatchError(f"union: meta_info '{key}' is in both batches with different values")
+                raise BatchError(
+                    f"union: meta_info '{key}' is in both batches with different values; drop or rename one"
+                )
         return DataProto(self.columns | other.columns, self.meta_info | other.meta_info)
 
     # -- rows -------------------------------------------------------------------------------------
@@ -171,7 +173,7 @@ class DataProto:
         return self.reorder(index.repeat_interleave(times) if interleave else index.repeat(times))
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
-        """Repeat the first rows until the number of rows is divisible, and return the batch and the rows added."""
+        """Repeat the first rows until `divisor` divides the number of rows; return the batch and the number added."""
         if divisor < 1:
             raise BatchError(f"pad_to_divisor: divisor={divisor} must be at least 1")
         added = -len(self) % divisor

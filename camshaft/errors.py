@@ -68,7 +68,7 @@ class DivergenceError(CamshaftError, RuntimeError):
 
 
 class WorkerError(CamshaftError, RuntimeError):
-    """A worker process raised, died or did not answer in time."""
+    """A worker process raised an error, died, or did not answer in time."""
 
 
 def report_error(error: CamshaftError) -> int:

@@ -35,7 +35,7 @@ _STAMPS = (
 _MD5 = ("md5Hash", "content_md5")
 """Metadata entries that contain the MD5 of a file."""
 _RECORD = ".origin.json"
-_TURN_SECONDS = 0.2
+_RETRY_SECONDS = 0.2
 
 logger = logging.getLogger(__name__)
 
@@ -50,22 +50,22 @@ def cache_folder(kind: str) -> Path:
     return home.expanduser().absolute() / kind
 
 
-def fetch(place: str | Path, weights: bool = True) -> Path:
-    """Return the local path of a file or folder. If `place` is a URL, download it first.
+def fetch(location: str | Path, weights: bool = True) -> Path:
+    """Return the local path of a file or folder. If `location` is a URL, download it first.
 
     A model on the Hugging Face hub is downloaded without its weights if `weights` is False.
     """
-    if not storage.is_url(place):
-        return storage.local(place)
-    url = str(place).rstrip("/")
+    if not storage.is_url(location):
+        return storage.local(location)
+    url = str(location).rstrip("/")
     with convert_errors(url):
         target = _target(url)
         if hub.is_model_url(url):
-            with _turn(url, target):
+            with _download_lock(url, target):
                 return hub.download(url.removeprefix(hub.SCHEME), weights)
         files, root = storage.file_system(url)
-        with _turn(url, target):
-            _renew(files, root, url, target)
+        with _download_lock(url, target):
+            _download_changes(files, root, url, target)
     return target
 
 
@@ -89,7 +89,7 @@ def _target(url: str) -> Path:
 
 
 @contextlib.contextmanager
-def _turn(url: str, target: Path) -> Iterator[None]:
+def _download_lock(url: str, target: Path) -> Iterator[None]:
     """Hold the lock of a URL, so that only one process of this machine downloads it."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -99,24 +99,24 @@ def _turn(url: str, target: Path) -> Iterator[None]:
             f"{url} cannot be downloaded to {target} ({error.strerror}); set CAMSHAFT_CACHE to a writable folder"
         ) from error
     with lock:
-        _wait_for_turn(lock, url)
+        _acquire(lock, url)
         yield
 
 
-def _wait_for_turn(lock: Any, url: str) -> None:
-    turns = 0
+def _acquire(lock: Any, url: str) -> None:
+    attempts = 0
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            if turns % int(60 / _TURN_SECONDS) == 0:
+            if attempts % int(60 / _RETRY_SECONDS) == 0:
                 logger.info("waiting for another process that downloads %s", url)
-            turns += 1
-            time.sleep(_TURN_SECONDS)
+            attempts += 1
+            time.sleep(_RETRY_SECONDS)
 
 
-def _renew(files: Any, root: str, url: str, target: Path) -> None:
+def _download_changes(files: Any, root: str, url: str, target: Path) -> None:
     """Download the files that are missing or outdated in the local copy, and write the record."""
     remote, record = _list_files(files, root), target.with_name(target.name + _RECORD)
     if not remote:

@@ -32,7 +32,7 @@ class Machine:
 
 @cache
 def detect_machine() -> Machine:
-    """Return the devices and libraries of this machine. torch counts the accelerators, if there may be any."""
+    """Return the devices and libraries of this machine. Import torch only if there may be accelerators to count."""
     libraries = frozenset(name for name in LIBRARIES if importlib.util.find_spec(name) is not None)
     device, count = _accelerators() if has_device_files(DEVICE_FILES) else (CPU, 1)
     return Machine(device, count, libraries)

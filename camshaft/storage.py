@@ -294,39 +294,39 @@ def _copy_local(source: Path, target: Path) -> None:
     finish(target, fingerprints(copy, (copy / name for name in manifest["files"])), manifest["facts"])
 
 
-def list_steps(place: str | Path) -> list[int]:
+def list_steps(location: str | Path) -> list[int]:
     """Return the numbers of the `global_step_<n>` folders in a folder or at a URL, sorted."""
-    if not is_url(place):
-        return [step for step, _ in step_folders(local(place))]
-    files, root = file_system(str(place))
+    if not is_url(location):
+        return [step for step, _ in step_folders(local(location))]
+    files, root = file_system(str(location))
     names = [path.rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False)] if files.exists(root) else []
     return sorted(int(match[1]) for name in names if (match := _STEP.match(name)))
 
 
-def read_facts(place: str | Path) -> dict[str, Any]:
+def read_facts(location: str | Path) -> dict[str, Any]:
     """Return the facts in the manifest of a folder or URL; raise CheckpointError if there is no manifest."""
-    if not is_url(place):
-        return read_manifest(local(place))["facts"]
-    files, root = file_system(str(place))
-    return _read_remote_manifest(files, root, str(place))["facts"]
+    if not is_url(location):
+        return read_manifest(local(location))["facts"]
+    files, root = file_system(str(location))
+    return _read_remote_manifest(files, root, str(location))["facts"]
 
 
-def write_text(place: str | Path, name: str, text: str) -> None:
+def write_text(location: str | Path, name: str, text: str) -> None:
     """Write a small file to a folder, atomically, or to a URL."""
-    if is_url(place):
-        files, root = file_system(str(place))
+    if is_url(location):
+        files, root = file_system(str(location))
         files.pipe_file(f"{root}/{name}", text.encode())
         return
-    with new_file(local(place) / name) as work:
+    with new_file(local(location) / name) as work:
         work.write_text(text, encoding="utf-8")
 
 
-def read_text(place: str | Path, name: str) -> str | None:
+def read_text(location: str | Path, name: str) -> str | None:
     """Return the content of a file that `write_text` wrote, or None if it does not exist."""
     with contextlib.suppress(FileNotFoundError):
-        if not is_url(place):
-            return (local(place) / name).read_text(encoding="utf-8")
-        files, root = file_system(str(place))
+        if not is_url(location):
+            return (local(location) / name).read_text(encoding="utf-8")
+        files, root = file_system(str(location))
         return files.cat_file(f"{root}/{name}").decode()
     return None
 
@@ -348,14 +348,14 @@ def remove(folder: str | Path) -> None:
     _remove_copy(files, root, str(folder))
 
 
-def is_url(place: str | Path) -> bool:
-    """Return True if `place` is the URL of a remote file system."""
-    return isinstance(place, str) and "://" in place and not place.startswith("file://")
+def is_url(location: str | Path) -> bool:
+    """Return True if `location` is the URL of a remote file system."""
+    return isinstance(location, str) and "://" in location and not location.startswith("file://")
 
 
-def local(place: str | Path) -> Path:
+def local(location: str | Path) -> Path:
     """Return a path or `file://` URL as a local path, with `~` expanded."""
-    return Path(str(place).removeprefix("file://")).expanduser()
+    return Path(str(location).removeprefix("file://")).expanduser()
 
 
 def file_system(url: str) -> tuple[Any, str]:
@@ -381,10 +381,10 @@ def file_system(url: str) -> tuple[Any, str]:
     if not root.strip("/"):
         raise StorageError(f"'{url}' contains no path; add a folder after the host or bucket")
     files.invalidate_cache()  # other processes may have written to it
-    return _ReportedFiles(files, scheme), root.rstrip("/")
+    return _MonitoredFileSystem(files, scheme), root.rstrip("/")
 
 
-class _ReportedFiles:
+class _MonitoredFileSystem:
     """A file system of fsspec. Each call runs in a thread, so that a call that hangs is reported and ends."""
 
     def __init__(self, files: Any, scheme: str):

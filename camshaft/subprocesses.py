@@ -40,8 +40,8 @@ POLL_SECONDS = 0.2
 """Interval at which a wait checks the process that it waits for. An answer ends the wait immediately."""
 REPORT_SECONDS = 10.0
 """Time after which a wait is first reported. It doubles for each further report."""
-USUAL_FACTOR = 1.5
-"""A wait is not reported before it has taken this many times as long as the longest earlier wait for the same call."""
+REPORT_FACTOR = 1.5
+"""A wait is reported only after this factor times the longest earlier wait for the same call."""
 WATCH_SECONDS = 0.5
 """Interval at which a child process checks whether the process that it must end with is running."""
 
@@ -103,7 +103,7 @@ def import_path() -> list[str]:
 
 
 def extend_import_path(entries: Sequence[str]) -> None:
-    """Append the entries that are missing to the import path of this process, behind all installed packages."""
+    """Append the missing entries to the import path of this process, after all installed packages."""
     sys.path.extend(entry for entry in dict.fromkeys(entries) if entry not in sys.path)
 
 
@@ -279,7 +279,7 @@ class Wait:
         self._call_limit, self._deadline = call_limit()
         self.limit = limit or (DEFAULT_LIMIT if self._call_limit is NO_LIMIT else NO_LIMIT)
         self._start = time.monotonic()
-        self._next_report = max(REPORT_SECONDS, USUAL_FACTOR * self.longest.get(call, 0.0))
+        self._next_report = max(REPORT_SECONDS, REPORT_FACTOR * self.longest.get(call, 0.0))
         self._num_reports = 0
 
     def check(

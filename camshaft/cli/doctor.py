@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_run(overrides: Sequence[str]) -> list[Finding]:
-    """Check what each run that the overrides describe needs."""
+    """Check the requirements of each run that the overrides describe."""
     from camshaft.config import PPOConfig, compose
 
     try:

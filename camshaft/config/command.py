@@ -31,7 +31,7 @@ from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.supervised import SupervisedConfig
-from camshaft.config.short_names import expand_overrides, names_to_type, section_overrides
+from camshaft.config.short_names import expand_overrides, section_overrides, suggest_names
 from camshaft.config.tree import flatten, get, has_key, leaf_fields
 from camshaft.errors import ConfigError
 from camshaft.masking import mask_text, mask_yaml, secret_values
@@ -89,7 +89,7 @@ def _check_arguments(argv: Sequence[str], schema: type[Section]) -> None:
         is_override = "=" in argument or _OVERRIDE.match(argument)
         if not argument.startswith("-") and not is_override and previous not in _TAKES_VALUE:
             raise ConfigError(f"'{argument}' is not an override. Write key=value, for example trainer.seed=7.")
-        names = names_to_type(argument.partition("=")[0].lstrip("-").replace("-", "_"), schema)
+        names = suggest_names(argument.partition("=")[0].lstrip("-").replace("-", "_"), schema)
         if argument.startswith("--") and argument.partition("=")[0] not in _OPTIONS and names:
             raise ConfigError(f"'{argument}' is not an option. Write key=value with the key {names[0]}.")
 
@@ -212,12 +212,12 @@ def _hydra_arguments(argv: list[str], scratch: str) -> list[str]:
     return [*quiet, *prepare_overrides(overrides, folders), *options]
 
 
-def _folder(option: str, following: str) -> str:
+def _folder(option: str, next_option: str) -> str:
     """Return the folder that an option of Hydra adds to the search path, or an empty string."""
     name, equals, value = option.partition("=")
     if name not in _FOLDERS:
         return ""
-    return value if equals else following
+    return value if equals else next_option
 
 
 @contextlib.contextmanager

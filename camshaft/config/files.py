@@ -184,7 +184,7 @@ def _missing(key: str, path: str, kind: str, hint: str = "") -> Problem:
 
 
 def _working_folder(path: str) -> str:
-    """Return a note with the working folder, in which a relative path was looked up."""
+    """Return a note with the working directory, in which a relative path was looked up."""
     return "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
 
 

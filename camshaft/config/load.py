@@ -42,9 +42,9 @@ from camshaft.config.short_names import (
     expand_overrides,
     expand_recipe,
     expand_short_names,
-    names_to_type,
     section_overrides,
     short_names,
+    suggest_names,
 )
 from camshaft.config.tree import expand_keys, flatten, get, has_key, leaf_fields, put, remove, shorten
 from camshaft.errors import CamshaftError, ConfigError
@@ -352,7 +352,7 @@ def _config_key(tree: Mapping[str, Any], path: str, leaves: Collection[str]) -> 
 
 
 def _reset(tree: dict[str, Any], key: str, schema: type[Section]) -> None:
-    """Replace the value of a key by a valid one."""
+    """Replace the value of a key with a valid one."""
     defaults = valid_defaults(schema)
     put(tree, key, copy.deepcopy(get(defaults, key)) if has_key(defaults, key) else None)
 
@@ -375,7 +375,7 @@ def _validate(tree: dict[str, Any], schema: type[Config], reported: set[str]) ->
     try:
         return schema.model_validate(tree), []
     except ValidationError as error:
-        problems = from_validation(error, tree, schema, names_to_type)
+        problems = from_validation(error, tree, schema, suggest_names)
     leaves = leaf_fields(schema)
     for problem in problems:
         if any(key == problem.key or key.startswith(f"{problem.key}.") for key in leaves):

@@ -36,7 +36,7 @@ class RolloutEngineConfig(Frozen):
     gpu_memory_utilization: float = Field(default=0.5, gt=0, le=1)
     """Fraction of device memory for weights and KV cache."""
     load_format: str = "dummy"
-    """Formats that start with `dummy` start with uninitialized weights; others load the weights from the folder."""
+    """With a format whose name begins with `dummy`, the weights are uninitialized; with others, they are loaded."""
     enable_prefix_caching: bool = True
     """Reuse the KV cache of shared prompt prefixes."""
     lora: LoRAConfig | None = None

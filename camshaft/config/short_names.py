@@ -256,7 +256,7 @@ SUPERVISED_NAMES = {
 """Entries of `OTHER_NAMES` that differ in `camshaft sft` and `camshaft rm`."""
 
 
-def names_to_type(key: str, schema: type[Section]) -> list[str]:
+def suggest_names(key: str, schema: type[Section]) -> list[str]:
     """Return the name to type instead of an unknown key: a name of another library, or a misspelled short name."""
     names = short_names(schema)
     others = OTHER_NAMES | (SUPERVISED_NAMES if "strategy" in schema.model_fields else {})
@@ -280,7 +280,7 @@ def expand_short_names(
     set_keys: Collection[str] | None = None,
     defaults: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Replace short names by config keys, and raise a `ConfigError` for contradictions.
+    """Replace short names with config keys, and raise a `ConfigError` for contradictions.
 
     Other keys, including nested sections, are copied unchanged. `set_keys` lists the keys that the user set by
     overrides, which take precedence over a short name in a file; None means that the user set all keys. A key that has
@@ -405,7 +405,7 @@ def _unquote(text: str) -> str:
 def section_overrides(folder: str, name: str, schema: type[Section]) -> list[str]:
     """Return the short names of a config file that are names of sections too, as overrides of their keys.
 
-    Hydra would replace such a value by the section if an override sets another key of the section.
+    Hydra would replace such a value with the section if an override sets another key of the section.
     """
     file = os.path.join(os.path.expanduser(folder), f"{name.removesuffix('.yaml')}.yaml")
     try:

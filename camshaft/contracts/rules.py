@@ -1,6 +1,6 @@
 """Rules of a contract, which are checked one by one against an implementation of an interface.
 
-    RULES = make_rules(greedy_is_exact, seeds_are_honoured, ...)     # functions of a harness
+    RULES = make_rules(greedy_is_exact, seeds_are_respected, ...)    # functions of a harness
     for finding in run_rules(RULES, lambda number: EngineHarness(cls, folder)): ...
 
 A rule is a function that takes a harness. Its docstring states the requirement, and its name appears in reports. If the

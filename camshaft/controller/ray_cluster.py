@@ -27,7 +27,7 @@ SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
     """Start all pools or none. Raise `ConfigError` if the cluster is too small."""
     starts_cluster = cluster_address(options.ray_init) in (None, "local")
-    with _loopback() if starts_cluster else contextlib.nullcontext():
+    with _ray_environment() if starts_cluster else contextlib.nullcontext():
         from camshaft.controller import ray
 
         return ray.start(specs, options)
@@ -53,9 +53,9 @@ def head_may_answer(address: str | None) -> bool:
 
 
 @contextlib.contextmanager
-def _loopback() -> Iterator[None]:
-    """Set Ray's variables while it is imported and its processes start. Values set by the user take precedence."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray sets the same default, and warns of it
+def _ray_environment() -> Iterator[None]:
+    """Restrict Ray to this machine while it is imported and its processes start. Values set by the user win."""
+    os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray sets the same default, and warns about it
     unset = SEVERAL_MACHINES not in os.environ
     if unset:
         os.environ[SEVERAL_MACHINES] = "0"

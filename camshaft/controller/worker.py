@@ -203,7 +203,7 @@ def _collectors(seats: Sequence[Seat]) -> list[int]:
         if (seat.rank, seat.world, seat.dp_size) != (rank, len(seats), seats[0].dp_size):
             raise BatchError(
                 f"the seat of rank {rank} of {len(seats)} does not match its group: {seat}; return the same world and "
-                "dp_size on all ranks, and the rank's own number"
+                "dp_size on all ranks, and each rank's own number as its rank"
             )
         if seat.collects:
             collectors[seat.dp_rank].append(rank)

@@ -163,7 +163,7 @@ def _conversation(prompt: Prompt | None, answer: Prompt, location: str) -> list[
 
 
 def _tokenize(
-    sequences: list[_Sequence], table: Table, tokenizer: PreTrainedTokenizerBase, pad: int | None
+    sequences: list[_Sequence], table: Table, tokenizer: PreTrainedTokenizerBase, pad_id: int | None
 ) -> list[list[int]]:
     """Tokenize sequences up to the token at which the model reads the score."""
     # The tokenizer adds special tokens to the first part of plain text. Templates include special tokens.
@@ -182,7 +182,7 @@ def _tokenize(
                 f"{table.location(index // 2)}: the chat template formats the sequence as {sequence.texts[0]!r}, "
                 "which has no tokens; remove the row or change the template"
             )
-        rows.append(strip_padding(ids, pad))
+        rows.append(strip_padding(ids, pad_id))
     return rows
 
 
@@ -210,6 +210,6 @@ def _margin(table: Table, row: int, key: str | None) -> float:
     value = 0.0 if key is None else table.rows[row][key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise BatchError(
-            f"{table.location(row)}: '{key}' is {value!r}; it must be a finite number, or use data.margin_key=null"
+            f"{table.location(row)}: '{key}' is {value!r}, not a finite number; correct it, or set data.margin_key=null"
         )
     return float(value)

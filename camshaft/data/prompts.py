@@ -211,7 +211,7 @@ def _select_rows(tokenized: TokenizedPrompts, options: PromptOptions) -> list[in
 def _prompt_ids(
     extras: list[Any], table: Table, indices: list[int], tokenizer: PreTrainedTokenizerBase, options: PromptOptions
 ) -> dict[str, Any]:
-    """Return the column `prompt_id` with tokenized ids, and `extra_info` extended with the original ids."""
+    """Return the columns `prompt_id`, with tokenized ids, and `extra_info`, extended with the original ids."""
     key, limit = options.prompt_id_key, options.max_prompt_id_length
     assert key is not None
     values = [table.rows[i][key] for i in indices]

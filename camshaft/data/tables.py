@@ -117,11 +117,11 @@ def _file_list(paths: Paths) -> list[Path]:
 
 def _open(file: Path) -> DataFile:
     if not file.exists():
-        matches = difflib.get_close_matches(file.name, _neighbours(file), n=1, cutoff=0.5)
+        matches = difflib.get_close_matches(file.name, _sibling_names(file), n=1, cutoff=0.5)
         hint = f" Did you mean {file.parent / matches[0]}?" if matches else ""
         raise BatchError(f"the data file {file} does not exist.{hint}")
     if file.is_dir():
-        names = ", ".join(_neighbours(file / "any")[:5]) or "none"
+        names = ", ".join(_sibling_names(file / "any")[:5]) or "none"
         raise BatchError(f"{file} is a folder; use the data files in it (found: {names})")
     source = open_data_file(file)
     if source.num_rows == 0:
@@ -129,7 +129,7 @@ def _open(file: Path) -> DataFile:
     return source
 
 
-def _neighbours(file: Path) -> list[str]:
+def _sibling_names(file: Path) -> list[str]:
     names = [path.name for path in file.parent.iterdir()] if file.parent.is_dir() else []
     return select_data_files(names)
 

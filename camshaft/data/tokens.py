@@ -118,12 +118,12 @@ _JOB: _Job | None = None
 """Job of a pool process, set by its initializer."""
 
 
-def _initialize_process(job: _Job, driver: int) -> None:
+def _initialize_process(job: _Job, driver_pid: int) -> None:
     global _JOB
     _JOB = job
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the pool already runs one process per CPU
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the driver handles Ctrl-C
-    end_with(driver, partial(os._exit, 1))  # ProcessPoolExecutor does not end its processes if the driver is killed
+    end_with(driver_pid, partial(os._exit, 1))  # ProcessPoolExecutor does not end its processes if the driver is killed
 
 
 def _tokenize_span(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:

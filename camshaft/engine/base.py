@@ -289,7 +289,7 @@ class BaseEngine(ABC):
     def disable_adapter(self) -> AbstractContextManager[Any]:
         """Disable the adapter inside the context; raise an error if the model has no adapter.
 
-        A value or reward head is not part of the adapter and stays as trained.
+        A value or reward head is not part of the adapter and keeps its trained weights.
         """
 
     @property

@@ -508,7 +508,7 @@ def restore_optimizer(
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
 ) -> None:
-    """Replace the state of `optimizer` by `tensors` and `values`, without entries of parameters not in `parameters`."""
+    """Replace the state of `optimizer` with those `tensors` and `values` that belong to `parameters`."""
     optimizer.state.clear()
     for entry, value in {**tensors, **values}.items():
         name, key = _split_key(entry)

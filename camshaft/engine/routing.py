@@ -134,7 +134,7 @@ class RoutingStep:
         return outputs, self.routers.finish()
 
     def _local_tokens(self, inputs: ModelInputs, routed_experts: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return this rank's tokens: how many rows contain each one (n,), 0 for padding, and their experts."""
+        """Return for each token of this rank the number of rows with it (n,), 0 for padding, and its experts."""
         split, count = self._module.sequence, len(inputs.tokens)
         weights = inputs.packing.row_counts()
         if split is not None:

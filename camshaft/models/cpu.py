@@ -1,12 +1,12 @@
 """Autograd functions for CPUs: attention over packed segments, and RMSNorm.
 
     out = packed_cpu_attention(query, key, value, Packing([5, 3, 3], prefix_of=[None, 0, 0]))     # (N, H, D)
-    count = replace_norms(hf)       # replaces the RMSNorm modules of `hf` by `FusedRMSNorm`
+    count = replace_norms(hf)       # replaces the RMSNorm modules of `hf` with `FusedRMSNorm`
 
 In packed attention, each segment attends causally to itself and, if it continues a prefix, to all of the prefix.
 Separate operators per segment would make autograd write a gradient of all N tokens for every segment, most of it zeros.
 This autograd function calls the kernel once for each run of adjacent segments with equal lengths, and concatenates the
-results once. Attention to a prefix is another kernel call. The two outputs are combined by their logsumexps. In the
+results once. Attention to a prefix takes another kernel call. The two outputs are combined by their logsumexps. In the
 backward pass, each kernel call receives the combined logsumexp and output, and returns its share of the gradient.
 
 RMSNorm is computed in float32. With r = 1 / sqrt(mean(x^2) + eps) per token, and t = x dy,
@@ -210,7 +210,7 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def replace_norms(model: nn.Module) -> int:
-    """Replace the RMSNorm modules inside `model` by `FusedRMSNorm`; return the number of replacements."""
+    """Replace the RMSNorm modules inside `model` with `FusedRMSNorm`; return the number of replacements."""
     replacements: dict[nn.Module, FusedRMSNorm] = {}
     is_rms_norm: dict[type, bool] = {FusedRMSNorm: False}
     for parent in list(model.modules()):

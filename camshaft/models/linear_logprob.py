@@ -182,24 +182,24 @@ class _LinearLogProb(torch.autograd.Function):
             target_logits = part_results[0].sum(dim=0)
             return [target_logits, *((shares * h + torch.special.entr(shares)).sum(dim=0) for h in part_results[1:])]
 
-        normalisers, target_logits, *entropies = head.reduce_vocabulary(reduce, combine)
+        normalizers, target_logits, *entropies = head.reduce_vocabulary(reduce, combine)
         entropy = entropies[0] if need_entropy else None
-        ctx.save_for_backward(hidden, weight, bias, targets, normalisers, entropy)
+        ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropy)
         ctx.options = options
-        return target_logits - normalisers, entropy
+        return target_logits - normalizers, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 6
-        hidden, weight, bias, targets, normalisers, entropy = ctx.saved_tensors
+        hidden, weight, bias, targets, normalizers, entropy = ctx.saved_tensors
         head = _Head(hidden, weight, bias, ctx.options)
         kernels = _kernels(head)
         gradients = _Gradients(ctx.needs_input_grad, head)
         scaled = [None if each is None else each / ctx.options.temperature for each in (grad_log_probs, grad_entropy)]
         for logits, rows, vocabulary in head.tiles(backward=True):
-            row_statistics = normalisers[rows], *(None if each is None else each[rows] for each in (entropy, *scaled))
+            row_statistics = normalizers[rows], *(None if each is None else each[rows] for each in (entropy, *scaled))
             if kernels is not None:
                 columns = head.unclamped_columns(targets[rows], vocabulary)
                 gradients.add(
@@ -217,13 +217,13 @@ def _logit_gradient(
     logits: Tensor,
     columns: Tensor,
     inside: Tensor | None,
-    normalisers: Tensor,
+    normalizers: Tensor,
     entropy: Tensor | None,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
 ) -> Tensor:
     """Return the gradient with respect to the scaled logits of a tile; overwrites `logits`."""
-    log_p = logits.sub_(normalisers[:, None])
+    log_p = logits.sub_(normalizers[:, None])
     if grad_entropy is None:
         assert grad_log_probs is not None
         grad = log_p.exp_().mul_(-grad_log_probs[:, None])
@@ -250,27 +250,27 @@ class _LinearFullKL(torch.autograd.Function):
 
         def reduce(logits: Tensor, tokens: slice, vocabulary: slice) -> list[Tensor]:
             logits = head.scale(logits)
-            normalisers = logits.logsumexp(dim=1)
-            p = logits.sub_(normalisers[:, None]).exp()
-            return [normalisers, logits.sub_(log_q[:, vocabulary].index_select(0, rows[tokens])).mul_(p).sum(dim=1)]
+            normalizers = logits.logsumexp(dim=1)
+            p = logits.sub_(normalizers[:, None]).exp()
+            return [normalizers, logits.sub_(log_q[:, vocabulary].index_select(0, rows[tokens])).mul_(p).sum(dim=1)]
 
         def combine(shares: Tensor, part_results: Tensor) -> list[Tensor]:
             return [(shares * part_results[0] - torch.special.entr(shares)).sum(dim=0)]
 
-        normalisers, divergence = head.reduce_vocabulary(reduce, combine)
-        ctx.save_for_backward(hidden, weight, bias, log_q, rows, normalisers, divergence)
+        normalizers, divergence = head.reduce_vocabulary(reduce, combine)
+        ctx.save_for_backward(hidden, weight, bias, log_q, rows, normalizers, divergence)
         ctx.options = options
         return divergence
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
-        hidden, weight, bias, log_q, rows, normalisers, divergence = ctx.saved_tensors
+        hidden, weight, bias, log_q, rows, normalizers, divergence = ctx.saved_tensors
         head = _Head(hidden, weight, bias, ctx.options)
         gradients = _Gradients(ctx.needs_input_grad, head)
         grad_kl = grad_kl / ctx.options.temperature
         for logits, tokens, vocabulary in head.tiles(backward=True):
-            log_p = head.scale(logits).sub_(normalisers[tokens, None])
+            log_p = head.scale(logits).sub_(normalizers[tokens, None])
             p = log_p.exp()
             slope = log_p.sub_(log_q[:, vocabulary].index_select(0, rows[tokens])).sub_(divergence[tokens, None])
             gradients.add(tokens, vocabulary, slope.mul_(p).mul_(grad_kl[tokens, None]))

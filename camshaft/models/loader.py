@@ -301,7 +301,7 @@ def _convert_errors(config: PreTrainedConfig, head: Head) -> Iterator[None]:
         ) from error
     except UnpicklingError as error:
         raise EngineError(
-            f"the weight files in {config.name_or_path} contain other objects than tensors, which run code when they "
+            f"the weight files in {config.name_or_path} contain objects other than tensors, which run code when they "
             "are loaded, so they were not loaded; use a folder with safetensors files"
         ) from error
     except (OSError, SafetensorError) as error:

@@ -159,7 +159,7 @@ def save_adapter(
         )
     # Other tools expect the last parts of layer names, such as q_proj. Full names are necessary if only some of the
     # layers with the same last part are adapted.
-    needs_full_names = config.exclude_modules or any("." in ending for ending in _endings(config.target_modules))
+    needs_full_names = config.exclude_modules or any("." in suffix for suffix in _suffixes(config.target_modules))
     settings = _import_peft().LoraConfig(
         base_model_name_or_path=base_model_path,
         r=config.rank,
@@ -196,15 +196,15 @@ def _targets(hf: PreTrainedModel, config: LoRAConfig) -> list[str]:
     decoder = {id(module) for module in hf.base_model.modules()}
     modules = [(name, module) for name, module in hf.named_modules() if name]
     linear = [name for name, module in modules if isinstance(module, nn.Linear) and id(module) in decoder]
-    endings = _endings(config.target_modules)
-    for ending in endings:
-        if ending != ALL_LINEAR and not _filter_by_ending([ending], linear):
-            raise _unmatched_error("target_modules", ending, linear, hf)
-    for ending in config.exclude_modules:
-        if not _filter_by_ending([ending], [name for name, _ in modules]):
-            raise _unmatched_error("exclude_modules", ending, linear, hf)
-    targets = linear if ALL_LINEAR in endings else _filter_by_ending(endings, linear)
-    excluded = set(_filter_by_ending(config.exclude_modules, targets))
+    suffixes = _suffixes(config.target_modules)
+    for suffix in suffixes:
+        if suffix != ALL_LINEAR and not _filter_by_suffix([suffix], linear):
+            raise _unmatched_error("target_modules", suffix, linear, hf)
+    for suffix in config.exclude_modules:
+        if not _filter_by_suffix([suffix], [name for name, _ in modules]):
+            raise _unmatched_error("exclude_modules", suffix, linear, hf)
+    targets = linear if ALL_LINEAR in suffixes else _filter_by_suffix(suffixes, linear)
+    excluded = set(_filter_by_suffix(config.exclude_modules, targets))
     targets = [name for name in targets if name not in excluded]
     if not targets:
         raise EngineError(
@@ -214,14 +214,14 @@ def _targets(hf: PreTrainedModel, config: LoRAConfig) -> list[str]:
     return targets
 
 
-def _endings(target_modules: str | Iterable[str]) -> tuple[str, ...]:
-    """Return `target_modules` as a tuple of name endings."""
+def _suffixes(target_modules: str | Iterable[str]) -> tuple[str, ...]:
+    """Return `target_modules` as a tuple of name suffixes."""
     return (target_modules,) if isinstance(target_modules, str) else tuple(target_modules)
 
 
-def _filter_by_ending(endings: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Return the `names` that end in one of `endings`, in whole dotted parts: "proj" does not match "q_proj"."""
-    dotted = tuple(f".{ending}" for ending in endings)
+def _filter_by_suffix(suffixes: Iterable[str], names: Iterable[str]) -> list[str]:
+    """Return the `names` that end in one of `suffixes`, in whole dotted parts: "proj" does not match "q_proj"."""
+    dotted = tuple(f".{suffix}" for suffix in suffixes)
     return [name for name in names if f".{name}".endswith(dotted)] if dotted else []
 
 
@@ -230,12 +230,12 @@ def _last_parts(layers: Iterable[str]) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in layers})
 
 
-def _unmatched_error(key: str, ending: str, linear: list[str], hf: PreTrainedModel) -> EngineError:
+def _unmatched_error(key: str, suffix: str, linear: list[str], hf: PreTrainedModel) -> EngineError:
     last_parts = _last_parts(linear)
-    matches = difflib.get_close_matches(ending.rpartition(".")[2], last_parts, n=2)
+    matches = difflib.get_close_matches(suffix.rpartition(".")[2], last_parts, n=2)
     hint = f" Did you mean {' or '.join(repr(name) for name in matches)}?" if matches else ""
     return EngineError(
-        f"lora.{key} contains '{ending}', but no linear layer in the decoder of {type(hf).__name__} has this name."
+        f"lora.{key} contains '{suffix}', but no linear layer in the decoder of {type(hf).__name__} has this name."
         f"{hint} Set lora.{key} to last parts of layer names ({', '.join(last_parts) or 'none'}) or to {ALL_LINEAR}"
     )
 

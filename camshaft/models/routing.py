@@ -86,7 +86,7 @@ class Routers:
 
     @torch.compiler.disable
     def _route(self, index: int, router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
-        """Forward hook of router `index`: record its output, and replace it by that of the replayed experts."""
+        """Forward hook of router `index`: record its output, and replace it with that of the replayed experts."""
         if not self._is_recording and self._replayed is None:
             return None
         logits, weights, choices = output

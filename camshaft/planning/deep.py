@@ -45,7 +45,7 @@ PROBES = {
     "torchtitan": Probe("pip install --force-reinstall torchtitan==0.3.0", "torchtitan"),
 }
 
-_RUN = "import sys; from camshaft.planning.probes import run; run(sys.argv[1], sys.argv[2:])"
+_PROBE_SCRIPT = "import sys; from camshaft.planning.probes import run; run(sys.argv[1], sys.argv[2:])"
 
 
 def deep_checks(seconds: float) -> dict[str, Check]:
@@ -66,7 +66,7 @@ def _applies(probe: Probe, has_driver: bool) -> bool:
 def run_probe(name: str, seconds: float) -> Iterator[Finding]:
     """Run a program of `probes.py` and yield its result."""
     process = start_python(
-        ["-c", _RUN, name, *import_path()],
+        ["-c", _PROBE_SCRIPT, name, *import_path()],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -54,7 +54,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def check_optional_packages() -> Iterator[Finding]:
-    """Report which optional packages are installed, and versions outside the supported ranges."""
+    """Report the optional packages that are installed, and those with an unsupported version."""
     extras = {requirement.name: requirement for requirement in _requirements() if requirement.name in OPTIONAL}
     problems = [
         problem for requirement in extras.values() for problem in requirement.problems("optional", optional=True)
@@ -85,14 +85,14 @@ def check_shadowing() -> Iterator[Finding]:
             continue
         for file in _shadowing_files(entry, names):
             clean = False
-            yield _shadowing_finding(file, names[file.name.removesuffix(".py")], loses=index > last)
+            yield _shadowing_finding(file, names[file.name.removesuffix(".py")], is_ignored=index > last)
     if clean:
         yield ok("imports", "no file on the import path shadows an installed package")
 
 
-def _shadowing_finding(file: Path, package: str, loses: bool) -> Finding:
+def _shadowing_finding(file: Path, package: str, is_ignored: bool) -> Finding:
     fix = f"mv {file} {file.with_name('my_' + file.name)}"
-    if loses:
+    if is_ignored:
         message = (
             f"{file} has the name of a module of {package}: camshaft ignores the file, but other scripts import it"
         )

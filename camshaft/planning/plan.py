@@ -1,4 +1,4 @@
-"""The memory plan of a run: peaks of all phases, a verdict, and a change with which the run fits.
+"""The memory plan of a run: peaks of all phases, a verdict, and a change that makes the run fit.
 
 plan = make_plan(config, memory=None)           # None: the memory of this machine
 plan.fits, plan.tightest
@@ -137,7 +137,7 @@ def _notes(config: PPOConfig) -> Iterator[str]:
 
 
 def find_change(overrides: Sequence[str], memory: int | None) -> tuple[tuple[str, ...], Plan] | None:
-    """Return the cheapest changes with which the run fits, and its plan; None if none of them suffices.
+    """Return the cheapest changes that make the run fit, and its plan; None if none of them suffices.
 
     Changes are tried one at a time in the order of their cost. If no single change suffices, they are added up.
     """

@@ -112,7 +112,7 @@ def _unpickle(request: Request) -> list[Any]:
 
 
 def _set_alarm(spec: Spec | None) -> None:
-    """Let the process end if a call takes far longer than the time limit, or cancel this alarm.
+    """Set an alarm that ends the process if a call takes far longer than the time limit. None cancels it.
 
     The driver enforces the time limit. If the driver died and the function holds the interpreter lock, only this alarm
     ends the process: its default action does not run Python code.
@@ -122,7 +122,7 @@ def _set_alarm(spec: Spec | None) -> None:
 
 @functools.cache
 def event_loop() -> "AbstractEventLoop":
-    """Return the event loop of this process. The import takes half of the start of a worker."""
+    """Return the event loop of this process. The import is deferred, because it takes half of the start of a worker."""
     import asyncio
 
     return asyncio.new_event_loop()

@@ -89,11 +89,11 @@ class Scores:
     """(B,) float32 without the overlong penalty (`overlong.py`)."""
     metrics: dict[str, float]
     """Counts (`reward/errors`, `invalid`, `timeouts`, `crashes`, `slow`), the mean of each number in `parts`, and
-    statistics of each labelled function."""
+    statistics of each labeled function."""
     failures: tuple[RewardFailure, ...]
     """Failed samples followed by slow ones, up to a maximum number."""
     parts: tuple[dict[str, float], ...]
-    """For each row, the numbers besides `score` in a dict result. Empty for other results and failed rows. A labelled
+    """For each row, the numbers besides `score` in a dict result. Empty for other results and failed rows. A labeled
     function adds its unweighted score as `label` and these numbers as `label/number`."""
     answers: tuple[str | None, ...]
     """For each row, the extracted answer: `pred` of a dict result, or None."""

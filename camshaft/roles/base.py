@@ -182,7 +182,7 @@ class TrainedRole(EngineRole):
         """Run the model on two rows, and return True if all outputs and weights on this rank are finite.
 
         Numbers whose squares overflow in float32 count as not finite: a model with such weights has diverged. There are
-        two lengths, because the attention kernels of some processors replace NaN in short rows by zeros.
+        two lengths, because the attention kernels of some processors replace NaN in short rows with zeros.
         """
         ids = Ragged.from_rows([torch.arange(8), torch.arange(32) % 8])
         rows = DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(ids.positions() > 0)})

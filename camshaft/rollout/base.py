@@ -79,7 +79,7 @@ class SamplingParams:
         return not self.do_sample or self.temperature == 0
 
     def optional(self) -> dict[str, float]:
-        """Return the values of the parameters that a rollout must declare to support, unless they have no effect."""
+        """Return the parameters that have an effect and that a rollout must declare as supported."""
         return {name: getattr(self, name) for name, off in OPTIONAL_SAMPLING.items() if getattr(self, name) != off}
 
     def penalties(self, prompts: Ragged) -> Penalties | None:

@@ -38,7 +38,7 @@ from camshaft.rollout.stop_strings import StopStrings
 
 
 class HFRollout(BaseRollout):
-    """Generate with `transformers.generate`. A row's samples depend on its seed and prompt, not on other rows."""
+    """Rollout with `transformers.generate`. A row's samples depend on its seed and prompt, not on other rows."""
 
     capabilities = HF
 

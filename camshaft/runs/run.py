@@ -151,7 +151,7 @@ class Run:
     ) -> Path:
         """Export the model of a checkpoint as a Hugging Face folder, verify it, and return the folder.
 
-        It is the function of `camshaft export`.
+        `camshaft export` calls the same function.
 
         Args:
             path: Folder to write.
@@ -270,5 +270,5 @@ def _pick(step: int | None, steps: Collection[int], none_message: str) -> int:
         return max(steps)
     if step not in steps:
         nearest = sorted(sorted(steps, key=lambda other: abs(other - step))[:4])
-        raise ConfigError(f"there is nothing for step {step}; the nearest steps are {', '.join(map(str, nearest))}")
+        raise ConfigError(f"step {step} is not available; the nearest steps are {', '.join(map(str, nearest))}")
     return step

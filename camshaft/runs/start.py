@@ -163,7 +163,7 @@ def _run_folder(values: Mapping[str, Any], schema: type[Section]) -> Path:
 
 def _tokenizer_key(command: Command, path: str) -> dict[str, Any]:
     if command != "ppo":
-        raise ConfigError("tokenizer is used only with a model that is an object; save it to the folder of the model")
+        raise ConfigError("tokenizer requires a model that is an object; save the tokenizer to the folder of the model")
     return {_TOKENIZER: path}
 
 

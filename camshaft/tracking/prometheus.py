@@ -74,8 +74,8 @@ class PrometheusTracker(Tracker, Collector):
         """Return all gauges. The server calls this method for every request."""
         return self._gauges.values()
 
-    def _gauge(self, name: str, value: float, text: str) -> GaugeMetricFamily:
-        gauge = GaugeMetricFamily(name, text, labels=list(self._labels))
+    def _gauge(self, name: str, value: float, description: str) -> GaugeMetricFamily:
+        gauge = GaugeMetricFamily(name, description, labels=list(self._labels))
         gauge.add_metric(list(self._labels.values()), value)
         return gauge
 

@@ -103,7 +103,7 @@ def log_to_file(folder: Path) -> Iterator[None]:
 
 
 def log_text(text: str) -> None:
-    """Write a text that is printed elsewhere to `log.txt`."""
+    """Write text that is printed elsewhere to `log.txt`."""
     _console.info("%s", text)
 
 

@@ -155,7 +155,7 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path).expanduser()
         if not self.path.is_dir():
-            raise RunFolderError(f"{self.path} is not a folder; name the folder of a run (trainer.default_local_dir)")
+            raise RunFolderError(f"{self.path} is not a folder; pass the folder of a run (trainer.default_local_dir)")
         self.metrics = Metrics(self.path / METRICS)
 
     @property
@@ -245,9 +245,9 @@ def find_runs(*folders: str | Path) -> list[RunFolder]:
 
 
 def process_start(pid: int) -> str | None:
-    """Return a text that identifies a process of this machine besides its number, or None if there is no such process.
+    """Return a string that identifies a process together with its PID, or None if there is no such process.
 
-    It is the start time of the process on systems with `/proc`, and an empty text elsewhere.
+    It is the start time of the process on systems with `/proc`, and an empty string elsewhere.
     """
     with contextlib.suppress(OSError, IndexError):
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()

@@ -140,7 +140,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
         for prompts in (self.loader.data, self.val_prompts):
             if config.needs_function() and not self.reward:
-                check_scorable(prompts, config.custom_reward_function, beside_model=config.reward_model.enable)
+                check_scorable(prompts, config.custom_reward_function, has_reward_model=config.reward_model.enable)
             self.rewards.check_rows(prompts)
 
     def _prompts(self, config: PPOConfig, train: bool) -> DataProto:

@@ -97,7 +97,9 @@ def _find_problems(config: PPOConfig, print_line: Print) -> Iterator[str]:
                 fitted = fit_batch(config, len(batches[name]))
                 StatefulLoader(batches[name], fitted.data.train_batch_size)
             if config.needs_function():
-                check_scorable(batches[name], config.custom_reward_function, beside_model=config.reward_model.enable)
+                check_scorable(
+                    batches[name], config.custom_reward_function, has_reward_model=config.reward_model.enable
+                )
         except CamshaftError as error:
             yield str(error)
     _print_duplicates(tokenized_prompts, print_line)

@@ -144,13 +144,13 @@ def check_scored(result: RewardResult, num_rows: int, noun: str) -> None:
         )
 
 
-def check_scorable(prompts: DataProto, custom: CustomRewardConfig, beside_model: bool = False) -> None:
+def check_scorable(prompts: DataProto, custom: CustomRewardConfig, has_reward_model: bool = False) -> None:
     """Raise RewardError if the built-in reward function cannot score these rows. Custom functions are not checked."""
     names = {function.name for function in custom.selected() if function.path is None}
     if not names or not len(prompts):
         return
     alternative = "custom_reward_function.path=my_reward.py for a custom function"
-    if beside_model:
+    if has_reward_model:
         alternative += ", or custom_reward_function.name=null to score with the reward model only"
     function_names = {str(source): reward_for(source) for source in prompts["data_source"]}
     unknown = sorted(source for source, name in function_names.items() if name is None)

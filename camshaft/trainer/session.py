@@ -81,7 +81,7 @@ class Session:
         self._exit_stack = contextlib.ExitStack()
 
     def say(self, text: str) -> None:
-        """Print a text, and write it to the log of the run."""
+        """Print a message, and write it to the log of the run."""
         log_text(text)
         self.console.print(text, markup=False, soft_wrap=True)
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 COLUMNS = 3
 DPI = 120
-MARKED = 20
+MARKER_LIMIT = 20
 """Curves with fewer points have a marker at each point."""
 
 
@@ -83,6 +83,6 @@ def _draw(axis: Any, runs: Sequence[RunFolder], names: Sequence[str]) -> None:
                 continue
             parts = [run.name if len(runs) > 1 else "", name if len(names) > 1 else ""]
             labels.append(", ".join(filter(None, parts)))
-            axis.plot(steps, values, label=labels[-1], marker="o" if len(steps) < MARKED else None, markersize=3)
+            axis.plot(steps, values, label=labels[-1], marker="o" if len(steps) < MARKER_LIMIT else None, markersize=3)
     if any(labels):
         axis.legend(fontsize="x-small")

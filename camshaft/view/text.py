@@ -166,7 +166,7 @@ def _config_text(value: Any) -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text on one line, with control characters as escapes."""
+    """Return text on one line, with control characters as escapes."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 

@@ -35,13 +35,13 @@ def oracle(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
 def test_a_tile_is_reduced_as_in_float64(kernels: ModuleType, vocabulary: int, temperature: float):
     logits = 4 * numbers(9, vocabulary)
     columns = torch.arange(9) * vocabulary // 9
-    normalisers, chosen, entropy = kernels.reduce_tile(logits, columns, temperature, True)
+    normalizers, chosen, entropy = kernels.reduce_tile(logits, columns, temperature, True)
     _, lse, expected = oracle(logits, temperature)
-    torch.testing.assert_close(normalisers.double(), lse, rtol=2e-6, atol=2e-6)
+    torch.testing.assert_close(normalizers.double(), lse, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(chosen, logits.gather(1, columns[:, None])[:, 0] / temperature)
     torch.testing.assert_close(entropy.double(), expected, rtol=1e-5, atol=1e-5)
     assert [each.tolist() for each in kernels.reduce_tile(logits, columns, temperature, False)] == [
-        normalisers.tolist(),
+        normalizers.tolist(),
         chosen.tolist(),
     ]
 
@@ -51,8 +51,8 @@ def test_a_target_outside_the_tile_has_no_gradient(kernels: ModuleType):
     columns = torch.tensor([-1, 50, 49, -(2**40)])
     _, chosen = kernels.reduce_tile(logits, columns, 1.0, False)
     assert chosen.tolist() == [0, 0, logits[2, 49].item(), 0]
-    normalisers, ones = logits.logsumexp(1), torch.ones(4)
-    grad = kernels.logit_gradient(logits, columns, normalisers, None, ones, None, 1.0, torch.float32)
+    normalizers, ones = logits.logsumexp(1), torch.ones(4)
+    grad = kernels.logit_gradient(logits, columns, normalizers, None, ones, None, 1.0, torch.float32)
     expected = -logits.softmax(1)
     expected[2, 49] += 1
     torch.testing.assert_close(grad, expected)
@@ -65,13 +65,13 @@ def test_logits_of_minus_infinity(kernels: ModuleType):
     logits[1, :4500] = -torch.inf
     logits[2] = -torch.inf
     columns = torch.tensor([1, 4999, 0])
-    normalisers, _, entropy = kernels.reduce_tile(logits, columns, 1.0, True)
-    assert normalisers[2] == -torch.inf
+    normalizers, _, entropy = kernels.reduce_tile(logits, columns, 1.0, True)
+    assert normalizers[2] == -torch.inf
     for row, finite in ((0, logits[:1, 1::2]), (1, logits[1:2, 4500:])):
         _, lse, expected = oracle(finite, 1.0)
-        torch.testing.assert_close((normalisers[row].double(), entropy[row].double()), (lse[0], expected[0]))
+        torch.testing.assert_close((normalizers[row].double(), entropy[row].double()), (lse[0], expected[0]))
     ones = torch.ones(2)
-    grad = kernels.logit_gradient(logits[:2], columns[:2], normalisers[:2], entropy[:2], ones, ones, 1.0, torch.float32)
+    grad = kernels.logit_gradient(logits[:2], columns[:2], normalizers[:2], entropy[:2], ones, ones, 1.0, torch.float32)
     assert grad.isfinite().all()
     assert (grad[logits[:2] == -torch.inf] == 0).all()
 

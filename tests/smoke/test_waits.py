@@ -43,7 +43,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     monkeypatch.setenv(MARK, mark)
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[1]))
     monkeypatch.setattr(subprocesses, "REPORT_SECONDS", 0.5)
-    monkeypatch.setattr(subprocesses, "USUAL_FACTOR", 0.0)
+    monkeypatch.setattr(subprocesses, "REPORT_FACTOR", 0.0)
     monkeypatch.setattr(subprocesses.Wait, "longest", {})
     yield mark
     for pid in marked(mark):

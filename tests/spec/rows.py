@@ -331,7 +331,7 @@ KEYS = (
 
 DEVIATES = {
     "data.max_prompt_length": "Prompts are not padded to it.",
-    "actor_rollout_ref.hybrid_engine": "`false` is rejected, as in the specification.",
+    "actor_rollout_ref.hybrid_engine": "`false` is rejected.",
     f"{MODEL}.use_remove_padding": "`false` logs a warning and has no effect: batches are never padded.",
     f"{CRITIC}.model.use_remove_padding": "`false` logs a warning and has no effect: batches are never padded.",
     f"{ACTOR}.strategy": (
@@ -350,7 +350,7 @@ DEVIATES = {
     "data.val_files": "The default is null: no validation.",
     "data.train_batch_size": "The default is `auto`: about 256 responses per iteration, or fewer for small data.",
     **dict.fromkeys(("trainer.save_freq", "trainer.test_freq"), "The default is `auto`, a schedule by time."),
-    f"{ACTOR}.optim.total_training_steps": "The trainer sets it if it is -1, as in the specification.",
+    f"{ACTOR}.optim.total_training_steps": "If it is -1, the trainer sets it.",
     f"{ROLLOUT}.top_k": "0 and -1 both disable it, for every rollout.",
     f"{ROLLOUT}.load_format": (
         "With `dummy_...`, vLLM and SGLang start without initial weights; with other values, they load those of the "

@@ -339,7 +339,7 @@ def _check_scores(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _check_reserved_labels(config: PPOConfig) -> Iterator[Problem]:
-    """Check that metrics of functions have other names than those of reward model and overlong penalty."""
+    """Check that no metric of a function has the name of one of the reward model or the overlong penalty."""
     custom, reward = config.custom_reward_function, config.reward_model
     reserved = (
         *(("function", "model") if reward.enable else ()),

@@ -167,7 +167,7 @@ def _dropout_notice(section: str, model: Any) -> Iterator[str]:
 
 
 def _eos_notice(section: str, model: Any, rollout: GeneratorConfig) -> Iterator[str]:
-    """Report a model without an end-of-sequence token in its vocabulary, whose responses all reach the limit."""
+    """Report a model without an end-of-sequence token in its vocabulary: its responses always reach the limit."""
     settings = read_settings(model.path, model.override_config)
     if settings is None or rollout.ignore_eos or "model_type" not in settings.values:
         return

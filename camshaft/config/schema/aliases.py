@@ -59,7 +59,7 @@ VALUE_ALIASES: dict[str, dict[str, str]] = {
 def rename_aliases(
     tree: Mapping[str, Any], defaults: Mapping[str, Any], set_keys: Collection[str], leaves: Collection[str]
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Replace aliases by config keys, and log a warning for each, and for each deprecated key.
+    """Replace aliases with config keys, and log a warning for each, and for each deprecated key.
 
     An alias is a problem if the user also set the config key to a different value. The user set a key if it is in
     `set_keys`, or if its value differs from `defaults`.

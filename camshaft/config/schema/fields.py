@@ -58,7 +58,7 @@ class CommandConfig(Section):
 
 @dataclass(frozen=True)
 class Auto:
-    """Marker of a key that accepts `auto`. Loading a config replaces it by a value of the type (`auto.py`)."""
+    """Marker of a key that accepts `auto`. Loading a config replaces it with a value of the type (`auto.py`)."""
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,9 @@ def _check_supported(hf: PreTrainedModel, styles: dict[str, str], size: int) -> 
     parameter = next(_unplanned_parameters(hf, styles), None)
     if parameter is not None:
         raise _unsupported_error(
-            hf, f"the plan of transformers has no style for {parameter}, which shares its input with sharded matrices"
+            hf,
+            f"the tensor-parallel plan of transformers has no style for {parameter}, which shares its input with "
+            "sharded matrices",
         )
 
 

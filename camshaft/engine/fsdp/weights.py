@@ -27,18 +27,18 @@ WRAPPED = "_fsdp_wrapped_module."
 def build(
     config: EngineConfig,
     device: torch.device,
-    home: torch.device,
+    home_device: torch.device,
     group: dist.ProcessGroup,
     parallelize: Callable[[PackedModel], None],
 ) -> PackedModel:
     """Build the model of `config` and shard it with `parallelize`.
 
-    Parameters are allocated on `home` and buffers on `device`. `group` exchanges errors.
+    Parameters are allocated on `home_device` and buffers on `device`. `group` exchanges errors.
     """
     full_model = load_full_model(config, group)
     packed = skeleton(config.model, config.dtype)
     parallelize(packed)
-    packed.to_empty(device=home)
+    packed.to_empty(device=home_device)
     packed.hf.tie_weights()
     broadcast_weights(packed, full_model, device)
     return packed.eval()

@@ -28,10 +28,14 @@ FAMILIES = MEGATRON.families
 
 def transformer_config(hf: PreTrainedConfig, config: EngineConfig, options: MegatronOptions) -> TransformerConfig:
     """Return Megatron's config of a model; raise `EngineError` with all reasons if the model is not supported."""
-    text = hf.get_text_config()
-    problems = list(_unsupported_features(text)) if text.model_type in FAMILIES else [f"model_type={text.model_type}"]
+    text_config = hf.get_text_config()
+    problems = (
+        list(_unsupported_features(text_config))
+        if text_config.model_type in FAMILIES
+        else [f"model_type={text_config.model_type}"]
+    )
     if not problems:
-        problems += _indivisible_sizes(text, options)
+        problems += _indivisible_sizes(text_config, options)
     if problems:
         raise EngineError(
             f"strategy=megatron does not support this model: {'; '.join(problems)}. It supports models of the types "
@@ -43,20 +47,20 @@ def transformer_config(hf: PreTrainedConfig, config: EngineConfig, options: Mega
     if config.model.enable_gradient_checkpointing:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     return TransformerConfig(
-        num_layers=text.num_hidden_layers,
-        hidden_size=text.hidden_size,
-        ffn_hidden_size=text.intermediate_size,
-        num_attention_heads=text.num_attention_heads,
-        num_query_groups=text.num_key_value_heads,
-        kv_channels=head_dim(text),
+        num_layers=text_config.num_hidden_layers,
+        hidden_size=text_config.hidden_size,
+        ffn_hidden_size=text_config.intermediate_size,
+        num_attention_heads=text_config.num_attention_heads,
+        num_query_groups=text_config.num_key_value_heads,
+        kv_channels=head_dim(text_config),
         add_bias_linear=False,
-        add_qkv_bias=text.model_type == "qwen2",
-        qk_layernorm=text.model_type in ("qwen3", "qwen3_moe"),
+        add_qkv_bias=text_config.model_type == "qwen2",
+        qk_layernorm=text_config.model_type in ("qwen3", "qwen3_moe"),
         normalization="RMSNorm",
-        layernorm_epsilon=text.rms_norm_eps,
+        layernorm_epsilon=text_config.rms_norm_eps,
         gated_linear_unit=True,
         activation_func=F.silu,
-        attention_dropout=text.attention_dropout,
+        attention_dropout=text_config.attention_dropout,
         hidden_dropout=0.0,
         tensor_model_parallel_size=options.tensor_model_parallel_size,
         sequence_parallel=options.sequence_parallel and options.tensor_model_parallel_size > 1,
@@ -81,43 +85,43 @@ def transformer_config(hf: PreTrainedConfig, config: EngineConfig, options: Mega
         masked_softmax_fusion=False,
         persist_layer_norm=False,
         **recompute,
-        **_experts(text, options),
+        **_experts(text_config, options),
     )
 
 
-def num_experts(text: PreTrainedConfig) -> int:
+def num_experts(text_config: PreTrainedConfig) -> int:
     """Return the number of experts of each layer; 0 for a dense model."""
-    return text.num_local_experts if text.model_type in ("qwen3_moe", "mixtral") else 0
+    return text_config.num_local_experts if text_config.model_type in ("qwen3_moe", "mixtral") else 0
 
 
-def _experts(text: PreTrainedConfig, options: MegatronOptions) -> dict[str, Any]:
+def _experts(text_config: PreTrainedConfig, options: MegatronOptions) -> dict[str, Any]:
     """Return the settings of a mixture-of-experts model."""
-    if not num_experts(text):
+    if not num_experts(text_config):
         return {}
     return {
-        "num_moe_experts": num_experts(text),
-        "moe_ffn_hidden_size": getattr(text, "moe_intermediate_size", None) or text.intermediate_size,
-        "moe_router_topk": text.num_experts_per_tok,
+        "num_moe_experts": num_experts(text_config),
+        "moe_ffn_hidden_size": getattr(text_config, "moe_intermediate_size", None) or text_config.intermediate_size,
+        "moe_router_topk": text_config.num_experts_per_tok,
         # The softmax over the selected experts equals the normalized softmax over all experts.
-        "moe_router_pre_softmax": not getattr(text, "norm_topk_prob", True),
+        "moe_router_pre_softmax": not getattr(text_config, "norm_topk_prob", True),
         "moe_router_load_balancing_type": "none",
         "expert_model_parallel_size": options.expert_model_parallel_size,
         "expert_tensor_parallel_size": 1,  # tensor-parallel ranks process different tokens and hold whole experts
     }
 
 
-def head_dim(text: PreTrainedConfig) -> int:
+def head_dim(text_config: PreTrainedConfig) -> int:
     """Return the size of one attention head."""
-    return getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    return getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
 
 
 def _keep(weight: Tensor) -> None:
     """Leave a new weight uninitialized, because all weights are loaded."""
 
 
-def _unsupported_features(text: PreTrainedConfig) -> Iterator[str]:
+def _unsupported_features(text_config: PreTrainedConfig) -> Iterator[str]:
     """Yield config entries that have no counterpart in the Megatron model."""
-    values = text.to_dict()
+    values = text_config.to_dict()
     if values.get("hidden_act") != "silu":
         yield f"hidden_act={values.get('hidden_act')}"
     for key in ("attention_bias", "mlp_bias"):
@@ -127,29 +131,29 @@ def _unsupported_features(text: PreTrainedConfig) -> Iterator[str]:
         yield "dense layers in a mixture-of-experts model"
     if values.get("router_jitter_noise"):
         yield f"router_jitter_noise={values['router_jitter_noise']}"
-    if text.model_type == "mixtral" and values.get("sliding_window") is not None:
+    if text_config.model_type == "mixtral" and values.get("sliding_window") is not None:
         yield f"sliding_window={values['sliding_window']}"
     if set(values.get("layer_types") or ()) - {"full_attention"}:
         yield "sliding-window attention"
 
 
-def _indivisible_sizes(text: PreTrainedConfig, options: MegatronOptions) -> Iterator[str]:
+def _indivisible_sizes(text_config: PreTrainedConfig, options: MegatronOptions) -> Iterator[str]:
     """Yield sizes of the model that the parallel sizes do not divide."""
     tensor = options.tensor_model_parallel_size
-    experts, expert_size = num_experts(text), options.expert_model_parallel_size
+    experts, expert_size = num_experts(text_config), options.expert_model_parallel_size
     for key in ("num_attention_heads", "num_key_value_heads", *(() if experts else ("intermediate_size",))):
-        if getattr(text, key) % tensor:
-            yield f"{key}={getattr(text, key)} is not divisible by tensor_model_parallel_size={tensor}"
+        if getattr(text_config, key) % tensor:
+            yield f"{key}={getattr(text_config, key)} is not divisible by tensor_model_parallel_size={tensor}"
     if experts and tensor > 1 and not options.sequence_parallel:
         yield "sequence_parallel=false is not supported for a tensor-parallel mixture-of-experts model"
     if expert_size > 1 and (not experts or experts % expert_size):
         yield f"{experts} experts cannot be split over expert_model_parallel_size={expert_size} ranks"
-    heads, context = text.num_attention_heads // tensor, options.context_parallel_size
+    heads, context = text_config.num_attention_heads // tensor, options.context_parallel_size
     if heads % context:
         yield f"{heads} attention heads per rank are not divisible by context_parallel_size={context}"
     stages = options.pipeline_model_parallel_size * (options.virtual_pipeline_model_parallel_size or 1)
-    if text.num_hidden_layers % stages:
-        yield f"num_hidden_layers={text.num_hidden_layers} is not divisible by {stages} pipeline stages"
+    if text_config.num_hidden_layers % stages:
+        yield f"num_hidden_layers={text_config.num_hidden_layers} is not divisible by {stages} pipeline stages"
 
 
 class RotaryAngles:
@@ -163,7 +167,7 @@ class RotaryAngles:
         if parameters.get("rope_type") in ("dynamic", "longrope") or rotary.attention_scaling != 1.0:
             raise EngineError(
                 f"strategy=megatron does not support rope_type={parameters.get('rope_type')}, because its angles "
-                "depend on the longest row or are scaled; set another strategy"
+                "depend on the sequence length or are scaled; set another strategy"
             )
         self._frequencies: Tensor = rotary.inv_freq
 

@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 class _CudaToCPU(TorchFunctionMode):
-    """Replaces CUDA devices in the arguments of torch functions by the CPU."""
+    """Replaces CUDA devices in the arguments of torch functions with the CPU."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})

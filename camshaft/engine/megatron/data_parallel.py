@@ -162,7 +162,7 @@ class ShardedDataParallel(DataParallel):
     shards_optimizer = True
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the optimizer, and replace its parameters by this rank's parts of them."""
+        """Set the optimizer, and replace its parameters with this rank's parts of them."""
         super().attach(optimizer)
         with on_device(self.device):
             self._shards = DistributedOptimizer(
@@ -241,7 +241,7 @@ class ShardedDataParallel(DataParallel):
     def _gather(self, parameter: nn.Parameter, tensor_of: Callable[[Tensor], Tensor], example: Tensor) -> Tensor:
         """Gather a tensor of a parameter from the ranks that hold parts of it; `example` has its type.
 
-        `tensor_of` returns the part that belongs to a part of the parameter. A scalar is equal on all ranks.
+        `tensor_of` maps this rank's part of the parameter to the part of the tensor. A scalar is equal on all ranks.
         """
         shard, positions = self._shard_of(parameter)
         is_scalar = example.ndim == 0

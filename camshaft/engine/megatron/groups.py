@@ -4,7 +4,7 @@
     groups = create_groups(dist.group.WORLD, layout)      # collective over all ranks
     groups.tp, groups.pp, groups.dp                       # a `ProcessGroupCollection` of Megatron
 
-Ranks are ordered as in Megatron: neighbours are in one tensor-parallel group, then in one context-parallel group, then
+Ranks are ordered as in Megatron: neighbors are in one tensor-parallel group, then in one context-parallel group, then
 data-parallel, and the pipeline stages are farthest apart. Megatron keeps one set of groups in global variables. This
 module does not set them: each engine passes its own groups to Megatron, so engines with different layouts coexist in
 one process.

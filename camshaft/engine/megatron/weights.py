@@ -132,7 +132,7 @@ class _Mapping:
             yield Block(tuple(parameters), (weight,), lambda ts: [torch.stack(ts)], lambda ts: list(ts[0].unbind()))
 
     def _weights(self, name: str) -> tuple[tuple[Weight, ...], Convert, Convert]:
-        """Return the weights that a parameter consists of, and the conversions."""
+        """Return the weights that a parameter consists of, and the conversions between both."""
         model = self.model
         if name.startswith("decoder.layers."):
             _, _, number, rest = name.split(".", 3)

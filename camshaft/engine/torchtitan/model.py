@@ -41,8 +41,8 @@ class TitanModel(PackedModule):
         """Wrap a parallelized decoder.
 
         `template` holds the weights of the whole model by their names in transformers, on the meta device. `names` maps
-        these names to those in the decoder. The tokens of a call are padded to a multiple of `token_multiple`, over
-        whose ranks tensor parallelism splits them.
+        these names to those in the decoder. The tokens of a call are padded to a multiple of `token_multiple`: the
+        number of ranks over which sequence parallelism splits them, or 1.
         """
         super().__init__()
         self.decoder = decoder

@@ -72,7 +72,7 @@ class Stage(PipelineStage):
         self._resize_buffers(self.grad_recv_info)
 
     def _resize_buffers(self, receives: Mapping[int, Sequence[Any]]) -> None:
-        """Replace the receive buffers, which have the size of the first micro-batch, by those of the right sizes."""
+        """Replace the receive buffers, which have the size of the first micro-batch, with ones of the right sizes."""
         for index, receives_of_batch in receives.items():
             for receive in receives_of_batch:
                 if receive.buffer is not None:

@@ -1,7 +1,7 @@
 """Triton kernels that process the logits of one tile of `models/linear_logprob.py` in a single pass over memory.
 
-    normalisers, target_logits, entropy = reduce_tile(logits, columns, temperature=0.7, need_entropy=True)
-    grad = logit_gradient(logits, columns, normalisers, entropy, grad_log_probs, grad_entropy, 0.7, torch.bfloat16)
+    normalizers, target_logits, entropy = reduce_tile(logits, columns, temperature=0.7, need_entropy=True)
+    grad = logit_gradient(logits, columns, normalizers, entropy, grad_log_probs, grad_entropy, 0.7, torch.bfloat16)
 
 Torch computes the matrix products. Without these kernels, torch operators would read and write each tile about ten
 times between the products. Estimated from the number of bytes, that takes longer than the products even if the hidden
@@ -46,7 +46,7 @@ def reduce_tile(logits: Tensor, columns: Tensor, temperature: float, need_entrop
 def logit_gradient(
     logits: Tensor,
     columns: Tensor,
-    normalisers: Tensor,
+    normalizers: Tensor,
     entropy: Tensor | None,
     grad_log_probs: Tensor | None,
     grad_entropy: Tensor | None,
@@ -55,12 +55,12 @@ def logit_gradient(
 ) -> Tensor:
     """Return (C, V), the gradient with respect to the scaled logits, in `dtype`.
 
-    `normalisers` (logsumexp) and `entropy` are those of the whole vocabulary.
+    `normalizers` (logsumexp) and `entropy` are those of the whole vocabulary.
     """
     tokens, vocabulary = logits.shape
     grad = torch.empty_like(logits, dtype=dtype)
-    zeros = torch.zeros_like(normalisers)
-    tensors = (normalisers, entropy, grad_log_probs, grad_entropy)
+    zeros = torch.zeros_like(normalizers)
+    tensors = (normalizers, entropy, grad_log_probs, grad_entropy)
     statistics = torch.stack([zeros if tensor is None else tensor for tensor in tensors])
     if tokens:
         grid = (tokens, -(-vocabulary // _block(vocabulary)))
@@ -115,14 +115,14 @@ def _reduce_kernel(
 def _gradient_kernel(logits, columns, statistics, grad, num_tokens, vocabulary_size, temperature, BLOCK: tl.constexpr):
     """Compute the gradient of one token and one block of the vocabulary per program."""
     token = tl.program_id(0).to(tl.int64)
-    normaliser = tl.load(statistics + token)
+    normalizer = tl.load(statistics + token)
     entropy = tl.load(statistics + num_tokens + token)
     grad_log_prob = tl.load(statistics + 2 * num_tokens + token)
     grad_entropy = tl.load(statistics + 3 * num_tokens + token)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocabulary_size
     z = tl.load(logits + token * vocabulary_size + at, mask=inside, other=-float("inf")) / temperature
-    log_p = z - normaliser
+    log_p = z - normalizer
     p = tl.exp(log_p)
     slope = tl.where(p == 0, 0.0, p * (grad_log_prob + grad_entropy * (log_p + entropy)))
     result = tl.where(at == tl.load(columns + token), grad_log_prob, 0.0) - slope

@@ -69,8 +69,8 @@ class KVCache:
     def allocate(self, num_rows: int, length: int, max_bytes: int, row_bytes: int) -> int:
         """Allocate slots of `length` positions in `max_bytes`, and return the number of rows, at most `num_rows`.
 
-        There is one slot more, and each row needs `row_bytes` besides its slot. The cache then does not grow, so CUDA
-        graphs stay valid. No slot may be in use, and `position_bytes` must be known.
+        There is one additional slot, and each row needs `row_bytes` besides its slot. The cache then does not grow, so
+        CUDA graphs stay valid. No slot may be in use, and `position_bytes` must be known.
         """
         length, position_bytes = _round_up(length), sum(self.position_bytes.values())
         slot_bytes = length * position_bytes

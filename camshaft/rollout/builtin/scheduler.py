@@ -124,7 +124,7 @@ class Scheduler:
         return Generation(responses, responses.like(log_probs[order]), self.finished.clone(), metrics, experts)
 
     def _fill_slots(self) -> None:
-        """Start waiting rows until no slot is free or no row is waiting."""
+        """Admit waiting rows until no slot is free or no row is waiting."""
         while self.num_waiting and self.live.shape[1] < self.num_slots:
             if self.groups[0].logits is None:
                 self._prefill()

@@ -23,10 +23,10 @@ def check_installed() -> str:
     """Return the installed version. Raise an error if SGLang is missing; warn once about an untested version."""
     if importlib.util.find_spec("sglang") is None:
         raise RolloutError(
-            f"rollout.name=sglang requires SGLang {TESTED[-1]}, which is not installed: run pip install --no-deps "
-            f"sglang=={TESTED[-1]} and install its dependencies without replacing torch, although SGLang requires a "
-            "newer torch; requirements-sglang.txt lists the versions used in the tests. Or set rollout.name=torch for "
-            "the built-in generator, or rollout.name=vllm"
+            f"rollout.name=sglang requires SGLang {TESTED[-1]}, which is not installed. Run pip install --no-deps "
+            f"sglang=={TESTED[-1]}, and install its dependencies except torch (SGLang requires a newer one); "
+            "requirements-sglang.txt lists the versions used in the tests. Or set rollout.name=torch for the built-in "
+            "generator, or rollout.name=vllm"
         )
     version = importlib.metadata.version("sglang")
     if version not in TESTED and version not in _warned:

@@ -135,7 +135,7 @@ def split_stacked(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the weights in the layout of files (`models.loader.file_layout`), from which vLLM loads all models.
 
-    Files contain one tensor per expert. vLLM loads stacked experts of a few models only.
+    Files contain one tensor per expert. vLLM loads stacked experts for a few models only.
     """
     for name, tensor in weights:
         yield from layout(name, tensor).items()

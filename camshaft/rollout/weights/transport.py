@@ -187,7 +187,7 @@ _DEVICE_BYTES = ("storage_handle", "reference_handle", "event_handle")
 def encode_device_handle(arguments: Sequence[Any]) -> dict[str, Any]:
     """Return the arguments with which torch opens a shared uint8 vector as a JSON-serializable dict.
 
-    The receiver may get the handle over HTTP, so it contains numbers and byte strings, and not torch's pickle, which
+    The receiver may get the handle over HTTP, so it contains numbers and byte strings instead of torch's pickle, which
     could run code.
     """
     _, size, _, offset, _, _, device, storage, num_bytes, start, _, reference, reference_offset, event, sync = arguments

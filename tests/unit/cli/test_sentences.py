@@ -197,7 +197,7 @@ def test_a_planted_pickle_is_not_loaded(home: Path) -> None:
     replace_weights(home / "actor")
     run = resume(home, "trainer.resume_mode=disable")
     assert run.status == 1
-    assert "contain other objects than tensors, which run code when they are loaded" in run.err
+    assert "contain objects other than tensors, which run code when they are loaded" in run.err
     assert "weights_only" not in run.err
     assert not (home / "actor" / "RAN").exists()
 

@@ -135,7 +135,7 @@ GOOD = {**PROMPT, "chosen": "3", "rejected": "4"}
         ({**GOOD, "rejected": None}, {}, r"row 1: 'rejected' is empty \(None\)"),
         ({**GOOD, "chosen": " "}, {}, "row 1: 'chosen' is empty"),
         ({**GOOD, "prompt": []}, {}, "row 1: 'prompt' is empty"),
-        ({**GOOD, "lead": None}, {"margin_key": "lead"}, "row 1: 'lead' is None; it must be a finite number"),
+        ({**GOOD, "lead": None}, {"margin_key": "lead"}, "row 1: 'lead' is None, not a finite number"),
         ({**GOOD, "lead": float("nan")}, {"margin_key": "lead"}, "row 1: 'lead' is nan"),
     ],
 )

@@ -59,7 +59,7 @@ def _scalar(value: float) -> Tensor:
 
 
 def _fuse_rms(node: Node) -> None:
-    """Replace `node` by a call of `scale_by_rms` if it matches."""
+    """Replace `node` with a call of `scale_by_rms` if it matches."""
     for x, scale in _operand_orders(node, "mul"):
         if not _is_call(scale, "rsqrt") or not _is_call(scale.args[0], "add"):
             continue
@@ -86,7 +86,7 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 
 def _fuse_rotation(node: Node) -> None:
-    """Replace `node` by a call of `rotate` if it matches."""
+    """Replace `node` with a call of `rotate` if it matches."""
     for cos_term, sin_term in _operand_orders(node, "add"):
         for swapped, sin in _operand_orders(sin_term, "mul"):
             x = _match_swapped_halves(swapped)

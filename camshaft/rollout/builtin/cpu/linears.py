@@ -159,7 +159,7 @@ class PackableLinear(nn.Linear):
 
 
 def use_packable_linears(model: nn.Module) -> None:
-    """Replace each `nn.Linear` (but no subclass) of `model`, which the generator has built, by a `PackableLinear`."""
+    """Replace each `nn.Linear` (but no subclass) with a `PackableLinear`. The generator has built `model` itself."""
     replacements: dict[nn.Module, PackableLinear] = {}  # several modules may share a layer
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if type(layer) is nn.Linear:

@@ -79,14 +79,14 @@ class TracedSlots:
 
 
 class CallRecorder(TorchFunctionMode):
-    """Record the torch calls of one run. `named` maps names to inputs, weights and modules."""
+    """Record the torch calls of one run. `named_objects` maps names to inputs, weights and modules."""
 
-    def __init__(self, named: Mapping[str, Any]):
+    def __init__(self, named_objects: Mapping[str, Any]):
         super().__init__()
         self.calls: list[Call] = []
-        self.refs = {id(value): Ref(name) for name, value in reversed(list(named.items()))}
+        self.refs = {id(value): Ref(name) for name, value in reversed(list(named_objects.items()))}
         # The objects are kept alive, because the id of a freed object is reused.
-        self.live_objects: list[Any] = list(named.values())
+        self.live_objects: list[Any] = list(named_objects.values())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -121,7 +121,7 @@ class CallRecorder(TorchFunctionMode):
         return self.refs[id(tensor)]
 
     def _replace_with_refs(self, arguments: Any) -> Any:
-        """Replace each tensor and module in `arguments` by a `Ref`."""
+        """Replace each tensor and module in `arguments` with a `Ref`."""
 
         def replace(leaf: Any) -> Any:
             return self.ref(leaf) if isinstance(leaf, Tensor) else self.refs.get(id(leaf), leaf)
