@@ -199,7 +199,7 @@ class CheckpointManager:
         if damaged:
             raise CheckpointError(
                 f"{self.root} contains no intact checkpoint; the number of damaged ones is {len(damaged)}. The newest: "
-                f"{find_damage(damaged[-1])}. Restore one from a copy, or start a new run with "
+                f"{find_damage(damaged[-1])}. Restore one from a backup, or start a new run with "
                 "trainer.resume_mode=disable"
             )
 
@@ -264,7 +264,7 @@ def roles_of(facts: Mapping[str, Any], folder: str | Path) -> list[str]:
     if not isinstance(roles, list) or not roles or not isinstance(facts.get("global_step"), int):
         raise CheckpointError(
             f"{folder} is damaged: {TRAINER}/{storage.MANIFEST} does not list the roles and the step; restore the file "
-            "from a copy"
+            "from a backup"
         )
     return roles
 

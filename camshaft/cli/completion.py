@@ -95,7 +95,7 @@ def collect_words() -> Words:
 
 
 def _keys(schema: type[Section]) -> tuple[list[str], dict[str, list[str]], set[str]]:
-    """Return the keys and short names of a schema, the values of those with known values, and those with paths."""
+    """Return the keys and short names of a schema, the known values of keys, and the keys that accept paths."""
     fields, names = leaf_fields(schema), short_names(schema)
     targets = {key: key for key in fields} | names
     values: dict[str, list[str]] = {}

@@ -160,7 +160,7 @@ def packed_attention(
     if query.shape[0] != 1:
         raise EngineError(
             f"a packed call requires input_ids of shape (1, N), got a batch of {query.shape[0]} rows; concatenate the "
-            "rows and describe them by a Packing"
+            "rows and describe them with a Packing"
         )
     if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
         raise _unsupported_error(type(module).__name__, ["attention that is not causal"])

@@ -233,7 +233,7 @@ def _find_unused_weights(search: _Search) -> list[str] | None:
 
 
 def _test_template(search: _Search) -> Finding | None:
-    """Test if the rollout's log-probs match prompts with a special token added or a token removed."""
+    """Test whether the rollout's log-probs match prompts with a special token added or a token removed."""
     search.log("comparing with prompts that have other special tokens")
     rows = slice(0, NUM_PROMPTS)
     comparison = search.loaded
@@ -275,7 +275,7 @@ def _edit_prompts(prompts: Ragged, special: dict[int, str]) -> Iterator[tuple[st
 
 
 def _test_sampling(search: _Search) -> Finding | None:
-    """Test if engine and rollout compute log-probs of the same distribution: temperature, top_k and top_p."""
+    """Test whether engine and rollout compute log-probs of the same distribution: temperature, top_k and top_p."""
     sampling, comparison = search.pair.case.sampling, search.loaded
     expected = log_prob_temperature(sampling)
     finding = _test_raw_log_probs(search.pair, search.prompts, search.limit, search.log)
@@ -342,7 +342,7 @@ def _fit_temperature(search: _Search) -> tuple[Comparison, float]:
 
 
 def _test_hidden_truncation(comparison: Comparison, limit: float) -> Finding | None:
-    """Test if the rollout truncates the distribution, so that every sampled token is more likely than in the model."""
+    """Test whether the rollout truncates the distribution: every sampled token is more likely than in the model."""
     excess = comparison.rollout.values - comparison.engine.values
     if not bool((excess > -limit).all()) or float(excess.mean()) < limit:
         return None
@@ -355,7 +355,7 @@ def _test_hidden_truncation(comparison: Comparison, limit: float) -> Finding | N
 
 
 def _test_raw_log_probs(pair: Pair, prompts: Ragged, limit: float, log: Callable[[str], None]) -> Finding | None:
-    """Test if the rollout returns log-probs of the model instead of those of the sampled distribution.
+    """Test whether the rollout returns log-probs of the model instead of those of the sampled distribution.
 
     With top_k=1, a single token remains, and its log-prob in the sampled distribution is 0.
     """

@@ -38,7 +38,7 @@ class EvalDataConfig(Section):
         description="Parquet file to write all rows and their scores to. null writes no file."
     )
     metrics_path: Path | None = Field(
-        description="JSON file to write the metrics of the printed table to. null writes no file."
+        description="JSON file for the metrics of the printed table. null writes no file."
     )
 
 

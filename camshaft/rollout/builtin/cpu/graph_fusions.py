@@ -125,7 +125,7 @@ def _remove_unit_scale(node: Node) -> None:
 
 
 def _fuse_head_view(node: Node) -> None:
-    """Replace view(B, 1, heads, dim).transpose(1, 2) by one view."""
+    """Replace view(B, 1, heads, dim).transpose(1, 2) with one view."""
     viewed: Any = node.args[0] if _is_call(node, "transpose") else None
     if node.args[1:] != (1, 2) or not _is_call(viewed, "view"):
         return
