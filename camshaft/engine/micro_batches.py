@@ -409,7 +409,7 @@ class PackedRows:
     """(N,) offset of each token in the flattened rows; None if `tokens` are the flattened rows."""
 
     def reorder(self, values: Tensor) -> Tensor:
-        """Select from per-token `values` of the flattened rows those of `tokens`, in their order."""
+        """Return those per-token `values` of the flattened rows that belong to `tokens`, in their order."""
         return values if self.source is None else values[self.source.to(values.device)]
 
 
