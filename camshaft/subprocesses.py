@@ -146,9 +146,11 @@ def kill_own_group() -> NoReturn:
     raise AssertionError("SIGKILL returned")
 
 
-def end_with(pid: int, end: Callable[[], object] = kill_own_group) -> None:
+def end_with(pid: int, end: Callable[[], object] = kill_own_group) -> threading.Thread:
     """Start a thread that calls `end` when the process `pid`, usually the parent, has ended for any reason."""
-    threading.Thread(target=_watch_process, args=(pid, end), name="process-watch", daemon=True).start()
+    thread = threading.Thread(target=_watch_process, args=(pid, end), name="process-watch", daemon=True)
+    thread.start()
+    return thread
 
 
 def _watch_process(pid: int, end: Callable[[], object]) -> None:

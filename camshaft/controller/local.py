@@ -274,7 +274,7 @@ def serve(
     os.setsid()
     dump_stacks_on_signal(_stack_file(folder, rank_info.rank))
     ignore_stop_signals(signal.SIGTERM)
-    end_with(driver, partial(_end_session, folder))  # the fork server exits only after its worker processes
+    watcher = end_with(driver, partial(_end_session, folder))  # the fork server exits only after its worker processes
     os.environ.clear()  # remove the variables from the time at which the fork server started
     set_environment(rank_info, environment)
     log_to_file(rank_info)
@@ -283,7 +283,7 @@ def serve(
         while (request := receive(connection.fileno())) != STOP:
             send(connection.fileno(), executor.answer(request))
     except OSError:
-        _end_session(folder)
+        watcher.join()  # the driver has ended, or it is about to kill this rank and needs its folder for other pools
     # Exit without finalizing the interpreter, because finalization sometimes aborts while gloo threads run.
     sys.stdout.flush()
     sys.stderr.flush()

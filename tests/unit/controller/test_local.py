@@ -19,7 +19,7 @@ from support.processes import still_running
 
 from camshaft import subprocesses
 from camshaft.contracts.controller.roles import Toy
-from camshaft.controller import Dispatch, Worker, register, shutdown, spawn, workers
+from camshaft.controller import Dispatch, Worker, local, register, shutdown, spawn, workers
 from camshaft.errors import RolloutError, WorkerError
 
 ROOT = Path(__file__).parents[3]
@@ -86,6 +86,16 @@ def test_no_process_is_left_without_a_shutdown(tmp_path: Path):
         driver.communicate(timeout=30)
         assert driver.returncode == 0
         assert still_running(pids, 5) == []
+
+
+def test_ranks_keep_the_folder_of_a_running_driver(monkeypatch: pytest.MonkeyPatch):
+    """On a busy machine, ranks see that the driver has closed their sockets before it kills them."""
+    kill = local.kill_group
+    monkeypatch.setattr(local, "kill_group", lambda group: (time.sleep(0.2), kill(group)))
+    toy = spawn(Toy, world_size=2)
+    with pytest.raises(WorkerError, match="weights of layer 3"):
+        toy.fail_everywhere()
+    shutdown(spawn(Toy, world_size=2))
 
 
 @pytest.mark.slow
