@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 def parse_size(text: str) -> int:
     """Return a size with a unit, such as 80GiB, in bytes."""
-    match = re.fullmatch(r"([0-9.]+) *([A-Za-z]*)", text.strip())
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) *([A-Za-z]*)", text.strip())
     if match is None or match[2].upper() not in UNITS:
         raise ConfigError(f"--memory {text} is not a size; write for example --memory 64GiB")
     return int(float(match[1]) * UNITS[match[2].upper()])

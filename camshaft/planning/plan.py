@@ -121,7 +121,7 @@ def _memory_per_rank(config: PPOConfig, memory: int | None) -> int:
     """Return an equal share of the memory of the machine for each rank of all pools."""
     groups = {pool: group for group, pool in reversed(config.pools().items())}  # one group of each pool
     ranks = sum(group_topology(config, group).world_size for group in groups.values())
-    return (memory or memory_limit()) // ranks
+    return (memory_limit() if memory is None else memory) // ranks
 
 
 def _notes(config: PPOConfig) -> Iterator[str]:
@@ -219,17 +219,25 @@ def _smaller_micro_batches(config: PPOConfig, row: Row) -> Iterator[tuple[str, .
 def solve(overrides: Sequence[str], key: str, memory: int | None) -> int | None:
     """Return the largest integer of a key with which the run fits; None if no value does.
 
-    It doubles the value until the run no longer fits, and then halves the interval. Invalid values do not fit.
+    It doubles the value until the run no longer fits, and then halves the interval. Invalid values do not fit. If all
+    values are invalid, the error of the first one is raised.
     """
+    errors: list[ConfigError] = []
 
     def fits(value: int) -> bool:
-        plan = _try_plan([*overrides, f"{key}={value}"], memory)
-        return plan is not None and plan.fits
+        try:
+            (config,) = compose([*overrides, f"{key}={value}"], PPOConfig)
+            return make_plan(config, memory).fits
+        except ConfigError as error:
+            errors.append(error)
+            return False
 
-    first = next((value for value in (2**power for power in range(21)) if fits(value)), None)
-    if first is None:
+    values = [2**power for power in range(21)]
+    low = next((value for value in values if fits(value)), None)
+    if len(errors) == len(values):
+        raise errors[0]
+    if low is None:
         return None
-    low = first
     while low < 2**20 and fits(2 * low):
         low *= 2
     high = 2 * low

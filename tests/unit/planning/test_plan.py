@@ -136,8 +136,15 @@ def test_nothing_is_computed_and_freed_tensors_do_not_count() -> None:
 
 def test_sizes_need_a_known_unit() -> None:
     assert parse_size("80GiB") == 80 * 2**30
-    with pytest.raises(ConfigError, match="not a size"):
-        parse_size("80 bananas")
+    for text in ("80 bananas", "1.2.3GiB", "."):
+        with pytest.raises(ConfigError, match="not a size"):
+            parse_size(text)
+
+
+def test_a_misspelt_key_to_solve_is_an_error(folder: Path) -> None:
+    result = camshaft("plan", "--solve", "trainer.total_epoch", *arguments(folder, strategy="reference"))
+    assert result.status == 2
+    assert "trainer.total_epochs" in result.err
 
 
 def test_the_solved_value_fits_and_its_double_does_not(folder: Path) -> None:
