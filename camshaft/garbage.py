@@ -22,7 +22,11 @@ def freeze_objects() -> None:
 
 @contextmanager
 def frozen_objects() -> Iterator[None]:
-    """Exclude all objects that exist from garbage collection within the block."""
+    """Exclude all objects that exist from garbage collection within the block.
+
+    Garbage is freed before. Frozen garbage would keep its memory, such as tensors of a checkpoint, until the end.
+    """
+    gc.collect()
     freeze_objects()
     try:
         yield

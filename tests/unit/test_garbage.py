@@ -57,3 +57,10 @@ def test_frozen_objects_are_collected_after_the_block(objects: list[list[int]]) 
     with frozen_objects():
         assert len(gc.get_objects()) < OBJECTS / 10
     assert len(gc.get_objects()) > len(objects)
+
+
+def test_garbage_before_the_block_is_freed() -> None:
+    freed = weakref.ref(Node())
+    assert freed() is not None
+    with frozen_objects():
+        assert freed() is None
