@@ -38,6 +38,7 @@ from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.supervised import RMConfig, SFTConfig, SupervisedConfig
 from camshaft.config.short_names import short_names
 from camshaft.config.tree import format_value, get, has_key, put
+from camshaft.errors import EngineError
 from camshaft.machine import CPU, Machine
 
 AUTO = "auto"
@@ -65,6 +66,11 @@ class Settings:
     def get(self, key: str) -> Any:
         """Return the value of a key, or None if it does not exist."""
         return get(self.values, key) if has_key(self.values, key) else None
+
+    def section(self, key: str) -> Mapping[str, Any]:
+        """Return the value of a key if it is a mapping, and an empty mapping otherwise."""
+        value = self.get(key)
+        return value if isinstance(value, Mapping) else {}
 
     def count(self, key: str, default: int = 1) -> int:
         """Return the value of a key if it is a positive integer, and the default otherwise."""
@@ -136,11 +142,14 @@ def _compile(strategy: str, section: str, fsdp_config: str, model: str) -> Rule:
     """Return the rule of `use_torch_compile` in a section, for the keys of its engine, sharding and model."""
 
     def choose(settings: Settings) -> tuple[Any, str]:
-        kwargs, size = (settings.get(f"{section}{key}") for key in ("engine_kwargs", "ulysses_sequence_parallel_size"))
-        keys = {**(settings.get(fsdp_config) or {}), "ulysses_sequence_parallel_size": size, "use_torch_compile": True}
+        if settings.on_cpu():
+            return False, ""
+        size = settings.get(f"{section}ulysses_sequence_parallel_size")
+        keys = {**settings.section(fsdp_config), "ulysses_sequence_parallel_size": size, "use_torch_compile": True}
+        kwargs = settings.section(f"{section}engine_kwargs")
         values = {key: settings.get(f"{model}.{key}") for key in _CHECKPOINTING}
         values = {key: value for key, value in values.items() if value is not None}
-        if settings.on_cpu() or not _can_compile(str(settings.get(strategy)), keys, kwargs or {}, values):
+        if not _can_compile(str(settings.get(strategy)), keys, kwargs, values):
             return False, ""
         if "triton" not in settings.machine.libraries:
             return False, "triton is not installed"
@@ -149,13 +158,15 @@ def _compile(strategy: str, section: str, fsdp_config: str, model: str) -> Rule:
     return choose
 
 
-def _can_compile(strategy: str, keys: dict[str, Any], engine_kwargs: dict[str, Any], model: dict[str, Any]) -> bool:
+def _can_compile(
+    strategy: str, keys: Mapping[str, Any], engine_kwargs: Mapping[str, Any], model: Mapping[str, Any]
+) -> bool:
     """Return True if the engine has the option `use_torch_compile` and it conflicts with no other option."""
     try:
         schema = engine_capabilities(strategy).options
         options = schema.from_dict(select_options(schema, keys, engine_kwargs))
         return "use_torch_compile" in schema.model_fields and not list(options.conflicts(EngineModel(path="", **model)))
-    except ValueError:  # the checks of the config report unknown engines and invalid values
+    except (ValueError, EngineError):  # the checks of the config report unknown engines and invalid values
         return False
 
 

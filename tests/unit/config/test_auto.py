@@ -194,6 +194,15 @@ def test_accelerators_compile_and_capture_graphs(
         assert config.reward_model.use_torch_compile == compiles
 
 
+@pytest.mark.parametrize("machine", [LAPTOP, COMPILER])
+@pytest.mark.parametrize(
+    "setting", [f"{FSDP}=5", f"{ACTOR}.engine_kwargs=5", f"{ACTOR}.ulysses_sequence_parallel_size=many"]
+)
+def test_invalid_engine_settings_are_config_errors(machine: Machine, setting: str, own_task: list[str]) -> None:
+    with pytest.raises(ConfigError, match=setting.replace("=", " = ")):
+        load_ppo([*own_task, setting], machine=machine)
+
+
 def test_other_commands_compile_and_capture_on_accelerators(sft_words: list[str], tmp_path: Path) -> None:
     task = [f"data={tmp_path}/train.parquet", f"model={tmp_path}/model"]
     for machine, is_fast in ((COMPILER, True), (LAPTOP, False)):
