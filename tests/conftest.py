@@ -37,6 +37,15 @@ def _preload_fork_server() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
+def _freeze_again() -> Iterator[None]:
+    """Exclude the modules from garbage collection again if a run in this process has included them."""
+    yield
+    if not gc.get_freeze_count():
+        gc.collect()
+        gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
 def _destroy_process_group() -> Iterator[None]:
     """Destroy the process group of size one that a sharded engine in this process creates."""
     yield
