@@ -110,7 +110,12 @@ def backend_for(device: torch.device) -> str:
 
 def host_backend() -> str:
     """Return the backend of the default process group for CPU tensors: gloo, or that of a fake group (`planning`)."""
-    return dict(part.split(":") for part in dist.get_backend_config().split(","))["cpu"]
+    return _group_backends()["cpu"]
+
+
+def _group_backends() -> dict[str, str]:
+    """Map each type of device that the default process group supports to its backend."""
+    return dict(part.split(":") for part in dist.get_backend_config().split(","))
 
 
 def join_group(device: torch.device) -> None:
@@ -131,12 +136,11 @@ def join_group(device: torch.device) -> None:
 
 def _check_group(device: torch.device) -> None:
     """Raise EngineError if the existing process group does not support the device or the CPU."""
-    config = dist.get_backend_config()
-    backends = dict(part.split(":") for part in config.split(","))
+    backends = _group_backends()
     for kind in ("cpu", device.type):
         if kind not in backends:
             raise EngineError(
-                f"the existing process group ({config}) does not support {kind}; create it with "
+                f"the existing process group ({dist.get_backend_config()}) does not support {kind}; create it with "
                 f"torch.distributed.init_process_group('{backend_for(device)}'), or let the engine create it"
             )
 

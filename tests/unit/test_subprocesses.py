@@ -6,6 +6,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 
 import numpy as np
 import pytest
@@ -138,18 +139,20 @@ def test_a_child_and_its_children_end_with_a_killed_parent(child: str, guard: st
 
 
 VARIABLE_PARENT = """
-import os, time
+import os, sys, time
 from camshaft.subprocesses import VariableGuard, start_python
-guard = VariableGuard("GUARDED", "1", seconds=0.0)
+mark = sys.argv[1]
+guard = VariableGuard("GUARDED", mark, seconds=0.0)
 sleep = ["-c", "import time; time.sleep(60)"]
-for value in ("1", "12", ""):
+for value in (mark, mark + "2", ""):
     print(start_python(sleep, {**os.environ, "GUARDED": value}).pid, flush=True)
 time.sleep(60)
 """
 
 
 def test_processes_with_a_variable_end_with_a_killed_parent():
-    with subprocess.Popen([sys.executable, "-c", VARIABLE_PARENT], stdout=subprocess.PIPE, text=True) as process:
+    command = [sys.executable, "-c", VARIABLE_PARENT, uuid.uuid4().hex]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         marked, *others = [int(process.stdout.readline()) for _ in range(3)]
         try:
