@@ -78,7 +78,7 @@ def test_history_has_a_column_per_metric_and_hook(trained: camshaft.Run) -> None
     assert trained.config["trainer.seed"] == 5
     assert trained.metrics() == trained.metrics(2)
     assert trained.metrics(1)["distinct"] == history["distinct"][0]
-    with pytest.raises(ConfigError, match="nothing for step 3; the nearest steps are 1, 2"):
+    with pytest.raises(ConfigError, match="step 3 is not available; the nearest steps are 1, 2"):
         trained.metrics(3)
 
 
@@ -113,7 +113,7 @@ def test_an_export_is_the_trained_model(trained: camshaft.Run, tmp_path: Path) -
     after = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert before.keys() == after.keys()
     assert any(not torch.equal(before[name], after[name]) for name in before)
-    with pytest.raises(ConfigError, match="nothing for step 9"):
+    with pytest.raises(ConfigError, match="step 9 is not available"):
         trained.export(tmp_path / "other", step=9)
 
 

@@ -29,18 +29,7 @@ FAMILIES = MEGATRON.families
 def transformer_config(hf: PreTrainedConfig, config: EngineConfig, options: MegatronOptions) -> TransformerConfig:
     """Return Megatron's config of a model; raise `EngineError` with all reasons if the model is not supported."""
     text_config = hf.get_text_config()
-    problems = (
-        list(_unsupported_features(text_config))
-        if text_config.model_type in FAMILIES
-        else [f"model_type={text_config.model_type}"]
-    )
-    if not problems:
-        problems += _indivisible_sizes(text_config, options)
-    if problems:
-        raise EngineError(
-            f"strategy=megatron does not support this model: {'; '.join(problems)}. It supports models of the types "
-            f"{', '.join(FAMILIES)}; set another strategy or other parallel sizes"
-        )
+    _check_supported(text_config, options)
     dtype = DTYPES[options.mixed_precision.param_dtype or config.dtype]
     virtual = options.virtual_pipeline_model_parallel_size
     recompute: dict[str, Any] = {}
@@ -87,6 +76,22 @@ def transformer_config(hf: PreTrainedConfig, config: EngineConfig, options: Mega
         **recompute,
         **_experts(text_config, options),
     )
+
+
+def _check_supported(text_config: PreTrainedConfig, options: MegatronOptions) -> None:
+    """Raise `EngineError` with all reasons if the model is not supported."""
+    problems = (
+        list(_unsupported_features(text_config))
+        if text_config.model_type in FAMILIES
+        else [f"model_type={text_config.model_type}"]
+    )
+    if not problems:
+        problems += _indivisible_sizes(text_config, options)
+    if problems:
+        raise EngineError(
+            f"strategy=megatron does not support this model: {'; '.join(problems)}. It supports models of the types "
+            f"{', '.join(FAMILIES)}; set another strategy or other parallel sizes"
+        )
 
 
 def num_experts(text_config: PreTrainedConfig) -> int:
