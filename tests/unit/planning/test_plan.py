@@ -28,7 +28,7 @@ FEATURES = {
     "tensor parallel": "{fsdp}.tensor_parallel_size=2",
     "hybrid": "{fsdp}.fsdp_size=2",
 }
-QUICK = (("fsdp", 2, POLICY, "plain"), ("fsdp", 2, CRITIC, "tensor parallel"))
+QUICK = (("fsdp", 2, POLICY, "plain"), ("fsdp", 2, CRITIC, "checkpointing"))
 """Cases of the default suite; `make test-slow` runs all."""
 
 
