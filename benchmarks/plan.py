@@ -60,17 +60,20 @@ class Rank(Worker):
         return phases, _peak() - before
 
 
-def overrides(folder: Path, strategy: str, ranks: int, group: str, feature: str) -> list[str]:
-    """Return the arguments of a run with one feature."""
-    role = GROUPS[group]
-    fsdp, model = (f"{role}.fsdp_config", "actor_rollout_ref.model")
-    if group == CRITIC:
-        fsdp, model = "critic.model.fsdp_config", "critic.model"
+def overrides(folder: Path, strategy: str, ranks: int, group: str, feature: str, **sizes: int) -> list[str]:
+    """Return the arguments of a run with one feature. `sizes` are those of `run_arguments`."""
+    role, model = GROUPS[group], "critic.model" if group == CRITIC else "actor_rollout_ref.model"
+    fsdp = "critic.model.fsdp_config" if group == CRITIC else f"{role}.fsdp_config"
     changes = FEATURES[feature][1].format(role=role, fsdp=fsdp, model=model).split()
     if group == POLICY:  # the reference reads its own offload keys
         changes += [
             c.replace(".actor.", ".ref.") for c in changes if c.split("=")[0].endswith(("param_offload", "_size"))
         ]
+    return [*run_arguments(folder, strategy, ranks, **sizes), *changes]
+
+
+def run_arguments(folder: Path, strategy: str, ranks: int, batch: int = 8, length: int = 64) -> list[str]:
+    """Return the arguments of a run whose prompts and responses have at most `length` tokens each."""
     return [
         f"model={folder / 'model'}",
         f"data={folder / 'train.jsonl'}",
@@ -83,13 +86,19 @@ def overrides(folder: Path, strategy: str, ranks: int, group: str, feature: str)
         "actor_rollout_ref.model.random_init=true",
         "actor_rollout_ref.rollout.ignore_eos=true",
         "actor_rollout_ref.rollout.n=4",
-        "data.train_batch_size=8",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
-        "critic.ppo_mini_batch_size=4",
-        "data.max_prompt_length=64",
-        "data.max_response_length=64",
-        *changes,
+        f"data.train_batch_size={batch}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={batch // 2}",
+        f"critic.ppo_mini_batch_size={batch // 2}",
+        f"data.max_prompt_length={length}",
+        f"data.max_response_length={length}",
     ]
+
+
+def write_inputs(folder: Path, **model: int) -> None:
+    """Write the model and the data of `run_arguments`."""
+    make_tiny_model(folder / "model", **model)
+    make_tiny_tokenizer(folder / "model")
+    (folder / "train.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 8, encoding="utf-8")
 
 
 def cases() -> Iterator[tuple[str, int, str, str]]:
@@ -144,11 +153,7 @@ def main() -> None:
     lines += ["|---|---|---|---|---|---|---|---|"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_tiny_model(
-            folder / "model", hidden=options.hidden, layers=options.layers, intermediate_size=4 * options.hidden
-        )
-        make_tiny_tokenizer(folder / "model")
-        (folder / "train.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 8, encoding="utf-8")
+        write_inputs(folder, hidden=options.hidden, layers=options.layers, intermediate_size=4 * options.hidden)
         for strategy, ranks, group, feature in cases():
             if options.ranks not in (None, ranks) or options.feature not in (None, feature):
                 continue

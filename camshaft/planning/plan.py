@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from camshaft.config import PPOConfig, compose
 from camshaft.config.backends import ENGINES, engine_capabilities
+from camshaft.config.tree import get
 from camshaft.errors import ConfigError
 from camshaft.planning.machine import memory_limit
 from camshaft.planning.trace import (
@@ -28,6 +29,14 @@ from camshaft.planning.trace import (
 GIB = 2**30
 ORDER = ("build", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "save")
 """Phases in the order of a training step."""
+MICRO_BATCHES = {
+    "update_actor": ("actor_rollout_ref.actor", "use_dynamic_bsz", "ppo"),
+    "update_critic": ("critic", "use_dynamic_bsz", "ppo"),
+    "values": ("critic", "use_dynamic_bsz", "forward"),
+    "old_log_prob": ("actor_rollout_ref.rollout", "log_prob_use_dynamic_bsz", "log_prob"),
+    "ref": ("actor_rollout_ref.ref", "log_prob_use_dynamic_bsz", "log_prob"),
+}
+"""Keys of the micro-batches of a phase: their section, the key of dynamic batching, and the prefix of their size."""
 
 
 class Row(NamedTuple):
@@ -187,30 +196,14 @@ def _changes(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]:
 
 def _smaller_micro_batches(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]:
     """Yield half and a quarter of the micro-batch size, and so on, of the phase."""
-    actor, critic, rollout = config.actor_rollout_ref.actor, config.critic, config.actor_rollout_ref.rollout
-    ref = config.actor_rollout_ref.ref
-    settings: dict[str, tuple[str, bool, str, int | None, str, int | None]] = {
-        "update_actor": ("actor_rollout_ref.actor", actor.use_dynamic_bsz, "ppo_max_token_len_per_gpu",
-                         actor.ppo_max_token_len_per_gpu, "ppo_micro_batch_size_per_gpu",
-                         actor.ppo_micro_batch_size_per_gpu),
-        "update_critic": ("critic", critic.use_dynamic_bsz, "ppo_max_token_len_per_gpu",
-                          critic.ppo_max_token_len_per_gpu, "ppo_micro_batch_size_per_gpu",
-                          critic.ppo_micro_batch_size_per_gpu),
-        "values": ("critic", critic.use_dynamic_bsz, "forward_max_token_len_per_gpu",
-                   critic.forward_max_token_len_per_gpu, "forward_micro_batch_size_per_gpu",
-                   critic.forward_micro_batch_size_per_gpu),
-        "old_log_prob": ("actor_rollout_ref.rollout", rollout.log_prob_use_dynamic_bsz,
-                         "log_prob_max_token_len_per_gpu", rollout.log_prob_max_token_len_per_gpu,
-                         "log_prob_micro_batch_size_per_gpu", rollout.log_prob_micro_batch_size_per_gpu),
-        "ref": ("actor_rollout_ref.ref", ref.log_prob_use_dynamic_bsz, "log_prob_max_token_len_per_gpu",
-                ref.log_prob_max_token_len_per_gpu, "log_prob_micro_batch_size_per_gpu",
-                ref.log_prob_micro_batch_size_per_gpu),
-    }  # fmt: skip
-    if row.phase not in settings:
+    if row.phase not in MICRO_BATCHES:
         return
-    section, is_dynamic, token_key, tokens, row_key, rows = settings[row.phase]
-    key, value = (token_key, tokens) if is_dynamic else (row_key, rows)
+    section, flag, prefix = MICRO_BATCHES[row.phase]
+    values = get(config.model_dump(), section)
+    is_dynamic = values[flag]
+    key = f"{prefix}_max_token_len_per_gpu" if is_dynamic else f"{prefix}_micro_batch_size_per_gpu"
     least = config.data.max_prompt_length + config.data.max_response_length if is_dynamic else 1
+    value = values[key]
     while value is not None and value // 2 >= least:
         value //= 2
         yield (f"{section}.{key}={value}",)

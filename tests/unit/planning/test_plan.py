@@ -12,32 +12,22 @@ import torch
 from support.command_line import camshaft
 from support.ranks import run_ranks
 
+from benchmarks.plan import cases, overrides, run_arguments, write_inputs
 from camshaft.cli.plan import parse_size
 from camshaft.config import PPOConfig, compose
 from camshaft.errors import ConfigError
-from camshaft.models.tiny import make_tiny_model, make_tiny_tokenizer
 from camshaft.planning.tensor_memory import TensorMemory
 from camshaft.planning.trace import CRITIC, POLICY, Phase, forecast, measure
 
-FEATURES = {
-    "plain": "",
-    "checkpointing": "{model}.enable_gradient_checkpointing=true",
-    "lora": "{model}.lora_rank=8",
-    "offload": "{fsdp}.param_offload=true {fsdp}.optimizer_offload=true",
-    "sequence parallel": "{role}.ulysses_sequence_parallel_size=2",
-    "tensor parallel": "{fsdp}.tensor_parallel_size=2",
-    "hybrid": "{fsdp}.fsdp_size=2",
-}
 QUICK = (("fsdp", 2, POLICY, "plain"), ("fsdp", 2, CRITIC, "checkpointing"))
 """Cases of the default suite; `make test-slow` runs all."""
+SIZES = {"batch": 4, "length": 16}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan")
-    make_tiny_model(folder / "model", hidden=64, layers=2)
-    make_tiny_tokenizer(folder / "model")
-    (folder / "train.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 8, encoding="utf-8")
+    write_inputs(folder, hidden=64, layers=2)
     return folder
 
 
@@ -48,53 +38,20 @@ def process() -> Iterator[ProcessPoolExecutor]:
         yield executor
 
 
-def arguments(folder: Path, *changes: str, ranks: int = 1, strategy: str = "fsdp") -> list[str]:
-    return [
-        f"model={folder / 'model'}",
-        f"data={folder / 'train.jsonl'}",
-        f"actor_rollout_ref.actor.strategy={strategy}",
-        f"critic.strategy={strategy}",
-        "trainer.device=cpu",
-        f"trainer.n_gpus_per_node={ranks}",
-        "algorithm.adv_estimator=gae",
-        "actor_rollout_ref.actor.use_kl_loss=true",
-        "actor_rollout_ref.model.random_init=true",
-        "actor_rollout_ref.rollout.ignore_eos=true",
-        "actor_rollout_ref.rollout.n=4",
-        "data.train_batch_size=4",
-        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
-        "critic.ppo_mini_batch_size=2",
-        "data.max_prompt_length=16",
-        "data.max_response_length=16",
-        *changes,
-    ]
+def arguments(folder: Path, *changes: str, strategy: str = "fsdp") -> list[str]:
+    return [*run_arguments(folder, strategy, ranks=1, **SIZES), *changes]
 
 
-def build(folder: Path, *changes: str, ranks: int = 1, strategy: str = "fsdp") -> PPOConfig:
-    return compose(arguments(folder, *changes, ranks=ranks, strategy=strategy), PPOConfig)[0]
+def quick_or_slow() -> Iterator[Any]:
+    for case in cases():
+        yield pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
 
 
-def cases() -> Iterator[Any]:
-    for strategy, ranks in (("reference", 1), ("fsdp", 1), ("fsdp", 2), ("fsdp", 4)):
-        for feature in FEATURES:
-            needed = {"sequence parallel": 2, "tensor parallel": 2, "hybrid": 4}.get(feature, 1)
-            if ranks < needed or (strategy == "reference" and feature == "offload"):
-                continue
-            for group in (POLICY, CRITIC):
-                case = (strategy, ranks, group, feature)
-                yield pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
-
-
-@pytest.mark.parametrize(("strategy", "ranks", "group", "feature"), cases())
+@pytest.mark.parametrize(("strategy", "ranks", "group", "feature"), quick_or_slow())
 def test_forecast_matches_real_ranks(
     folder: Path, process: ProcessPoolExecutor, strategy: str, ranks: int, group: str, feature: str
 ) -> None:
-    is_critic = group == CRITIC
-    role = "critic" if is_critic else "actor_rollout_ref.actor"
-    model = "critic.model" if is_critic else "actor_rollout_ref.model"
-    fsdp = "critic.model.fsdp_config" if is_critic else f"{role}.fsdp_config"
-    changes = FEATURES[feature].format(role=role, model=model, fsdp=fsdp).split()
-    config = build(folder, *changes, ranks=ranks, strategy=strategy)
+    (config,) = compose(overrides(folder, strategy, ranks, group, feature, **SIZES), PPOConfig)
     measured: list[Phase] = run_ranks(measure, ranks, config, group)[0]
     planned: list[Phase] = process.submit(forecast, config, group).result(timeout=60)
     assert [phase[:2] for phase in planned] == [phase[:2] for phase in measured]
