@@ -2,14 +2,13 @@
 
 `COMMANDS` is the table of all commands. Each command is a function `main(argv) -> exit status` in one of these modules:
 
-    ppo.py, sft.py, rm.py         train a model
+    ppo.py, supervised.py         train a model
     generate.py, evaluate.py      generate responses to the prompts of a file, and score responses
     doctor.py                     check this machine, or what a run needs
     plan.py                       forecast the memory of a run
     check_data.py                 inspect the data and the reward function of a run
     export.py, checkpoints.py     export a model from a checkpoint, and list the checkpoints of a run
-    view.py, show.py, compare.py, plot.py
-                                  look at the folders of runs
+    view.py, runs.py              show runs on a page, in the terminal and as an image
     config.py                     explain config keys
     explain.py                    explain metrics and the features of engines
     check.py, parity.py           check a backend against its contract, and compare an engine with a rollout
@@ -49,8 +48,8 @@ class Command(NamedTuple):
 
 COMMANDS = (
     Command("ppo", "train with PPO, GRPO and related algorithms", "camshaft.cli.ppo:main"),
-    Command("sft", "supervised fine-tuning", "camshaft.cli.sft:main"),
-    Command("rm", "train a reward model on preference pairs", "camshaft.cli.rm:main"),
+    Command("sft", "supervised fine-tuning", "camshaft.cli.supervised:sft"),
+    Command("rm", "train a reward model on preference pairs", "camshaft.cli.supervised:rm"),
     Command("generate", "generate responses to the prompts of a data file", "camshaft.cli.generate:main"),
     Command("eval", "score the responses of a data file", "camshaft.cli.evaluate:main"),
     Command("doctor", "check this machine, or what a run needs, before it starts", "camshaft.cli.doctor:main"),
@@ -59,9 +58,9 @@ COMMANDS = (
     Command("export", "export the model of a checkpoint as a Hugging Face folder", "camshaft.cli.export:main"),
     Command("checkpoints", "list the checkpoints of a run", "camshaft.cli.checkpoints:main"),
     Command("view", "show runs on a live page, in a file or in the terminal", "camshaft.cli.view:main"),
-    Command("show", "print the responses of a training step", "camshaft.cli.show:main"),
-    Command("compare", "compare the config and the metrics of two runs", "camshaft.cli.compare:main"),
-    Command("plot", "plot the metrics of runs", "camshaft.cli.plot:main"),
+    Command("show", "print the responses of a training step", "camshaft.cli.runs:show"),
+    Command("compare", "compare the config and the metrics of two runs", "camshaft.cli.runs:compare"),
+    Command("plot", "plot the metrics of runs", "camshaft.cli.runs:plot"),
     Command("config", "explain or list config keys", "camshaft.cli.config:main"),
     Command("metrics", "explain or list logged metrics", "camshaft.cli.explain:metrics"),
     Command("engines", "explain the features of training engines", "camshaft.cli.explain:engines"),

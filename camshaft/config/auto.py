@@ -96,7 +96,8 @@ class Settings:
 Rule = Callable[[Settings], tuple[Any, str]]
 """Function that returns the value of a key and the reason for it. It may read keys whose rules come before.
 
-A value without a reason, "", is not printed."""
+A value without a reason, "", is not printed.
+"""
 
 
 def _device(settings: Settings) -> tuple[Any, str]:

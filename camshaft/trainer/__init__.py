@@ -8,6 +8,7 @@ dynamic_sampling.py  samples prompts until enough of them have a learning signal
 mini_batches.py      sharding of mini-batches over ranks, and seeds of a step
 validate.py          scores and responses on held-out prompts
 metrics.py           metrics of a step
+schedule.py          steps at which a run saves checkpoints and validates
 divergence.py        ends a run whose model has diverged
 supervised.py        base class of the trainers in sft.py and rm.py
 sft.py               supervised fine-tuning

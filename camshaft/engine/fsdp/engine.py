@@ -2,9 +2,9 @@
 
     engine = FSDPEngine(EngineConfig(model=..., optim=..., device="cuda", options={"fsdp_size": 8}))
 
-`options` are described by `FSDPOptions` in `config/schema/fsdp.py`. `TorchEngine` in
-`engine/torch_engine.py` implements the training step (micro-batches, counts, losses), and `ShardedEngine` in
-`engine/sharded.py` contains the code that all sharded engines share.
+`options` are described by `FSDPOptions` in `config/schema/fsdp.py`. `TorchEngine` in `engine/torch_engine.py`
+implements the training step (micro-batches, counts, losses), and `ShardedEngine` in `engine/sharded.py` contains the
+code that all sharded engines share.
 """
 
 from __future__ import annotations

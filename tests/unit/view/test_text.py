@@ -122,7 +122,5 @@ def test_every_pattern_of_a_panel_matches_a_documented_metric() -> None:
 
 
 def test_the_views_leave_torch_out() -> None:
-    code = (
-        "import sys, camshaft.view.text, camshaft.view.plot, camshaft.cli.show, camshaft.cli.plot, camshaft.cli.compare"
-    )
+    code = "import sys, camshaft.view.text, camshaft.view.plot, camshaft.cli.runs"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True, timeout=60)

@@ -1,0 +1,53 @@
+"""`camshaft sft` and `camshaft rm`: supervised fine-tuning, and training of a reward model on preference pairs.
+
+camshaft sft model=models/mine data=train.jsonl steps=100 lr=1e-5 out=runs/sft
+camshaft rm model=models/mine data=pairs.jsonl steps=100 lr=1e-5 out=runs/rm
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help, short_name_table
+from camshaft.config import RMConfig, SFTConfig, compose
+
+
+def sft(argv: Sequence[str]) -> int:
+    """Fine-tune a model with every config that `argv` describes, and return the largest exit status."""
+    if asks_for_help(argv):
+        return _print_usage("sft", "supervised fine-tuning", SFTConfig, "train.jsonl")
+    configs = compose(argv, SFTConfig)
+    from camshaft.trainer.sft import SFTTrainer
+    from camshaft.trainer.supervised import train_all
+
+    return train_all(configs, SFTTrainer)
+
+
+def rm(argv: Sequence[str]) -> int:
+    """Train a reward model with every config that `argv` describes, and return the largest exit status."""
+    if asks_for_help(argv):
+        return _print_usage("rm", "train a reward model on preference pairs", RMConfig, "pairs.jsonl")
+    configs = compose(argv, RMConfig)
+    from camshaft.trainer.rm import RMTrainer
+    from camshaft.trainer.supervised import train_all
+
+    return train_all(configs, RMTrainer)
+
+
+def _print_usage(name: str, description: str, schema: type[SFTConfig] | type[RMConfig], data: str) -> int:
+    sys.stdout.write(
+        f"""\
+usage: camshaft {name} key=value ...        {description}
+
+{short_name_table(schema)}
+
+Short names and keys can be mixed. A run requires model and data.
+All keys: camshaft config show --trainer {name}. One key: camshaft config explain --trainer {name} KEY
+
+{CONFIG_OPTIONS}
+example:
+  camshaft {name} model=models/mine data={data} steps=100 lr=1e-5 out=runs/{name}
+"""
+    )
+    return 0
