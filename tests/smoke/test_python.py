@@ -156,6 +156,15 @@ def test_a_validation_leaves_the_metrics_of_the_training(home: Path, start: Call
     assert not (home / "validated" / "metrics.jsonl").exists()
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Handle SIGINT as an interactive program does. A shell starts background jobs with this signal ignored."""
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_ctrl_c_saves_the_step_and_the_run_resumes(home: Path, start: Callable[..., camshaft.Run]) -> None:
     def interrupt(step: int, *_: Any) -> None:
         if step == 1:
