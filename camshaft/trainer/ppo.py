@@ -29,7 +29,7 @@ from camshaft.checkpoint import BestStep, SavedCheckpoint
 from camshaft.config import PPOConfig, batch_table, render_batch_table
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
-from camshaft.errors import ScoringAbandoned
+from camshaft.errors import CamshaftError, ScoringAbandoned
 from camshaft.garbage import frozen_objects
 from camshaft.rewards.manager import PendingScores, RewardResult
 from camshaft.stop import Stop
@@ -315,12 +315,16 @@ class PPOTrainer:
             if tests.is_due(self.global_step, is_last):
                 try:
                     with tests.measure():
+                        self.divergence.check_outputs(self.global_step)
                         val_metrics = self.validate(tracking)
                     should_save = self.best.update(val_metrics, self.global_step) or should_save
                     metrics |= val_metrics
                 except ScoringAbandoned as error:
                     self._abandon(f"the validation after step {self.global_step}", error)
                     is_validated = False
+                except CamshaftError:
+                    tracking.log(metrics, step=self.global_step)
+                    raise
             if self.examples:
                 tracking.log_samples([asdict(example) for example in self.examples], step=self.global_step)
             tracking.log(metrics, step=self.global_step)

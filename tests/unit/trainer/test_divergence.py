@@ -1,18 +1,21 @@
 """A run whose model has diverged ends, and its last good checkpoint remains."""
 
 import logging
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support.command_line import sft_args
-from support.ppo_runs import run_ppo
+from support.ppo_runs import ppo_config, run_ppo
 
 from camshaft import storage
 from camshaft.checkpoint import CheckpointManager
 from camshaft.config import load_sft
 from camshaft.errors import DivergenceError, RewardError
 from camshaft.tracking import RunInfo, Tracking
+from camshaft.trainer.build import PPOParts
+from camshaft.trainer.ppo import PPOTrainer
 from camshaft.trainer.sft import SFTTrainer
 
 ACTOR, CRITIC = "actor_rollout_ref.actor.optim.lr", "critic.optim.lr"
@@ -46,6 +49,26 @@ def test_a_diverged_model_does_not_replace_the_last_checkpoint(key: str, role: s
     assert saved is not None
     assert saved.step == 2
     assert len(run_ppo(tmp_path, settings, steps=3)) == 1, "the run resumes from step 2"
+
+
+def test_the_step_before_a_validation_of_a_diverged_actor_is_logged(tmp_path: Path) -> None:
+    """The validation cannot generate with NaN weights."""
+    logged: list[int] = []
+
+    class Recorder(Tracking):
+        def log(self, data: Mapping[str, float], step: int) -> None:
+            logged.append(step)
+
+    settings = {ACTOR: 1e30, "trainer.test_freq": 1, "trainer.total_training_steps": 2}
+    with PPOParts(ppo_config(tmp_path, settings)) as parts:
+        trainer = PPOTrainer(parts.config, parts)
+        trainer.prepare()
+        with (
+            Recorder([], RunInfo("p", "e", tmp_path, 2, None, {})) as tracking,
+            pytest.raises(DivergenceError, match=rf"outputs or weights of actor are not finite.*step 1.*lower {ACTOR}"),
+        ):
+            trainer.fit(tracking)
+    assert logged == [1]
 
 
 def test_values_whose_squares_overflow_are_not_saved(tmp_path: Path) -> None:
