@@ -52,8 +52,14 @@ _MAX_VALIDATION_SAMPLES = 2
 
 @cache
 def shared_console() -> Console:
-    """Return the console of this process. Lines that are printed to it appear above the live line."""
-    return Console(highlight=False)
+    """Return the console of this process. Lines that are printed to it appear above the live line.
+
+    In a notebook, lines are plain text too, because each HTML output would be a separate block.
+    """
+    console = Console(highlight=False)
+    if console.is_jupyter:
+        console = Console(highlight=False, force_jupyter=False, force_terminal=False, width=_LINE_WIDTH)
+    return console
 
 
 class ConsoleTracker(Tracker):
