@@ -22,6 +22,8 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from camshaft.cli import main
 from support.ppo_runs import ppo_args
 
@@ -134,6 +136,7 @@ class Forked:
         # The fork server and the resource tracker of the parent are not children of this process.
         forkserver._forkserver.__init__()  # pyright: ignore[reportAttributeAccessIssue]
         resource_tracker._resource_tracker.__init__()
+        torch.set_num_threads(1)  # a forked process has no OpenMP threads
         sys.exit(main(list(args)))
 
     def poll(self) -> int | None:

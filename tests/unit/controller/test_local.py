@@ -148,6 +148,7 @@ def test_more_threads_than_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch, 
 def test_a_long_wait_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(subprocesses, "REPORT_SECONDS", 0.3)
     monkeypatch.setattr(subprocesses.Wait, "longest", {})
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # too many threads are reported too
     with workers(Toy, world_size=2, name="critic") as toy, caplog.at_level(logging.WARNING):
         pid = toy.pids()[1]
         toy.stall(1, seconds=1.1)
