@@ -103,11 +103,14 @@ def check_ppo_engines(config: PPOConfig) -> Iterator[Problem]:
 
 def check_supervised_engines(config: SupervisedConfig) -> Iterator[Problem]:
     """Check the engine of a supervised run."""
-    role = Role(
+    yield from _check_engines([([_supervised_role(config)], config.trainer.world_size)], config.trainer)
+
+
+def _supervised_role(config: SupervisedConfig) -> Role:
+    return Role(
         config.strategy, "strategy", "", "fsdp_config", config.engine_keys(), config.engine_kwargs,
         engine_model(config.model), "model", config.model,
     )  # fmt: skip
-    yield from _check_engines([([role], config.trainer.world_size)], config.trainer)
 
 
 def _ppo_roles(config: PPOConfig) -> list[tuple[list[Role], int]]:
@@ -373,23 +376,25 @@ def required_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) ->
     if config.trainer.backend() == "ray":
         yield "trainer.controller=ray", "ray", "trainer.controller=local"
         return
-    strategies: dict[str, str] = {}
+    roles: list[Role] = []
     rollout: tuple[str, GeneratorConfig] | None = None
     if isinstance(config, SupervisedConfig):
-        strategies["strategy"] = config.strategy
+        roles = [_supervised_role(config)]
     elif isinstance(config, GenerateConfig):
         rollout = ("rollout", config.rollout)
     else:
-        groups = _ppo_roles(config)
+        roles = [group[0] for group, _ in _ppo_roles(config)]
         if config.actor_rollout_ref.worker_cls is not None:
-            groups = groups[1:]
+            roles = roles[1:]
         else:
             rollout = (ROLLOUT, config.actor_rollout_ref.rollout)
-        strategies = {group[0].strategy_key: group[0].strategy for group, _ in groups}
-    for key, strategy in strategies.items():
-        library = engine_capabilities(strategy).library
+    for role in roles:
+        library = engine_capabilities(role.strategy).library
         if library is not None:
-            yield f"{key}={strategy}", library, f"{key}=fsdp"
+            yield f"{role.strategy_key}={role.strategy}", library, f"{role.strategy_key}=fsdp"
+        if role.model.lora is not None and role.strategy in ENGINES:
+            key = f"{role.model_key}.lora_rank"
+            yield f"{key}={role.model.lora.rank}", "peft", f"{key}=0"
     if rollout is not None:
         section, generator = rollout
         library = required_library(generator.name, generator.engine_kwargs)

@@ -71,6 +71,8 @@ def test_stopped_run_without_a_name_prints_how_to_resume(
         ),
         ({"actor_rollout_ref.actor.strategy": "megatron"}, "megatron"),
         ({"critic.strategy": "torchtitan"}, "torchtitan"),
+        ({"actor_rollout_ref.model.lora_rank": "8"}, "peft"),
+        ({"critic.model.lora_rank": "8"}, "peft"),
         ({"trainer.controller": "ray"}, "ray"),
     ],
 )
