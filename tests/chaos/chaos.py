@@ -170,15 +170,12 @@ def kill_and_restart(layout: str, kills: int, folder: Path, seed: int) -> Report
                         report.problems += check_exit(process, kind, log, mark, report)
                         break
                 else:
-                    report.problems += check_end(process, log)
+                    report.problems += check_end(process, log, mark)
                     if logged(run) == report.steps:
                         break
-        left = still_running(marked(mark), LEFT_SECONDS)
-        report.problems += [f"{len(left)} processes are left"] * bool(left)
-        with started(
-            command(folder, layout, report.steps, undisturbed), uuid.uuid4().hex, Path(temporary), log
-        ) as process:
-            report.problems += check_end(process, log)
+        mark = uuid.uuid4().hex
+        with started(command(folder, layout, report.steps, undisturbed), mark, Path(temporary), log) as process:
+            report.problems += check_end(process, log, mark)
         report.problems += [f"temporary file {path.name}" for path in left_files(Path(temporary), FILE_SECONDS)]
     names = set(os.listdir(SHARED_MEMORY)) - memory_before
     # Other programs that use `multiprocessing` create semaphores there. Runs create none.
@@ -208,10 +205,8 @@ def check_exit(process: subprocess.Popen[bytes], kind: str, log: Path, mark: str
         process.wait(EXIT_SECONDS)
     except subprocess.TimeoutExpired:
         return [f"the run did not end within {EXIT_SECONDS:g} s after the {kind} was killed"]
-    left = still_running(marked(mark), LEFT_SECONDS)
+    problems = remaining(mark)
     report.slowest_exit = max(report.slowest_exit, time.monotonic() - begin)
-    names = ", ".join(command_line(pid)[:60].strip() or str(pid) for pid in left)
-    problems = [f"{len(left)} processes outlive the run by {LEFT_SECONDS:g} s: {names}"] if left else []
     if process.returncode == 0:
         problems.append(f"the run ended with status 0 after the {kind} was killed")
     if "Traceback" in log.read_text(errors="replace"):
@@ -219,13 +214,22 @@ def check_exit(process: subprocess.Popen[bytes], kind: str, log: Path, mark: str
     return problems
 
 
-def check_end(process: subprocess.Popen[bytes], log: Path) -> list[str]:
-    """Wait until the run has reached its end."""
+def check_end(process: subprocess.Popen[bytes], log: Path, mark: str) -> list[str]:
+    """Wait until the run has reached its end and all of its processes have ended."""
     try:
         status = process.wait(1200)
     except subprocess.TimeoutExpired:
         return ["the run did not reach its end within 1200 s"]
-    return [] if status == 0 else [f"the run ended with status {status}: {log.read_text(errors='replace')[-800:]}"]
+    if status != 0:
+        return [f"the run ended with status {status}: {log.read_text(errors='replace')[-800:]}"]
+    return remaining(mark)
+
+
+def remaining(mark: str) -> list[str]:
+    """Wait until all processes of a run have ended. On Ray, the last ones delete files ten seconds after a rank."""
+    left = still_running(marked(mark), LEFT_SECONDS)
+    names = ", ".join(command_line(pid)[:60].strip() or str(pid) for pid in left)
+    return [f"{len(left)} processes outlive the run by {LEFT_SECONDS:g} s: {names}"] if left else []
 
 
 def differences(run: Path, undisturbed: Path, steps: int) -> list[str]:
