@@ -210,8 +210,7 @@ class Run:
             values = [value for value in metrics.series(name)[1] if math.isfinite(value)]
             if values:
                 rows.append((name, format_number(values[0]), format_number(values[-1])))
-        step = metrics.steps[-1] if metrics.steps else 0
-        lines = [f"Run({str(self.folder)!r})", f"{self.status}, step {step}"]
+        lines = [f"Run({str(self.folder)!r})", f"{self.status}, step {metrics.last_step}"]
         if self.error is not None:
             lines.append(self.error)
         if rows:

@@ -3,6 +3,7 @@
 server.py    the live page; its files are in static/
 export.py    the page as one file
 data.py      the data of the page
+ranking.py   the worst and best responses of all steps
 advice.py    problems of a run with their causes
 panels.py    the metrics of each view, in five rows
 text.py      tables of runs, responses and differences for a terminal

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from statistics import median
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from camshaft.tracking.console import format_number
 from camshaft.tracking.run_folder import RunFolder
@@ -50,10 +52,22 @@ def advise(run: RunFolder, now: float) -> list[Advice]:
     return [Advice(title, text) for title, text in found if text is not None]
 
 
+def _values(run: RunFolder, name: str) -> NDArray[np.float64]:
+    return run.metrics.arrays(name)[1]
+
+
+def _median(values: NDArray[np.float64]) -> float:
+    return float(np.median(values))
+
+
 def _recent(run: RunFolder, name: str) -> float | None:
     """Return the median of a metric over the last steps, or None before `WINDOW` steps."""
-    values = run.metrics.series(name)[1]
-    return median(values[-WINDOW:]) if len(values) >= WINDOW else None
+    values = _values(run, name)
+    return _median(values[-WINDOW:]) if len(values) >= WINDOW else None
+
+
+def _best(values: NDArray[np.float64], default: float = 0.0) -> float:
+    return float(values.max()) if len(values) else default
 
 
 def _killed(run: RunFolder, now: float) -> str | None:
@@ -75,10 +89,10 @@ def _stalled(run: RunFolder, now: float) -> str | None:
     status = run.status()
     if status is None or run.state() != "running":
         return None
-    age, steps = now - status.since, run.metrics.series("timing_s/step")[1][-WINDOW:]
-    if age < (max(STALLED_SECONDS, STALLED_STEPS * max(steps)) if steps else STALLED_BEFORE_FIRST_STEP):
+    age, longest = now - status.since, _best(_values(run, "timing_s/step")[-WINDOW:])
+    if age < (max(STALLED_SECONDS, STALLED_STEPS * longest) if longest else STALLED_BEFORE_FIRST_STEP):
         return None
-    usual = f"the longest of the last steps took {max(steps):.0f} s" if steps else "no step is complete yet"
+    usual = f"the longest of the last steps took {longest:.0f} s" if longest else "no step is complete yet"
     return (
         f"The phase {status.phase} of step {status.step} has lasted {age:.0f} s; {usual}. See log.txt, and logs/ for "
         "the output of the ranks."
@@ -96,8 +110,8 @@ def _failing_rewards(run: RunFolder, now: float) -> str | None:
 
 
 def _no_reward(run: RunFolder, now: float) -> str | None:
-    scores, highest = run.metrics.series("critic/score/mean")[1], run.metrics.series("critic/score/max")[1]
-    if len(scores) < WINDOW or any(highest or scores) or any(scores):
+    scores, highest = _values(run, "critic/score/mean"), _values(run, "critic/score/max")
+    if len(scores) < WINDOW or highest.any() or scores.any():
         return None
     return (
         f"No response has had a score other than 0 in {len(scores)} steps, so there is nothing to learn from. Check "
@@ -107,7 +121,7 @@ def _no_reward(run: RunFolder, now: float) -> str | None:
 
 def _equal_groups(run: RunFolder, now: float) -> str | None:
     share, entropy = _recent(run, "groups/same_share"), _recent(run, "actor/entropy")
-    score, best = _recent(run, "critic/score/mean"), max(run.metrics.series("critic/score/max")[1], default=math.inf)
+    score, best = _recent(run, "critic/score/mean"), _best(_values(run, "critic/score/max"), math.inf)
     if share is None or share <= MAX_EQUAL_GROUPS or _no_reward(run, now):
         return None
     if score is not None and score >= 0.9 * best:
@@ -122,29 +136,29 @@ def _equal_groups(run: RunFolder, now: float) -> str | None:
 
 
 def _entropy_collapse(run: RunFolder, now: float) -> str | None:
-    entropy = run.metrics.series("actor/entropy")[1]
-    score, best = _recent(run, "critic/score/mean"), max(run.metrics.series("critic/score/mean")[1], default=0.0)
-    if len(entropy) < 2 * WINDOW or score is None or median(entropy[-WINDOW:]) > 0.1 * entropy[0]:
+    entropy = _values(run, "actor/entropy")
+    score, best = _recent(run, "critic/score/mean"), _best(_values(run, "critic/score/mean"))
+    if len(entropy) < 2 * WINDOW or score is None or _median(entropy[-WINDOW:]) > 0.1 * entropy[0]:
         return None
     if score >= 0.9 * best and score > 0:
         return None  # a policy that has learned the task is certain
+    first, last = format_number(float(entropy[0])), format_number(_median(entropy[-WINDOW:]))
     return (
-        f"The entropy fell from {format_number(entropy[0])} to {format_number(median(entropy[-WINDOW:]))} nats, while "
-        f"the reward ({format_number(score)}) is below its best ({format_number(best)}). Lower the learning rate, or "
-        "set actor_rollout_ref.actor.entropy_coeff or a KL loss."
+        f"The entropy fell from {first} to {last} nats, while the reward ({format_number(score)}) is below "
+        f"its best ({format_number(best)}). Lower the learning rate, or set actor_rollout_ref.actor.entropy_coeff or a "
+        "KL loss."
     )
 
 
 def _rate_too_high(run: RunFolder, now: float) -> str | None:
-    norms, kl = run.metrics.series("actor/grad_norm")[1], _recent(run, "actor/ppo_kl")
-    scores = run.metrics.series("critic/score/mean")[1]
+    norms, kl = _values(run, "actor/grad_norm"), _recent(run, "actor/ppo_kl")
+    scores = _values(run, "critic/score/mean")
     if len(scores) < 2 * WINDOW:
         return None
-    has_fallen = median(scores[-WINDOW:]) < 0.5 * max(
-        median(scores[i : i + WINDOW]) for i in range(len(scores) - WINDOW)
-    )
+    windows = scores[: len(scores) // WINDOW * WINDOW].reshape(-1, WINDOW)
+    has_fallen = _median(scores[-WINDOW:]) < 0.5 * _best(np.median(windows, axis=1))
     large_kl = kl is not None and abs(kl) > MAX_KL
-    large_norm = len(norms) >= 2 * WINDOW and median(norms[-WINDOW:]) > MAX_GRADIENT * median(norms[:WINDOW])
+    large_norm = len(norms) >= 2 * WINDOW and _median(norms[-WINDOW:]) > MAX_GRADIENT * _median(norms[:WINDOW])
     if not (large_kl or (has_fallen and large_norm)):
         return None
     reason = f"the KL of an update is {format_number(kl or 0)} nats" if large_kl else "the gradient norm has multiplied"
@@ -154,8 +168,8 @@ def _rate_too_high(run: RunFolder, now: float) -> str | None:
 
 def _cut(run: RunFolder, now: float) -> str | None:
     share = _recent(run, "response_length/clip_ratio")
-    scores = run.metrics.series("critic/score/mean")[1]
-    if share is None or share <= MAX_CUT or (scores and median(scores[-WINDOW:]) >= 0.9 * max(scores) > 0):
+    scores = _values(run, "critic/score/mean")
+    if share is None or share <= MAX_CUT or (len(scores) and _median(scores[-WINDOW:]) >= 0.9 * _best(scores) > 0):
         return None
     return (
         f"{share:.0%} of the responses are cut at the length limit and cannot contain their answer. Increase "
@@ -176,8 +190,7 @@ def _mismatch(run: RunFolder, now: float) -> str | None:
 
 def _skipped(run: RunFolder, now: float) -> str | None:
     for name in ("actor/skipped_steps", "train/skipped_steps"):
-        skipped = run.metrics.series(name)[1][-WINDOW:]
-        if sum(value > 0 for value in skipped) > 1:
+        if (_values(run, name)[-WINDOW:] > 0).sum() > 1:
             return (
                 "Several of the last optimizer steps were skipped, because their gradient was not finite. Lower the "
                 "learning rate, or compute in float32."

@@ -10,9 +10,12 @@ Curves are reduced to the extremes of intervals of steps, so that a spike of a s
 from __future__ import annotations
 
 import math
-from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from camshaft.errors import ConfigError
 from camshaft.tracking.names import find
@@ -20,12 +23,14 @@ from camshaft.tracking.run_folder import TIME, RunFolder
 from camshaft.view.advice import advise
 from camshaft.view.panels import PHASES, REWARD, ROWS, VALIDATION, first_logged
 
-POINTS = 800
-"""Maximum number of points of a curve."""
+POINTS = 600
+"""Maximum number of points of a curve. Charts are about 300 pixels wide, and an interval has two points."""
 MAX_ROWS = 2048
 """Maximum number of responses of a step on the page."""
 MAX_TEXT = 200_000
 """Maximum number of characters of a text on the page."""
+PHASE_STEPS = 50
+"""Number of steps whose mean times the page shows."""
 TOKEN_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_prob", "entropy", "advantages", "values", "returns")
 
 
@@ -40,7 +45,7 @@ def overview(run: RunFolder, now: float) -> dict[str, Any]:
         "path": str(run.path),
         "command": info.get("command", ""),
         "state": state,
-        "step": run.metrics.steps[-1] if run.metrics.steps else 0,
+        "step": run.metrics.last_step,
         "total": info.get("total_steps"),
         "phase": status.phase if status is not None and state in ("running", "killed") else "",
         "age": max(0.0, now - status.since) if status is not None and state == "running" else None,
@@ -51,31 +56,44 @@ def overview(run: RunFolder, now: float) -> dict[str, Any]:
     }
 
 
-def curves(run: RunFolder, points: int = POINTS) -> dict[str, Any]:
-    """Return the curves of all metrics that a panel shows, and their times."""
-    shown = dict.fromkeys(name for row in ROWS for panel in row.panels for name in panel.select(run.metrics.names))
-    phases = [f"timing_s/{phase}" for phase in PHASES if f"timing_s/{phase}" in run.metrics.names]
-    names = [*shown, *(name for name in phases if name not in shown), TIME]
+def curves(run: RunFolder, points: int = POINTS, first: float = -math.inf, last: float = math.inf) -> dict[str, Any]:
+    """Return the curves of all metrics that a panel shows, and their times, from step `first` to step `last`."""
+    rows = layout(tuple(run.metrics.names))
+    shown = dict.fromkeys(name for row in rows for panel in row["panels"] for name in panel["names"])
     result = {}
-    for name in names:
-        steps, values = run.metrics.series(name)
+    for name in [*shown, TIME]:
+        steps, values = run.metrics.arrays(name)
+        if first > -math.inf or last < math.inf:
+            is_inside = (steps >= first) & (steps <= last)
+            steps, values = steps[is_inside], values[is_inside]
         kept = reduce_points(values, points)
-        result[name] = {"steps": [steps[i] for i in kept], "values": [_number(values[i]) for i in kept]}
+        result[name] = {"steps": steps[kept].tolist(), "values": _numbers(values[kept])}
     return result
 
 
-def layout(names: Iterable[str]) -> list[dict[str, Any]]:
+def phases(run: RunFolder) -> dict[str, Any]:
+    """Return the mean seconds of a step and of its phases over the last `PHASE_STEPS` steps."""
+    means = {}
+    for phase in ("step", *PHASES):
+        values = run.metrics.arrays(f"timing_s/{phase}")[1][-PHASE_STEPS:]
+        if len(values):
+            means[phase] = _number(float(values.mean()))
+    return means
+
+
+@lru_cache
+def layout(names: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return rows and panels with the metrics that at least one run has logged."""
-    logged = list(names)
     rows = []
     for row in ROWS:
-        panels = [{"title": panel.title, "names": panel.select(logged)} for panel in row.panels]
+        panels = [{"title": panel.title, "names": panel.select(names)} for panel in row.panels]
         if shown := [panel for panel in panels if panel["names"]]:
             rows.append({"title": row.title, "panels": shown})
     return rows
 
 
-def descriptions(names: Iterable[str]) -> dict[str, str]:
+@lru_cache
+def descriptions(names: tuple[str, ...]) -> dict[str, str]:
     """Return the description of each metric that is documented."""
     texts = {}
     for name in names:
@@ -87,28 +105,30 @@ def descriptions(names: Iterable[str]) -> dict[str, str]:
     return texts
 
 
-def reduce_points(values: Sequence[float] | array[float], points: int) -> list[int]:
+def reduce_points(values: NDArray[np.float64], points: int) -> NDArray[np.int64]:
     """Return the indices of at most `points` values: the first, the last, and the extremes of equal intervals."""
     count = len(values)
     if count <= points:
-        return list(range(count))
-    intervals = max(1, (points - 2) // 2)
+        return np.arange(count)
+    length = math.ceil(count / max(1, (points - 4) // 2))
+    is_finite = np.isfinite(values)
     kept = {0, count - 1}
-    for interval in range(intervals):
-        span = range(interval * count // intervals, (interval + 1) * count // intervals)
-        finite = [i for i in span if math.isfinite(values[i])]
-        if finite:
-            kept |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
-    return sorted(kept)
+    for sign in (1, -1):
+        signed = np.where(is_finite, sign * values, np.inf)
+        rows = signed[: count // length * length].reshape(-1, length)
+        kept.update((rows.argmin(axis=1) + np.arange(len(rows)) * length).tolist())
+        if rest := count % length:
+            kept.add(count - rest + int(signed[-rest:].argmin()))
+    return np.array([i for i in sorted(kept) if is_finite[i] or i in (0, count - 1)])
 
 
 def responses(run: RunFolder, step: int) -> dict[str, Any]:
     """Return the responses of a step. Values per token are rounded to four digits."""
     rows = run.samples(step).slice(0, MAX_ROWS).to_pylist()
-    return {"step": step, "steps": run.sample_steps(), "rows": [_row(row) for row in rows]}
+    return {"step": step, "steps": run.sample_steps(), "rows": [response(row) for row in rows]}
 
 
-def _row(row: dict[str, Any]) -> dict[str, Any]:
+def response(row: Mapping[str, Any]) -> dict[str, Any]:
     result = {}
     for name, value in row.items():
         if isinstance(value, str):
@@ -122,6 +142,16 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
+def _numbers(values: NDArray[np.float64], digits: int = 6) -> list[float | None]:
+    """Return numbers as JSON can hold them: rounded, and None for nan and infinite values."""
+    with np.errstate(all="ignore"):
+        scale = 10.0 ** (digits - 1 - np.floor(np.log10(np.abs(values))))
+        rounded = np.where(np.isfinite(scale) & (scale > 0), np.round(values * scale) / scale, values)
+    if np.isfinite(rounded).all():
+        return rounded.tolist()
+    return [value if math.isfinite(value) else None for value in rounded.tolist()]
+
+
 def _number(value: float | None, digits: int = 6) -> float | None:
-    """Return a number as JSON can hold it: rounded, and None for nan and infinite values."""
+    """Return a number as `_numbers` does."""
     return float(f"{value:.{digits}g}") if value is not None and math.isfinite(value) else None

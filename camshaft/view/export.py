@@ -27,6 +27,7 @@ def export(folders: Sequence[str | Path], path: Path) -> int:
         raise ConfigError(f"{', '.join(map(str, folders))}: no run found; name the folder of a run")
     contents: dict[str, Any] = {"/runs": overview}
     contents["curves"] = page.curves(page.runs)
+    contents["phases"] = [data.phases(run) for run in page.runs]
     contents["configs"] = [configs([run]) for run in page.runs]
     contents["responses"] = {}
     for number, run in enumerate(page.runs):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hmac
 import json
+import math
 import os
 import re
 import secrets
@@ -30,6 +31,7 @@ from urllib.parse import parse_qs, urlsplit
 from camshaft.errors import CamshaftError
 from camshaft.tracking.run_folder import RunFolder, find_runs
 from camshaft.view import data
+from camshaft.view.ranking import ORDERS, Ranking
 from camshaft.view.text import config_differences
 
 STATIC = Path(__file__).parent / "static"
@@ -51,6 +53,8 @@ HEADERS = {
 }
 SEARCH_SECONDS = 10.0
 """Time between two searches for new runs."""
+VIEWS = ("/runs", "/curves", "/phases", "/config", "/responses", "/ranked")
+"""Paths of the data of the page."""
 _HOST = re.compile(r"^(localhost|127\.0\.0\.1|\[::1\])(:\d+)?$")
 
 
@@ -67,6 +71,7 @@ class Page:
     def __init__(self, folders: Sequence[str | Path]):
         self.folders = folders
         self.runs: list[RunFolder] = []
+        self._rankings: dict[int, Ranking] = {}
         self._lock = threading.Lock()
         self._searched_at = -SEARCH_SECONDS
 
@@ -74,31 +79,37 @@ class Page:
         """Return the JSON value of a path of the page, or None for an unknown one."""
         with self._lock:
             self._search()
-            numbers = [int(text) for text in query.get("run", []) if text.isdecimal()]
-            runs = [self.runs[number] for number in numbers if number < len(self.runs)]
+            numbers = [number for number in _numbers(query, "run") if number < len(self.runs)]
+            runs = [self.runs[number] for number in numbers]
             if path == "/runs":
                 return self.overview()
             if path == "/curves":
-                return self.curves(runs)
+                first, last = (_numbers(query, name)[:1] for name in ("first", "last"))
+                return self.curves(runs, *first, *last) if first and last else self.curves(runs)
+            if path == "/phases":
+                return [data.phases(run) for run in runs]
             if path == "/config" and runs:
                 return configs(runs)
-            step = query.get("step", [""])[0]
-            if path == "/responses" and runs and step.isdecimal():
-                return data.responses(runs[0], int(step))
+            step, order = _numbers(query, "step"), query.get("order", [""])[0]
+            if path == "/responses" and runs and step:
+                return data.responses(runs[0], step[0])
+            if path == "/ranked" and runs and order in ORDERS:
+                ranking = self._rankings.setdefault(numbers[0], Ranking(runs[0]))
+                return {"order": order, "rows": ranking.rows(order)}
             return None
 
     def overview(self) -> dict[str, Any]:
         now = time.time()
         return {"now": now, "runs": [data.overview(run, now) for run in self.runs]}
 
-    def curves(self, runs: Sequence[RunFolder]) -> dict[str, Any]:
+    def curves(self, runs: Sequence[RunFolder], first: float = -math.inf, last: float = math.inf) -> dict[str, Any]:
         for run in runs:
             run.metrics.poll()
-        names = list(dict.fromkeys(name for run in runs for name in run.metrics.names))
+        names = tuple(dict.fromkeys(name for run in runs for name in run.metrics.names))
         return {
             "layout": data.layout(names),
             "descriptions": data.descriptions(names),
-            "runs": [data.curves(run) for run in runs],
+            "runs": [data.curves(run, first=first, last=last) for run in runs],
         }
 
     def _search(self) -> None:
@@ -109,6 +120,10 @@ class Page:
         known = {run.path.resolve() for run in self.runs}
         existing = [folder for folder in self.folders if Path(folder).expanduser().is_dir()]
         self.runs += [run for run in find_runs(*existing) if run.path.resolve() not in known]
+
+
+def _numbers(query: dict[str, list[str]], name: str) -> list[int]:
+    return [int(text) for text in query.get(name, []) if text.isdecimal()]
 
 
 def configs(runs: Sequence[RunFolder]) -> dict[str, Any]:

@@ -37,13 +37,12 @@ def runs_table(runs: Iterable[RunFolder], now: float) -> str:
     for run in runs:
         run.metrics.poll()
         info, status, state, names = run.info(), run.status(), run.state(), run.metrics.names
-        step = run.metrics.steps[-1] if run.metrics.steps else 0
         in_progress = status is not None and state in ("running", "killed")
         rows.append(
             (
                 printable(str(run.path)),
                 state,
-                f"{step}/{info.get('total_steps', '?')}",
+                f"{run.metrics.last_step}/{info.get('total_steps', '?')}",
                 printable(status.phase) if status and in_progress else "",
                 format_age(now - status.since) if status and state == "running" else "",
                 _last(run, first_logged(REWARD, names)),
