@@ -86,10 +86,16 @@ def layout(names: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return rows and panels with the metrics that at least one run has logged."""
     rows = []
     for row in ROWS:
-        panels = [{"title": panel.title, "names": panel.select(names)} for panel in row.panels]
-        if shown := [panel for panel in panels if panel["names"]]:
+        panels = [(panel.title, panel.select(names)) for panel in row.panels]
+        shown = [{"title": title, "names": logged, "unit": _unit(logged[0])} for title, logged in panels if logged]
+        if shown:
             rows.append({"title": row.title, "panels": shown})
     return rows
+
+
+def _unit(name: str) -> str:
+    unit = find(name).unit
+    return "" if unit == "1" else unit
 
 
 @lru_cache

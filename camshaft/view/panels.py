@@ -67,9 +67,9 @@ ROWS = (
     Row(
         "Time",
         (
-            Panel("Seconds per step", (r"timing_s/step",)),
-            Panel("Tokens per second", (r"perf/throughput", r"perf/rollout_tokens_per_second")),
-            Panel("Slowest reward call, seconds", (r"timing_s/reward_call_max",)),
+            Panel("Time per step", (r"timing_s/step",)),
+            Panel("Throughput", (r"perf/throughput", r"perf/rollout_tokens_per_second")),
+            Panel("Slowest reward call", (r"timing_s/reward_call_max",)),
         ),
     ),
     Row(

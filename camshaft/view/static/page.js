@@ -9,9 +9,10 @@ const CHANNELS = {
   kl: "log-prob minus reference", values: "value", returns: "return",
 };
 const embedded = document.getElementById("data");
+const ORDERS = { worst: "worst", best: "best", gap: "largest gap", long: "longest" };
 const stored = embedded === null ? null : JSON.parse(embedded.textContent);
 const state = {
-  tab: "Curves", runs: [], now: 0, selected: null, x: "step", run: 0, step: null, channel: "advantages",
+  tab: "Curves", runs: [], now: 0, selected: null, x: "step", run: 0, step: null, order: "", zoom: null, channel: "advantages",
   source: "", text: "", bin: null, problems: false, shown: 20, signature: "", charts: [],
 };
 
@@ -44,6 +45,7 @@ async function get(path) {
   if (url.pathname === "/runs") return stored["/runs"];
   if (url.pathname === "/curves") return { ...stored.curves, runs: runs.map((run) => stored.curves.runs[run]) };
   if (url.pathname === "/config") return storedConfig(runs);
+  if (url.pathname === "/phases") return runs.map((run) => stored.phases[run]);
   const rows = stored.responses[`${runs[0]}/${url.searchParams.get("step")}`];
   if (rows === undefined) throw new Error("the file does not contain the responses of this step");
   return rows;
@@ -79,20 +81,26 @@ const color = (run) => COLORS[run % COLORS.length];
 
 // -- runs and advice ------------------------------------------------------------------------------
 
+const RUN_CELLS = {
+  state: (run) => run.state,
+  step: (run) => run.total ? `${run.step}/${run.total}` : run.step,
+  phase: (run) => run.phase,
+  for: (run) => run.age === null ? "" : age(run.age),
+  reward: (run) => number(run.reward),
+  validation: (run) => number(run.validation),
+  problem: (run) => run.advice.map((advice) => advice.title).join(", "),
+};
+
 function drawRuns() {
-  const cells = ["", "run", "state", "step", "phase", "for", "reward", "validation"];
-  const head = element("tr", {}, ...cells.map((text) => element("th", {}, text)));
+  const columns = Object.entries(RUN_CELLS).filter(([, text]) => state.runs.some((run) => text(run) !== ""));
+  const head = element("tr", {}, ...["", "run", ...columns.map(([name]) => name)].map((text) => element("th", {}, text)));
   const rows = state.runs.map((run, index) => {
     const box = element("input", { type: "checkbox", "aria-label": `show ${run.name}`, onchange: () => toggle(index) });
     box.checked = state.selected.includes(index);
     const name = element("td", {}, element("span", { class: "swatch", style: { background: color(index) } }), run.name);
     name.title = run.path;
-    return element(
-      "tr", {}, element("td", {}, box), name, element("td", { class: `state-${run.state}` }, run.state),
-      element("td", {}, run.total ? `${run.step}/${run.total}` : run.step), element("td", {}, run.phase),
-      element("td", {}, run.age === null ? "" : age(run.age)), element("td", {}, number(run.reward)),
-      element("td", {}, number(run.validation)),
-    );
+    const cells = columns.map(([column, text]) => element("td", { class: column === "state" ? `state-${run.state}` : column }, text(run)));
+    return element("tr", {}, element("td", {}, box), name, ...cells);
   });
   document.getElementById("runs").replaceChildren(element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
   const boxes = state.selected.flatMap((index) => state.runs[index].advice.map((advice) => element(
@@ -143,7 +151,7 @@ function axisNumber(values) {
 }
 
 function chart(panel, reply) {
-  const box = element("div", { class: "chart" }, element("h3", {}, panel.title));
+  const box = element("div", { class: "chart" }, element("h3", {}, panel.title, element("span", {}, panel.unit)));
   box.title = panel.names.map((name) => `${name}: ${reply.descriptions[name] || ""}`).join("\n");
   const tables = [], series = [];
   reply.runs.forEach((run, order) => panel.names.forEach((name, line) => {
@@ -160,21 +168,49 @@ function chart(panel, reply) {
     });
   }));
   if (!tables.length) return null;
+  const zoom = state.x === "step" ? state.zoom : null;
   const options = {
     width: 380, height: 190, series: [{ label: state.x, value: (_, value) => number(value) }, ...series],
-    scales: { x: { time: false }, y: { range: yRange } },
+    scales: { x: { time: false, range: zoom === null ? undefined : () => zoom }, y: { range: yRange } },
     axes: [{ size: 32 }, { size: 70, values: (_, values) => axisNumber(values) }],
-    cursor: { focus: { prox: 20 } },
+    cursor: { focus: { prox: 20 }, drag: { setScale: state.x !== "step" } },
+    hooks: { setCursor: [showLast], setSelect: [zoomIn] },
   };
-  return { box, draw: () => {
+  const isZero = tables.every(([, values]) => values.every((value) => value === 0));
+  return { box, isZero, title: panel.title, draw: () => {
     options.width = box.clientWidth - 14;
     const plot = new uPlot(options, uPlot.join(tables), box);
     plot.over.addEventListener("click", () => {
       if (plot.cursor.idx === null || state.x !== "step") return;
       openStep(plot.data[0][plot.cursor.idx]);
     });
+    plot.over.addEventListener("dblclick", () => setZoom(null));
+    showLast(plot);
     state.charts.push(plot);
   } };
+}
+
+// Without a cursor, the legend shows the last value of each curve.
+function showLast(plot) {
+  if (plot.cursor.idx !== null && plot.cursor.idx !== undefined) return;
+  const idxs = plot.data.map((values) => {
+    let last = values.length - 1;
+    while (last > 0 && (values[last] === null || values[last] === undefined)) last -= 1;
+    return last;
+  });
+  plot.setLegend({ idxs }, false);
+}
+
+function zoomIn(plot) {
+  if (state.x !== "step" || plot.select.width < 3) return;
+  const [first, last] = [plot.select.left, plot.select.left + plot.select.width].map((x) => plot.posToVal(x, "x"));
+  setZoom([Math.max(0, Math.floor(first)), Math.ceil(last)]);
+}
+
+function setZoom(zoom) {
+  if (zoom === null && state.zoom === null) return;
+  state.zoom = zoom;
+  show();
 }
 
 function clearCharts() {
@@ -190,23 +226,29 @@ function yRange(_, low, high) {
 }
 
 async function drawCurves() {
-  const reply = await get(`/curves?${query(state.selected)}`);
+  const range = state.x === "step" && state.zoom !== null ? `&first=${state.zoom[0]}&last=${state.zoom[1]}` : "";
+  const reply = await get(`/curves?${query(state.selected)}${range}`);
   const controls = element(
     "div", { class: "controls" }, "x axis:", ...["step", "hours"].map((x) => button(x, state.x === x, () => { state.x = x; show(); })),
-    element("span", {}, "A click on a point opens the responses of its step. Drag to zoom; double-click resets."),
+    range ? button(`steps ${state.zoom.join(" to ")} ×`, true, () => setZoom(null)) : null,
+    element("span", { class: "hint" }, "A click on a point opens the responses of its step. Drag to zoom; double-click resets."),
   );
   clearCharts();
   const drawn = [];
   const rows = reply.layout.flatMap((row) => {
     const charts = row.panels.map((panel) => chart(panel, reply)).filter((each) => each !== null);
-    drawn.push(...charts);
-    return charts.length ? [element("h2", {}, row.title), element("div", { class: "charts" }, ...charts.map((each) => each.box))] : [];
+    const shown = charts.filter((each) => row.title !== "Failures" || !each.isZero);
+    drawn.push(...shown);
+    const zero = charts.filter((each) => !shown.includes(each)).map((each) => each.title);
+    const none = zero.length ? element("p", { class: "hint" }, `None in the steps shown: ${zero.join(", ").toLowerCase()}.`) : null;
+    return charts.length ? [element("h2", {}, row.title), element("div", { class: "charts" }, ...shown.map((each) => each.box)), ...(none ? [none] : [])] : [];
   });
   document.getElementById("view").replaceChildren(controls, ...(rows.length ? rows : ["No metrics yet."]));
   drawn.forEach((each) => each.draw());
 }
 
 function isZoomed(plot) {
+  if (state.x === "step") return false; // the range of steps remains when the charts are drawn again
   const positions = plot.data[0];
   return plot.scales.x.min > positions[0] || plot.scales.x.max < positions[positions.length - 1];
 }
@@ -215,7 +257,7 @@ function openStep(step) {
   const run = state.selected.find((index) => state.runs[index].samples.length);
   if (run === undefined) return;
   const steps = state.runs[run].samples;
-  state.run = run;
+  [state.run, state.order] = [run, ""];
   state.step = steps.reduce((best, other) => Math.abs(other - step) < Math.abs(best - step) ? other : best, steps[0]);
   open("Responses");
 }
@@ -233,7 +275,7 @@ async function drawResponses() {
   if (!candidates.includes(state.run)) [state.run, state.step] = [candidates[0], null];
   const steps = state.runs[state.run].samples;
   if (!steps.includes(state.step)) state.step = steps[steps.length - 1];
-  const reply = await get(`/responses?run=${state.run}&step=${state.step}`);
+  const reply = await get(state.order ? `/ranked?run=${state.run}&order=${state.order}` : `/responses?run=${state.run}&step=${state.step}`);
   const rows = reply.rows;
   const choose = (options, value, onchange, label) => {
     const select = element("select", { "aria-label": label, onchange: () => onchange(select.value) },
@@ -242,7 +284,9 @@ async function drawResponses() {
     return select;
   };
   const at = steps.indexOf(state.step);
-  const go = (offset) => { state.step = steps[Math.min(steps.length - 1, Math.max(0, at + offset))]; state.bin = null; show(); };
+  const goTo = (step) => { [state.step, state.order, state.bin] = [step, "", null]; show(); };
+  const go = (offset) => goTo(steps[Math.min(steps.length - 1, Math.max(0, at + offset))]);
+  const rank = (order) => { [state.order, state.bin] = [order, null]; show(); };
   const channels = Object.entries(CHANNELS).filter(([name]) => rows.some((row) => tokenValues(row, name)));
   if (channels.length && !channels.some(([name]) => name === state.channel)) state.channel = channels[0][0];
   const sources = [...new Set(rows.map((row) => row.data_source))];
@@ -250,11 +294,12 @@ async function drawResponses() {
   text.value = state.text;
   const controls = element(
     "div", { class: "controls" },
-    choose(candidates.map((index) => [index, state.runs[index].name]), state.run, (value) => { state.run = Number(value); state.step = null; show(); }, "run"),
+    choose(candidates.map((index) => [index, state.runs[index].name]), state.run, (value) => { [state.run, state.step, state.order] = [Number(value), null, ""]; show(); }, "run"),
     button("‹", false, () => go(-1)),
-    choose(steps.map((step) => [step, `step ${step}`]), state.step, (value) => { state.step = Number(value); state.bin = null; show(); }, "step"),
+    choose(steps.map((step) => [step, `step ${step}`]), state.step, (value) => goTo(Number(value)), "step"),
     button("›", false, () => go(1)),
-    choose([["", "all sources"], ...sources.map((source) => [source, source])], sources.includes(state.source) ? state.source : "", (value) => { state.source = value; show(); }, "source"),
+    ...(stored === null ? ["all steps:", ...Object.entries(ORDERS).map(([order, label]) => button(label, state.order === order, () => rank(state.order === order ? "" : order)))] : []),
+    sources.length > 1 ? choose([["", "all sources"], ...sources.map((source) => [source, source])], sources.includes(state.source) ? state.source : "", (value) => { state.source = value; show(); }, "source") : null,
     text, button("failed or cut", state.problems, () => { state.problems = !state.problems; show(); }),
     channels.length ? "colour tokens by" : null,
     channels.length ? choose(channels, state.channel, (value) => { state.channel = value; show(); }, "colour") : null,
@@ -266,16 +311,19 @@ async function drawResponses() {
     && (!state.problems || row.failure !== null || !row.finished)
     && (state.bin === null || bins.of(row.score) === state.bin));
   const groups = new Map();
-  rows.forEach((row) => groups.set(row.uid, [...(groups.get(row.uid) || []), row]));
-  const shown = [...new Set(kept.map((row) => row.uid))];
-  const spread = (uid) => Math.max(...groups.get(uid).map((row) => row.score)) - Math.min(...groups.get(uid).map((row) => row.score));
-  const hasTokens = (uid) => groups.get(uid).some((row) => row.token_ends) ? 1 : 0;
-  shown.sort((a, b) => hasTokens(b) - hasTokens(a) || spread(b) - spread(a));
+  const key = (row) => `${row.step || ""} ${row.uid}`;
+  rows.forEach((row) => groups.set(key(row), [...(groups.get(key(row)) || []), row]));
+  const shown = [...new Set(kept.map(key))];
+  const spread = (name) => Math.max(...groups.get(name).map((row) => row.score)) - Math.min(...groups.get(name).map((row) => row.score));
+  const hasTokens = (name) => groups.get(name).some((row) => row.token_ends) ? 1 : 0;
+  if (!state.order) shown.sort((a, b) => hasTokens(b) - hasTokens(a) || spread(b) - spread(a));
   const limits = channelLimits(rows);
   const more = shown.length > state.shown ? button(`show ${shown.length - state.shown} more groups`, false, () => { state.shown += 50; show(); }) : null;
+  const about = state.order ? `${kept.length} responses with the ${ORDERS[state.order] === "largest gap" ? "largest gap of trainer and generator" : `${ORDERS[state.order]} ${state.order === "long" ? "texts" : "scores"}`} of ${steps.length} steps`
+    : `${kept.length} of ${rows.length} responses in ${shown.length} groups`;
   view.replaceChildren(
-    controls, bins.node, element("p", {}, `${kept.length} of ${rows.length} responses in ${shown.length} groups`),
-    ...shown.slice(0, state.shown).map((uid) => group(groups.get(uid), new Set(kept), limits)), ...(more ? [more] : []),
+    controls, ...(state.order ? [] : [bins.node]), element("p", {}, about),
+    ...shown.slice(0, state.shown).map((name) => group(groups.get(name), new Set(kept), limits, goTo)), ...(more ? [more] : []),
   );
 }
 
@@ -297,11 +345,17 @@ function histogram(rows) {
   return { of, node: element("div", {}, element("div", { class: "histogram" }, ...bars), range) };
 }
 
-function group(rows, kept, limits) {
+function group(rows, kept, limits, goTo) {
   const scores = rows.map((row) => row.score);
-  const equal = rows.length > 1 && Math.min(...scores) === Math.max(...scores);
+  const equal = !state.order && rows.length > 1 && Math.min(...scores) === Math.max(...scores);
   const mean = scores.reduce((sum, score) => sum + score, 0) / scores.length;
-  const head = element("p", {}, `${rows[0].uid} (${rows[0].data_source}), ${rows.length} responses, mean score ${number(mean)}, truth: ${rows[0].ground_truth}`,
+  const step = rows[0].step;
+  const facts = [
+    `prompt ${rows[0].uid}`, rows[0].data_source === "unknown" ? "" : rows[0].data_source,
+    state.order ? "" : `${rows.length} responses, mean score ${number(mean)}`,
+    [null, "null"].includes(rows[0].ground_truth) ? "" : `truth: ${rows[0].ground_truth}`,
+  ].filter(Boolean).join(", ");
+  const head = element("p", {}, state.order ? button(`step ${step}`, false, () => goTo(step)) : null, ` ${facts}`,
     equal ? element("strong", {}, " All scores are equal: no signal.") : null);
   const heading = element("tr", {}, ...["score", "advantage", "tokens", "response"].map((text, i) => element("th", { class: i < 3 ? "number" : false }, text)));
   const lines = [...rows].sort((a, b) => b.score - a.score).map((row) => {
@@ -333,6 +387,7 @@ function channelLimits(rows) {
 
 // Shades from -SHADES (red) to SHADES (green). Few shades let neighbours share an element.
 const SHADES = 12;
+const TOKENS = 1000;
 
 function shade(share) {
   return Math.round(Math.max(-1, Math.min(1, share)) * SHADES);
@@ -361,21 +416,33 @@ function response(row, limit) {
     box.append(row.response);
     return box;
   }
-  const characters = Array.from(row.response), ends = row.token_ends, parts = document.createDocumentFragment();
+  const characters = Array.from(row.response), ends = row.token_ends, rest = document.createTextNode("");
   const text = (first, last) => characters.slice(first ? ends[first - 1] : 0, ends[last]).join("");
-  let first = 0;
-  for (let i = 0; i < ends.length; i += 1) {
-    const level = shade((values[i] || 0) / limit);
-    if (i + 1 < ends.length && shade((values[i + 1] || 0) / limit) === level && i - first < 10) continue;
-    const span = document.createElement("span");
-    span.className = `heat${level + SHADES}`;
-    span.textContent = text(first, i);
-    const tokens = [first, i];
-    span.onmouseenter = () => { span.title = describe(tokens, values, text); };
-    parts.append(span);
-    first = i + 1;
-  }
-  box.append(parts, characters.slice(ends[ends.length - 1]).join(""));
+  const level = (token) => shade((values[token] || 0) / limit);
+  let next = 0;
+  // Tokens below the visible part of a long response get their colour when they are scrolled into view.
+  const colour = (count) => {
+    const stop = Math.min(ends.length, next + count), parts = document.createDocumentFragment();
+    for (let first = next; next < stop; next += 1) {
+      if (next + 1 < stop && level(next + 1) === level(next) && next - first < 10) continue;
+      const span = document.createElement("span"), tokens = [first, next];
+      span.className = `heat${level(next) + SHADES}`;
+      span.textContent = text(first, next);
+      span.onmouseenter = () => { span.title = describe(tokens, values, text); };
+      parts.append(span);
+      first = next + 1;
+    }
+    rest.before(parts);
+    rest.data = characters.slice(stop ? ends[stop - 1] : 0).join("");
+  };
+  const fill = () => {
+    const isVisible = () => rest.previousSibling === null || rest.previousSibling.offsetTop < box.scrollTop + 2 * box.clientHeight;
+    while (next < ends.length && box.isConnected && isVisible()) colour(TOKENS);
+  };
+  box.append(rest);
+  colour(TOKENS);
+  box.onscroll = fill;
+  if (next < ends.length) requestAnimationFrame(fill);
   return box;
 }
 
@@ -389,21 +456,22 @@ function describe([first, last], values, text) {
 
 async function drawTime() {
   clearCharts();
-  const reply = await get(`/curves?${query(state.selected)}`);
-  const blocks = reply.runs.map((run, order) => {
+  const reply = await get(`/phases?${query(state.selected)}`);
+  const blocks = reply.map((means, order) => {
     const info = state.runs[state.selected[order]];
-    const phases = Object.keys(run).filter((name) => /^timing_s\/(gen|gen_max|reward|reward_max|old_log_prob|ref|values|adv|update_critic|update_actor)$/.test(name));
-    const mean = (name) => { const last = run[name].values.slice(-50).filter((value) => value !== null); return last.reduce((a, b) => a + b, 0) / (last.length || 1); };
-    const seconds = phases.map(mean);
-    const step = run["timing_s/step"] ? mean("timing_s/step") : seconds.reduce((a, b) => a + b, 0);
-    const bar = element("div", { class: "phases" }, ...phases.map((name, i) => element("span", {
-      style: { width: `${100 * seconds[i] / (step || 1)}%`, background: COLORS[i % COLORS.length] }, title: `${name}: ${number(seconds[i])} s`,
+    const phases = Object.entries(means).filter(([name]) => name !== "step");
+    const sum = phases.reduce((total, [, seconds]) => total + seconds, 0), step = Math.max(means.step || 0, sum);
+    if (!step) return element("div", { class: "group" }, element("p", {}, `${info.name}: no times yet`));
+    if (step > 1.005 * sum) phases.push(["other", step - sum]);
+    const phaseColor = (i) => phases[i][0] === "other" ? "#c3cad6" : COLORS[i % COLORS.length];
+    const bar = element("div", { class: "phases" }, ...phases.map(([name, seconds], i) => element("span", {
+      style: { width: `${100 * seconds / step}%`, background: phaseColor(i) }, title: `${name}: ${number(seconds)} s`,
     })));
-    const legend = phases.map((name, i) => element("tr", {}, element("td", {}, element("span", { class: "swatch", style: { background: COLORS[i % COLORS.length] } }), name.slice(9)),
-      element("td", { class: "number" }, `${number(seconds[i])} s`), element("td", { class: "number" }, `${number(100 * seconds[i] / (step || 1))} %`)));
+    const legend = phases.map(([name, seconds], i) => element("tr", {}, element("td", {}, element("span", { class: "swatch", style: { background: phaseColor(i) } }), name),
+      element("td", { class: "number" }, `${number(seconds)} s`), element("td", { class: "number" }, `${(100 * seconds / step).toFixed(1)} %`)));
     const phase = info.age === null ? "" : `, now in phase ${info.phase} for ${age(info.age)}`;
-    return element("div", { class: "group" }, element("p", {}, `${info.name}: ${number(step)} s per step, mean of the last steps${phase}`), bar,
-      element("table", { style: { width: "auto" } }, ...legend));
+    return element("div", { class: "group" }, element("p", {}, `${info.name}: ${number(step)} s per step, mean of the last 50 steps${phase}`), bar,
+      element("table", { class: "narrow" }, ...legend));
   });
   document.getElementById("view").replaceChildren(element("h2", {}, "Phases of a step"), ...blocks);
 }
@@ -412,16 +480,19 @@ async function drawConfig() {
   clearCharts();
   const runs = state.selected.slice(0, 2);
   const reply = await get(`/config?${query(runs)}`);
-  const pairs = (rows) => element("table", { style: { width: "auto" } }, ...rows.map((row) => element("tr", {}, ...row.map((cell) => element("td", {}, cell)))));
+  const pairs = (rows, head = []) => element("table", { class: "narrow" },
+    head.length ? element("thead", {}, element("tr", {}, ...head.map((cell) => element("th", {}, cell)))) : null,
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell) => element("td", {}, cell))))));
   const parts = [];
   if (runs.length > 1) {
     const rows = Object.entries(reply.differences).map(([key, values]) => [key, ...values]);
-    parts.push(element("h2", {}, `Differences of ${reply.names.join(" and ")}`), rows.length ? pairs(rows) : "The configs are equal.");
+    parts.push(element("h2", {}, `Differences of ${reply.names.join(" and ")}`), rows.length ? pairs(rows, ["key", ...reply.names]) : "The configs are equal.");
   }
   const shown = (key, value) => /^(started|ended)$/.test(key) && value ? new Date(value * 1000).toLocaleString()
-    : value === null ? "" : typeof value === "object" ? JSON.stringify(value) : value;
-  const info = Object.entries(reply.info).map(([key, value]) => [key, shown(key, value)]);
-  parts.push(element("h2", {}, `Run ${reply.names[0]}`), pairs(info), element("h2", {}, "Config"), pairs(Object.entries(reply.config)));
+    : value === null ? "" : Array.isArray(value) ? value.join(" ")
+      : typeof value === "object" ? Object.entries(value).map((pair) => pair.join(" ")).join(", ") : value;
+  const info = Object.entries(reply.info).map(([key, value]) => [key, shown(key, value)]).filter(([, value]) => value !== "");
+  parts.push(element("h2", {}, `Run ${reply.names[0]}`), pairs(info), element("h2", {}, `Config of ${reply.names[0]}`), pairs(Object.entries(reply.config)));
   document.getElementById("view").replaceChildren(...parts);
 }
 
