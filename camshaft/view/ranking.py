@@ -8,6 +8,7 @@ An index holds three numbers of each response. Files of steps are read once, and
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,12 +83,14 @@ class Ranking:
                 missing.setdefault(key[0], []).append(key[1])
         for step, rows in missing.items():
             file = self._files[step]
-            table = read_samples(file.path, without=(*TOKEN_COLUMNS, "token_ends")).take(rows)
-            for row, values in zip(rows, table.to_pylist(), strict=True):
-                self._rows[step, row, file.version] = {"step": step} | response(values)
+            with contextlib.suppress(RunFolderError):  # deleted by the run in this moment
+                table = read_samples(file.path, without=(*TOKEN_COLUMNS, "token_ends")).take(rows)
+                for row, values in zip(rows, table.to_pylist(), strict=True):
+                    self._rows[step, row, file.version] = {"step": step} | response(values)
+        shown = {key: self._rows[key] for key in keys if key in self._rows}
         if len(self._rows) > 10 * COUNT:
-            self._rows = {key: self._rows[key] for key in keys}
-        return [self._rows[key] for key in keys]
+            self._rows = shown
+        return list(shown.values())
 
 
 def _numbers(path: Path) -> NDArray[np.float32]:

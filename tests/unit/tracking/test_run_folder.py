@@ -1,14 +1,17 @@
 """The reader of run folders shows complete lines, the state of a run, and its responses."""
 
+import contextlib
 import json
 import math
 import os
 import subprocess
 import sys
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
+from camshaft.tracking import run_folder
 from camshaft.tracking.base import RunInfo
 from camshaft.tracking.jsonl import JsonlTracker
 from camshaft.tracking.record import RunRecord, mask_arguments
@@ -57,6 +60,84 @@ def test_a_shorter_or_different_file_is_read_again(tmp_path: Path) -> None:
     path.unlink()
     assert metrics.poll()
     assert metrics.steps == []
+
+
+def test_lines_before_the_last_read_are_not_read_again(tmp_path: Path) -> None:
+    path, metrics = tmp_path / "metrics.jsonl", Metrics(tmp_path / "metrics.jsonl")
+    path.write_text("".join(f'{{"step": {step}, "a": 1.5}}\n' for step in range(1, 100)))
+    metrics.poll()
+    with open(path, "r+b") as file:
+        file.write(b"#" * 50)  # a change that only a second read of the whole file would see
+    write(path, '{"step": 100, "a": 1.5}\n')
+    metrics.poll()
+    assert metrics.steps == list(range(1, 101))
+
+
+LONG = {
+    "numbers": lambda step: {"a": step / 7, "b": step, "c": 1e300 if step % 2 else -5e-324},
+    "missing values": lambda step: {"a": "nan" if step % 3 else 0.1 * step} | ({"late": step} if step > 700 else {}),
+    "types that change": lambda step: {"a": step if step < 500 else step / 3, "flag": step % 2 == 0},
+    "infinite values": lambda step: {"a": "inf" if step == 900 else "-inf" if step == 901 else 1.0 / step},
+    "texts and lists": lambda step: {"a": [1] if step == 400 else step, "b": "2026-01-01", "c": "1.5"},
+}
+
+
+@pytest.mark.parametrize("damage", ["", "\x00\x00\n", "[1]\n", '{"a": 1}\n', "\n"])
+@pytest.mark.parametrize("kind", LONG)
+def test_many_lines_have_the_values_of_json(
+    kind: str, damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "BLOCK_BYTES", 1 << 14)
+    monkeypatch.setattr(run_folder, "MANY_BYTES", 1 << 12)
+    lines = [json.dumps({"step": step} | LONG[kind](step)) + "\n" for step in range(1, 1001)]
+    long_text = json.dumps({"step": 1001, "text": "x" * (1 << 15), "a": 2.0}) + "\n"  # longer than a block
+    (tmp_path / "metrics.jsonl").write_text("".join(lines) + damage + long_text + '{"step": 1002')
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    assert metrics.poll()
+    expected: dict[str, tuple[list[int], list[float]]] = {}
+    for values in map(json.loads, [*lines, long_text]):
+        step = values.pop("step")
+        for name, value in values.items():
+            with contextlib.suppress(TypeError, ValueError):
+                if not math.isnan(number := float(value)):
+                    steps, numbers = expected.setdefault(name, ([], []))
+                    steps.append(step)
+                    numbers.append(number)
+    assert metrics.steps == list(range(1, 1002))
+    assert {name: metrics.series(name) for name in metrics.names if metrics.series(name)[0]} == expected
+    assert metrics.last("a") == 2.0
+    assert metrics.series("unknown") == ([], [])
+    assert len(metrics.column("a")) == len(metrics.column("unknown")) == 1001
+    assert "unknown" not in metrics.names
+
+
+def test_the_text_of_a_long_file_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "BLOCK_BYTES", 1 << 18)
+    monkeypatch.setattr(run_folder, "MANY_BYTES", 1 << 16)
+    with open(tmp_path / "metrics.jsonl", "w", encoding="utf-8") as file:
+        for step in range(1, 20_001):
+            file.write(json.dumps({"step": step} | {f"metric/{i}": step / (i + 3) for i in range(10)}) + "\n")
+    metrics = Metrics(tmp_path / "metrics.jsonl")
+    import pyarrow.json  # noqa: F401  (its import is not counted)
+
+    tracemalloc.start()
+    metrics.poll()
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    columns = 11 * 8 * 20_000
+    assert columns < peak < columns * 1.2 + 8 * (1 << 18)
+    assert peak < (tmp_path / "metrics.jsonl").stat().st_size / 1.2
+
+
+def test_returned_values_do_not_change_later(tmp_path: Path) -> None:
+    path, metrics = tmp_path / "metrics.jsonl", Metrics(tmp_path / "metrics.jsonl")
+    write(path, '{"step": 1, "a": 0.5}\n')
+    metrics.poll()
+    steps, values = metrics.arrays("a")
+    write(path, '{"step": 2, "a": 1.5}\n')
+    metrics.poll()
+    assert (steps.tolist(), values.tolist()) == ([1], [0.5])
+    assert metrics.series("a") == ([1, 2], [0.5, 1.5])
 
 
 @pytest.mark.parametrize("line", ["", "[1]", "null", '{"a": 1}', '{"step": "x"}', '{"step": 2, "a": [1]}', "\x00\x00"])

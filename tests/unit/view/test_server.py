@@ -2,23 +2,26 @@
 
 import http.client
 import json
-import random
+import math
 import socket
 import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from support.command_line import camshaft
 from support.run_folders import make_run, sample_rows
 
 from camshaft.view import data
 from camshaft.view.export import spread
-from camshaft.view.server import PageServer
+from camshaft.view.panels import PHASES
+from camshaft.view.server import FILES, VIEWS, Page, PageServer
 
 EVIL = "</script><script>window.injected = 1</script><img src=x onerror='window.injected = 1'>"
 
@@ -56,7 +59,15 @@ def value(server: PageServer, path: str) -> Any:
     return json.loads(body)
 
 
-PATHS = ("/", "/page.js", "/runs", "/curves?run=0", "/responses?run=0&step=20", "/config?run=0", "/missing")
+QUERIES = {
+    "/runs": "", "/curves": "?run=0", "/phases": "?run=0", "/config": "?run=0", "/responses": "?run=0&step=20",
+    "/ranked": "?run=0&order=worst",
+}  # fmt: skip
+PATHS = (*FILES, *(f"{path}{QUERIES[path]}" for path in VIEWS), "/missing")
+
+
+def test_every_view_answers(server: PageServer) -> None:
+    assert all(value(server, f"{path}{QUERIES[path]}") for path in VIEWS)
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -79,9 +90,18 @@ def test_a_foreign_host_is_rejected(host: str, path: str, server: PageServer) ->
     assert ask(server, path, Cookie=f"{server.cookie}={server.token}", Host=host)[0] == 403
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"])
-def test_other_methods_are_rejected(method: str, server: PageServer) -> None:
-    assert ask(server, f"/runs?token={server.token}", method=method)[0] == 403
+def test_other_methods_are_rejected(method: str, path: str, server: PageServer) -> None:
+    assert ask(server, path, method, Cookie=f"{server.cookie}={server.token}")[0] == 403
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("form", ["/..{}", "/x/..{}", "{}/..", "{}/../run.json", "/%2e%2e{}", "/..%2f..{}", "//etc{}"])
+def test_two_dots_are_rejected_in_every_path(form: str, path: str, server: PageServer) -> None:
+    name, _, query = path.partition("?")
+    wrong = form.format(name) + (f"?{query}" if query else "")
+    assert ask(server, wrong, Cookie=f"{server.cookie}={server.token}")[0] == 403
 
 
 @pytest.mark.parametrize(
@@ -89,6 +109,7 @@ def test_other_methods_are_rejected(method: str, server: PageServer) -> None:
     [
         *("/../pyproject.toml", "/static/page.js", "/..%2f..%2frun.json", "/page.js/../../server.py", "//etc/passwd"),
         *("/responses?run=..&step=1", "/responses?run=0&step=../1", "/responses?run=99&step=1", "/config?run=-1"),
+        *("/ranked?run=..&order=worst", "/ranked?run=0&order=../worst", "/ranked?run=99&order=worst", "/ranked?run=0"),
     ],
 )
 def test_no_path_leads_out_of_the_list(path: str, server: PageServer) -> None:
@@ -174,16 +195,64 @@ def test_a_new_line_and_a_deleted_folder_appear(tmp_path: Path) -> None:
         assert (gone["step"], gone["state"], gone["samples"]) == (0, "unknown", [])
 
 
-def test_a_spike_of_one_step_remains_visible() -> None:
-    values = [random.Random(0).random() for _ in range(100_000)]
-    values[61_803] = 50.0
-    values[12_345] = float("nan")
-    for points in (800, 100, 10):
-        kept = data.reduce_points(values, points)
+def test_reduced_curves_keep_ends_and_extremes() -> None:
+    values = np.random.default_rng(0).random(100_000)
+    values[61_803], values[31_415], values[12_345], values[99_998] = 50.0, -50.0, math.nan, math.inf
+    for points in (600, 100, 10):
+        kept = data.reduce_points(values, points).tolist()
         assert len(kept) <= points
-        assert 61_803 in kept
+        assert {61_803, 31_415} < set(kept)
+        assert kept == sorted(set(kept))
         assert (kept[0], kept[-1]) == (0, 99_999)
-    assert data.reduce_points(values[:50], 100) == list(range(50))
+        assert not {12_345, 99_998} & set(kept)
+    assert data.reduce_points(values[:50], 100).tolist() == list(range(50))
+
+
+@pytest.fixture(scope="module")
+def long_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a run of 20,000 steps, whose only large entropy is that of step 12,345."""
+    folder = tmp_path_factory.mktemp("long")
+    curves = {"actor/entropy": lambda step: 99.0 if step == 12_345 else 1 / step}
+    make_run(folder / "run", steps=20_000, curves=curves)
+    return folder
+
+
+@pytest.mark.parametrize("width", [40_000, 20_000, 7_000, 1_000, 300, 1])
+def test_a_spike_of_one_step_is_visible_at_every_zoom(width: int, long_run: Path) -> None:
+    page = Page([long_run])
+    for offset in (0, width // 2, width - 1):
+        first = max(0, 12_345 - offset)
+        zoom = {"run": ["0"], "first": [str(first)], "last": [str(first + width)]}
+        curve = page.answer("/curves", zoom)["runs"][0]["actor/entropy"]
+        assert curve["values"][curve["steps"].index(12_345)] == 99.0
+        assert len(curve["steps"]) <= data.POINTS
+        assert first <= curve["steps"][0] <= curve["steps"][-1] <= first + width
+        if width <= 300:
+            assert curve["steps"] == list(range(first, first + width + 1))
+
+
+def test_later_answers_on_a_long_run_are_fast(long_run: Path) -> None:
+    page, seconds = Page([long_run]), []
+    for _ in range(6):
+        start_time = time.perf_counter()
+        page.answer("/runs", {})
+        seconds.append(time.perf_counter() - start_time)
+    assert min(seconds[1:]) < seconds[0] / 4  # reading the file again would take as long as the first time
+
+
+def test_numbers_are_rounded_to_six_digits() -> None:
+    values = [0.1234567890, -98765.4321, 1.0, 0.0, 1e-300, 123456789012.0, math.nan, math.inf]
+    rounded = data._numbers(np.array(values))
+    assert rounded[-2:] == [None, None]
+    assert rounded[:-2] == pytest.approx([float(f"{number:.6g}") for number in values[:-2]], rel=1e-15)
+
+
+def test_phases_are_means_of_the_last_steps(tmp_path: Path) -> None:
+    curves = {"timing_s/gen": lambda step: 100.0 if step <= 20 else 2.0 + step % 2}
+    page = Page([make_run(tmp_path / "run", steps=70, curves=curves)])
+    (means,) = page.answer("/phases", {"run": ["0"]})
+    assert means == {"step": 0.9, "gen": 2.5, "update_actor": 0.3}
+    assert set(means) <= {"step", *PHASES}
 
 
 def test_an_export_has_no_markup_of_responses(folder: Path, tmp_path: Path) -> None:
