@@ -78,7 +78,7 @@ class Metrics:
 
     def _clear(self) -> None:
         self._steps = array("q")
-        self._steps_array: Any = ()
+        self._steps_array: NDArray[np.int64] | None = None
         self._columns: dict[str, array[float]] = {}
         self._offset, self._inode, self._tail = 0, -1, b""
 
@@ -178,7 +178,7 @@ class Metrics:
 
         # Copies, because an array cannot grow as long as a view of it exists.
         values = np.array(self._columns.get(name, ()), dtype=np.float64)
-        if len(self._steps_array) != len(self._steps):
+        if self._steps_array is None or len(self._steps_array) != len(self._steps):
             self._steps_array = np.array(self._steps, dtype=np.int64)
         steps, is_missing = self._steps_array[: len(values)], np.isnan(values)
         return (steps[~is_missing], values[~is_missing]) if is_missing.any() else (steps, values)

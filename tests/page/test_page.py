@@ -6,6 +6,8 @@ make test-page          # CAMSHAFT_SCREENSHOTS=folder also writes a picture of e
 import json
 import os
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,6 +17,8 @@ from typing import Any
 import pytest
 from support.run_folders import make_run, sample_rows, write_samples
 
+from camshaft.tracking.base import RunInfo
+from camshaft.tracking.jsonl import JsonlTracker
 from camshaft.view.export import export
 from camshaft.view.server import PageServer
 
@@ -79,8 +83,13 @@ class Watched:
 
     def open(self, view: str) -> None:
         self.tab.click(f"#tabs button:text-is('{view}')")
-        ready = {"Curves": ".chart canvas", "Responses": ".histogram", "Time": ".phases", "Config": "text=Config"}
-        self.tab.wait_for_selector(f"#view {ready[view]}" if view != "Config" else "#view h2:text-is('Config')")
+        ready = {
+            "Curves": ".chart canvas",
+            "Responses": ".histogram",
+            "Time": ".phases",
+            "Config": "h2:has-text('Config of')",
+        }
+        self.tab.wait_for_selector(f"#view {ready[view]}")
 
     def picture(self, name: str) -> None:
         if target := os.environ.get("CAMSHAFT_SCREENSHOTS"):
@@ -116,11 +125,82 @@ def test_a_step_appears_within_three_seconds(browser: Any, folder: Path, server:
     assert time.monotonic() - start < 3.0
 
 
+def test_a_resumed_run_replaces_its_later_steps(browser: Any, folder: Path, server: PageServer) -> None:
+    page = Watched(browser, server.url)
+    page.tab.wait_for_selector("#runs td:text-is('60/60')")
+    tracker = JsonlTracker(RunInfo("sums", "first", folder / "first", total_steps=60, resumed_step=30))
+    tracker.log({"critic/score/mean": 0.456}, 31)
+    tracker.finish()
+    page.tab.wait_for_selector("#runs td:text-is('31/60')", timeout=20_000)
+    page.tab.wait_for_selector("#runs td:text-is('0.456')")
+    page.tab.wait_for_function("state.charts.length && Math.max(...state.charts[0].data[0]) === 40")  # of `second`
+    assert page.errors == []
+
+
+def test_a_killed_process_is_shown_as_killed(browser: Any, folder: Path, server: PageServer) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from camshaft.tracking.base import RunInfo;"
+        "from camshaft.tracking.record import RunRecord; from camshaft.tracking.status import RunStatus;"
+        "folder = Path(sys.argv[1]); RunRecord(RunInfo('sums', 'third', folder, total_steps=9));"
+        "status = RunStatus(folder); status.step = 4; status.enter('gen'); status.__enter__(); time.sleep(300)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder / "third")])
+    try:
+        page = Watched(browser, server.url)
+        page.tab.wait_for_selector("#runs td:text-is('third')", timeout=60_000)
+        page.tab.wait_for_selector("#runs td:text-is('running')", timeout=20_000)
+        page.tab.check("input[aria-label='show third']")
+        page.tab.wait_for_selector("#runs td:text-is('gen')", timeout=20_000)
+    finally:
+        process.kill()
+        process.wait()
+    page.tab.wait_for_selector("#runs td:text-is('killed')", timeout=20_000)
+    assert "Process killed. The process ended in step 4, phase gen" in page.tab.inner_text("#advice")
+    assert page.errors == []
+
+
 def test_a_deleted_folder_leaves_the_page_working(browser: Any, folder: Path, server: PageServer) -> None:
     page = Watched(browser, server.url)
     shutil.rmtree(folder / "second")
     page.tab.wait_for_selector("#runs td:text-is('unknown')", timeout=20_000)
+    for view in VIEWS:
+        page.open(view)
+    assert page.errors == []
+
+
+def test_a_range_of_steps_is_loaded_in_detail(browser: Any, server: PageServer) -> None:
+    page = Watched(browser, server.url)
+    box = page.tab.locator(".chart .u-over").first.bounding_box()
+    page.tab.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 20)
+    page.tab.mouse.down()
+    page.tab.mouse.move(box["x"] + box["width"] * 0.8, box["y"] + 30, steps=5)
+    page.tab.mouse.up()
+    page.tab.wait_for_selector("button:has-text('steps ')")
+    first, last = page.tab.evaluate("state.zoom")
+    assert 25 < first < 35 < 45 < last < 55
+    assert f"/curves?run=0&run=1&first={first}&last={last}" in page.requests[-1]
+    assert page.tab.evaluate("state.charts.every((plot) => plot.scales.x.min === state.zoom[0])")
+    page.tab.locator(".chart .u-over").nth(1).dblclick()
+    page.tab.wait_for_selector("button:has-text('steps ')", state="detached")
+    assert page.errors == []
+
+
+def test_the_legend_shows_the_last_values(browser: Any, server: PageServer) -> None:
+    page = Watched(browser, server.url)
+    legend = page.tab.locator(".chart").first.locator(".u-legend").inner_text().split()
+    assert legend == ["step:", "60", "first:", "0.9982", "second:", "0.07295"]
+
+
+def test_the_worst_responses_of_all_steps_are_ranked(browser: Any, folder: Path, server: PageServer) -> None:
+    write_samples(folder / "first", 45, [row | {"score": -1.0} for row in sample_rows(groups=1, size=2)])
+    page = Watched(browser, server.url)
     page.open("Responses")
+    page.tab.click("button:text-is('worst')")
+    page.tab.wait_for_selector("#view > p:has-text('50 responses with the worst scores of 3 steps')")
+    page.picture("worst")
+    assert page.tab.locator("#view .group").first.inner_text().startswith("step 45")
+    page.tab.click("#view .group button:text-is('step 45')")
+    page.tab.wait_for_selector("#view > p:has-text('2 of 2 responses in 1 groups')")
     assert page.errors == []
 
 
@@ -154,17 +234,16 @@ def test_a_bar_and_a_filter_select_responses(browser: Any, server: PageServer) -
 
 
 def test_a_response_of_32000_tokens_opens_in_a_second(browser: Any, folder: Path, server: PageServer) -> None:
-    rows = sample_rows(groups=1, size=1, text="word " * 6400)
-    write_samples(folder / "first", 60, rows)
+    text = "word " * 6400
+    write_samples(folder / "first", 60, sample_rows(groups=1, size=1, text=text))
     page = Watched(browser, server.url)
+    page.open("Responses")
     seconds = page.tab.evaluate(
         """async () => {
-            state.tab = "Responses";
-            const reply = await get("/responses?run=0&step=60");
             const seconds = [];
             for (let i = 0; i < 5; i += 1) {
                 const start = performance.now();
-                document.getElementById("view").replaceChildren(response(reply.rows[0], 1));
+                await drawResponses();
                 document.body.getBoundingClientRect();
                 seconds.push((performance.now() - start) / 1000);
             }
@@ -172,6 +251,13 @@ def test_a_response_of_32000_tokens_opens_in_a_second(browser: Any, folder: Path
         }"""
     )
     assert seconds < 1.0
+    box = page.tab.locator(".response")
+    assert box.evaluate("(box) => box.textContent") == text
+    visible = page.tab.locator(".response span").count()
+    assert 1000 <= visible < 10_000
+    box.evaluate("(box) => { box.scrollTop = box.scrollHeight; }")
+    page.tab.wait_for_function("document.querySelectorAll('.response span').length === 32000")
+    assert box.evaluate("(box) => box.textContent") == text
     assert page.errors == []
 
 
