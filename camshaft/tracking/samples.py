@@ -235,7 +235,13 @@ def _numbers(values: Tensor) -> np.ndarray[Any, Any]:
 
 def _lists(count: int, rows: dict[int, Any], kind: pyarrow.DataType) -> pyarrow.Array:
     """Return a list column that is null outside `rows`."""
-    return pyarrow.array([rows.get(row) for row in range(count)], pyarrow.list_(kind))
+    lengths = np.zeros(count, dtype=np.int32)
+    lengths[list(rows)] = [len(values) for values in rows.values()]
+    offsets = pyarrow.array(np.concatenate([[0], np.cumsum(lengths)]), pyarrow.int32())
+    is_null = np.ones(count, dtype=bool)
+    is_null[list(rows)] = False
+    values = np.concatenate([np.asarray(rows[row]) for row in sorted(rows)] or [np.zeros(0)])
+    return pyarrow.ListArray.from_arrays(offsets, pyarrow.array(values, kind), mask=pyarrow.array(is_null))
 
 
 def _as_text(value: Any) -> str:

@@ -24,7 +24,7 @@ from camshaft.controller import spawn, submit
 from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError
-from camshaft.models.loader import load_tokenizer
+from camshaft.models.loader import decode_rows, load_tokenizer
 from camshaft.rewards.callables import PickledFunction
 from camshaft.rewards.manager import FailedSamples, PendingScores
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
@@ -123,7 +123,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
 
     def decode(self, ids: list[list[int]]) -> list[str]:
         """Decode token ids without special tokens."""
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return decode_rows(self.tokenizer, ids)
 
     def _load_prompts(self, config: PPOConfig) -> None:
         """Load the prompts, fit the batch size to them, and check that the reward function can score them."""

@@ -187,8 +187,9 @@ def test_a_range_of_steps_is_loaded_in_detail(browser: Any, server: PageServer) 
 
 def test_the_legend_shows_the_last_values(browser: Any, server: PageServer) -> None:
     page = Watched(browser, server.url)
-    legend = page.tab.locator(".chart").first.locator(".u-legend").inner_text().split()
-    assert legend == ["step:", "60", "first:", "0.9982", "second:", "0.07295"]
+    legend = page.tab.locator(".chart").first.locator(".u-legend")
+    assert legend.locator(".u-label").all_inner_texts() == ["step", "first", "second"]
+    assert legend.locator(".u-value").all_inner_texts() == ["60", "0.9982", "0.07295"]
 
 
 def test_the_worst_responses_of_all_steps_are_ranked(browser: Any, folder: Path, server: PageServer) -> None:
