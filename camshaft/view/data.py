@@ -86,8 +86,12 @@ def layout(names: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return rows and panels with the metrics that at least one run has logged."""
     rows = []
     for row in ROWS:
-        panels = [(panel.title, panel.select(names)) for panel in row.panels]
-        shown = [{"title": title, "names": logged, "unit": _unit(logged[0])} for title, logged in panels if logged]
+        panels = [(panel, panel.select(names)) for panel in row.panels]
+        shown = [
+            {"title": panel.title, "names": logged, "unit": _unit(logged[0])}
+            for panel, logged in panels
+            if len(logged) >= panel.fewest
+        ]
         if shown:
             rows.append({"title": row.title, "panels": shown})
     return rows

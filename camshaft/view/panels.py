@@ -16,6 +16,8 @@ class Panel(NamedTuple):
     title: str
     patterns: tuple[str, ...]
     """Regular expressions of the names of its metrics."""
+    fewest: int = 1
+    """Smallest number of metrics that the page shows. One data source has the same reward as all data."""
 
     def select(self, names: Iterable[str]) -> list[str]:
         """Return the metrics that a run has logged, in the order of the patterns."""
@@ -35,7 +37,7 @@ ROWS = (
         "Learning",
         (
             Panel("Training reward", (r"critic/score/mean", r"critic/score/p(10|50|90)")),
-            Panel("Training reward by data source", (r"critic/score/.+/mean",)),
+            Panel("Training reward by data source", (r"critic/score/.+/mean",), fewest=2),
             Panel("Validation reward", (r"val/reward/mean", r"val-core/.+/reward/mean")),
             Panel("Loss", (r"train/loss", r"val/loss")),
             Panel("Accuracy", (r"train/accuracy", r"val/accuracy")),

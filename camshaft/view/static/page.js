@@ -150,17 +150,23 @@ function axisNumber(values) {
   return values.map((value) => value === 0 ? "0" : span < 1e-3 || span >= 1e5 ? value.toExponential(1) : String(Number(value.toPrecision(5))));
 }
 
+// Length of the folders that all names share, as in critic/score/mean and critic/score/p10.
+function commonPrefix(names) {
+  const folder = names[0].slice(0, names[0].lastIndexOf("/") + 1);
+  return names.every((name) => name.startsWith(folder)) ? folder.length : 0;
+}
+
 function chart(panel, reply) {
   const box = element("div", { class: "chart" }, element("h3", {}, panel.title, element("span", {}, panel.unit)));
   box.title = panel.names.map((name) => `${name}: ${reply.descriptions[name] || ""}`).join("\n");
-  const tables = [], series = [];
+  const tables = [], series = [], prefix = commonPrefix(panel.names);
   reply.runs.forEach((run, order) => panel.names.forEach((name, line) => {
     if (!run[name]) return;
     const points = positions(run, run[name].steps).map((x, i) => [x, run[name].values[i]]).filter((point) => point[0] !== null);
     if (!points.length) return;
     const index = state.selected[order];
     tables.push([points.map((point) => point[0]), points.map((point) => point[1])]);
-    const label = [reply.runs.length > 1 ? state.runs[index].name : "", panel.names.length > 1 ? name : ""].filter(Boolean).join(" ");
+    const label = [panel.names.length > 1 ? name.slice(prefix) : "", reply.runs.length > 1 ? state.runs[index].name : ""].filter(Boolean).join(", ");
     series.push({
       label: label || name, stroke: color(reply.runs.length > 1 ? index : line), width: 1.5,
       dash: reply.runs.length > 1 && line ? [4 * line, 3] : undefined, spanGaps: true,
@@ -413,7 +419,7 @@ function response(row, limit) {
   const box = element("div", { class: "response" });
   const values = tokenValues(row, state.channel);
   if (!row.token_ends || !values) {
-    box.append(row.response);
+    box.append(row.response || element("span", { class: "hint" }, "(no text)"));
     return box;
   }
   const characters = Array.from(row.response), ends = row.token_ends, rest = document.createTextNode("");
@@ -470,7 +476,7 @@ async function drawTime() {
     const legend = phases.map(([name, seconds], i) => element("tr", {}, element("td", {}, element("span", { class: "swatch", style: { background: phaseColor(i) } }), name),
       element("td", { class: "number" }, `${number(seconds)} s`), element("td", { class: "number" }, `${(100 * seconds / step).toFixed(1)} %`)));
     const phase = info.age === null ? "" : `, now in phase ${info.phase} for ${age(info.age)}`;
-    return element("div", { class: "group" }, element("p", {}, `${info.name}: ${number(step)} s per step, mean of the last 50 steps${phase}`), bar,
+    return element("div", { class: "group" }, element("p", {}, `${info.name}: ${number(step)} s per step, mean of the last ${Math.min(50, info.step)} steps${phase}`), bar,
       element("table", { class: "narrow" }, ...legend));
   });
   document.getElementById("view").replaceChildren(element("h2", {}, "Phases of a step"), ...blocks);
