@@ -29,7 +29,7 @@ from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.tracking.run_folder import RunFolder
 from camshaft.view.advice import advise
 
-STEPS = 40
+STEPS, BAD_STEPS = 40, 25
 STEP_OF_SIGNAL = 20
 
 
@@ -53,6 +53,11 @@ def short(response: str) -> float:
     return digits(response) if len(response) < 16 else 0.0
 
 
+def different(response: str) -> float:
+    """Return the share of the ten digits that occur. A policy that always writes the same has a low score."""
+    return len({char for char in response if char.isdigit()}) / 10
+
+
 class OtherWeights(TorchRollout):
     """A generator whose weights differ from those of the trainer, although it reports the same checksums."""
 
@@ -66,7 +71,7 @@ class OtherWeights(TorchRollout):
 
 RUNS: dict[str, tuple[str | None, Callable[[str], float], dict[str, Any]]] = {
     "learns": (None, digits, {}),
-    "rate too high": ("Learning rate too high", digits, {"lr": 1.0}),
+    "rate too high": ("Learning rate too high", different, {"lr": 0.3}),
     "reward always 0": ("Reward is always 0", zero, {}),
     "reward raises": ("Reward function fails", fails, {}),
     "length limit": ("Responses cut at the length limit", short, {"lr": 1e-6}),
@@ -94,7 +99,7 @@ def train(name: str, folder: Path) -> None:
         data=[{"prompt": f"Write digits. Seed: {seed}"} for seed in range(64)],
         reward=reward,
         algorithm="grpo",
-        steps=STEPS,
+        steps=STEPS if name == "learns" else BAD_STEPS,
         batch=16,
         response_length=16,
         out=folder / name.replace(" ", "_"),
