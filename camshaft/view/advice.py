@@ -122,7 +122,7 @@ def _no_reward(run: RunFolder, now: float) -> str | None:
 def _equal_groups(run: RunFolder, now: float) -> str | None:
     share, entropy = _recent(run, "groups/same_share"), _recent(run, "actor/entropy")
     score, best = _recent(run, "critic/score/mean"), _best(_values(run, "critic/score/max"), math.inf)
-    if share is None or share <= MAX_EQUAL_GROUPS or _no_reward(run, now):
+    if share is None or share <= MAX_EQUAL_GROUPS or _no_reward(run, now) or _rate_too_high(run, now):
         return None
     if score is not None and score >= 0.9 * best:
         return None  # the policy solves the prompts
@@ -140,7 +140,7 @@ def _entropy_collapse(run: RunFolder, now: float) -> str | None:
     score, best = _recent(run, "critic/score/mean"), _best(_values(run, "critic/score/mean"))
     if len(entropy) < 2 * WINDOW or score is None or _median(entropy[-WINDOW:]) > 0.1 * entropy[0]:
         return None
-    if score >= 0.9 * best and score > 0:
+    if (score >= 0.9 * best and score > 0) or _rate_too_high(run, now):
         return None  # a policy that has learned the task is certain
     first, last = format_number(float(entropy[0])), format_number(_median(entropy[-WINDOW:]))
     return (
@@ -159,9 +159,18 @@ def _rate_too_high(run: RunFolder, now: float) -> str | None:
     has_fallen = _median(scores[-WINDOW:]) < 0.5 * _best(np.median(windows, axis=1))
     large_kl = kl is not None and abs(kl) > MAX_KL
     large_norm = len(norms) >= 2 * WINDOW and _median(norms[-WINDOW:]) > MAX_GRADIENT * _median(norms[:WINDOW])
-    if not (large_kl or (has_fallen and large_norm)):
+    entropy = _values(run, "actor/entropy")[:WINDOW]
+    is_worse = _median(scores[-WINDOW:]) < 0.9 * _best(scores)
+    has_collapsed = is_worse and len(entropy) == WINDOW and _median(entropy) < 0.1 * entropy[0]
+    if not (large_kl or (has_fallen and large_norm) or has_collapsed):
         return None
-    reason = f"the KL of an update is {format_number(kl or 0)} nats" if large_kl else "the gradient norm has multiplied"
+    if large_kl:
+        reason = f"the KL of an update is {format_number(kl or 0)} nats"
+    elif has_collapsed:
+        first, later = format_number(float(entropy[0])), format_number(_median(entropy))
+        reason = f"the entropy fell from {first} to {later} nats within the first {WINDOW} steps"
+    else:
+        reason = "the gradient norm has multiplied"
     fall = ", and the reward has fallen below half of its best" if has_fallen else ""
     return f"The updates are too large: {reason}{fall}. Lower actor_rollout_ref.actor.optim.lr, for example to a third."
 

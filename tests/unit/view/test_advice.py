@@ -11,6 +11,7 @@ from support.run_folders import Curve, make_run
 
 from camshaft.errors import ConfigError
 from camshaft.tracking import RunInfo, Tracking
+from camshaft.tracking.jsonl import JsonlTracker
 from camshaft.tracking.record import RECORD
 from camshaft.tracking.run_folder import RunFolder, process_start
 from camshaft.view.advice import RULES, advise
@@ -50,6 +51,32 @@ BAD: dict[str, dict[str, Curve]] = {
     },
     "Skipped optimizer steps": {"actor/skipped_steps": lambda step: float(step > 35)},
 }
+
+
+def test_a_policy_that_collapses_at_once_has_too_high_a_rate(tmp_path: Path) -> None:
+    curves: dict[str, Curve] = {
+        "actor/entropy": lambda step: 4.0 if step == 1 else 0.1,
+        "critic/score/mean": lambda step: 0.5 if step == 1 else 0.1,
+        "critic/score/max": lambda step: 1.0,
+        "groups/same_share": lambda step: float(step > 1),
+    }
+    assert advice_on(make_run(tmp_path / "bad", steps=40, curves=curves)) == ["Learning rate too high"]
+    solved = curves | {"critic/score/mean": lambda step: 0.5 if step == 1 else 1.0}
+    assert advice_on(make_run(tmp_path / "solved", steps=40, curves=solved)) == []
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "gae"])
+@pytest.mark.parametrize("engine", ["torch", "vllm", "again"])
+def test_no_measured_reward_curve_gets_advice(algorithm: str, engine: str, tmp_path: Path) -> None:
+    results = json.loads((Path(__file__).parents[3] / "benchmarks" / "results" / "reward_curves.json").read_text())
+    for run in results["runs"][algorithm][engine]:
+        rewards = run["rewards"]
+        assert len(rewards) == 10
+        tracker = JsonlTracker(RunInfo("sums", "run", tmp_path, total_steps=10))
+        for step, reward in enumerate(rewards, start=1):
+            tracker.log({"critic/score/mean": reward}, step)
+        tracker.finish()
+        assert advice_on(tmp_path) == []
 
 
 @pytest.mark.parametrize("title", BAD)
