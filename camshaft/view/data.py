@@ -73,6 +73,7 @@ def curves(run: RunFolder, points: int = POINTS, first: float = -math.inf, last:
 
 def phases(run: RunFolder) -> dict[str, Any]:
     """Return the mean seconds of a step and of its phases over the last `PHASE_STEPS` steps."""
+    run.metrics.poll()
     means = {}
     for phase in ("step", *PHASES):
         values = run.metrics.arrays(f"timing_s/{phase}")[1][-PHASE_STEPS:]
