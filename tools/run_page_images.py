@@ -1,7 +1,6 @@
-"""Write the pictures of the run page in the documentation, from the folders of two real runs.
+"""Write the pictures of the run page in the documentation, from the folder of the run in the README.
 
-    python benchmarks/advice.py --folder runs --only learns "rate too high"
-    PYTHONPATH=.:.venv-page python tools/run_page_images.py runs/learns runs/rate_too_high
+    PYTHONPATH=.:.venv-page python tools/run_page_images.py runs/digits
 
 Requires Chromium and the packages of `make test-page`.
 """
@@ -22,7 +21,7 @@ SIZE = {"width": 1240, "height": 860}
 
 
 def main(folders: list[str]) -> None:
-    """Write `run-page.png` with the curves of all runs, and `run-page-responses.png` with responses of the first."""
+    """Write `run-page.png` with curves and `run-page-responses.png` with the responses of an early step."""
     with PageServer(folders) as server, sync_playwright() as playwright:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=["--no-sandbox"])
@@ -32,7 +31,8 @@ def main(folders: list[str]) -> None:
         tab.screenshot(path=IMAGES / "run-page.png")
         tab.click("#tabs button:text-is('Responses')")
         tab.wait_for_selector(".response span")
-        tab.select_option("select[aria-label=colour]", "old_log_probs")
+        steps = tab.locator("select[aria-label=step] option")
+        tab.select_option("select[aria-label=step]", index=steps.count() // 3)
         tab.wait_for_selector(".response span")
         tab.screenshot(path=IMAGES / "run-page-responses.png")
         browser.close()

@@ -43,7 +43,7 @@ ROWS = (
             Panel("Accuracy", (r"train/accuracy", r"val/accuracy")),
             Panel("Groups without signal", (r"groups/same_share", r"filter_groups/same_share")),
             Panel("Response length", (r"response_length/(mean|max)",)),
-            Panel("Responses cut at the length limit", (r"response_length/clip_ratio",)),
+            Panel("Cut responses", (r"response_length/clip_ratio",)),
         ),
     ),
     Row(
@@ -63,7 +63,7 @@ ROWS = (
         (
             Panel("Log-prob gap, mean", (r"rollout/log_prob_diff_mean",)),
             Panel("Log-prob gap, maximum", (r"rollout/log_prob_diff_max",)),
-            Panel("Effective share of the samples", (r"rollout/effective_sample_share",)),
+            Panel("Effective samples", (r"rollout/effective_sample_share",)),
         ),
     ),
     Row(
