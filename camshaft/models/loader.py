@@ -329,12 +329,12 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def decode_rows(tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
-    """Decode token ids without special tokens, as `batch_decode` does.
+    """Decode token ids without special tokens.
 
-    Tokenizers that do not change the text of their backend are called directly, in half of the time: `batch_decode`
+    Tokenizers that do not change the text of their backend are called directly, in half of the time: `tokenizer.decode`
     checks the type of each token id.
     """
     is_plain = isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces
     if is_plain and type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
         return [tokenizer.backend_tokenizer.decode(row, skip_special_tokens=True) for row in ids]
-    return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
