@@ -32,7 +32,6 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
 )
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
@@ -326,15 +325,3 @@ def quiet_transformers() -> Iterator[None]:
         transformers_logging.set_verbosity(level)
         if bars:
             transformers_logging.enable_progress_bar()
-
-
-def decode_rows(tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
-    """Decode token ids without special tokens.
-
-    Tokenizers that do not change the text of their backend are called directly, in half of the time: `tokenizer.decode`
-    checks the type of each token id.
-    """
-    is_plain = isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces
-    if is_plain and type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
-        return [tokenizer.backend_tokenizer.decode(row, skip_special_tokens=True) for row in ids]
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]

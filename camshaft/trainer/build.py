@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
 from camshaft.checkpoint import CheckpointManager
 from camshaft.config import PPOConfig
 from camshaft.config.checks import check_critic_warmup
@@ -24,7 +26,7 @@ from camshaft.controller import spawn, submit
 from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError
-from camshaft.models.loader import decode_rows, load_tokenizer
+from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.callables import PickledFunction
 from camshaft.rewards.manager import FailedSamples, PendingScores
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
@@ -184,3 +186,15 @@ def prompt_options(config: PPOConfig, reward_columns: tuple[str, ...] | None = (
         return_raw_chat=config.needs_raw_chat(),
         return_raw_input_ids=data.return_raw_input_ids,
     )
+
+
+def decode_rows(tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> list[str]:
+    """Decode token ids without special tokens.
+
+    Tokenizers that do not change the text of their backend are called directly, in half of the time: `tokenizer.decode`
+    checks the type of each token id.
+    """
+    is_plain = isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces
+    if is_plain and type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
+        return [tokenizer.backend_tokenizer.decode(row, skip_special_tokens=True) for row in ids]
+    return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -313,18 +313,11 @@ class PPOTrainer:
             is_last = self.global_step == total or self.parts.loader.exhausted
             should_save, is_validated = should_save or saves.is_due(self.global_step, is_last), True
             if tests.is_due(self.global_step, is_last):
-                try:
-                    with tests.measure():
-                        self.divergence.check_outputs(self.global_step)
-                        val_metrics = self.validate(tracking)
+                val_metrics = self._validate_step(tracking, tests, metrics)
+                is_validated = val_metrics is not None
+                if val_metrics is not None:
                     should_save = self.best.update(val_metrics, self.global_step) or should_save
                     metrics |= val_metrics
-                except ScoringAbandoned as error:
-                    self._abandon(f"the validation after step {self.global_step}", error)
-                    is_validated = False
-                except CamshaftError:
-                    tracking.log(metrics, step=self.global_step)
-                    raise
             if self.examples:
                 tracking.log_samples([asdict(example) for example in self.examples], step=self.global_step)
             tracking.log(metrics, step=self.global_step)
@@ -354,6 +347,24 @@ class PPOTrainer:
         if not self.config.trainer.val_only:
             self.best.update(metrics, step=0)
         return metrics, True
+
+    def _validate_step(
+        self, tracking: Tracking, tests: Schedule, metrics: Mapping[str, float]
+    ) -> dict[str, float] | None:
+        """Validate after a step. Return the metrics, or None if a stop signal ended the validation.
+
+        If the validation fails, log `metrics`, those of the step, first.
+        """
+        try:
+            with tests.measure():
+                self.divergence.check_outputs(self.global_step)
+                return self.validate(tracking)
+        except ScoringAbandoned as error:
+            self._abandon(f"the validation after step {self.global_step}", error)
+            return None
+        except CamshaftError:
+            tracking.log(metrics, step=self.global_step)
+            raise
 
     def save_samples(self) -> None:
         """Write the responses of the step, select those that are shown, and release the batch."""

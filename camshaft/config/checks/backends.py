@@ -392,7 +392,7 @@ def required_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) ->
         library = engine_capabilities(role.strategy).library
         if library is not None:
             yield f"{role.strategy_key}={role.strategy}", library, f"{role.strategy_key}=fsdp"
-        if role.model.lora is not None and role.strategy in ENGINES:
+        if role.model.lora is not None:
             key = f"{role.model_key}.lora_rank"
             yield f"{key}={role.model.lora.rank}", "peft", f"{key}=0"
     if rollout is not None:

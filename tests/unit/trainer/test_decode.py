@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from camshaft.models.loader import decode_rows
 from camshaft.models.tiny import make_tiny_tokenizer
+from camshaft.trainer.build import decode_rows
 
 
 class Shouting(PreTrainedTokenizerFast):
