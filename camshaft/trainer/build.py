@@ -195,6 +195,7 @@ def decode_rows(tokenizer: PreTrainedTokenizerBase, ids: list[list[int]]) -> lis
     checks the type of each token id.
     """
     is_plain = isinstance(tokenizer, PreTrainedTokenizerFast) and not tokenizer.clean_up_tokenization_spaces
+    decoder: Any = tokenizer
     if is_plain and type(tokenizer)._decode is PreTrainedTokenizerFast._decode:
-        return [tokenizer.backend_tokenizer.decode(row, skip_special_tokens=True) for row in ids]
-    return [tokenizer.decode(row, skip_special_tokens=True) for row in ids]
+        decoder = tokenizer.backend_tokenizer
+    return [decoder.decode(row, skip_special_tokens=True) for row in ids]
