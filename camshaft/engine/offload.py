@@ -6,18 +6,22 @@
 The parts are "model", "gradients" and "optimizer". When the outermost block ends, each part in `offloaded` returns to
 host memory, and every other part to the device it was on before. torch requires a gradient to be on the device of its
 parameter. If gradients are offloaded and parameters are not, `Parts` therefore stores the gradients itself.
+
+Copies do not wait for each other: torch allocates pinned host memory for a copy to the host with `non_blocking`, and a
+copy from pinned memory to the device is asynchronous too. The host waits once, after the last copy of a block to host
+memory. Copies to the device need no wait, because kernels that use them are queued behind them.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from camshaft.device import release_cache
+from camshaft.device import release_cache, synchronize
 
 Part = Literal["model", "gradients", "optimizer"]
 
@@ -47,21 +51,26 @@ class Parts:
         previous_devices: dict[Part, torch.device | None] = {part: self.device_of(part) for part in unused}
         self._in_use.update(unused)
         try:
-            for part, device in previous_devices.items():
-                if device is not None and device.type != self._device.type:
-                    self.move(part, self._device)
+            self.move((part for part, device in previous_devices.items() if self._moves(device)), self._device)
             yield
         finally:
             self._in_use.difference_update(unused)
             self._restore(previous_devices)
 
+    def _moves(self, device: torch.device | None) -> bool:
+        """Return True if a part on `device` must be moved to be on the compute device."""
+        return device is not None and device.type != self._device.type
+
     def _restore(self, previous_devices: Mapping[Part, torch.device | None]) -> None:
         """Move each part in `offloaded` to host memory, and the others to `previous_devices`."""
+        targets: dict[torch.device, list[Part]] = {}
         for part, previous_device in previous_devices.items():
             target = HOST if part in self._offloaded else previous_device
             device = self.device_of(part)
             if target is not None and device is not None and device.type != target.type:
-                self.move(part, target)
+                targets.setdefault(target, []).append(part)
+        for target, parts in targets.items():
+            self.move(parts, target)
 
     def device_of(self, part: Part) -> torch.device | None:
         """Return the device of `part`, or None if it has no tensors yet."""
@@ -74,17 +83,23 @@ class Parts:
         tensors = (value for state in states for name, value in state.items() if _is_movable(name, value))
         return next((tensor.device for tensor in tensors), None)
 
-    def move(self, part: Part, device: torch.device) -> None:
-        """Move `part` to `device`. Moving "model" also moves the gradients attached to its parameters."""
+    def move(self, parts: Iterable[Part], device: torch.device) -> None:
+        """Move `parts` to `device`. Moving "model" also moves the gradients attached to its parameters."""
+        for part in parts:
+            self._move(part, device)
+        if device.type != self._device.type:
+            synchronize(self._device)
+            release_cache(self._device)
+
+    def _move(self, part: Part, device: torch.device) -> None:
+        """Queue the copies of a part to `device`."""
         if part == "model":
-            self._module.to(device)
+            self._module.to(device, non_blocking=True)
         elif part == "gradients":
             self._move_gradients(device)
         elif self._optimizer is not None:
             for state in self._optimizer.state.values():
-                state.update({n: v.to(device) for n, v in state.items() if _is_movable(n, v)})
-        if device.type != self._device.type:
-            release_cache(self._device)
+                state.update({n: v.to(device, non_blocking=True) for n, v in state.items() if _is_movable(n, v)})
 
     def clear_gradients(self) -> None:
         """Clear all gradients, including offloaded ones."""
@@ -97,10 +112,10 @@ class Parts:
             if gradient is None:
                 continue
             if parameter.device == device:
-                parameter.grad = gradient.to(device)
+                parameter.grad = gradient.to(device, non_blocking=True)
             else:
                 parameter.grad = None
-                self._offloaded_gradients[parameter] = gradient.to(device)
+                self._offloaded_gradients[parameter] = gradient.to(device, non_blocking=True)
 
 
 def _is_movable(name: str, value: object) -> bool:

@@ -50,6 +50,7 @@ from camshaft.engine.base import (
     call_context,
     cast_weight,
 )
+from camshaft.engine.compute_dtype import cast_parameters
 from camshaft.engine.micro_batches import (
     Hooks,
     MicroBatches,
@@ -82,6 +83,8 @@ class TorchEngine(BaseEngine):
     device: torch.device
     offloaded_parts: tuple[Part, ...] = ()
     """Parts that stay in host memory outside `train_mode` and `eval_mode`."""
+    compute_dtype: torch.dtype | None = None
+    """dtype to which a step casts the parameters. None computes in their dtype, or in that of a sharding library."""
     checkpoint_group: dist.ProcessGroup | None = None
     """Process group that only checkpoints use; None for a single process."""
     data_group: dist.ProcessGroup | None = None
@@ -138,6 +141,12 @@ class TorchEngine(BaseEngine):
     def home_device(self) -> torch.device:
         """Device that holds parameters and optimizer state during a step."""
         return self.device
+
+    def step_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Return the context in which all micro-batches of a step run, including their backward passes."""
+        if self.compute_dtype is None:
+            return contextlib.nullcontext()
+        return cast_parameters(self.module, self.compute_dtype)
 
     def forward_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which the model's forward pass runs."""
@@ -214,10 +223,8 @@ class TorchEngine(BaseEngine):
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
         target = torch.device(device)
         target = self.home_device if target.type == self.home_device.type else target
-        if model:
-            self.parts.move("model", target)
-        if optimizer:
-            self.parts.move("optimizer", target)
+        parts: dict[Part, bool] = {"model": model, "optimizer": optimizer}
+        self.parts.move([part for part, is_moved in parts.items() if is_moved], target)
 
     # -- one step ---------------------------------------------------------------------------------
 
@@ -246,7 +253,7 @@ class TorchEngine(BaseEngine):
         plan = self._plan(data, forward_only, call.get("routing") is not None)
         hooks = Hooks(preprocess_fn, postprocess_fn, loss_fn)
         micro_batches = MicroBatches(data, plan, call, hooks, self.device, self._shares_prefixes)
-        with torch.set_grad_enabled(not forward_only):
+        with torch.set_grad_enabled(not forward_only), self.step_context():
             self.run_micro_batches(micro_batches)
         predictions, call = micro_batches.predictions(), micro_batches.ctx
         if loss_fn is None:

@@ -8,7 +8,8 @@
 Each tensor of the device wraps a tensor in host memory, on which the operators run. An operator raises an error if it
 gets tensors of both devices where CUDA would. Kernels that do not exist on a CPU are replaced: flash attention by plain
 attention, products of half precision with float32 results by float32 products, and Triton kernels by their
-interpretation if TRITON_INTERPRET=1 is set. Without it, the device has no Triton.
+interpretation if TRITON_INTERPRET=1 is set. Without it, the device has no Triton. A copy to the host with
+`non_blocking` arrives when the host waits for the device; until then, its tensor contains NaN or -1.
 
 The emulation does not show speed, the rounding of GPU kernels, streams, races, or memory use. It is one thread.
 """
@@ -106,13 +107,36 @@ class Emulator(TorchDispatchMode):
         super().__init__()
         self.waits: Counter[str] = Counter()
         self.launches: Counter[str] = Counter()
+        self.synchronizations = 0
+        """Number of times that the host has waited for all work of the device."""
         self.free_memory = 16 * GIB
         """Free bytes that the device reports."""
+        self._arriving: list[tuple[Tensor, Tensor]] = []
+        """Host tensors of asynchronous copies, and their values."""
 
     def reset(self) -> None:
         """Forget all counts."""
         self.waits.clear()
         self.launches.clear()
+        self.synchronizations = 0
+
+    def synchronize(self, *_: Any) -> None:
+        """Wait for all work of the device."""
+        self.synchronizations += 1
+        self._arrive()
+
+    def _arrive(self) -> None:
+        """Complete the copies to the host, which the device executes before any later work."""
+        with torch.no_grad(), _disable_current_modes():
+            for tensor, value in self._arriving:
+                tensor.copy_(value)
+        self._arriving.clear()
+
+    def _delay(self, tensor: Tensor) -> None:
+        """Hide the values of a host tensor until they arrive."""
+        with torch.no_grad(), _disable_current_modes():
+            self._arriving.append((tensor, tensor.clone()))
+            tensor.fill_(torch.nan if tensor.is_floating_point() else -1)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return self.run(func, args, kwargs or {})
@@ -129,12 +153,17 @@ class Emulator(TorchDispatchMode):
                 return func.decompose(*args, **kwargs)
         name = func._schema.name.partition("::")[2]
         self._check_devices(name, args, tensors, on_device)
+        waits = self.waits.total()
         self._count(func, name, args, kwargs, target)
+        if self.waits.total() > waits or target == DEVICE:
+            self._arrive()
         with torch.no_grad(), _disable_current_modes():
             result = _run_on_host(func, name, args, kwargs)
         if name == "copy_":
             return args[0]
         if target is not None and target != DEVICE:
+            if name == "_to_copy" and kwargs.get("non_blocking"):  # into pinned memory, which torch allocates
+                self._delay(result)
             return result
         result = pytree.tree_map_only(
             Tensor, lambda t: t if isinstance(t, EmulatedTensor) else EmulatedTensor(t), result
@@ -155,7 +184,7 @@ class Emulator(TorchDispatchMode):
         if name in READS_VALUES:
             self.waits[f"{name} at {_place()}"] += 1
         elif name == "_to_copy" and target is not None:
-            self._count_copy(args[0], target == DEVICE, kwargs.get("non_blocking"))
+            self._count_copy(args[0], target == DEVICE, kwargs.get("non_blocking"), pins=True)
         elif name == "copy_":
             self._count_copy(
                 args[1], isinstance(args[0], EmulatedTensor), kwargs.get("non_blocking") or args[2:] == (True,)
@@ -163,9 +192,9 @@ class Emulator(TorchDispatchMode):
         if name not in NO_KERNEL and not func.is_view:
             self.launches[name] += 1
 
-    def _count_copy(self, source: Tensor, to_device: bool, non_blocking: Any) -> None:
+    def _count_copy(self, source: Tensor, to_device: bool, non_blocking: Any, pins: bool = False) -> None:
         crosses = isinstance(source, EmulatedTensor) != to_device
-        if crosses and source.numel() and not (non_blocking and to_device):
+        if crosses and source.numel() and not (non_blocking and (to_device or pins)):
             self.waits[f"copy {'to' if to_device else 'from'} the device at {_place()}"] += 1
 
 
@@ -310,7 +339,7 @@ class _DeviceModule:
         torch.set_rng_state(state)
 
     def get_device_properties(self, *_: Any) -> Any:
-        return SimpleNamespace(multi_processor_count=4, name=DEVICE, total_memory=16 * GIB)
+        return SimpleNamespace(multi_processor_count=4, name=DEVICE, total_memory=16 * GIB, uuid="GPU-0")
 
     def device(self, *_: Any) -> Any:
         return contextlib.nullcontext()
@@ -339,7 +368,7 @@ def _set_data(tensor: Tensor, value: Tensor) -> None:
             tensor.host = value.host  # pyright: ignore[reportAttributeAccessIssue]
         return
     tensor.grad = None  # a tensor with a gradient cannot be swapped; `Module.to` sets the gradient again
-    new = value.detach().clone()
+    new = value.detach()
     torch.utils.swap_tensors(
         tensor, nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
     )
@@ -383,7 +412,7 @@ def _patches() -> Iterator[Any]:
         "device_count": lambda: 1,
         "current_device_index": lambda: 0,
         "set_device_index": lambda *_: None,
-        "synchronize": lambda *_: None,
+        "synchronize": EMULATOR.synchronize,
         "max_memory_allocated": lambda *_: 0,
         "memory_allocated": lambda *_: 0,
         "memory_reserved": lambda *_: 0,
@@ -424,5 +453,6 @@ def emulated_cuda() -> Iterator[Emulator]:
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts_cpu_tensors_only)
         EMULATOR.reset()
+        stack.callback(EMULATOR._arrive)
         with EMULATOR:
             yield EMULATOR

@@ -1,0 +1,35 @@
+"""Computation in another dtype than that of the weights, for a model that is not sharded.
+
+with cast_parameters(module, torch.bfloat16):
+    loss = run(module)                  # computes in bfloat16
+    loss.backward()                     # accumulates gradients in the dtype of the parameters
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+
+@contextlib.contextmanager
+def cast_parameters(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Replace the parameters of `module` by casts to `dtype` inside the block.
+
+    A backward pass inside the block adds the gradient of a cast to the gradient of its parameter, in the dtype of the
+    parameter. It must not run outside of the block, because activation checkpointing computes layers again.
+    """
+    owners = [(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
+    parameters = [owner._parameters[name] for owner, name in owners]
+    casts = {p: p.to(dtype) for p in parameters if p is not None}  # tied parameters share one cast
+    try:
+        for (owner, name), parameter in zip(owners, parameters, strict=True):
+            assert parameter is not None
+            # As torch.func.functional_call does, whose block would end before the backward pass.
+            owner._parameters[name] = casts[parameter]  # pyright: ignore[reportArgumentType]
+        yield
+    finally:
+        for (owner, name), parameter in zip(owners, parameters, strict=True):
+            owner._parameters[name] = parameter
