@@ -17,6 +17,7 @@ from camshaft.config.rollout import OPTIONAL_KEYS, OPTIONAL_SAMPLING, RolloutCap
 from camshaft.config.schema.fsdp import FSDP1Options, FSDPOptions
 from camshaft.config.schema.megatron import MegatronOptions
 from camshaft.config.schema.rollouts import OneDeviceOptions, ServerOptions, SGLangOptions, VLLMOptions
+from camshaft.config.schema.single import SingleDeviceOptions
 from camshaft.config.schema.torchtitan import TorchtitanOptions
 from camshaft.errors import ConfigError
 from camshaft.plugins import import_attribute, resolve_target
@@ -33,7 +34,11 @@ class Backend(Generic[Capabilities]):
 
 
 SINGLE_DEVICE = EngineCapabilities(
-    multiple_ranks=False, supports_router_aux_loss=True, supports_router_replay=True, supports_forecast=True
+    SingleDeviceOptions,
+    multiple_ranks=False,
+    supports_router_aux_loss=True,
+    supports_router_replay=True,
+    supports_forecast=True,
 )
 FSDP = EngineCapabilities(
     FSDPOptions, supports_router_aux_loss=True, supports_router_replay=True, supports_forecast=True

@@ -5,13 +5,17 @@
 
 The training step is inherited from `TorchEngine` in `torch_engine.py`. `contracts/engine/oracle.py` and
 `examples/plain_ppo.py` are independent implementations to compare it with; they share no code with the engines.
+
+With `mixed_precision.param_dtype` in the options, a step computes with casts of the weights. The weights themselves
+keep their dtype, so optimizer, checkpoints and weight sync do not depend on the option.
 """
 
 from __future__ import annotations
 
 from camshaft.config.backends import SINGLE_DEVICE
+from camshaft.config.schema.single import SingleDeviceOptions
 from camshaft.engine.torch_engine import TorchEngine
-from camshaft.models.loader import load_model
+from camshaft.models.loader import DTYPES, load_model
 from camshaft.models.packed import PackedModel
 
 
@@ -19,6 +23,9 @@ class SingleDeviceEngine(TorchEngine):
     """One model on one device."""
 
     capabilities = SINGLE_DEVICE
+    options: SingleDeviceOptions
 
     def build_model(self) -> PackedModel:
+        dtype = self.options.mixed_precision.param_dtype
+        self.compute_dtype = None if dtype in (None, self.config.dtype) else DTYPES[dtype]
         return load_model(self.config.model, self.config.dtype, str(self.device), self.config.seed)

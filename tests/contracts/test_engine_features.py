@@ -164,7 +164,7 @@ ULYSSES, TENSOR = "ulysses_sequence_parallel_size", "tensor_parallel_size"
 
 REJECTED = {
     "reference with an option": Rejected(
-        "reference", {TENSOR: 2}, "unknown option", "options.tensor_parallel_size=2", "omit it"
+        "reference", {TENSOR: 2}, "unknown option", "options.tensor_parallel_size=2", "the options are mixed_precision"
     ),
     "reference in bfloat16": Rejected(
         "reference", {}, "lose small updates", "dtype=bfloat16", "set dtype=float32", fields={"dtype": "bfloat16"}

@@ -23,12 +23,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 ACTOR = "actor_rollout_ref.actor"
 SIDES: dict[str, dict[str, Any]] = {
-    "fsdp-bfloat16": {
-        f"{ACTOR}.strategy": "fsdp",
-        f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": "bfloat16",
-    },
-    "fsdp-float32": {f"{ACTOR}.strategy": "fsdp"},
-    "reference": {f"{ACTOR}.strategy": "reference"},
+    f"{strategy}-{dtype}": {
+        f"{ACTOR}.strategy": strategy,
+        f"{ACTOR}.fsdp_config.mixed_precision.param_dtype": dtype,
+    }
+    for strategy in ("fsdp", "reference")
+    for dtype in ("bfloat16", "float32")
 }
 
 
@@ -76,7 +76,7 @@ def test_cuda_detects_no_wait_in_a_micro_batch(tmp_path: Path, side: str) -> Non
 
 
 def test_cuda_detects_an_injected_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    actor = actor_of(tmp_path, "reference")
+    actor = actor_of(tmp_path, "reference-float32")
     original = actor.policy_loss
 
     def planted(*args: Any, **options: Any) -> Any:

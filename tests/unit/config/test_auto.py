@@ -49,7 +49,7 @@ def test_a_run_uses_the_machine_at_hand(machine: Machine, settings: tuple[str, .
     [
         (["device=cpu"], ("cpu", 1, "reference", "torch", "float32", None)),
         (["device=cpu", "devices=2"], ("cpu", 2, "fsdp", "torch", "float32", None)),
-        (["devices=1", "engine=reference"], ("cuda", 1, "reference", "vllm", "float32", None)),
+        (["devices=1", "engine=reference"], ("cuda", 1, "reference", "vllm", "bfloat16", "bfloat16")),
         (["devices=4", "rollout=hf"], ("cuda", 4, "fsdp", "hf", "bfloat16", "bfloat16")),
         (
             ["actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=null"],
@@ -221,6 +221,14 @@ def test_choices_for_speed_are_printed_on_accelerators(own_task: list[str]) -> N
 
 
 # -- the table ------------------------------------------------------------------------------------
+
+
+def test_table_lists_the_dtype_of_the_reference_engine(own_task: list[str]) -> None:
+    keys = ["devices=1", "engine=reference"]
+    table = format_choices(load_ppo([*own_task, *keys], machine=GPUS))
+    choice = f"{FSDP}.mixed_precision.param_dtype=bfloat16"
+    assert choice in table
+    assert "with float32 weights in the optimizer" in table.partition(choice)[2].splitlines()[0]
 
 
 def test_table_lists_choices_as_words_to_type(own_task: list[str]) -> None:

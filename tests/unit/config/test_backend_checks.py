@@ -56,8 +56,6 @@ UNSUPPORTED = [
     "fsdp_config.grad_offload=true",
     "fsdp_config.optimizer_offload=true",
     "fsdp_config.offload_policy=true",
-    "fsdp_config.mixed_precision.param_dtype=bfloat16",
-    "fsdp_config.mixed_precision.reduce_dtype=bfloat16",
     "ulysses_sequence_parallel_size=2",
     "use_torch_compile=true",
     "checkpoint.async_save=true",
@@ -98,8 +96,21 @@ def test_setting_inherited_by_the_reference_is_one_problem(words):
     assert f"{REF}.fsdp_config.param_offload" in _error([*words, f"{REF}.fsdp_config.param_offload=true"])
 
 
-def test_compute_dtype_equal_to_the_weight_dtype_passes(words):
-    load_ppo([*words, f"{ACTOR}.fsdp_config.mixed_precision.param_dtype=float32"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_reference_engine_computes_in_the_configured_dtype(words, sft_words, dtype):
+    key = f"fsdp_config.mixed_precision.param_dtype={dtype}"
+    options = {"mixed_precision": {"param_dtype": dtype, "reduce_dtype": "float32"}}
+    config = load_ppo([*words, f"{ACTOR}.{key}", f"critic.model.{key}", "algorithm.use_kl_in_reward=true"])
+    assert actor_engine(config, Topology(1), 1).options == critic_engine(config, Topology(1), 1).options == options
+    assert ref_engine(config, Topology(1)).options["mixed_precision"]["param_dtype"] == dtype
+    assert config.actor_rollout_ref.rollout.dtype == dtype
+    assert sft_engine(load_sft([*sft_words, key]), 1).options == options
+
+
+def test_one_process_has_no_reduction_dtype(words):
+    text = _error([*words, f"{ACTOR}.fsdp_config.mixed_precision.reduce_dtype=bfloat16"])
+    assert "1 error in the config" in text
+    assert f"Set {ACTOR}.fsdp_config.mixed_precision.reduce_dtype=float32." in text
 
 
 def test_several_ranks_need_an_engine_for_them(words, sft_words):
@@ -207,7 +218,7 @@ def test_options_of_an_engine_are_checked_by_its_schema(words):
     text = _error([*words, f"+{ACTOR}.engine_kwargs.fsdp_sze=2", f"{ACTOR}.strategy=fsdp"])
     assert "did you mean 'fsdp_size'?" in text
     text = _error([*words, f"+{ACTOR}.engine_kwargs.pipeline_stages=2"])
-    assert "unknown option; the backend accepts no options, so omit it." in text
+    assert "unknown option; the options are mixed_precision." in text
 
 
 def test_option_with_a_config_key_is_rejected_in_engine_kwargs(words, sft_words):
@@ -382,7 +393,7 @@ def test_engine_options_follow_the_schema(words):
     assert actor_engine(config, Topology(4), 10).options == options
     assert ref_engine(config, Topology(4)).options == options
     assert "pipeline_stages" not in critic_engine(config, Topology(4), 10).options
-    assert actor_engine(load_ppo(words), Topology(), 10).options == {}
+    assert actor_engine(load_ppo(words), Topology(), 10).options.keys() == {"mixed_precision"}
 
 
 def test_batch_sizes_of_a_role_follow_from_its_ranks(words):

@@ -73,15 +73,15 @@ def watch_micro_batches(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Hos
 
 
 def actor_of(home: Path, more: dict[str, Any], micro_batch: int = 2, half: bool = True) -> ActorWorker:
-    settings = {
+    settings: dict[str, Any] = {
         f"{ACTOR}.ppo_mini_batch_size": ROWS,
         f"{ACTOR}.ppo_micro_batch_size_per_gpu": micro_batch,
         "data.train_batch_size": ROWS,
     }
+    if half:
+        settings[f"{ACTOR}.fsdp_config.mixed_precision.param_dtype"] = "bfloat16"
     actor = ActorWorker(ppo_config(home, settings | more), Topology(), total_steps=5)
     actor.init_model()
-    if half:  # as in a sharded engine with float32 weights
-        actor.engine.module.to(torch.bfloat16)  # pyright: ignore[reportAttributeAccessIssue]
     return actor
 
 
