@@ -63,6 +63,19 @@ def with_device_index(device: str) -> torch.device:
     return torch.device(resolved.type, torch.accelerator.current_device_index())
 
 
+def device_identity(device: torch.device) -> str:
+    """Return a name of the accelerator that is equal in all processes of the machine, or "" for the CPU.
+
+    If the accelerator reports no UUID, the name contains its index in this process.
+    """
+    if device.type == "cpu":
+        return ""
+    module = _module(device)
+    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    uuid = getattr(properties, "uuid", None)
+    return str(device) if uuid is None else f"{device.type} {uuid}"
+
+
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """Move `tensor` to `device`.
 

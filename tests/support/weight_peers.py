@@ -66,7 +66,7 @@ def receive_weights(connection: Connection, rank: int) -> None:
                 continue
             assert receiver is not None
             pieces: list[Piece] = message["pieces"]
-            tensors = assembler.unpack(pieces, receiver.pull(message["used"]))
+            tensors = assembler.unpack(pieces, receiver.pull(message["buffer"], message["used"]))
             connection.send({name: digest(tensor) for name, tensor in tensors})
         except RolloutError as error:
             connection.send(str(error))
@@ -84,6 +84,7 @@ def send_by_broadcast(connection: Connection, size: int) -> None:
 def share_memory(connection: Connection, size: int) -> None:
     """Announce shared memory that is filled with sevens."""
     sender = SharedMemory(size)
-    sender.buffer.fill_(7)
+    for buffer in sender.buffers:
+        buffer.fill_(7)
     connection.send(sender.handle())
     time.sleep(1000)

@@ -17,6 +17,7 @@ from camshaft.config.engine import Conflict, invalid_options, largest_divisor
 from camshaft.config.rollout import RolloutOptions
 
 TENSOR_PARALLEL = "tensor_model_parallel_size"
+WeightTransfer = Literal["shared_memory", "device_memory", "broadcast", "device_broadcast"]
 RUNNING_SERVER_KEYS = frozenset(
     {
         *("gpu_memory_utilization", "enforce_eager", "load_format", TENSOR_PARALLEL),
@@ -82,8 +83,10 @@ class ServerOptions(RolloutOptions):
     """Timeout in seconds during which no response arrives. None applies only `trainer.worker_timeout`."""
     retry_timeout: float = Field(default=5.0, ge=0)
     """Time in seconds during which a request is retried after a connection error or an HTTP 5xx status."""
-    weight_transfer: Literal["shared_memory", "broadcast"] | None = None
-    """Transport of the weight sync. None selects shared memory for a local server and broadcast for a remote one."""
+    weight_transfer: WeightTransfer | None = None
+    """Transport of the weight sync. None selects device memory for a server on the trainer's device, shared memory for
+    another local server, and broadcast for a remote one. device_broadcast is a broadcast between devices, over NCCL on
+    GPUs."""
     arguments: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the vLLM servers that the ranks start."""
 

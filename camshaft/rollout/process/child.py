@@ -74,8 +74,8 @@ class RequestHandler:
             if message == "sync_dtype":  # the sender casts weights while it fills a bucket
                 reply = self.sync_dtype(*arguments)
             else:
-                pieces, num_bytes = arguments
-                yield from assembler.unpack(pieces, receiver.pull(num_bytes))
+                pieces, buffer, num_bytes = arguments
+                yield from assembler.unpack(pieces, receiver.pull(buffer, num_bytes))
             send(self._connection, pack(("result", reply)))
 
     def weight_digests(self) -> tuple[int, dict[str, int]]:

@@ -68,6 +68,7 @@ class ProcessRollout(BaseRollout):
         limit = None if timeout is None else Limit(float(timeout), f"engine_kwargs.timeout={timeout:g}")
         self._device = with_device_index(config.device)
         self._dtypes: dict[str, torch.dtype] = {}
+        self._has_unread_bucket = False
         child_config = config.model_copy(update={"engine_kwargs": engine_kwargs, "device": str(self._device)})
         self._child = _Child(limit)
         weakref.finalize(self, self._child.end)
@@ -91,21 +92,29 @@ class ProcessRollout(BaseRollout):
             sender.close()
 
     def _send(self, weights: Iterable[tuple[str, Tensor]], sender: Sender) -> None:
-        stream = pack_buckets(weights, sender.buffer)
+        """Send all buckets. The child reads a bucket while the next one is gathered."""
+        stream = pack_buckets(weights, sender.buffers)
         while True:
             try:
                 bucket = next(stream, None)
             except BaseException:
                 with contextlib.suppress(RolloutError):  # the original error takes precedence
+                    self._wait_until_read()
                     self._call("abort")  # the rollout then has no weights
                 raise
+            self._wait_until_read()
             if bucket is None:
                 break
-            pieces, num_bytes = bucket
-            self._child.send("bucket", pieces, num_bytes)
-            sender.push(num_bytes)
-            self._receive("load_weights")
+            self._child.send("bucket", bucket.pieces, bucket.buffer, bucket.num_bytes)
+            self._has_unread_bucket = True
+            sender.push(bucket.buffer, bucket.num_bytes)
         self._call("end")
+
+    def _wait_until_read(self) -> None:
+        """Wait until the child has read the last bucket. It answers further requests only after that."""
+        if self._has_unread_bucket:
+            self._has_unread_bucket = False
+            self._receive("load_weights")
 
     def weight_digests(self) -> Mapping[str, int]:
         version, digests = self._call("weight_digests")
@@ -118,6 +127,7 @@ class ProcessRollout(BaseRollout):
 
     def sync_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         if name not in self._dtypes:
+            self._wait_until_read()
             self._dtypes[name] = self._call("sync_dtype", name, tensor.dtype)
         return self._dtypes[name]
 

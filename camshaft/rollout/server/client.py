@@ -1,6 +1,6 @@
 """Control one vLLM server: check its settings, sync weights, verify checksums, sleep and wake up.
 
-client = ServerClient(http, config, transport)
+client = ServerClient(http, config, weight_transfer)
 client.handshake()                                  # raises an error with the command that starts a compatible server
 client.send_weights(expected, weights, version)     # in buckets, to all workers of the server
 client.check_version(version)                       # raises an error if the server restarted or holds other weights
@@ -8,37 +8,44 @@ client.check_version(version)                       # raises an error if the ser
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import socket
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 from urllib.parse import urlsplit
 
 import torch
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.config.schema.rollouts import WeightTransfer
+from camshaft.device import device_identity, with_device_index
 from camshaft.errors import RolloutError
 from camshaft.rollout.server.http_client import HTTPClient
 from camshaft.rollout.server.launch import DEV_MODE, EXTENSION, server_command
+from camshaft.rollout.weights import transport
 from camshaft.rollout.weights.buckets import pack_buckets
 from camshaft.rollout.weights.checks import ExpectedWeights
-from camshaft.rollout.weights.transport import Broadcast, Sender, SharedMemory
+from camshaft.rollout.weights.transport import Broadcast, DeviceMemory, Sender, SharedMemory
+
+logger = logging.getLogger(__name__)
 
 IDEMPOTENT = ("hello", "state", "digests")
 """Methods of the workers that are idempotent and may be retried."""
-
-Transport = Literal["shared_memory", "broadcast"]
 
 
 class ServerClient:
     """Client for all requests to one server except completions."""
 
-    def __init__(self, http: HTTPClient, config: RolloutEngineConfig, transport: Transport | None):
-        self._http, self._config = http, config
-        self._transport: Transport = transport or ("shared_memory" if _is_loopback(http.url) else "broadcast")
+    def __init__(self, http: HTTPClient, config: RolloutEngineConfig, transfer: WeightTransfer | None):
+        self._http, self._config, self._transfer = http, config, transfer
+        self._device = with_device_index(config.device)
         self._identity: list[str] = []
+        self._devices: list[str] = []
+        """Identity of the accelerator of each worker, "" on a CPU."""
         self.model = ""
         """Name under which the server serves the model."""
 
@@ -53,6 +60,7 @@ class ServerClient:
             ) from error
         workers = self._call_workers("hello")
         self._identity = [worker["identity"] for worker in workers]
+        self._devices = [worker.get("device", "") for worker in workers]
         mismatches = [mismatch for worker in workers[:1] for mismatch in self._find_mismatches(worker)]
         if mismatches:
             raise RolloutError(
@@ -105,26 +113,96 @@ class ServerClient:
             self._http.post_once("/resume")
 
     def _send(self, expected: ExpectedWeights, weights: Iterable[tuple[str, Tensor]], version: str) -> None:
-        sender = self._open_sender()
-        shapes = {
-            name: (str(weight.meta.dtype).removeprefix("torch."), tuple(weight.meta.shape))
-            for name, weight in expected.weights.items()
-        }
+        """Send all buckets. The workers load a bucket while the next one is gathered."""
+        senders: list[Sender] = []
         try:
             # The workers must run each call while this process executes its side of the transfer.
             with ThreadPoolExecutor(1) as executor:
-                names = expected.canonical_names
-                begin = {"handle": sender.handle(), "canonical_names": names, "shapes": shapes}
-                self._call_workers_during(executor, sender.connect, "begin", **begin)
-                for pieces, num_bytes in pack_buckets(expected.validate(weights), sender.buffer):
-                    bucket = {"pieces": [vars(piece) for piece in pieces], "num_bytes": num_bytes}
-                    self._call_workers_during(executor, lambda: sender.push(num_bytes), "bucket", **bucket)  # noqa: B023
+                sender = self._begin(executor, expected, senders)
+                loading: Future[Any] | None = None
+                for bucket in pack_buckets(expected.validate(weights), sender.buffers):
+                    if loading is not None:
+                        loading.result()
+                    pieces, number, num_bytes = [vars(p) for p in bucket.pieces], bucket.buffer, bucket.num_bytes
+                    transfer = functools.partial(sender.push, number, num_bytes)
+                    arguments = {"pieces": pieces, "buffer": number, "num_bytes": num_bytes}
+                    loading = self._call_workers_during(executor, transfer, "bucket", **arguments)
+                if loading is not None:
+                    loading.result()
             self._call_workers("end", version=version)
         except BaseException as error:
             self._abort(error)
             raise
         finally:
-            sender.close()
+            for sender in senders:
+                sender.close()
+
+    def _begin(self, executor: ThreadPoolExecutor, expected: ExpectedWeights, senders: list[Sender]) -> Sender:
+        """Open a sender, append it to `senders`, and connect the workers to it.
+
+        If the workers cannot open device memory that the config does not demand, host memory is used instead.
+        """
+        transfer = self._transfer or self._select_transfer()
+        sender = self._open_sender(transfer)
+        senders.append(sender)
+        shapes = {
+            name: (str(weight.meta.dtype).removeprefix("torch."), tuple(weight.meta.shape))
+            for name, weight in expected.weights.items()
+        }
+        begin = {"handle": sender.handle(), "canonical_names": expected.canonical_names, "shapes": shapes}
+        try:
+            self._call_workers_during(executor, sender.connect, "begin", **begin).result()
+        except RolloutError as error:
+            if self._transfer is not None or transfer != "device_memory":
+                raise
+            logger.warning("%s. Weights are sent through host memory, which takes longer", error)
+            self._transfer = "shared_memory"
+            return self._begin(executor, expected, senders)
+        return sender
+
+    def _select_transfer(self) -> WeightTransfer:
+        """Return the fastest transport that works with the devices of the trainer and of the workers."""
+        if not _is_loopback(self._http.url):
+            return "broadcast"
+        problem = self._device_memory_problem()
+        if not problem:
+            return "device_memory"
+        if self._device.type != "cpu":
+            logger.warning("weights are sent through host memory, because %s", problem)
+        self._transfer = "shared_memory"
+        return "shared_memory"
+
+    def _device_memory_problem(self) -> str:
+        """Return the reason why the workers cannot open the trainer's device memory, or "" if they can."""
+        if self._device.type not in transport.IPC_DEVICES:
+            return f"the trainer runs on device={self._device}, which does not share its memory"
+        identity = device_identity(self._device)
+        others = sorted({device or "a CPU" for device in self._devices if device != identity})
+        return f"the server runs on {', '.join(others)} and the trainer on {identity}" if others else ""
+
+    def _device_broadcast_problem(self) -> str:
+        """Return the reason why the trainer and the workers cannot form a group of their devices, or ""."""
+        identity = device_identity(self._device)
+        if identity and identity in self._devices:
+            return f"the server runs on {identity} like the trainer, and NCCL requires one device per process"
+        if any(bool(device) != bool(identity) for device in self._devices):
+            return f"the trainer runs on {identity or 'a CPU'} and the server on {', '.join(self._devices) or 'a CPU'}"
+        return ""
+
+    def _open_sender(self, transfer: WeightTransfer) -> Sender:
+        problems = {"device_memory": self._device_memory_problem, "device_broadcast": self._device_broadcast_problem}
+        problem = problems[transfer]() if transfer in problems else ""
+        if problem:
+            raise RolloutError(
+                f"weight_transfer={transfer} is not possible, because {problem}; omit engine_kwargs.weight_transfer"
+            )
+        size = self._config.update_weights_bucket_megabytes * 2**20
+        if transfer == "shared_memory":
+            return SharedMemory(size)
+        if transfer == "device_memory":
+            return DeviceMemory(self._device, size)
+        device = self._device if transfer == "device_broadcast" else torch.device("cpu")
+        return Broadcast(device, size, _local_address_towards(self._http.url), len(self._identity))
 
     def _abort(self, error: BaseException) -> None:
         """Cancel the weight sync on the server. If that fails too, attach the second error to `error` as a note."""
@@ -133,23 +211,20 @@ class ServerClient:
         except RolloutError as abort_error:
             error.add_note(f"Cancelling the weight sync also failed: {abort_error}")
 
-    def _open_sender(self) -> Sender:
-        size = self._config.update_weights_bucket_megabytes * 2**20
-        if self._transport == "shared_memory":
-            return SharedMemory(size)
-        return Broadcast(torch.device("cpu"), size, _local_address_towards(self._http.url), len(self._identity))
-
     def _call_workers_during(
         self, executor: ThreadPoolExecutor, transfer: Callable[[], None], method: str, **payload: Any
-    ) -> None:
-        """Call the workers in another thread while `transfer` runs in this one. Worker errors take precedence."""
+    ) -> Future[list[Any]]:
+        """Call the workers in another thread while `transfer` runs in this one. Worker errors take precedence.
+
+        Return when `transfer` is done; the workers may still process the call.
+        """
         call = executor.submit(self._call_workers, method, **payload)
         try:
             transfer()
         except RolloutError:
             call.result()
             raise
-        call.result()
+        return call
 
     def digests(self, version: str) -> Mapping[str, int]:
         """Return the checksums of the server's weights. Raise an error if its workers hold different weights."""

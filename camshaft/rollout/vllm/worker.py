@@ -15,18 +15,19 @@ import functools
 import json
 import secrets
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from camshaft.device import device_identity
 from camshaft.digest import record_digests
 from camshaft.errors import RolloutError
 from camshaft.models.loader import file_layout
 from camshaft.rollout.vllm import workarounds
-from camshaft.rollout.weights.buckets import Assembler, Piece
+from camshaft.rollout.weights.buckets import Assembler, Bucket, Piece
 from camshaft.rollout.weights.checks import drop_tied_duplicates, split_stacked
 from camshaft.rollout.weights.transport import open_receiver
 
@@ -77,6 +78,7 @@ class WorkerWeights:
             "generation_config": str(config.generation_config),
             "max_model_len": int(config.max_model_len),
             "dtype": str(config.dtype).removeprefix("torch."),
+            "device": device_identity(self._worker.device),
         }
 
     def state(self) -> dict[str, Any]:
@@ -99,10 +101,10 @@ class WorkerWeights:
         }
         self._update = _WeightUpdate(self._worker, handle)
 
-    def bucket(self, pieces: list[dict[str, Any]], num_bytes: int) -> None:
+    def bucket(self, pieces: list[dict[str, Any]], buffer: int, num_bytes: int) -> None:
         """Receive and load one bucket."""
         assert self._update is not None
-        self._update.load([Piece(**piece) for piece in pieces], num_bytes, self._record)
+        self._update.load(Bucket([Piece(**piece) for piece in pieces], buffer, num_bytes), self._record)
 
     def _record(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Record the checksum of each weight, and yield each tied weight once and stacked experts separately."""
@@ -162,14 +164,15 @@ class _WeightUpdate:
         self._worker, self._model = worker, worker.get_model()
         self._missing_names = {name for name, _ in self._model.named_parameters()}
         # Rank 0 of the broadcast group is the trainer.
-        self._receiver = open_receiver(handle, rank=worker.rank + 1)
-        self._assembler = Assembler("cpu")
+        self._receiver = open_receiver(handle, worker.rank + 1, worker.device)
+        self._assembler = Assembler(self._receiver.device)
         with self._reload_context():
             initialize_layerwise_reload(self._model)
 
-    def load(self, pieces: Sequence[Piece], num_bytes: int, record: Any) -> None:
+    def load(self, bucket: Bucket, record: Any) -> None:
         with self._reload_context():
-            weights = self._assembler.unpack(pieces, self._receiver.pull(num_bytes))
+            data = self._receiver.pull(bucket.buffer, bucket.num_bytes)
+            weights = self._assembler.unpack(bucket.pieces, data)
             self._missing_names -= self._model.load_weights(record(weights)) or set()
 
     def end(self) -> None:

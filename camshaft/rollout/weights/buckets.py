@@ -1,13 +1,13 @@
 """Pack weights into buckets of bounded size and restore the tensors in another process.
 
-    for pieces, num_bytes in pack_buckets(weights, buffer):     # refills the buffer for each bucket
-        ...                                                     # transfer buffer[:num_bytes] and the pieces
+    for bucket in pack_buckets(weights, buffers):               # refills the buffers in turn
+        ...                                                     # transfer the pieces and the bytes of the bucket
     assembler = Assembler("cpu")
-    for name, tensor in assembler.unpack(pieces, data): ...
+    for name, tensor in assembler.unpack(bucket.pieces, data): ...
     assembler.finish()
 
 Small tensors share a bucket. A tensor larger than a bucket is split across several buckets. Restored tensors own their
-memory, so the buffer can be refilled. Both sides synchronize the device before they release a bucket, because the other
+memory, so a buffer can be refilled. Both sides synchronize the device before they release a bucket, because the other
 process does not share the CUDA stream. `transport.py` moves the bytes.
 """
 
@@ -38,17 +38,28 @@ class Piece:
     size: int
 
 
-def pack_buckets(weights: Iterable[tuple[str, Tensor]], buffer: Tensor) -> Iterator[tuple[list[Piece], int]]:
-    """Fill the uint8 tensor `buffer` with one bucket at a time and yield its pieces and its number of bytes.
+@dataclass(frozen=True)
+class Bucket:
+    """The first `num_bytes` bytes of one of the buffers."""
 
-    The next iteration overwrites the buffer.
+    pieces: list[Piece]
+    buffer: int
+    """Number of the buffer."""
+    num_bytes: int
+
+
+def pack_buckets(weights: Iterable[tuple[str, Tensor]], buffers: Sequence[Tensor]) -> Iterator[Bucket]:
+    """Fill one of the uint8 tensors `buffers` with a bucket at a time and yield the bucket.
+
+    The next iteration fills the next buffer. With two buffers, a receiver can therefore read a bucket while the next
+    one is gathered, but must have read it before the iteration after that.
     """
-    pieces: list[Piece] = []
-    num_bytes = 0
+    number, pieces, num_bytes = 0, list[Piece](), 0
     for name, tensor in weights:
         raw = _bytes_of(tensor.detach().contiguous())
         start = 0
         while start < len(raw) or not len(raw):
+            buffer = buffers[number]
             size = min(len(raw) - start, len(buffer) - num_bytes)
             buffer[num_bytes : num_bytes + size].copy_(raw[start : start + size])
             pieces.append(
@@ -57,13 +68,13 @@ def pack_buckets(weights: Iterable[tuple[str, Tensor]], buffer: Tensor) -> Itera
             num_bytes, start = num_bytes + size, start + size
             if num_bytes == len(buffer):
                 synchronize(buffer.device)
-                yield pieces, num_bytes
-                pieces, num_bytes = [], 0
+                yield Bucket(pieces, number, num_bytes)
+                number, pieces, num_bytes = (number + 1) % len(buffers), [], 0
             if not len(raw):
                 break
     if pieces:
-        synchronize(buffer.device)
-        yield pieces, num_bytes
+        synchronize(buffers[number].device)
+        yield Bucket(pieces, number, num_bytes)
 
 
 class Assembler:

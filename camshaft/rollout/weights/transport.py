@@ -2,17 +2,18 @@
 
     sender = open_sender(device, size)                 # in the trainer
     notify(sender.handle()); sender.connect()          # `notify`: the caller's channel, such as a pipe or HTTP
-    for pieces, num_bytes in pack_buckets(weights, sender.buffer):
-        notify(pieces, num_bytes); sender.push(num_bytes); wait_until_read()
+    for bucket in pack_buckets(weights, sender.buffers):
+        wait_until_read(previous_bucket)
+        notify(bucket); sender.push(bucket.buffer, bucket.num_bytes)
 
     receiver = open_receiver(handle)                   # in the generator
-    assembler.unpack(pieces, receiver.pull(num_bytes))
+    assembler.unpack(bucket.pieces, receiver.pull(bucket.buffer, bucket.num_bytes))
 
 `SharedMemory` shares CPU memory between two processes on one machine. The memory has no name in a file system, so a
 killed process leaves no file behind and the size of /dev/shm does not matter. `DeviceMemory` shares a tensor on an
 accelerator between processes (CUDA IPC). `Broadcast` reaches any number of receivers on other machines over gloo or
-NCCL. The sender must wait until the receivers have read a bucket before it refills the buffer. All waits in this module
-have a time limit.
+NCCL. A sender has two buffers, so it gathers a bucket while the receivers read the previous one. It must wait until
+they have read a bucket before it refills the buffer of that bucket. All waits in this module have a time limit.
 """
 
 from __future__ import annotations
@@ -37,15 +38,21 @@ from camshaft.errors import RolloutError
 
 _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
+IPC_DEVICES = ("cuda",)
+"""Device types whose memory torch can share between processes."""
+
+BUFFERS = 2
+"""Buffers of a sender: one is filled while the receivers read the other."""
+
 BUCKET_SECONDS = 60.0
 """Default time limit, in seconds, for the other side to process one bucket."""
 
 
 class Sender(ABC):
-    """The sending end of a transport. It owns the buffer that holds one bucket."""
+    """The sending end of a transport. It owns `BUFFERS` buffers, each of which holds one bucket."""
 
-    buffer: Tensor
-    """Buffer of dtype uint8 and shape (size,), which the caller fills."""
+    buffers: tuple[Tensor, ...]
+    """Buffers of dtype uint8 and shape (size,), which the caller fills in turn."""
 
     @abstractmethod
     def handle(self) -> dict[str, Any]:
@@ -54,8 +61,8 @@ class Sender(ABC):
     def connect(self) -> None:  # noqa: B027 - shared memory needs no connection
         """Connect to the receivers. Call this once, while all receivers call `open_receiver`."""
 
-    def push(self, num_bytes: int) -> None:  # noqa: B027 - the receiver reads shared memory directly
-        """Transfer the first `num_bytes` bytes of the buffer. Call this while the receivers call `pull`."""
+    def push(self, number: int, num_bytes: int) -> None:  # noqa: B027 - the receiver reads shared memory directly
+        """Transfer the first `num_bytes` bytes of buffer `number`. Call this while the receivers call `pull`."""
 
     def close(self) -> None:  # noqa: B027 - device memory is freed with its last reference
         """Release the resources of this end."""
@@ -64,9 +71,20 @@ class Sender(ABC):
 class Receiver(ABC):
     """The receiving end of a transport."""
 
+    device: torch.device
+    """Device of the buckets."""
+
     @abstractmethod
-    def pull(self, num_bytes: int) -> Tensor:
-        """Return the bucket as a uint8 tensor of shape (num_bytes,), valid until the sender refills its buffer."""
+    def pull(self, number: int, num_bytes: int) -> Tensor:
+        """Return the bucket in buffer `number` as a uint8 tensor of shape (num_bytes,).
+
+        It is valid until the sender refills this buffer.
+        """
+
+
+def _split_buffers(memory: Tensor) -> tuple[Tensor, ...]:
+    """Split memory into `BUFFERS` buffers of equal size."""
+    return memory.chunk(BUFFERS)
 
 
 # -- one machine, CPU -----------------------------------------------------------------------------
@@ -84,15 +102,15 @@ class SharedMemory(Sender):
                 "anonymous shared memory requires Linux; set rollout.name=torch to generate in the trainer's process"
             )
         self._file = os.memfd_create("camshaft-weights")
-        os.ftruncate(self._file, size)
-        self.buffer = _map_file(self._file, size)
+        os.ftruncate(self._file, BUFFERS * size)
+        self.buffers = _split_buffers(_map_file(self._file, BUFFERS * size))
 
     def handle(self) -> dict[str, Any]:
         inode = os.fstat(self._file).st_ino
         return {"means": "shared_memory", "process": os.getpid(), "file": self._file, "inode": inode}
 
     def close(self) -> None:
-        self.buffer = torch.empty(0, dtype=torch.uint8)  # releases this process's mapping of the memory
+        self.buffers = ()  # releases this process's mapping of the memory
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -100,6 +118,8 @@ class SharedMemory(Sender):
 
 class SharedMemoryReceiver(Receiver):
     """The memory of a `SharedMemory` sender, mapped into this process."""
+
+    device = torch.device("cpu")
 
     def __init__(self, handle: Mapping[str, Any]):
         path = f"/proc/{handle['process']}/fd/{handle['file']}"
@@ -117,12 +137,12 @@ class SharedMemoryReceiver(Receiver):
                     f"{path} is not the memory that the sender announced, because the sender has ended; send the "
                     "weights again"
                 )
-            self._buffer = _map_file(file, status.st_size)
+            self._buffers = _split_buffers(_map_file(file, status.st_size))
         finally:
             os.close(file)
 
-    def pull(self, num_bytes: int) -> Tensor:
-        return self._buffer[:num_bytes]
+    def pull(self, number: int, num_bytes: int) -> Tensor:
+        return self._buffers[number][:num_bytes]
 
 
 def _map_file(file: int, size: int) -> Tensor:
@@ -136,16 +156,17 @@ class DeviceMemory(Sender):
     """A tensor on a CUDA device that another process opens by its IPC handle."""
 
     def __init__(self, device: torch.device, size: int):
-        if device.type != "cuda":
+        if device.type not in IPC_DEVICES:
             raise RolloutError(
                 f"processes can share the memory of a CUDA device only, not of device={device}; set rollout.name=torch "
                 "to generate in the trainer's process"
             )
         with _without_expandable_segments(device):
-            self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+            self._memory = torch.empty(BUFFERS * size, dtype=torch.uint8, device=device)
+        self.buffers = _split_buffers(self._memory)
 
     def handle(self) -> dict[str, Any]:
-        _, arguments = reduce_tensor(self.buffer)
+        _, arguments = reduce_tensor(self._memory)
         return encode_device_handle(arguments)
 
 
@@ -169,13 +190,27 @@ def _without_expandable_segments(device: torch.device) -> Iterator[None]:
 
 
 class DeviceMemoryReceiver(Receiver):
-    """The tensor of a `DeviceMemory` sender, opened in this process."""
+    """The tensor of a `DeviceMemory` sender, opened in this process.
 
-    def __init__(self, handle: Mapping[str, Any]):
-        self._buffer: Tensor = rebuild_cuda_tensor(*decode_device_handle(handle))
+    `device` is the device of the sender in this process, which can have another index there: a server sees only its own
+    devices.
+    """
 
-    def pull(self, num_bytes: int) -> Tensor:
-        return self._buffer[:num_bytes]
+    def __init__(self, handle: Mapping[str, Any], device: torch.device):
+        self.device = device
+        number = handle.get("device") if device.index is None else device.index
+        arguments = decode_device_handle({**handle, "device": number})
+        try:
+            memory: Tensor = rebuild_cuda_tensor(*arguments)
+        except RuntimeError as error:
+            raise RolloutError(
+                f"cannot open the shared device memory of the trainer on {device} ({error}); both processes must run "
+                "on this machine, as the same user, and see the same device"
+            ) from error
+        self._buffers = _split_buffers(memory)
+
+    def pull(self, number: int, num_bytes: int) -> Tensor:
+        return self._buffers[number][:num_bytes]
 
 
 _DEVICE_NUMBERS = (
@@ -222,7 +257,7 @@ class Broadcast(Sender):
     """Broadcast in a separate process group, in which the sender is rank 0 and the receivers are ranks 1 and up."""
 
     def __init__(self, device: torch.device, size: int, host: str, receivers: int = 1, seconds: float = BUCKET_SECONDS):
-        self.buffer = torch.empty(size, dtype=torch.uint8, device=device)
+        self.buffers = tuple(torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS))
         self._host, self._world, self._seconds = host, receivers + 1, seconds
         wait = timedelta(seconds=seconds)
         self._store: Any = create_store(host, None, wait)
@@ -234,22 +269,26 @@ class Broadcast(Sender):
             "host": self._host,
             "port": self._store.port,
             "world": self._world,
-            "size": len(self.buffer),
+            "size": len(self.buffers[0]),
+            "device": self.buffers[0].device.type,
             "seconds": self._seconds,
         }
 
     def connect(self) -> None:
-        self._group = _create_group(self._store, 0, self._world, self.buffer.device, self._seconds)
+        self._group = _create_group(self._store, 0, self._world, self.buffers[0].device, self._seconds)
 
-    def push(self, num_bytes: int) -> None:
-        _broadcast(self._group, self.buffer[:num_bytes], self._seconds)
+    def push(self, number: int, num_bytes: int) -> None:
+        _broadcast(self._group, self.buffers[number][:num_bytes], self._seconds)
 
     def close(self) -> None:
         self._group = None
 
 
 class BroadcastReceiver(Receiver):
-    """A receiving rank of a `Broadcast`. The constructor waits until all ranks are connected."""
+    """A receiving rank of a `Broadcast`. The constructor waits until all ranks are connected.
+
+    A broadcast from device memory arrives on `device`, and a broadcast from host memory in host memory.
+    """
 
     def __init__(self, handle: Mapping[str, Any], rank: int, device: torch.device):
         self._seconds = float(handle["seconds"])
@@ -261,12 +300,14 @@ class BroadcastReceiver(Receiver):
                 f"the sender of the weights at {handle['host']}:{handle['port']} does not answer: {error}; check that "
                 "the port is reachable from this machine"
             ) from error
-        self._buffer = torch.empty(handle["size"], dtype=torch.uint8, device=device)
-        self._group = _create_group(store, rank, handle["world"], device, self._seconds)
+        self.device = torch.device("cpu") if handle["device"] == "cpu" else device
+        self._buffer = torch.empty(handle["size"], dtype=torch.uint8, device=self.device)
+        self._group = _create_group(store, rank, handle["world"], self.device, self._seconds)
 
-    def pull(self, num_bytes: int) -> Tensor:
-        _broadcast(self._group, self._buffer[:num_bytes], self._seconds)
-        return self._buffer[:num_bytes]
+    def pull(self, number: int, num_bytes: int) -> Tensor:
+        bucket = self._buffer[:num_bytes]  # one buffer suffices: a bucket is read before the next one is pulled
+        _broadcast(self._group, bucket, self._seconds)
+        return bucket
 
 
 def _create_group(store: Any, rank: int, world: int, device: torch.device, seconds: float) -> Any:
@@ -308,12 +349,15 @@ def open_sender(device: torch.device, size: int) -> Sender:
 
 
 def open_receiver(handle: Mapping[str, Any], rank: int = 1, device: torch.device | str = "cpu") -> Receiver:
-    """Open the receiving end of the transport that `handle` describes. Only a broadcast uses `rank` and `device`."""
+    """Open the receiving end of the transport that `handle` describes.
+
+    `device` is the device of this process. Only a broadcast uses `rank`. Shared memory is host memory.
+    """
     means = handle["means"]
     if means == "shared_memory":
         return SharedMemoryReceiver(handle)
     if means == "device_memory":
-        return DeviceMemoryReceiver(handle)
+        return DeviceMemoryReceiver(handle, torch.device(device))
     if means == "broadcast":
         return BroadcastReceiver(handle, rank, torch.device(device))
     raise RolloutError(f"unknown weight transport '{means}'; install the same version of camshaft on both sides")

@@ -25,12 +25,13 @@ WEIGHTS: dict[str, Tensor] = {
 
 def round_trip(weights: dict[str, Tensor], size: int) -> Iterator[tuple[str, Tensor]]:
     """Pack the weights, transfer pieces as JSON and buckets as bytes, and restore the tensors."""
-    buffer, assembler = torch.empty(size, dtype=torch.uint8), Assembler("cpu")
-    for pieces, used in pack_buckets(weights.items(), buffer):
-        assert 0 <= used <= size
-        received = json.loads(json.dumps([vars(piece) for piece in pieces]))
-        sent = buffer[:used].clone()
-        buffer.fill_(255)
+    buffers, assembler = [torch.empty(size, dtype=torch.uint8) for _ in range(2)], Assembler("cpu")
+    for number, bucket in enumerate(pack_buckets(weights.items(), buffers)):
+        assert 0 <= bucket.num_bytes <= size
+        assert bucket.buffer == number % 2
+        received = json.loads(json.dumps([vars(piece) for piece in bucket.pieces]))
+        sent = buffers[bucket.buffer][: bucket.num_bytes].clone()
+        buffers[bucket.buffer].fill_(255)
         yield from assembler.unpack([Piece(**{**piece, "shape": tuple(piece["shape"])}) for piece in received], sent)
     assembler.finish()
 
@@ -45,28 +46,30 @@ def test_any_bucket_size_restores_all_tensors_in_order(size: int, order: list[st
 
 
 def test_no_weights_need_no_bucket() -> None:
-    assert list(pack_buckets([], torch.empty(8, dtype=torch.uint8))) == []
+    assert list(pack_buckets([], [torch.empty(8, dtype=torch.uint8)])) == []
 
 
 def test_small_tensors_share_a_bucket_and_large_ones_are_split() -> None:
     buffer = torch.empty(64, dtype=torch.uint8)
     small = [(str(i), torch.zeros(4)) for i in range(8)]
-    assert [len(pieces) for pieces, _ in pack_buckets(small, buffer)] == [4, 4]
+    assert [len(bucket.pieces) for bucket in pack_buckets(small, [buffer])] == [4, 4]
     large = [("large", torch.zeros(40))]
-    assert [(pieces[0].start, used) for pieces, used in pack_buckets(large, buffer)] == [(0, 64), (64, 64), (128, 32)]
+    spans = [(bucket.pieces[0].start, bucket.num_bytes) for bucket in pack_buckets(large, [buffer])]
+    assert spans == [(0, 64), (64, 64), (128, 32)]
 
 
 def test_restored_tensors_own_their_memory() -> None:
     buffer = torch.empty(64, dtype=torch.uint8)
-    ((pieces, _),) = pack_buckets([("ones", torch.ones(4))], buffer)
-    ((_, tensor),) = Assembler("cpu").unpack(pieces, buffer)
+    (bucket,) = pack_buckets([("ones", torch.ones(4))], [buffer])
+    ((_, tensor),) = Assembler("cpu").unpack(bucket.pieces, buffer)
     buffer.zero_()
     assert torch.equal(tensor, torch.ones(4))
 
 
 def buckets_of_eight() -> list[tuple[list[Piece], Tensor]]:
     buffer = torch.empty(8, dtype=torch.uint8)
-    return [(pieces, buffer[:used].clone()) for pieces, used in pack_buckets([("w", torch.arange(6.0))], buffer)]
+    buckets = pack_buckets([("w", torch.arange(6.0))], [buffer])
+    return [(bucket.pieces, buffer[: bucket.num_bytes].clone()) for bucket in buckets]
 
 
 def assemble(buckets: list[tuple[list[Piece], Tensor]]) -> None:
@@ -98,11 +101,10 @@ def test_device_is_synchronized_before_each_side_continues(
     events: list[str] = []
     monkeypatch.setattr(torch.accelerator, "synchronize", lambda device: events.append(f"{device} is done"))
     assembler = Assembler("meta")
-    for pieces, used in pack_buckets(
-        [("w", torch.ones(6, device="meta"))], torch.empty(16, dtype=torch.uint8, device="meta")
-    ):
+    buffers = [torch.empty(16, dtype=torch.uint8, device="meta") for _ in range(2)]
+    for bucket in pack_buckets([("w", torch.ones(6, device="meta"))], buffers):
         events.append("told")
-        for _ in assembler.unpack(pieces, torch.empty(used, dtype=torch.uint8, device="meta")):
+        for _ in assembler.unpack(bucket.pieces, buffers[bucket.buffer][: bucket.num_bytes]):
             events.append("loaded")
         events.append("taken")
     one = ["meta is done", "told", "meta is done", "taken"]

@@ -31,7 +31,7 @@ from camshaft.rollout.vllm.guard import KeyGuard
 from camshaft.subprocesses import Limit, is_running
 
 STATE = {"identity": "a", "version": None, "logprobs_mode": "processed_logprobs", "generation_config": "vllm",
-         "max_model_len": 1024, "dtype": "float32"}  # fmt: skip
+         "max_model_len": 1024, "dtype": "float32", "device": ""}  # fmt: skip
 GOOD = {
     "prompt_token_ids": [5, 6], "token_ids": [7, 8], "logprobs": {"token_logprobs": [-1.0, -2.0]},
     "finish_reason": "length",
@@ -379,7 +379,7 @@ def test_options_of_camshaft_and_vllm_are_separated() -> None:
             "swap_space: arguments of a server that camshaft starts",
         ),
         ({"vllm_server_timeout": 0}, "vllm_server_timeout: .*greater than 0"),
-        ({"weight_transfer": "pigeon"}, "weight_transfer: .*'shared_memory' or 'broadcast'"),
+        ({"weight_transfer": "pigeon"}, "weight_transfer: .*'broadcast' or 'device_broadcast'"),
     ],
 )
 def test_invalid_options_are_rejected(engine_kwargs: dict[str, Any], message: str) -> None:

@@ -66,10 +66,10 @@ def meet(sender: Sender, others: list[Peer]) -> None:
 def send_all(sender: Sender, others: list[Peer]) -> dict[str, int]:
     """Return the receivers' reports."""
     reports: dict[str, int] = {}
-    for pieces, used in pack_buckets(WEIGHTS.items(), sender.buffer):
+    for bucket in pack_buckets(WEIGHTS.items(), sender.buffers):
         for other in others:
-            other.tell({"pieces": pieces, "used": used})
-        sender.push(used)
+            other.tell({"pieces": bucket.pieces, "buffer": bucket.buffer, "used": bucket.num_bytes})
+        sender.push(bucket.buffer, bucket.num_bytes)
         answers = [other.hear() for other in others]
         assert all(answer == answers[0] for answer in answers)
         reports |= answers[0]
@@ -98,8 +98,8 @@ def test_broadcast_reaches_all_receivers(others: list[Peer]) -> None:
 def push_often(sender: Sender, other: Peer) -> None:
     """Send repeatedly, because small messages are sent before a missing receiver is detected."""
     for _ in range(50):
-        other.tell({"pieces": [], "used": SIZE})
-        sender.push(SIZE)
+        other.tell({"pieces": [], "buffer": 0, "used": SIZE})
+        sender.push(0, SIZE)
 
 
 @pytest.mark.alone
@@ -121,7 +121,7 @@ def test_stopped_receiver_ends_broadcast_after_its_timeout(others: list[Peer]) -
     os.kill(others[0].pid, signal.SIGSTOP)
     start = time.monotonic()
     with pytest.raises(RolloutError, match="weight broadcast failed"):
-        sender.push(2**24)
+        sender.push(0, 2**24)
     assert time.monotonic() - start < 10
     others[0].end()
 
@@ -142,7 +142,7 @@ def test_killed_sender_ends_receiver_within_seconds() -> None:
         sender.end()
     start = time.monotonic()
     with pytest.raises(RolloutError, match="weight broadcast failed"):
-        receiver.pull(SIZE)
+        receiver.pull(0, SIZE)
     assert time.monotonic() - start < 15
 
 
@@ -151,7 +151,7 @@ def test_memory_of_an_ended_process_is_an_error() -> None:
     handle = sender.hear()
     receiver = open_receiver(handle)
     sender.end()
-    assert bool((receiver.pull(2**20) == 7).all()), "memory stays until the last mapping is closed"
+    assert bool((receiver.pull(1, 2**20) == 7).all()), "memory stays until the last mapping is closed"
     with pytest.raises(RolloutError, match=f"cannot open the shared weights of process {handle['process']}"):
         open_receiver(handle)
 
@@ -172,7 +172,7 @@ def test_close_frees_the_memory() -> None:
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssShmem"))
 
     before, sender = shared_bytes(), SharedMemory(2**26)
-    sender.buffer.fill_(1)
+    sender.buffers[0].fill_(1)
     assert shared_bytes() - before >= 2**26
     sender.close()
     assert shared_bytes() - before < 2**20
