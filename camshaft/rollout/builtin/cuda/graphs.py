@@ -9,12 +9,14 @@ A decode step on a GPU consists of a few hundred small kernels whose Python laun
 Steps are captured for a fixed set of batch sizes; other batch sizes are padded to the next one. A graph reads and
 writes memory at fixed addresses. Each generation compares the addresses of the weights, and each step checks whether
 the KV cache was reallocated. After a change, all graphs are captured again. Row lengths are read on the device, by the
-kernels of `kernels.py` or, without Triton, through masks over entire slots.
+kernels of `kernels.py` or, without Triton, through masks over entire slots. If a capture fails, the decoder logs a
+warning and runs all further steps eagerly.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -24,10 +26,11 @@ from torch import Tensor, nn
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import supports_triton
-from camshaft.errors import CamshaftError, RolloutError
 from camshaft.models.attention import Slots
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder, Forward, has_hooks
 from camshaft.rollout.builtin.kv_cache import DecodeStep, KVCache
+
+logger = logging.getLogger(__name__)
 
 MIN_STEPS = 16
 """Minimum number of decode steps for which graphs are captured. A capture takes as long as several eager steps."""
@@ -68,12 +71,14 @@ class CUDAGraphCapture:
                 self._pool = backend.graph_pool_handle()
             graph, stream = backend.CUDAGraph(), backend.current_stream()
             self._stream.wait_stream(stream)
-            with backend.stream(self._stream):
-                function()  # warm up, because compilation and allocation are not allowed during a capture
-                # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
-                with backend.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                    function()
-            stream.wait_stream(self._stream)
+            try:
+                with backend.stream(self._stream):
+                    function()  # warm up, because compilation and allocation are not allowed during a capture
+                    # Other threads, such as NCCL's watchdog, may call CUDA during the capture.
+                    with backend.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                        function()
+            finally:  # also after an error, since eager steps then read what the warm-up has written
+                stream.wait_stream(self._stream)
         return graph.replay
 
     def release(self) -> None:
@@ -90,6 +95,8 @@ class CUDAGraphDecoder:
         self.decoder, self.cache, self.graph_capture, self.make_step = decoder, cache, capture, make_step
         self.replays: dict[int, Replay] = {}
         """Map from batch size to the replay of its graph."""
+        self.capture_failed = False
+        """True after a failed capture. All further steps run eagerly."""
         self._capacity = self._num_filled = 0
         self._inputs: Tensor | None = None  # (2, capacity) tokens and positions, zero-padded
         self._logits: Tensor | None = None  # (capacity, V)
@@ -102,7 +109,7 @@ class CUDAGraphDecoder:
 
         Padding rows write to the unused slots between the live rows and slot `num_rows`.
         """
-        if num_steps < MIN_STEPS or has_hooks(self.hf):
+        if self.capture_failed or num_steps < MIN_STEPS or has_hooks(self.hf):
             with self.decoder.prepare(num_rows, num_steps) as forward:
                 yield forward
             return
@@ -120,7 +127,9 @@ class CUDAGraphDecoder:
         self.graph_capture.release()
 
     def _forward(self, num_rows: int, tokens: Tensor, positions: Tensor, slots: Slots) -> Tensor:
-        """Replay the graph of a step, capturing it if necessary. `slots` is unused: the graph has captured its own."""
+        """Replay the graph of a step, capturing it if necessary. Only an eager step uses `slots`."""
+        if self.capture_failed:
+            return self.eager(tokens, positions, slots)
         capture_key = self._weights, self.cache.reallocations, self._capacity
         if capture_key != self._capture_key:
             self.release()
@@ -128,7 +137,11 @@ class CUDAGraphDecoder:
         inputs, rows = self._fill_inputs(tokens, positions), len(tokens)
         batch_size = min(padded_rows(rows), num_rows)
         if batch_size not in self.replays:
-            self.replays[batch_size] = self._capture(inputs[:, :batch_size])
+            try:
+                self.replays[batch_size] = self._capture(inputs[:, :batch_size])
+            except Exception as error:
+                self._disable(error)
+                return self.eager(tokens, positions, slots)  # raises the error again if the step itself fails
         self.replays[batch_size]()
         assert self._logits is not None
         return self._logits[:rows]
@@ -157,15 +170,19 @@ class CUDAGraphDecoder:
             # The logits are copied because graphs share intermediate memory, which the next graph may overwrite.
             out.copy_(self.eager(tokens, positions, self.make_step(self.cache, positions)))
 
-        try:
-            return self.graph_capture.capture(step)
-        except (CamshaftError, torch.OutOfMemoryError):
-            raise
-        except RuntimeError as error:
-            raise RolloutError(
-                f"cannot capture a decode step of {type(self.hf).__name__}: {str(error).partition(chr(10))[0]}; "
-                "set rollout.enforce_eager=true"
-            ) from error
+        return self.graph_capture.capture(step)
+
+    def _disable(self, error: Exception) -> None:
+        """Free all graphs, and run all further steps eagerly."""
+        self.capture_failed = True
+        self.release()
+        logger.warning(
+            "cannot capture a decode step of %s as a CUDA graph (%s: %s). Decode steps run eagerly, which takes "
+            "longer. Set rollout.enforce_eager=true to skip the capture",
+            type(self.hf).__name__,
+            type(error).__name__,
+            str(error).partition("\n")[0],
+        )
 
 
 def build_graph_decoder(decoder: Decoder, cache: KVCache, config: RolloutEngineConfig) -> CUDAGraphDecoder | None:

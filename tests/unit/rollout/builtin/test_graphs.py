@@ -16,7 +16,6 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.contracts.rollout.harness import Case, RolloutHarness
 from camshaft.contracts.rollout.suite import RULES
 from camshaft.contracts.rules import Rule, Violation
-from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
 from camshaft.rollout.base import Generation
@@ -226,10 +225,57 @@ def test_short_calls_and_models_with_hooks_run_eagerly(harness: RolloutHarness) 
     assert (len(calls), count(case)) == (40, 1)
 
 
-def test_a_model_that_looks_at_values_is_rejected(harness: RolloutHarness) -> None:
+def test_a_model_that_looks_at_values_runs_eagerly(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The frequencies depend on the values of the positions, which a capture must not read."""
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    case = harness.case("llama", {"rope_parameters": rope, "max_position_embeddings": 96})
-    with pytest.raises(RolloutError, match=r"cannot capture a decode step of LlamaForCausalLM: .*enforce_eager=true"):
+    family = ("llama", {"rope_parameters": rope, "max_position_embeddings": 96})
+    case, eager = (RolloutHarness(cls, folder).case(*family) for cls in (Recorded, TorchRollout))
+    sampling = SamplingParams(16, ignore_eos=True)
+    prompts = RolloutHarness(Recorded, folder).prompts(4, 9)
+    for _ in range(2):
+        assert same(checked_generation(case, prompts, sampling), checked_generation(eager, prompts, sampling))
+    (record,) = (record for record in caplog.records if "CUDA graph" in record.getMessage())
+    assert record.levelname == "WARNING"
+    for text in ("LlamaForCausalLM", "RuntimeError: ", "is not permitted", "rollout.enforce_eager=true"):
+        assert text in record.getMessage()
+    assert count(case) == 1
+
+
+@pytest.mark.parametrize("error", [RuntimeError, torch.OutOfMemoryError, ValueError])
+def test_a_capture_that_fails_later_leaves_eager_steps(
+    error: type[Exception], harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first batch size is captured; the second one, in the middle of a generation, is not."""
+    case = harness.case(max_num_seqs=SLOTS)
+    expected = checked_generation(case, many_prompts(harness))
+    steps = steps_of(case)
+    capture, calls = steps.graph_capture.capture, []
+
+    def failing(function: Callable[[], None]) -> Callable[[], None]:
+        calls.append(function)
+        if len(calls) == 2:
+            function()
+            raise error("no graph\nsecond line")
+        return capture(function)
+
+    monkeypatch.setattr(steps.graph_capture, "capture", failing)
+    steps.release()
+    for _ in range(2):
+        assert same(checked_generation(case, many_prompts(harness)), expected)
+    assert len(calls) == 2
+    assert not steps.replays
+    (record,) = (record for record in caplog.records if "CUDA graph" in record.getMessage())
+    assert f"({error.__name__}: no graph). Decode" in record.getMessage()
+
+
+def test_a_step_that_fails_itself_raises_its_error(harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = harness.case()
+
+    def broken(*_: Any) -> Any:
+        raise ZeroDivisionError("the step is broken")
+
+    monkeypatch.setattr(steps_of(case), "eager", broken)
+    with pytest.raises(ZeroDivisionError, match="the step is broken"):
         case.rollout.generate_sequences(harness.prompts(4), SamplingParams(16, ignore_eos=True))
 
 
