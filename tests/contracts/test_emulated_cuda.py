@@ -5,13 +5,13 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.emulated_cuda import DEVICE, GIB, DeviceMismatchError, Emulator, emulated_cuda
+from support.emulated_cuda import DEVICE, GIB, DeviceMismatchError, Emulator, RepeatedCalls, emulated_cuda
 from support.ppo_runs import Step, run_ppo
 from support.same_run import SHUFFLED, compare
 
@@ -127,6 +127,53 @@ def test_kv_cache_keeps_to_its_share_of_the_device(
     monkeypatch.setattr(device, "free_memory", GIB)
     with pytest.raises(RolloutError, match=r"increase rollout\.gpu_memory_utilization"):
         harness.case(gpu_memory_utilization=1e-7).rollout.generate_sequences(prompts, sampling)
+
+
+def set_memory(device: Emulator, rollout: Any, rows: int, slot: int, row: int) -> None:
+    """Set the free memory of the device so that the KV cache of `rows` rows fits."""
+    needed = int(((rows + 1) * slot + rows * row) / FREE_SHARE) + 16
+    device.free_memory = needed - rollout.cache.num_bytes
+
+
+def test_captures_survive_small_changes_of_the_memory(
+    device: Emulator, scratch: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With free_cache_engine=false, slots stay that suffice for 7/8 of the rows that fit."""
+    monkeypatch.setattr(graphs, "MIN_STEPS", 1)
+    monkeypatch.setattr(device, "free_memory", GIB)
+    harness, captures, capture = RolloutHarness(Captured, scratch, DEVICE), [], RepeatedCalls.capture
+    monkeypatch.setattr(RepeatedCalls, "capture", lambda *args: (captures.append(1), capture(*args))[1])
+    case = harness.case(free_cache_engine=False, max_num_seqs=64)
+    prompts, sampling = harness.prompts(*[3] * 40), SamplingParams(4, ignore_eos=True)
+    results, rollout = [], cast(Any, case.rollout)
+    for rows in (37, 36, 38, 35, 36):
+        set_memory(device, rollout, rows, 64 * 256, 112 * 40)
+        rollout.generate_sequences(prompts, sampling, torch.arange(40))
+        results.append((rollout.cache.num_slots - 1, len(captures)))
+    assert results == [(36, 2), (36, 2), (36, 2), (32, 4), (32, 4)]  # each for all slots and for the other rows
+
+
+def test_generation_goes_on_after_a_failed_capture(
+    device: Emulator, scratch: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A wait inside a step invalidates its capture, as on CUDA."""
+    monkeypatch.setattr(graphs, "MIN_STEPS", 1)
+    harness = RolloutHarness(Captured, scratch, DEVICE)
+    case = harness.case()
+    rollout: Any = case.rollout
+    prompts, sampling = harness.prompts(3, 5), SamplingParams(6, ignore_eos=True)
+    make_step = rollout.graphs.make_step
+
+    def waits(cache: Any, positions: torch.Tensor) -> Any:
+        positions.max().item()
+        return make_step(cache, positions)
+
+    monkeypatch.setattr(rollout.graphs, "make_step", waits)
+    for _ in range(2):
+        case.check_log_probs(prompts, rollout.generate_sequences(prompts, sampling), sampling)
+    (record,) = caplog.records
+    assert "operation not permitted when stream is capturing" in record.getMessage()
+    assert "rollout.enforce_eager=true" in record.getMessage()
 
 
 def test_float32_attention_repeats_grouped_heads(device: Emulator) -> None:

@@ -66,21 +66,39 @@ class KVCache:
         """Size of all keys and values in bytes."""
         return sum(block.nbytes for pair in self.layers.values() for block in pair)
 
-    def allocate(self, num_rows: int, length: int, max_bytes: int, row_bytes: int) -> int:
+    def allocate(self, num_rows: int, length: int, max_bytes: int, row_bytes: int, keep: bool = False) -> int:
         """Allocate slots of `length` positions in `max_bytes`, and return the number of rows, at most `num_rows`.
 
         There is one additional slot, and each row needs `row_bytes` besides its slot. The cache then does not grow, so
         CUDA graphs stay valid. No slot may be in use, and `position_bytes` must be known.
+
+        With `keep`, CUDA graphs also stay valid after small changes of `length` and `max_bytes`: both sizes are
+        rounded, and slots stay that suffice for 7/8 of the rows that fit.
         """
         length, position_bytes = _round_up(length), sum(self.position_bytes.values())
-        slot_bytes = length * position_bytes
-        num_fitting = min(num_rows, (max_bytes - slot_bytes) // (slot_bytes + row_bytes))
+
+        def fitting_rows(positions: int) -> int:
+            slot_bytes = positions * position_bytes
+            return min(num_rows, (max_bytes - slot_bytes) // (slot_bytes + row_bytes))
+
+        num_fitting = fitting_rows(length)
         if num_fitting < 1:
+            slot_bytes = length * position_bytes
             raise RolloutError(
                 f"the KV cache of one row of {length} tokens requires {_gib(2 * slot_bytes + row_bytes)} of device "
                 f"memory, but {_gib(max(max_bytes, 0))} are available; increase rollout.gpu_memory_utilization, "
                 "decrease the maximum prompt and response lengths, or offload the actor"
             )
+        if keep:
+            num_kept = min(num_rows, self.num_slots - 1)
+            size = self.num_slots * self.length * position_bytes + num_kept * row_bytes
+            # Only missing memory is a reason for fewer rows.
+            is_limited = num_fitting < num_rows
+            if self.length >= length and size <= max_bytes and 8 * num_kept >= (7 if is_limited else 8) * num_fitting:
+                return num_kept
+            num_fitting = _round_coarsely(num_fitting) if is_limited else num_fitting
+            longer = min(_round_up(length, max(_grain(length), LENGTH_MULTIPLE)), self.max_length)
+            length = longer if fitting_rows(longer) >= num_fitting else length
         max_cache_bytes = max_bytes - num_fitting * row_bytes
         num_slots, longest = max(self.num_slots, num_fitting + 1), max(self.length, length)
         if num_slots * longest * position_bytes > max_cache_bytes:
@@ -160,8 +178,18 @@ class KVCache:
         self.reallocations += 1
 
 
-def _round_up(length: int) -> int:
-    return -(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+def _round_up(length: int, multiple: int = LENGTH_MULTIPLE) -> int:
+    return -(-length // multiple) * multiple
+
+
+def _grain(number: int) -> int:
+    """Return the power of two that is between an eighth and a sixteenth of a number, at least 1."""
+    return max(1, 1 << (number.bit_length() - 4))
+
+
+def _round_coarsely(number: int) -> int:
+    """Round a number down by less than an eighth."""
+    return number // _grain(number) * _grain(number)
 
 
 def _gib(num_bytes: int) -> str:

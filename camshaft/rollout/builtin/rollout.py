@@ -111,7 +111,8 @@ class TorchRollout(BaseRollout):
         if not self.cache.position_bytes:
             self._measure_cache()
         longest = int((prompts.lengths.cpu() + limits.cpu()).max()) - 1
-        return self.cache.allocate(num_rows, longest, budget, SAMPLING_BYTES * self.model.num_embeddings)
+        row_bytes, keep = SAMPLING_BYTES * self.model.num_embeddings, not self.config.free_cache_engine
+        return self.cache.allocate(num_rows, longest, budget, row_bytes, keep)
 
     @torch.inference_mode()
     def _measure_cache(self) -> None:

@@ -219,6 +219,47 @@ def test_large_blocks_are_zero_and_writable_for_any_pages(large: bool, monkeypat
     assert grown.sum() == DIM
 
 
+def allocations(requests: list[tuple[int, int, int]], keep: bool) -> list[tuple[int, int, int, int]]:
+    """Allocate for (rows, positions, rows that fit in memory); return (rows, slots, positions, reallocations)."""
+    slots, results = cache(max_model_len=4000), []
+    slots.position_bytes = {0: 10}
+    for num_rows, length, num_fitting in requests:
+        rounded = -(-length // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        max_bytes = (num_fitting + 1) * rounded * 10 + num_fitting * 7
+        rows = slots.allocate(num_rows, length, max_bytes, 7, keep)
+        assert rows < slots.num_slots
+        assert slots.num_slots * slots.length * 10 + rows * 7 <= max_bytes
+        results.append((rows, slots.num_slots, slots.length, slots.reallocations))
+    return results
+
+
+def test_a_cache_for_one_generation_is_as_large_as_possible() -> None:
+    requests = [(200, 1000, 97), (200, 1000, 95), (200, 1000, 99)]
+    assert allocations(requests, keep=False) == [(97, 98, 1024, 1), (95, 96, 1024, 2), (99, 100, 1024, 3)]
+
+
+def test_a_cache_that_stays_survives_small_changes_of_memory() -> None:
+    requests = [(200, 1000, fitting) for fitting in (97, 96, 99, 107, 95, 97, 100, 101)]
+    assert allocations(requests, keep=True) == [
+        *[(96, 97, 1024, 1)] * 4,  # 96 rows suffice for 7/8 of 107
+        *[(88, 89, 1024, 2)] * 3,  # and 88 rows for 7/8 of 100
+        (96, 97, 1024, 3),
+    ]
+
+
+def test_a_cache_that_stays_survives_small_changes_of_lengths() -> None:
+    requests = [(8, length, 100) for length in (1030, 1100, 1150, 900, 1152, 1153)]
+    assert [(length, count) for _, _, length, count in allocations(requests, keep=True)] == [
+        *[(1152, 1)] * 5,
+        (1280, 2),
+    ]
+
+
+def test_rows_do_not_wait_for_a_cache_that_stays_if_memory_suffices() -> None:
+    rows = [rows for rows, *_ in allocations([(96, 64, 200), (100, 64, 200), (90, 64, 200)], keep=True)]
+    assert rows == [96, 100, 90]
+
+
 def test_clear_frees_all() -> None:
     slots = filled(4, 10)
     slots.clear()
