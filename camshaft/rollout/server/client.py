@@ -142,7 +142,7 @@ class ServerClient:
 
         If the workers cannot open device memory that the config does not demand, host memory is used instead.
         """
-        transfer = self._transfer or self._select_transfer()
+        transfer: WeightTransfer = self._transfer or self._select_transfer()
         sender = self._open_sender(transfer)
         senders.append(sender)
         shapes = {

@@ -42,7 +42,8 @@ def test_engine_config_is_forward_only_with_a_reward_head(on, tmp_path):
     engine = reward_engine(load_ppo([*on, f"+{MODEL}.override_config.attention_dropout=0.0"]), Topology(8))
     assert (engine.model.path, engine.model.head, engine.optim) == (f"{tmp_path}/rm", "reward", None)
     assert engine.model.override_config == {"attention_dropout": 0.0}
-    assert (engine.infer_micro_batch_size, engine.infer_max_tokens, engine.options) == (8, None, {})  # 64 / 8
+    assert (engine.infer_micro_batch_size, engine.infer_max_tokens) == (8, None)  # 64 / 8
+    assert engine.options == {"mixed_precision": {"param_dtype": None}}
     engine = reward_engine(load_ppo([*on, "reward_model.micro_batch_size_per_gpu=3"]), Topology(8))
     assert engine.infer_micro_batch_size == 3
     engine = reward_engine(load_ppo([*on, "reward_model.use_dynamic_bsz=true"]), Topology(8))
