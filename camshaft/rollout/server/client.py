@@ -41,7 +41,8 @@ class ServerClient:
     """Client for all requests to one server except completions."""
 
     def __init__(self, http: HTTPClient, config: RolloutEngineConfig, transfer: WeightTransfer | None):
-        self._http, self._config, self._transfer = http, config, transfer
+        self._http, self._config = http, config
+        self._transfer: WeightTransfer | None = transfer
         self._device = with_device_index(config.device)
         self._identity: list[str] = []
         self._devices: list[str] = []
@@ -142,7 +143,7 @@ class ServerClient:
 
         If the workers cannot open device memory that the config does not demand, host memory is used instead.
         """
-        transfer: WeightTransfer = self._transfer or self._select_transfer()
+        transfer = self._transfer or self._select_transfer()
         sender = self._open_sender(transfer)
         senders.append(sender)
         shapes = {
