@@ -10,6 +10,7 @@ module depends on the device type, for example to select a communication backend
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -18,6 +19,7 @@ import os
 import resource
 import socket
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -92,6 +94,25 @@ def can_pin_memory(device: torch.device) -> bool:
     """Return True if CPU memory can be pinned for copies to this device."""
     accelerator = torch.accelerator.current_accelerator()
     return accelerator is not None and accelerator.type == device.type
+
+
+_simulates_cuda = False
+
+
+@contextlib.contextmanager
+def simulate_cuda() -> Iterator[None]:
+    """Select the code path of CUDA for CPU tensors. Only a forecast can do this, because it runs no kernel."""
+    global _simulates_cuda
+    before, _simulates_cuda = _simulates_cuda, True
+    try:
+        yield
+    finally:
+        _simulates_cuda = before
+
+
+def is_cuda(tensor: Tensor) -> bool:
+    """Return True if the tensor takes the code path of CUDA: it is on a CUDA device, or one is simulated."""
+    return tensor.is_cuda or _simulates_cuda
 
 
 def supports_triton(tensor: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
     camshaft plan model=models/tiny data=train.jsonl key=value ...
     camshaft plan --memory 64GiB trainer.n_gpus_per_node=4 key=value ...
+    camshaft plan --device h100 trainer.n_gpus_per_node=8 key=value ...
 
 The command accepts the same arguments as `camshaft ppo`.
 """
@@ -25,7 +26,16 @@ def main(argv: Sequence[str]) -> int:
     """Print the plan of a run, and return exit status 3 if it does not fit."""
     options, overrides = _parser().parse_known_args(argv)
     memory = None if options.memory is None else parse_size(options.memory)
+    if options.device is not None:
+        from camshaft.planning.devices import parse_device
+
+        memory, overrides = parse_device(options.device), ["trainer.device=cuda", *overrides]
     configs = compose(overrides, PPOConfig)
+    if options.device is not None and configs[0].trainer.device != "cuda":
+        raise ConfigError(
+            f"--device {options.device} plans a run on GPUs, but trainer.device={configs[0].trainer.device}; remove "
+            "one of them"
+        )
     if len(configs) != 1:
         raise ConfigError(f"camshaft plan forecasts one run, and the arguments describe {len(configs)}; omit -m")
     from camshaft.planning.plan import as_dict, find_change, make_plan, report, solve
@@ -65,12 +75,18 @@ def parse_size(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="camshaft plan",
-        usage="camshaft plan [--memory SIZE] [--solve KEY] [--json] key=value ...",
+        usage="camshaft plan [--device NAME | --memory SIZE] [--solve KEY] [--json] key=value ...",
         description="Forecast the peak memory of each role and phase, and the size of checkpoints, with the arguments "
         "of camshaft ppo. The engines' own code runs on one fake rank. No weights are read and nothing is computed.",
         epilog="Exit status: 0 if the run fits, 3 if it does not, 2 if the config is invalid.",
     )
-    parser.add_argument("--memory", help="memory of the machine, such as 64GiB (default: that of this machine)")
+    memory = parser.add_mutually_exclusive_group()
+    memory.add_argument("--device", metavar="NAME", help="plan a run on GPUs of this kind, such as h100 or a100-40")
+    memory.add_argument(
+        "--memory",
+        help="memory of each GPU with trainer.device=cuda, of the whole machine with trainer.device=cpu, such as 64GiB "
+        "(default: that of this machine)",
+    )
     parser.add_argument("--solve", metavar="KEY", help="print the largest integer value of a key that fits")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     return parser

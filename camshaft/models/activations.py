@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from camshaft.device import is_cuda
+
 Mode = Literal["full", "selective"]
 
 EXPENSIVE = frozenset(
@@ -86,14 +88,15 @@ def offload_activations(device: torch.device | str, min_bytes: int = MIN_OFFLOAD
             local_shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             if local_shard.nbytes < min_bytes:
                 return tensor.detach()
-            host = torch.empty_like(local_shard, device="cpu", pin_memory=target.type != "cpu")
+            host = torch.empty_like(local_shard, device="cpu", pin_memory=target.type != "cpu" or is_cuda(local_shard))
             host.copy_(local_shard, non_blocking=True)
         return _OffloadedTensor(host, local_shard.device, _layout(tensor) if isinstance(tensor, DTensor) else None)
 
     def unpack(saved_tensor: Tensor | _OffloadedTensor) -> Tensor:
         if not isinstance(saved_tensor, _OffloadedTensor):
             return saved_tensor
-        local_shard = saved_tensor.host.to(saved_tensor.device, non_blocking=True)
+        local_shard = torch.empty_like(saved_tensor.host, device=saved_tensor.device, pin_memory=False)
+        local_shard.copy_(saved_tensor.host, non_blocking=True)
         return local_shard if saved_tensor.layout is None else DTensor.from_local(local_shard, **saved_tensor.layout)
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):

@@ -31,7 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from camshaft.device import to_device
+from camshaft.device import is_cuda, to_device
 from camshaft.errors import EngineError
 from camshaft.models.cpu import packed_cpu_attention, supports_cpu_kernel
 from camshaft.models.packing import Packing
@@ -222,7 +222,7 @@ def _attend_equal_lengths(
     """Compute causal attention within segments of equal length: (n, H, L, D) and (n, Hkv, L, D) -> (n, H, L, D)."""
     length = query.shape[2]
     if window is None or length <= window:
-        if query.is_cuda and query.dtype not in HALF:
+        if is_cuda(query) and query.dtype not in HALF:
             # On CUDA only the flash kernel, which requires half precision, supports grouped queries. Otherwise torch
             # would compute all scores of all heads at once.
             key, value = _repeat_heads(query, key, value)
@@ -253,7 +253,7 @@ def _attend_equal_lengths(
 def _supports_flash(query: Tensor, value: Tensor, dropout: float) -> bool:
     """Return True if the variable-length flash kernel supports these tensors, which excludes float32 and dropout."""
     return (
-        query.is_cuda
+        is_cuda(query)
         and query.dtype in HALF
         and dropout == 0
         and query.shape[-1] == value.shape[-1] <= FLASH_MAX_HEAD_DIM

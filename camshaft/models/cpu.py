@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from camshaft.device import is_cuda
 from camshaft.models.packing import Packing
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -65,7 +66,8 @@ class KernelCalls(NamedTuple):
 def supports_cpu_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:
     """Return True if the CPU kernel supports the device, dtype, dropout and head dimensions."""
     equal_dims = query.shape[-1] == value.shape[-1]
-    return query.device.type == "cpu" and query.dtype in DTYPES and dropout == 0 and equal_dims
+    on_cpu = query.device.type == "cpu" and not is_cuda(query)
+    return on_cpu and query.dtype in DTYPES and dropout == 0 and equal_dims
 
 
 def packed_cpu_attention(
@@ -173,7 +175,8 @@ class FusedRMSNorm(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight, eps = self.weight, self.variance_epsilon
-        supported = hidden_states.device.type == "cpu" and hidden_states.dtype == weight.dtype == torch.float32
+        on_cpu = hidden_states.device.type == "cpu" and not is_cuda(hidden_states)
+        supported = on_cpu and hidden_states.dtype == weight.dtype == torch.float32
         if not supported or isinstance(weight, DTensor) or torch.compiler.is_compiling():
             return rms_norm(hidden_states, weight, eps)
         return _RMSNorm.apply(hidden_states, weight, eps)  # pyright: ignore[reportReturnType]

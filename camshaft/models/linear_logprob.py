@@ -36,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from camshaft.device import supports_triton
+from camshaft.device import is_cuda, supports_triton
 from camshaft.errors import EngineError
 
 HALF = (torch.float16, torch.bfloat16)
@@ -54,7 +54,7 @@ class Tile(NamedTuple):
 
         On a CPU a tile fits the cache. On CUDA it is meant to fill the device, but this size has not been measured.
         """
-        max_tokens, num_logits = (8192, 1 << 26) if hidden.is_cuda else (2048, 1 << 20)
+        max_tokens, num_logits = (8192, 1 << 26) if is_cuda(hidden) else (2048, 1 << 20)
         tokens = min(max_tokens, max(1, len(hidden)))
         return cls(tokens, num_logits // tokens)
 
@@ -419,4 +419,4 @@ def _add_product(total: Tensor, grad: Tensor, factor: Tensor, is_first: bool) ->
 
 def _is_half_on_cuda(tensor: Tensor) -> bool:
     """Return True if `torch.mm` can return float32 results for these half-precision inputs without rounding."""
-    return tensor.is_cuda and tensor.dtype in HALF
+    return is_cuda(tensor) and tensor.dtype in HALF

@@ -15,19 +15,24 @@ from camshaft.config import PPOConfig, compose
 from camshaft.config.backends import ENGINES, engine_capabilities
 from camshaft.config.tree import get
 from camshaft.errors import ConfigError
+from camshaft.planning.devices import device_memory
+from camshaft.planning.engines import SIMULATED
+from camshaft.planning.generator import Generator, forecast_generator
+from camshaft.planning.layers import Phase
 from camshaft.planning.machine import memory_limit
 from camshaft.planning.trace import (
     CRITIC,
     POLICY,
     TRACED_ROLLOUT,
-    Phase,
     forecast,
     group_topology,
     strategies,
 )
 
 GIB = 2**30
-ORDER = ("build", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "save")
+DEVICES = ("cpu", "cuda")
+"""Values of `trainer.device` that can be forecast."""
+ORDER = ("build", "sync", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "save")
 """Phases in the order of a training step."""
 MICRO_BATCHES = {
     "update_actor": ("actor_rollout_ref.actor", "use_dynamic_bsz", "ppo"),
@@ -49,6 +54,8 @@ class Row(NamedTuple):
     """Peak of the phase plus the memory of all other roles in the pool."""
     disk: int
     """Size of a checkpoint of the role."""
+    host: int = 0
+    """Peak of the role in host memory, if the run uses devices."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +64,7 @@ class Plan:
 
     rows: list[Row]
     memory: int
-    """Memory of the machine divided by its ranks."""
+    """Memory of a device, or of the machine divided by its ranks."""
     notes: list[str]
     """Parts of the run that the forecast does not cover."""
 
@@ -73,27 +80,40 @@ class Plan:
 
 
 def make_plan(config: PPOConfig, memory: int | None) -> Plan:
-    """Forecast a run. `memory` is that of the whole machine."""
+    """Forecast a run. `memory` is that of each device, or of the whole machine if the run uses none."""
     _check_supported(config)
     limit = _memory_per_rank(config, memory)
     traces = {group: _forecast(config, group) for group in strategies(config)}
     pools = config.pools()
     rows: list[Row] = []
     for pool in dict.fromkeys(pools[group] for group in traces):
-        rows += _pool_rows(pool, {group: t for group, t in traces.items() if pools[group] == pool})
+        in_pool = {group: phases for group, phases in traces.items() if pools[group] == pool}
+        rows += _pool_rows(pool, in_pool, _generator(config, in_pool, limit))
     return Plan(rows, limit, list(_notes(config)))
 
 
-def _pool_rows(pool: str, traces: dict[str, list[Phase]]) -> list[Row]:
-    """Combine the phases of all roles that share the ranks of a pool."""
+def _pool_rows(pool: str, traces: dict[str, list[Phase]], generator: Generator) -> list[Row]:
+    """Combine the phases of all roles that share the ranks of a pool, and the generator."""
     rests = {group: phases[-1].rest for group, phases in traces.items()}
+    generation = {"sync": generator.sync, "gen": generator.gen}
     rows: list[Row] = []
     for group, phases in traces.items():
         other = sum(rest for name, rest in rests.items() if name != group)
         for phase in phases:
             # Roles are built one after the other, so the largest sum is an upper bound for `build`.
-            rows.append(Row(pool, phase.role, phase.name, phase.peak + other, phase.disk))
+            peak = phase.peak + other + generation.get(phase.name, generator.rest)
+            rows.append(Row(pool, phase.role, phase.name, peak, phase.disk, phase.host))
     return sorted(rows, key=lambda row: ORDER.index(row.phase))
+
+
+def _generator(config: PPOConfig, traces: dict[str, list[Phase]], memory: int) -> Generator:
+    """Return the memory of the generator that the traces of a pool leave out."""
+    if config.trainer.device == "cpu" or POLICY not in traces:
+        return Generator(0, 0, 0)
+    syncs = [phase for phase in traces[POLICY] if phase.name == "sync"]
+    others = sum(phases[-1].rest for group, phases in traces.items() if group != POLICY)
+    rows = config.data.train_batch_size * config.actor_rollout_ref.rollout.n // config.actor_dp_size(config.topology())
+    return forecast_generator(config, memory, syncs[0].rest + others, max(1, rows)) or Generator(0, 0, 0)
 
 
 _cache: dict[str, list[Phase]] = {}
@@ -109,15 +129,18 @@ def _forecast(config: PPOConfig, group: str) -> list[Phase]:
 
 
 def _check_supported(config: PPOConfig) -> None:
-    if config.trainer.device != "cpu":
+    if config.trainer.device not in DEVICES:
         raise ConfigError(
-            f"camshaft plan does not forecast trainer.device={config.trainer.device}; it forecasts runs on a CPU"
+            f"camshaft plan does not forecast trainer.device={config.trainer.device}; it forecasts "
+            f"{' and '.join(DEVICES)}"
         )
+    supported = [name for name, engine in ENGINES.items() if engine.capabilities.supports_forecast]
     for group, strategy in strategies(config).items():
-        if not engine_capabilities(strategy).supports_forecast:
+        on_cpu = config.trainer.device == "cpu" and engine_capabilities(strategy).supports_forecast
+        if not on_cpu and strategy not in SIMULATED:
             raise ConfigError(
                 f"camshaft plan does not forecast the engine '{strategy}' of {group}; it forecasts "
-                f"{', '.join(name for name, engine in ENGINES.items() if engine.capabilities.supports_forecast)}"
+                f"{', '.join(supported)}"
             )
     if config.routing_mode() is not None:
         raise ConfigError(
@@ -127,7 +150,9 @@ def _check_supported(config: PPOConfig) -> None:
 
 
 def _memory_per_rank(config: PPOConfig, memory: int | None) -> int:
-    """Return an equal share of the memory of the machine for each rank of all pools."""
+    """Return the memory of a device, or an equal share of the memory of the machine for each rank of all pools."""
+    if config.trainer.device != "cpu":
+        return device_memory(config.trainer.device) if memory is None else memory
     groups = {pool: group for group, pool in reversed(config.pools().items())}  # one group of each pool
     ranks = sum(group_topology(config, group).world_size for group in groups.values())
     return (memory_limit() if memory is None else memory) // ranks
@@ -135,9 +160,17 @@ def _memory_per_rank(config: PPOConfig, memory: int | None) -> int:
 
 def _notes(config: PPOConfig) -> Iterator[str]:
     """Yield what the figures leave out."""
-    yield "the figures are live tensors; processes, libraries and communication buffers need more (docs/plan.md)"
     rollout = config.actor_rollout_ref.rollout.name
-    if rollout != TRACED_ROLLOUT:
+    if config.trainer.device == "cpu":
+        yield "the figures are live tensors; processes, libraries and communication buffers need more (docs/plan.md)"
+        known = rollout == TRACED_ROLLOUT
+    else:
+        yield (
+            "the figures are live tensors on each device, and none has been measured on a GPU; the CUDA context, "
+            "communication buffers and fragmentation need more (docs/plan.md)"
+        )
+        known = forecast_generator(config, GIB, 0, 1) is not None
+    if not known:
         yield f"gen: the memory of rollout.name={rollout} is not forecast"
     yield "save: the size on disk is forecast, its memory is not"
 
@@ -245,10 +278,13 @@ def solve(overrides: Sequence[str], key: str, memory: int | None) -> int | None:
 
 def report(plan: Plan) -> str:
     """Format a plan as a table, a verdict and notes."""
-    lines = [f"{'pool':<14} {'role':<13} {'phase':<14} {'peak':>10} {'on disk':>10}"]
+    offloads = any(row.host for row in plan.rows)
+    titles = ("peak", "in host", "on disk") if offloads else ("peak", "on disk")
+    lines = [f"{'pool':<14} {'role':<13} {'phase':<14} " + " ".join(f"{title:>10}" for title in titles)]
     for row in plan.rows:
         mark = "  <- tightest" if row is plan.tightest else ""
-        sizes = " ".join(f"{_size(size):>10}" for size in (row.peak, row.disk))
+        columns = (row.peak, row.host, row.disk) if offloads else (row.peak, row.disk)
+        sizes = " ".join(f"{_size(size):>10}" for size in columns)
         lines.append(f"{row.pool:<14} {row.role:<13} {row.phase:<14} {sizes}{mark}")
     row = plan.tightest
     verdict = "fits" if plan.fits else "does not fit"

@@ -13,20 +13,28 @@ operator reports, so the sizes of such storages are read again at each operator.
 
 With `computes=False`, operators on floating-point tensors return tensors of the right size whose memory is never
 written, so the operating system commits no memory for them. Operators on integer tensors, such as tokens and masks, and
-on few elements are computed, because the sizes of other tensors depend on them.
+on few elements are computed, because the sizes of other tensors depend on them. Collectives do not communicate.
+
+A forecast for a device holds the tensors of the device in host memory, too. `live` and `peak` count those of the
+device. Tensors that a run would hold in host memory are created in pinned memory or inside `on_host`, or are passed to
+`place`; `host_live` and `host_peak` count them.
+
+`mark` splits the peak of a phase into the peaks of its parts, from which `planning/layers.py` extrapolates.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map
 
 SMALL = 1024
 """Operators on at most this number of elements are computed. They include counts and norms."""
@@ -34,8 +42,34 @@ PLAIN = (Tensor, torch.nn.Parameter)
 """Classes of tensors that operators run on. Other classes call operators on these."""
 FILLS = frozenset({"aten::zeros", "aten::ones", "aten::rand", "aten::randn", "aten::new_zeros"})
 """Operators that write a new tensor and read none."""
-COMMUNICATION = frozenset({"c10d", "_c10d_functional", "fsdp"})
-"""Namespaces of operators that run in a forecast too. Those of a fake process group do nothing or copy."""
+ALIASES = frozenset({"aten::_unsafe_view", "_c10d_functional::wait_tensor"})
+"""Operators that return memory of their argument, but are not marked as views."""
+RESIZES = frozenset({"aten::copy_", "fsdp::split_with_sizes_copy"})
+"""Operators by which FSDP fills the storages that it resizes."""
+
+_active: ContextVar[TensorMemory] = ContextVar("memory of the forecast")
+
+
+def active_memory() -> TensorMemory:
+    """Return the memory whose context is active."""
+    return _active.get()
+
+
+class Part(NamedTuple):
+    """The peaks of a part of a phase, in bytes."""
+
+    label: Hashable
+    peak: int
+    host_peak: int
+
+
+class _Entry:
+    """A live storage."""
+
+    __slots__ = ("on_host", "reference", "size")
+
+    def __init__(self, reference: weakref.ref[torch.UntypedStorage], size: int, on_host: bool):
+        self.reference, self.size, self.on_host = reference, size, on_host
 
 
 class TensorMemory(TorchDispatchMode):
@@ -44,22 +78,78 @@ class TensorMemory(TorchDispatchMode):
     def __init__(self, computes: bool = True):
         super().__init__()
         self.computes = computes
-        self.live = 0
+        self.live = self.host_live = 0
         """Bytes of live tensors."""
-        self.peak = 0
-        """Maximum of `live` since the last call of `reset_peak`."""
-        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
+        self.parts: list[Part] = []
+        """The parts since the last call of `reset_peak`."""
+        self.gradients_on_host = False
+        """True if reduced gradients are created in host memory, as the offload policy of FSDP does."""
+        self._peak = self._host_peak = 0
+        self._label: Hashable = None
+        self._on_host = False
+        self._entries: dict[int, _Entry] = {}
         self._resized: set[int] = set()
+        self._results: dict[Any, Any] = {}
+
+    def __enter__(self) -> TensorMemory:
+        self._token = _active.set(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _active.reset(self._token)
+
+    # -- peaks ------------------------------------------------------------------------------------
+
+    @property
+    def peak(self) -> int:
+        """Maximum of `live` since the last call of `reset_peak`."""
+        return max(self._peak, *(part.peak for part in self.parts), 0)
+
+    @property
+    def host_peak(self) -> int:
+        """Maximum of `host_live` since the last call of `reset_peak`."""
+        return max(self._host_peak, *(part.host_peak for part in self.parts), 0)
 
     def reset_peak(self) -> None:
-        """Forget earlier peaks."""
-        self._measure(self._storages)
-        self.peak = self.live
+        """Forget earlier peaks and parts."""
+        self._measure(self._entries)
+        self.parts.clear()
+        self._label, self._peak, self._host_peak = None, self.live, self.host_live
+
+    def mark(self, label: Hashable) -> None:
+        """End a part, and start the next one with this label."""
+        self._measure(self._resized)
+        self.parts.append(Part(self._label, self._peak, self._host_peak))
+        self._label, self._peak, self._host_peak = label, self.live, self.host_live
+
+    # -- places -----------------------------------------------------------------------------------
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors that were created outside of this context or in another thread."""
         for tensor in tensors:
-            self._watch(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
+            self._watch(_local(tensor))
+
+    def place(self, tensors: Iterable[Tensor], on_host: bool) -> None:
+        """Count tensors as tensors in host memory or on the device from now on."""
+        for tensor in tensors:
+            entry = self._watch(_local(tensor))
+            if entry is not None and entry.on_host != on_host:
+                self._add(entry, -entry.size)
+                entry.on_host = on_host
+                self._add(entry, entry.size)
+        self._update_peak()
+
+    @contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Count new tensors as tensors in host memory."""
+        before, self._on_host = self._on_host, True
+        try:
+            yield
+        finally:
+            self._on_host = before
+
+    # -- operators --------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -68,59 +158,101 @@ class TensorMemory(TorchDispatchMode):
         if any(issubclass(cls, Tensor) and cls not in PLAIN for cls in types):
             return NotImplemented  # a DTensor calls the operator on its local tensor, which comes here again
         self._measure(self._resized)
-        result = func(*args, **kwargs) if self.computes or func.is_view else _skip(func, args, kwargs)
+        result = func(*args, **kwargs) if self.computes or func.is_view else self._skip(func, args, kwargs)
         for value in tree_iter(result):
             if isinstance(value, Tensor):
                 self._watch(value)
         return result
 
-    def _watch(self, tensor: Tensor) -> None:
+    def _skip(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the results of an operator without computing large floating-point results."""
+        name, special = func._schema.name, SPECIAL.get(func._schema.name)
+        if name in RESIZES:
+            for value in tree_iter(kwargs.get("out") or args[0]):
+                entry = self._watch(value)
+                if entry is not None:
+                    self._resized.add(value.untyped_storage()._cdata)
+        if special is not None:
+            return special(self, args, kwargs)
+        if kwargs.get("pin_memory"):
+            with self.on_host():
+                result = self._skip(func, args, {**kwargs, "pin_memory": False})
+                self.watch(value for value in tree_iter(result) if isinstance(value, Tensor))
+                return result
+        tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
+        if func.namespace == "c10d":
+            return _communicate(self, func, args, kwargs, tensors)
+        device = kwargs.get("device") or (tensors[0].device if tensors else torch.get_default_device())
+        if torch.device(device).type == "meta" or name in ALIASES or not _is_large(func, tensors, kwargs):
+            return func(*args, **kwargs)
+        written = _written_arguments(func, args, kwargs)
+        if written is not None:
+            return written[0] if len(func._schema.returns) == 1 else tuple(written) or None
+        result = self._result(func, args, kwargs)
+        return func(*args, **kwargs) if result is None else tree_map(_allocate, result)
+
+    def _result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return the results of an operator on the meta device; None if it has no shape function."""
+        leaves, spec = tree_flatten((tuple(args), dict(kwargs)))
+        key = (func, spec, *map(_key, leaves))
+        if key not in self._results:
+            try:
+                self._results[key] = (func(*tree_map(_to_meta, tuple(args)), **tree_map(_to_meta, dict(kwargs))),)
+            except NotImplementedError:
+                self._results[key] = (None,)
+        return self._results[key][0]
+
+    # -- storages ---------------------------------------------------------------------------------
+
+    def _watch(self, tensor: Tensor) -> _Entry | None:
         """Count the storage of a tensor until it is freed."""
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            return
+            return None
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._storages:
-            return
-        self._storages[key] = (weakref.ref(storage, lambda _: self._forget(key)), storage.nbytes())
-        self.live += storage.nbytes()
-        if self.live > self.peak:
-            self._measure(self._storages)
+        entry = self._entries.get(key)
+        if entry is None:
+            reference = weakref.ref(storage, lambda _: self._forget(key))
+            entry = self._entries[key] = _Entry(reference, storage.nbytes(), self._on_host)
+            self._add(entry, entry.size)
+            if self.computes and (self.live > self._peak or self.host_live > self._host_peak):
+                self._measure(self._entries)  # a forecast knows the storages that are resized
+            else:
+                self._update_peak()
+        return entry
 
     def _forget(self, key: int) -> None:
-        self.live -= self._storages.pop(key)[1]
+        entry = self._entries.pop(key)
+        self._add(entry, -entry.size)
         self._resized.discard(key)
 
     def _measure(self, keys: Iterable[int]) -> None:
         """Read the sizes of some storages again, and update the peak."""
         for key in list(keys):
-            reference, size = self._storages[key]
-            storage = reference()
-            if storage is not None and (new_size := storage.nbytes()) != size:
-                self._storages[key] = (reference, new_size)
+            entry = self._entries[key]
+            storage = entry.reference()
+            if storage is not None and (size := storage.nbytes()) != entry.size:
+                self._add(entry, size - entry.size)
+                entry.size = size
                 self._resized.add(key)
-                self.live += new_size - size
-        self.peak = max(self.peak, self.live)
+        self._update_peak()
+
+    def _add(self, entry: _Entry, size: int) -> None:
+        if entry.on_host:
+            self.host_live += size
+        else:
+            self.live += size
+
+    def _update_peak(self) -> None:
+        self._peak, self._host_peak = max(self._peak, self.live), max(self._host_peak, self.host_live)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _fake_mode_is_active() -> bool:
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-def _skip(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Return the results of an operator without computing large floating-point results."""
-    tensors = [value for value in tree_iter((args, kwargs)) if isinstance(value, Tensor)]
-    device = kwargs.get("device") or (tensors[0].device if tensors else torch.get_default_device())
-    if torch.device(device).type == "meta" or func.namespace in COMMUNICATION or not _is_large(func, tensors, kwargs):
-        return func(*args, **kwargs)
-    written = _written_arguments(func, args, kwargs)
-    if written is not None:
-        return written[0] if len(func._schema.returns) == 1 else tuple(written) or None
-    try:
-        result = func(*tree_map(_to_meta, tuple(args)), **tree_map(_to_meta, dict(kwargs)))
-    except NotImplementedError:  # the operator has no shape function
-        return func(*args, **kwargs)
-    return tree_map(_allocate, result)
 
 
 def _is_large(func: Any, tensors: Sequence[Tensor], kwargs: Mapping[str, Any]) -> bool:
@@ -141,6 +273,13 @@ def _written_arguments(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
     return [values[name] for name in writes if name in values][: len(schema.returns)]
 
 
+def _key(leaf: Any) -> Any:
+    """Return what the result of an operator depends on, for an argument."""
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.stride(), leaf.dtype
+    return type(leaf), leaf  # 1, 1.0 and True are equal
+
+
 def _to_meta(value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.empty_strided(value.size(), value.stride(), dtype=value.dtype, device="meta")
@@ -153,3 +292,51 @@ def _allocate(value: Any) -> Any:
         return value
     result = torch.empty_strided(value.size(), value.stride(), dtype=value.dtype)
     return result.fill_(1) if value.numel() <= SMALL or not value.is_floating_point() else result
+
+
+# -- operators without a shape function -----------------------------------------------------------
+
+
+def _communicate(
+    memory: TensorMemory, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[Tensor]
+) -> Any:
+    """Run a collective on few numbers, which copies in a fake group, and skip others."""
+    if memory.gradients_on_host and func._schema.name == "c10d::_reduce_scatter_base_":
+        memory.place([args[0]], on_host=True)
+    if not any(tensor.is_floating_point() and tensor.numel() > SMALL for tensor in tensors):
+        return func(*args, **kwargs)
+    from torch._C._distributed_c10d import FakeWork
+
+    work = FakeWork().boxed()
+    return (args[0], work) if len(func._schema.returns) == 2 else work
+
+
+def _all_gather_copy_in(_memory: TensorMemory, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    _, output, _, count, rank = args
+    return output.narrow(0, count * rank, count), output
+
+
+def _nothing(_memory: TensorMemory, _args: Sequence[Any], _kwargs: Mapping[str, Any]) -> None:
+    return None
+
+
+def _pin_memory(memory: TensorMemory, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
+    with memory.on_host():
+        result = torch.empty_like(args[0])
+        memory.watch([result])
+    return result if _is_large(torch.ops.aten.clone.default, args[:1], {}) else result.copy_(args[0])
+
+
+def _is_pinned(memory: TensorMemory, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> bool:
+    entry = memory._watch(args[0])
+    return entry is not None and entry.on_host
+
+
+SPECIAL: dict[str, Callable[[TensorMemory, Sequence[Any], Mapping[str, Any]], Any]] = {
+    "fsdp::all_gather_copy_in": _all_gather_copy_in,
+    "fsdp::split_with_sizes_copy": _nothing,
+    "fsdp::chunk_cat": _nothing,
+    "aten::_pin_memory": _pin_memory,
+    "aten::is_pinned": _is_pinned,
+}
+"""Operators that a forecast replaces."""

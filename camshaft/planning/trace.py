@@ -5,15 +5,16 @@
 
 Both run the classes of a run: the roles with their engines, losses and optimizers. Batches are synthetic, and every row
 has the maximum length. A forecast initializes weights instead of loading them. It shortens a batch to two optimizer
-steps of two micro-batches each, because later ones only repeat the second.
+steps of two micro-batches each, because later ones only repeat the second. It traces a few layers of a model with many
+layers (`layers.py`), and simulates the devices of a run that uses some (`engines.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,9 +22,16 @@ from torch import Tensor
 
 from camshaft.config import EngineConfig, PPOConfig, Topology
 from camshaft.config.backends import engine_capabilities
+from camshaft.config.derive import multi_response_engine_model, reward_engine_model
+from camshaft.config.engine import EngineModel
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.device import simulate_cuda
 from camshaft.engine.torch_engine import TorchEngine
-from camshaft.planning.tensor_memory import TensorMemory
+from camshaft.models.loader import DTYPES, skeleton
+from camshaft.planning.engines import simulated
+from camshaft.planning.generator import keeps_tensors
+from camshaft.planning.layers import Phase, Trace, choose_layers, extrapolate, layer_kinds, mark_layers
+from camshaft.planning.tensor_memory import Part, TensorMemory
 from camshaft.trainer.build import role_classes
 
 POLICY, CRITIC, REWARD = "actor_rollout_ref", "critic", "reward_model"
@@ -31,20 +39,6 @@ TRACED_ROLLOUT = "torch"
 """Rollout that generates with the weights of the engine. Others reserve their memory themselves."""
 STEPS = 2
 """Number of training steps. The second one has all optimizer state."""
-
-
-class Phase(NamedTuple):
-    """Memory of one phase on rank 0, in bytes."""
-
-    role: str
-    name: str
-    """`build`, or the name of the phase in the metrics of a run."""
-    peak: int
-    """Maximum of the live tensors."""
-    rest: int
-    """Live tensors after the phase."""
-    disk: int = 0
-    """Size of a checkpoint of the role on all ranks, for the phase `save`."""
 
 
 Action = tuple[str, str, Callable[[], Any]]
@@ -64,14 +58,48 @@ def strategies(config: PPOConfig) -> dict[str, str]:
 def measure(config: PPOConfig, group: str) -> list[Phase]:
     """Run all phases of a group of roles on this rank, and return the memory of each phase."""
     with TensorMemory() as memory:
-        return _Trace(config, group, memory).run()
+        return [trace.phase for trace in _Tracer(config, group, memory).run()]
 
 
 def forecast(config: PPOConfig, group: str) -> list[Phase]:
     """Return the memory of each phase of a group of roles on rank 0, without computing anything."""
+    model = models(config)[group]
+    hf = skeleton(model, "float32").hf
+    layers = choose_layers(layer_kinds(hf))
+    types = getattr(hf.config.get_text_config(), "layer_types", None)
+    return extrapolate(layers, [_trace(with_layers(config, group, n, types), group) for n in layers.traced])
+
+
+def _trace(config: PPOConfig, group: str) -> list[Trace]:
+    """Trace a group of roles on rank 0 of a fake process group."""
+    on_device = config.trainer.device != "cpu"
+    config = simulated(config) if on_device else config
     world = group_topology(config, group).world_size
-    with _fake_group(world, strategies(config)[group]), TensorMemory(computes=False) as memory:
-        return _Trace(config, group, memory).run()
+    with (
+        _fake_group(world, strategies(config)[group]),
+        TensorMemory(computes=False) as memory,
+        simulate_cuda() if on_device else nullcontext(),
+    ):
+        return _Tracer(config, group, memory, on_device).run()
+
+
+def models(config: PPOConfig) -> dict[str, EngineModel]:
+    """Return the model of each group of roles."""
+    return {
+        POLICY: multi_response_engine_model(config.actor_rollout_ref.model),
+        CRITIC: multi_response_engine_model(config.critic.model, head="value"),
+        REWARD: reward_engine_model(config),
+    }
+
+
+def with_layers(config: PPOConfig, group: str, count: int, types: Sequence[str] | None) -> PPOConfig:
+    """Return the config with the first `count` layers of the model of a group. `types` are those of all layers."""
+    changes: dict[str, Any] = {"num_hidden_layers": count}
+    if types is not None:
+        changes["layer_types"] = list(types[:count])
+    section: Any = {POLICY: config.actor_rollout_ref, CRITIC: config.critic, REWARD: config.reward_model}[group]
+    model = section.model.model_copy(update={"override_config": {**section.model.override_config, **changes}})
+    return config.model_copy(update={group: section.model_copy(update={"model": model})})
 
 
 def group_topology(config: PPOConfig, group: str) -> Topology:
@@ -95,13 +123,15 @@ def _fake_group(world: int, strategy: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _Trace:
-    """The roles of a group on this rank, and the memory of their phases."""
+class _Tracer:
+    """Runs the roles of a group on this rank, and records the memory of their phases."""
 
-    def __init__(self, config: PPOConfig, group: str, memory: TensorMemory):
-        self.config, self.group, self.memory = config, group, memory
+    def __init__(self, config: PPOConfig, group: str, memory: TensorMemory, on_device: bool = False):
+        self.config, self.group, self.memory, self.on_device = config, group, memory, on_device
         self.is_forecast = not memory.computes
         self.phases: dict[tuple[str, str], Phase] = {}
+        self.parts: dict[tuple[str, str], list[Part]] = {}
+        self.generation = ExitStack()
         self.engines: dict[str, TorchEngine] = {}
         policy, critic, reward = role_classes(config)
         topology = config.topology()
@@ -117,12 +147,14 @@ class _Trace:
             for engine in self.engines.values():
                 engine.config = _without_weights(engine.config)
 
-    def run(self) -> list[Phase]:
+    def run(self) -> list[Trace]:
         """Build the roles and run the phases of `STEPS` training steps."""
         for role, engine in self.engines.items():
             init = self.worker.init_model if self.group == REWARD else engine.init_model
             self._record(role, "build", init)
             self.memory.watch(engine.module.parameters())  # transformers reads weights in other threads
+            if self.is_forecast:
+                mark_layers(engine.module.hf, self.memory)
         if self._generates():
             self._record("rollout", "build", self.worker.rollout.init_model)
         for _ in range(STEPS):
@@ -133,15 +165,19 @@ class _Trace:
                 states = [value for state in engine.optimizer.state.values() for value in state.values()]
                 tensors = [*engine.checkpoint_weights().values(), *(s for s in states if isinstance(s, Tensor))]
                 size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # of all shards
-                self.phases[role, "save"] = Phase(role, "save", self.memory.live, self.memory.live, size)
-        return list(self.phases.values())
+                self._record(role, "save", lambda: None)
+                self.phases[role, "save"] = self.phases[role, "save"]._replace(disk=size)
+        return [Trace(phase, self.parts[key]) for key, phase in self.phases.items()]
 
     def _record(self, role: str, name: str, action: Callable[[], Any]) -> None:
         """Run a phase, and keep the maximum of its peaks over all steps."""
         self.memory.reset_peak()
         action()
-        peak = max(self.memory.peak, self.phases[role, name].peak if (role, name) in self.phases else 0)
-        self.phases[role, name] = Phase(role, name, peak, self.memory.live)
+        self.memory.mark(None)
+        parts = self.parts.setdefault((role, name), [])
+        parts += self.memory.parts
+        peak, host = max(part.peak for part in parts), max(part.host_peak for part in parts)
+        self.phases[role, name] = Phase(role, name, peak, self.memory.live, host=host)
 
     # -- phases -----------------------------------------------------------------------------------
 
@@ -162,7 +198,10 @@ class _Trace:
 
     def _policy_actions(self, dp_size: int) -> Iterator[Action]:
         config, worker = self.config, self.worker
-        if self._generates():
+        if self.on_device:
+            yield "actor", "sync", self._sync
+            yield "actor", "gen", self.generation.close
+        elif self._generates():
             yield "actor", "gen", lambda: self._generate(self._batch(self._rows(dp_size)))
         if config.needs_log_prob_passes():
             rows = self._inference_batch(dp_size)
@@ -177,7 +216,30 @@ class _Trace:
         yield "actor", "update_actor", lambda: worker.update_actor(update, old_log_probs=source)
 
     def _generates(self) -> bool:
-        return self.group == POLICY and self.config.actor_rollout_ref.rollout.name == TRACED_ROLLOUT
+        name = self.config.actor_rollout_ref.rollout.name
+        return self.group == POLICY and name == TRACED_ROLLOUT and not self.on_device
+
+    def _sync(self) -> None:
+        """Gather the weights for the rollout, and keep what is on the device while it generates (`generator.py`)."""
+        rollout, engine = self.config.actor_rollout_ref.rollout, self.engines["actor"]
+        dtype, shares_storage = DTYPES[rollout.dtype], False
+
+        def dtype_of(_name: str, tensor: Tensor) -> torch.dtype:
+            nonlocal shares_storage
+            shares_storage |= tensor.dtype == dtype
+            return dtype
+
+        with ExitStack() as parameters:
+            parameters.enter_context(engine.eval_mode())
+            weights = engine.named_weights(dtype_of=dtype_of)
+            if keeps_tensors(rollout.name):
+                received = [tensor for _, tensor in weights]
+                self.generation.callback(received.clear)
+            else:
+                for _ in weights:  # the rollout has copied a weight before the next one is gathered
+                    pass
+            if keeps_tensors(rollout.name) and shares_storage:
+                self.generation.enter_context(parameters.pop_all())
 
     def _generate(self, batch: DataProto) -> None:
         """Generate responses. A forecast fills the KV cache, and then generates two tokens per row."""
@@ -213,7 +275,11 @@ class _Trace:
         return sequences or max(1, (tokens or 1) // self.config.data.max_response_length)
 
     def _batch(self, rows: int) -> DataProto:
-        """Return rows of the maximum length, with all columns that a phase reads."""
+        """Return rows of the maximum length, with all columns that a phase reads. They are in host memory."""
+        with self.memory.on_host() if self.on_device else nullcontext():
+            return self._host_batch(rows)
+
+    def _host_batch(self, rows: int) -> DataProto:
         data, random = self.config.data, torch.Generator().manual_seed(0)
         group = self.config.actor_rollout_ref.rollout.n
         prompts = [torch.randint(TOKENS, (data.max_prompt_length,), generator=random) for _ in range(-(-rows // group))]

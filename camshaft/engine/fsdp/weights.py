@@ -36,12 +36,20 @@ def build(
     Parameters are allocated on `home_device` and buffers on `device`. `group` exchanges errors.
     """
     full_model = load_full_model(config, group)
+    packed = allocate(config, home_device, parallelize)
+    broadcast_weights(packed, full_model, device)
+    return packed.eval()
+
+
+def allocate(
+    config: EngineConfig, home_device: torch.device, parallelize: Callable[[PackedModel], None]
+) -> PackedModel:
+    """Build the model of `config` and shard it with `parallelize`. Its weights are uninitialized."""
     packed = skeleton(config.model, config.dtype)
     parallelize(packed)
     packed.to_empty(device=home_device)
     packed.hf.tie_weights()
-    broadcast_weights(packed, full_model, device)
-    return packed.eval()
+    return packed
 
 
 def load_full_model(config: EngineConfig, group: dist.ProcessGroup) -> PackedModel | None:

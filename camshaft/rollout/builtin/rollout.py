@@ -90,17 +90,14 @@ class TorchRollout(BaseRollout):
         return generation.to(prompts.values.device)
 
     def cache_budget(self) -> int | None:
-        """Return the bytes that the KV cache and sampling may use, or None if they are not limited.
-
-        On an accelerator, the model and the KV cache use at most the share `gpu_memory_utilization` of the memory, and
-        the KV cache at most a share of the memory that is free.
-        """
+        """Return the bytes that the KV cache and sampling may use, or None if they are not limited."""
         memory = memory_info(self.model.device)
         if memory is None:
             return None
         free, total = memory
-        share = int(self.config.gpu_memory_utilization * total) - self.model.num_bytes
-        return min(share, int(FREE_SHARE * (free + self.cache.num_bytes)))
+        return cache_budget(
+            free + self.cache.num_bytes, total, self.config.gpu_memory_utilization, self.model.num_bytes
+        )
 
     def _allocate_slots(self, prompts: Ragged, limits: Tensor) -> int:
         """Return the number of rows that are decoded at once. Other rows wait."""
@@ -145,6 +142,15 @@ class TorchRollout(BaseRollout):
 
     def wake_up(self) -> None:
         self.model.wake_up()
+
+
+def cache_budget(free: int, total: int, utilization: float, model_bytes: int) -> int:
+    """Return the bytes of device memory that the KV cache and sampling may use.
+
+    The model and the KV cache use at most the share `utilization` of the memory, and the KV cache at most a share of
+    the memory that is free.
+    """
+    return min(int(utilization * total) - model_bytes, int(FREE_SHARE * free))
 
 
 def _reject_own_attention(hf: PreTrainedModel) -> None:
