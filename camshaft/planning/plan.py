@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from camshaft.config import PPOConfig, compose
 from camshaft.config.backends import ENGINES, engine_capabilities
 from camshaft.config.tree import get
+from camshaft.engine.sharded import OFFLOADS
 from camshaft.errors import ConfigError
 from camshaft.planning.devices import device_memory
 from camshaft.planning.engines import SIMULATED
@@ -55,7 +56,7 @@ class Row(NamedTuple):
     disk: int
     """Size of a checkpoint of the role."""
     host: int = 0
-    """Peak of the role in host memory, if the run uses devices."""
+    """Peak in host memory, if the run uses devices, plus the peaks of all other roles there."""
 
 
 @dataclass(frozen=True)
@@ -95,14 +96,16 @@ def make_plan(config: PPOConfig, memory: int | None) -> Plan:
 def _pool_rows(pool: str, traces: dict[str, list[Phase]], generator: Generator) -> list[Row]:
     """Combine the phases of all roles that share the ranks of a pool, and the generator."""
     rests = {group: phases[-1].rest for group, phases in traces.items()}
+    hosts = {group: max(phase.host for phase in phases) for group, phases in traces.items()}
     generation = {"sync": generator.sync, "gen": generator.gen}
     rows: list[Row] = []
     for group, phases in traces.items():
         other = sum(rest for name, rest in rests.items() if name != group)
+        other_host = sum(host for name, host in hosts.items() if name != group)
         for phase in phases:
             # Roles are built one after the other, so the largest sum is an upper bound for `build`.
             peak = phase.peak + other + generation.get(phase.name, generator.rest)
-            rows.append(Row(pool, phase.role, phase.name, peak, phase.disk, phase.host))
+            rows.append(Row(pool, phase.role, phase.name, peak, phase.disk, phase.host + other_host))
     return sorted(rows, key=lambda row: ORDER.index(row.phase))
 
 
@@ -223,8 +226,35 @@ def _changes(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]:
     checkpoints = (config.critic.model if is_critic else config.actor_rollout_ref.model).enable_gradient_checkpointing
     if row.phase.startswith("update") and not checkpoints:
         yield (f"{model}.enable_gradient_checkpointing=true",)
+    if config.trainer.device != "cpu":
+        yield from _offloads(config)
+        yield from _smaller_generator(config, row)
     if engine_capabilities(section.strategy).multiple_ranks:
         yield (f"{role}.ulysses_sequence_parallel_size={2 * section.ulysses_sequence_parallel_size}",)
+
+
+def _offloads(config: PPOConfig) -> Iterator[tuple[str, ...]]:
+    """Yield keys that keep the state of a role in host memory while other roles compute."""
+    roles: dict[str, tuple[str, Any]] = {
+        "actor_rollout_ref.ref.fsdp_config": (config.actor_rollout_ref.actor.strategy, config.actor_rollout_ref.ref),
+        "critic.model.fsdp_config": (config.critic.strategy, config.critic.model),
+        "actor_rollout_ref.actor.fsdp_config": (
+            config.actor_rollout_ref.actor.strategy,
+            config.actor_rollout_ref.actor,
+        ),
+    }
+    for section, (strategy, role) in roles.items():
+        values = role.fsdp_config.model_dump()
+        keys = [key for key in OFFLOADS.values() if values.get(key) is False]
+        if keys and OFFLOADS["model"] in engine_capabilities(strategy).options.model_fields:
+            yield tuple(f"{section}.{key}=true" for key in keys)
+
+
+def _smaller_generator(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]:
+    """Yield smaller shares of the device that the rollout reserves."""
+    tenths = int(10 * config.actor_rollout_ref.rollout.gpu_memory_utilization)
+    for smaller in range(tenths - 1, 1, -1) if row.phase in ("sync", "gen") else ():
+        yield (f"actor_rollout_ref.rollout.gpu_memory_utilization={smaller / 10}",)
 
 
 def _smaller_micro_batches(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]:

@@ -28,6 +28,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.device import simulate_cuda
 from camshaft.engine.torch_engine import TorchEngine
 from camshaft.models.loader import DTYPES, skeleton
+from camshaft.models.packed import PackedModel
 from camshaft.planning.engines import simulated
 from camshaft.planning.generator import keeps_tensors
 from camshaft.planning.layers import Phase, Trace, choose_layers, extrapolate, layer_kinds, mark_layers
@@ -153,7 +154,7 @@ class _Tracer:
             init = self.worker.init_model if self.group == REWARD else engine.init_model
             self._record(role, "build", init)
             self.memory.watch(engine.module.parameters())  # transformers reads weights in other threads
-            if self.is_forecast:
+            if self.is_forecast and isinstance(engine.module, PackedModel):
                 mark_layers(engine.module.hf, self.memory)
         if self._generates():
             self._record("rollout", "build", self.worker.rollout.init_model)
