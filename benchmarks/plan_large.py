@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--out")
     options = parser.parse_args()
     lines = [
-        "| model | ranks | tightest phase | GiB per rank | fits | offloaded, GiB per rank | seconds | CPU s | host, MiB |",
+        "| model | ranks | tightest phase | GiB per rank | fits | offloaded, GiB | seconds | CPU s | host, MiB |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     with tempfile.TemporaryDirectory() as name:
