@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
         return 0
     change = find_change(overrides, memory)
     if change is None:
-        sys.stdout.write("no change of micro-batches, checkpointing or sequence parallelism makes it fit\n")
+        sys.stdout.write("no change of micro-batches, checkpointing, offloading or sequence parallelism makes it fit\n")
     else:
         changes, changed = change
         size = changed.tightest.peak / 2**30

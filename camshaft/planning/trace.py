@@ -65,8 +65,7 @@ def measure(config: PPOConfig, group: str) -> list[Phase]:
 
 def forecast(config: PPOConfig, group: str) -> list[Phase]:
     """Return the memory of each phase of a group of roles on rank 0, without computing anything."""
-    model = models(config)[group]
-    hf = skeleton(model, "float32").hf
+    hf = skeleton(engine_model(config, group), "float32").hf
     layers = choose_layers(layer_kinds(hf))
     types = getattr(hf.config.get_text_config(), "layer_types", None)
     return extrapolate(layers, [_trace(with_layers(config, group, n, types), group) for n in layers.traced])
@@ -85,13 +84,13 @@ def _trace(config: PPOConfig, group: str) -> list[Trace]:
         return _Tracer(config, group, memory, on_device).run()
 
 
-def models(config: PPOConfig) -> dict[str, EngineModel]:
-    """Return the model of each group of roles."""
-    return {
-        POLICY: multi_response_engine_model(config.actor_rollout_ref.model),
-        CRITIC: multi_response_engine_model(config.critic.model, head="value"),
-        REWARD: reward_engine_model(config),
-    }
+def engine_model(config: PPOConfig, group: str) -> EngineModel:
+    """Return the model of a group of roles."""
+    if group == REWARD:
+        return reward_engine_model(config)
+    if group == CRITIC:
+        return multi_response_engine_model(config.critic.model, head="value")
+    return multi_response_engine_model(config.actor_rollout_ref.model)
 
 
 def with_layers(config: PPOConfig, group: str, count: int, types: Sequence[str] | None) -> PPOConfig:
