@@ -68,20 +68,24 @@ def forecast(config: PPOConfig, group: str) -> list[Phase]:
     hf = skeleton(engine_model(config, group), "float32").hf
     layers = choose_layers(layer_kinds(hf))
     types = getattr(hf.config.get_text_config(), "layer_types", None)
-    return extrapolate(layers, [_trace(with_layers(config, group, n, types), group) for n in layers.traced])
+    return extrapolate(layers, trace_layers(config, group, layers.traced, types))
 
 
-def _trace(config: PPOConfig, group: str) -> list[Trace]:
-    """Trace a group of roles on rank 0 of a fake process group."""
+def trace_layers(
+    config: PPOConfig, group: str, counts: Sequence[int], types: Sequence[str] | None = None
+) -> list[list[Trace]]:
+    """Trace a group of roles on rank 0 of a fake process group, once for each number of layers."""
     on_device = config.trainer.device != "cpu"
     config = simulated(config) if on_device else config
-    world = group_topology(config, group).world_size
+    traces: list[list[Trace]] = []
     with (
-        _fake_group(world, strategies(config)[group]),
-        TensorMemory(computes=False) as memory,
+        _fake_group(group_topology(config, group).world_size, strategies(config)[group]),
         simulate_cuda() if on_device else nullcontext(),
     ):
-        return _Tracer(config, group, memory, on_device).run()
+        for count in counts:
+            with TensorMemory(computes=False) as memory:
+                traces.append(_Tracer(with_layers(config, group, count, types), group, memory, on_device).run())
+    return traces
 
 
 def engine_model(config: PPOConfig, group: str) -> EngineModel:

@@ -73,7 +73,8 @@ def process() -> Iterator[ProcessPoolExecutor]:
 
 
 def trace_in_full(config: PPOConfig, group: str) -> list[Phase]:
-    return [traced.phase for traced in trace._trace(config, group)]
+    (phases,) = trace.trace_layers(config, group, (LAYERS,))
+    return [traced.phase for traced in phases]
 
 
 CASES = [
