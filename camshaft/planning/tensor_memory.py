@@ -44,6 +44,8 @@ FILLS = frozenset({"aten::zeros", "aten::ones", "aten::rand", "aten::randn", "at
 """Operators that write a new tensor and read none."""
 ALIASES = frozenset({"aten::_unsafe_view", "_c10d_functional::wait_tensor"})
 """Operators that return memory of their argument, but are not marked as views."""
+DEVICE_ONLY = frozenset({"aten::mm.dtype", "torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward"})
+"""Operators that a CPU does not have."""
 RESIZES = frozenset({"aten::copy_", "fsdp::split_with_sizes_copy"})
 """Operators by which FSDP fills the storages that it resizes."""
 
@@ -256,7 +258,9 @@ def _fake_mode_is_active() -> bool:
 
 
 def _is_large(func: Any, tensors: Sequence[Tensor], kwargs: Mapping[str, Any]) -> bool:
-    """Return True for operators on many floating-point numbers."""
+    """Return True for operators on many floating-point numbers, and for those that a CPU does not have."""
+    if func.name() in DEVICE_ONLY:
+        return True
     if any(tensor.is_floating_point() for tensor in tensors):
         return sum(tensor.numel() for tensor in tensors) > SMALL
     dtype = kwargs.get("dtype") or (tensors[0].dtype if tensors else torch.get_default_dtype())

@@ -5,9 +5,9 @@
 
 Both run the classes of a run: the roles with their engines, losses and optimizers. Batches are synthetic, and every row
 has the maximum length. A forecast initializes weights instead of loading them. It replaces the first training step by
-an optimizer step that creates the optimizer state, and shortens the updates of the second one to an optimizer step of
-two micro-batches, because later ones only repeat it. It traces a few layers of a model with many layers (`layers.py`),
-and simulates the devices of a run that uses some (`engines.py`).
+an optimizer step that creates the optimizer state, and shortens the updates of the second one to two optimizer steps of
+two micro-batches each, because later ones only repeat the second. It traces a few layers of a model with many layers
+(`layers.py`), and simulates the devices of a run that uses some (`engines.py`).
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class _Tracer:
         self.parts: dict[tuple[str, str], list[Part]] = {}
         self.generation = ExitStack()
         self.micro_batches = 2
-        """Number of micro-batches of a forecast."""
+        """Number of optimizer steps of a forecast, and of their micro-batches."""
         self.engines: dict[str, TorchEngine] = {}
         policy, critic, reward = role_classes(config)
         topology = config.topology()
@@ -270,14 +270,18 @@ class _Tracer:
     def _inference_batch(self, dp_size: int, role: str | None = None) -> DataProto:
         rows, engine = self._rows(dp_size), self.engines[role or next(iter(self.engines))].config
         if self.is_forecast:
-            rows = min(rows, self.micro_batches * self._micro_batch(engine.infer_micro_batch_size, engine.infer_max_tokens))
+            rows = min(
+                rows, self.micro_batches * self._micro_batch(engine.infer_micro_batch_size, engine.infer_max_tokens)
+            )
         return self._batch(rows)
 
     def _update_batch(self, role: Any, mini_batch: int, dp_size: int) -> DataProto:
         steps, engine = max(1, self._rows(dp_size) // mini_batch), role.engine.config
         if self.is_forecast:
-            steps = 1
-            mini_batch = min(mini_batch, self.micro_batches * self._micro_batch(engine.micro_batch_size, engine.max_tokens))
+            steps = min(steps, self.micro_batches)
+            mini_batch = min(
+                mini_batch, self.micro_batches * self._micro_batch(engine.micro_batch_size, engine.max_tokens)
+            )
             role.mini_batch_size = mini_batch
         return self._batch(steps * mini_batch)
 
