@@ -137,7 +137,7 @@ class _Tracer:
         self.phases: dict[tuple[str, str], Phase] = {}
         self.parts: dict[tuple[str, str], list[Part]] = {}
         self.generation = ExitStack()
-        self.micro_batches = 2
+        self.repeats = 2
         """Number of optimizer steps of a forecast, and of their micro-batches."""
         self.engines: dict[str, TorchEngine] = {}
         policy, critic, reward = role_classes(config)
@@ -165,7 +165,7 @@ class _Tracer:
         if self._generates():
             self._record("rollout", "build", self.worker.rollout.init_model)
         for step in range(STEPS):
-            self.micro_batches = 1 if step == 0 else 2
+            self.repeats = 1 if step == 0 else 2
             for role, name, action in self._actions():
                 if not self.is_forecast or step > 0:
                     self._record(role, name, action)
@@ -270,18 +270,14 @@ class _Tracer:
     def _inference_batch(self, dp_size: int, role: str | None = None) -> DataProto:
         rows, engine = self._rows(dp_size), self.engines[role or next(iter(self.engines))].config
         if self.is_forecast:
-            rows = min(
-                rows, self.micro_batches * self._micro_batch(engine.infer_micro_batch_size, engine.infer_max_tokens)
-            )
+            rows = min(rows, self.repeats * self._micro_batch(engine.infer_micro_batch_size, engine.infer_max_tokens))
         return self._batch(rows)
 
     def _update_batch(self, role: Any, mini_batch: int, dp_size: int) -> DataProto:
         steps, engine = max(1, self._rows(dp_size) // mini_batch), role.engine.config
         if self.is_forecast:
-            steps = min(steps, self.micro_batches)
-            mini_batch = min(
-                mini_batch, self.micro_batches * self._micro_batch(engine.micro_batch_size, engine.max_tokens)
-            )
+            steps = min(steps, self.repeats)
+            mini_batch = min(mini_batch, self.repeats * self._micro_batch(engine.micro_batch_size, engine.max_tokens))
             role.mini_batch_size = mini_batch
         return self._batch(steps * mini_batch)
 
