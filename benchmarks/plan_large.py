@@ -34,6 +34,7 @@ QWEN = {
     "rope_theta": 1e6,
     "hidden_act": "silu",
     "tie_word_embeddings": False,
+    "eos_token_id": 1,
 }
 LLAMA = QWEN | {
     "architectures": ["LlamaForCausalLM"],

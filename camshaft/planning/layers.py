@@ -146,7 +146,7 @@ def _extrapolate_phase(layers: Layers, few: Trace, more: Trace) -> Phase:
     steps = (layers.count - layers.traced[0]) / (layers.traced[1] - layers.traced[0])
 
     def line(one: int, other: int) -> int:
-        return round(one + steps * (other - one))
+        return max(0, round(one + steps * (other - one)))
 
     return Phase(
         *few.phase[:2],
