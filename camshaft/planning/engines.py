@@ -120,11 +120,17 @@ SIMULATED = {"reference": SimulatedSingleDeviceEngine, "fsdp": SimulatedFSDPEngi
 """Simulated engines by the name of the engine."""
 
 
+def can_simulate(strategy: str) -> bool:
+    """Return True if the device of an engine can be simulated."""
+    return bool(SIMULATED.get(strategy))
+
+
 def simulated(config: PPOConfig) -> PPOConfig:
     """Return the config of the run with simulated engines."""
 
     def target(strategy: str) -> str:
-        return f"{__name__}:{SIMULATED[strategy].__name__}" if strategy in SIMULATED else strategy
+        engine = SIMULATED.get(strategy)
+        return f"{__name__}:{engine.__name__}" if engine else strategy
 
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     actor = policy.actor.model_copy(update={"strategy": target(policy.actor.strategy)})

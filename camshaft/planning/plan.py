@@ -17,7 +17,7 @@ from camshaft.config.tree import get
 from camshaft.engine.sharded import OFFLOADS
 from camshaft.errors import ConfigError
 from camshaft.planning.devices import device_memory
-from camshaft.planning.engines import SIMULATED
+from camshaft.planning.engines import can_simulate
 from camshaft.planning.generator import Generator, forecast_generator
 from camshaft.planning.layers import Phase
 from camshaft.planning.machine import memory_limit
@@ -140,7 +140,7 @@ def _check_supported(config: PPOConfig) -> None:
     supported = [name for name, engine in ENGINES.items() if engine.capabilities.supports_forecast]
     for group, strategy in strategies(config).items():
         on_cpu = config.trainer.device == "cpu" and engine_capabilities(strategy).supports_forecast
-        if not on_cpu and strategy not in SIMULATED:
+        if not on_cpu and not can_simulate(strategy):
             raise ConfigError(
                 f"camshaft plan does not forecast the engine '{strategy}' of {group}; it forecasts "
                 f"{', '.join(supported)}"
