@@ -245,8 +245,9 @@ def _offloads(config: PPOConfig) -> Iterator[tuple[str, ...]]:
     }
     for section, (strategy, role) in roles.items():
         values = role.fsdp_config.model_dump()
-        keys = [key for key in OFFLOADS.values() if values.get(key) is False]
-        if keys and OFFLOADS["model"] in engine_capabilities(strategy).options.model_fields:
+        options = engine_capabilities(strategy).options.model_fields
+        keys = [key for key in OFFLOADS.values() if values.get(key) is False and key in options]
+        if keys:
             yield tuple(f"{section}.{key}=true" for key in keys)
 
 
