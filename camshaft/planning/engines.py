@@ -9,7 +9,7 @@ tensors that a run would hold in host memory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -45,9 +45,10 @@ class SimulatedParts(Parts):
     def device_of(self, part: Part) -> torch.device | None:
         return None if super().device_of(part) is None else self._places.get(part, DEVICE)
 
-    def move(self, part: Part, device: torch.device) -> None:
-        self._places[part] = device
-        self._memory.place(self._tensors(part), on_host=device.type == "cpu")
+    def move(self, parts: Iterable[Part], device: torch.device) -> None:
+        for part in parts:
+            self._places[part] = device
+            self._memory.place(self._tensors(part), on_host=device.type == "cpu")
 
     def _tensors(self, part: Part) -> Iterator[Tensor]:
         if part == "optimizer":
