@@ -42,11 +42,14 @@ def main(argv: Sequence[str]) -> int:
 
     if options.solve:
         value = solve(overrides, options.solve, memory)
-        if value is None:
-            sys.stdout.write(f"no value of {options.solve} fits\n")
-            return DOES_NOT_FIT
-        sys.stdout.write(f"{options.solve}={value} is the largest value that fits, to within 2 %\n")
-        return 0
+        if options.json:
+            text = json.dumps({"key": options.solve, "value": value})
+        elif value is None:
+            text = f"no value of {options.solve} fits"
+        else:
+            text = f"{options.solve}={value} is the largest value that fits, to within 2 %"
+        sys.stdout.write(text + "\n")
+        return DOES_NOT_FIT if value is None else 0
     plan = make_plan(configs[0], memory)
     if options.json:
         sys.stdout.write(json.dumps(as_dict(plan), indent=2) + "\n")
@@ -88,5 +91,5 @@ def _parser() -> argparse.ArgumentParser:
         "(default: that of this machine)",
     )
     parser.add_argument("--solve", metavar="KEY", help="print the largest integer value of a key that fits")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--json", action="store_true", help="print the plan, or the value of --solve, as JSON")
     return parser

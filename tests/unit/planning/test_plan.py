@@ -112,6 +112,15 @@ def test_the_solved_value_fits_and_its_double_does_not(folder: Path) -> None:
     limit = json.loads(camshaft("plan", "--json", *overrides, f"{key}=8").out)["tightest"]["peak"]
     solved = camshaft("plan", "--memory", str(limit), "--solve", key, *overrides)
     value = int(solved.out.partition("=")[2].partition(" ")[0])
+    as_json = camshaft("plan", "--memory", str(limit), "--solve", key, "--json", *overrides)
+    assert json.loads(as_json.out) == {"key": key, "value": value}
     assert value >= 8
     assert camshaft("plan", "--memory", str(limit), *overrides, f"{key}={value}").status == 0
     assert camshaft("plan", "--memory", str(limit), "--json", *overrides, f"{key}={2 * value}").status == 3
+
+
+def test_json_of_an_unsolvable_key_has_no_value(folder: Path) -> None:
+    key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
+    overrides = arguments(folder, strategy="reference")
+    solved = camshaft("plan", "--memory", "1MiB", "--solve", key, "--json", *overrides)
+    assert (solved.status, json.loads(solved.out)) == (3, {"key": key, "value": None})
