@@ -15,6 +15,7 @@ import statistics
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def measure(model: str, sides: list[str], rounds: int) -> dict[str, list[float]]
     """Return the seconds of every step of each side."""
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        make_tiny_model(folder, **workload.SHAPES[model].options())
+        make_tiny_model(folder, **asdict(workload.SHAPES[model]))
         ranks = {}
         for side in sides:
             strategy, options = parse_side(side)

@@ -11,7 +11,7 @@ are uniformly distributed, so the mean row has half the length of the longest ro
 from __future__ import annotations
 
 import statistics
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +76,7 @@ def make_model(folder: Path, size: Size) -> None:
     """Write random float32 weights and the prompt file that a config requires."""
     from camshaft.models.tiny import make_tiny_model
 
-    make_tiny_model(folder, **size.shape.options(), max_position_embeddings=size.longest)
+    make_tiny_model(folder, **asdict(size.shape), max_position_embeddings=size.longest)
     (folder / "train.parquet").touch()
 
 

@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +94,7 @@ def compared(
     shape = replace(workload.SHAPES[model], vocab_size=VOCABULARY_ROWS)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        make_tiny_model(folder, **shape.options())
+        make_tiny_model(folder, **asdict(shape))
         teach_lengths(folder, VOCABULARY_ROWS)
         texts = [text for number in range(rounds + 1) for text in workload.prompt_texts(number)]
         write_parquet(folder / "train.parquet", [{"prompt": text, "data_source": "letters"} for text in texts])

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +175,7 @@ def compare(model: str, prompt_length: int, names: list[str], rounds: int) -> Co
     spent: dict[str, list[Spent]] = {name: [] for name in names}
     tokens, least = 0, roofline.NOTHING
     with tempfile.TemporaryDirectory() as folder:
-        make_tiny_model(folder, **shape.options())
+        make_tiny_model(folder, **asdict(shape))
         engines = {name: ENGINES[name](Path(folder), prompt_length + LONGEST) for name in names}
         # vLLM changes the number of threads when it is imported; restore it for all engines.
         set_threads(int(os.environ["OMP_NUM_THREADS"]))

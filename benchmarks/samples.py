@@ -15,6 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -45,7 +46,7 @@ def measure(model: str, rounds: int) -> str:
     steps_spent, writes = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shape = workload.SHAPES[model].options() | {"vocab_size": VOCABULARY_ROWS}
+        shape = asdict(workload.SHAPES[model]) | {"vocab_size": VOCABULARY_ROWS}
         make_tiny_model(folder, **shape)
         teach_lengths(folder, VOCABULARY_ROWS)
         texts = [text for number in range(rounds + 1) for text in workload.prompt_texts(number)]

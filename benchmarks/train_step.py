@@ -19,6 +19,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ def measured(
 
     shape, role = workload.SHAPES[case["model"]], case["role"]
     with tempfile.TemporaryDirectory() as folder:
-        make_tiny_model(folder, **shape.options())
+        make_tiny_model(folder, **asdict(shape))
         (Path(folder) / "train.parquet").touch()
         if role == "critic":
             with_score(Path(folder))

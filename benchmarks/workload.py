@@ -3,7 +3,8 @@
     rows = training_rows(vocabulary=512, seed=3)
     rows.prompts[0], rows.responses[0], rows.old_log_probs[0], rows.advantages[0]
 
-Imports only torch, so a side in an environment without camshaft uses the same rows.
+Imports only torch and a module of camshaft without dependencies, so a side in an environment without camshaft uses the
+same rows.
 
 A batch is 16 prompts with 8 responses each. Prompts have 1 to 64 tokens and responses 1 to 128, uniformly distributed,
 so the mean row has half the length of the longest possible row, which is the length that a padded batch computes.
@@ -12,12 +13,17 @@ so the mean row has half the length of the longest possible row, which is the le
 from __future__ import annotations
 
 import string
+import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import Tensor
+
+sys.path.append(str(Path(__file__).parents[1]))  # the environments of other sides do not install camshaft
+
+from camshaft.planning.operations import Shape
 
 PROMPTS, SAMPLES = 16, 8
 LONGEST_PROMPT, LONGEST_RESPONSE = 64, 128
@@ -35,27 +41,6 @@ LETTERS = string.ascii_letters + string.digits
 CLIP, GRAD_CLIP, LEARNING_RATE = 0.2, 1.0, 1e-4
 CLIP_VALUE, LAMBDA, KL = 0.5, 0.95, 0.05
 """PPO with a critic: value clip range, lambda of GAE (gamma is 1), coefficient of the KL in the reward."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """A qwen2 model with tied embeddings."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    intermediate: int
-    vocab_size: int
-
-    def options(self) -> dict[str, Any]:
-        """Return the keyword arguments for `make_tiny_model`."""
-        return asdict(self)
-
-    def weights_of_layers(self) -> int:
-        """Count the weights of all layers' matrices."""
-        keys = self.hidden * self.kv_heads // self.heads
-        return self.layers * (2 * self.hidden**2 + 2 * self.hidden * keys + 3 * self.hidden * self.intermediate)
 
 
 SHAPES = {

@@ -1,6 +1,7 @@
 """The roofline: counts by hand and by torch's counter, and the line of a result."""
 
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_half_precision_halves_bytes_of_passes_only() -> None:
 
 def test_operations_are_those_that_torch_counts(tmp_path: Path) -> None:
     shape = workload.Shape(hidden=32, layers=2, heads=4, kv_heads=2, intermediate=64, vocab_size=112)
-    make_tiny_model(tmp_path, **shape.options())
+    make_tiny_model(tmp_path, **asdict(shape))
     load: Any = transformers.AutoModelForCausalLM.from_pretrained
     model = load(tmp_path, dtype=torch.float32, attn_implementation="eager")
     prompt, response = 20, 13
