@@ -70,13 +70,18 @@ class DivergenceError(CamshaftError, RuntimeError):
 class WorkerError(CamshaftError, RuntimeError):
     """A worker process raised an error, died, or did not answer in time."""
 
+    peak_memory: int | None = None
+    """Peak of the tensors on the device of the failed rank, or growth of its process on a CPU, in bytes. If the process
+    is gone, that of the other ranks. None if it is unknown."""
+
 
 def report_error(error: CamshaftError) -> int:
     """Print the message to stderr, and return the exit status: 2 for config errors, 1 for all others."""
+    text = "\n\n".join([str(error), *vars(error).get("__notes__", ())])
     if isinstance(error, ConfigError):
-        sys.stderr.write(f"{error}\n")
+        sys.stderr.write(f"{text}\n")
         return 2
-    sys.stderr.write(f"camshaft: {type(error).__name__}: {error}\n")
+    sys.stderr.write(f"camshaft: {type(error).__name__}: {text}\n")
     return 1
 
 

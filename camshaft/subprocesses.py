@@ -171,6 +171,15 @@ def describe_process(pid: int | None) -> str:
     return f"process {pid}" + (f", suspended; `kill -CONT {pid}` resumes it" if _state(pid) in "Tt" else "")
 
 
+def resident_memory(pid: int | None, entry: str = "VmRSS") -> int:
+    """Return the resident memory of a process in bytes, or its maximum (`VmHWM`). 0 if it is gone or runs elsewhere."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{entry}:")), 0)
+
+
 def _state(pid: int) -> str:
     """Return the state letter of a process in /proc, or X if it does not exist."""
     try:

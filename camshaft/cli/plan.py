@@ -55,6 +55,8 @@ def main(argv: Sequence[str]) -> int:
     times = None if options.like is None else forecast_times(configs[0], options.like)
     if options.json:
         content = as_dict(plan) | ({} if times is None else {"times": times.as_dict()})
+        if not plan.fits and (proposal := find_change(overrides, memory)) is not None:
+            content["change"] = list(proposal[0])
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
         return 0 if plan.fits else DOES_NOT_FIT
     sys.stdout.write(report(plan) + "\n")

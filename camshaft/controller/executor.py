@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from camshaft.controller.worker import RankInfo, Worker, build_worker
-from camshaft.device import backend_for, create_store
+from camshaft.device import backend_for, create_store, peak_memory
 from camshaft.garbage import freeze_objects
 from camshaft.seat import Seat
 from camshaft.subprocesses import Frames, Limit, limit_waits, pack, unpack
@@ -49,6 +49,8 @@ class Failure:
     """Wall clock time of the failure, by which the failures of several ranks are ordered."""
     pickled: bytes | None
     """The pickled exception, or None if it cannot be pickled."""
+    device_peak: int | None
+    """Peak of the tensors on the device of the rank in bytes; None on a CPU."""
 
     def original(self) -> BaseException | None:
         """Return the exception, or None if it cannot be unpickled in this process."""
@@ -75,7 +77,7 @@ class Executor:
             request, *arguments = unpack(frames)
             return pack((True, methodcaller(request, *arguments)(self)))
         except BaseException as error:
-            return pack((False, _failure(error)))
+            return pack((False, _failure(error, self._rank_info.device)))
 
     # -- requests ---------------------------------------------------------------------------------
 
@@ -116,14 +118,15 @@ class Executor:
         gc.collect()
 
 
-def _failure(error: BaseException) -> Failure:
+def _failure(error: BaseException, device: str) -> Failure:
     internal_files = {__file__, build_worker.__code__.co_filename}
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in internal_files:
         frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
     summary = "".join(traceback.format_exception_only(error)).strip()
-    return Failure(summary, text.rstrip(), time.time(), _pickled(error))
+    device_peak = None if device == "cpu" else peak_memory(device)
+    return Failure(summary, text.rstrip(), time.time(), _pickled(error), device_peak)
 
 
 def _pickled(error: BaseException) -> bytes | None:

@@ -32,7 +32,7 @@ from camshaft.controller.worker import Call, Worker
 from camshaft.errors import WorkerError
 from camshaft.seat import Seat
 from camshaft.stacks import innermost_frames
-from camshaft.subprocesses import POLL_SECONDS, Frames, Limit, Wait, describe_process, pack, unpack
+from camshaft.subprocesses import POLL_SECONDS, Frames, Limit, Wait, describe_process, pack, resident_memory, unpack
 
 GRACE_SECONDS = 0.3
 """Time to wait, after a rank has failed, for an earlier failure of another rank that may be the cause."""
@@ -109,6 +109,7 @@ class ProcessPool(Pool):
         self.inbox: Inbox = queue.SimpleQueue()
         self.processes: list[WorkerProcess] = []
         self._end_reason = ""
+        self._resident = [0] * self.world_size
         self._lock = threading.RLock()
         self._requests: list[deque[Request]] = [deque() for _ in range(self.world_size)]
         self._waiting_since = [0.0] * self.world_size
@@ -130,6 +131,7 @@ class ProcessPool(Pool):
             for process, pid in zip(self.processes, self.request("__init__", ("pid",)), strict=True):
                 process.pid = pid
             self.request("__init__", ("join", self.rendezvous()))
+            self._resident = [resident_memory(process.local_pid()) for process in self.processes]
         except BaseException:
             self._terminate("it could not be started")
             raise
@@ -360,10 +362,12 @@ class ProcessPool(Pool):
             if answer is not None and answer[1] is request and not answer[2][0]:
                 failures[answer[0]] = answer[2][1]
         rank, failure = min(failures.items(), key=lambda item: item[1].at)
-        raise WorkerError(
+        error = WorkerError(
             f"{request} raised on rank {rank} of {self.world_size}: {failure.summary}\n\n"
             f"On rank {rank}:\n{failure.traceback}"
-        ) from failure.original()
+        )
+        error.peak_memory = failure.device_peak or self._growth()
+        raise error from failure.original()
 
     def _death_error(self, process: WorkerProcess, exit_status: str) -> WorkerError:
         requests = self._requests[process.rank] or next((requests for requests in self._requests if requests), ())
@@ -372,9 +376,18 @@ class ProcessPool(Pool):
         if method == "__init__":
             hint = ". A script must start workers under `if __name__ == '__main__':`"
         stacks = process.stacks()
-        return WorkerError(
+        error = WorkerError(
             f"rank {process.rank} of {self.world_size} of {role} (process {process.pid}) "
             f"died in {method} ({exit_status}){hint}" + (f"\n\nOn rank {process.rank}:\n{stacks}" if stacks else "")
+        )
+        error.peak_memory = self._growth()
+        return error
+
+    def _growth(self) -> int | None:
+        """Return how far the memory of a process has grown at most, from the processes that are still alive here."""
+        pairs = zip(self.processes, self._resident, strict=True)
+        return (
+            max((resident_memory(process.local_pid(), "VmHWM") - start for process, start in pairs), default=0) or None
         )
 
     def _terminate(self, reason: str) -> None:

@@ -9,6 +9,8 @@
     tensor_memory.py   bytes of live tensors, and execution of code without computing it
     trace.py           runs the phases of one rank, on real ranks or on a fake one
     plan.py            the memory plan of a run, its verdict and changes with which it fits (`camshaft plan`)
+    plan_process.py    runs `camshaft plan` in a process with a time limit
+    memory_error.py    forecast and peak of a run that ran out of memory
     operations.py      operations and bytes of the phases of a step
     step_time.py       the time of a step, from the times of an earlier run
     weights.py         reads the headers of safetensors files

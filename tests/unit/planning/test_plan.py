@@ -16,6 +16,7 @@ from benchmarks.plan import cases, overrides, run_arguments, write_inputs
 from camshaft.cli.plan import parse_size
 from camshaft.config import PPOConfig, compose
 from camshaft.errors import ConfigError
+from camshaft.planning.plan import find_change, make_plan
 from camshaft.planning.tensor_memory import TensorMemory
 from camshaft.planning.trace import CRITIC, POLICY, Phase, forecast, measure
 
@@ -124,3 +125,49 @@ def test_json_of_an_unsolvable_key_has_no_value(folder: Path) -> None:
     overrides = arguments(folder, strategy="reference")
     solved = camshaft("plan", "--memory", "1MiB", "--solve", key, "--json", *overrides)
     assert (solved.status, json.loads(solved.out)) == (3, {"key": key, "value": None})
+
+
+MICRO_BATCHES_OF_ONE = (
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=1",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+    "critic.ppo_micro_batch_size_per_gpu=1",
+    "critic.forward_micro_batch_size_per_gpu=1",
+)
+LONG_ROWS = ("data.max_response_length=256", "actor_rollout_ref.rollout.name=hf")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "changes", "key"),
+    [
+        ("reference", 1, ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",), "ppo_micro_batch_size_per_gpu"),
+        ("reference", 1, MICRO_BATCHES_OF_ONE, "enable_gradient_checkpointing"),
+        (
+            "fsdp",
+            2,
+            (
+                *MICRO_BATCHES_OF_ONE,
+                "actor_rollout_ref.model.enable_gradient_checkpointing=true",
+                "critic.model.enable_gradient_checkpointing=true",
+            ),
+            "ulysses_sequence_parallel_size",
+        ),
+    ],
+)
+def test_a_run_that_does_not_fit_fits_with_the_change(
+    folder: Path, process: ProcessPoolExecutor, strategy: str, ranks: int, changes: tuple[str, ...], key: str
+) -> None:
+    arguments = [*run_arguments(folder, strategy, ranks, **SIZES), *LONG_ROWS, *changes]
+    process.submit(check_change, arguments, ranks, key).result(timeout=120)
+
+
+def check_change(arguments: list[str], ranks: int, key: str) -> None:
+    """Check that a change of `key` makes a run fit whose memory is 3 % too small. Runs in a process of its own."""
+    (config,) = compose(arguments, PPOConfig)
+    memory = make_plan(config, None).tightest.peak * ranks * 97 // 100
+    assert not make_plan(config, memory).fits
+    change = find_change(arguments, memory)
+    assert change is not None
+    assert any(key in override for override in change[0]), change[0]
+    (changed,) = compose([*arguments, *change[0]], PPOConfig)
+    assert make_plan(changed, memory).fits
