@@ -49,8 +49,9 @@ def _check_run(overrides: Sequence[str]) -> list[Finding]:
     from camshaft.planning.run import run_checks
 
     findings: list[Finding] = []
+    arguments = overrides if len(configs) == 1 else None
     for config in configs:
-        for name, check in run_checks(config).items():  # one after another, because libraries load once
+        for name, check in run_checks(config, arguments).items():  # one after another, because libraries load once
             findings += collect({name: check}, RUN_SECONDS)
     return findings
 
@@ -60,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="camshaft doctor",
         usage="camshaft doctor [--deep] [--timeout SECONDS] [--json] [key=value ...]",
         description="Check this machine in a second. With key=value, the arguments of camshaft ppo, check what this "
-        "run needs: config, model files, tokenizer, data, reward function, libraries, ports and disk space.",
+        "run needs: config, model files, tokenizer, data, reward function, libraries, ports, disk space and memory.",
         epilog="Exit status: 0 if no check fails, 1 otherwise.",
     )
     parser.add_argument(

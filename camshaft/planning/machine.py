@@ -108,6 +108,11 @@ def memory_limit() -> int:
     return min(_memory_facts()["MemTotal"], _cgroup_memory() or sys.maxsize)
 
 
+def available_memory() -> int:
+    """Return the memory that new processes can use without swapping, within the limit of the container, in bytes."""
+    return min(_memory_facts()["MemAvailable"], _cgroup_memory() or sys.maxsize)
+
+
 def _memory_facts() -> dict[str, int]:
     """Return the entries of /proc/meminfo in bytes."""
     lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()

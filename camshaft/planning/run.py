@@ -1,4 +1,4 @@
-"""Checks of what one run needs: config, models, tokenizer, data, reward function, libraries, ports and disk space.
+"""Checks of what one run needs: config, models, tokenizer, data, reward, libraries, ports, disk space and memory.
 
     for name, check in run_checks(config).items():
         findings += collect({name: check}, seconds=120.0)
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,16 @@ from camshaft.errors import CamshaftError
 from camshaft.models.loader import has_tokenizer, load_tokenizer
 from camshaft.planning.findings import Check, Finding, collect, fail, ok, warn
 from camshaft.planning.imports import installed_versions
-from camshaft.planning.machine import check_cpu, check_disks, check_folder, existing_parent, machine_checks
+from camshaft.planning.machine import (
+    available_memory,
+    check_cpu,
+    check_disks,
+    check_folder,
+    existing_parent,
+    machine_checks,
+    memory_limit,
+)
+from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
 from camshaft.planning.weights import read_headers
 from camshaft.storage import is_url
 from camshaft.trainer.build import prompt_files, prompt_options
@@ -36,12 +45,14 @@ SAMPLE_ROWS = 64
 """Number of rows of each data set that are tokenized."""
 MACHINE_SECONDS = 30.0
 """Time limit for the checks of another machine."""
+FORECAST_SECONDS = 60.0
+"""Time limit of the forecast of the memory."""
 BYTES_PER_PARAMETER = 12
 """Size of a checkpoint per trained parameter: float32 weights and two moments."""
 
 
-def run_checks(config: PPOConfig) -> dict[str, Check]:
-    """Return all checks of a run."""
+def run_checks(config: PPOConfig, overrides: Sequence[str] | None = None) -> dict[str, Check]:
+    """Return all checks of a run. Its memory is forecast if `overrides` are the arguments of this run alone."""
     folder = Path(config.trainer.default_local_dir)
     return {
         "config": lambda: [ok("config", "the config is valid")],
@@ -56,6 +67,7 @@ def run_checks(config: PPOConfig) -> dict[str, Check]:
         "ports": partial(check_ports, config),
         "checkpoints": partial(check_checkpoint_space, config),
         "machines": partial(check_machines, config),
+        "forecast": partial(check_forecast, config, overrides),
     }
 
 
@@ -272,6 +284,31 @@ def check_checkpoint_space(config: PPOConfig) -> Iterator[Finding]:
         yield warn("checkpoints", message, fix)
     else:
         yield ok("checkpoints", message)
+
+
+def check_forecast(config: PPOConfig, overrides: Sequence[str] | None) -> Iterator[Finding]:
+    """Compare the memory that `camshaft plan` forecasts with the free memory."""
+    if overrides is None:
+        yield ok("forecast", "the memory of a sweep is not forecast")
+        return
+    free = available_memory() if config.trainer.device == "cpu" else None
+    try:
+        plan = plan_in_process(overrides, free, FORECAST_SECONDS)
+    except PlanUnavailable as reason:
+        yield ok("forecast", f"the memory is not forecast: {reason}")
+        return
+    row, memory = plan["tightest"], plan["memory"]
+    message = f"{row['phase']} of {row['role']} needs {_gib(row['peak'])} of tensors on each rank"
+    if row["peak"] <= memory:
+        yield ok("forecast", f"{message}, and {_gib(memory)} are free")
+        return
+    fix = (
+        f"add {' '.join(plan['change'])}" if "change" in plan else "use more machines, a smaller model or shorter rows"
+    )
+    if free is not None and row["peak"] <= memory * memory_limit() / free:
+        yield warn("forecast", f"{message}, and other processes leave {_gib(memory)}", fix)
+    else:
+        yield fail("forecast", f"{message}, which has {_gib(memory)}", fix)
 
 
 def _parameters(path: str) -> int:

@@ -12,14 +12,16 @@ import pytest
 from support.command_line import camshaft
 from support.ppo_runs import ppo_args
 
+from camshaft.planning import run
+from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
 from camshaft.planning.weights import read_header, read_headers
 
 
 def doctor(folder: Path, overrides: dict[str, Any] | None = None) -> dict[str, tuple[str, str, str]]:
     """Return status, message and fix of the worst finding of each check."""
-    run = camshaft("doctor", "--json", *ppo_args(folder, overrides))
-    report = json.loads(run.out)
-    assert run.status == (report["status"] == "FAIL")
+    result = camshaft("doctor", "--json", *ppo_args(folder, overrides))
+    report = json.loads(result.out)
+    assert result.status == (report["status"] == "FAIL")
     findings = sorted(report["findings"], key=lambda finding: ["OK", "WARN", "FAIL"].index(finding["status"]))
     return {f["check"]: (f["status"], f["message"], f["fix"]) for f in findings}
 
@@ -28,6 +30,62 @@ def test_a_sound_run_has_no_failure(tmp_path: Path) -> None:
     findings = doctor(tmp_path)
     assert {name for name, (status, *_) in findings.items() if status == "FAIL"} == set()
     assert "64 rows" in findings["data"][1] or "16 rows" in findings["data"][1]
+
+
+@pytest.fixture
+def no_forecast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Skip the forecast, which takes seconds."""
+
+    def skip(*_: object) -> None:
+        raise PlanUnavailable("it is skipped")
+
+    monkeypatch.setattr(run, "plan_in_process", skip)
+
+
+def memory_of(monkeypatch: pytest.MonkeyPatch, total: int, available: int) -> None:
+    """Let the machine have this memory."""
+    monkeypatch.setattr(run, "memory_limit", lambda: total)
+    monkeypatch.setattr(run, "available_memory", lambda: available)
+
+
+@pytest.mark.parametrize(
+    ("available", "total", "status"), [(1 << 30, 1 << 30, "OK"), (1 << 20, 1 << 30, "WARN"), (1 << 20, 1 << 20, "FAIL")]
+)
+def test_forecast_is_compared_with_the_memory(
+    available: int, total: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory_of(monkeypatch, total, available)
+    found, message, fix = doctor(tmp_path)["forecast"]
+    assert found == status
+    assert "GiB of tensors on each rank" in message
+    assert bool(fix) == (status != "OK")
+
+
+def test_proposed_change_ends_the_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = {
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
+        "data.max_response_length": 64,
+        "actor_rollout_ref.rollout.name": "hf",
+        "algorithm.adv_estimator": "grpo",
+    }
+    plan = plan_in_process(ppo_args(tmp_path, overrides), None, 100.0)
+    limit = plan["tightest"]["peak"] * 9 // 10
+    memory_of(monkeypatch, limit, limit)
+    status, _, fix = doctor(tmp_path, overrides)["forecast"]
+    assert (status, fix[:4]) == ("FAIL", "add ")
+    changes = dict(change.split("=", 1) for change in fix.removeprefix("add ").split())
+    assert doctor(tmp_path, {**overrides, **changes})["forecast"][0] == "OK"
+
+
+def test_unsupported_run_is_not_forecast(tmp_path: Path) -> None:
+    status, message, _ = doctor(tmp_path, {"actor_rollout_ref.actor.strategy": "fsdp1"})["forecast"]
+    assert status == "OK"
+    assert "the memory is not forecast: camshaft plan does not forecast the engine 'fsdp1'" in message
+
+
+def test_forecast_has_a_time_limit(tmp_path: Path) -> None:
+    with pytest.raises(PlanUnavailable, match="it took more than"):
+        plan_in_process(ppo_args(tmp_path), None, 0.1)
 
 
 def without_tokenizer(folder: Path) -> None:
@@ -68,6 +126,7 @@ def unreadable_data(folder: Path) -> None:
         (unreadable_data, "data", "train.parquet"),
     ],
 )
+@pytest.mark.usefixtures("no_forecast")
 def test_damaged_file_is_found(damage: Callable[[Path], None], check: str, message: str, tmp_path: Path) -> None:
     ppo_args(tmp_path)
     damage(tmp_path)
@@ -77,6 +136,7 @@ def test_damaged_file_is_found(damage: Callable[[Path], None], check: str, messa
     assert fix
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_reward_file_with_a_syntax_error_is_found(tmp_path: Path) -> None:
     reward = tmp_path / "my_reward.py"
     reward.write_text("def compute_score(:\n", encoding="utf-8")
@@ -86,6 +146,7 @@ def test_reward_file_with_a_syntax_error_is_found(tmp_path: Path) -> None:
     assert fix == f"python {reward}"
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_port_in_use_is_found(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -95,6 +156,7 @@ def test_port_in_use_is_found(tmp_path: Path) -> None:
     assert f"dashboard_port={port} is in use" in message
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_unreachable_cluster_is_found(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -104,12 +166,14 @@ def test_unreachable_cluster_is_found(tmp_path: Path) -> None:
     assert f"127.0.0.1:{port}" in message
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_missing_vllm_is_found(tmp_path: Path) -> None:
     status, message, _ = doctor(tmp_path, {"actor_rollout_ref.rollout.name": "vllm"})["libraries"]
     assert status == "FAIL"
     assert "pip install 'camshaft[vllm]'" in message
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_missing_device_is_found(tmp_path: Path) -> None:
     status, message, _ = doctor(tmp_path, {"trainer.device": "xpu"})["libraries"]
     assert status == "FAIL"
@@ -123,6 +187,7 @@ def test_invalid_config_is_the_only_finding(tmp_path: Path) -> None:
     assert "trainer.seed = abc" in findings["config"][1]
 
 
+@pytest.mark.usefixtures("no_forecast")
 def test_checkpoints_that_do_not_fit_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(tmp_path)._replace(free=1000)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
