@@ -5,8 +5,10 @@
 
 For each layout, both sides run the phases of a training step with the same roles. `live` is the peak of live tensor
 bytes on rank 0, the largest difference over all phases. `growth` is the growth of the process of rank 0: its maximum
-resident memory (VmHWM) minus that before the roles are built. glibc keeps freed blocks below a threshold that grows
-with use, so the script fixes the threshold (MALLOC_MMAP_THRESHOLD_).
+resident memory (VmHWM) minus that before the roles are built. `libraries` is the part of it that is mapped from files,
+mostly code that runs for the first time. `forecast growth` adds the constant of `camshaft plan` to the peak of the
+forecast. glibc keeps freed blocks below a threshold that grows with use, so the script fixes the threshold
+(MALLOC_MMAP_THRESHOLD_).
 """
 
 from __future__ import annotations
@@ -15,7 +17,6 @@ import argparse
 import json
 import os
 import platform
-import resource
 import subprocess
 import sys
 import tempfile
@@ -29,7 +30,9 @@ from camshaft.config import PPOConfig, compose
 from camshaft.controller import Dispatch, Options, PoolSpec, Worker, register, spawn
 from camshaft.controller.local import process_pool
 from camshaft.models.tiny import make_tiny_model, make_tiny_tokenizer
+from camshaft.planning.plan import PROCESS_GROWTH
 from camshaft.planning.trace import CRITIC, POLICY, Phase, measure
+from camshaft.subprocesses import resident_memory
 
 MB = 1 << 20
 GROUPS = {POLICY: "actor_rollout_ref.actor", CRITIC: "critic"}
@@ -46,18 +49,23 @@ FEATURES: dict[str, tuple[int, str]] = {
 }
 """Overrides of each feature, and the smallest number of ranks. `reference` has those of `SINGLE` only."""
 SINGLE = ("plain", "checkpointing", "lora")
+COLUMNS = (
+    *("engine", "ranks", "roles", "feature", "worst phase", "error of live bytes", "peak, MiB", "growth, MiB"),
+    *("libraries, MiB", "forecast growth, MiB", "error of growth"),
+)
 
 
 class Rank(Worker):
     """Rank that runs all phases of a group of roles."""
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
-    def measure(self, config: PPOConfig, group: str) -> tuple[list[Phase], float]:
+    def measure(self, config: PPOConfig, group: str) -> tuple[list[Phase], int, int]:
         torch.set_num_threads(1)
         Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-        before = _resident()
+        resident, files = resident_memory(os.getpid()), resident_memory(os.getpid(), "RssFile")
         phases = measure(config, group)
-        return phases, _peak() - before
+        growth = resident_memory(os.getpid(), "VmHWM") - resident
+        return phases, growth, resident_memory(os.getpid(), "RssFile") - files
 
 
 def overrides(folder: Path, strategy: str, ranks: int, group: str, feature: str, **sizes: int) -> list[str]:
@@ -115,7 +123,7 @@ def compare(arguments: list[str], group: str, ranks: int) -> dict[str, Any]:
     pool = process_pool(PoolSpec("plan", ranks_per_node=ranks), Options(timeout=600))
     try:
         rank: Any = spawn(Rank, pool=pool, timeout=600)  # takes and returns one entry per rank
-        measured, growth = rank.measure([config] * ranks, [group] * ranks)[0]
+        measured, growth, files = rank.measure([config] * ranks, [group] * ranks)[0]
     finally:
         pool.shutdown()
     code = (
@@ -129,16 +137,16 @@ def compare(arguments: list[str], group: str, ranks: int) -> dict[str, Any]:
     rests = {f"{p.role} {p.name} rest": p.rest / m.rest - 1 for p, m in zip(planned, measured, strict=True)}
     worst = max(errors | rests, key=lambda name: abs((errors | rests)[name]))
     live = max(phase.peak for phase in planned) / MB
-    return {"phase": worst, "error": (errors | rests)[worst], "live": live, "growth": growth / MB}
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * resource.getpagesize()
-
-
-def _peak() -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) * 1024
+    forecast_growth = live + PROCESS_GROWTH[group] / MB
+    return {
+        "phase": worst,
+        "error": (errors | rests)[worst],
+        "live": live,
+        "growth": growth / MB,
+        "files": files / MB,
+        "forecast_growth": forecast_growth,
+        "growth_error": forecast_growth * MB / growth - 1,
+    }
 
 
 def main() -> None:
@@ -146,22 +154,24 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--ranks", type=int)
+    parser.add_argument("--strategy", choices=("reference", "fsdp"))
     parser.add_argument("--feature", choices=FEATURES)
     parser.add_argument("--out")
     options = parser.parse_args()
-    lines = ["| engine | ranks | roles | feature | worst phase | error of live bytes | peak, MiB | growth, MiB |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    lines = [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_inputs(folder, hidden=options.hidden, layers=options.layers, intermediate_size=4 * options.hidden)
         for strategy, ranks, group, feature in cases():
-            if options.ranks not in (None, ranks) or options.feature not in (None, feature):
+            selected = zip((options.strategy, options.ranks, options.feature), (strategy, ranks, feature), strict=True)
+            if any(option not in (None, value) for option, value in selected):
                 continue
             result = compare(overrides(folder, strategy, ranks, group, feature), group, ranks)
             roles = "actor, ref" if group == POLICY else "critic"
             lines.append(
                 f"| {strategy} | {ranks} | {roles} | {feature} | {result['phase']} | {result['error']:+.3%} | "
-                f"{result['live']:.1f} | {result['growth']:.1f} |"
+                f"{result['live']:.1f} | {result['growth']:.1f} | {result['files']:.1f} | "
+                f"{result['forecast_growth']:.1f} | {result['growth_error']:+.1%} |"
             )
             sys.stdout.write(lines[-1] + "\n")
             sys.stdout.flush()

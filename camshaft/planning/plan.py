@@ -24,6 +24,7 @@ from camshaft.planning.machine import memory_limit
 from camshaft.planning.trace import (
     CRITIC,
     POLICY,
+    REWARD,
     TRACED_ROLLOUT,
     forecast,
     group_topology,
@@ -121,6 +122,9 @@ def _generator(config: PPOConfig, traces: dict[str, list[Phase]], memory: int) -
 
 _cache: dict[str, list[Phase]] = {}
 
+PROCESS_GROWTH = {POLICY: 80 << 20, CRITIC: 45 << 20, REWARD: 45 << 20}
+"""Growth of the process of a rank on a CPU besides its tensors, for libraries and buffers (docs/plan.md)."""
+
 
 def _forecast(config: PPOConfig, group: str) -> list[Phase]:
     """Return the phases of a group, from an earlier forecast if no setting that the group reads has changed."""
@@ -176,6 +180,9 @@ def _notes(config: PPOConfig) -> Iterator[str]:
     if not known:
         yield f"gen: the memory of rollout.name={rollout} is not forecast"
     yield "save: the size on disk is forecast, its memory is not"
+    if config.trainer.device == "cpu":
+        growth = sum(PROCESS_GROWTH[group] for group in strategies(config)) >> 20
+        yield f"libraries and buffers of a process need about {growth} MiB more (docs/plan.md)"
 
 
 # -- changes --------------------------------------------------------------------------------------
