@@ -5,10 +5,9 @@
     report_times(times)                             # a table
 
 Each phase has a cost in both runs, and its measured time is multiplied by the ratio of the costs. A cost is a number of
-operations (`operations.py`) plus the equivalents, in operations, of elementwise work, of the softmax, of calls of
-layers and of optimizer steps. These equivalents explain why larger models reach a larger share of the matmul rate. They
-were fitted to updates of models with 1 to 18 million weights on CPUs (benchmarks/results/train_step.md), whose relative
-times they reproduce within 10 %.
+operations (`operations.py`) plus the equivalents, in operations, of elementwise work, the softmax, decode steps, calls
+of layers and optimizer steps. They explain why larger models reach a larger share of the matmul rate. They were fitted
+to updates and steps of models with 1 to 18 million weights on CPUs (benchmarks/results/train_step.md and ppo_step.md).
 
 The planned run has the prompts of the earlier run and responses of the same lengths. Responses that reached the length
 limit of the earlier run reach that of the planned run too. The module does not import torch.
@@ -40,11 +39,13 @@ ELEMENTWISE = 7_500.0
 SOFTMAX = 450.0
 """Operations per logit of a forward pass: the equivalent of the softmax."""
 CALL = 4e6
-"""Operations per layer and micro-batch or decode step: the equivalent of calls of operators."""
+"""Operations per layer and micro-batch: the equivalent of calls of operators."""
+DECODE = 1.3e8
+"""Operations per layer and decode step: the equivalent of calls of operators on few tokens."""
 OPTIMIZER = 500.0
 """Operations per weight and optimizer step: the equivalent of clipping and AdamW."""
-READ = 25.0
-"""Operations per weight and decode step: the equivalent of reading the weights."""
+BYTE = 12.0
+"""Operations per byte of a generation: the equivalent of reading weights, keys and values."""
 SIMILAR = {
     "gen_max": ("gen",),
     "old_log_prob": ("ref", "values", "update_actor"),
@@ -275,8 +276,9 @@ class _Model:
         tokens = sum(group.tokens() for group in groups)
         steps = max(load.longest, load.rows * load.response / (slots * self._ranks))
         elementwise = self._elementwise(tokens, load.rows * load.response * self._shape.vocab_size)
-        operations = generation(self._shape, groups).operations + elementwise
-        return operations / self._ranks + steps * (CALL * self._shape.layers + READ * self._weights)
+        work = generation(self._shape, groups)
+        total = work.operations + BYTE * work.bytes + elementwise
+        return total / self._ranks + DECODE * self._shape.layers * steps
 
 
 def read_shape(model: AnyModelConfig) -> Shape:

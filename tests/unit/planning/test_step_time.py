@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,28 @@ import pytest
 from support.command_line import ROOT, camshaft
 from support.ppo_runs import ppo_args
 
-from benchmarks.workload import LONGEST_PROMPT, LONGEST_RESPONSE, MINI_BATCH, PROMPTS, SAMPLES, SHAPES, TOKEN_BUDGET
+from benchmarks.workload import (
+    LONGEST_ANSWER,
+    LONGEST_PROMPT,
+    LONGEST_RESPONSE,
+    MINI_BATCH,
+    PROMPTS,
+    SAMPLES,
+    SHAPES,
+    TOKEN_BUDGET,
+)
 from camshaft.config import PPOConfig, load_ppo
 from camshaft.errors import ConfigError
-from camshaft.models.tiny import make_tiny_model
+from camshaft.models.tiny import VOCABULARY_ROWS, make_tiny_model
 from camshaft.planning.step_time import WARM_UP, Load, forecast_times, phase_costs
 from camshaft.tracking.run_folder import RunFolder
 from camshaft.trainer.resume import config_record
 
-MEASURED = json.loads((ROOT / "benchmarks" / "results" / "train_step.json").read_text(encoding="utf-8"))["rows"]
+RESULTS = ROOT / "benchmarks" / "results"
+UPDATES, STEPS = (
+    json.loads((RESULTS / name).read_text(encoding="utf-8"))["rows"] for name in ("train_step.json", "ppo_step.json")
+)
+"""Committed measurements of updates, and of entire steps."""
 
 
 def config(folder: Path, **more: Any) -> PPOConfig:
@@ -74,19 +87,39 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
 
 
+def measured_row(rows: list[dict[str, Any]], model: str, threads: int) -> dict[str, Any]:
+    """Return the row of camshaft's actor."""
+    facts = {"model": model, "threads": threads, "side": "camshaft"}
+    (row,) = (row for row in rows if row | facts == row and row.get("role", "actor") == "actor")
+    return row
+
+
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize(("planned", "earlier"), permutations(["1M", "4M", "18M"], 2))
-def test_committed_times_of_updates_predict_each_other(planned: str, earlier: str, tmp_path: Path) -> None:
+def test_committed_times_of_updates_predict_each_other(
+    planned: str, earlier: str, threads: int, tmp_path: Path
+) -> None:
     load = Load(PROMPTS, SAMPLES, LONGEST_PROMPT / 2, LONGEST_RESPONSE / 2, LONGEST_RESPONSE)
-    costs, seconds = {}, {}
+    costs = {}
     for name in (planned, earlier):
-        (row,) = (
-            row
-            for row in MEASURED
-            if (row["role"], row["model"], row["threads"], row["side"]) == ("actor", name, 1, "camshaft")
-        )
         make_tiny_model(tmp_path / name, **asdict(SHAPES[name]))
         costs[name] = phase_costs(config(tmp_path / name), load)["update_actor"]
-        seconds[name] = row["seconds"]
+    seconds = {name: measured_row(UPDATES, name, threads)["seconds"] for name in costs}
+    forecast = seconds[earlier] * costs[planned] / costs[earlier]
+    assert forecast == pytest.approx(seconds[planned], rel=0.25)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("planned", "earlier"), permutations(["1M", "4M"], 2))
+def test_committed_times_of_steps_predict_each_other(planned: str, earlier: str, threads: int, tmp_path: Path) -> None:
+    costs, seconds = {}, {}
+    for name in (planned, earlier):
+        row = measured_row(STEPS, name, threads)
+        load = Load(PROMPTS, SAMPLES, LONGEST_PROMPT / 2, row["mean_length"], LONGEST_ANSWER)
+        make_tiny_model(tmp_path / name, **asdict(replace(SHAPES[name], vocab_size=VOCABULARY_ROWS)))
+        phases = phase_costs(config(tmp_path / name), load)
+        costs[name] = sum(phases[phase] for phase in ("gen", "old_log_prob", "update_actor"))
+        seconds[name] = load.rows * row["mean_length"] / row["tokens_per_second"]
     forecast = seconds[earlier] * costs[planned] / costs[earlier]
     assert forecast == pytest.approx(seconds[planned], rel=0.25)
 
