@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import permutations
 from pathlib import Path
@@ -92,21 +93,21 @@ def run(folder: Path, case: Case, name: str, clock: str) -> RunFolder:
     return RunFolder(out)
 
 
-def write_inputs(folder: Path) -> None:
+def write_inputs(folder: Path, models: Sequence[str]) -> None:
     """Write the models and the prompts."""
-    for model in MODELS:
+    for model in models:
         make_tiny_model(folder / model, **asdict(replace(workload.SHAPES[model], vocab_size=VOCABULARY_ROWS)))
     rows = [{"prompt": text, "data_source": "letters"} for text in workload.prompt_texts(1)]
     write_parquet(folder / "train.parquet", rows)
 
 
-def compare(rounds: int, clock: str) -> dict[tuple[Case, Case], dict[str, list[float]]]:
+def compare(models: Sequence[str], rounds: int, clock: str) -> dict[tuple[Case, Case], dict[str, list[float]]]:
     """Return forecast / measured of all rounds, for each planned case, earlier case and phase."""
     ratios: dict[tuple[Case, Case], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    cases = [(model, batch) for model in MODELS for batch in BATCHES]
+    cases = [(model, batch) for model in models for batch in BATCHES]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_inputs(folder)
+        write_inputs(folder, models)
         for number in range(rounds):
             order = cases if number % 2 == 0 else cases[::-1]
             runs = {case: run(folder, case, f"{case[0]}-{case[1]}-{number}", clock) for case in order}
@@ -141,11 +142,12 @@ def _name(case: Case) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--out")
     options = parser.parse_args()
-    ratios = compare(options.rounds, options.clock)
+    ratios = compare(options.models.split(","), options.rounds, options.clock)
     lines = table(ratios)
     sys.stdout.write("\n".join(lines) + "\n")
     if options.out:
@@ -153,8 +155,8 @@ def main() -> None:
             "# Forecast and measured time of a step\n\n"
             f"{platform.machine()}, torch {torch.__version__}, {os.environ.get('OMP_NUM_THREADS')} thread. "
             f"Medians of forecast / measured over {options.rounds} rounds of {STEPS} steps, of which the first "
-            f"{WARM_UP} do not count. Written by `python benchmarks/plan_time.py --rounds {options.rounds} --clock "
-            f"{options.clock}`.\n\n"
+            f"{WARM_UP} do not count. Written by `python benchmarks/plan_time.py --models {options.models} --rounds "
+            f"{options.rounds} --clock {options.clock}`.\n\n"
         )
         Path(options.out).write_text(title + "\n".join(lines) + "\n", encoding="utf-8")
 
