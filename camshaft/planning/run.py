@@ -8,6 +8,7 @@ The checks use the functions that the run itself uses, so their messages are tho
 
 from __future__ import annotations
 
+import shlex
 import shutil
 import socket
 from collections.abc import Iterator, Mapping, Sequence
