@@ -303,9 +303,7 @@ def check_forecast(config: PPOConfig, overrides: Sequence[str] | None) -> Iterat
     if row["peak"] <= memory:
         yield ok("forecast", f"{message}, and {_gib(memory)} are free")
         return
-    fix = (
-        f"add {' '.join(plan['change'])}" if "change" in plan else "use more machines, a smaller model or shorter rows"
-    )
+    fix = f"add {' '.join(plan['change'])}" if "change" in plan else shlex.join(["camshaft", "plan", *overrides])
     if free is not None and row["peak"] <= memory * memory_limit() / free:
         yield warn("forecast", f"{message}, and other processes leave {_gib(memory)}", fix)
     else:
