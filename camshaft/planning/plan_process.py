@@ -20,11 +20,11 @@ overrides, memory, entries = json.load(sys.stdin)
 sys.path.extend(entry for entry in entries if entry not in sys.path)
 from camshaft.config import PPOConfig, compose
 from camshaft.errors import CamshaftError, ConfigError, report_error
-from camshaft.planning.plan import as_dict, find_change, make_plan
 try:
     configs = compose(overrides, PPOConfig)
     if len(configs) != 1:
         raise ConfigError("a sweep has no forecast")
+    from camshaft.planning.plan import as_dict, find_change, make_plan
     plan = make_plan(configs[0], memory)
     print(json.dumps(as_dict(plan)), flush=True)
     change = None if plan.fits else find_change(overrides, memory)
