@@ -21,6 +21,7 @@ from camshaft.errors import RolloutError
 from camshaft.models.loader import DTYPES, load_config, model_folder, skeleton
 from camshaft.rollout.builtin.kv_cache import KVCache
 from camshaft.rollout.builtin.rollout import SAMPLING_BYTES, cache_budget
+from camshaft.rollout.weights.transport import BUFFERS
 
 
 class Generator(NamedTuple):
@@ -128,7 +129,7 @@ def _process(config: RolloutEngineConfig, size: ModelSize, memory: int, resident
     generator = GENERATORS[name](inner, size, memory, resident + weights, rows)
     if generator is None:
         return None
-    sync = weights + generator.sync + _transfer(config, size)
+    sync = weights + generator.sync + _transfer(config, size, BUFFERS)
     return generator._replace(sync=sync, gen=weights + generator.gen)
 
 
@@ -144,19 +145,20 @@ def _vllm(config: RolloutEngineConfig, size: ModelSize, memory: int, _resident: 
 def _sglang(config: RolloutEngineConfig, size: ModelSize, memory: int, resident: int, rows: int) -> Generator:
     """SGLang reserves its share of the device in a process of its own."""
     generator = _vllm(config, size, memory, resident, rows)
-    return generator._replace(sync=generator.sync + _transfer(config, size))
+    return generator._replace(sync=generator.sync + _transfer(config, size, 1))
 
 
 def _server(config: RolloutEngineConfig, size: ModelSize, memory: int, resident: int, rows: int) -> Generator:
-    """vLLM's server on the device of the rank, or elsewhere. It receives the weights through host memory."""
+    """vLLM's server on the device of the rank, which receives the weights in buckets there, or a server elsewhere."""
     if config.engine_kwargs.get("vllm_server_base_url"):
         return Generator(0, 0, 0)
-    return _vllm(config, size, memory, resident, rows)
+    generator = _vllm(config, size, memory, resident, rows)
+    return generator._replace(sync=generator.sync + _transfer(config, size, BUFFERS))
 
 
-def _transfer(config: RolloutEngineConfig, size: ModelSize) -> int:
-    """Return the bytes of a bucket, and of the weight that the receiver assembles from buckets."""
-    return config.update_weights_bucket_megabytes * 2**20 + size.largest
+def _transfer(config: RolloutEngineConfig, size: ModelSize, buckets: int) -> int:
+    """Return the bytes of all buckets, and of the weight that the receiver assembles from them."""
+    return buckets * config.update_weights_bucket_megabytes * 2**20 + size.largest
 
 
 SHARING = ("torch", "hf")
