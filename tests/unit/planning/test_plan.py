@@ -120,6 +120,7 @@ def test_the_solved_value_fits_and_its_double_does_not(folder: Path) -> None:
     assert camshaft("plan", "--memory", str(limit), "--json", *overrides, f"{key}={2 * value}").status == 3
 
 
+@pytest.mark.slow
 def test_json_of_an_unsolvable_key_has_no_value(folder: Path) -> None:
     key = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"
     overrides = arguments(folder, strategy="reference")

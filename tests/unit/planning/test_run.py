@@ -61,6 +61,7 @@ def test_forecast_is_compared_with_the_memory(
     assert bool(fix) == (status != "OK")
 
 
+@pytest.mark.slow
 def test_proposed_change_ends_the_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = {
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 4,
