@@ -23,9 +23,9 @@ class SingleDeviceEngine(TorchEngine):
     """One model on one device."""
 
     capabilities = SINGLE_DEVICE
-    options: SingleDeviceOptions
 
     def build_model(self) -> PackedModel:
-        dtype = self.options.mixed_precision.param_dtype
+        options = self.options  # a subclass may have a schema without this option
+        dtype = options.mixed_precision.param_dtype if isinstance(options, SingleDeviceOptions) else None
         self.compute_dtype = None if dtype in (None, self.config.dtype) else DTYPES[dtype]
         return load_model(self.config.model, self.config.dtype, str(self.device), self.config.seed)
