@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from camshaft.errors import CamshaftError
-from camshaft.planning.deep import deep_checks
-from camshaft.planning.findings import Finding, collect, fail, report, report_json, worst
-from camshaft.planning.machine import machine_checks
+from camshaft.planning.doctor.deep import deep_checks
+from camshaft.planning.doctor.findings import Finding, collect, fail, report, report_json, worst
+from camshaft.planning.doctor.machine import machine_checks
 
 MACHINE_SECONDS = 5.0
 """Time limit of the checks of the machine. Usually they take a fraction of a second."""
@@ -46,7 +46,7 @@ def _check_run(overrides: Sequence[str]) -> list[Finding]:
         configs = compose(overrides, PPOConfig)
     except CamshaftError as error:
         return [fail("config", str(error), "camshaft config explain KEY")]
-    from camshaft.planning.run import run_checks
+    from camshaft.planning.doctor.run import run_checks
 
     findings: list[Finding] = []
     arguments = overrides if len(configs) == 1 else None

@@ -17,10 +17,10 @@ from camshaft.config.tree import get
 from camshaft.engine.sharded import OFFLOADS
 from camshaft.errors import ConfigError
 from camshaft.planning.devices import device_memory
+from camshaft.planning.doctor.machine import memory_limit
 from camshaft.planning.engines import can_simulate
 from camshaft.planning.generator import Generator, forecast_generator
 from camshaft.planning.layers import Phase
-from camshaft.planning.machine import memory_limit
 from camshaft.planning.trace import (
     CRITIC,
     POLICY,

@@ -13,8 +13,8 @@ from support.namespaces import Machine, two_namespaces, unavailable_reason
 from support.ppo_runs import Step, ppo_args, ppo_config, run_ppo
 from support.same_run import RANKS, SHUFFLED, compare
 
-from camshaft.planning.findings import Finding
-from camshaft.planning.run import check_machines
+from camshaft.planning.doctor.findings import Finding
+from camshaft.planning.doctor.run import check_machines
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
 

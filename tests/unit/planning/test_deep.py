@@ -11,9 +11,9 @@ from support.command_line import ROOT
 from support.processes import marked, still_running
 from unit.planning.test_machine import IN_NAMESPACE, needs_mounts
 
-from camshaft.planning.deep import check_driver_tool, deep_checks, run_probe
+from camshaft.planning.doctor.deep import check_driver_tool, deep_checks, run_probe
 
-PROBE = "from camshaft.planning.deep import run_probe; print([tuple(f) for f in run_probe('shared memory', 60)])"
+PROBE = "from camshaft.planning.doctor.deep import run_probe; print([tuple(f) for f in run_probe('shared memory', 60)])"
 
 
 @pytest.mark.parametrize(

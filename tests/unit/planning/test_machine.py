@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from support.command_line import ROOT
 
-from camshaft.planning.findings import Finding, collect, fail, ok, report, warn, worst
-from camshaft.planning.imports import satisfies
-from camshaft.planning.machine import check_driver, check_network
+from camshaft.planning.doctor.findings import Finding, collect, fail, ok, report, warn, worst
+from camshaft.planning.doctor.imports import satisfies
+from camshaft.planning.doctor.machine import check_driver, check_network
 
 CAMSHAFT = f"{sys.executable} -m camshaft"
 IN_NAMESPACE = ["unshare", "--mount", "sh", "-ec"]

@@ -12,9 +12,9 @@ import pytest
 from support.command_line import camshaft
 from support.ppo_runs import ppo_args
 
-from camshaft.planning import run
+from camshaft.planning.doctor import run
+from camshaft.planning.doctor.weights import read_header, read_headers
 from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
-from camshaft.planning.weights import read_header, read_headers
 
 
 def doctor(folder: Path, overrides: dict[str, Any] | None = None) -> dict[str, tuple[str, str, str]]:

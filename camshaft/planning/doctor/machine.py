@@ -19,8 +19,8 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from camshaft.planning.findings import Check, Finding, fail, ok, warn
-from camshaft.planning.imports import check_optional_packages, check_packages, check_python, check_shadowing
+from camshaft.planning.doctor.findings import Check, Finding, fail, ok, warn
+from camshaft.planning.doctor.imports import check_optional_packages, check_packages, check_python, check_shadowing
 
 GIB = 2**30
 MIN_SHARED_MEMORY = GIB

@@ -14,7 +14,7 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from camshaft.planning.findings import Finding, fail, ok, warn
+from camshaft.planning.doctor.findings import Finding, fail, ok, warn
 
 OPTIONAL = ("vllm", "sglang", "ray", "megatron-core", "torchtitan", "triton", "peft")
 """Optional packages that provide engines, rollouts, the controller, kernels and adapters."""

@@ -24,9 +24,9 @@ from camshaft.controller.ray_cluster import cluster_address, head_may_answer
 from camshaft.data import data_files, read_prompts, summarize_files
 from camshaft.errors import CamshaftError
 from camshaft.models.loader import has_tokenizer, load_tokenizer
-from camshaft.planning.findings import Check, Finding, collect, fail, ok, warn
-from camshaft.planning.imports import installed_versions
-from camshaft.planning.machine import (
+from camshaft.planning.doctor.findings import Check, Finding, collect, fail, ok, warn
+from camshaft.planning.doctor.imports import installed_versions
+from camshaft.planning.doctor.machine import (
     available_memory,
     check_cpu,
     check_disks,
@@ -35,8 +35,8 @@ from camshaft.planning.machine import (
     machine_checks,
     memory_limit,
 )
+from camshaft.planning.doctor.weights import read_headers
 from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
-from camshaft.planning.weights import read_headers
 from camshaft.storage import is_url
 from camshaft.trainer.build import prompt_files, prompt_options
 from camshaft.trainer.scoring import build_rewards

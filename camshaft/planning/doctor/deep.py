@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from camshaft.planning.findings import Check, Finding, fail, ok
+from camshaft.planning.doctor.findings import Check, Finding, fail, ok
 from camshaft.subprocesses import describe_exit, import_path, kill_group, start_python
 
 
@@ -45,7 +45,7 @@ PROBES = {
     "torchtitan": Probe("pip install --force-reinstall torchtitan==0.3.0", "torchtitan"),
 }
 
-_PROBE_SCRIPT = "import sys; from camshaft.planning.probes import run; run(sys.argv[1], sys.argv[2:])"
+_PROBE_SCRIPT = "import sys; from camshaft.planning.doctor.probes import run; run(sys.argv[1], sys.argv[2:])"
 
 
 def deep_checks(seconds: float) -> dict[str, Check]:

@@ -61,7 +61,7 @@ def ray() -> str:
 
 def _all_reduce(ranks: int, device: str | None, backend: str) -> str:
     from camshaft.controller import Options, PoolSpec, pool, spawn
-    from camshaft.planning.probe_role import Adder
+    from camshaft.planning.doctor.probe_role import Adder
 
     start = time.perf_counter()
     spec = PoolSpec(ranks_per_node=ranks, device=device, cpus_per_rank=0.1)
