@@ -121,11 +121,6 @@ SIMULATED = {"reference": SimulatedSingleDeviceEngine, "fsdp": SimulatedFSDPEngi
 """Simulated engines by the name of the engine."""
 
 
-def can_simulate(strategy: str) -> bool:
-    """Return True if the device of an engine can be simulated."""
-    return bool(SIMULATED.get(strategy))
-
-
 def simulated(config: PPOConfig) -> PPOConfig:
     """Return the config of the run with simulated engines."""
 

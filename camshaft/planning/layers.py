@@ -5,10 +5,10 @@
     extrapolate(layers, [trace_of_4, trace_of_6])   # phases of the model with 80 layers
 
 Layers that are alike need equal memory, so each part of a phase grows linearly with their number: activations and
-weights by a constant per layer, everything else not at all. The peak of a phase can move to another part as the number
-of layers grows, for example from the gradients of the embedding to the first layer of the backward pass. Therefore the
-parts are extrapolated one by one. A part is the time that a phase spends in one of the first or last layers, or outside
-of the layers.
+weights by a constant per layer. Everything else does not depend on the number of layers. The peak of a phase can move
+to another part as the number of layers grows, for example from the gradients of the embedding to the first layer of the
+backward pass. Therefore the parts are extrapolated one by one. A part is the time that a phase spends in one of the
+first or last layers, or outside of the layers.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ class Layers(NamedTuple):
 def choose_layers(kinds: Sequence[Hashable]) -> Layers:
     """Choose the numbers of layers to trace for a model whose layers are of these kinds.
 
-    The kinds repeat with a period, except for some at the start. Traces have the same layers as the model at their
-    start, and at their end.
+    The kinds repeat with a period, except for some at the start. The traced models start and end with the same kinds of
+    layers as the model.
     """
     count = len(kinds)
     start, period = _repetition(kinds)
@@ -142,7 +142,9 @@ def _extrapolate_phase(layers: Layers, few: Trace, more: Trace) -> Phase:
     )
     if few.phase[:2] != more.phase[:2] or any(one.label != other.label for one, other in pairs):
         numbers = f"{layers.traced[0]} and {layers.traced[1]}"
-        raise EngineError(f"the phase {few.phase.name} is not the same with {numbers} layers, so it is not forecast")
+        raise EngineError(
+            f"the phase {few.phase.name} has other parts with {numbers} layers, so its memory cannot be extrapolated"
+        )
     steps = (layers.count - layers.traced[0]) / (layers.traced[1] - layers.traced[0])
 
     def line(one: int, other: int) -> int:

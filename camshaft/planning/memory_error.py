@@ -23,7 +23,7 @@ from camshaft.trainer.session import pool_specs
 SECONDS = 60.0
 """Time limit of the forecast."""
 BUFFERS = 100 << 20
-"""Growth of a process besides its tensors (docs/plan.md)."""
+"""Upper bound of the growth of a process besides its tensors, for libraries and buffers (docs/plan.md)."""
 PHASES = {
     "init_model": "build",
     "generate_sequences": "gen",
@@ -50,8 +50,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 def memory_report(error: BaseException, config: PPOConfig, arguments: Sequence[str], growth: int) -> str:
     """Return the forecast and the peak of the phase that failed, and the command that shows the entire forecast.
 
-    `growth` is that of this process, which matters if it is the only rank. A run that `camshaft plan` does not support,
-    or whose forecast takes too long, has the peak only.
+    `growth` is that of this process, and is used if no rank in another process has failed. If `camshaft plan` does not
+    support the run or takes too long, the report has no forecast.
     """
     phase, peak = phase_of(error), _peak(error, config, growth)
     for each in _chain(error):
@@ -69,7 +69,7 @@ def memory_report(error: BaseException, config: PPOConfig, arguments: Sequence[s
     else:
         lines += _forecast_lines(plan, phase, measured)
     command = shlex.join(["camshaft", "plan", *option, *mask_arguments(list(arguments))])
-    return "\n".join([*lines, f"The forecast of all phases: {command}"])
+    return "\n".join([*lines, f"To see the forecast of all phases, run: {command}"])
 
 
 def _forecast_lines(plan: dict[str, Any], phase: str | None, measured: str) -> Iterator[str]:
@@ -93,7 +93,7 @@ def phase_of(error: BaseException) -> str | None:
 
 
 def _peak(error: BaseException, config: PPOConfig, growth: int) -> int | None:
-    """Return the peak of the rank that failed: of the tensors on its device, or the growth of its process on a CPU."""
+    """Return the peak of the failed rank (`WorkerError.peak_memory`), or of this process if it is the only rank."""
     workers = [each for each in _chain(error) if isinstance(each, WorkerError)]
     if workers:
         return workers[0].peak_memory

@@ -18,7 +18,7 @@ from camshaft.engine.sharded import OFFLOADS
 from camshaft.errors import ConfigError
 from camshaft.planning.devices import device_memory
 from camshaft.planning.doctor.machine import memory_limit
-from camshaft.planning.engines import can_simulate
+from camshaft.planning.engines import SIMULATED
 from camshaft.planning.generator import Generator, forecast_generator
 from camshaft.planning.layers import Phase
 from camshaft.planning.trace import (
@@ -143,8 +143,8 @@ def _check_supported(config: PPOConfig) -> None:
         )
     supported = [name for name, engine in ENGINES.items() if engine.capabilities.supports_forecast]
     for group, strategy in strategies(config).items():
-        on_cpu = config.trainer.device == "cpu" and engine_capabilities(strategy).supports_forecast
-        if not on_cpu and not can_simulate(strategy):
+        has_device = config.trainer.device == "cpu" or SIMULATED.get(strategy) is not None
+        if not (engine_capabilities(strategy).supports_forecast and has_device):
             raise ConfigError(
                 f"camshaft plan does not forecast the engine '{strategy}' of {group}; it forecasts "
                 f"{', '.join(supported)}"

@@ -9,8 +9,8 @@ operations (`operations.py`) plus the equivalents, in operations, of elementwise
 of layers and optimizer steps. They explain why larger models reach a larger share of the matmul rate. They were fitted
 to updates and steps of models with 1 to 18 million weights on CPUs (benchmarks/results/train_step.md and ppo_step.md).
 
-The planned run has the prompts of the earlier run and responses of the same lengths. Responses that reached the length
-limit of the earlier run reach that of the planned run too. The module does not import torch.
+The planned run has the prompts of the earlier run and responses of the same lengths. If nearly all responses reached
+the length limit of the earlier run, those of the planned run reach its limit too. The module does not import torch.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Load(NamedTuple):
     """Length of the longest response."""
 
     def groups(self, size: int) -> list[Group]:
-        """Return rows of mean length, of which `size` each share the computation of their prompt."""
+        """Return rows of mean length, in groups of `size` that share the computation of their prompt."""
         prompt, response = max(1, round(self.prompt)), max(1, round(self.response))
         return [Group(prompt, [response] * size)] * math.ceil(self.rows / size)
 
@@ -122,7 +122,9 @@ def forecast_times(config: PPOConfig, like: str | Path) -> StepTimes:
     for phase, cost in phase_costs(config, planned_load(config, load, earlier)).items():
         source = next((name for name in (phase, *SIMILAR.get(phase, ())) if name in rates), None)
         if source is None:
-            notes.append(f"{run.path} has no phase like {phase}, whose time is not forecast")
+            notes.append(
+                f"the time of {phase} is not forecast, because {run.path} has no such phase and no similar one"
+            )
             continue
         phases[phase] = cost * rates[source]
         if source != phase:
@@ -135,7 +137,7 @@ def _differences(config: PPOConfig, earlier: PPOConfig) -> Iterator[str]:
     for key in ("trainer.device", "actor_rollout_ref.actor.strategy", "actor_rollout_ref.rollout.name"):
         value, earlier_value = (get(each.model_dump(), key) for each in (config, earlier))
         if value != earlier_value:
-            yield f"the earlier run has {key}={earlier_value}, whose speed differs from that of {value}"
+            yield f"the earlier run has {key}={earlier_value} and this one {value}, whose speeds differ"
     if config.algorithm.filter_groups.enable:
         yield "dynamic sampling may generate several batches per step; the forecast has one"
 
@@ -151,7 +153,7 @@ def read_config(run: RunFolder) -> PPOConfig:
     try:
         return PPOConfig.model_validate(resolve(expand_keys(values, leaf_fields(PPOConfig)), PPOConfig)[0])
     except ValueError as error:
-        raise ConfigError(f"--like {run.path}: its config is not that of this version: {error}") from error
+        raise ConfigError(f"--like {run.path}: its config is not valid in this version of camshaft: {error}") from error
 
 
 def measured_times(run: RunFolder) -> dict[str, float]:
@@ -211,7 +213,7 @@ def planned_load(config: PPOConfig, load: Load, earlier: PPOConfig) -> Load:
 def phase_costs(config: PPOConfig, load: Load) -> dict[str, float]:
     """Return the cost of each phase, in operations if a model computes it, and otherwise in rows or tokens.
 
-    The ranks of a CPU share its cores, so that only devices and further machines divide a cost.
+    The ranks on a CPU share its cores, so a cost is divided by the number of machines, or of devices.
     """
     topology, policy = config.topology(), config.actor_rollout_ref
     is_cpu = config.trainer.device == "cpu"
@@ -300,5 +302,5 @@ def read_shape(model: AnyModelConfig) -> Shape:
         )
     except KeyError as error:
         raise ConfigError(
-            f"{model.path}: config.json has no {error}, from which the time of a step is forecast"
+            f"{model.path}: config.json lacks {error}, which the forecast of the step time needs"
         ) from error

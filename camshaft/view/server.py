@@ -79,18 +79,18 @@ class Page:
         """Return the JSON value of a path of the page, or None for an unknown one."""
         with self._lock:
             self._search()
-            numbers = [number for number in _numbers(query, "run") if number < len(self.runs)]
+            numbers = [number for number in _integers(query, "run") if number < len(self.runs)]
             runs = [self.runs[number] for number in numbers]
             if path == "/runs":
                 return self.overview()
             if path == "/curves":
-                first, last = (_numbers(query, name)[:1] for name in ("first", "last"))
+                first, last = (_integers(query, name)[:1] for name in ("first", "last"))
                 return self.curves(runs, *first, *last) if first and last else self.curves(runs)
             if path == "/phases":
                 return [data.phases(run) for run in runs]
             if path == "/config" and runs:
                 return configs(runs)
-            step, order = _numbers(query, "step"), query.get("order", [""])[0]
+            step, order = _integers(query, "step"), query.get("order", [""])[0]
             if path == "/responses" and runs and step:
                 return data.responses(runs[0], step[0])
             if path == "/ranked" and runs and order in ORDERS:
@@ -122,7 +122,7 @@ class Page:
         self.runs += [run for run in find_runs(*existing) if run.path.resolve() not in known]
 
 
-def _numbers(query: dict[str, list[str]], name: str) -> list[int]:
+def _integers(query: dict[str, list[str]], name: str) -> list[int]:
     return [int(text) for text in query.get(name, []) if text.isdecimal()]
 
 

@@ -8,6 +8,7 @@ client.check_version(version)                       # raises an error if the ser
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -115,10 +116,9 @@ class ServerClient:
 
     def _send(self, expected: ExpectedWeights, weights: Iterable[tuple[str, Tensor]], version: str) -> None:
         """Send all buckets. The workers load a bucket while the next one is gathered."""
-        senders: list[Sender] = []
         try:
             # The workers must run each call while this process executes its side of the transfer.
-            with ThreadPoolExecutor(1) as executor:
+            with contextlib.ExitStack() as senders, ThreadPoolExecutor(1) as executor:
                 sender = self._begin(executor, expected, senders)
                 loading: Future[Any] | None = None
                 for bucket in pack_buckets(expected.validate(weights), sender.buffers):
@@ -130,22 +130,19 @@ class ServerClient:
                     loading = self._call_workers_during(executor, transfer, "bucket", **arguments)
                 if loading is not None:
                     loading.result()
-            self._call_workers("end", version=version)
+                self._call_workers("end", version=version)
         except BaseException as error:
             self._abort(error)
             raise
-        finally:
-            for sender in senders:
-                sender.close()
 
-    def _begin(self, executor: ThreadPoolExecutor, expected: ExpectedWeights, senders: list[Sender]) -> Sender:
-        """Open a sender, append it to `senders`, and connect the workers to it.
+    def _begin(self, executor: ThreadPoolExecutor, expected: ExpectedWeights, senders: contextlib.ExitStack) -> Sender:
+        """Open a sender, which `senders` closes, and connect the workers to it.
 
         If the workers cannot open device memory that the config does not demand, host memory is used instead.
         """
         transfer = self._transfer or self._select_transfer()
         sender = self._open_sender(transfer)
-        senders.append(sender)
+        senders.callback(sender.close)
         shapes = {
             name: (str(weight.meta.dtype).removeprefix("torch."), tuple(weight.meta.shape))
             for name, weight in expected.weights.items()
