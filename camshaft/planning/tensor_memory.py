@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_map_only
 
 SMALL = 1024
 """Operators on at most this number of elements are computed. They include counts and norms."""
@@ -186,7 +186,10 @@ class TensorMemory(TorchDispatchMode):
             return _communicate(self, func, args, kwargs, tensors)
         device = kwargs.get("device") or (tensors[0].device if tensors else torch.get_default_device())
         if torch.device(device).type == "meta" or name in ALIASES or not _is_large(func, tensors, kwargs):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func.namespace == "_c10d_functional":  # torch warns at exit of collectives without a wait
+                tree_map_only(Tensor, torch.ops._c10d_functional.wait_tensor, result)
+            return result
         written = _written_arguments(func, args, kwargs)
         if written is not None:
             return written[0] if len(func._schema.returns) == 1 else tuple(written) or None

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.command_line import camshaft
 from support.ranks import run_ranks
+from torch._C._distributed_c10d import _get_work_registry_size
 
 from benchmarks.plan import cases, overrides, run_arguments, write_inputs
 from camshaft.cli.plan import parse_size
@@ -60,6 +61,8 @@ def test_forecast_matches_real_ranks(
         if group == POLICY or plan.name != "build":  # the critic's weights are read by another thread
             assert plan.peak == pytest.approx(real.peak, rel=0.01), plan
         assert plan.rest == pytest.approx(real.rest, rel=0.01), plan
+    unwaited = process.submit(_get_work_registry_size).result(timeout=60)
+    assert unwaited == 0, "torch warns of collectives without a wait when the process ends"
 
 
 def test_the_exit_status_and_the_change_answer_if_it_fits(folder: Path) -> None:
