@@ -143,7 +143,7 @@ def _check_supported(config: PPOConfig) -> None:
         )
     supported = [name for name, engine in ENGINES.items() if engine.capabilities.supports_forecast]
     for group, strategy in strategies(config).items():
-        has_device = config.trainer.device == "cpu" or SIMULATED.get(strategy) is not None
+        has_device = config.trainer.device == "cpu" or bool(SIMULATED.get(strategy))
         if not (engine_capabilities(strategy).supports_forecast and has_device):
             raise ConfigError(
                 f"camshaft plan does not forecast the engine '{strategy}' of {group}; it forecasts "
