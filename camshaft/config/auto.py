@@ -197,7 +197,7 @@ def _rollout(settings: Settings) -> tuple[Any, str]:
 def _actor_dtype(settings: Settings) -> tuple[Any, str]:
     section = f"{ACTOR}.fsdp_config"
     dtype = settings.get(f"{section}.mixed_precision.param_dtype") or settings.get(f"{section}.model_dtype")
-    return dtype, "the actor computes in this dtype"
+    return dtype, "same as the actor, the model that is trained"
 
 
 def _generator_dtype(settings: Settings) -> tuple[Any, str]:
@@ -206,7 +206,7 @@ def _generator_dtype(settings: Settings) -> tuple[Any, str]:
 
 def _group_size(settings: Settings) -> tuple[Any, str]:
     if settings.is_grouped():
-        return GROUP_SIZE, "the responses to a prompt are compared"
+        return GROUP_SIZE, "responses per prompt, which are compared with each other"
     return 1, "the responses to a prompt are not compared"
 
 
