@@ -269,7 +269,7 @@ class GeneratorConfig(Section):
     update_weights_bucket_megabytes: int = Field(
         ge=1,
         description="Size in megabytes of the buckets in which weights are sent to a rollout backend in another "
-        "process.",
+        "process. Two buckets are in memory during a sync, because one is filled while the other is loaded.",
     )
     max_num_batched_tokens: int = Field(
         ge=1, description="Maximum number of prompt tokens per prefill step on each rank."
