@@ -7,15 +7,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 from collections.abc import Sequence
 
 from camshaft.cli.usage import CONFIG_OPTIONS, algorithm_names, asks_for_help, short_name_table
 from camshaft.config import PPOConfig, compose
 from camshaft.stop import ENDED_BY_SIGNAL
-from camshaft.subprocesses import resident_memory
 
 USAGE = f"""\
 usage: camshaft ppo key=value ...        train with PPO, GRPO and related algorithms
@@ -42,24 +39,11 @@ def main(argv: Sequence[str]) -> int:
         return 0
     status = 0
     for config in compose(argv, PPOConfig):
+        from camshaft.planning.memory_error import explain_memory_errors
         from camshaft.trainer.ppo import run_ppo
 
-        start = resident_memory(os.getpid())
-        try:
+        with explain_memory_errors(config, argv):
             status = max(status, run_ppo(config))
-        except Exception as error:
-            _explain_memory(error, config, argv, start)
-            raise
         if status > ENDED_BY_SIGNAL:
             break
     return status
-
-
-def _explain_memory(error: Exception, config: PPOConfig, argv: Sequence[str], start: int) -> None:
-    """Add the forecast of the run to an error that says that memory ran out. `start` is the memory of this process."""
-    growth = resident_memory(os.getpid(), "VmHWM") - start
-    with contextlib.suppress(MemoryError):
-        from camshaft.planning.memory_error import is_out_of_memory, memory_report
-
-        if is_out_of_memory(error):
-            error.add_note(memory_report(error, config, argv, growth))

@@ -1,22 +1,25 @@
 """Explain why a run ran out of memory: its forecast and its peak side by side.
 
-except Exception as error:
-    error.add_note(memory_report(error, config, arguments))      # if is_out_of_memory(error)
-    raise
+with explain_memory_errors(config, arguments):
+    run_ppo(config)
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
 import traceback
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from camshaft.config import PPOConfig
 from camshaft.device import peak_memory
 from camshaft.errors import WorkerError
 from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
+from camshaft.subprocesses import resident_memory
 from camshaft.tracking.record import mask_arguments
 from camshaft.trainer.session import pool_specs
 
@@ -40,6 +43,25 @@ MESSAGE = re.compile(
     "MemoryError|OutOfMemoryError|out of memory|an't allocate memory|annot allocate memory|memory runs? out"
 )
 """Messages of torch, Python, the operating system and the controller, also for ranks that the kernel killed."""
+
+
+@contextlib.contextmanager
+def explain_memory_errors(config: PPOConfig, arguments: Sequence[str]) -> Iterator[None]:
+    """Add a memory report to an error in the block that says that memory ran out.
+
+    `arguments` are those with which `camshaft plan` forecasts the run.
+    """
+    start = resident_memory(os.getpid())
+    with contextlib.suppress(OSError):  # earlier peaks of a notebook are forgotten
+        Path("/proc/self/clear_refs").write_bytes(b"5")
+    try:
+        yield
+    except Exception as error:
+        growth = resident_memory(os.getpid(), "VmHWM") - start
+        with contextlib.suppress(MemoryError):
+            if is_out_of_memory(error):
+                error.add_note(memory_report(error, config, arguments, growth))
+        raise
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -36,7 +36,7 @@ from camshaft.runs.inputs import is_path, plain, save_model, save_rows, save_tok
 from camshaft.runs.run import PYTHON, Launch, Run
 from camshaft.stop import ENDED_BY_SIGNAL
 from camshaft.tracking.base import Command
-from camshaft.tracking.run_folder import INFO
+from camshaft.tracking.run_folder import CONFIG, INFO
 
 SCHEMAS: dict[Command, type[PPOConfig] | type[SFTConfig] | type[RMConfig]] = {
     "ppo": PPOConfig,
@@ -232,7 +232,7 @@ def _with_function(launch: Launch) -> dict[str, Any]:
 def _train(config: PPOConfig | SFTConfig | RMConfig, launch: Launch, folder: Path) -> Run:
     """Train, and return the run. Ctrl-C ends the training, and another stop signal also ends this process."""
     try:
-        status = _status(config, launch)
+        status = _status(config, launch, folder)
     except KeyboardInterrupt:
         if not (folder / INFO).exists():  # interrupted before the first step
             raise
@@ -242,16 +242,18 @@ def _train(config: PPOConfig | SFTConfig | RMConfig, launch: Launch, folder: Pat
     return Run(folder, launch)
 
 
-def _status(config: PPOConfig | SFTConfig | RMConfig, launch: Launch) -> int:
+def _status(config: PPOConfig | SFTConfig | RMConfig, launch: Launch, folder: Path) -> int:
     """Run the trainer of a config, and return the exit status."""
     from camshaft.trainer.session import Extensions
 
     if isinstance(config, PPOConfig):
+        from camshaft.planning.memory_error import explain_memory_errors
         from camshaft.rewards.callables import pickle_reward
         from camshaft.trainer.ppo import run_ppo
 
         reward = () if launch.reward is None else pickle_reward(launch.reward)
-        return run_ppo(config, Extensions(reward, launch.on_step, handle_ctrl_c=True))
+        with explain_memory_errors(config, ["--config-dir", str(folder), "--config-name", Path(CONFIG).stem]):
+            return run_ppo(config, Extensions(reward, launch.on_step, handle_ctrl_c=True))
     from camshaft.trainer.supervised import run_supervised
 
     extensions = Extensions(on_step=launch.on_step, handle_ctrl_c=True)

@@ -7,15 +7,17 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from support import even_digits
 from support.command_line import ROOT
 
+import camshaft
 from benchmarks.plan import write_inputs
 from camshaft.errors import WorkerError
+from camshaft.models.tiny import make_tiny_model
 from camshaft.planning.memory_error import is_out_of_memory, phase_of
 
 MIB = 1 << 20
@@ -67,6 +69,28 @@ def test_the_stack_names_the_phase_of_a_run_in_one_process() -> None:
     with pytest.raises(MemoryError) as caught:
         compute_log_prob()
     assert phase_of(caught.value) == "old_log_prob"
+
+
+def test_a_run_from_python_shows_its_forecast(tmp_path: Path) -> None:
+    def allocate(*_: Any) -> None:
+        bytearray(1 << 60)
+
+    with pytest.raises(MemoryError) as caught:
+        camshaft.train(
+            model=make_tiny_model(tmp_path / "model"),
+            data=[{"prompt": str(number)} for number in range(8)],
+            reward=lambda response: len(response),
+            algorithm="grpo",
+            batch=8,
+            response_length=8,
+            steps=1,
+            device="cpu",
+            on_step=allocate,
+            out=str(tmp_path / "run"),
+        )
+    report = "\n".join(caught.value.__notes__)
+    assert re.search(r"forecast [\d.,]+ MiB of tensors, peak of a rank [\d.,]+ MiB", report), report
+    assert f"run: camshaft plan --config-dir {tmp_path / 'run'} --config-name config" in report
 
 
 # -- real runs with a limit of their memory ---------------------------------------------------------
