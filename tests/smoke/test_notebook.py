@@ -73,6 +73,7 @@ def test_the_notebook_learns(tmp_path: Path) -> None:
     assert (tmp_path / "models" / "digits" / "config.json").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(250)
 def test_the_stop_button_leaves_a_run_that_resumes(
     kernel: tuple[KernelManager, BlockingKernelClient], tmp_path: Path

@@ -185,6 +185,7 @@ def test_offloaded_activations_are_in_host_memory() -> None:
 # -- the command ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_model_folder_needs_only_its_config(tmp_path: Path) -> None:
     write_inputs(tmp_path, hidden=64, layers=2)
     for file in (tmp_path / "model").iterdir():

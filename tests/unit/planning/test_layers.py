@@ -79,11 +79,11 @@ def trace_in_full(config: PPOConfig, group: str) -> list[Phase]:
 
 CASES = [
     pytest.param("reference", 1, "cpu", CRITIC, False, marks=pytest.mark.slow),
-    pytest.param("reference", 1, "cpu", POLICY, True, marks=pytest.mark.slow),
+    ("reference", 1, "cpu", POLICY, True),
     pytest.param("fsdp", 2, "cpu", POLICY, False, marks=pytest.mark.slow),
     pytest.param("fsdp", 2, "cuda", CRITIC, True, marks=pytest.mark.slow),
     pytest.param("fsdp", 8, "cpu", CRITIC, False, marks=pytest.mark.slow),
-    pytest.param("fsdp", 8, "cuda", POLICY, True),
+    pytest.param("fsdp", 8, "cuda", POLICY, True, marks=pytest.mark.slow),
     pytest.param("fsdp", 8, "cuda", POLICY, False, marks=pytest.mark.slow),
 ]
 

@@ -108,6 +108,7 @@ def test_a_misspelt_key_to_solve_is_an_error(folder: Path) -> None:
     assert "trainer.total_epochs" in result.err
 
 
+@pytest.mark.slow
 def test_the_solved_value_fits_and_its_double_does_not(folder: Path) -> None:
     changes = ("data.max_response_length=64", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.name=hf")
     batch = ("data.train_batch_size=8", "actor_rollout_ref.actor.ppo_mini_batch_size=8")
@@ -141,6 +142,7 @@ MICRO_BATCHES_OF_ONE = (
 LONG_ROWS = ("data.max_response_length=256", "actor_rollout_ref.rollout.name=hf")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("strategy", "ranks", "changes", "key"),
     [

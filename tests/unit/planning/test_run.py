@@ -49,7 +49,12 @@ def memory_of(monkeypatch: pytest.MonkeyPatch, total: int, available: int) -> No
 
 
 @pytest.mark.parametrize(
-    ("available", "total", "status"), [(1 << 30, 1 << 30, "OK"), (1 << 16, 1 << 30, "WARN"), (1 << 16, 1 << 16, "FAIL")]
+    ("available", "total", "status"),
+    [
+        pytest.param(1 << 30, 1 << 30, "OK", marks=pytest.mark.slow),
+        pytest.param(1 << 16, 1 << 30, "WARN", marks=pytest.mark.slow),
+        (1 << 16, 1 << 16, "FAIL"),
+    ],
 )
 def test_forecast_is_compared_with_the_memory(
     available: int, total: int, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
