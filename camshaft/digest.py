@@ -29,7 +29,7 @@ def digest(tensor: Tensor) -> int:
     """Return a 64-bit checksum of the dtype, shape and values of `tensor`."""
     tensor = tensor.detach()
     words = CHUNK.get(tensor.device.type, DEFAULT_CHUNK)
-    factors = _factors(tensor.device)
+    factors = block_factors(tensor.device)
     wide = torch.empty(0, dtype=torch.int64, device=tensor.device)
     sums: list[Tensor] = []
     per_piece = words * 4 // tensor.element_size()
@@ -53,7 +53,7 @@ def record_digests(weights: Iterable[tuple[str, Tensor]], digests: dict[str, int
 
 
 @functools.lru_cache(maxsize=16)
-def _factors(device: torch.device) -> Tensor:
+def block_factors(device: torch.device) -> Tensor:
     """Return a constant odd factor for each position of a block, shape (BLOCK,).
 
     Words have 32 bits and sums have 64. If a single word changes, the sum always changes, because the factors are odd.

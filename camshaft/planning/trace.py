@@ -27,6 +27,7 @@ from camshaft.config.derive import multi_response_engine_model, reward_engine_mo
 from camshaft.config.engine import EngineModel
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.device import simulate_cuda
+from camshaft.digest import block_factors
 from camshaft.engine.torch_engine import TorchEngine
 from camshaft.models.loader import DTYPES, skeleton
 from camshaft.models.packed import PackedModel
@@ -83,6 +84,7 @@ def trace_layers(
         simulate_cuda() if on_device else nullcontext(),
     ):
         for count in counts:
+            block_factors.cache_clear()  # they belong to every trace, not only to the first
             with TensorMemory(computes=False) as memory:
                 traces.append(_Tracer(with_layers(config, group, count, types), group, memory, on_device).run())
     return traces
