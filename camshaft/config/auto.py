@@ -206,8 +206,8 @@ def _generator_dtype(settings: Settings) -> tuple[Any, str]:
 
 def _group_size(settings: Settings) -> tuple[Any, str]:
     if settings.is_grouped():
-        return GROUP_SIZE, "responses per prompt, which are compared with each other"
-    return 1, "the responses to a prompt are not compared"
+        return GROUP_SIZE, "responses per prompt, compared with each other"
+    return 1, "responses per prompt, not compared with others"
 
 
 def _one_response(_: Settings) -> tuple[Any, str]:

@@ -46,7 +46,7 @@ from camshaft.config.short_names import (
     short_names,
     suggest_names,
 )
-from camshaft.config.tree import expand_keys, flatten, get, has_key, leaf_fields, put, remove, shorten
+from camshaft.config.tree import expand_keys, flatten, format_value, get, has_key, leaf_fields, put, remove, shorten
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.machine import Machine, detect_machine
 
@@ -518,6 +518,22 @@ def prepare_overrides(overrides: list[str], folders: list[str]) -> list[str]:
         return f"++{override}" if is_key else override
 
     return [prepare(override) for override in overrides]
+
+
+def as_override(key: str, value: Any) -> str:
+    """Return `key=value` with the quotes that the command line requires."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    def element(value: Any) -> str:
+        if isinstance(value, str):
+            return QuotedString(value, Quote.double).with_quotes()
+        if isinstance(value, Mapping):
+            return "{" + ",".join(f"{name}:{element(item)}" for name, item in value.items()) + "}"
+        if isinstance(value, Sequence):
+            return "[" + ",".join(map(element, value)) + "]"
+        return format_value(value)
+
+    return f"{key}={element(value)}"
 
 
 def overridden_keys(overrides: Sequence[str]) -> set[str]:

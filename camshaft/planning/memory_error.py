@@ -52,7 +52,7 @@ def explain_memory_errors(config: PPOConfig, arguments: Sequence[str]) -> Iterat
     `arguments` are those with which `camshaft plan` forecasts the run.
     """
     start = resident_memory(os.getpid())
-    with contextlib.suppress(OSError):  # earlier peaks of a notebook are forgotten
+    with contextlib.suppress(OSError):  # reset VmHWM, because a notebook may have used more memory before the run
         Path("/proc/self/clear_refs").write_bytes(b"5")
     try:
         yield

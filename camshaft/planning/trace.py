@@ -84,7 +84,7 @@ def trace_layers(
         simulate_cuda() if on_device else nullcontext(),
     ):
         for count in counts:
-            block_factors.cache_clear()  # they belong to every trace, not only to the first
+            block_factors.cache_clear()  # so that each trace contains them, not only the first
             with TensorMemory(computes=False) as memory:
                 traces.append(_Tracer(with_layers(config, group, count, types), group, memory, on_device).run())
     return traces

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from camshaft.config import PPOConfig, SFTConfig, from_container
 from camshaft.config.auto import AUTO, RULES
-from camshaft.config.load import choose_automatic, raw_defaults, resolve
+from camshaft.config.load import as_override, choose_automatic, raw_defaults, resolve
 from camshaft.config.run_folder import FOLDER, NAME, generated_name
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.supervised import RMConfig
@@ -36,7 +36,7 @@ from camshaft.runs.inputs import is_path, plain, save_model, save_rows, save_tok
 from camshaft.runs.run import PYTHON, Launch, Run
 from camshaft.stop import ENDED_BY_SIGNAL
 from camshaft.tracking.base import Command
-from camshaft.tracking.run_folder import CONFIG, INFO
+from camshaft.tracking.run_folder import INFO
 
 SCHEMAS: dict[Command, type[PPOConfig] | type[SFTConfig] | type[RMConfig]] = {
     "ppo": PPOConfig,
@@ -232,7 +232,7 @@ def _with_function(launch: Launch) -> dict[str, Any]:
 def _train(config: PPOConfig | SFTConfig | RMConfig, launch: Launch, folder: Path) -> Run:
     """Train, and return the run. Ctrl-C ends the training, and another stop signal also ends this process."""
     try:
-        status = _status(config, launch, folder)
+        status = _status(config, launch)
     except KeyboardInterrupt:
         if not (folder / INFO).exists():  # interrupted before the first step
             raise
@@ -242,7 +242,7 @@ def _train(config: PPOConfig | SFTConfig | RMConfig, launch: Launch, folder: Pat
     return Run(folder, launch)
 
 
-def _status(config: PPOConfig | SFTConfig | RMConfig, launch: Launch, folder: Path) -> int:
+def _status(config: PPOConfig | SFTConfig | RMConfig, launch: Launch) -> int:
     """Run the trainer of a config, and return the exit status."""
     from camshaft.trainer.session import Extensions
 
@@ -252,7 +252,8 @@ def _status(config: PPOConfig | SFTConfig | RMConfig, launch: Launch, folder: Pa
         from camshaft.trainer.ppo import run_ppo
 
         reward = () if launch.reward is None else pickle_reward(launch.reward)
-        with explain_memory_errors(config, ["--config-dir", str(folder), "--config-name", Path(CONFIG).stem]):
+        arguments = [as_override(key, value) for key, value in _with_function(launch).items()]
+        with explain_memory_errors(config, arguments):
             return run_ppo(config, Extensions(reward, launch.on_step, handle_ctrl_c=True))
     from camshaft.trainer.supervised import run_supervised
 

@@ -9,6 +9,8 @@ import hydra
 import pytest
 
 from camshaft.config import PPOConfig, SFTConfig, compose, from_container, load, load_ppo, load_sft
+from camshaft.config.load import as_override
+from camshaft.config.tree import get
 from camshaft.errors import ConfigError, report_error
 
 
@@ -19,6 +21,26 @@ def _error(words, **where) -> str:
 
 
 # -- values ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "value", ["a b", "it's", 'say "hi"', "back\\slash", "trail\\", "a,b", "null", "1e5", "x=1", "(a)", "<b>", "{c}"]
+)
+def test_an_override_keeps_the_text_of_a_value(words, value):
+    config = load_ppo([*words, as_override("trainer.experiment_name", value)])
+    assert config.trainer.experiment_name == value
+
+
+def test_an_override_keeps_numbers_lists_and_dicts(words):
+    values = {
+        "actor_rollout_ref.model.target_modules": ("a b", "it's"),
+        "actor_rollout_ref.model.override_config": {"rope_theta": 1e-5, "name": "x y", "sizes": [1, 2]},
+        "critic.enable": None,
+        "actor_rollout_ref.actor.optim.lr": 3e-06,
+        "trainer.val_before_train": False,
+    }
+    config = load_ppo([*words, *(as_override(key, value) for key, value in values.items())])
+    assert {key: get(config.model_dump(), key) for key in values} == values
 
 
 def test_overrides_reach_the_config_with_their_types(words):

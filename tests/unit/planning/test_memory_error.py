@@ -90,7 +90,7 @@ def test_a_run_from_python_shows_its_forecast(tmp_path: Path) -> None:
         )
     report = "\n".join(caught.value.__notes__)
     assert re.search(r"forecast [\d.,]+ MiB of tensors, peak of a rank [\d.,]+ MiB", report), report
-    assert f"run: camshaft plan --config-dir {tmp_path / 'run'} --config-name config" in report
+    assert re.search(r"run: camshaft plan .*data.train_batch_size=8", report), report
 
 
 # -- real runs with a limit of their memory ---------------------------------------------------------
