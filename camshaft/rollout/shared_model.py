@@ -11,7 +11,7 @@ is copied, and with `copy=True` every tensor. The rollouts that run a transforme
 module.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,11 @@ class SharedModel:
         self.expected = ExpectedWeights.from_model(self.hf)
         self._loaded_names: set[str] | None = None
         self._memory: dict[str, Tensor] = {}
-        """Copied weights, by name. They stay allocated in `sleep`."""
+        """Copied weights, by name."""
+        self._groups: list[list[str]] = []
+        """Names of copied weights that share one tensor."""
+        self._joined: dict[str, Tensor] = {}
+        """Tensors of groups, by the first name of the group."""
         self._asleep = False
 
     @property
@@ -87,8 +91,33 @@ class SharedModel:
     def _copy(self, weight: ExpectedWeight, tensor: Tensor) -> Tensor:
         name = weight.names[0]
         if name not in self._memory:
-            self._memory[name] = torch.empty_like(weight.meta, device=self.device)
+            group = next((group for group in self._groups if name in group), [name])
+            self._memory.update(self._allocate(group))
         return self._memory[name].copy_(tensor.detach())
+
+    def _allocate(self, group: list[str]) -> dict[str, Tensor]:
+        """Allocate the weights of a group next to each other."""
+        metas = [self.expected.weights[name].meta for name in group]
+        joined = torch.empty((sum(map(len, metas)), *metas[0].shape[1:]), dtype=metas[0].dtype, device=self.device)
+        self._joined[group[0]] = joined
+        return dict(zip(group, joined.split([len(meta) for meta in metas]), strict=True))
+
+    @torch.inference_mode(False)  # because later loads write to this memory outside of inference mode
+    @torch.no_grad()
+    def join(self, groups: Sequence[list[str]]) -> None:
+        """Store the copied weights of each group in one tensor, which `joined` returns."""
+        for group in groups:
+            names = [self.expected.weights[name].names[0] for name in group]
+            if names in self._groups:
+                continue
+            self._groups.append(names)
+            for name, memory in self._allocate(names).items():
+                _set_tensor(self.hf, self.expected.weights[name], memory.copy_(self._memory[name]))
+                self._memory[name] = memory
+
+    def joined(self, group: Sequence[str]) -> Tensor:
+        """Return the tensor that contains the weights of a group, concatenated along the first dimension."""
+        return self._joined[self.expected.weights[group[0]].names[0]]
 
     def digests(self) -> Mapping[str, int]:
         """Return the digest of each of the model's current weights, under the names that were passed to `load`."""
@@ -101,9 +130,12 @@ class SharedModel:
         check_can_generate(self._asleep, self._loaded_names is not None)
         return self.hf
 
-    def sleep(self) -> None:
-        """Release the weights. This frees the memory of copied weights."""
+    def sleep(self, keep_copies: bool = False) -> None:
+        """Release the weights. With `keep_copies`, the memory of copied weights stays allocated."""
         self._asleep, self._loaded_names = True, None
+        if not keep_copies:
+            self._memory.clear()
+            self._joined.clear()
         for weight in self.expected.weights.values():
             _set_tensor(self.hf, weight, weight.meta)
 

@@ -11,6 +11,8 @@ pytestmark = pytest.mark.compiled
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+POINTERS = ("query", "key", "value", "cos", "sin", "rotated", "keys", "values")
+
 
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("splits", [1, 8])
@@ -27,10 +29,10 @@ def test_kernels_compile_and_keep_to_registers(
     dims = {"DIM": dim, "VALUE_DIM": dim, "DIMS": padded}
     shape = kernels.block_config(DTYPES[dtype], padded)
     options = {name: shape.pop(name) for name in ("num_warps", "num_stages")}
-    blocks = {"positions": "*i64", **dict.fromkeys(("query", "key", "value", "keys", "values"), some)}
+    blocks = {"positions": "*i64", **dict.fromkeys(POINTERS, some)}
     heads = {"WINDOW": 0, "GROUP": 6, "PADDED_GROUP": 16, "NUM_SPLITS": splits}
-    cases: list[tuple[Any, dict[str, str], dict[str, int], dict[str, int]]] = [
-        (kernels._store, blocks, dims, {}),
+    cases: list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = [
+        *((kernels._store, blocks, {"KEY_HEADS": 2, "ROTATE": rotate, **dims}, {}) for rotate in (False, True)),
         (kernels._attend, blocks | {"parts": sums, "log_sums": sums, "scale": "fp32"}, heads | dims | shape, options),
     ]
     if splits > 1:
@@ -42,3 +44,24 @@ def test_kernels_compile_and_keep_to_registers(
         # At least two programs fit: 65536 registers, and 164 KB of shared memory on the smallest of these GPUs.
         assert used["REG"] * 32 * chosen.get("num_warps", 4) <= 65536 // 2, used
         assert used["SHARED"] <= 82 * 1024, used
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_fused_kernels_compile_without_spills(dtype: str, capability: int, tmp_path: Path) -> None:
+    from camshaft.rollout.builtin.cuda import fused_kernels, sampling
+
+    some = f"*{dtype}"
+    rows = dict.fromkeys(("x", "residual", "weight", "total", "out", "gate", "up", "scores"), some)
+    rows |= {"eps": "fp32", "temperature": "fp32", "scale": "fp32"}
+    rows |= {"sums": "*fp32", "uniforms": "*fp64", "tokens": "*i64", "log_probs": "*fp32"}
+    cases: list[tuple[Any, dict[str, Any], int]] = [
+        (fused_kernels._norm_kernel, {"ADD": True, "BLOCK": 2048}, 4),
+        (fused_kernels._norm_kernel, {"ADD": True, "BLOCK": 8192}, 16),
+        (fused_kernels._silu_mul_kernel, {"BLOCK": fused_kernels.BLOCK_SIZE}, 4),
+        (sampling._sum_blocks, {"BLOCK": sampling.BLOCK_SIZE}, 4),
+        (sampling._select, {"BLOCK": sampling.BLOCK_SIZE, "BLOCKS": 128}, 4),
+    ]
+    for kernel, constants, warps in cases:
+        used = resources(kernel, rows, constants, {"num_warps": warps}, capability, tmp_path)
+        assert used["STACK"] == 0, (kernel, used)

@@ -55,12 +55,14 @@ class TorchRollout(BaseRollout):
             use_packable_linears(self.model.hf)
         self.decoder = Decoder(self.model.hf)
         self.cache = KVCache(self.model.hf.config, config.max_model_len)
-        self.graphs = build_graph_decoder(self.decoder, self.cache, config)
+        self.graphs = build_graph_decoder(self.decoder, self.cache, config, self.model)
         self.routers = self._find_routers() if config.enable_return_routed_experts else None
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        # Graphs that outlive `sleep` read the weights from the memory that they have captured.
-        self.model.load(weights, copy=self.graphs is not None and not self.config.free_cache_engine)
+        # Fused decode steps read joined copies of the weights. Graphs that outlive `sleep` read the memory that
+        # they have captured.
+        keeps_graphs = not self.config.free_cache_engine
+        self.model.load(weights, copy=self.graphs is not None and (self.graphs.fused is not None or keeps_graphs))
 
     def weight_digests(self) -> Mapping[str, int]:
         return self.model.digests()
@@ -134,7 +136,7 @@ class TorchRollout(BaseRollout):
         return routers
 
     def sleep(self) -> None:
-        self.model.sleep()
+        self.model.sleep(keep_copies=not self.config.free_cache_engine)
         if self.config.free_cache_engine:
             self.cache.clear()
             if self.graphs is not None:

@@ -16,10 +16,12 @@ import torch
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.device import supports_triton
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
-from camshaft.rollout.builtin.cpu.traced_decoder import Decoder, Forward
+from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
 from camshaft.rollout.builtin.cuda.graphs import CUDAGraphDecoder
+from camshaft.rollout.builtin.decode_trace import Forward
 from camshaft.rollout.builtin.kv_cache import DecodeStep, KVCache, PrefillStep
 from camshaft.rollout.builtin.routed_experts import RoutingRecorder
 from camshaft.rollout.sampling import draw, restrict, sample_greedy, uniform_numbers
@@ -226,8 +228,7 @@ class Scheduler:
         if sampling.greedy:
             tokens, log_probs = sample_greedy(logits)
         else:
-            scores = restrict(logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-            tokens, log_probs = draw(scores, uniforms)
+            tokens, log_probs = self._draw(logits, uniforms)
         if self.penalties is not None:
             self.penalties.add(rows, tokens)
         self.samples.append((rows, tokens, log_probs))
@@ -235,6 +236,15 @@ class Scheduler:
             for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
                 self.responses[row].append(token)
         return tokens
+
+    def _draw(self, logits: Tensor, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample the next token of each row with its uniform number."""
+        sampling = self.sampling
+        fused = supports_triton(logits) and logits.dtype != torch.float64
+        if fused and sampling.top_k <= 0 and sampling.top_p == 1 and sampling.min_p == 0:
+            return fused_draw(logits, uniforms, sampling.temperature)
+        scores = restrict(logits, sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+        return fused_draw(scores, uniforms) if fused else draw(scores, uniforms)
 
     def _remove_ended(self) -> None:
         """Remove ended rows and move the last rows into their slots."""
@@ -272,6 +282,13 @@ class Scheduler:
         self.max_position = self.steps_to_limit = 0
         if len(positions):
             self.max_position, self.steps_to_limit = int(positions.max()), int((ends - positions).min())
+
+
+def fused_draw(scores: Tensor, uniforms: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Call `cuda.sampling.draw`. Its module imports Triton."""
+    from camshaft.rollout.builtin.cuda import sampling
+
+    return sampling.draw(scores, uniforms, temperature)
 
 
 def _group_equal_prompts(prompts: Ragged) -> list[_PrefixGroup]:

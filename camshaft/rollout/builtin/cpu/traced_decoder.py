@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import bisect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -36,13 +36,10 @@ from camshaft.rollout.builtin.cpu.linears import (
     packed_linears,
     select_product,
 )
-from camshaft.rollout.builtin.cpu.tracer import TracedSlots, TraceError, named_members, trace
+from camshaft.rollout.builtin.decode_trace import Forward, eager_step, trace_decode_step, verify
+from camshaft.rollout.builtin.tracer import TraceError, named_members
 
-Forward = Callable[[Tensor, Tensor, Slots], Tensor]
-"""Function of tokens (B,), positions (B,) and the slots of the KV cache that returns logits (B, V)."""
-
-CHECKED_ROWS = (1, 2, 7)
-"""Batch sizes for which the traced forward is compared with the model's own forward."""
+CPU = torch.device("cpu")
 
 TOLERANCE = 1e-4
 """Maximum difference of logits, relative to the largest absolute logit."""
@@ -70,8 +67,7 @@ class Decoder:
 
     def eager(self, tokens: Tensor, positions: Tensor, slots: Slots) -> Tensor:
         """Run the model's own forward."""
-        kwargs: dict[str, Any] = {"attention_mask": no_mask(tokens.device), "slots": slots, "use_cache": False}
-        return self.hf(input_ids=tokens[:, None], position_ids=positions[:, None], **kwargs).logits[:, -1]
+        return eager_step(self.hf, tokens, positions, slots)
 
     def _trace_once(self) -> None:
         if self._traced is not None or self.reason is not None:
@@ -88,32 +84,12 @@ class Decoder:
     def _trace_checked(self) -> _TracedForward | None:
         """Trace the forward, fuse operators and compare the result with the model.
 
-        Return None if the model's logits are not finite, because the comparison then shows nothing.
+        Return None if the model's logits are not finite.
         """
-        names = ("tokens", "positions", "mask", "slots")
-
-        def inputs(rows: int) -> dict[str, Any]:
-            return dict(zip(names, (*_sample_inputs(rows), no_mask("cpu"), _NoCache()), strict=True))
-
-        def run(tokens: Tensor, positions: Tensor, mask: Tensor, slots: Slots) -> Tensor:
-            kwargs: dict[str, Any] = {"attention_mask": mask, "slots": TracedSlots(slots), "use_cache": False}
-            return self.hf(input_ids=tokens[:, None], position_ids=positions[:, None], **kwargs).logits[:, -1]
-
-        graph = trace(self.hf, inputs, run)
+        graph = trace_decode_step(self.hf, CPU)
         fuse(graph)
         traced = _TracedForward(graph, self.hf)
-        with torch.inference_mode():
-            forward = traced.bind(self.hf)
-            for rows in CHECKED_ROWS:
-                expected, logits = (f(*_sample_inputs(rows), _NoCache()) for f in (self.eager, forward))
-                if not expected.isfinite().all():
-                    return None
-                difference, scale = float((expected - logits).abs().max()), float(expected.abs().max())
-                if expected.shape != logits.shape or not difference <= TOLERANCE * scale:
-                    raise TraceError(
-                        f"traced logits differ by {difference:.1e} from those of the model for {rows} rows"
-                    )
-        return traced
+        return traced if verify(self.hf, traced.bind(self.hf), CPU, TOLERANCE) else None
 
 
 def has_hooks(hf: nn.Module) -> bool:
@@ -169,19 +145,3 @@ class _TracedForward:
             return self.function(namespace, tokens, positions, mask, slots, rows)
 
         return forward
-
-
-class _NoCache:
-    """Substitute for the KV cache in which each token attends only to itself, weighted by its query and key."""
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
-    ) -> Tensor:
-        groups = query.shape[1] // key.shape[1]
-        weight = (query * key.repeat_interleave(groups, 1)).sum(-1, keepdim=True).mul(scaling).sigmoid()
-        return (weight * value.repeat_interleave(groups, 1)).transpose(1, 2)
-
-
-def _sample_inputs(rows: int) -> tuple[Tensor, Tensor]:
-    """Return tokens (rows,) and positions (rows,), each without duplicates."""
-    return torch.arange(rows) + 1, torch.arange(rows).flip(0)

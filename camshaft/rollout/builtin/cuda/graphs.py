@@ -19,7 +19,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -27,8 +27,13 @@ from torch import Tensor, nn
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import supports_triton
 from camshaft.models.attention import Slots
-from camshaft.rollout.builtin.cpu.traced_decoder import Decoder, Forward, has_hooks
+from camshaft.rollout.builtin.cpu.traced_decoder import Decoder, has_hooks
+from camshaft.rollout.builtin.decode_trace import Forward
 from camshaft.rollout.builtin.kv_cache import DecodeStep, KVCache
+from camshaft.rollout.shared_model import SharedModel
+
+if TYPE_CHECKING:
+    from camshaft.rollout.builtin.cuda.fused_forward import FusedForward  # requires Triton
 
 logger = logging.getLogger(__name__)
 
@@ -90,8 +95,17 @@ class CUDAGraphCapture:
 class CUDAGraphDecoder:
     """A `Decoder` whose decode steps run as CUDA graphs."""
 
-    def __init__(self, decoder: Decoder, cache: KVCache, capture: GraphCapture, make_step: MakeStep):
-        self.hf, self.eager = decoder.hf, decoder.eager
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        capture: GraphCapture,
+        make_step: MakeStep,
+        model: SharedModel | None = None,
+    ):
+        """Capture the fused forward of `model`, or the model's own forward."""
+        self.hf, self.eager, self.model = decoder.hf, decoder.eager, model
+        self.captured = self.eager
         self.decoder, self.cache, self.graph_capture, self.make_step = decoder, cache, capture, make_step
         self.replays: dict[int, Replay] = {}
         """Map from batch size to the replay of its graph."""
@@ -102,6 +116,15 @@ class CUDAGraphDecoder:
         self._logits: Tensor | None = None  # (capacity, V)
         self._weights: tuple[Any, ...] = ()
         self._capture_key: tuple[Any, ...] = ()
+
+    @functools.cached_property
+    def fused(self) -> FusedForward | None:
+        """The fused forward, or None without Triton."""
+        if self.model is None or not supports_triton(torch.empty(0, device=self.model.device)):
+            return None
+        from camshaft.rollout.builtin.cuda.fused_forward import FusedForward
+
+        return FusedForward(self.model)
 
     @contextmanager
     def prepare(self, num_rows: int, num_steps: int) -> Iterator[Forward]:
@@ -114,6 +137,7 @@ class CUDAGraphDecoder:
                 yield forward
             return
         self._capacity = max(self._capacity, num_rows)
+        self.captured = self.eager if self.fused is None else self.fused.bind()
         weights = tensor_layouts(self.hf)
         if weights != self._weights:  # if equal, keep the old object, which makes the comparison in each step fast
             self._weights = weights
@@ -162,13 +186,13 @@ class CUDAGraphDecoder:
     def _capture(self, inputs: Tensor) -> Replay:
         tokens, positions = inputs
         if self._logits is None:  # an eager call determines the shape and dtype of the logits
-            logits = self.eager(tokens, positions, self.make_step(self.cache, positions))
+            logits = self.captured(tokens, positions, self.make_step(self.cache, positions))
             self._logits = logits.new_empty(self._capacity, logits.shape[1])
         out = self._logits[: len(tokens)]
 
         def step() -> None:
             # The logits are copied because graphs share intermediate memory, which the next graph may overwrite.
-            out.copy_(self.eager(tokens, positions, self.make_step(self.cache, positions)))
+            out.copy_(self.captured(tokens, positions, self.make_step(self.cache, positions)))
 
         return self.graph_capture.capture(step)
 
@@ -185,12 +209,14 @@ class CUDAGraphDecoder:
         )
 
 
-def build_graph_decoder(decoder: Decoder, cache: KVCache, config: RolloutEngineConfig) -> CUDAGraphDecoder | None:
+def build_graph_decoder(
+    decoder: Decoder, cache: KVCache, config: RolloutEngineConfig, model: SharedModel | None = None
+) -> CUDAGraphDecoder | None:
     """Build a decoder that uses CUDA graphs, or return None if `enforce_eager` is set or the device has no graphs."""
     device = torch.device(config.device)
     if config.enforce_eager or device.type == "cpu" or not hasattr(torch.get_device_module(device), "CUDAGraph"):
         return None
-    return CUDAGraphDecoder(decoder, cache, CUDAGraphCapture(device), device_step)
+    return CUDAGraphDecoder(decoder, cache, CUDAGraphCapture(device), device_step, model)
 
 
 def device_step(cache: KVCache, positions: Tensor) -> Slots:

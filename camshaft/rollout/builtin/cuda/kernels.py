@@ -6,9 +6,9 @@
 No kernel argument depends on the values of `positions`, so a CUDA graph (`graphs.py`) can replay the kernels for other
 positions. The kernels read each slot up to its row's position.
 
-`_store` writes the key and value of a token. `_attend` runs one program per row, key head and split of the row's
-positions. Query heads that share a key head form one tile with an online softmax. `_merge` combines the splits of a
-row. All tensors are contiguous. Import this module lazily, because it imports Triton.
+`_store` writes the key and value of a token, and can first apply a rotary embedding to query and key. `_attend` runs
+one program per row, key head and split of the row's positions. Query heads that share a key head form one tile with an
+online softmax. `_merge` combines the splits of a row. Import this module lazily, because it imports Triton.
 """
 
 from typing import Any
@@ -56,15 +56,33 @@ class TritonDecodeStep:
         self.processors = count_multiprocessors(positions.device)
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        sliding_window: int | None,
+        rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        """Compute attention of each new token over its row's slot; see `camshaft.models.attention.Slots`."""
+        """Compute attention of each new token over its row's slot; see `camshaft.models.attention.Slots`.
+
+        With `rotation`, cosines and sines of shape (B or 1, 1, 1, D), a rotary embedding is applied to query and key.
+        """
         keys, values = self.cache.layer(module, key, value)
-        query, key, value = (tensor[:, :, 0].contiguous() for tensor in (query, key, value))
+        query, key, value = (_rows_of_heads(tensor) for tensor in (query, key, value))
         (num_rows, num_heads, dim), key_heads, value_dim = query.shape, key.shape[1], value.shape[2]
         dims = {"DIM": dim, "VALUE_DIM": value_dim, "DIMS": _tile_size(max(dim, value_dim))}
         num_positions = keys.shape[2]
-        _launch(_store, (num_rows, key_heads), key, value, keys, values, self.positions, num_positions, **dims)
+        cos, sin = rotation or (query, query)
+        rotated = query if rotation is None else query.new_empty(query.shape)
+        _launch(
+            _store, (num_rows, key_heads if rotation is None else key_heads + num_heads), query, key, value, cos, sin,
+            rotated, keys, values, self.positions, num_positions, query.stride(0), key.stride(0), value.stride(0),
+            _row_stride(cos, num_rows), _row_stride(sin, num_rows), KEY_HEADS=key_heads, ROTATE=rotation is not None,
+            **dims,
+        )  # fmt: skip
+        query = rotated.contiguous()
         shape = block_config(keys.dtype, dims["DIMS"])
         splits = self._splits(num_rows * key_heads, shape["BLOCK"], sliding_window)
         out = query.new_empty(num_rows, 1, num_heads, value_dim)
@@ -107,6 +125,17 @@ def count_multiprocessors(device: torch.device) -> int:
     return backend.get_device_properties(device).multi_processor_count
 
 
+def _rows_of_heads(tensor: Tensor) -> Tensor:
+    """Return (B, H, 1, D) as (B, H, D), in which only the rows may have gaps between them."""
+    tensor = tensor[:, :, 0]
+    return tensor if tensor.stride()[1:] == (tensor.shape[2], 1) else tensor.contiguous()
+
+
+def _row_stride(tensor: Tensor, num_rows: int) -> int:
+    """Return the stride of the rows, 0 if all rows share one."""
+    return tensor.stride(0) if len(tensor) == num_rows else 0
+
+
 def _tile_size(size: int) -> int:
     """Return the size of a tile that holds `size` elements: a power of two and at least `MIN_TILE`."""
     return max(MIN_TILE, 1 << (size - 1).bit_length())
@@ -118,17 +147,47 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
 
 @triton.jit
 def _store(
-    key, value, keys, values, positions, num_positions, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr
-):
-    """Write the key and value of one row and key head to the row's position in its slot."""
-    row = tl.program_id(0).to(tl.int64)
-    head = row * tl.num_programs(1) + tl.program_id(1)
-    slot_position = head * num_positions + tl.load(positions + row)
+    query, key, value, cos, sin, rotated, keys, values, positions, num_positions, query_stride, key_stride,
+    value_stride, cos_stride, sin_stride, KEY_HEADS: tl.constexpr, ROTATE: tl.constexpr, DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr, DIMS: tl.constexpr,
+):  # fmt: skip
+    """Write the key and value of one row and key head to the row's position in its slot.
+
+    With `ROTATE`, apply the rotary embedding to the key, and in further programs to each query head.
+    """
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     offsets = tl.arange(0, DIMS)
-    elements = tl.load(key + head * DIM + offsets, mask=offsets < DIM)
-    tl.store(keys + slot_position * DIM + offsets, elements, mask=offsets < DIM)
-    elements = tl.load(value + head * VALUE_DIM + offsets, mask=offsets < VALUE_DIM)
-    tl.store(values + slot_position * VALUE_DIM + offsets, elements, mask=offsets < VALUE_DIM)
+    if head < KEY_HEADS:
+        slot_position = (row * KEY_HEADS + head) * num_positions + tl.load(positions + row)
+        elements = _rotated(key + row * key_stride + head * DIM, cos + row * cos_stride, sin + row * sin_stride,
+                            offsets, ROTATE, DIM)  # fmt: skip
+        tl.store(keys + slot_position * DIM + offsets, elements, mask=offsets < DIM)
+        elements = tl.load(value + row * value_stride + head * VALUE_DIM + offsets, mask=offsets < VALUE_DIM)
+        tl.store(values + slot_position * VALUE_DIM + offsets, elements, mask=offsets < VALUE_DIM)
+    else:
+        head -= KEY_HEADS
+        target = (row * (tl.num_programs(1) - KEY_HEADS) + head) * DIM
+        elements = _rotated(query + row * query_stride + head * DIM, cos + row * cos_stride, sin + row * sin_stride,
+                            offsets, ROTATE, DIM)  # fmt: skip
+        tl.store(rotated + target + offsets, elements, mask=offsets < DIM)
+
+
+@triton.jit
+def _rotated(x, cos, sin, offsets, ROTATE: tl.constexpr, DIM: tl.constexpr):
+    """Load one head and rotate it, rounding as x * cos + cat(-x[half:], x[:half]) * sin does."""
+    mask = offsets < DIM
+    elements = tl.load(x + offsets, mask=mask, other=0.0)
+    if ROTATE:
+        dtype = elements.dtype
+        half = DIM // 2
+        is_first = offsets < half
+        swapped = tl.load(x + tl.where(is_first, offsets + half, offsets - half), mask=mask, other=0.0).to(tl.float32)
+        swapped = tl.where(is_first, -swapped, swapped)
+        wave = tl.load(cos + offsets, mask=mask, other=0.0).to(tl.float32)
+        cos_term = (elements.to(tl.float32) * wave).to(dtype).to(tl.float32)
+        wave = tl.load(sin + offsets, mask=mask, other=0.0).to(tl.float32)
+        elements = (cos_term + (swapped * wave).to(dtype).to(tl.float32)).to(dtype)
+    return elements
 
 
 @triton.jit

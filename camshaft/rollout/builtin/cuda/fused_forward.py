@@ -1,0 +1,227 @@
+"""A model's forward on one token per row with fused operators, for decode steps on a GPU.
+
+    fused = FusedForward(model)
+    forward = fused.bind()                          # the model's own forward if it cannot be traced
+    logits = forward(tokens, positions, step)       # (B, V); `step` is a `TritonDecodeStep`
+
+At the batch sizes of a decode step, the small operators between the matrix products take as long as the products. The
+first call of `bind` traces the forward and fuses operators, which it finds by their arguments, not by the model family:
+
+- Linear layers with the same input become one product. `SharedModel.join` keeps their weights in one tensor.
+- An RMS norm, and the addition of the residual before it, become one kernel.
+- The rotary embedding becomes part of the kernel that stores the key and value.
+- silu(gate) * up becomes one kernel.
+
+The kernels round where the operators of the model round. If tracing fails, or if the logits differ from those of the
+model's own forward, `reason` contains the reason, and `bind` returns the model's own forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+
+from camshaft.models.attention import Slots, no_mask
+from camshaft.rollout.builtin.cuda.fused_kernels import add_rms_norm, rms_norm, silu_mul
+from camshaft.rollout.builtin.cuda.kernels import TritonDecodeStep
+from camshaft.rollout.builtin.decode_trace import Forward, eager_step, trace_decode_step, verify
+from camshaft.rollout.builtin.graph_nodes import (
+    is_call,
+    match_rms_scale,
+    match_rotation,
+    merge_equal_calls,
+    operand_orders,
+    remove_unit_scale,
+    replace,
+    without_cast,
+)
+from camshaft.rollout.builtin.tracer import TraceError, named_members
+from camshaft.rollout.shared_model import SharedModel
+
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+"""Maximum difference of logits, relative to the largest absolute logit, for each supported dtype of the weights."""
+
+logger = logging.getLogger(__name__)
+
+
+class FusedForward:
+    """The fused forward of one model on one token per row."""
+
+    def __init__(self, model: SharedModel):
+        self.model = model
+        self.eager: Forward = functools.partial(eager_step, model.hf)
+        self.reason: str | None = None
+        """Why `bind` returns the model's own forward, or None."""
+        self._function: Any = None
+        self._attributes: dict[str, str] = {}  # from names in the code to names of weights, buffers and modules
+
+    def bind(self) -> Forward:
+        """Return a forward that uses the current weights."""
+        if self._function is None and self.reason is None:
+            try:
+                self._trace()
+            except TraceError as error:
+                self._function, self.reason = None, str(error)
+                logger.info("decode steps of %s are not fused: %s", type(self.model.hf).__name__, error)
+        return self.eager if self._function is None else self._bound()
+
+    def _trace(self) -> None:
+        """Trace the forward, fuse operators, and compare the result with the model."""
+        model = self.model
+        dtypes = {parameter.dtype for parameter in model.hf.parameters()}
+        if len(dtypes) != 1 or not dtypes <= TOLERANCES.keys():
+            raise TraceError(f"weights of the dtypes {', '.join(sorted(map(str, dtypes)))} are not supported")
+        graph = trace_decode_step(model.hf, model.device)
+        fuse(graph, named_members(model.hf))
+        groups = [node.target for node in graph.nodes if node.op == "get_attr" and SEPARATOR in node.target]
+        model.join([target.split(SEPARATOR) for target in dict.fromkeys(groups)])
+        self._compile(graph)
+        if not verify(model.hf, self._bound(), model.device, TOLERANCES[dtypes.pop()]):
+            self._function = None  # the logits are not finite, so this is tried again with other weights
+
+    def _compile(self, graph: Graph) -> None:
+        """Compile the graph to a Python function whose first argument has the weights as attributes."""
+        self._attributes = {}
+        for node in graph.nodes:
+            if node.op == "get_attr":
+                name, node.target = node.target, f"member{len(self._attributes)}"
+                self._attributes[node.target] = name
+        code = graph.python_code("self")
+        scope = dict(code.globals)
+        exec(code.src, scope)
+        self._function = scope["forward"]
+
+    def _bound(self) -> Forward:
+        members = named_members(self.model.hf)
+        values = {
+            attribute: self.model.joined(name.split(SEPARATOR)) if SEPARATOR in name else members[name]
+            for attribute, name in self._attributes.items()
+        }
+        namespace, mask, function = SimpleNamespace(**values), no_mask(self.model.device), self._function
+        return lambda tokens, positions, slots: function(namespace, tokens, positions, mask, slots, len(tokens))
+
+
+# -- fusions --------------------------------------------------------------------------------------
+
+SEPARATOR = "+"
+"""Separates the names of joined weights in the target of a node."""
+
+
+def fuse(graph: Graph, members: dict[str, Any]) -> None:
+    """Fuse operators of `graph` in place. `members` contains the weights by name."""
+    merge_equal_calls(graph)
+    for node in list(graph.nodes):
+        remove_unit_scale(node)
+    _join_linears(graph, members)
+    for node in list(graph.nodes):
+        _fuse_norm(node)
+        _fuse_rotation(node)
+        _fuse_silu(node)
+    graph.eliminate_dead_code()
+
+
+def _join_linears(graph: Graph, members: dict[str, Any]) -> None:
+    """Compute linear layers with the same input in one product, and slice its result."""
+    by_input: dict[Node, list[Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if is_call(node, "linear") and not node.kwargs and all(map(_is_weight, node.args[1:])):
+            by_input[node.args[0]].append(node)
+    for x, nodes in by_input.items():
+        weights, biases = ([(*node.args, None)[index] for node in nodes] for index in (1, 2))
+        if len(nodes) < 2 or len(set(weights)) < len(nodes) or len({bias is None for bias in biases}) > 1:
+            continue
+        with graph.inserting_before(nodes[0]):
+            joined = [
+                None if columns[0] is None else graph.create_node("get_attr", SEPARATOR.join(c.target for c in columns))
+                for columns in (weights, biases)
+            ]
+            product = graph.call_function(F.linear, (x, *joined))
+        start = 0
+        for node, weight in zip(nodes, weights, strict=True):
+            size = len(members[weight.target])
+            replace(node, torch.narrow, product, -1, start, size).meta["shape"] = node.meta["shape"]
+            start += size
+
+
+def _is_weight(node: Any) -> bool:
+    return node is None or (isinstance(node, Node) and node.op == "get_attr")
+
+
+def _fuse_norm(node: Node) -> None:
+    """Replace weight * norm(x) with `rms_norm`, and x = y + z before it with `add_rms_norm`."""
+    for weight, normed in operand_orders(node, "mul"):
+        match = match_rms_scale(without_cast(normed))
+        if match is None or not _is_weight(weight) or weight is None:
+            continue
+        x, eps = without_cast(match[0]), match[1]
+        terms = x.args if is_call(x, "add") and not x.kwargs else ()
+        if len(terms) != 2 or not all(isinstance(term, Node) and _shape(term) == _shape(x) for term in terms):
+            replace(node, rms_norm, x, weight, eps)
+            return
+        graph = node.graph
+        with graph.inserting_before(x):
+            both = graph.call_function(add_rms_norm, (*terms, graph.create_node("get_attr", weight.target), eps))
+            total, result = (graph.call_function(_item, (both, index)) for index in (0, 1))
+            total.meta["shape"] = result.meta["shape"] = _shape(x)
+        x.replace_all_uses_with(total)
+        node.replace_all_uses_with(result)
+        return
+
+
+def _item(values: tuple[Tensor, ...], index: int) -> Tensor:
+    return values[index]
+
+
+def _shape(node: Node) -> Any:
+    return node.meta.get("shape")
+
+
+def _fuse_rotation(node: Node) -> None:
+    """Let the attention rotate query and key."""
+    if not is_call(node, "attend") or node.kwargs:
+        return
+    slots, module, query, key, value, *options = node.args
+    rotations = [match_rotation(query), match_rotation(key)]
+    if None in rotations or rotations[0][1:] != rotations[1][1:]:  # pyright: ignore[reportOptionalSubscript]
+        return
+    (query, cos, sin), (key, *_) = rotations  # pyright: ignore[reportGeneralTypeIssues]
+    replace(node, attend_rotated, slots, module, query, key, value, (cos, sin), *options)
+
+
+def attend_rotated(
+    slots: Slots,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotation: tuple[Tensor, Tensor],
+    scaling: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Rotate query and key, and call `attend`. `TritonDecodeStep` does both in its kernels."""
+    if isinstance(slots, TritonDecodeStep):
+        return slots.attend(module, query, key, value, scaling, sliding_window, rotation)
+    cos, sin = rotation
+    query, key = (x * cos + _swap_halves(x) * sin for x in (query, key))
+    return slots.attend(module, query, key, value, scaling, sliding_window)
+
+
+def _swap_halves(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat([-second, first], dim=-1)
+
+
+def _fuse_silu(node: Node) -> None:
+    """Replace silu(gate) * up with one kernel."""
+    for activated, up in operand_orders(node, "mul"):
+        if is_call(activated, "silu") and isinstance(up, Node) and _shape(up) == _shape(node):
+            replace(node, silu_mul, activated.args[0], up)
+            return

@@ -1,0 +1,81 @@
+"""Trace the decode step of a model into an operator graph, and verify a forward that was built from the graph.
+
+    graph = trace_decode_step(hf, device)                    # inputs: tokens, positions, mask, slots, rows
+    verified = verify(hf, forward, device, tolerance=1e-4)   # raises TraceError if the logits differ
+
+The fast forwards of `cpu/` and `cuda/` use this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph
+from transformers import PreTrainedModel
+
+from camshaft.models.attention import Slots, no_mask
+from camshaft.rollout.builtin.tracer import TracedSlots, TraceError, trace
+
+Forward = Callable[[Tensor, Tensor, Slots], Tensor]
+"""Function of tokens (B,), positions (B,) and the slots of the KV cache that returns logits (B, V)."""
+
+CHECKED_ROWS = (1, 2, 7)
+"""Batch sizes for which a forward is compared with the model's own forward."""
+
+
+def eager_step(hf: PreTrainedModel, tokens: Tensor, positions: Tensor, slots: Slots) -> Tensor:
+    """Run the model's own forward on one token per row."""
+    kwargs: dict[str, Any] = {"attention_mask": no_mask(tokens.device), "slots": slots, "use_cache": False}
+    return hf(input_ids=tokens[:, None], position_ids=positions[:, None], **kwargs).logits[:, -1]
+
+
+def trace_decode_step(hf: PreTrainedModel, device: torch.device) -> Graph:
+    """Trace the model's own forward on one token per row; raise `TraceError` if this is not possible."""
+    names = ("tokens", "positions", "mask", "slots")
+
+    def inputs(rows: int) -> dict[str, Any]:
+        return dict(zip(names, (*_sample_inputs(rows, device), no_mask(device), _NoCache()), strict=True))
+
+    def run(tokens: Tensor, positions: Tensor, mask: Tensor, slots: Slots) -> Tensor:
+        kwargs: dict[str, Any] = {"attention_mask": mask, "slots": TracedSlots(slots), "use_cache": False}
+        return hf(input_ids=tokens[:, None], position_ids=positions[:, None], **kwargs).logits[:, -1]
+
+    return trace(hf, inputs, run)
+
+
+@torch.inference_mode()
+def verify(hf: PreTrainedModel, forward: Forward, device: torch.device, tolerance: float) -> bool:
+    """Compare `forward` with the model's own forward; raise `TraceError` if the logits differ.
+
+    `tolerance` is relative to the largest absolute logit. Return False if the model's logits are not finite, because
+    the comparison then shows nothing.
+    """
+    for rows in CHECKED_ROWS:
+        inputs = _sample_inputs(rows, device)
+        expected, logits = eager_step(hf, *inputs, _NoCache()), forward(*inputs, _NoCache())
+        if not expected.isfinite().all():
+            return False
+        difference, scale = float((expected - logits).abs().max()), float(expected.abs().max())
+        if expected.shape != logits.shape or not difference <= tolerance * scale:
+            raise TraceError(f"traced logits differ by {difference:.1e} from those of the model for {rows} rows")
+    return True
+
+
+class _NoCache:
+    """Substitute for the KV cache in which each token attends only to itself, weighted by its query and key."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+    ) -> Tensor:
+        groups = query.shape[1] // key.shape[1]
+        weight = (query * key.repeat_interleave(groups, 1)).sum(-1, keepdim=True).mul(scaling).sigmoid()
+        return (weight * value.repeat_interleave(groups, 1)).transpose(1, 2)
+
+
+def _sample_inputs(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return tokens (rows,) and positions (rows,), each without duplicates."""
+    numbers = torch.arange(rows, device=device)
+    return numbers + 1, numbers.flip(0)
