@@ -27,11 +27,46 @@ DEFAULT_CHUNK = 2**22
 
 def digest(tensor: Tensor) -> int:
     """Return a 64-bit checksum of the dtype, shape and values of `tensor`."""
-    tensor = tensor.detach()
+    digests = Digests()
+    digests.add("", tensor)
+    return digests.numbers()[""]
+
+
+class Digests:
+    """Checksums of many tensors, for which the host waits once.
+
+    digests = Digests()
+    digests.add(name, tensor)       # queues the sums on the device; the tensor may be changed afterwards
+    digests.numbers()               # checksums by name
+    """
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Tensor] = {}
+        self._headers: dict[str, bytes] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        tensor = tensor.detach()
+        self._headers[name] = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
+        self._sums[name] = _block_sums(tensor)
+
+    def numbers(self) -> dict[str, int]:
+        by_device: dict[torch.device, list[str]] = {}
+        for name, sums in self._sums.items():
+            by_device.setdefault(sums.device, []).append(name)
+        sums_of: dict[str, bytes] = {}
+        for names in by_device.values():
+            sums = [self._sums[name] for name in names]
+            on_host = torch.cat(sums).cpu().split([len(each) for each in sums])  # the only device synchronization
+            sums_of |= {name: each.numpy().tobytes() for name, each in zip(names, on_host, strict=True)}
+        return {name: _checksum(header, sums_of[name]) for name, header in self._headers.items()}
+
+
+def _block_sums(tensor: Tensor) -> Tensor:
+    """Return the sum of each block of `tensor`, int64 of shape (blocks,), on its device."""
     words = CHUNK.get(tensor.device.type, DEFAULT_CHUNK)
     factors = block_factors(tensor.device)
     wide = torch.empty(0, dtype=torch.int64, device=tensor.device)
-    sums: list[Tensor] = []
+    sums = [wide]
     per_piece = words * 4 // tensor.element_size()
     for start in range(0, tensor.numel(), per_piece):
         piece = _elements(tensor, start, min(start + per_piece, tensor.numel()))
@@ -39,17 +74,22 @@ def digest(tensor: Tensor) -> int:
         if wide.shape != blocks.shape:
             wide = torch.empty_like(blocks, dtype=torch.int64)
         sums.append(wide.copy_(blocks).mul_(factors).sum(dim=1))
-    checksum = hashlib.blake2b(f"{tensor.dtype} {tuple(tensor.shape)}".encode(), digest_size=8)
-    if sums:
-        checksum.update(torch.cat(sums).cpu().numpy().tobytes())  # the only device synchronization
-    return int.from_bytes(checksum.digest(), "little")
+    return sums[1] if len(sums) == 2 else torch.cat(sums)
+
+
+def _checksum(header: bytes, sums: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(header + sums, digest_size=8).digest(), "little")
 
 
 def record_digests(weights: Iterable[tuple[str, Tensor]], digests: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights unchanged and record their checksums in `digests`."""
-    for name, tensor in weights:
-        digests[name] = digest(tensor)
-        yield name, tensor
+    """Yield the weights unchanged. When the iteration ends, add their checksums to `digests`."""
+    pending = Digests()
+    try:
+        for name, tensor in weights:
+            pending.add(name, tensor)
+            yield name, tensor
+    finally:
+        digests.update(pending.numbers())
 
 
 @functools.lru_cache(maxsize=16)

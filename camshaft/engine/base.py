@@ -243,7 +243,10 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        """Move the parameters (`model`), the optimizer state (`optimizer`), or both to `device`."""
+        """Move the parameters (`model`), the optimizer state (`optimizer`), or both to `device`.
+
+        Raise `EngineError` if the engine cannot move a part, and move nothing.
+        """
 
     @abstractmethod
     def save_checkpoint(

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from camshaft.device import peak_memory, release_cache
-from camshaft.digest import digest
+from camshaft.digest import Digests
 from camshaft.engine import BaseEngine
 from camshaft.errors import RolloutError
 from camshaft.models.lora import apply_scaling
@@ -76,13 +76,19 @@ class Sync:
             yield name, tensor.detach().to(self.dtype_of(rollout, name, tensor))
 
     def record(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, and record their sizes and digests."""
-        for name, tensor in weights:
-            self.bytes += tensor.numel() * tensor.element_size()
+        """Yield the weights, and record their sizes and digests. The host waits for the digests once, at the end."""
+        digests = Digests()
+        try:
+            for name, tensor in weights:
+                self.bytes += tensor.numel() * tensor.element_size()
+                start = time.perf_counter()
+                digests.add(name, tensor)
+                self.check_seconds += time.perf_counter() - start
+                yield name, tensor
+        finally:
             start = time.perf_counter()
-            self.digests[name] = digest(tensor)
+            self.digests.update(digests.numbers())
             self.check_seconds += time.perf_counter() - start
-            yield name, tensor
 
     def check(self, received: Mapping[str, int], previous: Mapping[str, int]) -> None:
         """Raise `RolloutError` if the digests sent by the engine differ from `received`, those of the rollout.

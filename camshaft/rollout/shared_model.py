@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.digest import digest
+from camshaft.digest import Digests
 from camshaft.errors import RolloutError
 from camshaft.models.loader import has_tokenizer, load_tokenizer, model_folder
 from camshaft.rollout.base import check_can_generate, check_can_load
@@ -123,7 +123,10 @@ class SharedModel:
         """Return the digest of each of the model's current weights, under the names that were passed to `load`."""
         tensors = self.require_model().state_dict()
         assert self._loaded_names is not None
-        return {name: digest(tensors[name]) for name in self._loaded_names}
+        digests = Digests()
+        for name in self._loaded_names:
+            digests.add(name, tensors[name])
+        return digests.numbers()
 
     def require_model(self) -> PreTrainedModel:
         """Return the model; raise `RolloutError` if the rollout is asleep or has no weights."""

@@ -1,4 +1,4 @@
-"""The kernels between the matrix products of a decode step, run by Triton's interpreter, compared with torch operators."""
+"""The small kernels of a decode step, run by Triton's interpreter, compared with torch operators."""
 
 from types import ModuleType, SimpleNamespace
 from typing import Any

@@ -21,6 +21,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections import defaultdict
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -135,13 +136,16 @@ def _join_linears(graph: Graph, members: dict[str, Any]) -> None:
         if is_call(node, "linear") and not node.kwargs and all(map(_is_weight, node.args[1:])):
             by_input[node.args[0]].append(node)
     for x, nodes in by_input.items():
-        weights, biases = ([(*node.args, None)[index] for node in nodes] for index in (1, 2))
+        columns: Any = zip(*((*node.args, None)[1:3] for node in nodes), strict=True)
+        weights, biases = columns
         if len(nodes) < 2 or len(set(weights)) < len(nodes) or len({bias is None for bias in biases}) > 1:
             continue
         with graph.inserting_before(nodes[0]):
             joined = [
-                None if columns[0] is None else graph.create_node("get_attr", SEPARATOR.join(c.target for c in columns))
-                for columns in (weights, biases)
+                None
+                if parts[0] is None
+                else graph.create_node("get_attr", SEPARATOR.join(part.target for part in parts))
+                for parts in (weights, biases)
             ]
             product = graph.call_function(F.linear, (x, *joined))
         start = 0
@@ -149,6 +153,13 @@ def _join_linears(graph: Graph, members: dict[str, Any]) -> None:
             size = len(members[weight.target])
             replace(node, torch.narrow, product, -1, start, size).meta["shape"] = node.meta["shape"]
             start += size
+
+
+def _joined(graph: Graph, weights: Sequence[Any]) -> Node | None:
+    """Return the node of joined weights, or None for layers without a bias."""
+    if weights[0] is None:
+        return None
+    return graph.create_node("get_attr", SEPARATOR.join(weight.target for weight in weights))
 
 
 def _is_weight(node: Any) -> bool:

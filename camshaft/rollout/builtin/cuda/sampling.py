@@ -47,21 +47,27 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
 
 @triton.jit
 def _load_block(scores, row, block, size, temperature, BLOCK: tl.constexpr):
-    """Return the scaled scores of one block, and the largest of them, or 0 if all tokens are excluded."""
+    """Return the scaled scores of one block in float32, -inf for tokens that are excluded or do not exist."""
     offsets = block * BLOCK + tl.arange(0, BLOCK)
-    z = tl.load(scores + row * size + offsets, mask=offsets < size, other=-float("inf")).to(tl.float32) / temperature
-    top = tl.max(z, 0)
-    return z, tl.where(top == -float("inf"), 0.0, top), top
+    z = tl.load(scores + row * size + offsets, mask=offsets < size, other=-float("inf"))
+    return z.to(tl.float32) / temperature
+
+
+@triton.jit
+def _exp_below(z, top):
+    """Return exp(z - top), or 0 if all scores are -inf."""
+    return tl.exp(z - tl.where(top == -float("inf"), 0.0, top))
 
 
 @triton.jit
 def _sum_blocks(scores, sums, rows, size, temperature, BLOCK: tl.constexpr):
     """Store the maximum z of one block of one row, and the sum of exp(z - maximum)."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    z, shift, top = _load_block(scores, row, block, size, temperature, BLOCK)
+    z = _load_block(scores, row, block, size, temperature, BLOCK)
+    top = tl.max(z, 0)
     target = sums + row * tl.num_programs(1) + block
     tl.store(target, top)
-    tl.store(target + rows * tl.num_programs(1), tl.sum(tl.exp(z - shift), 0))
+    tl.store(target + rows * tl.num_programs(1), tl.sum(_exp_below(z, top), 0))
 
 
 @triton.jit
@@ -75,7 +81,7 @@ def _select(
     tops = tl.load(sums + row * blocks + index, mask=index < blocks, other=-float("inf"))
     totals = tl.load(sums + (rows + row) * blocks + index, mask=index < blocks, other=0.0)
     top = tl.max(tops, 0)
-    shares = totals * tl.exp(tops - tl.where(top == -float("inf"), 0.0, top))
+    shares = totals * _exp_below(tops, top)
     counts = (shares.to(tl.float64) * scale).to(tl.int64)
     cdf = tl.cumsum(counts, 0)
     uniform = tl.load(uniforms + row)
@@ -87,8 +93,8 @@ def _select(
     exact = uniform * tl.sum(counts, 0).to(tl.float64) - before.to(tl.float64)
     fraction = tl.minimum(tl.maximum(exact / tl.maximum(count, 1).to(tl.float64), 0.0), 1.0)
 
-    z, shift, _ = _load_block(scores, row, block, size, temperature, BLOCK)
-    counts = (tl.exp(z - shift).to(tl.float64) * scale).to(tl.int64)
+    z = _load_block(scores, row, block, size, temperature, BLOCK)
+    counts = (_exp_below(z, tl.max(z, 0)).to(tl.float64) * scale).to(tl.int64)
     total = tl.sum(counts, 0)
     point = tl.minimum((fraction * total.to(tl.float64)).to(tl.int64), total - 1)
     offset = tl.sum((tl.cumsum(counts, 0) <= point).to(tl.int32), 0)

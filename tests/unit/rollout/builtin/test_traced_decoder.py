@@ -16,8 +16,8 @@ from camshaft.rollout import SamplingParams
 from camshaft.rollout.builtin.cpu import graph_fusions, traced_decoder
 from camshaft.rollout.builtin.cpu.linears import MIN_ROWS, MIN_STEPS
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
-from camshaft.rollout.builtin.tracer import TraceError, trace
 from camshaft.rollout.builtin.rollout import TorchRollout
+from camshaft.rollout.builtin.tracer import TraceError, trace
 
 FAMILIES = DECODED | {"phi3": {}, "glm": {}}
 FAST = ("qwen2", "gemma3_text", "phi3")
