@@ -1,4 +1,4 @@
-"""Efficiency of one GPU: updates, memory of the log-probs, generation, and host synchronization.
+"""Efficiency of one GPU: updates, log-prob memory, generation, host waits, weight syncs, and whole steps.
 
     python benchmarks/gpu.py --out benchmarks/results/gpu                      # on a CUDA machine, some minutes
     python benchmarks/gpu.py --parts update --against textbook --datasheet 989
@@ -15,6 +15,7 @@
   the weights once per step and the keys and values of all rows at their lengths.
 - syncs: host waits between the marks around a micro-batch in the profiler's trace, and an update in which CUDA rejects
   synchronizing calls inside the marks.
+- weights, steps, kernels: weight syncs and offloading, GRPO steps by phase, and single kernels (`gpu_system.py`).
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ GOALS = {
     "memory": "the same at every vocabulary",
     "decode": "at least 50 % of the bound",
     "syncs": "none",
+    "weights": "half of the copy rate",
+    "steps": "",
+    "kernels": "",
 }
 PARTS = tuple(GOALS)
 COLUMNS = {"part": "{part}", "what": "{what}", "measured": "{measured}", "goal": "{goal}"}
@@ -145,6 +149,7 @@ def options_of() -> argparse.Namespace:
 def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Measure the chosen parts and return all table rows."""
     import gpu_parts
+    import gpu_system
 
     size, rows = SIZES[options.model], []
     rates = roofline.measured_rates(torch.get_num_threads(), options.device, dtype=DTYPES[options.dtype])
@@ -160,6 +165,9 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
             "memory": lambda: gpu_parts.memory_rows(job),
             "decode": lambda: gpu_parts.decode_rows(job),
             "syncs": lambda: gpu_parts.syncs_rows(job),
+            "weights": lambda: gpu_system.sync_rows(job),
+            "steps": lambda: gpu_system.steps_rows(job),
+            "kernels": lambda: gpu_system.kernel_rows(job),
         }
         for part in (part for part in PARTS if part in options.parts.split(",")):
             print(f"{part} ...", file=sys.stderr, flush=True)

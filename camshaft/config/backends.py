@@ -39,9 +39,14 @@ SINGLE_DEVICE = EngineCapabilities(
     supports_router_aux_loss=True,
     supports_router_replay=True,
     supports_forecast=True,
+    tested_devices=("cpu", "cuda"),
 )
 FSDP = EngineCapabilities(
-    FSDPOptions, supports_router_aux_loss=True, supports_router_replay=True, supports_forecast=True
+    FSDPOptions,
+    supports_router_aux_loss=True,
+    supports_router_replay=True,
+    supports_forecast=True,
+    tested_devices=("cpu", "cuda"),
 )
 FSDP1 = EngineCapabilities(FSDP1Options, supports_router_aux_loss=True, supports_router_replay=True)
 MEGATRON = EngineCapabilities(

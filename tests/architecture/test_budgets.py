@@ -15,6 +15,8 @@ MANY_PARAMETERS = {
     "models/tiny.py:make_tiny_model": "one per size of the model, all named at the call",
     "rollout/builtin/cuda/kernels.py:_store": "a kernel takes addresses and sizes one by one",
     "rollout/builtin/cuda/kernels.py:_attend": "a kernel takes addresses and sizes one by one",
+    "rollout/builtin/cuda/fused_kernels.py:_norm_kernel": "a kernel takes addresses and sizes one by one",
+    "rollout/builtin/cuda/sampling.py:_select": "a kernel takes addresses and sizes one by one",
 }
 
 

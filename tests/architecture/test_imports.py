@@ -65,7 +65,7 @@ HOMES = {
     "mlflow": ["tracking/mlflow.py"],
     "trackio": ["tracking/trackio.py"],
     "peft": ["models/lora.py"],
-    "triton": ["models/triton/linear_logprob.py", "rollout/builtin/cuda/kernels.py"],
+    "triton": ["models/triton/linear_logprob.py", "rollout/builtin/cuda"],
     "math_verify": ["rewards/math_answer.py"],
     "reasoning_gym": ["rewards/reasoning_gym.py", "data/reasoning_gym.py"],
     "fsspec": ["storage.py"],

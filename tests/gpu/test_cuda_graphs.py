@@ -90,3 +90,43 @@ def test_a_second_generation_captures_nothing_and_sleep_frees_all(tmp_path: Path
     case.rollout.load_weights(case.weights())
     asleep_between = case.rollout.generate_sequences(prompts_of(harness), sampling)
     assert torch.equal(first.responses.values, asleep_between.responses.values)
+
+
+def test_decode_steps_are_fused(tmp_path: Path) -> None:
+    """The small kernels round like the model: the fused forward passes its comparison in bfloat16 and float32."""
+    for family in ("qwen2", "qwen3", "llama", "mistral"):
+        for dtype in ("float32", "bfloat16"):
+            case = RolloutHarness(Recorded, tmp_path, "cuda").case(family, FAMILIES.get(family, {}), dtype=dtype)
+            case.rollout.generate_sequences(prompts_of(RolloutHarness(Recorded, tmp_path, "cuda")), SamplingParams(24))
+            rollout: Any = case.rollout
+            assert rollout.graphs.fused.reason is None, (family, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_small_kernels_round_like_the_model(dtype: torch.dtype) -> None:
+    from camshaft.models.cpu import rms_norm
+    from camshaft.rollout.builtin.cuda import fused_kernels
+
+    x, residual, weight = (
+        torch.randn(*shape, device="cuda").to(dtype) for shape in ((256, 1536), (256, 1536), (1536,))
+    )
+    total, normed = fused_kernels.add_rms_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, x + residual)
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(normed, rms_norm(total, weight, 1e-6), rtol=2 * step, atol=step)
+    gate, up = torch.randn(256, 2 * 8960, device="cuda").to(dtype).split(8960, dim=-1)
+    expected = torch.nn.functional.silu(gate) * up
+    torch.testing.assert_close(fused_kernels.silu_mul(gate, up), expected, rtol=2 * step, atol=step)
+
+
+def test_sampling_kernel_inverts_the_cdf() -> None:
+    from camshaft.rollout.builtin.cuda.sampling import draw
+
+    logits = torch.randn(256, 151_936, device="cuda").mul(2)
+    uniforms = torch.rand(256, device="cuda", dtype=torch.float64)
+    tokens, log_probs = draw(logits, uniforms, 0.8)
+    exact = (logits.double() / 0.8).log_softmax(-1)
+    torch.testing.assert_close(log_probs.double(), exact.gather(1, tokens[:, None])[:, 0], rtol=1e-5, atol=1e-5)
+    upper = exact.exp().cumsum(-1).gather(1, tokens[:, None])[:, 0]
+    lower = upper - log_probs.double().exp()
+    assert bool(((lower - 1e-6 <= uniforms) & (uniforms <= upper + 1e-6)).all())

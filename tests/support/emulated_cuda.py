@@ -428,16 +428,18 @@ def _patches() -> Iterator[Any]:
     if os.environ.get("TRITON_INTERPRET") != "1":
         yield mock.patch("camshaft.models.linear_logprob.supports_triton", return_value=False)
         yield mock.patch("camshaft.rollout.builtin.cuda.graphs.supports_triton", return_value=False)
+        yield mock.patch("camshaft.rollout.builtin.scheduler.supports_triton", return_value=False)
         return
     from camshaft.models.triton import linear_logprob
-    from camshaft.rollout.builtin.cuda import kernels
+    from camshaft.rollout.builtin.cuda import fused_kernels, kernels, sampling
 
     def launch_on_tile(kernel: Any, grid: Any, logits: Tensor, *rest: Any, **constants: Any) -> None:
         block = linear_logprob._block(logits.shape[1])
         _launch_triton(kernel, grid, logits, *rest, **constants, BLOCK=block, num_warps=linear_logprob.WARPS)
 
     yield fixed_dot()
-    yield mock.patch.object(kernels, "_launch", _launch_triton)
+    for module in (kernels, fused_kernels, sampling):
+        yield mock.patch.object(module, "_launch", _launch_triton)
     yield mock.patch.object(linear_logprob, "_launch", launch_on_tile)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from camshaft import digest as module
-from camshaft.digest import BLOCK, digest
+from camshaft.digest import BLOCK, Digests, digest
 
 
 def in_plain_python(tensor: Tensor) -> int:
@@ -97,3 +97,13 @@ def test_weights_that_are_trained_have_digests_too() -> None:
     with torch.no_grad():
         weight += 1
     assert digest(weight) == digest(torch.full((4,), 2.0))
+
+
+def test_many_digests_equal_single_ones_although_the_tensors_change() -> None:
+    tensors = {f"{size}": torch.randn(size) for size in (0, 1, 70_000, 3)}
+    expected = {name: digest(tensor) for name, tensor in tensors.items()}
+    digests = Digests()
+    for name, tensor in tensors.items():
+        digests.add(name, tensor)
+        tensor.zero_()
+    assert digests.numbers() == expected

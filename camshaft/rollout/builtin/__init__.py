@@ -4,6 +4,9 @@
 - `scheduler`: continuous batching of the rows of one call
 - `routed_experts`: expert choices of a mixture of experts
 - `kv_cache`: KV cache of unfinished rows and attention over it
+- `decode_trace`: traces a decode step and verifies a fast forward
+- `tracer`: traces a forward into an operator graph
+- `graph_nodes`: matches and replaces nodes of operator graphs
 - `cpu/`: traced forward and packed weights for decode steps on a CPU
 - `cuda/`: CUDA graphs and Triton kernels for decode steps on a GPU
 """

@@ -1,7 +1,7 @@
 """Trace the decode step of a model into an operator graph, and verify a forward that was built from the graph.
 
-    graph = trace_decode_step(hf, device)                    # inputs: tokens, positions, mask, slots, rows
-    verified = verify(hf, forward, device, tolerance=1e-4)   # raises TraceError if the logits differ
+    graph = trace_decode_step(hf, device)                       # inputs: tokens, positions, mask, slots, rows
+    verified = verify(forward, eager, device, tolerance=1e-4)   # raises TraceError if the logits differ
 
 The fast forwards of `cpu/` and `cuda/` use this module.
 """
@@ -26,12 +26,6 @@ CHECKED_ROWS = (1, 2, 7)
 """Batch sizes for which a forward is compared with the model's own forward."""
 
 
-def eager_step(hf: PreTrainedModel, tokens: Tensor, positions: Tensor, slots: Slots) -> Tensor:
-    """Run the model's own forward on one token per row."""
-    kwargs: dict[str, Any] = {"attention_mask": no_mask(tokens.device), "slots": slots, "use_cache": False}
-    return hf(input_ids=tokens[:, None], position_ids=positions[:, None], **kwargs).logits[:, -1]
-
-
 def trace_decode_step(hf: PreTrainedModel, device: torch.device) -> Graph:
     """Trace the model's own forward on one token per row; raise `TraceError` if this is not possible."""
     names = ("tokens", "positions", "mask", "slots")
@@ -47,15 +41,15 @@ def trace_decode_step(hf: PreTrainedModel, device: torch.device) -> Graph:
 
 
 @torch.inference_mode()
-def verify(hf: PreTrainedModel, forward: Forward, device: torch.device, tolerance: float) -> bool:
-    """Compare `forward` with the model's own forward; raise `TraceError` if the logits differ.
+def verify(forward: Forward, eager: Forward, device: torch.device, tolerance: float) -> bool:
+    """Compare `forward` with `eager`, the model's own forward; raise `TraceError` if the logits differ.
 
     `tolerance` is relative to the largest absolute logit. Return False if the model's logits are not finite, because
     the comparison then shows nothing.
     """
     for rows in CHECKED_ROWS:
         inputs = _sample_inputs(rows, device)
-        expected, logits = eager_step(hf, *inputs, _NoCache()), forward(*inputs, _NoCache())
+        expected, logits = eager(*inputs, _NoCache()), forward(*inputs, _NoCache())
         if not expected.isfinite().all():
             return False
         difference, scale = float((expected - logits).abs().max()), float(expected.abs().max())

@@ -169,3 +169,24 @@ def test_engine_kwargs_are_for_other_generators(name: str) -> None:
 
     with pytest.raises(RolloutError, match=r"accept no engine_kwargs, got \{'enforce_eager': True\}"):
         build_rollout(name, RolloutEngineConfig(model_path=str(tiny_folder()), engine_kwargs={"enforce_eager": True}))
+
+
+def test_joined_weights_share_one_tensor_that_loads_write_to() -> None:
+    model, real = borrowed(tiny_folder()), owner(tiny_folder())
+    layer = "model.layers.0.self_attn"
+    names = [f"{layer}.{part}_proj.weight" for part in "qkv"]
+    model.load(real.named_parameters(), copy=True)
+    model.join([names])
+    joined = model.joined(names)
+    for _ in range(2):
+        expected = torch.cat([real.get_parameter(name) for name in names])
+        assert torch.equal(joined, expected)
+        assert torch.equal(torch.cat([model.hf.get_parameter(name) for name in names]), expected)
+        for parameter in real.parameters():
+            parameter.data.add_(1)
+        model.load(real.named_parameters(), copy=True)
+    model.sleep()
+    model.wake_up()
+    model.load(real.named_parameters(), copy=True)
+    assert model.joined(names) is not joined
+    assert torch.equal(model.joined(names), torch.cat([real.get_parameter(name) for name in names]))

@@ -36,7 +36,7 @@ from camshaft.rollout.builtin.cpu.linears import (
     packed_linears,
     select_product,
 )
-from camshaft.rollout.builtin.decode_trace import Forward, eager_step, trace_decode_step, verify
+from camshaft.rollout.builtin.decode_trace import Forward, trace_decode_step, verify
 from camshaft.rollout.builtin.tracer import TraceError, named_members
 
 CPU = torch.device("cpu")
@@ -67,7 +67,8 @@ class Decoder:
 
     def eager(self, tokens: Tensor, positions: Tensor, slots: Slots) -> Tensor:
         """Run the model's own forward."""
-        return eager_step(self.hf, tokens, positions, slots)
+        kwargs: dict[str, Any] = {"attention_mask": no_mask(tokens.device), "slots": slots, "use_cache": False}
+        return self.hf(input_ids=tokens[:, None], position_ids=positions[:, None], **kwargs).logits[:, -1]
 
     def _trace_once(self) -> None:
         if self._traced is not None or self.reason is not None:
@@ -89,7 +90,7 @@ class Decoder:
         graph = trace_decode_step(self.hf, CPU)
         fuse(graph)
         traced = _TracedForward(graph, self.hf)
-        return traced if verify(self.hf, traced.bind(self.hf), CPU, TOLERANCE) else None
+        return traced if verify(traced.bind(self.hf), self.eager, CPU, TOLERANCE) else None
 
 
 def has_hooks(hf: nn.Module) -> bool:

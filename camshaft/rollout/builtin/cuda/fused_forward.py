@@ -1,6 +1,6 @@
 """A model's forward on one token per row with fused operators, for decode steps on a GPU.
 
-    fused = FusedForward(model)
+    fused = FusedForward(model, eager)
     forward = fused.bind()                          # the model's own forward if it cannot be traced
     logits = forward(tokens, positions, step)       # (B, V); `step` is a `TritonDecodeStep`
 
@@ -18,7 +18,6 @@ model's own forward, `reason` contains the reason, and `bind` returns the model'
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
@@ -33,7 +32,7 @@ from torch.fx import Graph, Node
 from camshaft.models.attention import Slots, no_mask
 from camshaft.rollout.builtin.cuda.fused_kernels import add_rms_norm, rms_norm, silu_mul
 from camshaft.rollout.builtin.cuda.kernels import TritonDecodeStep
-from camshaft.rollout.builtin.decode_trace import Forward, eager_step, trace_decode_step, verify
+from camshaft.rollout.builtin.decode_trace import Forward, trace_decode_step, verify
 from camshaft.rollout.builtin.graph_nodes import (
     is_call,
     match_rms_scale,
@@ -56,9 +55,9 @@ logger = logging.getLogger(__name__)
 class FusedForward:
     """The fused forward of one model on one token per row."""
 
-    def __init__(self, model: SharedModel):
-        self.model = model
-        self.eager: Forward = functools.partial(eager_step, model.hf)
+    def __init__(self, model: SharedModel, eager: Forward):
+        """`eager` is the model's own forward."""
+        self.model, self.eager = model, eager
         self.reason: str | None = None
         """Why `bind` returns the model's own forward, or None."""
         self._function: Any = None
@@ -85,7 +84,7 @@ class FusedForward:
         groups = [node.target for node in graph.nodes if node.op == "get_attr" and SEPARATOR in node.target]
         model.join([target.split(SEPARATOR) for target in dict.fromkeys(groups)])
         self._compile(graph)
-        if not verify(model.hf, self._bound(), model.device, TOLERANCES[dtypes.pop()]):
+        if not verify(self._bound(), self.eager, model.device, TOLERANCES[dtypes.pop()]):
             self._function = None  # the logits are not finite, so this is tried again with other weights
 
     def _compile(self, graph: Graph) -> None:

@@ -124,7 +124,7 @@ class CUDAGraphDecoder:
             return None
         from camshaft.rollout.builtin.cuda.fused_forward import FusedForward
 
-        return FusedForward(self.model)
+        return FusedForward(self.model, self.eager)
 
     @contextmanager
     def prepare(self, num_rows: int, num_steps: int) -> Iterator[Forward]:

@@ -1,0 +1,202 @@
+"""Parts of `gpu.py` that run on the whole system or on one kernel: weight syncs, offloading, GRPO steps, kernels.
+
+    sync_rows(job), steps_rows(job), kernel_rows(job)     # lists of {"what": ..., "measured": ..., numbers}
+
+A weight sync is `rollout_mode`, as in a run. It includes the checksums on both sides. Offloading is repeated, because
+the first copy to the host also allocates pinned memory. A GRPO step has the phases of the metrics of a run.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from camshaft_side import ActorUpdate, Steps
+from gpu_model import rows_of, settings
+from gpu_parts import NEEDS_CUDA, Job, synchronize
+from transformers import Qwen2Config
+
+from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.data import write_arithmetic
+from camshaft.models.attention import packed_attention, packed_kwargs
+from camshaft.models.packing import Packing
+from camshaft.reshard import rollout_mode
+from camshaft.rollout.builtin.kv_cache import KVCache
+from camshaft.rollout.builtin.rollout import TorchRollout
+from camshaft.rollout.process.rollout import ProcessRollout
+
+SYNCS = 3
+"""Weight syncs and moves, of which the last is reported."""
+
+PHASES = ("gen", "old_log_prob", "update_actor", "sync")
+
+COMPILE = "actor_rollout_ref.actor.use_torch_compile"
+
+
+def sync_rows(job: Job) -> list[dict[str, Any]]:
+    """Measure syncs from the sharded engine to the built-in generator, and offloading."""
+    side = ActorUpdate(job.folder, **(settings(job.size, job.device, job.dtype) | {COMPILE: False}))
+    engine: Any = side.actor.engine
+    rows = [_synced(job, engine, kind) for kind in (TorchRollout, ProcessRollout)]
+    side.update(rows_of(job.size, 1))  # creates the state of the optimizer
+    return [*rows, *(_moved(job, engine, part) for part in ("model", "optimizer"))]
+
+
+def _synced(job: Job, engine: Any, kind: type[TorchRollout] | type[ProcessRollout]) -> dict[str, Any]:
+    config: Any = {"model_path": str(job.folder), "dtype": job.dtype, "device": job.device, "max_model_len": 64}
+    rollout = kind(RolloutEngineConfig(**config, enforce_eager=not job.on_cuda))
+    rollout.sleep()
+    for _ in range(SYNCS):
+        with rollout_mode(engine, rollout) as sync:
+            pass
+    row = {"gigabytes": sync.bytes / 1e9, "seconds": sync.seconds, "check_seconds": sync.check_seconds}
+    row["gb_per_second"] = row["gigabytes"] / (sync.seconds - sync.check_seconds)
+    form = "{seconds:.3f} s, of which {check_seconds:.3f} s for checksums; {gb_per_second:.1f} GB/s without them"
+    return {"what": f"sync to {kind.__name__}", "measured": form.format(**row), **row}
+
+
+def _moved(job: Job, engine: Any, part: str) -> dict[str, Any]:
+    if not job.on_cuda:
+        return {"what": f"offload of the {part}", "measured": NEEDS_CUDA}
+    parts = {"model": part == "model", "optimizer": part == "optimizer"}
+    times: dict[str, list[float]] = {"down": [], "up": []}
+    for _ in range(SYNCS):
+        for name, target in (("down", "cpu"), ("up", job.device)):
+            synchronize(job.device)
+            start = time.perf_counter()
+            engine.to(target, **parts)
+            synchronize(job.device)
+            times[name].append(time.perf_counter() - start)
+    row = {"first_down": times["down"][0], "down": times["down"][-1], "up": times["up"][-1]}
+    form = "to the host {down:.2f} s ({first_down:.2f} s the first time), back {up:.2f} s"
+    return {"what": f"offload of the {part}", "measured": form.format(**row), **row}
+
+
+def steps_rows(job: Job) -> list[dict[str, Any]]:
+    """Measure GRPO steps by phase: 64 prompts, 8 responses of 512 tokens each."""
+    prompts, answer, budget = (64, 512, 32_768) if job.on_cuda else (4, 8, 2048)
+    write_arithmetic(job.folder / "sums", left=(0, 999), right=(0, 999), num_train=4 * prompts, num_heldout=16)
+    actor, rollout = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+    more = {
+        f"{actor}.strategy": "fsdp",
+        f"{actor}.fsdp_config.mixed_precision.param_dtype": "null" if job.dtype == "float32" else job.dtype,
+        f"{actor}.ppo_max_token_len_per_gpu": budget,
+        f"{actor}.ppo_mini_batch_size": prompts // 2,
+        COMPILE: False,
+        f"{rollout}.n": 8,
+        f"{rollout}.dtype": job.dtype,
+        f"{rollout}.enforce_eager": not job.on_cuda,
+        f"{rollout}.ignore_eos": True,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "data.train_files": job.folder / "sums" / "train.parquet",
+        "data.train_batch_size": prompts,
+        "data.max_prompt_length": 64 if job.on_cuda else 16,
+        "data.max_response_length": answer,
+        "trainer.device": job.device,
+    }
+    steps = Steps(job.folder, learning_rate=1e-6, **more)
+    timings = [steps.step() for _ in range(3)][1:]  # the first step compiles kernels
+    row: dict[str, Any] = {
+        name: statistics.mean(step[f"timing_s/{name}"] for step in timings) for name in (*PHASES, "step")
+    }
+    row["measured"] = "{step:.1f} s: ".format(**row) + ", ".join(f"{name} {row[name]:.2f} s" for name in PHASES)
+    return [{"what": f"GRPO step, {prompts} prompts x 8 x {answer} tokens", **row}]
+
+
+# -- kernels --------------------------------------------------------------------------------------
+
+
+def kernel_rows(job: Job) -> list[dict[str, Any]]:
+    """Measure single kernels: attention over the KV cache, sampling, and variable-length attention."""
+    if not job.on_cuda:
+        return [{"what": "kernels", "measured": NEEDS_CUDA}]
+    attention = [_cache_attention(job, rows, length) for rows, length in ((256, 768), (64, 4096), (16, 768))]
+    return [*attention, _sampling(job), _packed_attention(job)]
+
+
+def _replayed(run: Callable[[], Any], device: str, calls: int = 10) -> float:
+    """Return the seconds of one call, replayed in a CUDA graph."""
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(calls):
+            run()
+    return _median(graph.replay, device) / calls
+
+
+def _median(run: Callable[[], Any], device: str, times: int = 7) -> float:
+    run()
+    seconds = []
+    for _ in range(times):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        run()
+        stop.record()
+        synchronize(device)
+        seconds.append(start.elapsed_time(stop) / 1000)
+    return statistics.median(seconds)
+
+
+def _cache_attention(job: Job, rows: int, length: int) -> dict[str, Any]:
+    from camshaft.rollout.builtin.cuda.kernels import TritonDecodeStep
+
+    shape, layer = job.size.shape, SimpleNamespace(layer_idx=0)
+    dim = shape.hidden // shape.heads
+    cache = KVCache(Qwen2Config(num_hidden_layers=1), length)
+    cache.reserve(rows, length)
+    query, key, value = (
+        torch.randn(rows, heads, 1, dim, device=job.device, dtype=torch.bfloat16)
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    for block in cache.layer(layer, key, value):  # pyright: ignore[reportArgumentType]
+        block.normal_()
+    positions = torch.randint(length // 2, length, (rows,), device=job.device)
+    step: Any = TritonDecodeStep(cache, positions)
+    seconds = _replayed(lambda: step.attend(layer, query, key, value, dim**-0.5, None), job.device)
+    read = 2 * int((positions + 1).sum()) * shape.kv_heads * dim * 2
+    row = {"microseconds": 1e6 * seconds, "of_copy_rate": read / seconds / job.rates.copy}
+    measured = "{microseconds:.0f} µs, {of_copy_rate:.0%} of the copy rate".format(**row)
+    return {"what": f"attention over the KV cache, {rows} rows of up to {length} tokens", "measured": measured, **row}
+
+
+def _sampling(job: Job) -> dict[str, Any]:
+    from camshaft.rollout.builtin.cuda import sampling
+    from camshaft.rollout.sampling import draw, restrict
+
+    rows, size = job.size.batch, job.size.shape.vocab_size
+    logits = torch.randn(rows, size, device=job.device, dtype=torch.bfloat16)
+    uniforms = torch.rand(rows, device=job.device, dtype=torch.float64)
+    row = {
+        "microseconds": 1e6 * _replayed(lambda: sampling.draw(logits, uniforms, 0.8), job.device),
+        "torch_microseconds": 1e6 * _median(lambda: draw(restrict(logits, 0.8), uniforms), job.device),
+    }
+    measured = "{microseconds:.0f} µs; operators of torch {torch_microseconds:.0f} µs".format(**row)
+    return {"what": f"sampling of {rows} x {size} logits", "measured": measured, **row}
+
+
+def _packed_attention(job: Job) -> dict[str, Any]:
+    shape, packing = job.size.shape, Packing([4096, 1000, 777, 8192, 1, 2318])
+    dim = shape.hidden // shape.heads
+    query, key, value = (
+        torch.randn(1, heads, packing.size, dim, device=job.device, dtype=torch.bfloat16).requires_grad_()
+        for heads in (shape.heads, shape.kv_heads, shape.kv_heads)
+    )
+    kwargs, module = packed_kwargs(packing, job.device), torch.nn.Identity()
+
+    def forward() -> torch.Tensor:
+        return packed_attention(module, query, key, value, scaling=dim**-0.5, **kwargs)[0]
+
+    def both() -> None:
+        out = forward()
+        torch.autograd.grad(out, [query, key, value], torch.ones_like(out))
+
+    with torch.no_grad():
+        once = _median(forward, job.device)
+    work = 4 * shape.heads * dim * sum(n * (n + 1) // 2 for n in packing.lengths)
+    row = {"forward": work / once / 1e12, "backward": 2.5 * work / (_median(both, job.device) - once) / 1e12}
+    measured = "{forward:.0f} TFLOP/s forward, {backward:.0f} backward".format(**row)
+    return {"what": f"attention over packed rows, {packing.size} tokens", "measured": measured, **row}
