@@ -99,7 +99,8 @@ class SharedModel:
         """Allocate the weights of a group next to each other."""
         metas = [self.expected.weights[name].meta for name in group]
         joined = torch.empty((sum(map(len, metas)), *metas[0].shape[1:]), dtype=metas[0].dtype, device=self.device)
-        self._joined[group[0]] = joined
+        if len(group) > 1:
+            self._joined[group[0]] = joined
         return dict(zip(group, joined.split([len(meta) for meta in metas]), strict=True))
 
     @torch.inference_mode(False)  # because later loads write to this memory outside of inference mode
@@ -110,10 +111,10 @@ class SharedModel:
             names = [self.expected.weights[name].names[0] for name in group]
             if names in self._groups:
                 continue
-            self._groups.append(names)
             for name, memory in self._allocate(names).items():
                 _set_tensor(self.hf, self.expected.weights[name], memory.copy_(self._memory[name]))
                 self._memory[name] = memory
+            self._groups.append(names)
 
     def joined(self, group: Sequence[str]) -> Tensor:
         """Return the tensor that contains the weights of a group, concatenated along the first dimension."""

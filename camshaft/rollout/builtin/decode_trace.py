@@ -52,8 +52,10 @@ def verify(forward: Forward, eager: Forward, device: torch.device, tolerance: fl
         expected, logits = eager(*inputs, _NoCache()), forward(*inputs, _NoCache())
         if not expected.isfinite().all():
             return False
+        if expected.shape != logits.shape:
+            raise TraceError(f"traced logits have shape {tuple(logits.shape)}, not {tuple(expected.shape)}")
         difference, scale = float((expected - logits).abs().max()), float(expected.abs().max())
-        if expected.shape != logits.shape or not difference <= tolerance * scale:
+        if not difference <= tolerance * scale:
             raise TraceError(f"traced logits differ by {difference:.1e} from those of the model for {rows} rows")
     return True
 

@@ -178,6 +178,7 @@ def test_joined_weights_share_one_tensor_that_loads_write_to() -> None:
     model.load(real.named_parameters(), copy=True)
     model.join([names])
     joined = model.joined(names)
+    assert list(map(id, model._joined.values())) == [id(joined)]  # no separate copy of a joined weight is kept
     for _ in range(2):
         expected = torch.cat([real.get_parameter(name) for name in names])
         assert torch.equal(joined, expected)

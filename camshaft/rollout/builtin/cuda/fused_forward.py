@@ -69,7 +69,7 @@ class FusedForward:
             try:
                 self._trace()
             except TraceError as error:
-                self._function, self.reason = None, str(error)
+                self.reason = str(error)
                 logger.info("decode steps of %s are not fused: %s", type(self.model.hf).__name__, error)
         return self.eager if self._function is None else self._bound()
 
@@ -84,8 +84,12 @@ class FusedForward:
         groups = [node.target for node in graph.nodes if node.op == "get_attr" and SEPARATOR in node.target]
         model.join([target.split(SEPARATOR) for target in dict.fromkeys(groups)])
         self._compile(graph)
-        if not verify(self._bound(), self.eager, model.device, TOLERANCES[dtypes.pop()]):
-            self._function = None  # the logits are not finite, so this is tried again with other weights
+        verified = False
+        try:
+            verified = verify(self._bound(), self.eager, model.device, TOLERANCES[dtypes.pop()])
+        finally:
+            if not verified:  # if the logits are not finite, this is tried again with other weights
+                self._function = None
 
     def _compile(self, graph: Graph) -> None:
         """Compile the graph to a Python function whose first argument has the weights as attributes."""
