@@ -1,5 +1,7 @@
 """The fused forward of a decode step, run by Triton's interpreter, compared with the model's own forward."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,13 +86,37 @@ def test_new_weights_are_used_after_sleep_and_without(harness: RolloutHarness) -
         assert (next(iter(rollout.model._joined.values())) is joined) == (not asleep)
 
 
-def test_a_wrong_fusion_is_not_used(harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch) -> None:
-    from camshaft.rollout.builtin.cuda import fused_forward
-
-    monkeypatch.setattr(fused_forward, "silu_mul", lambda gate, up: gate * up)
+def test_sleep_frees_the_weights(harness: RolloutHarness) -> None:
     case = harness.case("qwen2")
     generate(harness, case)
-    assert "traced logits differ by" in fused_of(case).reason
+    rollout: Any = case.rollout
+    weights = [weakref.ref(tensor) for tensor in rollout.model._joined.values()]
+    rollout.sleep()
+    gc.collect()
+    assert weights
+    assert not any(weight() is not None for weight in weights)
+
+
+WRONG: dict[str, tuple[str, Any, str]] = {
+    "activation": ("silu_mul", lambda gate, up: gate * up, "traced logits differ by"),
+    "rotation": (
+        "attend_rotated",
+        lambda slots, module, query, key, value, rotation, *options: slots.attend(module, query, key, value, *options),
+        "traced logits differ by",
+    ),
+    "failure": ("rms_norm", lambda *_: 1 / 0, "ZeroDivisionError: division by zero"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_fusion_is_not_used(wrong: str, harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch) -> None:
+    from camshaft.rollout.builtin.cuda import fused_forward
+
+    name, replacement, reason = WRONG[wrong]
+    monkeypatch.setattr(fused_forward, name, replacement)
+    case = harness.case("qwen2")
+    generate(harness, case)
+    assert reason in fused_of(case).reason
 
 
 def test_a_model_that_cannot_be_traced_is_not_fused(harness: RolloutHarness) -> None:

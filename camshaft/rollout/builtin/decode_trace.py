@@ -1,6 +1,6 @@
 """Trace the decode step of a model into an operator graph, and verify a forward that was built from the graph.
 
-    graph = trace_decode_step(hf, device)                       # inputs: tokens, positions, mask, slots, rows
+    graph = trace_decode_step(hf, device)                       # inputs: tokens, positions, mask, slots, number of rows
     verified = verify(forward, eager, device, tolerance=1e-4)   # raises TraceError if the logits differ
 
 The fast forwards of `cpu/` and `cuda/` use this module.
@@ -61,17 +61,23 @@ def verify(forward: Forward, eager: Forward, device: torch.device, tolerance: fl
 
 
 class _NoCache:
-    """Substitute for the KV cache in which each token attends only to itself, weighted by its query and key."""
+    """Substitute for the KV cache that returns the value of each token, weighted by its query and key.
+
+    The weight is not the product of query and key, because a rotary embedding rotates both by the same angle, so their
+    product would not show an error of it.
+    """
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
     ) -> Tensor:
         groups = query.shape[1] // key.shape[1]
-        weight = (query * key.repeat_interleave(groups, 1)).sum(-1, keepdim=True).mul(scaling).sigmoid()
+        ramp = torch.linspace(-1, 1, query.shape[-1], dtype=query.dtype, device=query.device)
+        difference = query - key.repeat_interleave(groups, 1)
+        weight = (difference * ramp).sum(-1, keepdim=True).mul(scaling).sigmoid()
         return (weight * value.repeat_interleave(groups, 1)).transpose(1, 2)
 
 
 def _sample_inputs(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return tokens (rows,) and positions (rows,), each without duplicates."""
-    numbers = torch.arange(rows, device=device)
-    return numbers + 1, numbers.flip(0)
+    numbers = torch.arange(rows, device=device) + 1
+    return numbers, numbers.flip(0)

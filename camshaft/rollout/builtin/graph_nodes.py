@@ -48,7 +48,7 @@ def replace(node: Node, func: Callable[..., Any], *args: Any) -> Node:
 
 
 def merge_equal_calls(graph: Graph) -> None:
-    """Merge calls of the same operator with equal arguments. No traced operator writes in place or is random."""
+    """Merge calls of the same operator with equal arguments. Only `attend`, which writes to the KV cache, is kept."""
     nodes: dict[Any, Node] = {}
     for node in list(graph.nodes):
         if node.op != "call_function" or name_of(node) == "attend":
@@ -61,21 +61,21 @@ def merge_equal_calls(graph: Graph) -> None:
 
 def remove_unit_scale(node: Node) -> None:
     """Remove the multiplication of rotary sines and cosines by 1."""
-    wave: Any = node.args[0] if is_call(node, "mul") else None
-    if node.args[1:] == (1.0,) and (is_call(wave, "cos") or is_call(wave, "sin")):
+    if not is_call(node, "mul") or node.args[1:] != (1.0,):
+        return
+    wave: Any = node.args[0]
+    if is_call(wave, "cos") or is_call(wave, "sin"):
         node.replace_all_uses_with(wave)
 
 
 def match_rms_scale(node: Any) -> tuple[Node, float] | None:
     """Return x and eps if `node` is x * rsqrt(mean(x^2) + eps)."""
     for x, scale in operand_orders(node, "mul"):
-        if not is_call(scale, "rsqrt") or not is_call(scale.args[0], "add"):
-            continue
-        mean, eps = scale.args[0].args
-        if not is_call(mean, "mean") or (*mean.args[1:], *mean.kwargs.values()) != (-1, True):
-            continue
-        if isinstance(eps, float) and is_call(mean.args[0], "pow") and mean.args[0].args == (x, 2):
-            return x, eps
+        for mean, eps in operand_orders(scale.args[0], "add") if is_call(scale, "rsqrt") else ():
+            if not is_call(mean, "mean") or (*mean.args[1:], *mean.kwargs.values()) != (-1, True):
+                continue
+            if isinstance(eps, float) and is_call(mean.args[0], "pow") and mean.args[0].args == (x, 2):
+                return x, eps
     return None
 
 

@@ -153,6 +153,22 @@ def named_members(hf: nn.Module) -> dict[str, Any]:
     }
 
 
+def compile_graph(graph: Graph) -> tuple[Callable[..., Tensor], dict[str, str]]:
+    """Compile a graph to a function whose first argument has weights and modules as attributes.
+
+    Also return a map from each attribute to the name of the weight or module.
+    """
+    names: dict[str, str] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr":
+            name, node.target = str(node.target), f"member{len(names)}"
+            names[node.target] = name
+    code = graph.python_code("self")
+    scope = dict(code.globals)
+    exec(code.src, scope)
+    return scope["forward"], names
+
+
 class _GraphMerger:
     """Merge the recorded calls of two runs into one graph."""
 

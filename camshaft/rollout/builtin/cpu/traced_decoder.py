@@ -37,7 +37,7 @@ from camshaft.rollout.builtin.cpu.linears import (
     select_product,
 )
 from camshaft.rollout.builtin.decode_trace import Forward, trace_decode_step, verify
-from camshaft.rollout.builtin.tracer import TraceError, named_members
+from camshaft.rollout.builtin.tracer import TraceError, compile_graph, named_members
 
 CPU = torch.device("cpu")
 
@@ -102,7 +102,6 @@ class _TracedForward:
     """An operator graph compiled to a Python function. `bind` looks up the weights."""
 
     def __init__(self, graph: Graph, hf: nn.Module):
-        self.members: dict[str, str] = {}
         self.linears: dict[str, str] = {}
         members = named_members(hf)
         layers = {
@@ -118,14 +117,7 @@ class _TracedForward:
                     node.op, node.target, node.args = "call_module", f"linear{len(self.linears)}", node.args[:1]
                     self.linears[node.target] = layer
         graph.eliminate_dead_code(lambda node: node.op in ("placeholder", "output"))
-        for node in graph.nodes:
-            if node.op == "get_attr":
-                name, node.target = node.target, f"member{len(self.members)}"
-                self.members[node.target] = name
-        code = graph.python_code("self")
-        scope = dict(code.globals)
-        exec(code.src, scope)
-        self.function: Any = scope["forward"]
+        self.function, self.members = compile_graph(graph)
 
     def bind(self, hf: nn.Module) -> Forward:
         """Return a forward that uses the current weights of `hf` and their packed copies."""

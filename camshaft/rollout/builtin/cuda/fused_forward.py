@@ -12,15 +12,16 @@ first call of `bind` traces the forward and fuses operators, which it finds by t
 - The rotary embedding becomes part of the kernel that stores the key and value.
 - silu(gate) * up becomes one kernel.
 
-The kernels round where the operators of the model round. If tracing fails, or if the logits differ from those of the
-model's own forward, `reason` contains the reason, and `bind` returns the model's own forward.
+The kernels round intermediate results to the same dtypes as the operators that they replace. If an error occurs, or if
+the logits differ from those of the model's own forward, `reason` contains the reason, and `bind` returns the model's
+own forward.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,11 +44,16 @@ from camshaft.rollout.builtin.graph_nodes import (
     replace,
     without_cast,
 )
-from camshaft.rollout.builtin.tracer import TraceError, named_members
+from camshaft.rollout.builtin.tracer import TraceError, compile_graph, named_members
 from camshaft.rollout.shared_model import SharedModel
 
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 """Maximum difference of logits, relative to the largest absolute logit, for each supported dtype of the weights."""
+
+SEPARATOR = "+"
+"""Separates the names of joined weights in the target of a node."""
+
+Function = Callable[..., Tensor]
 
 logger = logging.getLogger(__name__)
 
@@ -60,63 +66,45 @@ class FusedForward:
         self.model, self.eager = model, eager
         self.reason: str | None = None
         """Why `bind` returns the model's own forward, or None."""
-        self._function: Any = None
-        self._attributes: dict[str, str] = {}  # from names in the code to names of weights, buffers and modules
+        self._compiled: tuple[Function, dict[str, str]] | None = None  # the results of `compile_graph`
 
     def bind(self) -> Forward:
         """Return a forward that uses the current weights."""
-        if self._function is None and self.reason is None:
+        if self._compiled is None and self.reason is None:
             try:
-                self._trace()
-            except TraceError as error:
-                self.reason = str(error)
-                logger.info("decode steps of %s are not fused: %s", type(self.model.hf).__name__, error)
-        return self.eager if self._function is None else self._bound()
+                self._compiled = self._trace()
+            except Exception as error:  # a model that cannot be fused generates with its own forward
+                self.reason = str(error) if isinstance(error, TraceError) else f"{type(error).__name__}: {error}"
+                logger.info("decode steps of %s are not fused: %s", type(self.model.hf).__name__, self.reason)
+        return self.eager if self._compiled is None else self._bind(*self._compiled)
 
-    def _trace(self) -> None:
-        """Trace the forward, fuse operators, and compare the result with the model."""
+    def _trace(self) -> tuple[Function, dict[str, str]] | None:
+        """Trace the forward, fuse operators, and compare the result with the model.
+
+        Return None if the model's logits are not finite. Other weights may then be tried.
+        """
         model = self.model
         dtypes = {parameter.dtype for parameter in model.hf.parameters()}
         if len(dtypes) != 1 or not dtypes <= TOLERANCES.keys():
             raise TraceError(f"weights of the dtypes {', '.join(sorted(map(str, dtypes)))} are not supported")
         graph = trace_decode_step(model.hf, model.device)
         fuse(graph, named_members(model.hf))
-        groups = [node.target for node in graph.nodes if node.op == "get_attr" and SEPARATOR in node.target]
-        model.join([target.split(SEPARATOR) for target in dict.fromkeys(groups)])
-        self._compile(graph)
-        verified = False
-        try:
-            verified = verify(self._bound(), self.eager, model.device, TOLERANCES[dtypes.pop()])
-        finally:
-            if not verified:  # if the logits are not finite, this is tried again with other weights
-                self._function = None
+        function, names = compile_graph(graph)
+        model.join([name.split(SEPARATOR) for name in names.values() if SEPARATOR in name])
+        forward = self._bind(function, names)
+        return (function, names) if verify(forward, self.eager, model.device, TOLERANCES[dtypes.pop()]) else None
 
-    def _compile(self, graph: Graph) -> None:
-        """Compile the graph to a Python function whose first argument has the weights as attributes."""
-        self._attributes = {}
-        for node in graph.nodes:
-            if node.op == "get_attr":
-                name, node.target = node.target, f"member{len(self._attributes)}"
-                self._attributes[node.target] = name
-        code = graph.python_code("self")
-        scope = dict(code.globals)
-        exec(code.src, scope)
-        self._function = scope["forward"]
-
-    def _bound(self) -> Forward:
+    def _bind(self, function: Function, names: dict[str, str]) -> Forward:
         members = named_members(self.model.hf)
         values = {
             attribute: self.model.joined(name.split(SEPARATOR)) if SEPARATOR in name else members[name]
-            for attribute, name in self._attributes.items()
+            for attribute, name in names.items()
         }
-        namespace, mask, function = SimpleNamespace(**values), no_mask(self.model.device), self._function
+        namespace, mask = SimpleNamespace(**values), no_mask(self.model.device)
         return lambda tokens, positions, slots: function(namespace, tokens, positions, mask, slots, len(tokens))
 
 
 # -- fusions --------------------------------------------------------------------------------------
-
-SEPARATOR = "+"
-"""Separates the names of joined weights in the target of a node."""
 
 
 def fuse(graph: Graph, members: dict[str, Any]) -> None:
@@ -138,19 +126,17 @@ def _join_linears(graph: Graph, members: dict[str, Any]) -> None:
     for node in graph.nodes:
         if is_call(node, "linear") and not node.kwargs and all(map(_is_weight, node.args[1:])):
             by_input[node.args[0]].append(node)
+    joined: set[Node] = set()  # a weight can be adjacent to the weights of one group only
     for x, nodes in by_input.items():
-        columns: Any = zip(*((*node.args, None)[1:3] for node in nodes), strict=True)
-        weights, biases = columns
-        if len(nodes) < 2 or len(set(weights)) < len(nodes) or len({bias is None for bias in biases}) > 1:
+        weights: list[Any] = [node.args[1] for node in nodes]
+        biases: list[Any] = [node.args[2] if len(node.args) > 2 else None for node in nodes]
+        parts = [part for part in (*weights, *biases) if part is not None]
+        is_mixed = len({bias is None for bias in biases}) > 1
+        if len(nodes) < 2 or is_mixed or len(set(parts)) < len(parts) or joined.intersection(parts):
             continue
+        joined.update(parts)
         with graph.inserting_before(nodes[0]):
-            joined = [
-                None
-                if parts[0] is None
-                else graph.create_node("get_attr", SEPARATOR.join(part.target for part in parts))
-                for parts in (weights, biases)
-            ]
-            product = graph.call_function(F.linear, (x, *joined))
+            product = graph.call_function(F.linear, (x, _join(graph, weights), _join(graph, biases)))
         start = 0
         for node, weight in zip(nodes, weights, strict=True):
             size = len(members[weight.target])
@@ -158,7 +144,7 @@ def _join_linears(graph: Graph, members: dict[str, Any]) -> None:
             start += size
 
 
-def _joined(graph: Graph, weights: Sequence[Any]) -> Node | None:
+def _join(graph: Graph, weights: Sequence[Any]) -> Node | None:
     """Return the node of joined weights, or None for layers without a bias."""
     if weights[0] is None:
         return None

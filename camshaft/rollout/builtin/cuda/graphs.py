@@ -141,7 +141,10 @@ class CUDAGraphDecoder:
         weights = tensor_layouts(self.hf)
         if weights != self._weights:  # if equal, keep the old object, which makes the comparison in each step fast
             self._weights = weights
-        yield functools.partial(self._forward, num_rows)
+        try:
+            yield functools.partial(self._forward, num_rows)
+        finally:
+            self.captured = self.eager  # a bound forward would keep the weights alive after `sleep`
 
     def release(self) -> None:
         """Free all graphs and their memory."""

@@ -41,8 +41,7 @@ def draw(scores: Tensor, uniforms: Tensor, temperature: float = 1.0) -> tuple[Te
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    if grid[0]:
-        kernel[grid](*args, **options)
+    kernel[grid](*args, **options)
 
 
 @triton.jit
@@ -85,12 +84,13 @@ def _select(
     counts = (shares.to(tl.float64) * scale).to(tl.int64)
     cdf = tl.cumsum(counts, 0)
     uniform = tl.load(uniforms + row)
-    point = (uniform * tl.sum(counts, 0).to(tl.float64)).to(tl.int64)
+    total = tl.sum(counts, 0)
+    point = tl.minimum((uniform * total.to(tl.float64)).to(tl.int64), total - 1)
     block = tl.minimum(tl.sum((cdf <= point).to(tl.int32), 0), blocks - 1)
     count = tl.sum(tl.where(index == block, counts, 0), 0)
     before = tl.sum(tl.where(index == block, cdf - counts, 0), 0)
-    # The point within the block, from the number itself, which has more bits than the integers above.
-    exact = uniform * tl.sum(counts, 0).to(tl.float64) - before.to(tl.float64)
+    # The relative position within the block is not computed from `point`, which is rounded to an integer.
+    exact = uniform * total.to(tl.float64) - before.to(tl.float64)
     fraction = tl.minimum(tl.maximum(exact / tl.maximum(count, 1).to(tl.float64), 0.0), 1.0)
 
     z = _load_block(scores, row, block, size, temperature, BLOCK)
