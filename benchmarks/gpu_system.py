@@ -3,7 +3,8 @@
     sync_rows(job), steps_rows(job), kernel_rows(job)     # lists of {"what": ..., "measured": ..., numbers}
 
 A weight sync is `rollout_mode`, as in a run. It includes the checksums on both sides. Offloading is repeated, because
-the first copy to the host also allocates pinned memory. A GRPO step has the phases of the metrics of a run.
+the first copy to the host also allocates pinned memory. The phases of a GRPO step are those
+of the metrics of a run; `gen` includes `sync`.
 """
 
 from __future__ import annotations
