@@ -75,7 +75,11 @@ RUNS: dict[str, tuple[str | None, Callable[[str], float], dict[str, Any]]] = {
     "reward always 0": ("Reward is always 0", zero, {}),
     "reward raises": ("Reward function fails", fails, {}),
     "length limit": ("Responses cut at the length limit", short, {"lr": 1e-6}),
-    "temperature near 0": ("Groups without signal", digits, {"temperature": 0.01, "lr": 1e-5}),
+    "temperature near 0": (
+        "Groups without signal",
+        different,
+        {"actor_rollout_ref.rollout.temperature": 0.01, "lr": 1e-8},
+    ),
     "other weights": (
         "Generator differs from trainer",
         digits,

@@ -121,14 +121,18 @@ def _no_reward(run: RunFolder, now: float) -> str | None:
 
 def _equal_groups(run: RunFolder, now: float) -> str | None:
     share, entropy = _recent(run, "groups/same_share"), _recent(run, "actor/entropy")
-    score, best = _recent(run, "critic/score/mean"), _best(_values(run, "critic/score/max"), math.inf)
+    scores, best = _values(run, "critic/score/mean"), _best(_values(run, "critic/score/max"), math.inf)
     if share is None or share <= MAX_EQUAL_GROUPS or _no_reward(run, now) or _rate_too_high(run, now):
         return None
-    if score is not None and score >= 0.9 * best:
-        return None  # the policy solves the prompts
-    cause = (
-        "the policy has become deterministic" if entropy is not None and entropy < 0.05 else "the prompts are too hard"
-    )
+    is_best = len(scores) > 0 and _median(scores[-WINDOW:]) >= 0.9 * best
+    if is_best and scores[0] < 0.9 * best:
+        return None  # the policy has learned to solve the prompts
+    if entropy is not None and entropy < 0.05:
+        cause = "the policy is deterministic"
+    elif is_best:
+        cause = "the prompts are too easy, or the reward does not depend on the response"
+    else:
+        cause = "the prompts are too hard"
     return (
         f"In {share:.0%} of the groups all scores are equal, and these groups have no gradient: {cause}. Increase "
         "actor_rollout_ref.rollout.n or its temperature, use other prompts, or set algorithm.filter_groups.enable=true."

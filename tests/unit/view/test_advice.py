@@ -95,6 +95,15 @@ def test_a_learning_run_gets_no_advice(tmp_path: Path) -> None:
     assert advice_on(make_run(tmp_path / "solved", steps=60, curves=solved)) == []
 
 
+def test_equal_scores_from_the_start_are_no_solution(tmp_path: Path) -> None:
+    curves: dict[str, Curve] = {
+        "critic/score/mean": lambda step: 0.1,
+        "critic/score/max": lambda step: 0.1,
+        "groups/same_share": lambda step: 1.0,
+    }
+    assert advice_on(make_run(tmp_path / "constant", steps=40, curves=curves)) == ["Groups without signal"]
+
+
 @pytest.mark.parametrize("steps", [1, 9])
 def test_the_first_steps_get_no_advice(steps: int, tmp_path: Path) -> None:
     assert advice_on(make_run(tmp_path / "new", steps=steps, curves=BAD["Reward is always 0"])) == []
