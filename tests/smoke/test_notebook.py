@@ -57,20 +57,26 @@ def kernel(tmp_path: Path) -> Iterator[tuple[KernelManager, BlockingKernelClient
 
 
 @pytest.mark.timeout(250)
-def test_the_notebook_learns(tmp_path: Path) -> None:
+@pytest.mark.parametrize("steps", [2, pytest.param(20, marks=pytest.mark.slow)])
+def test_the_notebook_runs(steps: int, tmp_path: Path) -> None:
+    """Execute all cells. The short form trains for fewer steps, and does not expect that the reward rises."""
     notebook = nbformat.read(ROOT / "examples" / "first_run.ipynb", as_version=4)
+    assert sum("steps=20" in cell.source for cell in notebook.cells) == 1
+    for cell in notebook.cells:
+        cell.source = cell.source.replace("steps=20", f"steps={steps}").replace("(1, 20)", f"(1, {steps})")
     place = {"metadata": {"path": str(tmp_path)}}
     NotebookClient(notebook, timeout=200, coalesce_streams=True, resources=place).execute()
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs), "run.plot() shows a figure"
-    (lines,) = [output.text for output in outputs if "step 20/20" in output.get("text", "")]
-    assert "step 1/20  reward" in lines, "the lines of a run are one block of plain text"
+    (lines,) = [output.text for output in outputs if f"step {steps}/{steps}" in output.get("text", "")]
+    assert f"step 1/{steps}  reward" in lines, "the lines of a run are one block of plain text"
     (folder,) = tmp_path.glob("checkpoints/camshaft_examples/tiny-list-*")
     history = load_run(folder).history
-    assert history["step"] == list(range(1, 21))
-    assert history["critic/score/mean"][-1] > 0.5 > history["critic/score/mean"][0]
+    assert history["step"] == list(range(1, steps + 1))
     assert min(history["distinct_responses"]) > 1
     assert (tmp_path / "models" / "digits" / "config.json").is_file()
+    if steps == 20:
+        assert history["critic/score/mean"][-1] > 0.5 > history["critic/score/mean"][0]
 
 
 @pytest.mark.slow

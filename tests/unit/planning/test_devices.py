@@ -79,6 +79,7 @@ def phases(process: ProcessPoolExecutor, config: PPOConfig, group: str) -> dict[
     return {phase.name: phase for phase in found if phase.role != "ref" or phase.name == "ref"}
 
 
+@pytest.mark.slow
 def test_sharded_state_is_that_of_arithmetic(folder: Path, process: ProcessPoolExecutor) -> None:
     actor = phases(process, config_of(folder, *ON_DEVICE), POLICY)
     state, frozen = 12 * parameters("7B") / RANKS, 4 * parameters("7B") / RANKS

@@ -30,6 +30,7 @@ def test_a_sound_run_has_no_failure(tmp_path: Path) -> None:
     findings = doctor(tmp_path)
     assert {name for name, (status, *_) in findings.items() if status == "FAIL"} == set()
     assert "64 rows" in findings["data"][1] or "16 rows" in findings["data"][1]
+    assert "GiB of tensors on each rank" in findings["forecast"][1]
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def memory_of(monkeypatch: pytest.MonkeyPatch, total: int, available: int) -> No
     [
         pytest.param(1 << 30, 1 << 30, "OK", marks=pytest.mark.slow),
         pytest.param(1 << 16, 1 << 30, "WARN", marks=pytest.mark.slow),
-        (1 << 16, 1 << 16, "FAIL"),
+        pytest.param(1 << 16, 1 << 16, "FAIL", marks=pytest.mark.slow),
     ],
 )
 def test_forecast_is_compared_with_the_memory(
