@@ -143,7 +143,10 @@ def main() -> None:
             f"# Forecast memory of large models\n\n`--device {options.device}`, {platform.machine()}, torch "
             f"{torch.__version__}. Forecasts, not measured on a GPU.\n"
         )
-        command = "Written by `python benchmarks/plan_large.py`.\n\n"
+        command = (
+            "Written by `python benchmarks/plan_large.py`. The time of a run that does not fit includes the search for "
+            "a change with which it fits.\n\n"
+        )
         Path(options.out).write_text(title + command + "\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -7,7 +7,7 @@ change = find_change(overrides, memory)         # ("critic.model.enable_gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -122,6 +122,9 @@ def _generator(config: PPOConfig, traces: dict[str, list[Phase]], memory: int) -
 
 _cache: dict[str, list[Phase]] = {}
 
+FAR_TOO_MUCH = 1.5
+"""Peak of a run that is planned with all changes first, relative to the memory of a rank."""
+
 PROCESS_GROWTH = {POLICY: 80 << 20, CRITIC: 45 << 20, REWARD: 45 << 20}
 """Growth of the process of a rank on a CPU besides its tensors, for libraries and buffers (docs/plan.md)."""
 
@@ -191,11 +194,16 @@ def _notes(config: PPOConfig) -> Iterator[str]:
 def find_change(overrides: Sequence[str], memory: int | None) -> tuple[tuple[str, ...], Plan] | None:
     """Return the cheapest changes that make the run fit, and its plan; None if none of them suffices.
 
-    Changes are tried one at a time in the order of their cost. If no single change suffices, they are added up.
+    Changes are tried one at a time in the order of their cost. If no single change suffices, they are added up. A run
+    that needs far too much memory is planned with all changes first, because the search takes several plans.
     """
     (config,) = compose(overrides, PPOConfig)
-    changes = list(_changes(config, make_plan(config, memory).tightest))
-    for change in changes:
+    plan = make_plan(config, memory)
+    if plan.tightest.peak > FAR_TOO_MUCH * plan.memory:
+        strongest = _try_plan([*overrides, *_all_changes(overrides, plan)], memory)
+        if strongest is not None and not strongest.fits:
+            return None
+    for change in _changes(config, plan.tightest):
         plan = _try_plan([*overrides, *change], memory)
         if plan is not None and plan.fits:
             return change, plan
@@ -238,6 +246,31 @@ def _changes(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]:
         yield from _smaller_generator(config, row)
     if engine_capabilities(section.strategy).multiple_ranks:
         yield (f"{role}.ulysses_sequence_parallel_size={2 * section.ulysses_sequence_parallel_size}",)
+
+
+def _all_changes(overrides: Sequence[str], plan: Plan) -> list[str]:
+    """Return all changes of all phases, each as far as it goes."""
+    (config,) = compose(overrides, PPOConfig)
+    changes: dict[str, str] = {}
+    for row in plan.rows:
+        for change in _changes(config, row):
+            changes |= dict(item.split("=", 1) for item in change)
+    for key in [key for key in changes if key.endswith("ulysses_sequence_parallel_size")]:
+        while _is_valid([*overrides, *_assignments(changes | {key: str(2 * int(changes[key]))})]):
+            changes[key] = str(2 * int(changes[key]))
+    return _assignments(changes)
+
+
+def _assignments(values: Mapping[str, str]) -> list[str]:
+    return [f"{key}={value}" for key, value in values.items()]
+
+
+def _is_valid(overrides: Sequence[str]) -> bool:
+    try:
+        compose(overrides, PPOConfig)
+    except ConfigError:
+        return False
+    return True
 
 
 def _offloads(config: PPOConfig) -> Iterator[tuple[str, ...]]:

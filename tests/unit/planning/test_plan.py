@@ -17,11 +17,12 @@ from benchmarks.plan import cases, overrides, run_arguments, write_inputs
 from camshaft.cli.plan import parse_size
 from camshaft.config import PPOConfig, compose
 from camshaft.errors import ConfigError
+from camshaft.planning import plan as plan_module
 from camshaft.planning.plan import find_change, make_plan
 from camshaft.planning.tensor_memory import TensorMemory
 from camshaft.planning.trace import CRITIC, POLICY, Phase, forecast, measure
 
-QUICK = (("fsdp", 2, POLICY, "plain"), ("fsdp", 2, CRITIC, "checkpointing"))
+QUICK = (("fsdp", 2, CRITIC, "checkpointing"),)
 """Cases of the default suite; `make test-slow` runs all."""
 SIZES = {"batch": 4, "length": 16}
 
@@ -165,6 +166,20 @@ def test_a_run_that_does_not_fit_fits_with_the_change(
 ) -> None:
     arguments = [*run_arguments(folder, strategy, ranks, **SIZES), *LONG_ROWS, *changes]
     process.submit(check_change, arguments, ranks, key).result(timeout=120)
+
+
+def test_the_search_ends_early_if_all_changes_together_do_not_suffice(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tried: list[list[str]] = []
+    real = plan_module._try_plan
+    monkeypatch.setattr(plan_module, "_try_plan", lambda run, memory: tried.append(list(run)) or real(run, memory))
+    changes = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "critic.ppo_micro_batch_size_per_gpu=4"]
+    assert find_change(arguments(folder, *changes, strategy="reference"), 1 << 20) is None
+    (strongest,) = tried
+    assert "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1" in strongest
+    assert "actor_rollout_ref.model.enable_gradient_checkpointing=true" in strongest
+    assert "critic.ppo_micro_batch_size_per_gpu=1" in strongest
 
 
 def check_change(arguments: list[str], ranks: int, key: str) -> None:
