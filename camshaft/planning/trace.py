@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -160,8 +161,7 @@ class _Tracer:
         """Build the roles and run the phases of `STEPS` training steps."""
         for role, engine in self.engines.items():
             init = self.worker.init_model if self.group == REWARD else engine.init_model
-            self._record(role, "build", init)
-            self.memory.watch(engine.module.parameters())  # transformers reads weights in other threads
+            self._record(role, "build", partial(self._build, init, engine))
             if self.is_forecast and isinstance(engine.module, PackedModel):
                 mark_layers(engine.module.hf, self.memory)
         if self._generates():
@@ -181,6 +181,10 @@ class _Tracer:
                 self._record(role, "save", lambda: None)
                 self.phases[role, "save"] = self.phases[role, "save"]._replace(disk=size)
         return [Trace(phase, self.parts[key]) for key, phase in self.phases.items()]
+
+    def _build(self, init: Callable[[], Any], engine: TorchEngine) -> None:
+        init()
+        self.memory.watch(engine.module.parameters())  # transformers reads weights in other threads
 
     def _record(self, role: str, name: str, action: Callable[[], Any]) -> None:
         """Run a phase, and keep the maximum of its peaks over all steps."""
