@@ -122,9 +122,6 @@ def _generator(config: PPOConfig, traces: dict[str, list[Phase]], memory: int) -
 
 _cache: dict[str, list[Phase]] = {}
 
-FAR_TOO_MUCH = 1.5
-"""Peak of a run that is planned with all changes first, relative to the memory of a rank."""
-
 PROCESS_GROWTH = {POLICY: 80 << 20, CRITIC: 45 << 20, REWARD: 45 << 20}
 """Growth of the process of a rank on a CPU besides its tensors, for libraries and buffers (docs/plan.md)."""
 
@@ -190,6 +187,9 @@ def _notes(config: PPOConfig) -> Iterator[str]:
 
 # -- changes --------------------------------------------------------------------------------------
 
+FAR_TOO_MUCH = 1.5
+"""Peak, relative to the memory of a rank, above which a run is planned with all changes first."""
+
 
 def find_change(overrides: Sequence[str], memory: int | None) -> tuple[tuple[str, ...], Plan] | None:
     """Return the cheapest changes that make the run fit, and its plan; None if none of them suffices.
@@ -200,7 +200,7 @@ def find_change(overrides: Sequence[str], memory: int | None) -> tuple[tuple[str
     (config,) = compose(overrides, PPOConfig)
     plan = make_plan(config, memory)
     if plan.tightest.peak > FAR_TOO_MUCH * plan.memory:
-        strongest = _try_plan([*overrides, *_all_changes(overrides, plan)], memory)
+        strongest = _try_plan([*overrides, *_all_changes(config, plan, overrides)], memory)
         if strongest is not None and not strongest.fits:
             return None
     for change in _changes(config, plan.tightest):
@@ -248,16 +248,17 @@ def _changes(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]:
         yield (f"{role}.ulysses_sequence_parallel_size={2 * section.ulysses_sequence_parallel_size}",)
 
 
-def _all_changes(overrides: Sequence[str], plan: Plan) -> list[str]:
+def _all_changes(config: PPOConfig, plan: Plan, overrides: Sequence[str]) -> list[str]:
     """Return all changes of all phases, each as far as it goes."""
-    (config,) = compose(overrides, PPOConfig)
     changes: dict[str, str] = {}
     for row in plan.rows:
         for change in _changes(config, row):
             changes |= dict(item.split("=", 1) for item in change)
     for key in [key for key in changes if key.endswith("ulysses_sequence_parallel_size")]:
-        while _is_valid([*overrides, *_assignments(changes | {key: str(2 * int(changes[key]))})]):
-            changes[key] = str(2 * int(changes[key]))
+        size = int(changes.pop(key))
+        while _is_valid([*overrides, *_assignments(changes | {key: str(size)})]):
+            changes[key] = str(size)
+            size *= 2
     return _assignments(changes)
 
 

@@ -9,8 +9,8 @@
 Both count the storages of tensors in host memory as operators create them and as they are freed, so a forecast follows
 the code that a run executes. Memory that a kernel allocates and frees inside an operator is not counted, nor are the
 buffers of communication libraries. FSDP frees and reallocates gathered weights by resizing their storage, which no
-operator reports. A measurement reads the sizes of such storages again at each operator. A forecast, which would spend a
-quarter of its time on that, replaces the method of torch that resizes a storage.
+operator reports. A measurement reads the sizes of such storages again at each operator. A forecast replaces the method
+of torch that resizes a storage, which takes less time.
 
 With `computes=False`, operators on floating-point tensors return tensors of the right size whose memory is never
 written, so the operating system commits no memory for them. Operators on integer tensors, such as tokens and masks, and
@@ -51,6 +51,7 @@ RESIZES = frozenset({"aten::copy_", "fsdp::split_with_sizes_copy"})
 """Operators by which FSDP fills the storages that it resizes."""
 
 _RESIZE: Any = torch.UntypedStorage.resize_
+"""The method of torch, which `_resize` calls."""
 _active: ContextVar[TensorMemory] = ContextVar("memory of the forecast")
 
 
