@@ -1,6 +1,6 @@
 """Cost of writing the responses of each step to the run folder, relative to the step.
 
-    python benchmarks/samples.py --models 1M,4M --rounds 8
+    python benchmarks/samples.py --models 1M,4M --rounds 8          # results/samples.md
 
 The GRPO steps of `ppo_step.py`: 16 prompts, 8 responses each of at most 96 tokens. Each round runs one step and then
 writes its responses with the default settings, in the same process, so the load of the machine affects both. A run with
