@@ -25,6 +25,7 @@ device. Tensors that a run would hold in host memory are created in pinned memor
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -43,12 +44,17 @@ PLAIN = (Tensor, torch.nn.Parameter)
 """Classes of tensors that operators run on. Other classes call operators on these."""
 FILLS = frozenset({"aten::zeros", "aten::ones", "aten::rand", "aten::randn", "aten::new_zeros"})
 """Operators that write a new tensor and read none."""
-ALIASES = frozenset({"aten::_unsafe_view", "_c10d_functional::wait_tensor"})
+ALIASES = frozenset(
+    {"aten::_unsafe_view", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
+)
 """Operators that return memory of their argument, but are not marked as views."""
 DEVICE_ONLY = frozenset({"aten::mm.dtype", "torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward"})
 """Operators that a CPU does not have."""
 RESIZES = frozenset({"aten::copy_", "fsdp::split_with_sizes_copy"})
 """Operators by which FSDP fills the storages that it resizes."""
+
+PACKED: Any = torch._mkldnn  # pyright: ignore[reportAttributeAccessIssue]
+"""Layout of the packed weights of oneDNN and MKL, which have no storage."""
 
 _RESIZE: Any = torch.UntypedStorage.resize_
 """The method of torch, which `_resize` calls."""
@@ -69,11 +75,11 @@ class Part(NamedTuple):
 
 
 class _Entry:
-    """A live storage."""
+    """A live storage, or a live packed weight."""
 
     __slots__ = ("on_host", "reference", "size")
 
-    def __init__(self, reference: weakref.ref[torch.UntypedStorage], size: int, on_host: bool):
+    def __init__(self, reference: weakref.ref[torch.UntypedStorage | Tensor], size: int, on_host: bool):
         self.reference, self.size, self.on_host = reference, size, on_host
 
 
@@ -158,6 +164,15 @@ class TensorMemory(TorchDispatchMode):
         finally:
             self._on_host = before
 
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Compute all operators, also in a forecast."""
+        before, self.computes = self.computes, True
+        try:
+            yield
+        finally:
+            self.computes = before
+
     # -- operators --------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -169,7 +184,8 @@ class TensorMemory(TorchDispatchMode):
         self._measure(self._resized)
         result = func(*args, **kwargs) if self.computes or func.is_view else self._skip(func, args, kwargs)
         for value in _tensors(result):
-            self._watch(value)
+            if type(value) in PLAIN:  # the tensor inside of another class has been counted
+                self._watch(value)
         return result
 
     def _skip(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -189,7 +205,9 @@ class TensorMemory(TorchDispatchMode):
         if func.namespace == "c10d":
             return _communicate(self, func, args, kwargs, tensors)
         device = kwargs.get("device") or (tensors[0].device if tensors else torch.get_default_device())
-        if torch.device(device).type == "meta" or name in ALIASES or not _is_large(func, tensors, kwargs):
+        if torch.device(device).type == "meta" or name in ALIASES:
+            return func(*args, **kwargs)
+        if not _is_large(func, tensors, kwargs):
             result = func(*args, **kwargs)
             if func.namespace == "_c10d_functional":  # torch warns at exit of collectives without a wait
                 tree_map_only(Tensor, torch.ops._c10d_functional.wait_tensor, result)
@@ -215,14 +233,14 @@ class TensorMemory(TorchDispatchMode):
 
     def _watch(self, tensor: Tensor) -> _Entry | None:
         """Count the storage of a tensor until it is freed."""
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if tensor.device.type != "cpu" or tensor.layout not in (torch.strided, PACKED):
             return None
-        storage = tensor.untyped_storage()
+        storage: Any = tensor.untyped_storage() if tensor.layout is torch.strided else tensor
         key = storage._cdata
         entry = self._entries.get(key)
         if entry is None:
             reference = weakref.ref(storage, lambda _: self._forget(key))
-            entry = self._entries[key] = _Entry(reference, storage.nbytes(), self._on_host)
+            entry = self._entries[key] = _Entry(reference, _num_bytes(storage), self._on_host)
             self._add(entry, entry.size)
             if self.computes and (self.live > self._peak or self.host_live > self._host_peak):
                 self._measure(self._entries)  # a forecast counts a resize at once
@@ -238,9 +256,9 @@ class TensorMemory(TorchDispatchMode):
     def _measure(self, keys: Iterable[int]) -> None:
         """Read the sizes of some storages again, and update the peak."""
         for key in list(keys):
-            entry = self._entries[key]
-            storage = entry.reference()
-            if storage is not None and (size := storage.nbytes()) != entry.size:
+            entry = self._entries.get(key)  # None if another thread has freed the storage meanwhile
+            storage = None if entry is None else entry.reference()
+            if entry is not None and storage is not None and (size := _num_bytes(storage)) != entry.size:
                 self._add(entry, size - entry.size)
                 entry.size = size
                 if self.computes:
@@ -264,6 +282,10 @@ def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
     if memory is not None:  # another thread has no active memory
         memory._measure({storage._cdata} & memory._entries.keys())
     return storage
+
+
+def _num_bytes(storage: torch.UntypedStorage | Tensor) -> int:
+    return storage.nbytes if isinstance(storage, Tensor) else storage.nbytes()
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -352,6 +374,36 @@ def _nothing(_memory: TensorMemory, _args: Sequence[Any], _kwargs: Mapping[str, 
     return None
 
 
+def _ones(operator: Any, memory: TensorMemory, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return tree_map(lambda result: _allocate(result).fill_(1), memory._result(operator, args, kwargs))
+
+
+def _pack_for_onednn(_memory: TensorMemory, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
+    return torch.empty_like(args[0])
+
+
+def _pack_for_mkl(_memory: TensorMemory, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
+    return torch.empty(_mkl_size(args[0].shape, args[1]))
+
+
+@functools.cache
+def _mkl_size(shape: torch.Size, rows: int) -> int:
+    """Return the number of elements of a weight in MKL's layout, which only MKL knows."""
+    return torch.ops.mkl._mkl_reorder_linear_weight(torch.empty(shape), rows).numel()
+
+
+def _onednn_linear(_memory: TensorMemory, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
+    return _empty_product(args[0], args[1])
+
+
+def _mkl_linear(_memory: TensorMemory, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
+    return _empty_product(args[0], args[2])
+
+
+def _empty_product(input: Tensor, weight: Tensor) -> Tensor:
+    return _allocate(torch.empty((*input.shape[:-1], len(weight)), dtype=input.dtype, device="meta"))
+
+
 def _pin_memory(memory: TensorMemory, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
     with memory.on_host():
         result = torch.empty_like(args[0])
@@ -370,5 +422,12 @@ SPECIAL: dict[str, Callable[[TensorMemory, Sequence[Any], Mapping[str, Any]], An
     "fsdp::chunk_cat": _nothing,
     "aten::_pin_memory": _pin_memory,
     "aten::is_pinned": _is_pinned,
+    # An optimizer step is skipped if the norm of the gradients is not finite.
+    "aten::_foreach_norm": functools.partial(_ones, torch.ops.aten._foreach_norm.Scalar),
+    "aten::linalg_vector_norm": functools.partial(_ones, torch.ops.aten.linalg_vector_norm.default),
+    "mkl::_mkl_reorder_linear_weight": _pack_for_mkl,
+    "mkl::_mkl_linear": _mkl_linear,
+    "mkldnn::_reorder_linear_weight": _pack_for_onednn,
+    "mkldnn::_linear_pointwise": _onednn_linear,
 }
 """Operators that a forecast replaces."""

@@ -36,6 +36,8 @@ from camshaft.planning.engines import simulated
 from camshaft.planning.generator import keeps_tensors
 from camshaft.planning.layers import Phase, Trace, choose_layers, extrapolate, layer_kinds, mark_layers
 from camshaft.planning.tensor_memory import Part, TensorMemory
+from camshaft.rollout.builtin.cpu.linears import Layout, PackableLinear, choose_layout, is_layout_valid, packed_linears
+from camshaft.rollout.builtin.decode_trace import Forward
 from camshaft.trainer.build import role_classes
 
 POLICY, CRITIC, REWARD = "actor_rollout_ref", "critic", "reward_model"
@@ -86,6 +88,7 @@ def trace_layers(
     ):
         for count in counts:
             block_factors.cache_clear()  # so that each trace contains them, not only the first
+            is_layout_valid.cache_clear()
             with TensorMemory(computes=False) as memory:
                 traces.append(_Tracer(with_layers(config, group, count, types), group, memory, on_device).run())
     return traces
@@ -166,10 +169,12 @@ class _Tracer:
                 mark_layers(engine.module.hf, self.memory)
         if self._generates():
             self._record("rollout", "build", self.worker.rollout.init_model)
+            if self.is_forecast:
+                self._shorten_generation()
         for step in range(STEPS):
             self.repeats = 1 if step == 0 else 2
             for role, name, action in self._actions():
-                if not self.is_forecast or step > 0:
+                if not self.is_forecast or step > 0 or (name == "gen" and not self.on_device):
                     self._record(role, name, action)
                 elif name.startswith("update"):
                     action()
@@ -259,13 +264,30 @@ class _Tracer:
                 self.generation.enter_context(parameters.pop_all())
 
     def _generate(self, batch: DataProto) -> None:
-        """Generate responses. A forecast fills the KV cache, and then generates two tokens per row."""
+        """Generate responses. A forecast fills the KV cache first."""
         rollout = self.worker.rollout
         if self.is_forecast:
             config = rollout.rollout.config
-            rollout.params = {key: replace(params, max_tokens=2) for key, params in rollout.params.items()}
             rollout.rollout.cache.reserve(min(config.max_num_seqs, len(batch)) + 1, config.max_model_len)
         rollout.generate_sequences(batch.select("prompts"))
+
+    def _shorten_generation(self) -> None:
+        """Generate two tokens per row, with weights packed as for responses of the maximum length."""
+        rollout = self.worker.rollout
+        rollout.params = {key: replace(params, max_tokens=2) for key, params in rollout.params.items()}
+        decoder, num_steps = rollout.rollout.decoder, self.config.data.max_response_length
+        prepare = decoder.prepare
+
+        def choose(layer: PackableLinear) -> Layout | None:
+            with self.memory.computing():  # the choice compares products
+                return choose_layout(layer)
+
+        @contextmanager
+        def prepare_packed(num_rows: int, _: int) -> Iterator[Forward]:
+            with packed_linears(decoder.hf, num_rows, num_steps, choose), prepare(num_rows, 1) as forward:
+                yield forward
+
+        decoder.prepare = prepare_packed
 
     # -- batches ----------------------------------------------------------------------------------
 

@@ -188,7 +188,7 @@ def read(path: Path) -> bytes:
 @pytest.mark.timeout(5 * SECONDS)
 @pytest.mark.parametrize(("strategy", "ranks"), [("reference", 1), ("fsdp", 2)])
 def test_a_run_that_dies_of_memory_finishes_with_the_proposed_change(strategy: str, ranks: int, tmp_path: Path) -> None:
-    write_inputs(tmp_path, hidden=256, layers=4, intermediate_size=1024)
+    write_inputs(tmp_path, hidden=256, layers=6, intermediate_size=4096)
     micro_batch = 32 // ranks
     small = run_with_limit(0, arguments(tmp_path, strategy, ranks, 1))
     large = run_with_limit(0, arguments(tmp_path, strategy, ranks, micro_batch))

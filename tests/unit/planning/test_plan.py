@@ -1,6 +1,7 @@
 """`camshaft plan` forecasts the memory of a run with the code of its engines."""
 
 import json
+import math
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -20,7 +21,8 @@ from camshaft.errors import ConfigError
 from camshaft.planning import plan as plan_module
 from camshaft.planning.plan import find_change, make_plan
 from camshaft.planning.tensor_memory import TensorMemory
-from camshaft.planning.trace import CRITIC, POLICY, Phase, forecast, measure
+from camshaft.planning.trace import CRITIC, Phase, forecast, measure
+from camshaft.rollout.builtin.cpu.linears import MKLPacked, OneDNNPacked, is_layout_valid
 
 QUICK = (("fsdp", 2, CRITIC, "checkpointing"),)
 """Cases of the default suite; `make test-slow` runs all."""
@@ -55,15 +57,24 @@ def test_forecast_matches_real_ranks(
     folder: Path, process: ProcessPoolExecutor, strategy: str, ranks: int, group: str, feature: str
 ) -> None:
     (config,) = compose(overrides(folder, strategy, ranks, group, feature, **SIZES), PPOConfig)
-    measured: list[Phase] = run_ranks(measure, ranks, config, group)[0]
     planned: list[Phase] = process.submit(forecast, config, group).result(timeout=60)
-    assert [phase[:2] for phase in planned] == [phase[:2] for phase in measured]
-    for plan, real in zip(planned, measured, strict=True):
-        if group == POLICY or plan.name != "build":  # the critic's weights are read by another thread
-            assert plan.peak == pytest.approx(real.peak, rel=0.01), plan
-        assert plan.rest == pytest.approx(real.rest, rel=0.01), plan
+    differences: list[tuple[Phase, Phase]] = []
+    for _ in range(2):  # on a busy machine, the thread of gloo may free the buffers of a collective late
+        measured: list[Phase] = run_ranks(measure, ranks, config, group)[0]
+        assert [phase[:2] for phase in planned] == [phase[:2] for phase in measured]
+        pairs = zip(planned, measured, strict=True)
+        differences = [(plan, real) for plan, real in pairs if not matches(plan, real, group)]
+        if not differences:
+            break
+    assert not differences
     unwaited = process.submit(_get_work_registry_size).result(timeout=60)
     assert unwaited == 0, "torch warns of collectives without a wait when the process ends"
+
+
+def matches(plan: Phase, real: Phase, group: str) -> bool:
+    builds_critic = group == CRITIC and plan.name == "build"  # its weights are read by another thread
+    peaks = builds_critic or plan.peak == pytest.approx(real.peak, rel=0.01)
+    return peaks and plan.rest == pytest.approx(real.rest, rel=0.01)
 
 
 def test_the_exit_status_and_the_change_answer_if_it_fits(folder: Path) -> None:
@@ -94,6 +105,29 @@ def test_nothing_is_computed_and_freed_tensors_do_not_count() -> None:
         del weight
     assert memory.live == 0
     assert memory.peak >= 3 * 4_000_000
+
+
+@pytest.mark.parametrize("layout", [OneDNNPacked, MKLPacked])
+def test_packed_weights_count(layout: Any) -> None:
+    if not is_layout_valid(layout, 100, 70):
+        pytest.skip(f"requires torch with the layout of {layout.__name__}")
+    weight, rows, sizes = torch.randn(100, 70), torch.randn(40, 70), []
+    for computes in (True, False):
+        with TensorMemory(computes) as memory:
+            packed = layout(weight, None)
+            sizes.append(memory.live)
+            assert packed.product(40)(rows).shape == (40, 100)
+            del packed
+            assert memory.live == 0
+    assert sizes[0] == sizes[1] >= weight.nbytes
+
+
+def test_the_norm_of_gradients_that_are_not_computed_is_finite() -> None:
+    gradients = [torch.full((size,), math.nan) for size in (8, 2000)]
+    with TensorMemory(computes=False):
+        for gradient in gradients:
+            assert math.isfinite(torch.nn.utils.get_total_norm([gradient]))
+            assert math.isfinite(torch.nn.utils.get_total_norm([gradient], foreach=True))
 
 
 def test_sizes_need_a_known_unit() -> None:

@@ -176,13 +176,18 @@ def _make_packable(layer: nn.Linear) -> PackableLinear:
 
 
 @contextmanager
-def packed_linears(model: nn.Module, num_rows: int, num_steps: int) -> Iterator[None]:
-    """Pack the weights of `model`'s linear layers inside the context if that saves time."""
+def packed_linears(
+    model: nn.Module, num_rows: int, num_steps: int, choose: Callable[[PackableLinear], Layout | None] | None = None
+) -> Iterator[None]:
+    """Pack the weights of `model`'s linear layers inside the context if that saves time.
+
+    `choose` replaces `choose_layout`.
+    """
     layers = [layer for layer in model.modules() if isinstance(layer, PackableLinear)]
     try:
         if num_rows >= MIN_ROWS and num_steps >= MIN_STEPS:
             for layer in layers:
-                layout = _layout_for(layer)
+                layout = (choose or choose_layout)(layer)
                 if layout is not None:
                     bias = None if layer.bias is None else layer.bias.detach()
                     layer.packed = layout(layer.weight.detach(), bias)
@@ -202,7 +207,7 @@ def select_product(layer: nn.Linear, rows: int) -> Product:
 Layout = Callable[[Tensor, Tensor | None], PackedWeight]
 
 
-def _layout_for(layer: PackableLinear) -> Layout | None:
+def choose_layout(layer: PackableLinear) -> Layout | None:
     """Return the fastest layout on this machine, or None if the unpacked weight is fastest or the layer has hooks."""
     if layer._forward_hooks or layer._forward_pre_hooks:
         return None
@@ -213,10 +218,10 @@ def _layout_for(layer: PackableLinear) -> Layout | None:
     if _mkl_is_fast():
         threads = torch.get_num_threads()
         fits_mkl = weight.numel() >= MIN_MKL_SIZE and (len(weight) >= MIN_MKL_OUTPUTS or threads == 1)
-        if fits_mkl and _is_layout_valid(MKLPacked, *shape):
+        if fits_mkl and is_layout_valid(MKLPacked, *shape):
             return MKLPacked
         return Transposed if threads == 1 or weight.numel() < MIN_SPLIT_SIZE or len(weight) % threads else SplitByThread
-    return OneDNNPacked if weight.numel() > MAX_PLAIN_SIZE and _is_layout_valid(OneDNNPacked, *shape) else None
+    return OneDNNPacked if weight.numel() > MAX_PLAIN_SIZE and is_layout_valid(OneDNNPacked, *shape) else None
 
 
 @functools.cache
@@ -227,7 +232,7 @@ def _mkl_is_fast() -> bool:
 
 
 @functools.cache
-def _is_layout_valid(layout: type[MKLPacked] | type[OneDNNPacked], outputs: int, inputs: int) -> bool:
+def is_layout_valid(layout: type[MKLPacked] | type[OneDNNPacked], outputs: int, inputs: int) -> bool:
     """Return True if the layout is available on this processor and gives correct products for a weight of this shape.
 
     Neither library guarantees that a layout is valid for numbers of rows other than the one for which it was created.

@@ -38,9 +38,9 @@ from camshaft.rollout.builtin.rollout import TorchRollout
 
 SHAPE = (160, 96)
 needs_onednn = pytest.mark.skipif(
-    not linears._is_layout_valid(OneDNNPacked, *SHAPE), reason="requires torch with oneDNN"
+    not linears.is_layout_valid(OneDNNPacked, *SHAPE), reason="requires torch with oneDNN"
 )
-needs_mkl = pytest.mark.skipif(not linears._is_layout_valid(MKLPacked, *SHAPE), reason="requires torch with MKL")
+needs_mkl = pytest.mark.skipif(not linears.is_layout_valid(MKLPacked, *SHAPE), reason="requires torch with MKL")
 EPS = torch.finfo(torch.float32).eps
 
 
@@ -154,7 +154,7 @@ def test_number_of_rows_decides_the_product_of_a_split_layer(
 
 
 def test_without_private_operators_layers_are_only_transposed(fast: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linears, "_is_layout_valid", lambda *of: False)
+    monkeypatch.setattr(linears, "is_layout_valid", lambda *of: False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     layers = model((16, 16), (600, 600))
     with packed_linears(layers, MIN_ROWS, MIN_STEPS):
@@ -171,7 +171,7 @@ def test_a_missing_or_wrong_operator_is_detected() -> None:
             super().__init__(weight + 1, bias)
 
     for layout in (Missing, Wrong):
-        assert not linears._is_layout_valid.__wrapped__(layout, *SHAPE)  # pyright: ignore[reportArgumentType]
+        assert not linears.is_layout_valid.__wrapped__(layout, *SHAPE)  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize(("rows", "steps"), [(MIN_ROWS - 1, MIN_STEPS), (MIN_ROWS, MIN_STEPS - 1)])
