@@ -44,9 +44,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 """Classes of tensors that operators run on. Other classes call operators on these."""
 FILLS = frozenset({"aten::zeros", "aten::ones", "aten::rand", "aten::randn", "aten::new_zeros"})
 """Operators that write a new tensor and read none."""
-ALIASES = frozenset(
-    {"aten::_unsafe_view", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"}
-)
+ALIASES = frozenset({"aten::_unsafe_view", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
 """Operators that return memory of their argument, but are not marked as views."""
 DEVICE_ONLY = frozenset({"aten::mm.dtype", "torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward"})
 """Operators that a CPU does not have."""

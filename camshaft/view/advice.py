@@ -25,6 +25,8 @@ MAX_FAILED = 0.01
 """Fraction of responses."""
 MAX_EQUAL_GROUPS = 0.9
 MAX_CUT = 0.5
+MIN_CHANGE = 0.005
+"""Relative change of the entropy, below which the policy is considered to be unchanged."""
 MIN_EFFECTIVE = 0.5
 MAX_GRADIENT = 20.0
 """Multiple of the median gradient norm of the run."""
@@ -179,13 +181,35 @@ def _rate_too_high(run: RunFolder, now: float) -> str | None:
     return f"The updates are too large: {reason}{fall}. Lower actor_rollout_ref.actor.optim.lr, for example to a third."
 
 
-def _cut(run: RunFolder, now: float) -> str | None:
-    share = _recent(run, "response_length/clip_ratio")
-    scores = _values(run, "critic/score/mean")
-    if share is None or share <= MAX_CUT or (len(scores) and _median(scores[-WINDOW:]) >= 0.9 * _best(scores) > 0):
+def _policy_unchanged(run: RunFolder, now: float) -> str | None:
+    scores, entropy = _values(run, "critic/score/mean"), _values(run, "actor/entropy")
+    rate, share = _recent(run, "actor/lr"), _recent(run, "groups/same_share") or 0.0
+    if min(len(scores), len(entropy)) < 3 * WINDOW or share > MAX_EQUAL_GROUPS or not rate or _no_reward(run, now):
+        return None
+    earlier, later = np.array_split(scores, 2)
+    error = math.hypot(*(float(half.std()) / math.sqrt(len(half)) for half in (earlier, later)))
+    has_learned = abs(float(later.mean() - earlier.mean())) > 2 * error
+    first, last = _median(entropy[:WINDOW]), _median(entropy[-WINDOW:])
+    if has_learned or abs(last - first) > MIN_CHANGE * abs(first):
         return None
     return (
-        f"{share:.0%} of the responses are cut at the length limit and cannot contain their answer. Increase "
+        f"In {len(scores)} steps, neither the reward ({format_number(_median(scores[-WINDOW:]))}) nor the entropy "
+        f"({format_number(last)} nats) has changed. Increase the learning rate, now {format_number(rate)} "
+        "(actor_rollout_ref.actor.optim.lr)."
+    )
+
+
+def _cut(run: RunFolder, now: float) -> str | None:
+    share, score = _recent(run, "response_length/clip_ratio"), _recent(run, "critic/score/mean")
+    scores = _values(run, "critic/score/mean")
+    if share is None or share <= MAX_CUT:
+        return None
+    if score is not None and score > 0:
+        before = _median(scores[-2 * WINDOW : -WINDOW]) if len(scores) >= 2 * WINDOW else score
+        if score >= 0.9 * _best(scores) or score > 1.05 * before:
+            return None  # the reward is at its best, or rises
+    return (
+        f"{share:.0%} of the responses are cut at the length limit and may lack their answer. Increase "
         "data.max_response_length, or reward shorter responses (reward_model.overlong_buffer)."
     )
 
@@ -220,6 +244,7 @@ RULES: dict[str, Rule] = {
     "Groups without signal": _equal_groups,
     "Entropy collapse": _entropy_collapse,
     "Learning rate too high": _rate_too_high,
+    "Policy does not change": _policy_unchanged,
     "Responses cut at the length limit": _cut,
     "Generator differs from trainer": _mismatch,
     "Skipped optimizer steps": _skipped,

@@ -63,6 +63,8 @@ def curves(run: RunFolder, points: int = POINTS, first: float = -math.inf, last:
     result = {}
     for name in [*shown, TIME]:
         steps, values = run.metrics.arrays(name)
+        if name == TIME and len(values):
+            values = values - values[0]  # seconds since the first step, which rounding would remove from a date
         if first > -math.inf or last < math.inf:
             is_inside = (steps >= first) & (steps <= last)
             steps, values = steps[is_inside], values[is_inside]

@@ -127,15 +127,16 @@ def _integers(query: dict[str, list[str]], name: str) -> list[int]:
 
 
 def configs(runs: Sequence[RunFolder]) -> dict[str, Any]:
-    """Return the description of the first run, and the config keys in which the second one differs."""
-    first, other = runs[0], runs[-1]
+    """Return the description of the first run, and the values of the config keys in which the runs differ."""
+    first = runs[0]
     info = {name: value for name, value in first.info().items() if name != "config"}
-    differences = {key: list(map(str, values)) for key, values in config_differences(first, other).items()}
+    contents = [run.config() for run in runs]
+    keys = dict.fromkeys(key for other in runs[1:] for key in config_differences(first, other))
     return {
         "info": info,
         "config": {key: str(value) for key, value in first.config().items()},
-        "names": [first.name, other.name],
-        "differences": differences if len(runs) > 1 else {},
+        "names": [run.name for run in runs],
+        "differences": {key: [str(content.get(key)) for content in contents] for key in keys},
     }
 
 

@@ -180,8 +180,31 @@ def test_a_range_of_steps_is_loaded_in_detail(browser: Any, server: PageServer) 
     assert 25 < first < 35 < 45 < last < 55
     assert f"/curves?run=0&run=1&first={first}&last={last}" in page.requests[-1]
     assert page.tab.evaluate("state.charts.every((plot) => plot.scales.x.min === state.zoom[0])")
-    page.tab.locator(".chart .u-over").nth(1).dblclick()
+    page.tab.click("button:has-text('steps ')")
     page.tab.wait_for_selector("button:has-text('steps ')", state="detached")
+    assert page.errors == []
+
+
+def test_a_click_opens_the_run_of_the_nearest_curve(browser: Any, folder: Path, server: PageServer) -> None:
+    write_samples(folder / "second", 20, sample_rows(groups=1, size=2))
+    page = Watched(browser, server.url)
+    page.tab.wait_for_function("state.runs[1].samples.length")
+    box = page.tab.locator(".chart .u-over").first.bounding_box()
+    for number, name in enumerate(("first", "second")):
+        position = f"[plot.valToPos(38, 'x'), plot.valToPos(plot.data[{number + 1}][37], 'y')]"
+        x, y = page.tab.evaluate(f"(plot => {position})(state.charts[0])")
+        page.tab.mouse.click(box["x"] + x, box["y"] + y)
+        page.tab.wait_for_selector("#view .histogram")
+        assert page.tab.eval_on_selector("select[aria-label=run]", "(box) => box.selectedOptions[0].text") == name
+        page.open("Curves")
+    assert page.errors == []
+
+
+def test_the_time_axis_fits_the_length_of_the_run(browser: Any, server: PageServer) -> None:
+    page = Watched(browser, server.url)
+    page.tab.click("button:text-is('time')")
+    page.tab.wait_for_selector(".chart .u-label:text-is('time, s')")
+    assert page.tab.evaluate("Math.max(...state.charts[0].data[0])") == 59  # one step per second
     assert page.errors == []
 
 

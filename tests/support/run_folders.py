@@ -34,6 +34,7 @@ HEALTHY: dict[str, Curve] = {
     "timing_s/update_actor": lambda step: 0.3,
     "timing_s/step": lambda step: 0.9,
     "perf/throughput": lambda step: 1000.0 + step,
+    "timing/at": lambda step: 1_764_000_000.0 + step,
 }
 """Metrics of a run that learns."""
 

@@ -52,13 +52,13 @@ async function get(path) {
 }
 
 function storedConfig(runs) {
-  const [first, other] = [stored.configs[runs[0]], stored.configs[runs[runs.length - 1]]];
-  const keys = [...new Set([...Object.keys(first.config), ...Object.keys(other.config)])];
+  const configs = runs.map((run) => stored.configs[run]), first = configs[0];
+  const keys = [...new Set(configs.flatMap(({ config }) => Object.keys(config)))];
   const names = /^trainer\.(default_local_dir|experiment_name|validation_data_dir)$/;
-  const differing = keys.filter((key) => !names.test(key) && first.config[key] !== other.config[key]);
+  const differing = keys.filter((key) => !names.test(key) && configs.some(({ config }) => config[key] !== first.config[key]));
   return {
-    ...first, names: [first.names[0], other.names[0]],
-    differences: Object.fromEntries(differing.map((key) => [key, [first.config[key] ?? "None", other.config[key] ?? "None"]])),
+    ...first, names: configs.map((config) => config.names[0]),
+    differences: Object.fromEntries(differing.map((key) => [key, configs.map(({ config }) => config[key] ?? "None")])),
   };
 }
 
@@ -134,14 +134,22 @@ function show() {
 
 // -- curves ---------------------------------------------------------------------------------------
 
-function positions(run, steps) {
+// The unit of the time axis: its name, its length and the shortest run that uses it, in seconds.
+const UNITS = [["h", 3600, 7200], ["min", 60, 300], ["s", 1, 0]];
+
+function timeUnit(reply) {
+  const longest = Math.max(0, ...reply.runs.map((run) => run["timing/at"]?.values.at(-1) ?? 0));
+  return UNITS.find(([, , shortest]) => longest >= shortest);
+}
+
+function positions(run, steps, length) {
   if (state.x === "step") return steps;
   const at = run["timing/at"];
   if (!at || !at.steps.length) return steps.map(() => null);
   return steps.map((step) => {
     let index = at.steps.findIndex((other) => other >= step);
     if (index < 0) index = at.steps.length - 1;
-    return (at.values[index] - at.values[0]) / 3600;
+    return at.values[index] / length;
   });
 }
 
@@ -159,12 +167,14 @@ function commonPrefix(names) {
 function chart(panel, reply) {
   const box = element("div", { class: "chart" }, element("h3", {}, panel.title, element("span", {}, panel.unit)));
   box.title = panel.names.map((name) => `${name}: ${reply.descriptions[name] || ""}`).join("\n");
-  const tables = [], series = [], prefix = commonPrefix(panel.names);
+  const tables = [], series = [], runs = [], prefix = commonPrefix(panel.names);
+  const [unit, length] = timeUnit(reply);
   reply.runs.forEach((run, order) => panel.names.forEach((name, line) => {
     if (!run[name]) return;
-    const points = positions(run, run[name].steps).map((x, i) => [x, run[name].values[i]]).filter((point) => point[0] !== null);
+    const points = positions(run, run[name].steps, length).map((x, i) => [x, run[name].values[i]]).filter((point) => point[0] !== null);
     if (!points.length) return;
     const index = state.selected[order];
+    runs.push(index);
     tables.push([points.map((point) => point[0]), points.map((point) => point[1])]);
     const label = [panel.names.length > 1 ? name.slice(prefix) : "", reply.runs.length > 1 ? state.runs[index].name : ""].filter(Boolean).join(", ");
     series.push({
@@ -176,7 +186,7 @@ function chart(panel, reply) {
   if (!tables.length) return null;
   const zoom = state.x === "step" ? state.zoom : null;
   const options = {
-    width: 380, height: 190, series: [{ label: state.x, value: (_, value) => number(value) }, ...series],
+    width: 380, height: 190, series: [{ label: state.x === "step" ? "step" : `time, ${unit}`, value: (_, value) => number(value) }, ...series],
     scales: { x: { time: false, range: zoom === null ? undefined : () => zoom }, y: { range: yRange } },
     axes: [{ size: 32 }, { size: 70, values: (_, values) => axisNumber(values) }],
     cursor: { focus: { prox: 20 }, drag: { setScale: state.x !== "step" } },
@@ -188,12 +198,21 @@ function chart(panel, reply) {
     const plot = new uPlot(options, uPlot.join(tables), box);
     plot.over.addEventListener("click", () => {
       if (plot.cursor.idx === null || state.x !== "step") return;
-      openStep(plot.data[0][plot.cursor.idx]);
+      openStep(plot.data[0][plot.cursor.idx], runs[nearest(plot) - 1]);
     });
-    plot.over.addEventListener("dblclick", () => setZoom(null));
     showLast(plot);
     state.charts.push(plot);
   } };
+}
+
+// Return the index of the curve that is nearest to the cursor.
+function nearest(plot) {
+  const distance = (values) => {
+    const value = values[plot.cursor.idx];
+    return value === null || value === undefined ? Infinity : Math.abs(plot.valToPos(value, "y") - plot.cursor.top);
+  };
+  const distances = plot.data.slice(1).map(distance);
+  return 1 + distances.indexOf(Math.min(...distances));
 }
 
 // Without a cursor, the legend shows the last value of each curve.
@@ -235,9 +254,9 @@ async function drawCurves() {
   const range = state.x === "step" && state.zoom !== null ? `&first=${state.zoom[0]}&last=${state.zoom[1]}` : "";
   const reply = await get(`/curves?${query(state.selected)}${range}`);
   const controls = element(
-    "div", { class: "controls" }, "x axis:", ...["step", "hours"].map((x) => button(x, state.x === x, () => { state.x = x; show(); })),
+    "div", { class: "controls" }, "x axis:", ...["step", "time"].map((x) => button(x, state.x === x, () => { state.x = x; show(); })),
     range ? button(`steps ${state.zoom.join(" to ")} ×`, true, () => setZoom(null)) : null,
-    element("span", { class: "hint" }, "A click on a point opens the responses of its step. Drag to zoom; double-click resets."),
+    element("span", { class: "hint" }, state.x === "step" ? "A click on a point opens the responses of its step. Drag to zoom." : "Drag to zoom; double-click resets."),
   );
   clearCharts();
   const drawn = [];
@@ -259,9 +278,8 @@ function isZoomed(plot) {
   return plot.scales.x.min > positions[0] || plot.scales.x.max < positions[positions.length - 1];
 }
 
-function openStep(step) {
-  const run = state.selected.find((index) => state.runs[index].samples.length);
-  if (run === undefined) return;
+function openStep(step, run) {
+  if (!state.runs[run].samples.length) return;
   const steps = state.runs[run].samples;
   [state.run, state.order] = [run, ""];
   state.step = steps.reduce((best, other) => Math.abs(other - step) < Math.abs(best - step) ? other : best, steps[0]);
@@ -325,7 +343,8 @@ async function drawResponses() {
   if (!state.order) shown.sort((a, b) => hasTokens(b) - hasTokens(a) || spread(b) - spread(a));
   const limits = channelLimits(rows);
   const more = shown.length > state.shown ? button(`show ${shown.length - state.shown} more groups`, false, () => { state.shown += 50; show(); }) : null;
-  const about = state.order ? `${kept.length} responses with the ${ORDERS[state.order] === "largest gap" ? "largest gap of trainer and generator" : `${ORDERS[state.order]} ${state.order === "long" ? "texts" : "scores"}`} of ${steps.length} steps`
+  const filtered = kept.length < rows.length ? `${kept.length} of the ` : "";
+  const about = state.order ? `${filtered}${rows.length} responses with the ${ORDERS[state.order] === "largest gap" ? "largest gap of trainer and generator" : `${ORDERS[state.order]} ${state.order === "long" ? "texts" : "scores"}`} of ${steps.length} steps`
     : `${kept.length} of ${rows.length} responses in ${shown.length} groups`;
   view.replaceChildren(
     controls, ...(state.order ? [] : [bins.node]), element("p", {}, about),
@@ -484,15 +503,14 @@ async function drawTime() {
 
 async function drawConfig() {
   clearCharts();
-  const runs = state.selected.slice(0, 2);
-  const reply = await get(`/config?${query(runs)}`);
+  const reply = await get(`/config?${query(state.selected)}`);
   const pairs = (rows, head = []) => element("table", { class: "narrow" },
     head.length ? element("thead", {}, element("tr", {}, ...head.map((cell) => element("th", {}, cell)))) : null,
     element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell) => element("td", {}, cell))))));
   const parts = [];
-  if (runs.length > 1) {
+  if (reply.names.length > 1) {
     const rows = Object.entries(reply.differences).map(([key, values]) => [key, ...values]);
-    parts.push(element("h2", {}, `Differences of ${reply.names.join(" and ")}`), rows.length ? pairs(rows, ["key", ...reply.names]) : "The configs are equal.");
+    parts.push(element("h2", {}, `Differences of ${reply.names.join(", ")}`), rows.length ? pairs(rows, ["key", ...reply.names]) : "The configs are equal.");
   }
   const shown = (key, value) => /^(started|ended)$/.test(key) && value ? new Date(value * 1000).toLocaleString()
     : value === null ? "" : Array.isArray(value) ? value.join(" ")

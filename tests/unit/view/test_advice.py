@@ -41,6 +41,11 @@ BAD: dict[str, dict[str, Curve]] = {
         "actor/grad_norm": lambda step: 1.0 if step < 20 else 500.0,
         "critic/score/mean": lambda step: 0.6 if step < 20 else 0.1,
     },
+    "Policy does not change": {
+        "critic/score/mean": lambda step: 0.1 + 0.01 * (step % 3),
+        "actor/entropy": lambda step: 4.69 + 0.001 * (step % 2),
+        "actor/lr": lambda step: 1e-6,
+    },
     "Responses cut at the length limit": {
         "response_length/clip_ratio": lambda step: 0.8,
         "critic/score/mean": lambda step: 0.5 if step < 20 else 0.2,
@@ -93,6 +98,14 @@ def test_a_learning_run_gets_no_advice(tmp_path: Path) -> None:
         "actor/entropy": lambda step: 2.0 * 0.9**step,
     }
     assert advice_on(make_run(tmp_path / "solved", steps=60, curves=solved)) == []
+
+
+def test_truncated_responses_of_a_run_that_learns_get_no_advice(tmp_path: Path) -> None:
+    curves: dict[str, Curve] = {
+        "critic/score/mean": lambda step: 0.01 * step,
+        "response_length/clip_ratio": lambda step: 0.9,
+    }
+    assert advice_on(make_run(tmp_path / "rising", steps=40, curves=curves)) == []
 
 
 def test_equal_scores_from_the_start_are_no_solution(tmp_path: Path) -> None:

@@ -179,6 +179,17 @@ def test_two_configs_are_compared(server: PageServer) -> None:
     reply = value(server, "/config?run=0&run=1")
     assert reply["differences"] == {"actor_rollout_ref.actor.optim.lr": ["1e-05", "0.001"]}
     assert reply["names"] == ["first", "second"]
+    reply = value(server, "/config?run=0&run=1&run=0")
+    assert reply["differences"] == {"actor_rollout_ref.actor.optim.lr": ["1e-05", "0.001", "1e-05"]}
+    assert reply["names"] == ["first", "second", "first"]
+
+
+def test_times_are_exact_since_the_first_step(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run", steps=3, curves={"timing/at": lambda step: 1_764_000_000 + 0.25 * step})
+    page = Page([folder])
+    page.answer("/runs", {})
+    assert page.curves(page.runs)["runs"][0]["timing/at"]["values"] == [0.0, 0.25, 0.5]
+    assert page.curves(page.runs, first=2)["runs"][0]["timing/at"]["values"] == [0.25, 0.5]
 
 
 def test_a_new_line_and_a_deleted_folder_appear(tmp_path: Path) -> None:
