@@ -68,6 +68,13 @@ def _recent(run: RunFolder, name: str) -> float | None:
     return _median(values[-WINDOW:]) if len(values) >= WINDOW else None
 
 
+def _change(earlier: NDArray[np.float64], later: NDArray[np.float64]) -> float:
+    """Return the difference of two means, in units of its standard error."""
+    difference = float(later.mean() - earlier.mean())
+    error = math.hypot(*(float(values.std()) / math.sqrt(len(values)) for values in (earlier, later)))
+    return difference / error if error else math.copysign(math.inf, difference) if difference else 0.0
+
+
 def _best(values: NDArray[np.float64], default: float = 0.0) -> float:
     return float(values.max()) if len(values) else default
 
@@ -186,11 +193,8 @@ def _policy_unchanged(run: RunFolder, now: float) -> str | None:
     rate, share = _recent(run, "actor/lr"), _recent(run, "groups/same_share") or 0.0
     if min(len(scores), len(entropy)) < 3 * WINDOW or share > MAX_EQUAL_GROUPS or not rate or _no_reward(run, now):
         return None
-    earlier, later = np.array_split(scores, 2)
-    error = math.hypot(*(float(half.std()) / math.sqrt(len(half)) for half in (earlier, later)))
-    has_learned = abs(float(later.mean() - earlier.mean())) > 2 * error
     first, last = _median(entropy[:WINDOW]), _median(entropy[-WINDOW:])
-    if has_learned or abs(last - first) > MIN_CHANGE * abs(first):
+    if abs(_change(*np.array_split(scores, 2))) > 2 or abs(last - first) > MIN_CHANGE * abs(first):
         return None
     return (
         f"In {len(scores)} steps, neither the reward ({format_number(_median(scores[-WINDOW:]))}) nor the entropy "
@@ -200,14 +204,13 @@ def _policy_unchanged(run: RunFolder, now: float) -> str | None:
 
 
 def _cut(run: RunFolder, now: float) -> str | None:
-    share, score = _recent(run, "response_length/clip_ratio"), _recent(run, "critic/score/mean")
-    scores = _values(run, "critic/score/mean")
+    share, scores = _recent(run, "response_length/clip_ratio"), _values(run, "critic/score/mean")
     if share is None or share <= MAX_CUT:
         return None
-    if score is not None and score > 0:
-        before = _median(scores[-2 * WINDOW : -WINDOW]) if len(scores) >= 2 * WINDOW else score
-        if score >= 0.9 * _best(scores) or score > 1.05 * before:
-            return None  # the reward is at its best, or rises
+    if len(scores) and _median(scores[-WINDOW:]) >= 0.9 * _best(scores) > 0:
+        return None
+    if len(scores) >= 2 * WINDOW and _change(scores[-2 * WINDOW : -WINDOW], scores[-WINDOW:]) > 2:
+        return None  # the reward rises
     return (
         f"{share:.0%} of the responses are cut at the length limit and may lack their answer. Increase "
         "data.max_response_length, or reward shorter responses (reward_model.overlong_buffer)."
