@@ -34,6 +34,9 @@ def _preload_fork_server() -> Iterator[None]:
     yield
     if ranks := sys.modules.get("support.ranks"):
         ranks.WARM_RANKS.__exit__()
+    for name in ("support.tiny", "support.ppo_runs"):  # processes of pytest-xdist end without finalizers
+        if module := sys.modules.get(name):
+            module.HOME.cleanup()
 
 
 @pytest.fixture(autouse=True, scope="module")

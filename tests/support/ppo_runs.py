@@ -117,13 +117,13 @@ def run_ppo(folder: Path, overrides: Mapping[str, Any] | None = None, steps: int
     return recorder.steps
 
 
-_HOME = tempfile.TemporaryDirectory(prefix="camshaft-runs-")
+HOME = tempfile.TemporaryDirectory(prefix="camshaft-runs-")
 
 
 @cache
 def _tiny_files() -> Path:
     """Write the model, the critic and the data once in this process."""
-    folder = Path(_HOME.name)
+    folder = Path(HOME.name)
     make_tiny_model(folder / "actor", hidden=32, initializer_range=SPREAD)
     _make_tiny_critic(folder / "critic")
     write_arithmetic(folder / "data", left=(0, 20), right=(0, 20), num_train=64, num_heldout=16)

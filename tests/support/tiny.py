@@ -26,14 +26,14 @@ DECODED: dict[str, dict[str, Any]] = {
 }
 """Families with different decode steps: separate and shared key heads, windows, norms, rotations."""
 
-# Removed by its finaliser when the interpreter ends.
-_HOME = tempfile.TemporaryDirectory(prefix="camshaft-tiny-")
+# Removed when the interpreter ends, or by `conftest.py`.
+HOME = tempfile.TemporaryDirectory(prefix="camshaft-tiny-")
 
 
 @cache
 def tiny_tokenizer_folder() -> Path:
     """Return a folder with only the tokenizer."""
-    folder = Path(_HOME.name) / "tokenizer"
+    folder = Path(HOME.name) / "tokenizer"
     make_tiny_tokenizer(folder)
     return folder
 
@@ -45,7 +45,7 @@ def tiny_folder(family: str = "qwen2", **sizes: Any) -> Path:
 
 @cache
 def _tiny_folder(family: str, sizes: tuple[tuple[str, Any], ...]) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix=f"{family}-", dir=_HOME.name))
+    folder = Path(tempfile.mkdtemp(prefix=f"{family}-", dir=HOME.name))
     arguments = {key: list(value) if isinstance(value, tuple) else value for key, value in sizes}
     return make_tiny_model(folder, family, **arguments)
 
