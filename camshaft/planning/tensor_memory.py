@@ -255,8 +255,8 @@ class TensorMemory(TorchDispatchMode):
         """Read the sizes of some storages again, and update the peak."""
         for key in list(keys):
             entry = self._entries.get(key)  # None if another thread has freed the storage meanwhile
-            storage = None if entry is None else entry.reference()
-            if entry is not None and storage is not None and (size := _num_bytes(storage)) != entry.size:
+            storage = entry.reference() if entry else None
+            if entry and storage is not None and (size := _num_bytes(storage)) != entry.size:
                 self._add(entry, size - entry.size)
                 entry.size = size
                 if self.computes:

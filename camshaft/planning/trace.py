@@ -4,10 +4,10 @@
     phases = forecast(config, "critic")         # rank 0 of a fake process group; computes nothing
 
 Both run the classes of a run: the roles with their engines, losses and optimizers. Batches are synthetic, and every row
-has the maximum length. A forecast initializes weights instead of loading them. It replaces the first training step by
-an optimizer step that creates the optimizer state, and shortens the updates of the second one to two optimizer steps of
-two micro-batches each, because later ones only repeat the second. It traces a few layers of a model with many layers
-(`layers.py`), and simulates the devices of a run that uses some (`engines.py`).
+has the maximum length. A forecast initializes weights instead of loading them. It shortens the first training step to
+the generation and to an optimizer step that creates the optimizer state, and the updates of the second one to two
+optimizer steps of two micro-batches each, because later ones only repeat the second. It traces a few layers of a model
+with many layers (`layers.py`), and simulates the devices of a run that uses some (`engines.py`).
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ class _Tracer:
         for step in range(STEPS):
             self.repeats = 1 if step == 0 else 2
             for role, name, action in self._actions():
-                if not self.is_forecast or step > 0 or (name == "gen" and not self.on_device):
+                tries_layouts = name == "gen" and not self.on_device  # of packed weights, in the first step only
+                if not self.is_forecast or step > 0 or tries_layouts:
                     self._record(role, name, action)
                 elif name.startswith("update"):
                     action()

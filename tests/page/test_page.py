@@ -188,7 +188,7 @@ def test_a_range_of_steps_is_loaded_in_detail(browser: Any, server: PageServer) 
 def test_a_click_opens_the_run_of_the_nearest_curve(browser: Any, folder: Path, server: PageServer) -> None:
     write_samples(folder / "second", 20, sample_rows(groups=1, size=2))
     page = Watched(browser, server.url)
-    page.tab.wait_for_function("state.runs[1].samples.length")
+    assert page.tab.evaluate("state.runs[1].samples") == [20, 40]
     box = page.tab.locator(".chart .u-over").first.bounding_box()
     for number, name in enumerate(("first", "second")):
         position = f"[plot.valToPos(38, 'x'), plot.valToPos(plot.data[{number + 1}][37], 'y')]"

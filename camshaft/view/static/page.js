@@ -164,11 +164,10 @@ function commonPrefix(names) {
   return names.every((name) => name.startsWith(folder)) ? folder.length : 0;
 }
 
-function chart(panel, reply) {
+function chart(panel, reply, [unit, length]) {
   const box = element("div", { class: "chart" }, element("h3", {}, panel.title, element("span", {}, panel.unit)));
   box.title = panel.names.map((name) => `${name}: ${reply.descriptions[name] || ""}`).join("\n");
   const tables = [], series = [], runs = [], prefix = commonPrefix(panel.names);
-  const [unit, length] = timeUnit(reply);
   reply.runs.forEach((run, order) => panel.names.forEach((name, line) => {
     if (!run[name]) return;
     const points = positions(run, run[name].steps, length).map((x, i) => [x, run[name].values[i]]).filter((point) => point[0] !== null);
@@ -198,21 +197,21 @@ function chart(panel, reply) {
     const plot = new uPlot(options, uPlot.join(tables), box);
     plot.over.addEventListener("click", () => {
       if (plot.cursor.idx === null || state.x !== "step") return;
-      openStep(plot.data[0][plot.cursor.idx], runs[nearest(plot) - 1]);
+      openStep(plot.data[0][plot.cursor.idx], runs[nearest(plot)]);
     });
     showLast(plot);
     state.charts.push(plot);
   } };
 }
 
-// Return the index of the curve that is nearest to the cursor.
+// Index of the curve that is nearest to the cursor.
 function nearest(plot) {
   const distance = (values) => {
     const value = values[plot.cursor.idx];
     return value === null || value === undefined ? Infinity : Math.abs(plot.valToPos(value, "y") - plot.cursor.top);
   };
   const distances = plot.data.slice(1).map(distance);
-  return 1 + distances.indexOf(Math.min(...distances));
+  return distances.indexOf(Math.min(...distances));
 }
 
 // Without a cursor, the legend shows the last value of each curve.
@@ -259,9 +258,9 @@ async function drawCurves() {
     element("span", { class: "hint" }, state.x === "step" ? "A click on a point opens the responses of its step. Drag to zoom." : "Drag to zoom; double-click resets."),
   );
   clearCharts();
-  const drawn = [];
+  const drawn = [], unit = timeUnit(reply);
   const rows = reply.layout.flatMap((row) => {
-    const charts = row.panels.map((panel) => chart(panel, reply)).filter((each) => each !== null);
+    const charts = row.panels.map((panel) => chart(panel, reply, unit)).filter((each) => each !== null);
     const shown = charts.filter((each) => row.title !== "Failures" || !each.isZero);
     drawn.push(...shown);
     const zero = charts.filter((each) => !shown.includes(each)).map((each) => each.title);

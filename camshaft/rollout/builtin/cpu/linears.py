@@ -175,35 +175,6 @@ def _make_packable(layer: nn.Linear) -> PackableLinear:
     return packable.train(layer.training)
 
 
-@contextmanager
-def packed_linears(
-    model: nn.Module, num_rows: int, num_steps: int, choose: Callable[[PackableLinear], Layout | None] | None = None
-) -> Iterator[None]:
-    """Pack the weights of `model`'s linear layers inside the context if that saves time.
-
-    `choose` replaces `choose_layout`.
-    """
-    layers = [layer for layer in model.modules() if isinstance(layer, PackableLinear)]
-    try:
-        if num_rows >= MIN_ROWS and num_steps >= MIN_STEPS:
-            for layer in layers:
-                layout = (choose or choose_layout)(layer)
-                if layout is not None:
-                    bias = None if layer.bias is None else layer.bias.detach()
-                    layer.packed = layout(layer.weight.detach(), bias)
-        yield
-    finally:
-        for layer in layers:
-            layer.packed = None
-
-
-def select_product(layer: nn.Linear, rows: int) -> Product:
-    """Return a function that computes `layer` for at least `rows` rows, with its packed weight if it has one."""
-    if isinstance(layer, PackableLinear) and layer.packed is not None:
-        return layer.packed.product(rows)
-    return functools.partial(F.linear, weight=layer.weight, bias=layer.bias)
-
-
 Layout = Callable[[Tensor, Tensor | None], PackedWeight]
 
 
@@ -222,6 +193,32 @@ def choose_layout(layer: PackableLinear) -> Layout | None:
             return MKLPacked
         return Transposed if threads == 1 or weight.numel() < MIN_SPLIT_SIZE or len(weight) % threads else SplitByThread
     return OneDNNPacked if weight.numel() > MAX_PLAIN_SIZE and is_layout_valid(OneDNNPacked, *shape) else None
+
+
+@contextmanager
+def packed_linears(
+    model: nn.Module, num_rows: int, num_steps: int, choose: Callable[[PackableLinear], Layout | None] = choose_layout
+) -> Iterator[None]:
+    """Pack the weights of `model`'s linear layers inside the context if that saves time."""
+    layers = [layer for layer in model.modules() if isinstance(layer, PackableLinear)]
+    try:
+        if num_rows >= MIN_ROWS and num_steps >= MIN_STEPS:
+            for layer in layers:
+                layout = choose(layer)
+                if layout is not None:
+                    bias = None if layer.bias is None else layer.bias.detach()
+                    layer.packed = layout(layer.weight.detach(), bias)
+        yield
+    finally:
+        for layer in layers:
+            layer.packed = None
+
+
+def select_product(layer: nn.Linear, rows: int) -> Product:
+    """Return a function that computes `layer` for at least `rows` rows, with its packed weight if it has one."""
+    if isinstance(layer, PackableLinear) and layer.packed is not None:
+        return layer.packed.product(rows)
+    return functools.partial(F.linear, weight=layer.weight, bias=layer.bias)
 
 
 @functools.cache
