@@ -6,8 +6,8 @@
 For each layout, both sides run the phases of a training step with the same roles. `live` is the peak of live tensor
 bytes on rank 0, the largest difference over all phases. `growth` is the growth of the process of rank 0: its maximum
 resident memory (VmHWM) minus that before the roles are built. `libraries` is the part of it that is mapped from files,
-mostly code that runs for the first time. `forecast growth` adds the constant of `camshaft plan` to the peak of the
-forecast. glibc keeps freed blocks below a threshold that grows with use, so the script fixes the threshold
+mostly code that runs for the first time. `forecast growth` adds the growth besides tensors of `camshaft plan` to the
+peak of the forecast. glibc keeps freed blocks below a threshold that grows with use, so the script fixes the threshold
 (MALLOC_MMAP_THRESHOLD_).
 """
 
@@ -30,7 +30,7 @@ from camshaft.config import PPOConfig, compose
 from camshaft.controller import Dispatch, Options, PoolSpec, Worker, register, spawn
 from camshaft.controller.local import process_pool
 from camshaft.models.tiny import make_tiny_model, make_tiny_tokenizer
-from camshaft.planning.plan import PROCESS_GROWTH
+from camshaft.planning.plan import process_growth
 from camshaft.planning.trace import CRITIC, POLICY, Phase, measure
 from camshaft.subprocesses import resident_memory
 
@@ -137,7 +137,7 @@ def compare(arguments: list[str], group: str, ranks: int) -> dict[str, Any]:
     rests = {f"{p.role} {p.name} rest": p.rest / m.rest - 1 for p, m in zip(planned, measured, strict=True)}
     worst = max(errors | rests, key=lambda name: abs((errors | rests)[name]))
     live = max(phase.peak for phase in planned) / MB
-    forecast_growth = live + PROCESS_GROWTH[group] / MB
+    forecast_growth = live + process_growth(config, group) / MB
     return {
         "phase": worst,
         "error": (errors | rests)[worst],

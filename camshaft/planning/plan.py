@@ -26,6 +26,7 @@ from camshaft.planning.trace import (
     POLICY,
     REWARD,
     TRACED_ROLLOUT,
+    engine_model,
     forecast,
     group_topology,
     strategies,
@@ -123,7 +124,13 @@ def _generator(config: PPOConfig, traces: dict[str, list[Phase]], memory: int) -
 _cache: dict[str, list[Phase]] = {}
 
 PROCESS_GROWTH = {POLICY: 80 << 20, CRITIC: 45 << 20, REWARD: 45 << 20}
-"""Growth of the process of a rank on a CPU besides its tensors, for libraries and buffers (docs/plan.md)."""
+PEFT_GROWTH = 10 << 20
+"""Additional growth of a process that trains an adapter and therefore imports PEFT."""
+
+
+def process_growth(config: PPOConfig, group: str) -> int:
+    """Return the growth of the process of a rank besides its tensors, for libraries and buffers (docs/plan.md)."""
+    return PROCESS_GROWTH[group] + (PEFT_GROWTH if engine_model(config, group).lora else 0)
 
 
 def _forecast(config: PPOConfig, group: str) -> list[Phase]:
@@ -181,7 +188,7 @@ def _notes(config: PPOConfig) -> Iterator[str]:
         yield f"gen: the memory of rollout.name={rollout} is not forecast"
     yield "save: the size on disk is forecast, its memory is not"
     if config.trainer.device == "cpu":
-        growth = sum(PROCESS_GROWTH[group] for group in strategies(config)) >> 20
+        growth = sum(process_growth(config, group) for group in strategies(config)) >> 20
         yield f"libraries and buffers of a process need about {growth} MiB more (docs/plan.md)"
 
 

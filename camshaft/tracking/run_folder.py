@@ -46,6 +46,8 @@ BLOCK_BYTES = 8 << 20
 """Largest part of `metrics.jsonl` that is read at once."""
 MANY_BYTES = 1 << 20
 """Size of a text from which the import of pyarrow pays off."""
+THREAD_BYTES = 1 << 20
+"""Size of the parts of a text that threads of pyarrow parse at the same time."""
 TAIL_BYTES = 256
 """Number of bytes before the end of the last read by which a file that was replaced is recognized."""
 
@@ -131,7 +133,7 @@ class Metrics:
 
         try:
             source = pyarrow.BufferReader(text.replace(b'"nan"', b"null"))
-            table = arrow_json.read_json(source, arrow_json.ReadOptions(block_size=BLOCK_BYTES // 2))
+            table = arrow_json.read_json(source, arrow_json.ReadOptions(block_size=THREAD_BYTES))
             steps = table["step"]
             if steps.type != pyarrow.int64() or steps.null_count:
                 return False

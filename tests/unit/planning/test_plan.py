@@ -2,6 +2,8 @@
 
 import json
 import math
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -19,7 +21,7 @@ from camshaft.cli.plan import parse_size
 from camshaft.config import PPOConfig, compose
 from camshaft.errors import ConfigError
 from camshaft.planning import plan as plan_module
-from camshaft.planning.plan import find_change, make_plan
+from camshaft.planning.plan import find_change, make_plan, process_growth
 from camshaft.planning.tensor_memory import TensorMemory
 from camshaft.planning.trace import CRITIC, Phase, forecast, measure
 from camshaft.rollout.builtin.cpu.linears import MKLPacked, OneDNNPacked, is_layout_valid
@@ -128,6 +130,21 @@ def test_the_norm_of_gradients_that_are_not_computed_is_finite() -> None:
         for gradient in gradients:
             assert math.isfinite(torch.nn.utils.get_total_norm([gradient]))
             assert math.isfinite(torch.nn.utils.get_total_norm([gradient], foreach=True))
+
+
+def test_a_process_that_trains_an_adapter_grows_by_the_modules_of_peft(folder: Path) -> None:
+    (plain,) = compose(overrides(folder, "fsdp", 1, CRITIC, "plain", **SIZES), PPOConfig)
+    (lora,) = compose(overrides(folder, "fsdp", 1, CRITIC, "lora", **SIZES), PPOConfig)
+    code = (
+        "import os, camshaft.models.loader, camshaft.planning.trace\n"
+        "from camshaft.subprocesses import resident_memory\n"
+        "before = resident_memory(os.getpid(), 'RssAnon')\n"
+        "import peft\n"
+        "print(resident_memory(os.getpid(), 'RssAnon') - before)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
+    growth = process_growth(lora, CRITIC) - process_growth(plain, CRITIC)
+    assert int(run.stdout) == pytest.approx(growth, rel=0.6)
 
 
 def test_sizes_need_a_known_unit() -> None:
