@@ -139,7 +139,7 @@ class TensorMemory(TorchDispatchMode):
     # -- places -----------------------------------------------------------------------------------
 
     def watch(self, tensors: Iterable[Tensor]) -> None:
-        """Count tensors that were created outside of this context or in another thread."""
+        """Count tensors that were created outside of this context."""
         for tensor in tensors:
             self._watch(_local(tensor))
 

@@ -12,10 +12,10 @@ with many layers (`layers.py`), and simulates the devices of a run that uses som
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -63,6 +63,7 @@ def strategies(config: PPOConfig) -> dict[str, str]:
 
 def measure(config: PPOConfig, group: str) -> list[Phase]:
     """Run all phases of a group of roles on this rank, and return the memory of each phase."""
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a thread of transformers would create uncounted tensors
     with TensorMemory() as memory:
         return [trace.phase for trace in _Tracer(config, group, memory).run()]
 
@@ -164,7 +165,7 @@ class _Tracer:
         """Build the roles and run the phases of `STEPS` training steps."""
         for role, engine in self.engines.items():
             init = self.worker.init_model if self.group == REWARD else engine.init_model
-            self._record(role, "build", partial(self._build, init, engine))
+            self._record(role, "build", init)
             if self.is_forecast and isinstance(engine.module, PackedModel):
                 mark_layers(engine.module.hf, self.memory)
         if self._generates():
@@ -187,10 +188,6 @@ class _Tracer:
                 self._record(role, "save", lambda: None)
                 self.phases[role, "save"] = self.phases[role, "save"]._replace(disk=size)
         return [Trace(phase, self.parts[key]) for key, phase in self.phases.items()]
-
-    def _build(self, init: Callable[[], Any], engine: TorchEngine) -> None:
-        init()
-        self.memory.watch(engine.module.parameters())  # transformers reads weights in other threads
 
     def _record(self, role: str, name: str, action: Callable[[], Any]) -> None:
         """Run a phase, and keep the maximum of its peaks over all steps."""

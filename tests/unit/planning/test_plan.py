@@ -65,7 +65,7 @@ def test_forecast_matches_real_ranks(
         measured: list[Phase] = run_ranks(measure, ranks, config, group)[0]
         assert [phase[:2] for phase in planned] == [phase[:2] for phase in measured]
         pairs = zip(planned, measured, strict=True)
-        differences = [(plan, real) for plan, real in pairs if not matches(plan, real, group)]
+        differences = [(plan, real) for plan, real in pairs if not matches(plan, real)]
         if not differences:
             break
     assert not differences
@@ -73,10 +73,8 @@ def test_forecast_matches_real_ranks(
     assert unwaited == 0, "torch warns of collectives without a wait when the process ends"
 
 
-def matches(plan: Phase, real: Phase, group: str) -> bool:
-    builds_critic = group == CRITIC and plan.name == "build"  # its weights are read by another thread
-    peaks = builds_critic or plan.peak == pytest.approx(real.peak, rel=0.01)
-    return peaks and plan.rest == pytest.approx(real.rest, rel=0.01)
+def matches(plan: Phase, real: Phase) -> bool:
+    return (plan.peak, plan.rest) == pytest.approx((real.peak, real.rest), rel=0.01)
 
 
 def test_the_exit_status_and_the_change_answer_if_it_fits(folder: Path) -> None:
