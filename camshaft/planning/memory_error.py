@@ -7,6 +7,7 @@ with explain_memory_errors(config, arguments):
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import shlex
@@ -43,6 +44,9 @@ MESSAGE = re.compile(
     "MemoryError|OutOfMemoryError|out of memory|an't allocate memory|annot allocate memory|memory runs? out"
 )
 """Messages of torch, Python, the operating system and the controller, also for ranks that the kernel killed."""
+KERNEL_COUNTERS = Path("/proc/vmstat")
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -51,7 +55,7 @@ def explain_memory_errors(config: PPOConfig, arguments: Sequence[str]) -> Iterat
 
     `arguments` are those with which `camshaft plan` forecasts the run.
     """
-    start = resident_memory(os.getpid())
+    start, earlier_kills = resident_memory(os.getpid()), kernel_kills()
     with contextlib.suppress(OSError):  # reset VmHWM, because a notebook may have used more memory before the run
         Path("/proc/self/clear_refs").write_bytes(b"5")
     try:
@@ -59,7 +63,8 @@ def explain_memory_errors(config: PPOConfig, arguments: Sequence[str]) -> Iterat
     except Exception as error:
         growth = resident_memory(os.getpid(), "VmHWM") - start
         with contextlib.suppress(MemoryError):
-            if is_out_of_memory(error):
+            if is_out_of_memory(error) and not _killed_by_another_process(error, config, earlier_kills):
+                logger.warning("%s\nforecasting the memory of the run, for at most %.0f s", _headline(error), SECONDS)
                 error.add_note(memory_report(error, config, arguments, growth))
         raise
 
@@ -67,6 +72,24 @@ def explain_memory_errors(config: PPOConfig, arguments: Sequence[str]) -> Iterat
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if an error, or one that caused it, says that memory ran out."""
     return any(MESSAGE.search(f"{type(each).__name__}: {each}") for each in _chain(error))
+
+
+def kernel_kills() -> int | None:
+    """Return how many processes of this machine the kernel has killed because memory ran out, or None if unknown."""
+    with contextlib.suppress(OSError):
+        if match := re.search(r"^oom_kill (\d+)$", KERNEL_COUNTERS.read_text(encoding="ascii"), re.MULTILINE):
+            return int(match[1])
+    return None
+
+
+def _killed_by_another_process(error: BaseException, config: PPOConfig, earlier_kills: int | None) -> bool:
+    """Return True if SIGKILL ended a process, and the kernel of the only machine of the run has not sent it."""
+    is_kill = "SIGKILL" in str(error)
+    return is_kill and config.trainer.nnodes == 1 and earlier_kills is not None and kernel_kills() == earlier_kills
+
+
+def _headline(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def memory_report(error: BaseException, config: PPOConfig, arguments: Sequence[str], growth: int) -> str:

@@ -2,12 +2,14 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
 import uuid
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,10 +17,14 @@ from support import even_digits
 from support.command_line import ROOT
 
 import camshaft
-from benchmarks.plan import write_inputs
+from benchmarks.plan import run_arguments, write_inputs
+from camshaft.config import PPOConfig, compose
 from camshaft.errors import WorkerError
 from camshaft.models.tiny import make_tiny_model
-from camshaft.planning.memory_error import is_out_of_memory, phase_of
+from camshaft.planning import memory_error
+from camshaft.planning.memory_error import explain_memory_errors, is_out_of_memory, phase_of
+from camshaft.planning.plan_process import PlanUnavailable
+from camshaft.subprocesses import describe_exit
 
 MIB = 1 << 20
 SECONDS = 240
@@ -91,6 +97,30 @@ def test_a_run_from_python_shows_its_forecast(tmp_path: Path) -> None:
     report = "\n".join(caught.value.__notes__)
     assert re.search(r"forecast [\d.,]+ MiB of tensors, peak of a rank [\d.,]+ MiB", report), report
     assert re.search(r"run: camshaft plan .*data.train_batch_size=8", report), report
+
+
+def killed_rank() -> WorkerError:
+    """Return the error of the controller for a rank that SIGKILL has ended."""
+    return WorkerError(f"rank 1 of 2 of actor (process 7) died in update_actor ({describe_exit(-signal.SIGKILL)})")
+
+
+@pytest.mark.parametrize("kills", ["oom_kill 3\n", "oom_kill 4\n", ""])
+def test_a_killed_rank_has_a_forecast_unless_the_kernel_killed_nothing(
+    kills: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counters = tmp_path / "vmstat"
+    counters.write_text(kills and "nr_free_pages 9\noom_kill 3\n", encoding="ascii")
+    monkeypatch.setattr(memory_error, "KERNEL_COUNTERS", counters)
+    monkeypatch.setattr(memory_error, "plan_in_process", Mock(side_effect=PlanUnavailable("not supported")))
+    write_inputs(tmp_path, hidden=16, layers=1)
+    (config,) = compose(run_arguments(tmp_path, "fsdp", ranks=2), PPOConfig)
+    with pytest.raises(WorkerError) as caught, explain_memory_errors(config, []):
+        counters.write_text(kills, encoding="ascii")
+        raise killed_rank()
+    notes = getattr(caught.value, "__notes__", [])
+    assert [note.partition(" out ")[0] for note in notes] == (
+        [] if kills == "oom_kill 3\n" else ["Memory may have run"]
+    )
 
 
 # -- real runs with a limit of their memory ---------------------------------------------------------
