@@ -6,6 +6,7 @@ On a machine without the device files of a GPU, torch is not imported.
 """
 
 import importlib.util
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -36,6 +37,24 @@ def detect_machine() -> Machine:
     libraries = frozenset(name for name in LIBRARIES if importlib.util.find_spec(name) is not None)
     device, count = _accelerators() if has_device_files(DEVICE_FILES) else (CPU, 1)
     return Machine(device, count, libraries)
+
+
+def describe_contention(ranks: int) -> tuple[str, str] | None:
+    """Return a problem and its fix if threads of `ranks` processes would wait for cores that other programs use.
+
+    A parallel operation ends when its last thread does, so a single thread without a core delays all others.
+    """
+    cores, variable = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(variable) if variable.isdigit() else max(1, cores // ranks)
+    others = os.getloadavg()[0] - 1  # without this process
+    if threads == 1 or others < cores / 2:
+        return None
+    fitting = max(1, int(cores - others) // ranks)
+    problem = (
+        f"other programs use about {min(cores, round(others))} of {cores} cores, so threads wait for each other, "
+        "which can make a step many times slower"
+    )
+    return problem, f"set OMP_NUM_THREADS={fitting}, or end the other programs"
 
 
 def has_device_files(patterns: Iterable[str], folder: Path = Path("/dev")) -> bool:

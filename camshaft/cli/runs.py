@@ -1,6 +1,7 @@
 """`camshaft show`, `camshaft compare` and `camshaft plot`: show the files of runs in the terminal or as an image.
 
     camshaft show checkpoints/demo/tiny --step 12 --groups 2
+    camshaft show responses.parquet
     camshaft compare checkpoints/demo/first checkpoints/demo/second
     camshaft plot checkpoints/demo/first checkpoints/demo/second --out curves.png
     camshaft plot checkpoints/demo --metric actor/entropy --metric critic/score/mean
@@ -23,16 +24,25 @@ from camshaft.view.plot import plot as plot_runs
 
 
 def show(argv: Sequence[str]) -> int:
-    """Print the responses of a step, and return the exit status."""
+    """Print responses, and return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="camshaft show", description="Print the responses of a training step with their scores and advantages."
+        prog="camshaft show",
+        description="Print the responses of a training step with their scores and advantages, or those in a file.",
     )
-    parser.add_argument("run", metavar="RUN", help="folder of a run (trainer.default_local_dir)")
+    parser.add_argument(
+        "run", metavar="RUN", help="folder of a run (trainer.default_local_dir), or output file of `camshaft generate`"
+    )
     parser.add_argument("--step", type=int, help="training step; the newest with stored responses by default")
-    parser.add_argument("--groups", type=int, default=4, help="number of prompts, those with the most different scores")
+    parser.add_argument(
+        "--groups", type=int, default=4, help="number of prompts; of a run, those with the most different scores"
+    )
     parser.add_argument("--uid", help="show only the responses to the prompt with this ID")
     parser.add_argument("--width", type=int, help="maximum width of a line; that of the terminal by default")
     args = parser.parse_args(argv)
+    width = args.width or shutil.get_terminal_size((160, 24)).columns
+    if Path(args.run).expanduser().is_file():
+        sys.stdout.write(text.show_generated(Path(args.run).expanduser(), args.groups, width) + "\n")
+        return 0
     run = RunFolder(args.run)
     steps = run.sample_steps()
     if not steps:
@@ -40,7 +50,6 @@ def show(argv: Sequence[str]) -> int:
             f"{run.path} has no stored responses; a PPO run writes them after its first step, unless "
             "trainer.samples.enable=false"
         )
-    width = args.width or shutil.get_terminal_size((160, 24)).columns
     step = steps[-1] if args.step is None else args.step
     sys.stdout.write(text.show_step(run, step, args.groups, width, args.uid) + "\n")
     return 0

@@ -26,6 +26,7 @@
     run_folder.py       names and folders of runs
     render.py           renders descriptions of keys, the reference page, batch sizes, and values without secrets
     errors.py           problems of keys, and the error message that lists them
+    hydra_errors.py     converts exceptions of Hydra to config errors
     tree.py             access to nested dicts by dotted key
 
 To add a key, add its default to the YAML file and its field to the schema. This package does not import torch.

@@ -205,9 +205,11 @@ def _generator_dtype(settings: Settings) -> tuple[Any, str]:
 
 
 def _group_size(settings: Settings) -> tuple[Any, str]:
+    estimator = settings.get("algorithm.adv_estimator")
     if settings.is_grouped():
         return GROUP_SIZE, "responses per prompt, compared with each other"
-    return 1, "responses per prompt, not compared with others"
+    algorithm = "ppo" if estimator == "gae" else estimator
+    return 1, f"responses per prompt, which algorithm={algorithm} does not compare with others"
 
 
 def _one_response(_: Settings) -> tuple[Any, str]:

@@ -16,11 +16,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from camshaft.config.hydra_errors import as_config_errors
 from camshaft.config.load import (
     DEFAULTS,
     HOME,
     Config,
-    as_config_errors,
     from_container,
     overridden_keys,
     override_defaults,

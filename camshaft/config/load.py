@@ -29,6 +29,7 @@ from camshaft.config.checks import check
 from camshaft.config.checks.ineffective import find_notices
 from camshaft.config.checks.model import find_model_notices
 from camshaft.config.errors import Problem, format_problems, from_validation, group_problems
+from camshaft.config.hydra_errors import as_config_errors
 from camshaft.config.run_folder import FOLDER, NAME, generated_name, uses_name
 from camshaft.config.schema.aliases import rename_aliases
 from camshaft.config.schema.evaluation import EvalConfig
@@ -46,8 +47,17 @@ from camshaft.config.short_names import (
     short_names,
     suggest_names,
 )
-from camshaft.config.tree import expand_keys, flatten, format_value, get, has_key, leaf_fields, put, remove, shorten
-from camshaft.errors import CamshaftError, ConfigError
+from camshaft.config.tree import (
+    expand_keys,
+    flatten,
+    format_value,
+    get,
+    has_key,
+    leaf_fields,
+    put,
+    remove,
+)
+from camshaft.errors import ConfigError
 from camshaft.machine import Machine, detect_machine
 
 Config = TypeVar("Config", PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig)
@@ -552,44 +562,3 @@ def _separate_hydra() -> Iterator[None]:
         yield
     finally:
         GlobalHydra.instance().hydra = previous_hydra
-
-
-@contextlib.contextmanager
-def as_config_errors(overrides: Iterable[str]) -> Iterator[None]:
-    """Convert exceptions of Hydra to a `ConfigError`. Invalid `overrides` or config files cause all of them."""
-    try:
-        yield
-    except CamshaftError:
-        raise
-    except Exception as error:
-        raise ConfigError(_hydra_message(error, overrides)) from error
-
-
-def _hydra_message(error: Exception, overrides: Iterable[str]) -> str:
-    """Format an exception of Hydra with its cause and the override that caused it, if known."""
-    from hydra.errors import HydraException
-
-    reason = f"\n  {error.__cause__}" if isinstance(error.__cause__, OmegaConfBaseException) else ""
-    overrides = list(overrides)
-    invalid = next((override for override in overrides if not _is_parsable(override)), None)
-    if invalid is not None:
-        reason += f"\nin {shorten(invalid)}"
-        reason += "\nQuote a value with special characters: \"key='value'\""
-    elif not isinstance(error, HydraException | OmegaConfBaseException):
-        # overrides that `prepare_overrides` did not rewrite
-        candidates = [override for override in overrides if not override.startswith("++")] or overrides
-        reason += (
-            f"\n({type(error).__name__} in Hydra, caused by the config file or by {shorten(' '.join(candidates))})"
-        )
-    return f"cannot compose the config: {shorten(str(error))}{reason}"
-
-
-def _is_parsable(override: str) -> bool:
-    """Return True if the grammar of Hydra accepts the override, and the override contains a key."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        return bool(OverridesParser.create().parse_override(override).key_or_group)
-    except (HydraException, ValueError, RecursionError):
-        return False

@@ -53,8 +53,8 @@ class LengthSummary:
     """Histogram bars as (minimum length, maximum length, number of rows)."""
 
 
-def summarize_files(paths: Sequence[Path], counted_columns: Collection[str]) -> list[FileSummary]:
-    """Summarize the rows and columns of each file; count missing values in the columns listed in `counted_columns`."""
+def summarize_files(paths: Sequence[Path], counted_columns: Collection[str] | None) -> list[FileSummary]:
+    """Summarize the rows and columns of each file; count missing values in these columns, or in all if it is None."""
     files = []
     for path, source in zip(paths, open_files(paths), strict=True):
         with convert_read_errors(path):
@@ -62,7 +62,9 @@ def summarize_files(paths: Sequence[Path], counted_columns: Collection[str]) -> 
                 ColumnSummary(
                     field.name,
                     str(field.type),
-                    source.count_missing(field.name) if field.name in counted_columns else None,
+                    source.count_missing(field.name)
+                    if counted_columns is None or field.name in counted_columns
+                    else None,
                 )
                 for field in source.schema
             )

@@ -22,10 +22,8 @@ from camshaft.errors import CamshaftError
 from camshaft.plugins import REWARDS, find_target, import_attribute, list_names
 from camshaft.rewards import GROUP, REGISTERED
 from camshaft.rewards.arguments import BATCH, SINGLE, Arguments
-from camshaft.rewards.messages import FunctionInfo, FunctionSpec, Sample, Spec
+from camshaft.rewards.messages import DEFAULT_NAME, FunctionInfo, FunctionSpec, Sample, Spec
 from camshaft.subprocesses import extend_import_path
-
-DEFAULT_NAME = "compute_score"
 
 
 class RewardFunction(NamedTuple):
@@ -122,7 +120,7 @@ def _find_attribute(module: ModuleType, path: str, name: str) -> Any:
         return next(iter(functions.values()))
     raise CamshaftError(
         f"{path} has no function '{name}'; its functions are {', '.join(functions) or 'none'}. "
-        "Set custom_reward_function.name"
+        f"Select one with reward={path}:<function> (custom_reward_function.name)"
     )
 
 

@@ -37,7 +37,7 @@ from torch import Tensor
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RewardError
 from camshaft.ragged import on_last_token
-from camshaft.rewards.arguments import SINGLE
+from camshaft.rewards.arguments import RESPONSE
 from camshaft.rewards.messages import FunctionSpec, Sample, Spec
 from camshaft.rewards.output import Output
 from camshaft.rewards.pool import Job, Kind, Outcome, WorkerPool
@@ -240,14 +240,14 @@ class RewardManager:
         if not len(rows):
             return
         names = set(rows["data_row"][0]) if "data_row" in rows else set[str]()
-        for function, info in zip(self._functions, self._pool.functions, strict=True):
-            noun = f"the reward function '{function.label}'" if function.label else "the reward function"
-            for name in info.required:
-                if name not in names:
+        for name, info in zip(self.names, self._pool.functions, strict=True):
+            for column in info.required:
+                if column not in names:
                     raise RewardError(
-                        f"{noun} has a parameter '{name}', but the data has no column '{name}'. Rename the "
-                        f"parameter, or give it a default. Parameters are {', '.join(SINGLE)}, prompt, and the "
-                        "columns of the data files"
+                        f"the reward function {name} has a parameter '{column}', but the data has no column "
+                        f"'{column}'. Add the column, rename the parameter, or give it a default. Parameters are "
+                        f"{RESPONSE[1]} (or {RESPONSE[0]}, {RESPONSE[2]}), prompt, ground_truth, data_source, "
+                        "extra_info, and the columns of the data files"
                     )
 
     def begin(self, rows: DataProto) -> PendingScores:
@@ -408,15 +408,20 @@ def _function_metrics(label: str, outcomes: Sequence[Outcome | None]) -> dict[st
 
 def _warn(failures: Sequence[RewardFailure], num_failed: int, num_rows: int, consequence: str) -> None:
     if failures:
-        messages = "\n".join(str(failure) for failure in failures[:_NUM_SHOWN])
+        distinct: dict[tuple[str, str], RewardFailure] = {}
+        for failure in failures:
+            distinct.setdefault((failure.message, failure.trace), failure)
+        messages = "\n".join(map(str, list(distinct.values())[:_NUM_SHOWN]))
         logger.warning(
-            "%d of %d samples could not be scored and %s. First failures:\n%s",
+            "%d of %d samples could not be scored and %s (custom_reward_function.on_error). First failures:\n%s",
             *(num_failed, num_rows, consequence, messages),
         )
 
 
 # -- log of failed samples ------------------------------------------------------------------------
 
+FAILED_REWARDS = Path("rewards", "failed.jsonl")
+"""File in the folder of a run."""
 MAX_BYTES = 8 * 1024 * 1024
 """Size in bytes at which the log file is rotated."""
 
@@ -424,7 +429,7 @@ MAX_BYTES = 8 * 1024 * 1024
 class FailedSamples:
     """Log of samples with failed or slow reward calls, as JSON lines.
 
-        FailedSamples(folder / "rewards" / "failed.jsonl").add(result.failures, "step 12")
+        FailedSamples(folder / FAILED_REWARDS).add(result.failures, "step 12")
 
     The first failure creates the file. A full file is renamed to `failed.1.jsonl`, which replaces an older one.
     """

@@ -11,6 +11,9 @@ this module, so it uses only the standard library.
 
 from typing import Any, NamedTuple
 
+DEFAULT_NAME = "compute_score"
+"""Name of a function if none is configured."""
+
 
 class FunctionSpec(NamedTuple):
     """A reward function to load."""
@@ -29,8 +32,10 @@ class FunctionSpec(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Name of the function for error messages."""
-        return f"{self.path}:{self.name}" if self.path else self.name
+        """Name of the function for error messages. The only function of a file needs no name."""
+        if self.path is None:
+            return self.name
+        return self.path if self.name == DEFAULT_NAME else f"{self.path}:{self.name}"
 
 
 class Spec(NamedTuple):

@@ -62,7 +62,9 @@ def export_checkpoint(checkpoint: Path, target: Path, options: ExportOptions) ->
     model, tokenizer = _model(role, options), _tokenizer(role, options)
     check_export_path(target)
     if target.is_dir() and any(target.iterdir()) and not options.force:
-        raise ConfigError(f"{target} contains an older export; use another folder, or replace the export with --force")
+        raise ConfigError(
+            f"{target} contains an older export; use another folder, or replace it with --force (force=True)"
+        )
     engine = _load_engine(role, model, options.dtype)
     with engine.eval_mode():
         probe = Probe(engine.infer_batch, options.dtype)

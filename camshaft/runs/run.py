@@ -148,6 +148,7 @@ class Run:
         role: str | None = None,
         adapter: bool = False,
         dtype: Literal["float32", "bfloat16"] = "float32",
+        force: bool = False,
     ) -> Path:
         """Export the model of a checkpoint as a Hugging Face folder, verify it, and return the folder.
 
@@ -159,13 +160,14 @@ class Run:
             role: Role to export, by default the policy, or the only model of the run.
             adapter: Export only the LoRA adapter. By default, it is merged into the weights.
             dtype: Dtype of the weights.
+            force: Replace an older export. Folders with other contents are never replaced.
         """
         steps = self._checkpoints()
         checkpoint = steps[_pick(step, steps, f"{self.folder} contains no checkpoint; set trainer.save_freq")]
         source = self.folder if step is None and role is None else checkpoint if role is None else checkpoint / role
         from camshaft.runs.export import ExportOptions, export_checkpoint
 
-        export_checkpoint(source, Path(path), ExportOptions(adapter=adapter, dtype=dtype))
+        export_checkpoint(source, Path(path), ExportOptions(adapter=adapter, dtype=dtype, force=force))
         return Path(path).expanduser()
 
     def resume(

@@ -25,10 +25,10 @@ from camshaft.config.errors import format_problems
 from camshaft.controller import spawn, submit
 from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
-from camshaft.errors import ConfigError
+from camshaft.errors import ConfigError, RewardError
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.callables import PickledFunction
-from camshaft.rewards.manager import FailedSamples, PendingScores
+from camshaft.rewards.manager import FAILED_REWARDS, FailedSamples, PendingScores
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
 from camshaft.stop import Stop
 from camshaft.tracking.samples import SampleWriter
@@ -69,7 +69,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
                 config.trainer.default_local_dir, config.trainer.default_hdfs_dir, config.trainer.worker_limit("save")
             )
             self.samples = SampleWriter(Path(config.trainer.default_local_dir), config.trainer.samples, self.decode)
-            self.failed = FailedSamples(Path(config.trainer.default_local_dir) / "rewards" / "failed.jsonl")
+            self.failed = FailedSamples(Path(config.trainer.default_local_dir) / FAILED_REWARDS)
             logs = Path(config.trainer.default_local_dir) / "logs"
             pools_context = run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, logs)
             pools = stack.enter_context(pools_context)
@@ -140,10 +140,13 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             rows_per_step=self.config.data.train_batch_size,
         )
         self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
-        for prompts in (self.loader.data, self.val_prompts):
-            if config.needs_function() and not self.reward:
-                check_scorable(prompts, config.custom_reward_function, has_reward_model=config.reward_model.enable)
-            self.rewards.check_rows(prompts)
+        for prompts, key in ((self.loader.data, "data.train_files"), (self.val_prompts, "data.val_files")):
+            try:
+                if config.needs_function() and not self.reward:
+                    check_scorable(prompts, config.custom_reward_function, has_reward_model=config.reward_model.enable)
+                self.rewards.check_rows(prompts)
+            except RewardError as error:
+                raise RewardError(f"{key}: {error}") from error
 
     def _prompts(self, config: PPOConfig, train: bool) -> DataProto:
         paths, max_rows = prompt_files(config, train)

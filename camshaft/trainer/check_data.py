@@ -9,13 +9,14 @@ function fails. The last line of the output states the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from camshaft.config import CustomRewardConfig, PPOConfig
+from camshaft.config import PPOConfig
 from camshaft.data import (
     OPTIONAL,
     PromptOptions,
@@ -33,7 +34,7 @@ from camshaft.data.chat import render_prompt
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import CamshaftError
 from camshaft.models.loader import load_tokenizer
-from camshaft.rewards.manager import RewardResult
+from camshaft.rewards.manager import RewardManager, RewardResult
 from camshaft.trainer.build import prompt_files, prompt_options
 from camshaft.trainer.scoring import build_rewards, check_scorable
 from camshaft.trainer.session import fit_batch, log_to_console
@@ -72,6 +73,22 @@ def check_data(config: PPOConfig) -> int:
 
 def _find_problems(config: PPOConfig, print_line: Print) -> Iterator[str]:
     """Print the report and yield problems. Raise CamshaftError for a problem that prevents further checks."""
+    with ExitStack() as stack:
+        rewards: RewardManager | None = None
+        if config.needs_function():
+            try:
+                rewards = stack.enter_context(build_rewards(config.custom_reward_function))
+            except CamshaftError as error:
+                yield str(error)
+        batches = yield from _check_prompts(config, rewards, print_line)
+        if rewards is not None and "training" in batches:
+            yield from _check_reward_function(batches["training"], rewards, print_line)
+
+
+def _check_prompts(
+    config: PPOConfig, rewards: RewardManager | None, print_line: Print
+) -> Generator[str, None, dict[str, DataProto]]:
+    """Print the report on the data files, yield problems, and return the prompts."""
     tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
     options = prompt_options(config, reward_columns=None)
     tokenized_prompts: dict[str, TokenizedPrompts] = {}
@@ -82,7 +99,7 @@ def _find_problems(config: PPOConfig, print_line: Print) -> Iterator[str]:
             continue
         print_line(f"\n{name} prompts")
         files = data_files(paths)
-        _print_schema(files, options, print_line)
+        _print_schema(files, [*options.required_columns(), *OPTIONAL], rewards, print_line)
         prompts = tokenized_prompts[name] = read_prompts(files, tokenizer, options, max_rows)
         if train:
             text = render_prompt(prompts.prompts[0], tokenizer, prompts.table.location(0))
@@ -96,24 +113,28 @@ def _find_problems(config: PPOConfig, print_line: Print) -> Iterator[str]:
             if train:
                 fitted = fit_batch(config, len(batches[name]))
                 StatefulLoader(batches[name], fitted.data.train_batch_size)
-            if config.needs_function():
+            if rewards is not None:
                 check_scorable(
                     batches[name], config.custom_reward_function, has_reward_model=config.reward_model.enable
                 )
+                rewards.check_rows(batches[name])
         except CamshaftError as error:
             yield str(error)
     _print_duplicates(tokenized_prompts, print_line)
     if not config.needs_function():
         print_line("\nno reward function: the run uses only the reward model")
-    elif "training" in batches:
-        yield from _check_reward_function(batches["training"], config.custom_reward_function, print_line)
+    return batches
 
 
 # -- files and prompts ----------------------------------------------------------------------------
 
 
-def _print_schema(paths: Sequence[Path], options: PromptOptions, print_line: Print) -> None:
-    for file in summarize_files(paths, [*options.required_columns(), *OPTIONAL]):
+def _print_schema(
+    paths: Sequence[Path], columns: Sequence[str], rewards: RewardManager | None, print_line: Print
+) -> None:
+    """Print the columns of the data files. `columns` are those that the run reads, besides those for the reward."""
+    for_reward = () if rewards is None else rewards.columns
+    for file in summarize_files(paths, None if for_reward is None else [*columns, *for_reward]):
         print_line(f"  {file.path}: {file.num_rows} rows")
         for column in file.columns:
             missing = "not read" if column.missing is None else f"{column.missing} missing"
@@ -161,29 +182,28 @@ def _print_duplicates(tokenized_prompts: dict[str, TokenizedPrompts], print_line
 # -- reward function --------------------------------------------------------------------------
 
 
-def _check_reward_function(prompts: DataProto, custom: CustomRewardConfig, print_line: Print) -> Iterator[str]:
-    """Score the ground truth and an empty response for each of the first rows."""
+def _check_reward_function(prompts: DataProto, rewards: RewardManager, print_line: Print) -> Iterator[str]:
+    """Score an empty response and, if the data has ground truths, the ground truth for each of the first rows."""
     rows = prompts.reorder(slice(0, _NUM_SCORED))
     truths = [
         truth if isinstance(truth, str) else "" if truth is None else repr(truth) for truth in rows["ground_truth"]
     ]
-    with build_rewards(custom) as rewards:
-        print_line(f"\nscores of the first {len(rows)} training prompts (reward: {', '.join(rewards.names)})")
-        rewards.check_rows(rows)
-        responses = {"ground truth": truths, "empty": [""] * len(rows)}
-        results = {
-            name: rewards.score(_with_responses(rows), lambda _, texts=texts: texts)
-            for name, texts in responses.items()
-        }
-    print_line(f"  {'ground truth':>12} {'empty':>12}   data_source, ground truth")
-    columns = zip(*(_format_scores(result) for result in results.values()), rows["data_source"], truths, strict=True)
-    for truth_score, empty_score, source, truth in columns:
-        print_line(f"  {truth_score:>12} {empty_score:>12}   {source}, {_shorten(truth, 40)!r}")
+    print_line(f"\nscores of the first {len(rows)} training prompts (reward: {', '.join(rewards.names)})")
+    responses = {"ground truth": truths} if any(truths) else {}
+    responses["empty"] = [""] * len(rows)
+    results = {
+        name: rewards.score(_with_responses(rows), lambda _, texts=texts: texts) for name, texts in responses.items()
+    }
+    print_line(f"  {' '.join(f'{name:>12}' for name in results)}   data_source, ground truth")
+    columns = zip(*(_format_scores(result) for result in results.values()), strict=True)
+    for scores, source, truth in zip(columns, rows["data_source"], truths, strict=True):
+        print_line(f"  {' '.join(f'{score:>12}' for score in scores)}   {source}, {_shorten(truth, 40)!r}")
     failures = [failure for result in results.values() for failure in result.failures]
     if failures:
         count = sum(result.num_failed for result in results.values())
-        yield f"the reward function failed in {count} of {2 * len(rows)} calls; the first failure is {failures[0]}"
-    elif all(results["ground truth"].scores <= results["empty"].scores):
+        num_calls = len(results) * len(rows)
+        yield f"the reward function failed in {count} of {num_calls} calls; the first failure is {failures[0]}"
+    elif any(truths) and all(results["ground truth"].scores <= results["empty"].scores):
         print_line(
             "  note: no ground truth scores higher than an empty response; the function may expect a different answer "
             "format"

@@ -271,7 +271,8 @@ class PPOTrainer:
             self.kl.load_state_dict(saved.state["kl"])
             self.best.load_state_dict(saved.state["best"])
             self.global_step = saved.step
-            log_resume(saved, self.parts.total_steps)
+            if not self.config.trainer.val_only:
+                log_resume(saved, self.parts.total_steps)
         if self.config.trainer.resume_mode != "auto" and not self.config.trainer.val_only:
             self.parts.checkpoints.move_aside(after=self.global_step)
         if not self.config.trainer.val_only:

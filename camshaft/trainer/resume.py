@@ -74,8 +74,8 @@ def check_resume(
                 else "the previous files"
             )
             raise CheckpointError(
-                f"{message}; to continue this run, use {fix}; to start a new run, use trainer.resume_mode=disable "
-                "or another trainer.experiment_name"
+                f"{message}; to continue this run, use {fix}; to start a new run, use another folder (out=...) or "
+                "trainer.resume_mode=disable"
             )
         logger.warning("%s", message)
     missing = [role for role in roles if role not in saved.roles]

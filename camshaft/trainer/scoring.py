@@ -156,8 +156,10 @@ def check_scorable(prompts: DataProto, custom: CustomRewardConfig, has_reward_mo
     unknown = sorted(source for source, name in function_names.items() if name is None)
     if "auto" in names and unknown:
         raise RewardError(
-            f"data_source {', '.join(unknown[:5])} has no built-in reward function (known: {', '.join(SOURCES)}); use "
-            f"custom_reward_function.name=exact_match to compare with the ground truth, or {alternative}"
+            f"no reward is set, and data_source {', '.join(unknown[:5])} has no built-in reward function (only "
+            f"{', '.join(SOURCES)} have one). Set reward=exact_match to compare responses with the ground truth, or "
+            "reward=my_reward.py for a function of your own"
+            + (", or custom_reward_function.name=null to score with the reward model only" if has_reward_model else "")
         )
     if "auto" in names:
         for name in sorted({name for name in function_names.values() if name is not None}):

@@ -55,8 +55,10 @@ from camshaft.controller import Options, Pool, PoolSpec, pools
 from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, ConfigError
+from camshaft.machine import CPU, describe_contention
 from camshaft.plugins import PROVIDED_BY
 from camshaft.rewards.callables import PickledFunction, name_of
+from camshaft.rewards.manager import FAILED_REWARDS
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SupervisedWorker
 from camshaft.stop import Stop, handle_stop_signals
 from camshaft.temporary import remove_leftovers
@@ -78,6 +80,8 @@ class Session:
     def __init__(self, trainer: TrainerConfig | SupervisedTrainerConfig):
         self.trainer = trainer
         self.console = shared_console()
+        self.has_started = False
+        """True once the run has state to save."""
         self._exit_stack = contextlib.ExitStack()
 
     def say(self, text: str) -> None:
@@ -103,6 +107,7 @@ class Session:
         if isinstance(trainer, TrainerConfig):
             places["validation"] = trainer.validation_data_dir or folder / "validation"
             places["responses"] = trainer.rollout_data_dir
+            places["failed rewards"] = folder / FAILED_REWARDS
         has_checkpoint = (folder.expanduser() / LATEST).exists()
         if not has_checkpoint:
             del places["checkpoints"]
@@ -116,7 +121,7 @@ class Session:
                 longer = f"steps={2 * total_steps}"
             place = "" if trainer.experiment_name else f"out={shlex.quote(str(folder))} "
             lines["train longer"] = f"the same command with {place}{longer}"
-        self.say("\n".join(f"{name:<13} {text}" for name, text in lines.items()))
+        self.say("\n".join(f"{name:<14} {text}" for name, text in lines.items()))
 
     def tracking(
         self, config: PPOConfig | SupervisedConfig, total_steps: int, saved: SavedCheckpoint | None, subfolder: str = ""
@@ -136,6 +141,7 @@ class Session:
 
     def listen(self, stop: Stop | None = None, ctrl_c: bool = False) -> Stop:
         """Handle stop signals until the session ends. Call this when the run has state to save."""
+        self.has_started = True
         return self._exit_stack.enter_context(handle_stop_signals(stop, ctrl_c))
 
     def close(self) -> None:
@@ -155,9 +161,13 @@ def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None 
         streams = continue_without_reader(folder / "logs" / "driver.log")
         with streams, log_to_file(folder), log_to_console(run.console, trainer.seed):
             run.say(f"run folder: {trainer.default_local_dir}")
+            if trainer.device == CPU and (
+                problem := describe_contention(trainer.world_size if ranks is None else ranks)
+            ):
+                logger.warning("%s; %s", *problem)
             yield run
     except BaseException:
-        if resume_arguments(trainer):
+        if run.has_started and resume_arguments(trainer):
             run.say_how_to_resume()
         raise
     finally:

@@ -23,6 +23,8 @@ COLUMNS = 3
 DPI = 120
 MARKER_LIMIT = 20
 """Curves with fewer points have a marker at each point."""
+MIN_SPAN = 1e-6
+"""Smallest span of an axis, relative to its values."""
 
 
 def plot(runs: Sequence[RunFolder], path: Path, metrics: Sequence[str] = ()) -> list[str]:
@@ -84,5 +86,10 @@ def _draw(axis: Any, runs: Sequence[RunFolder], names: Sequence[str]) -> None:
             parts = [run.name if len(runs) > 1 else "", name if len(names) > 1 else ""]
             labels.append(", ".join(filter(None, parts)))
             axis.plot(steps, values, label=labels[-1], marker="o" if len(steps) < MARKER_LIMIT else None, markersize=3)
+    low, high = axis.get_ylim()
+    if high - low < MIN_SPAN * max(abs(low), abs(high)):  # rounding errors of a constant would fill the chart
+        middle = (low + high) / 2
+        axis.set_ylim(middle - abs(middle) * MIN_SPAN, middle + abs(middle) * MIN_SPAN)
+    axis.ticklabel_format(axis="y", useOffset=False)
     if any(labels):
         axis.legend(fontsize="x-small")

@@ -2,6 +2,7 @@
 
     print(runs_table(find_runs("checkpoints"), now=time.time()))
     print(show_step(run, step=12, num_groups=4, width=120))
+    print(show_generated(Path("responses.parquet"), num_groups=4, width=120))
     print(compare(first, second))
 
 Texts of responses are escaped, so that they cannot control the terminal.
@@ -10,11 +11,12 @@ Texts of responses are escaped, so that they cannot control the terminal.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from camshaft.tracking.console import format_number
-from camshaft.tracking.run_folder import RunFolder
+from camshaft.tracking.run_folder import RunFolder, RunFolderError, read_samples
 from camshaft.view.panels import HEADLINES, REWARD, VALIDATION, first_logged
 
 MACHINE_KEYS = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.validation_data_dir")
@@ -84,6 +86,31 @@ def show_step(run: RunFolder, step: int, num_groups: int, width: int, uid: str |
     return "\n".join(lines)
 
 
+def show_generated(path: Path, num_groups: int, width: int) -> str:
+    """Return the responses in the first rows of an output file of `camshaft generate`."""
+    table_of_rows = read_samples(path)
+    suffix = "_finished"
+    keys = [name.removesuffix(suffix) for name in table_of_rows.column_names if name.endswith(suffix)]
+    if not keys:
+        raise RunFolderError(f"{path} is not an output file of `camshaft generate`, because it has no responses")
+    is_added = tuple(f"{key}_" for key in keys)
+    lines = [f"{path}: {len(table_of_rows)} rows"]
+    for row in table_of_rows.slice(0, num_groups).to_pylist():
+        inputs = {name: value for name, value in row.items() if name not in keys and not name.startswith(is_added)}
+        lines += ["", *(f"{name}: {printable(str(value))}" for name, value in inputs.items())]
+        for key in keys:
+            scores = row.get(f"{key}_score") or [None] * len(row[key])
+            cells = [("score", "tokens", "", key)]
+            columns = zip(scores, row[f"{key}_tokens"], row[f"{key}{suffix}"], row[key], strict=True)
+            for score, tokens, finished, text in columns:
+                number = "-" if score is None else format_number(score)
+                cells.append((number, str(tokens), "" if finished else "cut", printable(text)))
+            lines += table(cells, indent="  ").splitlines()
+    if num_groups < len(table_of_rows):
+        lines += ["", f"{len(table_of_rows) - num_groups} more rows; --groups {len(table_of_rows)} shows all"]
+    return "\n".join(line if len(line) <= width else line[: width - 3] + "..." for line in lines)
+
+
 def _group_lines(group: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     first = group[0]
     head = first["uid"]
@@ -130,8 +157,17 @@ def compare(first: RunFolder, second: RunFolder) -> str:
 def config_differences(first: RunFolder, second: RunFolder) -> dict[str, tuple[Any, Any]]:
     """Return the values of the config keys in which two runs differ, except for their names and folders."""
     one, other = first.config(), second.config()
-    keys = [key for key in {**one, **other} if key not in MACHINE_KEYS]
+    unused = tuple(set(_unused_sections(one)) & set(_unused_sections(other)))
+    keys = [key for key in {**one, **other} if key not in MACHINE_KEYS and not key.startswith(unused)]
     return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}
+
+
+def _unused_sections(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the prefixes of the keys of roles that a PPO run does not have."""
+    if not config.get("critic.enable") and config.get("algorithm.adv_estimator") not in (None, "gae"):
+        yield "critic."
+    if not config.get("reward_model.enable", True):
+        yield "reward_model."
 
 
 def _facts(first: RunFolder, second: RunFolder) -> list[tuple[str, str, str]]:

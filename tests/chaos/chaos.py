@@ -210,8 +210,14 @@ def check_exit(process: subprocess.Popen[bytes], kind: str, log: Path, mark: str
     if process.returncode == 0:
         problems.append(f"the run ended with status 0 after the {kind} was killed")
     if "Traceback" in log.read_text(errors="replace"):
-        problems.append(f"a traceback after the {kind} was killed: {log.read_text(errors='replace')[-800:]}")
+        problems.append(f"a traceback after the {kind} was killed: {error_in(log)}")
     return problems
+
+
+def error_in(log: Path) -> str:
+    """Return the error of a run: its output from the last message of camshaft on."""
+    text = log.read_text(errors="replace")
+    return text[max(0, text.rfind("\ncamshaft: ")) :][:3000]
 
 
 def check_end(process: subprocess.Popen[bytes], log: Path, mark: str) -> list[str]:
@@ -221,7 +227,7 @@ def check_end(process: subprocess.Popen[bytes], log: Path, mark: str) -> list[st
     except subprocess.TimeoutExpired:
         return ["the run did not reach its end within 1200 s"]
     if status != 0:
-        return [f"the run ended with status {status}: {log.read_text(errors='replace')[-800:]}"]
+        return [f"the run ended with status {status}: {error_in(log)}"]
     return remaining(mark)
 
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
+from camshaft.machine import describe_contention
 from camshaft.planning.doctor.findings import Check, Finding, fail, ok, warn
 from camshaft.planning.doctor.imports import check_optional_packages, check_packages, check_python, check_shadowing
 
@@ -68,6 +69,8 @@ def check_cpu(ranks: int = 1) -> Iterator[Finding]:
         total = f"{ranks} ranks have {threads * ranks} threads" if ranks > 1 else f"a process has {threads} threads"
         message = f"OMP_NUM_THREADS={threads}: {total} on {available:g} cores, which then wait for each other"
         yield warn("cpu", message, "unset OMP_NUM_THREADS")
+    elif problem := describe_contention(ranks):
+        yield warn("cpu", *problem)
     else:
         yield ok("cpu", f"{cores} cores{limited}; OMP_NUM_THREADS {'is ' + text if text else 'is not set'}")
 

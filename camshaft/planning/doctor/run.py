@@ -158,13 +158,13 @@ def check_reward(config: PPOConfig) -> Iterator[Finding]:
     functions = custom.selected()
     source = ", ".join(dict.fromkeys(function.path or "built-in function" for function in functions))
     try:
-        with build_rewards(custom):
-            pass
+        with build_rewards(custom) as rewards:
+            names = rewards.names
     except CamshaftError as error:
         yield fail("reward", f"{source}: {error}", f"python {functions[0].path}" if functions[0].path else "")
         return
     noun = "loads" if len(functions) == 1 else "load"
-    yield ok("reward", f"{source}: {', '.join(function.name for function in functions)} {noun}")
+    yield ok("reward", f"{', '.join(names)} {noun}")
 
 
 # -- backends and resources -----------------------------------------------------------------------

@@ -353,7 +353,7 @@ def test_invalid_config_prints_one_message_with_status_2(words, capfd):
 
 @pytest.mark.parametrize(
     "word",
-    ["trainer.logger=[console", "+trainer.seed=3", "--config-name=nothing_here", "a/b=c", "++trainer@pkg=true"],
+    ["trainer.logger=[console", "+trainer.seed=3", "a/b=c", "++trainer@pkg=true"],
 )
 def test_hydra_error_prints_one_message_with_status_2(words, word, capfd):
     status, _ = _run([*words, word])
@@ -362,6 +362,20 @@ def test_hydra_error_prints_one_message_with_status_2(words, word, capfd):
     assert err.startswith("cannot compose the config: ")
     assert "Traceback" not in err
     assert "HYDRA_FULL_ERROR" not in err
+
+
+def test_a_missing_config_file_is_answered_with_the_existing_ones(words, tmp_path, capfd):
+    assert _run([*words, "--config-name=task"])[0] == 2
+    assert capfd.readouterr().err == (
+        "camshaft has no config file task.yaml; to use your own, set --config-dir to its folder\n"
+    )
+    for name in ("tasks", "other"):
+        (tmp_path / f"{name}.yaml").write_text("trainer: {seed: 4}\n")
+    assert _run([*words, f"--config-dir={tmp_path}", "--config-name=task"])[0] == 2
+    assert capfd.readouterr().err == (
+        f"no config file task.yaml in {tmp_path} (--config-dir). Did you mean tasks? "
+        "Its config files are: other, tasks\n"
+    )
 
 
 @pytest.mark.parametrize("word", ["hydra.job.name=mine", "++hydra.job.name=mine"])

@@ -114,9 +114,14 @@ def test_a_killed_rank_has_a_forecast_unless_the_kernel_killed_nothing(
     monkeypatch.setattr(memory_error, "plan_in_process", Mock(side_effect=PlanUnavailable("not supported")))
     write_inputs(tmp_path, hidden=16, layers=1)
     (config,) = compose(run_arguments(tmp_path, "fsdp", ranks=2), PPOConfig)
-    with pytest.raises(WorkerError) as caught, explain_memory_errors(config, []):
-        counters.write_text(kills, encoding="ascii")
-        raise killed_rank()
+
+    def train() -> None:
+        with explain_memory_errors(config, []):
+            counters.write_text(kills, encoding="ascii")
+            raise killed_rank()
+
+    with pytest.raises(WorkerError) as caught:
+        train()
     notes = getattr(caught.value, "__notes__", [])
     assert [note.partition(" out ")[0] for note in notes] == (
         [] if kills == "oom_kill 3\n" else ["Memory may have run"]

@@ -298,7 +298,8 @@ def test_first_failures_are_listed_and_all_are_counted(manager, score, caplog):
     assert result.num_failed == 120
     assert [failure.row for failure in result.failures] == list(range(100))
     assert "120 of 120 samples could not be scored and count as 0" in caplog.text
-    assert "row 2 (" in caplog.text
+    assert "row 0 (" in caplog.text
+    assert caplog.text.count("ZeroDivisionError: division by zero\n") == 2  # of its message and its traceback
     assert "row 3 (" not in caplog.text
 
 

@@ -35,7 +35,7 @@ def test_a_file_that_ends_the_process_is_an_error(file):
 
 
 def test_a_function_with_other_parameters_is_an_error_at_construction(file):
-    with pytest.raises(RewardError, match=r"compute_score\(text\) cannot be called: .* name it solution_str, response"):
+    with pytest.raises(RewardError, match=r"my_reward.py\(text\) cannot be called: .* name it solution_str, response"):
         RewardManager(file("def compute_score(text): pass"))
 
 

@@ -139,10 +139,24 @@ def test_a_function_for_another_answer_format_is_reported(check: Check) -> None:
     assert "note: no ground truth scores higher than an empty response" in output
 
 
+def test_columns_for_the_reward_are_read_and_a_missing_ground_truth_is_not_scored(check: Check) -> None:
+    train = [{"prompt": "a", "level": 1, "note": ""}, {"prompt": "b", "level": None, "note": ""}]
+    function = "return 0.0\n\n\ndef by_level(response, level):\n    return 0.0"
+    status, output = check(train, "custom_reward_function.name=by_level", val=train, reward=function)
+    assert status == 0, output
+    assert "level                1 missing" in output
+    assert "note                 not read" in output
+    assert "\n         empty   data_source, ground truth\n" in output
+    assert "note: no ground truth" not in output
+    status, output = check(train, "custom_reward_function.name=by_level", val=[{"prompt": "c"}], reward=function)
+    assert status == 1
+    assert "reward.py:by_level has a parameter 'level', but the data has no column 'level'" in output
+
+
 def test_built_in_functions_are_checked_against_the_data(check: Check) -> None:
     status, output = check([row("1", source="nobodys")] * 2, "custom_reward_function.path=null")
     assert status == 1
-    assert "data_source nobodys has no built-in reward function" in output
+    assert "no reward is set, and data_source nobodys has no built-in reward function" in output
     status, output = check(
         [row("1", None)] * 2, "custom_reward_function.path=null", "custom_reward_function.name=exact_match"
     )

@@ -8,6 +8,7 @@ import pytest
 from support.command_line import camshaft
 from support.run_folders import make_run, sample_rows
 
+from camshaft.data.tables import write_parquet
 from camshaft.tracking.names import METRICS, matches
 from camshaft.tracking.run_folder import RunFolder
 from camshaft.view.panels import HEADLINES, ROWS
@@ -66,6 +67,26 @@ def test_a_run_without_responses_says_so(tmp_path: Path) -> None:
     missing = camshaft("show", str(tmp_path / "missing"))
     assert missing.status == 1
     assert "is not a folder" in missing.err
+
+
+def test_generated_responses_are_shown_with_their_prompts(tmp_path: Path) -> None:
+    columns = {"answer": ["a\x1bb", "cc"], "answer_tokens": [2, 3], "answer_finished": [True, False]}
+    rows = [{"prompt": f"p{number}", "level": number, **columns, "answer_score": [0.5, 1.0]} for number in range(3)]
+    path = write_parquet(tmp_path / "responses.parquet", rows)
+    text = camshaft("show", str(path), "--groups", "2", "--width", "400").out
+    assert text.splitlines()[:7] == [
+        f"{path}: 3 rows",
+        "",
+        "prompt: p0",
+        "level: 0",
+        "  score  tokens       answer",
+        "  0.5    2            a\\x1bb",
+        "  1      3       cut  cc",
+    ]
+    assert "p2" not in text
+    assert "1 more rows; --groups 3 shows all" in text
+    other = camshaft("show", str(write_parquet(tmp_path / "data.parquet", [{"prompt": "p"}])))
+    assert (other.status, "is not an output file of `camshaft generate`" in other.err) == (1, True)
 
 
 def test_a_comparison_lists_config_state_and_metrics(runs: Path) -> None:
