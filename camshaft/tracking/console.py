@@ -123,7 +123,7 @@ class ConsoleTracker(Tracker):
     def finish(self) -> None:
         if self._live:
             self._live.stop()
-        if not self._num_steps:
+        if self._num_steps < 2:
             return
         elapsed = timedelta(seconds=round(self._clock() - self._start_time))
         table = Table("", "first", "last", "lowest", "highest", title=f"{self._num_steps} steps in {elapsed}")
