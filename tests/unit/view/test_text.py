@@ -12,6 +12,7 @@ from camshaft.data.tables import write_parquet
 from camshaft.tracking.names import METRICS, matches
 from camshaft.tracking.run_folder import RunFolder
 from camshaft.view.panels import HEADLINES, ROWS
+from camshaft.view.plot import draw
 from camshaft.view.text import compare, config_differences, printable, runs_table, show_step
 
 
@@ -101,6 +102,19 @@ def test_a_comparison_lists_config_state_and_metrics(runs: Path) -> None:
     assert config_differences(RunFolder(runs / "first"), RunFolder(runs / "first")) == {}
 
 
+def test_keys_of_roles_that_neither_run_has_are_not_compared(tmp_path: Path) -> None:
+    def run(name: str, estimator: str, **keys: object) -> RunFolder:
+        models = {f"{role}.model.path": name for role in ("critic", "reward_model")}
+        changes = {"algorithm.adv_estimator": estimator, "reward_model.enable": False, **models, **keys}
+        return RunFolder(make_run(tmp_path / name, steps=1, changes=changes))
+
+    grpo, rloo, ppo = run("a", "grpo"), run("b", "rloo"), run("c", "gae")
+    assert list(config_differences(grpo, rloo)) == ["algorithm.adv_estimator"]
+    assert list(config_differences(grpo, ppo)) == ["algorithm.adv_estimator", "critic.model.path"]
+    scored = run("d", "grpo", **{"reward_model.enable": True})
+    assert list(config_differences(grpo, scored)) == ["reward_model.enable", "reward_model.model.path"]
+
+
 def test_runs_without_a_common_step_are_compared_by_config(tmp_path: Path) -> None:
     runs = [tmp_path / name for name in ("one", "two")]
     for number, run in enumerate(runs, start=1):
@@ -130,6 +144,14 @@ def test_a_plot_has_a_chart_per_panel_and_a_curve_per_run(runs: Path, tmp_path: 
     assert one.out == f"wrote {out}: 1 chart of 2 runs\n"
     wrong = camshaft("plot", str(runs), "--metric", "actor/entropie")
     assert (wrong.status, "no run has logged actor/entropie" in wrong.err) == (2, True)
+
+
+def test_a_constant_metric_is_a_line_in_a_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    run = make_run(tmp_path / "run", curves={"actor/entropy": lambda step: 94.0 + 1e-13 * step})
+    (axis,) = draw([RunFolder(run)], ["actor/entropy"]).axes
+    low, high = axis.get_ylim()
+    assert (low, high) == pytest.approx((94 * (1 - 1e-6), 94 * (1 + 1e-6)), rel=1e-9)
 
 
 def test_every_pattern_of_a_panel_matches_a_documented_metric() -> None:
