@@ -18,16 +18,12 @@ usage: camshaft generate key=value ...   generate responses to the prompts of a 
 
 {short_name_table(GenerateConfig)}
 
-Required keys:
-  data.path=FILE data.output_path=FILE                        data file with prompts; new parquet file
-  model.path=FOLDER
-  trainer.n_gpus_per_node=1 trainer.device=cuda               or cpu; one process per device
-Run the same command again to resume an interrupted run.
+Required: model, data and out. Run the same command again to resume an interrupted run.
 All keys: camshaft config show --trainer generate. One key: camshaft config explain --trainer generate KEY
 
 {CONFIG_OPTIONS}
 example (the last line also scores the responses with built-in functions, selected by data_source):
-  camshaft generate data.path=test.parquet data.output_path=out.parquet model.path=models/mine rollout.n=8 \\
+  camshaft generate model=models/mine data=test.parquet out=responses.parquet n=8 \\
     custom_reward_function.name=auto
 """
 

@@ -249,6 +249,11 @@ class RewardManager:
                         f"{RESPONSE[1]} (or {RESPONSE[0]}, {RESPONSE[2]}), prompt, ground_truth, data_source, "
                         "extra_info, and the columns of the data files"
                     )
+                if missing := sum(row.get(column) is None for row in rows["data_row"]):
+                    logger.warning(
+                        "the column '%s' is empty in %d of %d rows, for which the reward function %s receives None",
+                        *(column, missing, len(rows), name),
+                    )
 
     def begin(self, rows: DataProto) -> PendingScores:
         """Return an object that scores the responses to `rows` as they are added; cancel an earlier one.

@@ -102,6 +102,17 @@ def log_to_file(folder: Path) -> Iterator[None]:
             handler.close()
 
 
+def record_failed_start(folder: Path, error: Exception) -> None:
+    """Write the error of a run that failed before its first step to `log.txt`, and to `run.json` if there is none."""
+    message = mask_urls(f"{type(error).__name__}: {error}")
+    log_text(message)
+    path = folder / INFO
+    if not path.exists():
+        with _warn_once_about_the_disk(path):
+            facts = {"status": "failed", "error": message, "argv": mask_arguments(sys.argv), "ended": time.time()}
+            replace_text(path, json.dumps(facts, indent=1) + "\n")
+
+
 def log_text(text: str) -> None:
     """Write text that is printed elsewhere to `log.txt`."""
     _console.info("%s", text)

@@ -194,10 +194,13 @@ def _check_reward_function(prompts: DataProto, rewards: RewardManager, print_lin
     results = {
         name: rewards.score(_with_responses(rows), lambda _, texts=texts: texts) for name, texts in responses.items()
     }
-    print_line(f"  {' '.join(f'{name:>12}' for name in results)}   data_source, ground truth")
-    columns = zip(*(_format_scores(result) for result in results.values()), strict=True)
-    for scores, source, truth in zip(columns, rows["data_source"], truths, strict=True):
-        print_line(f"  {' '.join(f'{score:>12}' for score in scores)}   {source}, {_shorten(truth, 40)!r}")
+    columns = [name for name in rewards.columns or () if name != "prompt"]
+    titles = ["data_source", *["ground truth"] * any(truths), *columns]
+    print_line(f"  {' '.join(f'{name:>12}' for name in results)}   {', '.join(titles)}")
+    for row, scores in enumerate(zip(*(_format_scores(result) for result in results.values()), strict=True)):
+        values = [truths[row]] * any(truths) + [rows["data_row"][row].get(name) for name in columns]
+        texts = [str(rows["data_source"][row]), *(_shorten(repr(value), 40) for value in values)]
+        print_line(f"  {' '.join(f'{score:>12}' for score in scores)}   {', '.join(texts)}")
     failures = [failure for result in results.values() for failure in result.failures]
     if failures:
         count = sum(result.num_failed for result in results.values())

@@ -458,5 +458,5 @@ def run_ppo(config: PPOConfig, extensions: Extensions | None = None) -> int:
         if stop.status:
             run.say_how_to_resume()
         elif not only_validate:
-            run.say_results(parts.total_steps)
+            run.say_results(parts.total_steps, from_python=extensions.handle_ctrl_c)
     return stop.status

@@ -66,7 +66,7 @@ def check_resume(
     changed_inputs = [key for key, checksum in checksums.items() if saved_checksums.get(key, checksum) != checksum]
     if changed_inputs:
         inputs = ["the reward functions" if key == REWARD else f"the files of {key}" for key in changed_inputs]
-        message = f"{' and '.join(inputs)} have changed since {saved.folder} was saved"
+        message = f"{' and '.join(inputs)} are not those with which {saved.folder} was saved"
         if config.trainer.resume_mode == "auto":
             fix = (
                 f"trainer.resume_mode=resume_path trainer.resume_from_path={saved.folder}"
@@ -138,7 +138,7 @@ def log_resume(saved: SavedCheckpoint, total_steps: int) -> None:
         logger.info("resumed from %s: step %d of %d is next", saved.folder, saved.step + 1, total_steps)
     else:
         logger.warning(
-            "the run in %s has finished all %d steps; to continue, increase trainer.total_epochs or "
-            "trainer.total_training_steps; to start over, use trainer.resume_mode=disable",
+            "the run in %s has finished all %d steps; to continue, increase steps (trainer.total_training_steps) or "
+            "epochs (trainer.total_epochs); to start over, use trainer.resume_mode=disable",
             *(saved.folder, total_steps),
         )

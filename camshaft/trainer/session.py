@@ -66,7 +66,7 @@ from camshaft.tracking import RunInfo, Tracking, check_trackers
 from camshaft.tracking.base import Command
 from camshaft.tracking.console import shared_console
 from camshaft.tracking.jsonl import FILE_NAME
-from camshaft.tracking.record import RECORD, log_text, log_to_file
+from camshaft.tracking.record import RECORD, log_text, log_to_file, record_failed_start
 
 COMMANDS: Mapping[type[PPOConfig | SupervisedConfig], Command] = {PPOConfig: "ppo", SFTConfig: "sft", RMConfig: "rm"}
 """Command of each kind of run."""
@@ -100,7 +100,7 @@ class Session:
         if choices := format_choices(config):
             self.say(choices)
 
-    def say_results(self, total_steps: int, model: str | None = None) -> None:
+    def say_results(self, total_steps: int, model: str | None = None, from_python: bool = False) -> None:
         """Print where the results of a finished run are, and what to do with them."""
         trainer, folder = self.trainer, Path(self.trainer.default_local_dir)
         places = {"metrics": folder / FILE_NAME, "model": model, "checkpoints": folder}
@@ -115,12 +115,14 @@ class Session:
         if has_checkpoint:
             if model is None:
                 target = Path("models") / Path(run_name(trainer)).name
-                lines["export"] = f"camshaft export {shlex.quote(str(folder))} {shlex.quote(str(_unused(target)))}"
+                export = f"camshaft export {shlex.quote(str(folder))} {shlex.quote(str(_unused(target)))}"
+                lines["export"] = f"run.export({str(_unused(target))!r})" if from_python else export
             longer = f"epochs={2 * trainer.total_epochs}"
             if trainer.total_training_steps == total_steps:
                 longer = f"steps={2 * total_steps}"
             place = "" if trainer.experiment_name else f"out={shlex.quote(str(folder))} "
-            lines["train longer"] = f"the same command with {place}{longer}"
+            command = f"the same command with {place}{longer}"
+            lines["train longer"] = f"run.resume(steps={2 * total_steps})" if from_python else command
         self.say("\n".join(f"{name:<14} {text}" for name, text in lines.items()))
 
     def tracking(
@@ -165,7 +167,12 @@ def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None 
                 problem := describe_contention(trainer.world_size if ranks is None else ranks)
             ):
                 logger.warning("%s; %s", *problem)
-            yield run
+            try:
+                yield run
+            except Exception as error:
+                if not run.has_started:
+                    record_failed_start(folder, error)
+                raise
     except BaseException:
         if run.has_started and resume_arguments(trainer):
             run.say_how_to_resume()

@@ -240,5 +240,5 @@ def run_supervised(
             run.say_how_to_resume()
         else:
             run.say(f"wrote {config.export_path()}")
-            run.say_results(trainer.total_steps, config.export_path())
+            run.say_results(trainer.total_steps, config.export_path(), from_python=extensions.handle_ctrl_c)
     return stop.status

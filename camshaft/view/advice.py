@@ -196,10 +196,13 @@ def _policy_unchanged(run: RunFolder, now: float) -> str | None:
     first, last = _median(entropy[:WINDOW]), _median(entropy[-WINDOW:])
     if abs(_change(*np.array_split(scores, 2))) > 2 or abs(last - first) > MIN_CHANGE * abs(first):
         return None
+    adapter = ""
+    if run.config().get("actor_rollout_ref.model.lora_rank"):
+        adapter = " An adapter can do little for a model with random weights; train such a model without LoRA."
     return (
-        f"In {len(scores)} steps, neither the reward ({format_number(_median(scores[-WINDOW:]))}) nor the entropy "
-        f"({format_number(last)} nats) has changed. Increase the learning rate, now {format_number(rate)} "
-        "(actor_rollout_ref.actor.optim.lr)."
+        f"In {len(scores)} steps, neither the reward nor the entropy has changed (medians of the last {WINDOW} steps: "
+        f"{format_number(_median(scores[-WINDOW:]))} and {format_number(last)} nats). Increase the learning rate, now "
+        f"{format_number(rate)} (actor_rollout_ref.actor.optim.lr).{adapter}"
     )
 
 

@@ -97,7 +97,7 @@ def show_generated(path: Path, num_groups: int, width: int) -> str:
     lines = [f"{path}: {len(table_of_rows)} rows"]
     for row in table_of_rows.slice(0, num_groups).to_pylist():
         inputs = {name: value for name, value in row.items() if name not in keys and not name.startswith(is_added)}
-        lines += ["", *(f"{name}: {printable(str(value))}" for name, value in inputs.items())]
+        lines += ["", *(f"{name}: {printable(_content(value))}" for name, value in inputs.items())]
         for key in keys:
             scores = row.get(f"{key}_score") or [None] * len(row[key])
             cells = [("score", "tokens", "", key)]
@@ -109,6 +109,13 @@ def show_generated(path: Path, num_groups: int, width: int) -> str:
     if num_groups < len(table_of_rows):
         lines += ["", f"{len(table_of_rows) - num_groups} more rows; --groups {len(table_of_rows)} shows all"]
     return "\n".join(line if len(line) <= width else line[: width - 3] + "..." for line in lines)
+
+
+def _content(value: Any) -> str:
+    """Return the text of messages, or of another value."""
+    if isinstance(value, list) and value and all(isinstance(item, dict) and "content" in item for item in value):
+        return "  ".join(f"{message.get('role', '')}: {message['content']}" for message in value)
+    return str(value)
 
 
 def _group_lines(group: Sequence[Mapping[str, Any]], width: int) -> list[str]:

@@ -45,6 +45,7 @@ from camshaft.config.schema.model import OptimSection
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import GeneratorConfig
 from camshaft.config.schema.supervised import SupervisedConfig
+from camshaft.config.short_names import RECIPES
 from camshaft.config.tree import format_value
 from camshaft.plugins import TRACKERS
 
@@ -378,7 +379,7 @@ def _check_token_budget_of_scores(config: PPOConfig) -> Iterator[Problem]:
 
 def _check_estimator(config: PPOConfig) -> Iterator[Problem]:
     key, estimator, n = "algorithm.adv_estimator", config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    yield from check_name(key, estimator, ESTIMATORS, "estimators", "module:function")
+    yield from check_name(key, estimator, (*ESTIMATORS, *RECIPES), "estimators", "module:function")
     if estimator in GROUP_ESTIMATORS and n == 1:
         message = (
             f"compares several responses to the same prompt, but {ROLLOUT}.n=1 generates only one."

@@ -205,6 +205,11 @@ def test_recipe_sets_the_keys_of_an_algorithm(words):
     assert config.algorithm.filter_groups.enable
 
 
+def test_an_unknown_algorithm_is_answered_with_the_nearest_name(words):
+    with pytest.raises(ConfigError, match=r"one of cispo, dapo, .* Did you mean dapo\?"):
+        load_ppo([*words, "algorithm=dappo"])
+
+
 def test_keys_of_the_user_win_over_a_recipe(words):
     config = load_ppo([*words, "algorithm=dapo", "n=4", "actor_rollout_ref.actor.clip_ratio_high=0.4"])
     assert config.actor_rollout_ref.actor.clip_range() == (0.2, 0.4)

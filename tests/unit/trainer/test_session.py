@@ -13,7 +13,9 @@ from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError
 from camshaft.tracking import RunInfo, Tracker
+from camshaft.tracking.run_folder import RunFolder
 from camshaft.trainer.session import run_length, session
+from camshaft.view.advice import advise
 
 
 @pytest.fixture
@@ -112,6 +114,25 @@ def test_an_unwritable_folder_is_a_config_error(trainer: TrainerConfig, tmp_path
     config = trainer.model_copy(update={"default_local_dir": str(tmp_path / "file")})
     with pytest.raises(ConfigError, match="is not writable"), session(config):
         pass
+
+
+def test_a_run_that_fails_before_its_first_step_shows_its_error(
+    trainer: TrainerConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(trainer.default_local_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "latest_checkpointed_iteration.txt").write_text("2")
+    with pytest.raises(ConfigError, match="no reward"), session(trainer):
+        raise ConfigError("no reward")
+    assert "to resume" not in capsys.readouterr().out
+    assert "ConfigError: no reward" in (folder / "log.txt").read_text()
+    run = RunFolder(folder)
+    assert run.state() == "failed"
+    assert [advice.title for advice in advise(run, now=0.0)] == ["Run failed"]
+    (folder / "run.json").write_text('{"status": "finished"}')
+    with pytest.raises(ConfigError, match="no reward"), session(trainer):
+        raise ConfigError("no reward")
+    assert RunFolder(folder).state() == "finished"  # of the run whose results the folder contains
 
 
 def test_the_suggested_export_folder_does_not_exist(
