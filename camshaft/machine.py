@@ -51,10 +51,10 @@ def describe_contention(ranks: int) -> tuple[str, str] | None:
         return None
     fitting = max(1, int(cores - others) // ranks)
     problem = (
-        f"other programs use about {min(cores, round(others))} of {cores} cores, so threads wait for each other, "
-        "which can make a step many times slower"
+        f"other programs have used about {min(cores, round(others))} of {cores} cores in the last minute; threads of "
+        "torch then wait for each other, which can make a step many times slower"
     )
-    return problem, f"set OMP_NUM_THREADS={fitting}, or end the other programs"
+    return problem, f"set OMP_NUM_THREADS={fitting}, or stop these programs"
 
 
 def has_device_files(patterns: Iterable[str], folder: Path = Path("/dev")) -> bool:

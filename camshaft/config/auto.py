@@ -209,7 +209,7 @@ def _group_size(settings: Settings) -> tuple[Any, str]:
     if settings.is_grouped():
         return GROUP_SIZE, "responses per prompt, compared with each other"
     algorithm = "ppo" if estimator == "gae" else estimator
-    return 1, f"responses per prompt, which algorithm={algorithm} does not compare with others"
+    return 1, f"response per prompt; algorithm={algorithm} does not compare the responses to a prompt"
 
 
 def _one_response(_: Settings) -> tuple[Any, str]:

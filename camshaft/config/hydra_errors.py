@@ -59,7 +59,7 @@ def _missing_file_message(name: str, message: str) -> str:
     hint = f" Did you mean {near[0]}?" if near else ""
     return (
         f"no config file {name}.yaml in {', '.join(map(str, folders))} (--config-dir).{hint} "
-        f"Its config files are: {', '.join(names) or 'none'}"
+        f"Config files there: {', '.join(names) or 'none'}"
     )
 
 

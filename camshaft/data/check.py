@@ -54,7 +54,7 @@ class LengthSummary:
 
 
 def summarize_files(paths: Sequence[Path], counted_columns: Collection[str] | None) -> list[FileSummary]:
-    """Summarize the rows and columns of each file; count missing values in these columns, or in all if it is None."""
+    """Summarize the rows and columns of each file; count missing values in `counted_columns`, or in all if None."""
     files = []
     for path, source in zip(paths, open_files(paths), strict=True):
         with convert_read_errors(path):

@@ -64,7 +64,11 @@ def explain_memory_errors(config: PPOConfig, arguments: Sequence[str]) -> Iterat
         growth = resident_memory(os.getpid(), "VmHWM") - start
         with contextlib.suppress(MemoryError):
             if is_out_of_memory(error) and not _killed_by_another_process(error, config, earlier_kills):
-                logger.warning("%s\nforecasting the memory of the run, for at most %.0f s", _headline(error), SECONDS)
+                logger.warning(
+                    "%s\nMemory may have run out. Forecasting the memory of the run (at most %.0f s)",
+                    _headline(error),
+                    SECONDS,
+                )
                 error.add_note(memory_report(error, config, arguments, growth))
         raise
 
@@ -83,7 +87,7 @@ def kernel_kills() -> int | None:
 
 
 def _killed_by_another_process(error: BaseException, config: PPOConfig, earlier_kills: int | None) -> bool:
-    """Return True if SIGKILL ended a process, and the kernel of the only machine of the run has not sent it."""
+    """Return True if SIGKILL ended a process of a run on one machine whose kernel has not killed for lack of memory."""
     is_kill = "SIGKILL" in str(error)
     return is_kill and config.trainer.nnodes == 1 and earlier_kills is not None and kernel_kills() == earlier_kills
 

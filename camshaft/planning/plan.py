@@ -124,6 +124,7 @@ def _generator(config: PPOConfig, traces: dict[str, list[Phase]], memory: int) -
 _cache: dict[str, list[Phase]] = {}
 
 PROCESS_GROWTH = {POLICY: 80 << 20, CRITIC: 45 << 20, REWARD: 45 << 20}
+"""Growth of the process of a rank on a CPU besides its tensors, in bytes."""
 PEFT_GROWTH = 10 << 20
 """Additional growth of a process that trains an adapter and therefore imports PEFT."""
 

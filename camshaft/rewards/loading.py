@@ -118,9 +118,11 @@ def _find_attribute(module: ModuleType, path: str, name: str) -> Any:
     } | registered
     if name == DEFAULT_NAME and len(functions) == 1:
         return next(iter(functions.values()))
+    if not functions:
+        raise CamshaftError(f"{path} has no function")
     raise CamshaftError(
-        f"{path} has no function '{name}'; its functions are {', '.join(functions) or 'none'}. "
-        f"Select one with reward={path}:<function> (custom_reward_function.name)"
+        f"{path} has no function '{name}'; its functions are {', '.join(functions)}. Select one with "
+        f"reward={path}:<function> (custom_reward_function.name)"
     )
 
 

@@ -245,13 +245,13 @@ class RewardManager:
                 if column not in names:
                     raise RewardError(
                         f"the reward function {name} has a parameter '{column}', but the data has no column "
-                        f"'{column}'. Add the column, rename the parameter, or give it a default. Parameters are "
-                        f"{RESPONSE[1]} (or {RESPONSE[0]}, {RESPONSE[2]}), prompt, ground_truth, data_source, "
-                        "extra_info, and the columns of the data files"
+                        f"'{column}'. Add the column, rename the parameter, or give it a default. A reward function "
+                        f"can take {RESPONSE[1]} (or {RESPONSE[0]}, {RESPONSE[2]}), prompt, ground_truth, data_source, "
+                        "extra_info, and any column of the data files"
                     )
                 if missing := sum(row.get(column) is None for row in rows["data_row"]):
                     logger.warning(
-                        "the column '%s' is empty in %d of %d rows, for which the reward function %s receives None",
+                        "the column '%s' has no value in %d of %d rows; the reward function %s receives None for them",
                         *(column, missing, len(rows), name),
                     )
 
@@ -418,7 +418,7 @@ def _warn(failures: Sequence[RewardFailure], num_failed: int, num_rows: int, con
             distinct.setdefault((failure.message, failure.trace), failure)
         messages = "\n".join(map(str, list(distinct.values())[:_NUM_SHOWN]))
         logger.warning(
-            "%d of %d samples could not be scored and %s (custom_reward_function.on_error). First failures:\n%s",
+            "%d of %d samples could not be scored and %s, as custom_reward_function.on_error says. First failures:\n%s",
             *(num_failed, num_rows, consequence, messages),
         )
 
@@ -426,7 +426,7 @@ def _warn(failures: Sequence[RewardFailure], num_failed: int, num_rows: int, con
 # -- log of failed samples ------------------------------------------------------------------------
 
 FAILED_REWARDS = Path("rewards", "failed.jsonl")
-"""File in the folder of a run."""
+"""Log of failed reward calls, relative to the folder of a run."""
 MAX_BYTES = 8 * 1024 * 1024
 """Size in bytes at which the log file is rotated."""
 

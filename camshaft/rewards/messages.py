@@ -32,7 +32,7 @@ class FunctionSpec(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Name of the function for error messages. The only function of a file needs no name."""
+        """Name of the function for error messages, without the name if none is configured."""
         if self.path is None:
             return self.name
         return self.path if self.name == DEFAULT_NAME else f"{self.path}:{self.name}"

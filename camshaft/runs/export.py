@@ -63,7 +63,8 @@ def export_checkpoint(checkpoint: Path, target: Path, options: ExportOptions) ->
     check_export_path(target)
     if target.is_dir() and any(target.iterdir()) and not options.force:
         raise ConfigError(
-            f"{target} contains an older export; use another folder, or replace it with --force (force=True)"
+            f"{target} contains an older export; use another folder, or replace the export (--force; in Python "
+            "force=True)"
         )
     engine = _load_engine(role, model, options.dtype)
     with engine.eval_mode():

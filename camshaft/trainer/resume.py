@@ -66,7 +66,7 @@ def check_resume(
     changed_inputs = [key for key, checksum in checksums.items() if saved_checksums.get(key, checksum) != checksum]
     if changed_inputs:
         inputs = ["the reward functions" if key == REWARD else f"the files of {key}" for key in changed_inputs]
-        message = f"{' and '.join(inputs)} are not those with which {saved.folder} was saved"
+        message = f"{' and '.join(inputs)} differ from those that {saved.folder} was saved with"
         if config.trainer.resume_mode == "auto":
             fix = (
                 f"trainer.resume_mode=resume_path trainer.resume_from_path={saved.folder}"

@@ -156,9 +156,9 @@ def check_scorable(prompts: DataProto, custom: CustomRewardConfig, has_reward_mo
     unknown = sorted(source for source, name in function_names.items() if name is None)
     if "auto" in names and unknown:
         raise RewardError(
-            f"no reward is set, and data_source {', '.join(unknown[:5])} has no built-in reward function (only "
-            f"{', '.join(SOURCES)} have one). Set reward=exact_match to compare responses with the ground truth, or "
-            "reward=my_reward.py for a function of your own"
+            f"no reward is set, and data_source {', '.join(unknown[:5])} has no built-in reward function. Set "
+            "reward=my_reward.py for a function of your own, or reward=exact_match to compare responses with the "
+            f"ground truth. Without a reward, data_source must be one of {', '.join(SOURCES)}"
             + (", or custom_reward_function.name=null to score with the reward model only" if has_reward_model else "")
         )
     if "auto" in names:

@@ -198,7 +198,7 @@ def _policy_unchanged(run: RunFolder, now: float) -> str | None:
         return None
     adapter = ""
     if run.config().get("actor_rollout_ref.model.lora_rank"):
-        adapter = " An adapter can do little for a model with random weights; train such a model without LoRA."
+        adapter = " If the model has random weights, an adapter can hardly change its output: train without LoRA."
     return (
         f"In {len(scores)} steps, neither the reward nor the entropy has changed (medians of the last {WINDOW} steps: "
         f"{format_number(_median(scores[-WINDOW:]))} and {format_number(last)} nats). Increase the learning rate, now "

@@ -92,4 +92,4 @@ def _draw(axis: Any, runs: Sequence[RunFolder], names: Sequence[str]) -> None:
         axis.set_ylim(middle - abs(middle) * MIN_SPAN, middle + abs(middle) * MIN_SPAN)
     axis.ticklabel_format(axis="y", useOffset=False)
     if any(labels):
-        axis.legend(fontsize="x-small")
+        axis.legend(fontsize="x-small", framealpha=0.5)

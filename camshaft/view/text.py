@@ -92,7 +92,9 @@ def show_generated(path: Path, num_groups: int, width: int) -> str:
     suffix = "_finished"
     keys = [name.removesuffix(suffix) for name in table_of_rows.column_names if name.endswith(suffix)]
     if not keys:
-        raise RunFolderError(f"{path} is not an output file of `camshaft generate`, because it has no responses")
+        raise RunFolderError(
+            f"{path} has no column that ends with {suffix}, so it is not an output file of `camshaft generate`"
+        )
     is_added = tuple(f"{key}_" for key in keys)
     lines = [f"{path}: {len(table_of_rows)} rows"]
     for row in table_of_rows.slice(0, num_groups).to_pylist():
@@ -162,7 +164,7 @@ def compare(first: RunFolder, second: RunFolder) -> str:
 
 
 def config_differences(first: RunFolder, second: RunFolder) -> dict[str, tuple[Any, Any]]:
-    """Return the values of the config keys in which two runs differ, except for their names and folders."""
+    """Return the values of the config keys in which two runs differ, except for names, folders and unused roles."""
     one, other = first.config(), second.config()
     unused = tuple(set(_unused_sections(one)) & set(_unused_sections(other)))
     keys = [key for key in {**one, **other} if key not in MACHINE_KEYS and not key.startswith(unused)]

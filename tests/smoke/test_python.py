@@ -136,7 +136,7 @@ def test_the_same_objects_resume_and_others_do_not(
     fresh = start(home / "run", config={"trainer": {"seed": 5}}, val_data=PROMPTS[:4], **{"trainer.test_freq": -1})
     assert fresh.history["step"] == [1, 2]  # finished already
     assert sorted(path.name for path in (home / "run" / "inputs").iterdir()) == inputs
-    with pytest.raises(CheckpointError, match="the reward functions are not those with which"):
+    with pytest.raises(CheckpointError, match="the reward functions differ from those"):
         start(home / "run", config={"trainer": {"seed": 5}}, reward=make_rewards("01"))
     with pytest.raises(ConfigError, match=r"'digits_short', which is not stored; pass it as resume\(reward="):
         camshaft.load_run(home / "run").resume(steps=3)

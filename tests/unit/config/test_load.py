@@ -373,8 +373,7 @@ def test_a_missing_config_file_is_answered_with_the_existing_ones(words, tmp_pat
         (tmp_path / f"{name}.yaml").write_text("trainer: {seed: 4}\n")
     assert _run([*words, f"--config-dir={tmp_path}", "--config-name=task"])[0] == 2
     assert capfd.readouterr().err == (
-        f"no config file task.yaml in {tmp_path} (--config-dir). Did you mean tasks? "
-        "Its config files are: other, tasks\n"
+        f"no config file task.yaml in {tmp_path} (--config-dir). Did you mean tasks? Config files there: other, tasks\n"
     )
 
 

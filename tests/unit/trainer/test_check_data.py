@@ -148,7 +148,7 @@ def test_columns_for_the_reward_are_read_and_a_missing_ground_truth_is_not_score
     assert "note                 not read" in output
     scores = ("         empty   data_source, level", "             0   unknown, 1", "             0   unknown, None")
     assert "\n".join(scores) in output
-    assert "the column 'level' is empty in 1 of 2 rows" in output
+    assert "the column 'level' has no value in 1 of 2 rows" in output
     assert "note: no ground truth" not in output
     status, output = check(train, "custom_reward_function.name=by_level", val=[{"prompt": "c"}], reward=function)
     assert status == 1

@@ -197,10 +197,10 @@ def test_a_run_does_not_resume_with_other_initial_weights_or_another_reward(tmp_
     settings = {"custom_reward_function.path": reward, "trainer.save_freq": 1}
     newest = run(tmp_path, settings, steps=1)
     reward.write_text("def compute_score(solution_str, **_):\n    return len(solution_str) % 2\n")
-    with pytest.raises(CheckpointError, match=r"files of custom_reward_function.path are not .*resume_from_path="):
+    with pytest.raises(CheckpointError, match=r"files of custom_reward_function.path differ .*resume_from_path="):
         run(tmp_path, settings)
     explicit = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": newest}
     assert run(tmp_path, settings | explicit).name == "global_step_2"
     make_tiny_model(tmp_path / "other", hidden=32, seed=5)
-    with pytest.raises(CheckpointError, match=r"files of actor_rollout_ref.model.path are not those"):
+    with pytest.raises(CheckpointError, match=r"files of actor_rollout_ref.model.path differ from"):
         run(tmp_path, settings | {"actor_rollout_ref.model.path": tmp_path / "other"}, steps=3)

@@ -87,7 +87,7 @@ def test_generated_responses_are_shown_with_their_prompts(tmp_path: Path) -> Non
     assert "p2" not in text
     assert "1 more rows; --groups 3 shows all" in text
     other = camshaft("show", str(write_parquet(tmp_path / "data.parquet", [{"prompt": "p"}])))
-    assert (other.status, "is not an output file of `camshaft generate`" in other.err) == (1, True)
+    assert (other.status, "it is not an output file of `camshaft generate`" in other.err) == (1, True)
 
 
 def test_a_comparison_lists_config_state_and_metrics(runs: Path) -> None:
