@@ -180,7 +180,9 @@ def test_a_score_by_data_source_needs_a_supported_one(home: Path, tmp_path: Path
     row = {"prompt": PROMPT, "data_source": "mine", "ground_truth": "2"}
     path = write_parquet(tmp_path / "in.parquet", [row])
     auto = {"data__path": path, "custom_reward_function__name": "auto"}
-    refused(generate(home, tmp_path / "out.parquet", **auto), "data_source mine", "known: openai/gsm8k", status=1)
+    refused(
+        generate(home, tmp_path / "out.parquet", **auto), "data_source mine", "must be one of openai/gsm8k", status=1
+    )
     path = write_parquet(tmp_path / "in.parquet", [{"prompt": PROMPT}])
     refused(
         generate(home, tmp_path / "out.parquet", **auto),

@@ -263,7 +263,7 @@ def test_only_an_older_export_is_replaced_with_overwrite(tmp_path: Path) -> None
     (tmp_path / "empty" / "of_the_first").touch()
     refused = export(run, tmp_path / "empty")
     assert refused.status == 2
-    assert "replace the export with --force" in refused.err
+    assert "replace the export (--force" in refused.err
     assert (tmp_path / "empty" / "of_the_first").exists()
     succeeded(run, tmp_path / "empty", "--force")
     assert not (tmp_path / "empty" / "of_the_first").exists()
