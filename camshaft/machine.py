@@ -42,11 +42,12 @@ def detect_machine() -> Machine:
 def describe_contention(ranks: int) -> tuple[str, str] | None:
     """Return a problem and its fix if threads of `ranks` processes would wait for cores that other programs use.
 
-    A parallel operation ends when its last thread does, so a single thread without a core delays all others.
+    A parallel operation ends when its last thread does, so a single thread without a core delays all others. The load
+    is that of the whole machine, and is assumed to be the same on each core.
     """
     cores, variable = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
     threads = int(variable) if variable.isdigit() else max(1, cores // ranks)
-    others = os.getloadavg()[0] - 1  # without this process
+    others = (os.getloadavg()[0] - 1) * cores / (os.cpu_count() or cores)  # without this process
     if threads == 1 or others < cores / 2:
         return None
     fitting = max(1, int(cores - others) // ranks)

@@ -101,12 +101,19 @@ def test_too_many_threads_are_found_and_mended(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("threads", "load", "fix"),
-    [("", 1.5, None), ("", 3.0, "set OMP_NUM_THREADS=2"), ("4", 9.0, "set OMP_NUM_THREADS=1"), ("1", 9.0, None)],
+    ("threads", "load", "machine", "fix"),
+    [
+        ("", 1.5, 4, None),
+        ("", 3.0, 4, "set OMP_NUM_THREADS=2"),
+        ("4", 9.0, 4, "set OMP_NUM_THREADS=1"),
+        ("1", 9.0, 4, None),
+        ("", 9.0, 64, None),
+    ],
 )
 def test_cores_of_other_programs_are_reported(
-    threads: str, load: float, fix: str | None, monkeypatch: pytest.MonkeyPatch
+    threads: str, load: float, machine: int, fix: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "cpu_count", lambda: machine)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
     monkeypatch.setenv("OMP_NUM_THREADS", threads)
