@@ -254,10 +254,10 @@ def _status(config: PPOConfig | SFTConfig | RMConfig, launch: Launch) -> int:
         reward = () if launch.reward is None else pickle_reward(launch.reward)
         arguments = [as_override(key, value) for key, value in _with_function(launch).items()]
         with explain_memory_errors(config, arguments):
-            return run_ppo(config, Extensions(reward, launch.on_step, handle_ctrl_c=True))
+            return run_ppo(config, Extensions(reward, launch.on_step, from_python=True))
     from camshaft.trainer.supervised import run_supervised
 
-    extensions = Extensions(on_step=launch.on_step, handle_ctrl_c=True)
+    extensions = Extensions(on_step=launch.on_step, from_python=True)
     if isinstance(config, SFTConfig):
         from camshaft.trainer.sft import SFTTrainer
 

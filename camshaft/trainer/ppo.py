@@ -450,7 +450,7 @@ def run_ppo(config: PPOConfig, extensions: Extensions | None = None) -> int:
         only_validate = config.trainer.val_only
         resumed, subfolder = (None, "validation") if only_validate else (saved, "")
         with run.tracking(config, parts.total_steps, resumed, subfolder) as tracking, frozen_objects():
-            stop = run.listen(parts.stop, extensions.handle_ctrl_c)
+            stop = run.listen(parts.stop, extensions.from_python)
             trainer.fit(tracking, stop)
             parts.finish_saving()  # write all checkpoints before the trackers report the run as finished
             if stop.status:
@@ -458,5 +458,5 @@ def run_ppo(config: PPOConfig, extensions: Extensions | None = None) -> int:
         if stop.status:
             run.say_how_to_resume()
         elif not only_validate:
-            run.say_results(parts.total_steps, from_python=extensions.handle_ctrl_c)
+            run.say_results(parts.total_steps, from_python=extensions.from_python)
     return stop.status

@@ -112,17 +112,19 @@ class Session:
         if not has_checkpoint:
             del places["checkpoints"]
         lines = {name: str(path) for name, path in places.items() if path and Path(path).expanduser().exists()}
-        if has_checkpoint:
+        target = _unused(Path("models") / Path(run_name(trainer)).name)
+        if has_checkpoint and from_python:
             if model is None:
-                target = Path("models") / Path(run_name(trainer)).name
-                export = f"camshaft export {shlex.quote(str(folder))} {shlex.quote(str(_unused(target)))}"
-                lines["export"] = f"run.export({str(_unused(target))!r})" if from_python else export
+                lines["export"] = f"run.export({str(target)!r})"
+            lines["train longer"] = f"run.resume(steps={2 * total_steps})"
+        elif has_checkpoint:
+            if model is None:
+                lines["export"] = f"camshaft export {shlex.quote(str(folder))} {shlex.quote(str(target))}"
             longer = f"epochs={2 * trainer.total_epochs}"
             if trainer.total_training_steps == total_steps:
                 longer = f"steps={2 * total_steps}"
             place = "" if trainer.experiment_name else f"out={shlex.quote(str(folder))} "
-            command = f"the same command with {place}{longer}"
-            lines["train longer"] = f"run.resume(steps={2 * total_steps})" if from_python else command
+            lines["train longer"] = f"the same command with {place}{longer}"
         self.say("\n".join(f"{name:<14} {text}" for name, text in lines.items()))
 
     def tracking(
@@ -382,8 +384,8 @@ class Extensions:
     """Reward functions, instead of those that the config names."""
     on_step: tuple[StepHook, ...] = ()
     """Hooks that are called after each step."""
-    handle_ctrl_c: bool = False
-    """Finish the step and save a checkpoint on Ctrl-C, as on SIGTERM."""
+    from_python: bool = False
+    """Finish the step and save a checkpoint on Ctrl-C, as on SIGTERM, and suggest calls of `Run` at the end."""
 
 
 def call_hooks(hooks: Sequence[StepHook], step: int, batch: DataProto, metrics: dict[str, float]) -> dict[str, float]:

@@ -231,7 +231,7 @@ def run_supervised(
         trainer.on_step = extensions.on_step
         saved = trainer.prepare()
         with run.tracking(trainer.config, trainer.total_steps, saved) as tracking, frozen_objects():
-            stop = run.listen(ctrl_c=extensions.handle_ctrl_c)
+            stop = run.listen(ctrl_c=extensions.from_python)
             trainer.fit(tracking, stop)
             trainer.finish_saving()  # trackers must not report the run as finished before its checkpoints are written
             if stop.status:
@@ -240,5 +240,5 @@ def run_supervised(
             run.say_how_to_resume()
         else:
             run.say(f"wrote {config.export_path()}")
-            run.say_results(trainer.total_steps, config.export_path(), from_python=extensions.handle_ctrl_c)
+            run.say_results(trainer.total_steps, config.export_path(), from_python=extensions.from_python)
     return stop.status

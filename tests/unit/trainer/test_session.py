@@ -150,3 +150,16 @@ def test_the_suggested_export_folder_does_not_exist(
     first = suggestion()
     (tmp_path / first).mkdir(parents=True)
     assert suggestion() == f"{first}-2"
+
+
+def test_a_run_from_python_suggests_python_calls(
+    trainer: TrainerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with session(trainer) as run:
+        (Path(trainer.default_local_dir) / "latest_checkpointed_iteration.txt").write_text("2")
+        run.say_results(2, from_python=True)
+    out = capsys.readouterr().out
+    assert "export         run.export('models/" in out
+    assert "train longer   run.resume(steps=4)" in out
+    assert "command" not in out
