@@ -41,6 +41,8 @@ def show(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     width = args.width or shutil.get_terminal_size((160, 24)).columns
     if Path(args.run).expanduser().is_file():
+        if args.step is not None or args.uid is not None:
+            raise ConfigError(f"{args.run} is a file without steps; --step and --uid select responses of a run folder")
         sys.stdout.write(text.show_generated(Path(args.run).expanduser(), args.groups, width) + "\n")
         return 0
     run = RunFolder(args.run)

@@ -205,9 +205,9 @@ def _generator_dtype(settings: Settings) -> tuple[Any, str]:
 
 
 def _group_size(settings: Settings) -> tuple[Any, str]:
-    estimator = settings.get("algorithm.adv_estimator")
     if settings.is_grouped():
         return GROUP_SIZE, "responses per prompt, compared with each other"
+    estimator = settings.get("algorithm.adv_estimator")
     algorithm = "ppo" if estimator == "gae" else estimator
     return 1, f"response per prompt; algorithm={algorithm} does not compare the responses to a prompt"
 

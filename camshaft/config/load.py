@@ -47,16 +47,7 @@ from camshaft.config.short_names import (
     short_names,
     suggest_names,
 )
-from camshaft.config.tree import (
-    expand_keys,
-    flatten,
-    format_value,
-    get,
-    has_key,
-    leaf_fields,
-    put,
-    remove,
-)
+from camshaft.config.tree import expand_keys, flatten, format_value, get, has_key, leaf_fields, put, remove
 from camshaft.errors import ConfigError
 from camshaft.machine import Machine, detect_machine
 

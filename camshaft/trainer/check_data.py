@@ -32,7 +32,7 @@ from camshaft.data import (
 )
 from camshaft.data.chat import render_prompt
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.errors import CamshaftError
+from camshaft.errors import CamshaftError, RewardError
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import RewardManager, RewardResult
 from camshaft.trainer.build import prompt_files, prompt_options
@@ -118,6 +118,9 @@ def _check_prompts(
                     batches[name], config.custom_reward_function, has_reward_model=config.reward_model.enable
                 )
                 rewards.check_rows(batches[name])
+        except RewardError as error:
+            del batches[name]  # which the function cannot score
+            yield str(error)
         except CamshaftError as error:
             yield str(error)
     _print_duplicates(tokenized_prompts, print_line)

@@ -95,10 +95,10 @@ def show_generated(path: Path, num_groups: int, width: int) -> str:
         raise RunFolderError(
             f"{path} has no column that ends with {suffix}, so it is not an output file of `camshaft generate`"
         )
-    is_added = tuple(f"{key}_" for key in keys)
+    added = tuple(f"{key}_" for key in keys)
     lines = [f"{path}: {len(table_of_rows)} rows"]
     for row in table_of_rows.slice(0, num_groups).to_pylist():
-        inputs = {name: value for name, value in row.items() if name not in keys and not name.startswith(is_added)}
+        inputs = {name: value for name, value in row.items() if name not in keys and not name.startswith(added)}
         lines += ["", *(f"{name}: {printable(_content(value))}" for name, value in inputs.items())]
         for key in keys:
             scores = row.get(f"{key}_score") or [None] * len(row[key])
@@ -110,7 +110,11 @@ def show_generated(path: Path, num_groups: int, width: int) -> str:
             lines += table(cells, indent="  ").splitlines()
     if num_groups < len(table_of_rows):
         lines += ["", f"{len(table_of_rows) - num_groups} more rows; --groups {len(table_of_rows)} shows all"]
-    return "\n".join(line if len(line) <= width else line[: width - 3] + "..." for line in lines)
+    return "\n".join(_fit(line, width) for line in lines)
+
+
+def _fit(line: str, width: int) -> str:
+    return line if len(line) <= width else line[: width - 3] + "..."
 
 
 def _content(value: Any) -> str:
@@ -135,7 +139,7 @@ def _group_lines(group: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     lines = [head, f"prompt: {printable(first['prompt'])}", *table(cells, indent="  ").splitlines()]
     if len(group) > 1 and _spread(group) == 0:
         lines.append("  all scores are equal: no signal for a group-relative advantage")
-    return [line if len(line) <= width else line[: width - 3] + "..." for line in lines]
+    return [_fit(line, width) for line in lines]
 
 
 def _spread(group: Sequence[Mapping[str, Any]]) -> float:

@@ -153,6 +153,8 @@ def test_columns_for_the_reward_are_read_and_a_missing_ground_truth_is_not_score
     status, output = check(train, "custom_reward_function.name=by_level", val=[{"prompt": "c"}], reward=function)
     assert status == 1
     assert "reward.py:by_level has a parameter 'level', but the data has no column 'level'" in output
+    status, output = check([{"prompt": "c"}] * 2, "custom_reward_function.name=by_level", val=train, reward=function)
+    assert (status, output.count("\n! ")) == (1, 1), output
 
 
 def test_built_in_functions_are_checked_against_the_data(check: Check) -> None:

@@ -86,6 +86,8 @@ def test_generated_responses_are_shown_with_their_prompts(tmp_path: Path) -> Non
     ]
     assert "p2" not in text
     assert "1 more rows; --groups 3 shows all" in text
+    step = camshaft("show", str(path), "--step", "2")
+    assert (step.status, "is a file without steps" in step.err) == (2, True)
     other = camshaft("show", str(write_parquet(tmp_path / "data.parquet", [{"prompt": "p"}])))
     assert (other.status, "it is not an output file of `camshaft generate`" in other.err) == (1, True)
 
