@@ -15,7 +15,8 @@
   the weights once per step and the keys and values of all rows at their lengths.
 - syncs: host waits between the marks around a micro-batch in the profiler's trace, and an update in which CUDA rejects
   synchronizing calls inside the marks.
-- weights, steps, kernels: weight syncs and offloading, GRPO steps by phase, and single kernels (`gpu_system.py`).
+- weights, prompts, steps, kernels: weight syncs and offloading, updates with shared prompts, GRPO steps by phase, and
+  single kernels (`gpu_system.py`).
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ GOALS = {
     "decode": "at least 50 % of the bound",
     "syncs": "none",
     "weights": "half of the copy rate",
+    "prompts": "",
     "steps": "",
     "kernels": "",
 }
@@ -166,6 +168,7 @@ def measured(options: argparse.Namespace) -> list[dict[str, Any]]:
             "decode": lambda: gpu_parts.decode_rows(job),
             "syncs": lambda: gpu_parts.syncs_rows(job),
             "weights": lambda: gpu_system.sync_rows(job),
+            "prompts": lambda: gpu_system.prompt_rows(job),
             "steps": lambda: gpu_system.steps_rows(job),
             "kernels": lambda: gpu_system.kernel_rows(job),
         }

@@ -1,6 +1,6 @@
 """Parts of `gpu.py` that run on the whole system or on one kernel: weight syncs, offloading, GRPO steps, kernels.
 
-    sync_rows(job), steps_rows(job), kernel_rows(job)     # lists of {"what": ..., "measured": ..., numbers}
+    sync_rows(job), prompt_rows(job), steps_rows(job), kernel_rows(job)     # lists of {"what", "measured", numbers}
 
 A weight sync is `rollout_mode`, as in a run. It includes the checksums on both sides. Offloading is repeated, because
 the first copy to the host also allocates pinned memory. The phases of a GRPO step are those
@@ -9,6 +9,7 @@ of the metrics of a run; `gen` includes `sync`.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from camshaft_side import ActorUpdate, Steps
 from gpu_model import rows_of, settings
 from gpu_parts import NEEDS_CUDA, Job, synchronize
 from transformers import Qwen2Config
+from workload import FIRST_WORD, Rows
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.data import write_arithmetic
@@ -106,6 +108,71 @@ def steps_rows(job: Job) -> list[dict[str, Any]]:
     }
     row["measured"] = "{step:.1f} s: ".format(**row) + ", ".join(f"{name} {row[name]:.2f} s" for name in PHASES)
     return [{"what": f"GRPO step, {prompts} prompts x 8 x {answer} tokens", **row}]
+
+
+def prompt_rows(job: Job) -> list[dict[str, Any]]:
+    """Measure actor updates in which several responses share a prompt, which is computed once or for each response."""
+    prompts, samples, length = (16, 8, 512) if job.on_cuda else (2, 2, 8)
+    rows = _rows_with_common_prompts(job, prompts, samples, length)
+    results = []
+    for share in (True, False):
+        side = ActorUpdate(job.folder, **_settings_of_prompts(job, prompts, samples, length, share))
+        side.update(rows)  # allocates memory and loads kernels
+        seconds, result = _timed(job, lambda side=side: side.update(rows))
+        results.append({"seconds": seconds, **result})
+        del side
+        gc.collect()
+        if job.on_cuda:
+            torch.cuda.empty_cache()
+    tokens = sum(map(len, rows.prompts)) + sum(map(len, rows.responses))
+    row: dict[str, Any] = {f"{name}_once": results[0][name] for name in results[0]}
+    row |= {f"{name}_each": results[1][name] for name in results[1]}
+    row |= {"ratio": row["seconds_each"] / row["seconds_once"], "tokens_per_second": tokens / row["seconds_once"]}
+    form = (
+        "{seconds_once:.3f} s if a prompt is computed once, {seconds_each:.3f} s if it is computed for each response: "
+        "{ratio:.2f} times; loss {loss_once:.5f} and {loss_each:.5f}, "
+        "gradient norm {grad_norm_once:.4f} and {grad_norm_each:.4f}"
+    )
+    what = f"update of {prompts} prompts x {samples} responses, {length} tokens each"
+    return [{"what": what, "measured": form.format(**row), **row}]
+
+
+def _timed(job: Job, run: Callable[[], dict[str, float]]) -> tuple[float, dict[str, float]]:
+    """Return the seconds of the faster of two calls, and its result."""
+    results = []
+    for _ in range(2):
+        synchronize(job.device)
+        start = time.perf_counter()
+        result = run()
+        synchronize(job.device)
+        results.append((time.perf_counter() - start, result))
+    return min(results, key=lambda pair: pair[0])
+
+
+def _rows_with_common_prompts(job: Job, prompts: int, samples: int, length: int) -> Rows:
+    random = torch.Generator().manual_seed(1)
+
+    def drawn(count: int) -> list[torch.Tensor]:
+        return list(torch.randint(FIRST_WORD, job.size.shape.vocab_size, (count, length), generator=random))
+
+    responses, advantages = drawn(prompts * samples), torch.randn(prompts * samples, generator=random)
+    die = -torch.tensor(float(job.size.shape.vocab_size)).log()
+    old = [die + 0.1 * torch.randn(length, generator=random) for _ in responses]
+    repeated = [prompt for prompt in drawn(prompts) for _ in range(samples)]
+    return Rows(repeated, responses, old, [advantage.expand(length) for advantage in advantages])
+
+
+def _settings_of_prompts(job: Job, prompts: int, samples: int, length: int, share: bool) -> dict[str, Any]:
+    return settings(job.size, job.device, job.dtype) | {
+        COMPILE: False,
+        "actor_rollout_ref.actor.ppo_mini_batch_size": prompts,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": False,
+        "actor_rollout_ref.model.use_prefix_grouper": share,
+        "actor_rollout_ref.rollout.n": samples,
+        "data.train_batch_size": prompts,
+        "data.max_prompt_length": length,
+        "data.max_response_length": length,
+    }
 
 
 # -- kernels --------------------------------------------------------------------------------------

@@ -304,6 +304,13 @@ def _options(strategy: str, keys: dict[str, Any], section: EngineSection) -> dic
     return select_options(engine_capabilities(strategy).options, keys, section.engine_kwargs)
 
 
+def shares_prompts(config: PPOConfig, section: ActorConfig | CriticConfig) -> bool:
+    """Return True if the engine of a role can compute a prompt that several responses share only once."""
+    fsdp = section.fsdp_config if isinstance(section, ActorConfig) else section.model.fsdp_config
+    on_cpu, in_half = config.trainer.device.partition(":")[0] == "cpu", fsdp.compute_dtype() in ("bfloat16", "float16")
+    return engine_capabilities(section.strategy).shares_prefixes and (on_cpu or in_half)
+
+
 def multi_response_engine_model(
     model: ResponsesModelConfig, random_init: bool = False, head: Literal["causal_lm", "value"] = "causal_lm"
 ) -> EngineModel:

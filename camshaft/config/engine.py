@@ -212,8 +212,7 @@ class EngineCapabilities:
     training_dtypes: tuple[DType, ...] = ("float32", "float64")
     """Those of `dtypes` in which the engine can train. bfloat16 weights lose small updates to rounding."""
     shares_prefixes: bool = True
-    """True if the engine computes a prompt that several rows share only once (`EngineModel.use_prefix_grouper`, on
-    CPUs)."""
+    """True if the engine computes a prompt that several rows share only once (`EngineModel.use_prefix_grouper`)."""
     tested_devices: tuple[str, ...] = ("cpu",)
     """Device types on which the contract suite of the engine has run."""
     supports_forecast: bool = False

@@ -133,7 +133,7 @@ ALL_FEATURES = (
         MEMORY,
         model=CHECKPOINTING | {"gradient_checkpointing_mode": "selective"},
     ),
-    Feature("prefix sharing on CPUs", SPEED, is_supported=lambda capabilities: capabilities.shares_prefixes),
+    Feature("prefix sharing", SPEED, is_supported=lambda capabilities: capabilities.shares_prefixes),
     _option("torch.compile", SPEED, use_torch_compile=True),
     _option("write checkpoints in the background", SPEED, async_save=True),
     Feature("load checkpoints of another world size", SPEED),

@@ -13,9 +13,8 @@ keep their dtype, so optimizer, checkpoints and weight sync do not depend on the
 from __future__ import annotations
 
 from camshaft.config.backends import SINGLE_DEVICE
-from camshaft.config.schema.single import SingleDeviceOptions
 from camshaft.engine.torch_engine import TorchEngine
-from camshaft.models.loader import DTYPES, load_model
+from camshaft.models.loader import load_model
 from camshaft.models.packed import PackedModel
 
 
@@ -23,9 +22,7 @@ class SingleDeviceEngine(TorchEngine):
     """One model on one device."""
 
     capabilities = SINGLE_DEVICE
+    casts_parameters = True
 
     def build_model(self) -> PackedModel:
-        options = self.options  # a subclass may have a schema without this option
-        dtype = options.mixed_precision.param_dtype if isinstance(options, SingleDeviceOptions) else None
-        self.compute_dtype = None if dtype in (None, self.config.dtype) else DTYPES[dtype]
         return load_model(self.config.model, self.config.dtype, str(self.device), self.config.seed)

@@ -64,6 +64,8 @@ from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
 from camshaft.engine.routing import RoutingStep
 from camshaft.errors import EngineError
+from camshaft.models.attention import shares_prefixes
+from camshaft.models.loader import DTYPES
 from camshaft.models.lora import adapter_weights, disable_adapter, merged_weights
 from camshaft.models.packed import PackedModel, PackedModule
 from camshaft.models.routing import supported_models
@@ -83,8 +85,8 @@ class TorchEngine(BaseEngine):
     device: torch.device
     offloaded_parts: tuple[Part, ...] = ()
     """Parts that stay in host memory outside `train_mode` and `eval_mode`."""
-    compute_dtype: torch.dtype | None = None
-    """dtype to which a step casts the parameters. None computes in their dtype, or in that of a sharding library."""
+    casts_parameters = False
+    """True if a step casts the parameters to `compute_dtype`. A sharding library casts them itself."""
     checkpoint_group: dist.ProcessGroup | None = None
     """Process group that only checkpoints use; None for a single process."""
     data_group: dist.ProcessGroup | None = None
@@ -144,7 +146,7 @@ class TorchEngine(BaseEngine):
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which all micro-batches of a step run, including their backward passes."""
-        if self.compute_dtype is None:
+        if not self.casts_parameters or self.compute_dtype == DTYPES[self.config.dtype]:
             return contextlib.nullcontext()
         return cast_parameters(self.module, self.compute_dtype)
 
@@ -359,8 +361,15 @@ class TorchEngine(BaseEngine):
     def _shares_prefixes(self) -> bool:
         """True if a prefix that several rows share is computed only once."""
         module, model = self.module, self.config.model
-        supported = module.supports_prefix_sharing and module.sequence is None and self.device.type == "cpu"
-        return supported and model.use_prefix_grouper and model.head != "reward"
+        supported = module.supports_prefix_sharing and module.sequence is None
+        wanted = model.use_prefix_grouper and model.head != "reward"
+        return supported and wanted and shares_prefixes(self.device, self.compute_dtype)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """dtype in which a step computes. It can have a lower precision than the weights."""
+        mixed_precision = getattr(self.options, "mixed_precision", None)
+        return DTYPES[(mixed_precision and mixed_precision.param_dtype) or self.config.dtype]
 
     def optimizer_zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -38,7 +38,6 @@ EXPENSIVE = frozenset(
         "aten::_scaled_dot_product_fused_attention_overrideable",
         "aten::_flash_attention_forward",
         "aten::_efficient_attention_forward",
-        "torch_attn::_varlen_attn",
     }
 )
 """Names of the torch operators for matrix products and attention, which account for most of the compute of a layer."""

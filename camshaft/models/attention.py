@@ -6,8 +6,9 @@
 Importing this module registers the implementation with `transformers`. The arguments of a model call select how its
 attention is computed:
 
-- `packed_kwargs`: each segment attends causally to itself, within the sliding window of the layer if it has one. On a
-  CPU, a segment may also continue a shared prefix (`cpu.py`). Device and dtype select the kernel.
+- `packed_kwargs`: each segment attends causally to itself, within the sliding window of the layer if it has one. With
+  full attention, a segment may also continue a shared prefix. Device and dtype select the kernel: `cpu.py` on a CPU,
+  `flash.py` in half precision on a GPU, and otherwise `scaled_dot_product_attention`.
 - `slots=`: a generator uses its own KV cache. `model(input_ids=(B, L), position_ids=...,
   attention_mask=no_mask(device), slots=cache, use_cache=False)` calls `cache.attend(module, query, key, value,
   scaling, sliding_window)` in every layer, which returns (B, L, H, D).
@@ -19,7 +20,6 @@ Unsupported kinds of attention raise `EngineError`. `reject_unsupported` checks 
 the arguments of a call.
 """
 
-import inspect
 import itertools
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -34,13 +34,10 @@ from transformers.masking_utils import sdpa_mask
 from camshaft.device import is_cuda, to_device
 from camshaft.errors import EngineError
 from camshaft.models.cpu import packed_cpu_attention, supports_cpu_kernel
+from camshaft.models.flash import HALF, MAX_HEAD_DIM, Bounds, packed_flash_attention
 from camshaft.models.packing import Packing
 
 PACKED = "packed"
-
-FLASH_MAX_HEAD_DIM = 256
-
-HALF = (torch.float16, torch.bfloat16)
 
 SINK_MODELS = ("gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4")
 """Model types whose layers always have attention sinks; other models pass sinks as an argument."""
@@ -124,6 +121,13 @@ def reject_unsupported(config: PreTrainedConfig) -> None:
         raise _unsupported_error(text_config.model_type, reasons)
 
 
+def shares_prefixes(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return True if attention to shared prefixes is supported on this device in this dtype."""
+    if is_cuda(torch.empty(0, device=device)):
+        return dtype in HALF
+    return device.type == "cpu"
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -183,8 +187,10 @@ def _attend_segments(
     """Compute attention within all packed segments: (1, H, N, D) and (1, Hkv, N, D) -> (1, N, H, D)."""
     packing: Packing | None = kwargs.get("packing")
     shares_prefixes = packing is not None and packing.prefix_of is not None
-    if not shares_prefixes and _supports_flash(query, value, dropout):
-        return _attend_flash(query, key, value, kwargs, scaling, window)
+    if _supports_flash(query, value, dropout) and not (shares_prefixes and window is not None):
+        limits, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
+        bounds = Bounds(limits, limits, (longest, longest))
+        return packed_flash_attention(query[0], key[0], value[0], bounds, packing, scaling, window)[None]
     if packing is None:  # the caller passed the arguments of `transformers` for packed rows, not `packed_kwargs`
         packing = Packing([length for length in kwargs["cu_seq_lens_q"].diff().tolist() if length])
     if packing.size != query.shape[2]:
@@ -196,8 +202,8 @@ def _attend_segments(
         return packed_cpu_attention(query[0], key[0], value[0], packing, scaling)[None]
     if shares_prefixes:
         raise EngineError(
-            "prefix sharing requires a CPU and full attention without dropout; for this model and device, use a "
-            "Packing without prefix_of"
+            "prefix sharing requires full attention without dropout, on a CPU or in half precision on a GPU; for this "
+            "model and device, use a Packing without prefix_of"
         )
     runs = [(length, len(list(run))) for length, run in itertools.groupby(packing.lengths)]
     # A single split for all runs: for separate slices, autograd would write one gradient of all N tokens per slice.
@@ -251,31 +257,10 @@ def _attend_equal_lengths(
 
 
 def _supports_flash(query: Tensor, value: Tensor, dropout: float) -> bool:
-    """Return True if the variable-length flash kernel supports these tensors, which excludes float32 and dropout."""
+    """Return True if the flash kernels support these tensors, which excludes float32 and dropout."""
     return (
-        is_cuda(query)
-        and query.dtype in HALF
-        and dropout == 0
-        and query.shape[-1] == value.shape[-1] <= FLASH_MAX_HEAD_DIM
+        is_cuda(query) and query.dtype in HALF and dropout == 0 and query.shape[-1] == value.shape[-1] <= MAX_HEAD_DIM
     )
-
-
-def _attend_flash(
-    query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any], scaling: float | None, window: int | None
-) -> Tensor:
-    """Compute attention within all segments in one kernel call. There is no CPU version; only GPU tests run it."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    options: dict[str, Any] = {"scale": scaling, "window_size": (-1 if window is None else window - 1, 0)}
-    if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-        options["enable_gqa"] = query.shape[1] != key.shape[1]
-    else:  # torch 2.11
-        key, value = _repeat_heads(query, key, value)
-    q, k, v = (tensor[0].transpose(0, 1).contiguous() for tensor in (query, key, value))
-    bounds, max_length = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
-    out = varlen_attn(q, k, v, bounds, bounds, max_length, max_length, **options)
-    assert isinstance(out, Tensor)  # it would be a pair if the logsumexp had been requested
-    return out[None]
 
 
 def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

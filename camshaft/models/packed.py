@@ -27,6 +27,7 @@ from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
 from camshaft.models.attention import PACKED, packed_kwargs, reject_unsupported
 from camshaft.models.cpu import replace_norms
+from camshaft.models.flash import MAX_HEAD_DIM
 from camshaft.models.linear_logprob import VocabularyShard, linear_full_kl, linear_logprob, log_distribution
 from camshaft.models.packing import Packing
 from camshaft.models.routing import Routers, find_routers
@@ -323,15 +324,18 @@ class VocabularyRows:
 
 
 def supports_prefix_sharing(config: PreTrainedConfig) -> bool:
-    """Return True if a prompt can be computed once for all of its responses, with the CPU kernel.
+    """Return True if a prompt can be computed once for all of its responses.
 
-    This requires a model without dropout and without a sliding window, whose key and value heads have equal widths.
+    This requires a model without dropout and without a sliding window, whose key and value heads have equal widths, at
+    most `MAX_HEAD_DIM`. Device and dtype must support it, too (`attention.shares_prefixes`).
     """
     text_config = config.get_text_config()
     values = text_config.to_dict()
     has_dropout = any("drop" in key and value for key, value in values.items())
     windowed = values.get("sliding_window") is not None and values.get("use_sliding_window") is not False
-    return not has_dropout and not windowed and values.get("v_head_dim") in (None, values.get("head_dim"))
+    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    equal_widths = values.get("v_head_dim") in (None, values.get("head_dim"))
+    return not has_dropout and not windowed and equal_widths and head_dim <= MAX_HEAD_DIM
 
 
 def output_layer(hf: PreTrainedModel, head: Head) -> nn.Module:

@@ -66,10 +66,9 @@ class _SimulatedEngine(TorchEngine):
     """An engine whose device is simulated."""
 
     def __init__(self, config: EngineConfig):
-        # On CUDA, prompts are not shared. Compiled layers cannot be traced.
+        # Compiled layers cannot be traced.
         options = {name: value for name, value in config.options.items() if name != "use_torch_compile"}
-        model = config.model.model_copy(update={"use_prefix_grouper": False})
-        super().__init__(config.model_copy(update={"options": options, "model": model}))
+        super().__init__(config.model_copy(update={"options": options}))
 
     def init_model(self) -> None:
         super().init_model()

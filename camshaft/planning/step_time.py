@@ -217,7 +217,8 @@ def phase_costs(config: PPOConfig, load: Load) -> dict[str, float]:
     """
     topology, policy = config.topology(), config.actor_rollout_ref
     is_cpu = config.trainer.device == "cpu"
-    actor = _Model(policy.model, load, is_cpu, config.trainer.nnodes if is_cpu else topology.world_size)
+    shares = policy.model.use_prefix_grouper and derive.shares_prompts(config, policy.actor)
+    actor = _Model(policy.model, load, shares, config.trainer.nnodes if is_cpu else topology.world_size)
     slots = policy.rollout.max_num_seqs
     costs = {"gen": actor.generation(load, slots)}
     if config.needs_greedy():
@@ -232,7 +233,8 @@ def phase_costs(config: PPOConfig, load: Load) -> dict[str, float]:
     if config.needs_critic():
         critic, size = config.critic, derive.critic_train(config, topology)
         ranks = config.trainer.nnodes if is_cpu else topology.critic_topology().world_size
-        model = _Model(critic.model, load, is_cpu, ranks, "critic")
+        shares = critic.model.use_prefix_grouper and derive.shares_prompts(config, critic)
+        model = _Model(critic.model, load, shares, ranks, "critic")
         costs["values"] = model.forward(derive.critic_infer(config, topology))
         costs["update_critic"] = model.update(size, critic.ppo_epochs, critic.ppo_mini_batch_size)
     size = derive.actor_train(config, topology)
@@ -243,9 +245,9 @@ def phase_costs(config: PPOConfig, load: Load) -> dict[str, float]:
 class _Model:
     """Costs of the calls of a model on each rank."""
 
-    def __init__(self, model: ResponsesModelConfig, load: Load, is_cpu: bool, ranks: int, role: str = "actor"):
+    def __init__(self, model: ResponsesModelConfig, load: Load, shares_prompts: bool, ranks: int, role: str = "actor"):
         self._model, self._load, self._ranks, self._role = model, load, ranks, role
-        self._shares_prompts = model.use_prefix_grouper and is_cpu
+        self._shares_prompts = shares_prompts
         self._shape = read_shape(model)
         self._weights = self._shape.weights_of_layers() + self._shape.vocab_size * self._shape.hidden
 

@@ -46,7 +46,7 @@ FILLS = frozenset({"aten::zeros", "aten::ones", "aten::rand", "aten::randn", "at
 """Operators that write a new tensor and read none."""
 ALIASES = frozenset({"aten::_unsafe_view", "_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
 """Operators that return memory of their argument, but are not marked as views."""
-DEVICE_ONLY = frozenset({"aten::mm.dtype", "torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward"})
+DEVICE_ONLY = frozenset({"aten::mm.dtype", "aten::_flash_attention_forward", "aten::_flash_attention_backward"})
 """Operators that a CPU does not have."""
 RESIZES = frozenset({"aten::copy_", "fsdp::split_with_sizes_copy"})
 """Operators by which FSDP fills the storages that it resizes."""

@@ -46,8 +46,8 @@ class SharedModel:
         self._loaded_names: set[str] | None = None
         self._memory: dict[str, Tensor] = {}
         """Copied weights, by name."""
-        self._groups: list[list[str]] = []
-        """Names of copied weights that share one tensor."""
+        self._groups: dict[str, list[str]] = {}
+        """Names of the copied weights that share one tensor with a weight, by its name."""
         self._joined: dict[str, Tensor] = {}
         """Tensors of groups, by the first name of the group."""
         self._asleep = False
@@ -91,8 +91,7 @@ class SharedModel:
     def _copy(self, weight: ExpectedWeight, tensor: Tensor) -> Tensor:
         name = weight.names[0]
         if name not in self._memory:
-            group = next((group for group in self._groups if name in group), [name])
-            self._memory.update(self._allocate(group))
+            self._memory.update(self._allocate(self._groups.get(name, [name])))
         return self._memory[name].copy_(tensor.detach())
 
     def _allocate(self, group: list[str]) -> dict[str, Tensor]:
@@ -109,12 +108,12 @@ class SharedModel:
         """Store the copied weights of each group in one tensor, which `joined` returns."""
         for group in groups:
             names = [self.expected.weights[name].names[0] for name in group]
-            if names in self._groups:
+            if self._groups.get(names[0]) == names:
                 continue
             for name, memory in self._allocate(names).items():
                 _set_tensor(self.hf, self.expected.weights[name], memory.copy_(self._memory[name]))
                 self._memory[name] = memory
-            self._groups.append(names)
+            self._groups.update(dict.fromkeys(names, names))
 
     def joined(self, group: Sequence[str]) -> Tensor:
         """Return the tensor that contains the weights of a group, concatenated along the first dimension."""

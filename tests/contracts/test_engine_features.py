@@ -118,7 +118,7 @@ def test_models_of_a_family_load_only_in_engines_that_support_it(engine: str, fe
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", [pytest.param(name, marks=MARKS.get(name, ())) for name in ENGINES])
 def test_capabilities_agree_with_the_prefix_sharing_of_the_model(engine: str) -> None:
-    built: Any = build_engine(engine, FEATURES["prefix sharing on CPUs"].config({}, str(tiny_folder(hidden=32))))
+    built: Any = build_engine(engine, FEATURES["prefix sharing"].config({}, str(tiny_folder(hidden=32))))
     built.init_model()
     assert built.module.supports_prefix_sharing == engine_capabilities(engine).shares_prefixes
 

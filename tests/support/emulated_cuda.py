@@ -33,6 +33,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import camshaft
+from camshaft.models import flash
 from support.interpreter import fixed_dot
 
 DEVICE = "emulated"
@@ -237,51 +238,58 @@ def _place() -> str:
 # -- kernels that a CPU does not have -------------------------------------------------------------
 
 
-def _hidden(length: int, window: Any, causal: bool) -> Tensor:
-    """Return a mask (L, L) of the keys that each query does not see."""
-    distance = torch.arange(length)[:, None] - torch.arange(length)
-    hidden = distance < 0 if causal or window[1] == 0 else torch.zeros_like(distance, dtype=torch.bool)
-    return hidden | (distance > window[0]) if window[0] >= 0 else hidden
+def _hidden(queries: int, keys: int, window: int | None, causal: bool) -> Tensor:
+    """Return a mask of the keys that each query does not see."""
+    if not causal:
+        return torch.zeros(queries, keys, dtype=torch.bool)
+    distance = torch.arange(queries)[:, None] - torch.arange(keys)
+    hidden = distance < 0
+    return hidden if window is None else hidden | (distance > window)
 
 
-def _segments(bounds: Tensor, query: Tensor, *others: Tensor) -> Iterator[tuple[slice, list[Tensor]]]:
-    """Yield the span of each segment and its tensors (H, L, D) in float32, with repeated key heads."""
-    edges = bounds.tolist()
-    for start, stop in itertools.pairwise(edges):
-        parts = [tensor[start:stop].transpose(0, 1).float() for tensor in (query, *others)]
-        yield slice(start, stop), [part.repeat_interleave(len(parts[0]) // len(part), 0) for part in parts]
+def _groups(bounds: Any, queries: list[Tensor], keys: list[Tensor]) -> Iterator[tuple[slice, slice, list[Tensor]]]:
+    """Yield the spans of each group of queries and keys, and its tensors (H, L, D) in float32, with repeated heads."""
+    for (start, stop), (first, last) in zip(*(itertools.pairwise(edges.tolist()) for edges in bounds), strict=True):
+        parts = [x[start:stop] for x in queries] + [x[first:last] for x in keys]
+        parts = [part.transpose(0, 1).float() for part in parts]
+        yield slice(start, stop), slice(first, last), [p.repeat_interleave(len(parts[0]) // len(p), 0) for p in parts]
 
 
-def _varlen_attention(
-    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: Any, max_k: Any,
-    is_causal: bool = False, scale: Any = None, window: Any = None, *_rest: Any, **_options: Any,
+def _flash_attention(
+    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, dropout: float,
+    causal: bool, mask: bool, *, scale: float | None = None, window_size_left: int | None = None, **_options: Any,
 ) -> Any:  # fmt: skip
     assert query.dtype in (torch.bfloat16, torch.float16), "flash attention supports half precision only"
     assert query.shape[-1] <= 256, "flash attention supports head sizes up to 256"
-    assert cu_q.dtype == torch.int32, "flash attention requires int32 bounds"
+    assert cu_q.dtype == cu_k.dtype == torch.int32, "flash attention requires int32 bounds"
     assert query.stride(-1) == key.stride(-1) == value.stride(-1) == 1
+    for longest, bounds, tensor in ((max_q, cu_q, query), (max_k, cu_k, key)):
+        assert longest == bounds.diff().max(), "flash attention requires the length of the longest group"
+        assert bounds[-1] == len(tensor), "the groups must cover all tokens"
     out, log_sums = torch.empty_like(query), torch.empty(query.shape[1], query.shape[0])
-    for span, (q, k, v) in _segments(cu_q, query, key, value):
+    for span, _, (q, k, v) in _groups((cu_q, cu_k), [query], [key, value]):
         scores = q @ k.transpose(1, 2) * (scale or q.shape[-1] ** -0.5)
-        scores = scores.masked_fill(_hidden(q.shape[1], window or [-1, -1], is_causal), -torch.inf)
+        scores = scores.masked_fill(_hidden(q.shape[1], k.shape[1], window_size_left, causal), -torch.inf)
         log_sums[:, span] = scores.logsumexp(-1)
         out[span] = (scores.softmax(-1) @ v).transpose(0, 1).to(query.dtype)
-    return out, log_sums, torch.zeros(2, dtype=torch.uint64)
+    return out, log_sums, torch.zeros(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
 
 
-def _varlen_attention_backward(
-    grad: Any, query: Any, key: Any, value: Any, out: Any, log_sums: Any, cu_q: Any, cu_k: Any, max_q: Any,
-    max_k: Any, is_causal: Any, rng: Any, scale: Any = None, window: Any = None, *_rest: Any, **_options: Any,
+def _flash_attention_backward(
+    grad: Any, query: Any, key: Any, value: Any, out: Any, log_sums: Any, cu_q: Any, cu_k: Any, max_q: int,
+    max_k: int, dropout: float, causal: bool, rng: Any, unused: Any, *, scale: float | None = None,
+    window_size_left: int | None = None, **_options: Any,
 ) -> Any:  # fmt: skip
     """Compute the gradients by hand, because there is no autograd below an operator."""
     gradients = [torch.zeros(tensor.shape) for tensor in (query, key, value)]
     scale = scale or query.shape[-1] ** -0.5
-    for span, (q, k, v, o, g) in _segments(cu_q, query, key, value, out, grad):
-        hidden = _hidden(q.shape[1], window or [-1, -1], is_causal)
+    for span, other, (q, o, g, k, v) in _groups((cu_q, cu_k), [query, out, grad], [key, value]):
+        hidden = _hidden(q.shape[1], k.shape[1], window_size_left, causal)
         p = (q @ k.transpose(1, 2) * scale - log_sums[:, span, None]).exp().masked_fill(hidden, 0)
         ds = p * (g @ v.transpose(1, 2) - (g * o).sum(-1, keepdim=True)) * scale
-        for total, part in zip(gradients, (ds @ k, ds.transpose(1, 2) @ q, p.transpose(1, 2) @ g), strict=True):
-            total[span] = part.unflatten(0, (total.shape[1], -1)).sum(1).transpose(0, 1)
+        parts = ((span, ds @ k), (other, ds.transpose(1, 2) @ q), (other, p.transpose(1, 2) @ g))
+        for total, (rows, part) in zip(gradients, parts, strict=True):
+            total[rows] = part.unflatten(0, (total.shape[1], -1)).sum(1).transpose(0, 1)
     return tuple(total.to(tensor.dtype) for total, tensor in zip(gradients, (query, key, value), strict=True))
 
 
@@ -394,13 +402,13 @@ class RepeatedCalls:
 def _register() -> None:
     """Register the device with torch, once per process."""
     if not KERNELS:
-        from torch.nn.attention import varlen  # noqa: F401 - registers the operators
+        import torch._dynamo
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
         _setup_privateuseone_for_python_backend(DEVICE, backend_module=MODULE)  # pyright: ignore
         KERNELS[torch.ops.aten.mm.dtype] = _mm_to_dtype
-        KERNELS[torch.ops.torch_attn._varlen_attn.default] = _varlen_attention
-        KERNELS[torch.ops.torch_attn._varlen_attn_backward.default] = _varlen_attention_backward
+        KERNELS[flash.KERNEL] = _flash_attention
+        KERNELS[flash.BACKWARD] = _flash_attention_backward
         # In inference mode, a GPU has one kernel for masked attention.
         KERNELS[torch.ops.aten.scaled_dot_product_attention.default] = torch.nn.functional.scaled_dot_product_attention
 
@@ -426,10 +434,10 @@ def _patches() -> Iterator[Any]:
     yield mock.patch.object(Tensor, "data", property(lambda tensor: DATA.__get__(tensor), _set_data), create=True)
     yield mock.patch("camshaft.rollout.builtin.cuda.graphs.CUDAGraphCapture", RepeatedCalls)
     if os.environ.get("TRITON_INTERPRET") != "1":
-        yield mock.patch("camshaft.models.linear_logprob.supports_triton", return_value=False)
-        yield mock.patch("camshaft.rollout.builtin.cuda.graphs.supports_triton", return_value=False)
-        yield mock.patch("camshaft.rollout.builtin.scheduler.supports_triton", return_value=False)
+        for reader in ("digest", "models.linear_logprob", "rollout.builtin.cuda.graphs", "rollout.builtin.scheduler"):
+            yield mock.patch(f"camshaft.{reader}.supports_triton", return_value=False)
         return
+    from camshaft import digest_kernel
     from camshaft.models.triton import linear_logprob
     from camshaft.rollout.builtin.cuda import fused_kernels, kernels, sampling
 
@@ -438,7 +446,7 @@ def _patches() -> Iterator[Any]:
         _launch_triton(kernel, grid, logits, *rest, **constants, BLOCK=block, num_warps=linear_logprob.WARPS)
 
     yield fixed_dot()
-    for module in (kernels, fused_kernels, sampling):
+    for module in (digest_kernel, kernels, fused_kernels, sampling):
         yield mock.patch.object(module, "_launch", _launch_triton)
     yield mock.patch.object(linear_logprob, "_launch", launch_on_tile)
 

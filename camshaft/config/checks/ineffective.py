@@ -15,11 +15,11 @@ from typing import Any
 
 from camshaft.config.backends import (
     accelerator_keys,
-    engine_capabilities,
     rollout_capabilities,
     rollouts_that_read,
     unread_keys,
 )
+from camshaft.config.derive import shares_prompts
 from camshaft.config.rollout import OPTIONAL_KEYS
 from camshaft.config.schema.algorithm import ESTIMATORS, POLICY_LOSSES
 from camshaft.config.schema.evaluation import EvalConfig
@@ -179,14 +179,15 @@ def _model_rules(section: str) -> tuple[Rule, ...]:
     )  # fmt: skip
 
 
-def _responses_model_rules(section: str, strategy: str) -> tuple[Rule, ...]:
-    """Return the rules of a section `model` of a role that processes several responses per prompt."""
+def _responses_model_rules(section: str, role: str) -> tuple[Rule, ...]:
+    """Return the rules of a section `model`, whose `role` processes several responses per prompt."""
+    requirements = "a CPU or computation in half precision, and an engine that supports it"
     return (
         *_model_rules(section),
         Rule(
             (f"{section}.use_prefix_grouper",),
-            lambda config: not _on_cpu(config) or not engine_capabilities(_value(config, strategy)).shares_prefixes,
-            f"{{trainer.device}} {{{strategy}}}, because prefix sharing requires a CPU and an engine that supports it",
+            lambda config: not shares_prompts(config, _value(config, role)),
+            f"{{trainer.device}} {{{role}.strategy}}, because prefix sharing requires {requirements}",
             harmless=(False,),
         ),
     )  # fmt: skip
@@ -332,7 +333,7 @@ PPO_RULES = (
         f"set {REWARD}.enable=true, or omit the key", (f"{REWARD}.enable", f"{REWARD}.overlong_buffer"),
     ),
     # actor and its engine
-    *_responses_model_rules(MODEL, f"{ACTOR}.strategy"),
+    *_responses_model_rules(MODEL, ACTOR),
     *_optim_rules(f"{ACTOR}.optim"),
     *_sharding_rules(f"{ACTOR}.fsdp_config"),
     *_micro_batch_rules(
@@ -380,7 +381,7 @@ PPO_RULES = (
         f"{ROLLOUT}.log_prob_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size",
     ),
     # critic
-    *_responses_model_rules("critic.model", "critic.strategy"),
+    *_responses_model_rules("critic.model", CRITIC),
     *_optim_rules("critic.optim"),
     *_sharding_rules("critic.model.fsdp_config"),
     *_micro_batch_rules(

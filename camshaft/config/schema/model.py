@@ -78,7 +78,7 @@ class ResponsesModelConfig(AnyModelConfig):
 
     use_prefix_grouper: bool = Field(
         description="Compute a prompt that several responses in a micro-batch share only once (prefix sharing). "
-        "Applies only to models with full attention that run on a CPU."
+        "Applies only to models with full attention, on a CPU or in half precision on a GPU."
     )
 
 

@@ -62,6 +62,7 @@ ON_GPU = ["trainer.device=cuda"]
 
 
 def model_cases(section: str, engine: str) -> list[Case]:
+    fsdp = f"{ACTOR}.fsdp_config" if section.startswith("actor") else f"{section}.fsdp_config"
     return [
         (f"{section}.use_remove_padding=false", [], []),
         (f"{section}.gradient_checkpointing_mode=selective", [], [f"{section}.enable_gradient_checkpointing=true"]),
@@ -69,7 +70,7 @@ def model_cases(section: str, engine: str) -> list[Case]:
         (f"{section}.target_modules=[q_proj]", [], [f"{section}.lora_rank=4"]),
         (f"{section}.exclude_modules=[v_proj]", [], [f"{section}.lora_rank=4"]),
         (f"{section}.enable_activation_offload=true", [f"{engine}=fsdp"], [f"{engine}=fsdp", *ON_GPU]),
-        (f"{section}.use_prefix_grouper=true", ON_GPU, []),
+        (f"{section}.use_prefix_grouper=true", [*ON_GPU, f"{fsdp}.mixed_precision.param_dtype=null"], ON_GPU),
         (f"{section}.use_prefix_grouper=true", [f"{engine}=megatron"], [f"{engine}=fsdp"]),
     ]
 

@@ -107,7 +107,7 @@ def test_no_micro_batch_of_an_actor_waits(
         actor.update_actor(batch_of())
     assert not waits.operations, waits.operations
     assert len(numbers) >= 3
-    kernels = {"torch_attn::_varlen_attn.default", "torch_attn::_varlen_attn_backward.default", "aten::mm.dtype"}
+    kernels = {"aten::_flash_attention_forward.default", "aten::_flash_attention_backward.default", "aten::mm.dtype"}
     assert kernels <= waits.operators if half else not kernels & waits.operators
 
 

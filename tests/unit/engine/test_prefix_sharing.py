@@ -2,6 +2,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.emulated_cuda import DEVICE, emulated_cuda
 
 from camshaft.config.engine import EngineConfig, EngineModel
 from camshaft.dataproto import DataProto, Ragged
@@ -88,6 +89,25 @@ def test_the_model_computes_a_prompt_once_unless_disabled(tmp_path, share: bool,
     with engine.eval_mode():
         engine.infer_batch(DataProto.from_dict({"input_ids": ids, "loss_mask": mask}))
     assert counts == [computed]
+
+
+@pytest.mark.parametrize(("dtype", "computed"), [("bfloat16", 7), ("float32", 12)])
+def test_a_gpu_computes_a_prompt_once_in_half_precision(tmp_path, dtype: str, computed: int) -> None:
+    path = str(make_tiny_model(tmp_path / "model", hidden=16))
+    ids, mask = batch(("abcde", "x"), ("abcde", "y"))
+    data, log_probs = DataProto.from_dict({"input_ids": ids, "loss_mask": mask}), []
+    with emulated_cuda():
+        for share in (True, False):
+            model = EngineModel(path=path, use_prefix_grouper=share)
+            options = {"mixed_precision": {"param_dtype": dtype}}
+            engine = SingleDeviceEngine(EngineConfig(model=model, device=DEVICE, options=options))
+            engine.init_model()
+            counts: list[int] = []
+            engine.module.register_forward_pre_hook(lambda module, args, counts=counts: counts.append(len(args[0])))
+            with engine.eval_mode():
+                log_probs.append(engine.infer_batch(data)["log_probs"].values.cpu())
+            assert counts == [computed if share else 12]
+    torch.testing.assert_close(log_probs[0], log_probs[1], rtol=0, atol=0.02 if dtype == "bfloat16" else 0)
 
 
 @pytest.mark.parametrize(

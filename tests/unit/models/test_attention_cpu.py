@@ -1,10 +1,8 @@
-import itertools
-from collections.abc import Sequence
-
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from support.dense_attention import dense_attention
 from torch import Tensor
 
 from camshaft.models.cpu import kernel_calls, packed_cpu_attention, supports_cpu_kernel
@@ -20,22 +18,6 @@ CASES: list[tuple[list[int], Parents | None]] = [
 ]
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int], parents: Parents | None) -> Tensor:
-    """Compute a softmax over all tokens at once with a mask."""
-    ends = list(itertools.accumulate(lengths, initial=0))
-    sees = torch.zeros(ends[-1], ends[-1], dtype=torch.bool)
-    for document, length in enumerate(lengths):
-        tokens = slice(ends[document], ends[document + 1])
-        sees[tokens, tokens] = torch.ones(length, length).tril().bool()
-        parent = None if parents is None else parents[document]
-        if parent is not None:
-            sees[tokens, ends[parent] : ends[parent + 1]] = True
-    groups = len(query) // len(key)
-    key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
-    scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
-    return (scores.masked_fill(~sees, float("-inf")).softmax(-1) @ value).transpose(0, 1)
-
-
 def inputs(tokens: int, dtype: torch.dtype) -> list[Tensor]:
     random = torch.Generator().manual_seed(tokens)
     shapes = ((tokens, 4, 8), (tokens, 2, 8), (tokens, 2, 8))
@@ -45,7 +27,10 @@ def inputs(tokens: int, dtype: torch.dtype) -> list[Tensor]:
 def compare(lengths: list[int], parents: Parents | None, dtype: torch.dtype, within: float) -> None:
     """Compare output and gradients with a dense softmax."""
     tensors = inputs(sum(lengths), dtype)
-    actual, expected = packed_cpu_attention(*tensors, Packing(lengths, parents)), dense(*tensors, lengths, parents)
+    actual, expected = (
+        packed_cpu_attention(*tensors, Packing(lengths, parents)),
+        dense_attention(*tensors, lengths, parents),
+    )
     torch.testing.assert_close(actual, expected, rtol=0, atol=within)
     back = torch.randn_like(actual)
     for gradient, reference in zip(
@@ -71,7 +56,10 @@ def test_any_families_of_documents(families: list[tuple[int, list[int]]]) -> Non
         lengths += [parent, *children]
         parents += [None, *[place] * len(children)]
     tensors = inputs(sum(lengths), torch.float64)
-    actual, expected = packed_cpu_attention(*tensors, Packing(lengths, parents)), dense(*tensors, lengths, parents)
+    actual, expected = (
+        packed_cpu_attention(*tensors, Packing(lengths, parents)),
+        dense_attention(*tensors, lengths, parents),
+    )
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)
 
 
@@ -87,13 +75,13 @@ def test_half_precision_is_near_float64(dtype: torch.dtype) -> None:
     tensors = inputs(sum(lengths), torch.float64)
     result = packed_cpu_attention(*(tensor.to(dtype) for tensor in tensors), Packing(lengths, parents))
     assert result.dtype == dtype
-    torch.testing.assert_close(result.double(), dense(*tensors, lengths, parents), rtol=0, atol=3e-2)
+    torch.testing.assert_close(result.double(), dense_attention(*tensors, lengths, parents), rtol=0, atol=3e-2)
 
 
 def test_the_scale_is_the_callers() -> None:
     query, key, value = inputs(5, torch.float64)
     result = packed_cpu_attention(query, key, value, Packing([5]), scale=0.5)
-    torch.testing.assert_close(result, dense(query * 0.5 * 8**0.5, key, value, [5], None), rtol=0, atol=1e-13)
+    torch.testing.assert_close(result, dense_attention(query * 0.5 * 8**0.5, key, value, [5], None), rtol=0, atol=1e-13)
 
 
 def test_unsupported_calls_use_other_kernels() -> None:

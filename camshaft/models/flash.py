@@ -1,0 +1,161 @@
+"""Autograd function for GPUs: flash attention over packed segments, in half precision.
+
+    packing = Packing([5, 3, 3], prefix_of=[None, 0, 0])
+    out = packed_flash_attention(query, key, value, packing, bounds)        # (N, H, D)
+
+One kernel call computes the causal attention of all segments to themselves. If segments continue a prefix, a second
+call computes their attention to the prefix. The two outputs are combined by their logsumexps. In the backward pass,
+each kernel call receives the combined logsumexp and output, and returns its share of the gradient, as on a CPU
+(`cpu.py`). The kernels are those of torch, which read each key head once for all query heads that share it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from camshaft.device import to_device
+from camshaft.models.packing import Packing
+
+MAX_HEAD_DIM = 256
+
+HALF = (torch.float16, torch.bfloat16)
+
+KERNEL = torch.ops.aten._flash_attention_forward.default
+"""Forward kernel: (query, key, value, bounds of queries and keys, maximum lengths, dropout, causal, mask) -> output
+(N, H, D), logsumexp (H, N), state of the random numbers, and two unused results."""
+
+BACKWARD = torch.ops.aten._flash_attention_backward.default
+"""Backward kernel: (grad, query, key, value, output, logsumexp, bounds, maximum lengths, dropout, causal, state,
+unused) -> gradients of query, key and value."""
+
+
+class Bounds(NamedTuple):
+    """Groups of queries and the group of keys that each of them attends to."""
+
+    queries: Tensor
+    """Start offsets of the groups and their end, int32 on the device."""
+    keys: Tensor
+    longest: tuple[int, int]
+    """Number of tokens of the longest group of queries and of keys."""
+
+
+class PrefixAttention(NamedTuple):
+    """Attention of the tokens that continue a prefix to that prefix."""
+
+    children: Tensor
+    """Offsets of these tokens, int64 on the device."""
+    prefixes: Tensor
+    """Offsets of the tokens of all shared prefixes."""
+    bounds: Bounds
+    """Bounds within `children` and `prefixes`."""
+
+
+def packed_flash_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Bounds,
+    packing: Packing | None = None,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Compute attention within packed segments: query (H, N, D), key and value (Hkv, N, D) -> output (N, H, D).
+
+    `bounds` are those of the segments. `packing` is required only if segments continue a prefix.
+    """
+    prefix = None if packing is None else prefix_attention(packing, query.device)
+    token_major = (tensor.transpose(0, 1).contiguous() for tensor in (query, key, value))
+    result: Any = _FlashAttention.apply(*token_major, bounds, prefix, scale, window)
+    return result
+
+
+@functools.lru_cache(maxsize=8)  # all layers of a forward pass use the same packing
+def prefix_attention(packing: Packing, device: torch.device) -> PrefixAttention | None:
+    """Return the attention of a packing to its shared prefixes, or None if it has none."""
+    if packing.prefix_of is None:
+        return None
+    lengths, starts = packing.lengths, [0, *itertools.accumulate(packing.lengths)]
+    children: list[Tensor] = []
+    prefixes: list[Tensor] = []
+    for prefix, group in itertools.groupby(range(len(lengths)), packing.prefix_of.__getitem__):
+        if prefix is not None:
+            segments = list(group)
+            children.append(torch.arange(starts[segments[0]], starts[segments[-1] + 1]))
+            prefixes.append(torch.arange(starts[prefix], starts[prefix + 1]))
+    if not children:
+        return None
+    (child_rows, queries, longest), (prefix_rows, keys, longest_prefix) = (
+        _concatenate(parts, device) for parts in (children, prefixes)
+    )
+    return PrefixAttention(child_rows, prefix_rows, Bounds(queries, keys, (longest, longest_prefix)))
+
+
+def _concatenate(groups: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Return the offsets of all groups, the bounds of the groups, and the size of the largest group."""
+    sizes = [len(group) for group in groups]
+    bounds = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
+    return to_device(torch.cat(groups), device), to_device(bounds, device), max(sizes)
+
+
+class _FlashAttention(torch.autograd.Function):
+    """Autograd function of `packed_flash_attention`. Tensors are (N, H, D), and logsumexps (H, N) in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        bounds: Bounds,
+        prefix: PrefixAttention | None,
+        scale: float | None,
+        window: int | None,
+    ) -> Tensor:
+        options = _options(scale, window)
+        out, lse, random, unused, _ = KERNEL(query, key, value, *_arguments(bounds), 0.0, True, False, **options)
+        if prefix is not None:
+            children, prefixes = prefix.children, prefix.prefixes
+            inputs = query[children], key[prefixes], value[prefixes]
+            other_out, other_lse, *_ = KERNEL(*inputs, *_arguments(prefix.bounds), 0.0, False, False, scale=scale)
+            own_lse = lse[:, children]
+            weight = (other_lse - own_lse).sigmoid_().t()[..., None]
+            merged = out[children].float().lerp_(other_out.float(), weight).to(out.dtype)
+            # Not in place, because selective activation checkpointing stores the results of the kernel.
+            out = out.index_copy(0, children, merged)
+            lse = lse.index_copy(1, children, torch.logaddexp(own_lse, other_lse))
+        ctx.save_for_backward(query, key, value, out, lse, random, unused)
+        ctx.bounds, ctx.prefix, ctx.scale, ctx.window = bounds, prefix, scale, window
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, lse, random, unused = ctx.saved_tensors
+        prefix: PrefixAttention | None = ctx.prefix
+        grad, rest = grad.contiguous(), (random, unused)
+        options, inputs = _options(ctx.scale, ctx.window), (query, key, value, out, lse)
+        gradients = BACKWARD(grad, *inputs, *_arguments(ctx.bounds), 0.0, True, *rest, **options)
+        if prefix is not None:
+            children, prefixes = prefix.children, prefix.prefixes
+            inputs = query[children], key[prefixes], value[prefixes], out[children], lse[:, children].contiguous()
+            arguments = _arguments(prefix.bounds)
+            shares = BACKWARD(grad[children], *inputs, *arguments, 0.0, False, *rest, scale=ctx.scale)
+            for gradient, share, rows in zip(gradients, shares, (children, prefixes, prefixes), strict=True):
+                gradient.index_copy_(0, rows, gradient[rows] + share)
+        return (*gradients, None, None, None, None)
+
+
+def _arguments(bounds: Bounds) -> tuple[Any, ...]:
+    return bounds.queries, bounds.keys, *bounds.longest
+
+
+def _options(scale: float | None, window: int | None) -> dict[str, Any]:
+    if window is None:
+        return {"scale": scale}
+    return {"scale": scale, "window_size_left": window - 1, "window_size_right": 0}
