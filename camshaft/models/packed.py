@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Set
@@ -357,10 +356,12 @@ def output_layer(hf: PreTrainedModel, head: Head) -> nn.Module:
 
 def named_tensors(hf: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters and persistent buffers of a model, detached; tied parameters are yielded once."""
-    persistent_names = hf.state_dict().keys()
-    buffers = ((name, buffer) for name, buffer in hf.named_buffers() if name in persistent_names)
-    for name, tensor in itertools.chain(hf.named_parameters(), buffers):
-        yield name, tensor.detach()
+    for name, parameter in hf.named_parameters():
+        yield name, parameter.detach()
+    for name, buffer in hf.named_buffers():
+        owner, _, leaf = name.rpartition(".")
+        if leaf not in hf.get_submodule(owner)._non_persistent_buffers_set:
+            yield name, buffer.detach()
 
 
 def logit_factor(config: PreTrainedConfig) -> float:

@@ -80,7 +80,7 @@ class SharedModel:
         names: set[str] = set()
         for name, tensor in self.expected.validate(weights):
             weight = self.expected.weights[name]
-            if not names & set(weight.names):
+            if names.isdisjoint(weight.names):
                 _set_tensor(self.hf, weight, self._copy(weight, tensor) if copy else self._adopt(weight, tensor))
             names.add(name)
         self._loaded_names = names
