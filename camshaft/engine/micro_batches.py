@@ -120,16 +120,17 @@ def plan_micro_batches(
     maximum of `count` over all ranks, because every rank must run the same number of micro-batches. A rank with fewer
     rows than that gets empty lists, and the engine runs a dummy row with zero loss weight for each of them.
 
-    A token budget also uses the last two arguments. `pivot` is the row length at which attention costs as much as the
-    rest of the model (`attention_pivot`); micro-batches are balanced with it. Rows of one prefix group go to the same
-    micro-batch if the budget allows, and the shared prefix counts once. With both limits, prefix groups are ignored.
+    With one limit, rows of one prefix group go to the same micro-batch where the limit allows it. A token budget counts
+    their prefix once, and balances the micro-batches with `pivot`, the row length at which attention costs as much as
+    the rest of the model (`attention_pivot`). With both limits, prefix groups are ignored.
     """
     sizes = lengths.tolist()
     if not sizes:
         raise BatchError("the batch has no rows; pass at least one row")
     if max_tokens is None:
         size = size or len(sizes)
-        plan = [list(range(i, min(i + size, len(sizes)))) for i in range(0, len(sizes), size)]
+        order = [row for group in prefix_groups or () for row in group.rows] or list(range(len(sizes)))
+        plan = [order[i : i + size] for i in range(0, len(sizes), size)]
         plan = _split_largest(plan, equalise(len(plan)) - len(plan))
     else:
         longest_row = max(range(len(sizes)), key=sizes.__getitem__)

@@ -54,6 +54,7 @@ from camshaft.engine.compute_dtype import cast_parameters
 from camshaft.engine.micro_batches import (
     Hooks,
     MicroBatches,
+    PrefixGroup,
     as_batch,
     attention_pivot,
     has_input_ids,
@@ -64,7 +65,7 @@ from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
 from camshaft.engine.routing import RoutingStep
 from camshaft.errors import EngineError
-from camshaft.models.attention import shares_prefixes
+from camshaft.models.attention import least_shared
 from camshaft.models.loader import DTYPES
 from camshaft.models.lora import adapter_weights, disable_adapter, merged_weights
 from camshaft.models.packed import PackedModel, PackedModule
@@ -252,9 +253,10 @@ class TorchEngine(BaseEngine):
         data = as_batch(batch)
         call = self._count(data, call)
         self._routing = self._start_routing(call, forward_only)
-        plan = self._plan(data, forward_only, call.get("routing") is not None)
+        groups = self._prefix_groups(data, call.get("routing") is not None)
+        plan = self._plan(data, forward_only, groups)
         hooks = Hooks(preprocess_fn, postprocess_fn, loss_fn)
-        micro_batches = MicroBatches(data, plan, call, hooks, self.device, self._shares_prefixes)
+        micro_batches = MicroBatches(data, plan, call, hooks, self.device, groups is not None)
         with torch.set_grad_enabled(not forward_only), self.step_context():
             self.run_micro_batches(micro_batches)
         predictions, call = micro_batches.predictions(), micro_batches.ctx
@@ -323,16 +325,26 @@ class TorchEngine(BaseEngine):
         coefficient = self.config.model.router_aux_loss_coef
         return RoutingStep(self.module, routers, coefficient, self.device, self.sum_over_ranks, mode)
 
-    def _plan(self, data: DataProto, forward_only: bool, is_routed: bool = False) -> list[list[int]]:
+    def _prefix_groups(self, data: DataProto, is_routed: bool) -> list[PrefixGroup] | None:
+        """Group the rows by their prefixes, each of which is computed only once; None if prefixes are not shared."""
+        module, model = self.module, self.config.model
+        least = least_shared(self.device, self.compute_dtype)
+        supported = module.supports_prefix_sharing and module.sequence is None and least is not None
+        if not supported or not model.use_prefix_grouper or model.head == "reward":
+            return None
+        ids, routed = data.ragged("input_ids"), data.ragged("routed_experts") if is_routed else None
+        groups = prefix_groups(ids, data.ragged("loss_mask"), routed)
+        saved = sum(group.shared * (len(group.rows) - 1) for group in groups)
+        return groups if saved >= least * len(ids.values) else None
+
+    def _plan(self, data: DataProto, forward_only: bool, groups: list[PrefixGroup] | None) -> list[list[int]]:
         """Return the row numbers of each micro-batch. All data-parallel ranks get the same number of micro-batches."""
         config, ids = self.config, data.ragged("input_ids")
         size = config.infer_micro_batch_size if forward_only else config.micro_batch_size
         max_tokens = config.infer_max_tokens if forward_only else config.max_tokens
-        if max_tokens is None:
-            return plan_micro_batches(ids.lengths, size, None, self.max_over_ranks)
         # The plan keeps prefix groups together, because a prefix is shared only within a micro-batch.
-        routed = data.ragged("routed_experts") if is_routed else None
-        groups = prefix_groups(ids, data.ragged("loss_mask"), routed) if self._shares_prefixes else None
+        if max_tokens is None:
+            return plan_micro_batches(ids.lengths, size, None, self.max_over_ranks, prefix_groups=groups)
         pivot = attention_pivot(self.module.hidden_size)
         return plan_micro_batches(ids.lengths, size, max_tokens, self.max_over_ranks, pivot, groups)
 
@@ -356,14 +368,6 @@ class TorchEngine(BaseEngine):
                 "ctx['num_sequences'], the counts of the whole mini-batch",
                 stacklevel=3,
             )
-
-    @property
-    def _shares_prefixes(self) -> bool:
-        """True if a prefix that several rows share is computed only once."""
-        module, model = self.module, self.config.model
-        supported = module.supports_prefix_sharing and module.sequence is None
-        wanted = model.use_prefix_grouper and model.head != "reward"
-        return supported and wanted and shares_prefixes(self.device, self.compute_dtype)
 
     @property
     def compute_dtype(self) -> torch.dtype:

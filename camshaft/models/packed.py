@@ -326,7 +326,7 @@ def supports_prefix_sharing(config: PreTrainedConfig) -> bool:
     """Return True if a prompt can be computed once for all of its responses.
 
     This requires a model without dropout and without a sliding window, whose key and value heads have equal widths, at
-    most `MAX_HEAD_DIM`. Device and dtype must support it, too (`attention.shares_prefixes`).
+    most `MAX_HEAD_DIM`. Device and dtype must support it, too (`attention.least_shared`).
     """
     text_config = config.get_text_config()
     values = text_config.to_dict()

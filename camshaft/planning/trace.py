@@ -301,24 +301,31 @@ class _Tracer:
 
     def _update_batch(self, role: Any, mini_batch: int, dp_size: int) -> DataProto:
         steps, engine = max(1, self._rows(dp_size) // mini_batch), role.engine.config
+        shares_prompts = True
         if self.is_forecast:
+            # If rows are distributed over several optimizer steps at random, each row of a micro-batch may have
+            # another prompt, which needs the most memory.
+            size, prompts = engine.micro_batch_size, mini_batch // self.config.actor_rollout_ref.rollout.n
+            shares_prompts = steps == 1 or size is None or size > prompts
             steps = min(steps, self.repeats)
             mini_batch = min(mini_batch, self.repeats * self._micro_batch(engine.micro_batch_size, engine.max_tokens))
             role.mini_batch_size = mini_batch
-        return self._batch(steps * mini_batch)
+        return self._batch(steps * mini_batch, shares_prompts)
 
     def _micro_batch(self, sequences: int | None, tokens: int | None) -> int:
         """Return the largest number of rows in a micro-batch. Rows may share the tokens of their prompt."""
         return sequences or max(1, (tokens or 1) // self.config.data.max_response_length)
 
-    def _batch(self, rows: int) -> DataProto:
-        """Return rows of the maximum length, with all columns that a phase reads. They are in host memory."""
-        with self.memory.on_host() if self.on_device else nullcontext():
-            return self._host_batch(rows)
+    def _batch(self, rows: int, shares_prompts: bool = True) -> DataProto:
+        """Return rows of the maximum length, with all columns that a phase reads. They are in host memory.
 
-    def _host_batch(self, rows: int) -> DataProto:
+        `shares_prompts` gives several responses to each prompt.
+        """
+        with self.memory.on_host() if self.on_device else nullcontext():
+            return self._host_batch(rows, self.config.actor_rollout_ref.rollout.n if shares_prompts else 1)
+
+    def _host_batch(self, rows: int, group: int) -> DataProto:
         data, random = self.config.data, torch.Generator().manual_seed(0)
-        group = self.config.actor_rollout_ref.rollout.n
         prompts = [torch.randint(TOKENS, (data.max_prompt_length,), generator=random) for _ in range(-(-rows // group))]
         responses = Ragged(
             torch.randint(TOKENS, (rows * data.max_response_length,), generator=random),

@@ -107,6 +107,7 @@ def test_small_kernels_round_like_the_model(dtype: torch.dtype) -> None:
     from camshaft.models.cpu import rms_norm
     from camshaft.rollout.builtin.cuda import fused_kernels
 
+    torch.manual_seed(0)
     x, residual, weight = (
         torch.randn(*shape, device="cuda").to(dtype) for shape in ((256, 1536), (256, 1536), (1536,))
     )
@@ -116,7 +117,8 @@ def test_small_kernels_round_like_the_model(dtype: torch.dtype) -> None:
     torch.testing.assert_close(normed, rms_norm(total, weight, 1e-6), rtol=2 * step, atol=step)
     gate, up = torch.randn(256, 2 * 8960, device="cuda").to(dtype).split(8960, dim=-1)
     expected = torch.nn.functional.silu(gate) * up
-    torch.testing.assert_close(fused_kernels.silu_mul(gate, up), expected, rtol=2 * step, atol=step)
+    # Each side rounds an exponential (two units in the last place), a sum, a division (two) and two products.
+    torch.testing.assert_close(fused_kernels.silu_mul(gate, up), expected, rtol=8 * step, atol=step)
 
 
 def test_sampling_kernel_inverts_the_cdf() -> None:

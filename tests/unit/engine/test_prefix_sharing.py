@@ -55,6 +55,13 @@ def test_rows_without_a_shared_prompt_keep_their_order() -> None:
     assert (packed.packing.lengths, packed.packing.prefix_of) == ((5, 3), None)
 
 
+def test_micro_batches_of_a_fixed_size_keep_rows_with_a_common_prompt_together() -> None:
+    groups, lengths = [PrefixGroup((0, 3, 4), 2), PrefixGroup((1,), 0), PrefixGroup((2, 5), 4)], torch.arange(5, 11)
+    assert plan_micro_batches(lengths, 2, None, prefix_groups=groups) == [[0, 3], [1, 4], [2, 5]]
+    assert plan_micro_batches(lengths, 3, None, prefix_groups=groups) == [[0, 3, 4], [1, 2, 5]]
+    assert plan_micro_batches(lengths, 2, None) == [[0, 1], [2, 3], [4, 5]]
+
+
 @given(st.data())
 def test_a_plan_keeps_prefix_groups_within_the_budget_together(data: st.DataObject) -> None:
     groups, lengths = [], []
@@ -108,6 +115,22 @@ def test_a_gpu_computes_a_prompt_once_in_half_precision(tmp_path, dtype: str, co
                 log_probs.append(engine.infer_batch(data)["log_probs"].values.cpu())
             assert counts == [computed if share else 12]
     torch.testing.assert_close(log_probs[0], log_probs[1], rtol=0, atol=0.02 if dtype == "bfloat16" else 0)
+
+
+@pytest.mark.parametrize(("device", "computed"), [("cpu", 81), (DEVICE, 82)])
+def test_a_gpu_shares_no_prompt_that_saves_few_tokens(tmp_path, device: str, computed: int) -> None:
+    path = str(make_tiny_model(tmp_path / "model", hidden=16))
+    rows = Ragged.from_rows([[7, *range(8, 8 + 40)], [7, *range(9, 9 + 40)]])
+    mask = rows.map(lambda ids: ids != 7)
+    counts: list[int] = []
+    with emulated_cuda():
+        options = {"mixed_precision": {"param_dtype": "bfloat16"}}
+        engine = SingleDeviceEngine(EngineConfig(model=EngineModel(path=path), device=device, options=options))
+        engine.init_model()
+        engine.module.register_forward_pre_hook(lambda module, args: counts.append(len(args[0])))
+        with engine.eval_mode():
+            engine.infer_batch(DataProto.from_dict({"input_ids": rows, "loss_mask": mask}))
+    assert counts == [computed]
 
 
 @pytest.mark.parametrize(
