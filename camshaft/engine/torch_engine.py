@@ -329,8 +329,8 @@ class TorchEngine(BaseEngine):
         """Group the rows by their prefixes, each of which is computed only once; None if prefixes are not shared."""
         module, model = self.module, self.config.model
         least = least_shared(self.device, self.compute_dtype)
-        supported = module.supports_prefix_sharing and module.sequence is None and least is not None
-        if not supported or not model.use_prefix_grouper or model.head == "reward":
+        supported = module.supports_prefix_sharing and module.sequence is None and model.head != "reward"
+        if least is None or not supported or not model.use_prefix_grouper:
             return None
         ids, routed = data.ragged("input_ids"), data.ragged("routed_experts") if is_routed else None
         groups = prefix_groups(ids, data.ragged("loss_mask"), routed)
