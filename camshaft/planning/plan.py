@@ -181,8 +181,8 @@ def _notes(config: PPOConfig) -> Iterator[str]:
         known = rollout == TRACED_ROLLOUT
     else:
         yield (
-            "the figures are live tensors on each device, and none has been measured on a GPU; the CUDA context, "
-            "communication buffers and fragmentation need more (docs/plan.md)"
+            "the figures are live tensors on each device; the CUDA context, communication buffers and fragmentation "
+            "need more (docs/plan.md)"
         )
         known = forecast_generator(config, GIB, 0, 1) is not None
     if not known:

@@ -198,7 +198,7 @@ def test_a_model_folder_needs_only_its_config(tmp_path: Path) -> None:
     content = json.loads(plan.out)
     assert (plan.status, content["memory"]) == (0, 79 * GIB)
     assert {"sync", "gen", "update_actor"} <= {row["phase"] for row in content["rows"]}
-    assert any("none has been measured on a GPU" in note for note in content["notes"])
+    assert any("the CUDA context, communication buffers" in note for note in content["notes"])
     assert camshaft("plan", "--memory", "1MiB", "trainer.device=cuda", *arguments).status == 3
 
 
