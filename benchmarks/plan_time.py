@@ -1,6 +1,6 @@
 """Compare the step time that `camshaft plan --like` forecasts with measured ones.
 
-    python benchmarks/plan_time.py --rounds 3 --out benchmarks/results/plan_time.md
+    python benchmarks/plan_time.py --rounds 3 --out benchmarks/results/plan_step_time.md
 
 Each round runs every model and batch size once, one after another, for a few steps. A forecast is compared with a run
 of the same round, so that other work on the machine affects both. Every response has the maximum length.
