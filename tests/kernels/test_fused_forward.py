@@ -65,7 +65,7 @@ def test_families_are_fused(family: str, harness: RolloutHarness) -> None:
     generate(harness, case)
     rollout: Any = case.rollout
     assert fused_of(case).reason is None
-    assert len(rollout.model._groups) == groups * rollout.model.hf.config.num_hidden_layers
+    assert len(rollout.model._joined) == groups * rollout.model.hf.config.num_hidden_layers
 
 
 def test_new_weights_are_used_after_sleep_and_without(harness: RolloutHarness) -> None:
