@@ -332,7 +332,7 @@ def supports_prefix_sharing(config: PreTrainedConfig) -> bool:
     values = text_config.to_dict()
     has_dropout = any("drop" in key and value for key, value in values.items())
     windowed = values.get("sliding_window") is not None and values.get("use_sliding_window") is not False
-    head_dim = values.get("head_dim") or values["hidden_size"] // values["num_attention_heads"]
+    head_dim = values.get("head_dim") or text_config.hidden_size // text_config.num_attention_heads
     equal_widths = values.get("v_head_dim") in (None, values.get("head_dim"))
     return not has_dropout and not windowed and equal_widths and head_dim <= MAX_HEAD_DIM
 
