@@ -1,4 +1,4 @@
-"""Triton kernel for the checksums of tensors (`digest.py`), which reads each word once.
+"""Triton kernel for the checksums of tensors (`checksums.py`), which reads each word once.
 
     sums = block_sums(words, factors)       # int32 (N,) and int64 (BLOCK,) -> int64 (blocks,)
 

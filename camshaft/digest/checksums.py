@@ -67,7 +67,7 @@ class Digests:
 def _block_sums(tensor: Tensor) -> Tensor:
     """Return the sum of each block of `tensor`, int64 of shape (blocks,), on its device."""
     if supports_triton(tensor) and tensor.is_contiguous() and tensor.nbytes % 4 == 0 and tensor.data_ptr() % 4 == 0:
-        from camshaft.digest_kernel import block_sums
+        from camshaft.digest.kernel import block_sums
 
         return block_sums(tensor.view(-1).view(torch.int32), block_factors(tensor.device))
     words = CHUNK.get(tensor.device.type, DEFAULT_CHUNK)
