@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from camshaft.device import is_cuda
-from camshaft.models.packing import Packing
+from camshaft.models.packing import Packing, PrefixSpan
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -48,19 +48,13 @@ class SegmentRun(NamedTuple):
     length: int
 
 
-class PrefixCall(NamedTuple):
-    """A kernel call in which the tokens of all segments that continue a prefix attend to the prefix."""
-
-    children: slice
-    prefix: slice
-
-
 class KernelCalls(NamedTuple):
     """Kernel calls for one packing."""
 
     runs: list[SegmentRun]
     """Runs in packed order; together they cover all tokens."""
-    prefixes: list[PrefixCall]
+    prefixes: list[PrefixSpan]
+    """A call for each prefix."""
 
 
 def supports_cpu_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:
@@ -81,17 +75,8 @@ def packed_cpu_attention(
 @functools.lru_cache(maxsize=8)  # all layers of a forward pass use the same packing
 def kernel_calls(packing: Packing) -> KernelCalls:
     """Return the kernel calls that compute attention for a packing."""
-    lengths = packing.lengths
-    runs = [SegmentRun(len(list(run)), length) for length, run in itertools.groupby(lengths)]
-    ends = list(itertools.accumulate(lengths, initial=0))
-    prefixes: list[PrefixCall] = []
-    if packing.prefix_of is not None:
-        for prefix, group in itertools.groupby(range(len(lengths)), packing.prefix_of.__getitem__):
-            if prefix is not None:
-                children = list(group)
-                span = slice(ends[children[0]], ends[children[-1] + 1])
-                prefixes.append(PrefixCall(span, slice(ends[prefix], ends[prefix + 1])))
-    return KernelCalls(runs, prefixes)
+    runs = [SegmentRun(len(list(run)), length) for length, run in itertools.groupby(packing.lengths)]
+    return KernelCalls(runs, packing.prefix_spans)
 
 
 class _PackedAttention(torch.autograd.Function):

@@ -1,7 +1,7 @@
 """Autograd function for GPUs: flash attention over packed segments, in half precision.
 
     packing = Packing([5, 3, 3], prefix_of=[None, 0, 0])
-    out = packed_flash_attention(query, key, value, packing, bounds)        # (N, H, D)
+    out = packed_flash_attention(query, key, value, bounds, packing)        # (N, H, D)
 
 One kernel call computes the causal attention of all segments to themselves. If segments continue a prefix, a second
 call computes their attention to the prefix. The two outputs are combined by their logsumexps. In the backward pass,
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -78,29 +79,20 @@ def packed_flash_attention(
 @functools.lru_cache(maxsize=8)  # all layers of a forward pass use the same packing
 def prefix_attention(packing: Packing, device: torch.device) -> PrefixAttention | None:
     """Return the attention of a packing to its shared prefixes, or None if it has none."""
-    if packing.prefix_of is None:
+    if not packing.prefix_spans:
         return None
-    lengths, starts = packing.lengths, [0, *itertools.accumulate(packing.lengths)]
-    children: list[Tensor] = []
-    prefixes: list[Tensor] = []
-    for prefix, group in itertools.groupby(range(len(lengths)), packing.prefix_of.__getitem__):
-        if prefix is not None:
-            segments = list(group)
-            children.append(torch.arange(starts[segments[0]], starts[segments[-1] + 1]))
-            prefixes.append(torch.arange(starts[prefix], starts[prefix + 1]))
-    if not children:
-        return None
-    (child_rows, queries, longest), (prefix_rows, keys, longest_prefix) = (
-        _concatenate(parts, device) for parts in (children, prefixes)
+    (children, queries, longest), (prefixes, keys, longest_prefix) = (
+        _concatenate(spans, device) for spans in zip(*packing.prefix_spans, strict=True)
     )
-    return PrefixAttention(child_rows, prefix_rows, Bounds(queries, keys, (longest, longest_prefix)))
+    return PrefixAttention(children, prefixes, Bounds(queries, keys, (longest, longest_prefix)))
 
 
-def _concatenate(groups: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Return the offsets of all groups, the bounds of the groups, and the size of the largest group."""
-    sizes = [len(group) for group in groups]
+def _concatenate(spans: Sequence[slice], device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Return the offsets in all spans, the bounds of the spans in them, and the size of the largest span."""
+    offsets = [torch.arange(span.start, span.stop) for span in spans]
+    sizes = [len(part) for part in offsets]
     bounds = torch.tensor([0, *itertools.accumulate(sizes)], dtype=torch.int32)
-    return to_device(torch.cat(groups), device), to_device(bounds, device), max(sizes)
+    return to_device(torch.cat(offsets), device), to_device(bounds, device), max(sizes)
 
 
 class _FlashAttention(torch.autograd.Function):

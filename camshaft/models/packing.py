@@ -9,13 +9,22 @@ Engines build one `Packing` per micro-batch. `PackedModel`, packed attention and
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from camshaft.errors import EngineError
+
+
+class PrefixSpan(NamedTuple):
+    """Tokens of a prefix, and of all segments that continue it, which attend to the prefix."""
+
+    children: slice
+    prefix: slice
 
 
 class Packing:
@@ -66,6 +75,20 @@ class Packing:
             return max(self.lengths)
         prefixes = (0 if prefix is None else self.lengths[prefix] for prefix in self.prefix_of)
         return max(length + prefix for length, prefix in zip(self.lengths, prefixes, strict=True))
+
+    @cached_property
+    def prefix_spans(self) -> list[PrefixSpan]:
+        """Prefixes that segments continue, in packed order."""
+        if self.prefix_of is None:
+            return []
+        ends = list(itertools.accumulate(self.lengths, initial=0))
+        spans = []
+        for prefix, group in itertools.groupby(range(len(self.lengths)), self.prefix_of.__getitem__):
+            if prefix is not None:
+                children = list(group)
+                span = slice(ends[children[0]], ends[children[-1] + 1])
+                spans.append(PrefixSpan(span, slice(ends[prefix], ends[prefix + 1])))
+        return spans
 
     def position_ids(self) -> Tensor:
         """Return the position (N,) of each token in its row, counted from 0."""
