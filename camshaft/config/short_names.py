@@ -257,12 +257,14 @@ SUPERVISED_NAMES = {
 
 
 def suggest_names(key: str, schema: type[Section]) -> list[str]:
-    """Return the name to type instead of an unknown key: a name of another library, or a misspelled short name."""
+    """Return the name to type instead of an unknown key: a name of another library, or a misspelled name."""
     names = short_names(schema)
     others = OTHER_NAMES | (SUPERVISED_NAMES if "strategy" in schema.model_fields else {})
     typed = others.get(key)
     if typed is None and "." not in key:
         typed = next(iter(difflib.get_close_matches(key, names, n=1, cutoff=0.75)), None)
+    if typed is None:
+        typed = others.get(next(iter(difflib.get_close_matches(key, others, n=1, cutoff=0.9)), ""))
     target = names.get(typed or "", typed)
     if typed is None or target not in fields(schema):
         return []

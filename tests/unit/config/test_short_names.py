@@ -246,6 +246,7 @@ def test_explain_describes_a_short_name(capsys):
     ("word", "name"),
     [
         ("num_generations=8", r"n \(short for actor_rollout_ref\.rollout\.n\)"),
+        ("num_generation=8", r"n \(short for actor_rollout_ref\.rollout\.n\)"),
         ("per_device_train_batch_size=8", r"actor_rollout_ref\.actor\.ppo_micro_batch_size_per_gpu"),
         ("max_completion_length=64", "response_length"),
         ("beta=0.04", r"actor_rollout_ref\.actor\.kl_loss_coef"),
