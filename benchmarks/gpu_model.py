@@ -89,10 +89,14 @@ def rows_of(size: Size, seed: int) -> Rows:
         vocabulary = size.shape.vocab_size
         return [torch.randint(workload.FIRST_WORD, vocabulary, (n,), generator=random) for n in lengths]
 
-    prompts, responses = drawn(size.longest_prompt), drawn(size.longest_response)
+    return with_columns(drawn(size.longest_prompt), drawn(size.longest_response), size, random)
+
+
+def with_columns(prompts: list[Tensor], responses: list[Tensor], size: Size, random: torch.Generator) -> Rows:
+    """Return rows with random advantages, and log-probs near those of a model that knows nothing."""
     die = -torch.tensor(float(size.shape.vocab_size)).log()
     old = [die + 0.1 * torch.randn(len(response), generator=random) for response in responses]
-    advantages = torch.randn(size.rows, generator=random)
+    advantages = torch.randn(len(responses), generator=random)
     return Rows(prompts, responses, old, [a.expand(len(r)) for a, r in zip(advantages, responses, strict=True)])
 
 

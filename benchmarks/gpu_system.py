@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from camshaft_side import ActorUpdate, Steps
-from gpu_model import rows_of, settings
+from gpu_model import rows_of, settings, with_columns
 from gpu_parts import NEEDS_CUDA, Job, synchronize
 from transformers import Qwen2Config
 from workload import FIRST_WORD, Rows
@@ -155,11 +155,8 @@ def _rows_with_common_prompts(job: Job, prompts: int, samples: int, length: int)
     def drawn(count: int) -> list[torch.Tensor]:
         return list(torch.randint(FIRST_WORD, job.size.shape.vocab_size, (count, length), generator=random))
 
-    responses, advantages = drawn(prompts * samples), torch.randn(prompts * samples, generator=random)
-    die = -torch.tensor(float(job.size.shape.vocab_size)).log()
-    old = [die + 0.1 * torch.randn(length, generator=random) for _ in responses]
     repeated = [prompt for prompt in drawn(prompts) for _ in range(samples)]
-    return Rows(repeated, responses, old, [advantage.expand(length) for advantage in advantages])
+    return with_columns(repeated, drawn(prompts * samples), job.size, random)
 
 
 def _settings_of_prompts(job: Job, prompts: int, samples: int, length: int, share: bool) -> dict[str, Any]:

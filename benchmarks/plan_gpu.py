@@ -4,11 +4,10 @@
     python benchmarks/plan_gpu.py --case plain --shape tiny
 
 Each case runs in a process of its own: the roles of a group with their engines on one rank, and batches whose rows have
-the maximum length.
-`measured` is the peak of the tensors of torch's allocator during a phase. `reserved` is the memory that the allocator
-has reserved at the end of a case, beyond its largest peak: fragmentation and cached blocks. `outside` is the memory of
-the device that this process uses besides: the CUDA context and the libraries. The forecast needs no GPU; it runs in a
-process beside the measurement.
+the maximum length. `measured` is the peak of the tensors of torch's allocator during a phase. `reserved beyond the
+peak` is the largest memory that the allocator has reserved minus the largest peak: fragmentation and cached blocks.
+`outside of the allocator` is the other memory in use on the device, such as the CUDA context and the libraries. The
+forecast needs no GPU; it runs in a process beside the measurement.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from typing import Any
 
 import torch
 from machine import machine
+from plan import run_arguments, write_inputs
 
 from camshaft.config import PPOConfig, compose
-from camshaft.models.tiny import make_tiny_model, make_tiny_tokenizer
 from camshaft.planning.tensor_memory import Part
-from camshaft.planning.trace import CRITIC, POLICY, Phase, _Tracer, forecast
+from camshaft.planning.trace import CRITIC, POLICY, Phase, forecast, measure
 
 MB = 1 << 20
 SHAPES: dict[str, dict[str, Any]] = {
@@ -40,7 +39,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "tiny": {"hidden": 64, "layers": 8, "heads": 4, "kv_heads": 2},
 }  # fmt: skip
 """The first is the shape of Qwen2.5-0.5B."""
-ACTOR, MODEL, CRITIC_MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model", "critic.model"
+ACTOR, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.model"
 CASES: dict[str, tuple[str, list[str]]] = {
     "plain": (POLICY, []),
     "compiled": (POLICY, [f"{ACTOR}.use_torch_compile=true"]),
@@ -63,6 +62,10 @@ class DeviceMemory:
 
     computes = True
 
+    def __init__(self) -> None:
+        self.reserved = 0
+        """Maximum of the memory that the allocator has reserved."""
+
     @property
     def live(self) -> int:
         return torch.cuda.memory_allocated()
@@ -78,35 +81,23 @@ class DeviceMemory:
 
     def mark(self, _label: None) -> None:
         torch.cuda.synchronize()
+        self.reserved = max(self.reserved, torch.cuda.max_memory_reserved())
 
     def on_host(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
 
 def arguments(folder: Path, shape: str, extra: list[str]) -> list[str]:
-    """Return the arguments of a PPO run with a reference."""
-    length, budget = (1024, 16_384) if shape != "tiny" else (64, 512)
+    """Return the arguments of a PPO run with a reference on one GPU."""
+    length = 1024 if shape != "tiny" else 64
+    on_cpu = {"trainer.device=cpu", "actor_rollout_ref.model.random_init=true"}
+    common = [word for word in run_arguments(folder, "fsdp", ranks=1, batch=16, length=length) if word not in on_cpu]
     return [
-        f"model={folder}",
-        f"data={folder / 'train.jsonl'}",
+        *common,
         "trainer.device=cuda",
-        "trainer.n_gpus_per_node=1",
-        f"{ACTOR}.strategy=fsdp",
-        "critic.strategy=fsdp",
-        "algorithm.adv_estimator=gae",
-        f"{ACTOR}.use_kl_loss=true",
         f"{ACTOR}.use_torch_compile=false",
         "critic.use_torch_compile=false",
         "actor_rollout_ref.rollout.name=torch",
-        "actor_rollout_ref.rollout.ignore_eos=true",
-        "actor_rollout_ref.rollout.n=4",
-        "data.train_batch_size=16",
-        f"{ACTOR}.ppo_mini_batch_size=8",
-        "critic.ppo_mini_batch_size=8",
-        f"{ACTOR}.ppo_max_token_len_per_gpu={budget}",
-        f"critic.ppo_max_token_len_per_gpu={budget}",
-        f"data.max_prompt_length={length}",
-        f"data.max_response_length={length}",
         *extra,
     ]
 
@@ -117,14 +108,12 @@ def run_case(case: str, words: list[str], mode: str) -> dict[str, Any]:
     (config,) = compose(words, PPOConfig)
     if mode == "forecast":
         return {"phases": forecast(config, group)}
-    memory: Any = DeviceMemory()
-    torch.cuda.init()
-    phases = [trace.phase for trace in _Tracer(config, group, memory, on_device=True).run()]
-    reserved, peak = torch.cuda.max_memory_reserved(), max(phase.peak for phase in phases)
+    memory = DeviceMemory()
+    phases = measure(config, group, memory)
     free, total = torch.cuda.mem_get_info()
     return {
         "phases": phases,
-        "reserved": reserved - peak,
+        "reserved": memory.reserved - max(phase.peak for phase in phases),
         "outside": total - free - torch.cuda.memory_reserved(),
     }
 
@@ -162,9 +151,7 @@ def main() -> None:
     columns = ("case", "phase", "forecast, MiB", "measured, MiB", "error")
     lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
     with tempfile.TemporaryDirectory() as name:
-        make_tiny_model(name, **SHAPES[options.shape])
-        make_tiny_tokenizer(name)
-        Path(name, "train.jsonl").write_text('{"prompt": "1+2=", "answer": "3"}\n' * 16, encoding="utf-8")
+        write_inputs(Path(name), **SHAPES[options.shape])
         modes = ["forecast", *(["measure"] if torch.cuda.is_available() else [])]
         for case in options.case or CASES:
             started = {

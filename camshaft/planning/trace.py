@@ -61,9 +61,14 @@ def strategies(config: PPOConfig) -> dict[str, str]:
     return engines
 
 
-def measure(config: PPOConfig, group: str) -> list[Phase]:
-    """Run all phases of a group of roles on this rank, and return the memory of each phase."""
+def measure(config: PPOConfig, group: str, memory: Any = None) -> list[Phase]:
+    """Run all phases of a group of roles on this rank, and return the memory of each phase.
+
+    On a GPU, `memory` reads the memory of the device, with the methods of `TensorMemory` that the phases use.
+    """
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a thread of transformers would create uncounted tensors
+    if memory is not None:
+        return [trace.phase for trace in _Tracer(config, group, memory, on_device=True).run()]
     with TensorMemory() as memory:
         return [trace.phase for trace in _Tracer(config, group, memory).run()]
 

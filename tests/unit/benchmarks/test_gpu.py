@@ -271,3 +271,14 @@ def test_a_gpu_is_named_before_the_processor(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: about)
     assert machine.machine("cuda:0").startswith("NVIDIA H100, 80 GiB, 132 SMs, CUDA ")
     assert machine.machine("cuda").endswith(machine.machine())
+
+
+def test_forecasts_for_a_gpu_are_printed_without_one() -> None:
+    command = [sys.executable, str(BENCHMARKS / "plan_gpu.py"), "--shape", "tiny", "--case", "plain"]
+    process = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr
+    assert "have no effect" not in process.stderr
+    rows = [line.split(" | ") for line in process.stdout.splitlines() if line.startswith("| plain")]
+    assert [row[1] for row in rows][-2:] == ["actor update_actor", "actor save"]
+    if not torch.cuda.is_available():
+        assert {row[3] for row in rows} == {"needs CUDA"}
