@@ -29,7 +29,7 @@ LEVELS = [
         "masking",
         "temporary",
     },
-    {"ragged", "columns", "dataproto", "algorithms", "device", "digest", "digest_kernel"},
+    {"ragged", "columns", "dataproto", "algorithms", "device", "digest"},
     {"models"},
     {"controller", "engine", "rollout", "data", "rewards", "checkpoint", "tracking"},
     {"reshard", "contracts"},
@@ -46,7 +46,6 @@ ALLOWED_ON_ONE_LEVEL = {
     ("config", "machine"), ("config", "masking"), ("stacks", "temporary"),
     ("fetch", "storage"), ("fetch", "errors"), ("fetch", "hub"), ("hub", "errors"), ("__main__", "cli"),
     ("ragged", "columns"), ("ragged", "device"), ("dataproto", "device"), ("digest", "device"),
-    ("digest", "digest_kernel"),
     ("config", "subprocesses"), ("storage", "subprocesses"),
     ("planning", "trainer"),  # checks and plans what a trainer would start
 }  # fmt: skip
@@ -66,7 +65,7 @@ HOMES = {
     "mlflow": ["tracking/mlflow.py"],
     "trackio": ["tracking/trackio.py"],
     "peft": ["models/lora.py"],
-    "triton": ["digest_kernel.py", "models/triton/linear_logprob.py", "rollout/builtin/cuda"],
+    "triton": ["digest/kernel.py", "models/triton/linear_logprob.py", "rollout/builtin/cuda"],
     "math_verify": ["rewards/math_answer.py"],
     "reasoning_gym": ["rewards/reasoning_gym.py", "data/reasoning_gym.py"],
     "fsspec": ["storage.py"],

@@ -15,7 +15,7 @@ SHAPES = [(), (2,), (7, 11), (3, BLOCK // 2 + 4), (4 * BLOCK,)]
 @pytest.mark.interpreted
 @pytest.mark.parametrize("words", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK + 5])
 def test_sums_are_exact(interpreted: None, words: int) -> None:
-    from camshaft.digest_kernel import block_sums
+    from camshaft.digest.kernel import block_sums
 
     random = torch.Generator().manual_seed(words)
     values = torch.randint(-(2**31), 2**31, (words,), generator=random, dtype=torch.int64).int()
@@ -39,9 +39,9 @@ def test_checksums_equal_those_of_the_cpu(interpreted: None, dtype: torch.dtype)
 @pytest.mark.compiled
 @pytest.mark.parametrize("capability", [80, 90])
 def test_kernel_compiles_without_spills(capability: int, tmp_path: Path) -> None:
-    from camshaft import digest_kernel
+    from camshaft.digest import kernel
 
     types = {"words": "*i32", "factors": "*i64", "sums": "*i64", "count": "i32"}
-    constants = {"BLOCK": BLOCK, "STEP": digest_kernel.STEP}
-    used = resources(digest_kernel._block_sums_kernel, types, constants, {"num_warps": 8}, capability, tmp_path)
+    constants = {"BLOCK": BLOCK, "STEP": kernel.STEP}
+    used = resources(kernel._block_sums_kernel, types, constants, {"num_warps": 8}, capability, tmp_path)
     assert used["STACK"] == 0, used

@@ -402,7 +402,7 @@ class RepeatedCalls:
 def _register() -> None:
     """Register the device with torch, once per process."""
     if not KERNELS:
-        import torch._dynamo
+        import torch._dynamo  # before its functions are patched, because it checks them while it is imported
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
         _setup_privateuseone_for_python_backend(DEVICE, backend_module=MODULE)  # pyright: ignore
@@ -434,10 +434,15 @@ def _patches() -> Iterator[Any]:
     yield mock.patch.object(Tensor, "data", property(lambda tensor: DATA.__get__(tensor), _set_data), create=True)
     yield mock.patch("camshaft.rollout.builtin.cuda.graphs.CUDAGraphCapture", RepeatedCalls)
     if os.environ.get("TRITON_INTERPRET") != "1":
-        for reader in ("digest", "models.linear_logprob", "rollout.builtin.cuda.graphs", "rollout.builtin.scheduler"):
+        for reader in (
+            "digest.checksums",
+            "models.linear_logprob",
+            "rollout.builtin.cuda.graphs",
+            "rollout.builtin.scheduler",
+        ):
             yield mock.patch(f"camshaft.{reader}.supports_triton", return_value=False)
         return
-    from camshaft import digest_kernel
+    from camshaft.digest import kernel as digest_kernel
     from camshaft.models.triton import linear_logprob
     from camshaft.rollout.builtin.cuda import fused_kernels, kernels, sampling
 

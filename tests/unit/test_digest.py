@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from camshaft import digest as module
 from camshaft.digest import BLOCK, Digests, digest
+from camshaft.digest import checksums as module
 
 
 def in_plain_python(tensor: Tensor) -> int:
