@@ -2,38 +2,47 @@
 
     sync_rows(job), prompt_rows(job), steps_rows(job), kernel_rows(job)     # lists of {"what", "measured", numbers}
 
-A weight sync is `rollout_mode`, as in a run. It includes the checksums on both sides. Offloading is repeated, because
-the first copy to the host also allocates pinned memory. The phases of a GRPO step are those
-of the metrics of a run; `gen` includes `sync`.
+A weight sync is `rollout_mode`, as in a run. It includes the checksums on both sides; a transfer is the same without
+them. Offloading is repeated, because the first copy to the host also allocates pinned memory. The phases of a GRPO step
+are those of the metrics of a run; `gen` includes `sync`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from camshaft_side import ActorUpdate, Steps
 from gpu_model import rows_of, settings, with_columns
 from gpu_parts import NEEDS_CUDA, Job, synchronize
-from transformers import Qwen2Config
+from torch import nn
+from transformers import PreTrainedModel, Qwen2Config
 from workload import FIRST_WORD, Rows
 
+from camshaft.config.engine import EngineConfig, EngineModel
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.data import write_arithmetic
+from camshaft.engine import build_engine
 from camshaft.models.attention import packed_attention, packed_kwargs
 from camshaft.models.packing import Packing
 from camshaft.reshard import rollout_mode
+from camshaft.rollout.base import BaseRollout
 from camshaft.rollout.builtin.kv_cache import KVCache
 from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.process.rollout import ProcessRollout
 
-SYNCS = 3
-"""Weight syncs and moves, of which the last is reported."""
+SYNCS = 7
+"""Weight syncs and transfers, of which the median without the first two is reported."""
+MOVES = 3
+"""Moves, of which the last is reported."""
 
 PHASES = ("gen", "old_log_prob", "update_actor", "sync")
 
@@ -41,25 +50,75 @@ COMPILE = "actor_rollout_ref.actor.use_torch_compile"
 
 
 def sync_rows(job: Job) -> list[dict[str, Any]]:
-    """Measure syncs from the sharded engine to the built-in generator, and offloading."""
+    """Measure syncs from the sharded engine to the built-in generator, for two models on CUDA, and offloading."""
+    rows = _large_rows(job) if job.on_cuda else []
     side = ActorUpdate(job.folder, **(settings(job.size, job.device, job.dtype) | {COMPILE: False}))
     engine: Any = side.actor.engine
-    rows = [_synced(job, engine, kind) for kind in (TorchRollout, ProcessRollout)]
+    rows += [_synced(job, job.folder, engine, kind) for kind in (TorchRollout, ProcessRollout)]
     side.update(rows_of(job.size, 1))  # creates the state of the optimizer
     return [*rows, *(_moved(job, engine, part) for part in ("model", "optimizer"))]
 
 
-def _synced(job: Job, engine: Any, kind: type[TorchRollout] | type[ProcessRollout]) -> dict[str, Any]:
-    config: Any = {"model_path": str(job.folder), "dtype": job.dtype, "device": job.device, "max_model_len": 64}
+def _large_rows(job: Job) -> list[dict[str, Any]]:
+    """Measure syncs of a model in the shape of Qwen2.5-7B, whose weights are not initialized."""
+    folder = job.folder / "7B"
+    Qwen2Config(
+        hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18_944,
+        vocab_size=152_064, tie_word_embeddings=False, architectures=["Qwen2ForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+    model = EngineModel(path=str(folder), random_init=True)
+    with contextlib.ExitStack() as patches:
+        for owner, name in (
+            (PreTrainedModel, "init_weights"), (PreTrainedModel, "_init_weights"),
+            (nn.Linear, "reset_parameters"), (nn.Embedding, "reset_parameters"),
+        ):  # fmt: skip
+            patches.enter_context(mock.patch.object(owner, name, _nothing))
+        engine = build_engine("fsdp", EngineConfig(model=model, device=job.device))
+        engine.init_model()
+    rows = [_synced(job, folder, engine, kind) for kind in (TorchRollout, ProcessRollout)]
+    del engine
+    gc.collect()
+    torch.cuda.empty_cache()
+    return rows
+
+
+def _nothing(*_: Any) -> None: ...
+
+
+def _synced(job: Job, folder: Path, engine: Any, kind: type[TorchRollout] | type[ProcessRollout]) -> dict[str, Any]:
+    config: Any = {"model_path": str(folder), "dtype": job.dtype, "device": job.device, "max_model_len": 64}
     rollout = kind(RolloutEngineConfig(**config, enforce_eager=not job.on_cuda))
     rollout.sleep()
+    syncs, transfers = [], []
     for _ in range(SYNCS):
         with rollout_mode(engine, rollout) as sync:
-            pass
-    row = {"gigabytes": sync.bytes / 1e9, "seconds": sync.seconds, "check_seconds": sync.check_seconds}
-    row["gb_per_second"] = row["gigabytes"] / (sync.seconds - sync.check_seconds)
-    form = "{seconds:.3f} s, of which {check_seconds:.3f} s for checksums; {gb_per_second:.1f} GB/s without them"
-    return {"what": f"sync to {kind.__name__}", "measured": form.format(**row), **row}
+            syncs.append(sync)
+        transfers.append(_transfer(job, engine, rollout))
+    row: dict[str, Any] = {"gigabytes": syncs[0].bytes / 1e9, "tensors": len(syncs[0].digests)}
+    row["seconds"] = statistics.median(sync.seconds for sync in syncs[2:])
+    row["transfer_seconds"] = statistics.median(transfers[2:])
+    row["gb_per_second"] = row["gigabytes"] / row["transfer_seconds"]
+    row["of_copy_rate"] = 2e9 * row["gb_per_second"] / job.rates.copy
+    form = (
+        "{seconds:.4f} s; without checksums {transfer_seconds:.4f} s, {gb_per_second:.0f} GB/s, {of_copy_rate:.0%} of "
+        "the copy rate"
+    )
+    what = "sync of {gigabytes:.1f} GB in {tensors} tensors to ".format(**row) + kind.__name__
+    return {"what": what, "measured": form.format(**row), **row}
+
+
+def _transfer(job: Job, engine: Any, rollout: BaseRollout) -> float:
+    """Return the seconds of a weight sync without checksums."""
+    with engine.eval_mode():
+        rollout.wake_up()
+        synchronize(job.device)
+        start = time.perf_counter()
+        dtype_of = None if rollout.casts_weights else rollout.sync_dtype
+        rollout.load_weights(engine.named_weights(dtype_of=dtype_of))
+        synchronize(job.device)
+        seconds = time.perf_counter() - start
+        rollout.sleep()
+    return seconds
 
 
 def _moved(job: Job, engine: Any, part: str) -> dict[str, Any]:
@@ -67,7 +126,7 @@ def _moved(job: Job, engine: Any, part: str) -> dict[str, Any]:
         return {"what": f"offload of the {part}", "measured": NEEDS_CUDA}
     parts = {"model": part == "model", "optimizer": part == "optimizer"}
     times: dict[str, list[float]] = {"down": [], "up": []}
-    for _ in range(SYNCS):
+    for _ in range(MOVES):
         for name, target in (("down", "cpu"), ("up", job.device)):
             synchronize(job.device)
             start = time.perf_counter()

@@ -4,8 +4,8 @@
 
 A checksum depends on the dtype, the shape and the position of every bit, so it detects transposed matrices, swapped
 rows and stale tensors. It uses exact integer arithmetic, so it does not depend on the device or the strides. A CPU core
-computes it at 1 to 2 GB/s and needs little memory. On a GPU with Triton, one kernel reads each tensor once. It is not
-cryptographically secure.
+computes it at 1 to 2 GB/s and needs little memory. On a GPU with Triton, a kernel reads many tensors at a time. It is
+not cryptographically secure.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ CHUNK = {"cpu": 2**16}
 DEFAULT_CHUNK = 2**22
 """Number of words on other devices without Triton, large enough to amortize the kernel launches."""
 
+QUEUE_BYTES = 2**28
+"""Bytes of tensors that a GPU reads in one launch. They stay in memory until then."""
+
 
 def digest(tensor: Tensor) -> int:
     """Return a 64-bit checksum of the dtype, shape and values of `tensor`."""
@@ -39,20 +43,31 @@ class Digests:
     """Checksums of many tensors, for which the host waits once.
 
     digests = Digests()
-    digests.add(name, tensor)       # queues the sums on the device; the tensor may be changed afterwards
+    digests.add(name, tensor)       # the tensor must not change before `numbers`
     digests.numbers()               # checksums by name
     """
 
     def __init__(self) -> None:
-        self._sums: dict[str, Tensor] = {}
         self._headers: dict[str, bytes] = {}
+        self._sums: dict[str, Tensor] = {}
+        self._queues: dict[tuple[torch.device, bool], _Queue] = {}
+        """Tensors whose sums are computed together, by device and by whether they are cast."""
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        tensor = tensor.detach()
-        self._headers[name] = f"{tensor.dtype} {tuple(tensor.shape)}".encode()
-        self._sums[name] = _block_sums(tensor)
+    def add(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
+        """Add a tensor. With `dtype`, the checksum is that of `tensor.to(dtype)`."""
+        tensor, dtype = tensor.detach(), dtype or tensor.dtype
+        self._headers[name] = f"{dtype} {tuple(tensor.shape)}".encode()
+        if _kernel_reads(tensor, dtype):
+            queue = self._queues.setdefault((tensor.device, dtype != tensor.dtype), _Queue())
+            queue.tensors[name] = tensor
+            queue.num_bytes += tensor.nbytes
+            if queue.num_bytes >= QUEUE_BYTES:
+                self._flush()
+        else:
+            self._sums[name] = _block_sums(tensor.to(dtype))
 
     def numbers(self) -> dict[str, int]:
+        self._flush()
         by_device: dict[torch.device, list[str]] = {}
         for name, sums in self._sums.items():
             by_device.setdefault(sums.device, []).append(name)
@@ -63,13 +78,32 @@ class Digests:
             sums_of |= {name: each.numpy().tobytes() for name, each in zip(names, on_host, strict=True)}
         return {name: _checksum(header, sums_of[name]) for name, header in self._headers.items()}
 
+    def _flush(self) -> None:
+        """Compute the sums of the queued tensors."""
+        for (device, cast), queue in self._queues.items():
+            from camshaft.digest.kernel import block_sums
+
+            sums = block_sums(list(queue.tensors.values()), block_factors(device), cast)
+            self._sums.update(zip(queue.tensors, sums, strict=True))
+        self._queues.clear()
+
+
+@dataclass
+class _Queue:
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    num_bytes: int = 0
+
+
+def _kernel_reads(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Return True if the Triton kernel supports the tensor and its cast: it reads whole words of 32 bits."""
+    if not supports_triton(tensor) or not tensor.is_contiguous() or tensor.data_ptr() % 4:
+        return False
+    casts = (tensor.dtype, dtype) == (torch.float32, torch.bfloat16)
+    return tensor.nbytes % (8 if casts else 4) == 0 and (casts or tensor.dtype == dtype)
+
 
 def _block_sums(tensor: Tensor) -> Tensor:
     """Return the sum of each block of `tensor`, int64 of shape (blocks,), on its device."""
-    if supports_triton(tensor) and tensor.is_contiguous() and tensor.nbytes % 4 == 0 and tensor.data_ptr() % 4 == 0:
-        from camshaft.digest.kernel import block_sums
-
-        return block_sums(tensor.view(-1).view(torch.int32), block_factors(tensor.device))
     words = CHUNK.get(tensor.device.type, DEFAULT_CHUNK)
     factors = block_factors(tensor.device)
     wide = torch.empty(0, dtype=torch.int64, device=tensor.device)

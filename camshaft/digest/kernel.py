@@ -1,29 +1,46 @@
-"""Triton kernel for the checksums of tensors (`checksums.py`), which reads each word once.
+"""Triton kernel for the checksums of tensors (`checksums.py`), which reads many tensors in one launch.
 
-    sums = block_sums(words, factors)       # int32 (N,) and int64 (BLOCK,) -> int64 (blocks,)
+    sums = block_sums(tensors, factors)                 # for each tensor, int64 (blocks,)
+    sums = block_sums(weights, factors, cast=True)      # of float32 weights, as if they had been cast to bfloat16
 
 Torch operators would convert and multiply each word in memory, which moves nine times as many bytes and takes at least
-three launches per tensor. Import this module lazily, because it imports Triton.
+three launches per tensor. A launch takes the host longer than the sums of a small tensor take the GPU. Import this
+module lazily, because it imports Triton.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from camshaft.device import to_device
+
 STEP = 2048
 """Number of words that a program adds at once; it divides the size of a block."""
 
 
-def block_sums(words: Tensor, factors: Tensor) -> Tensor:
-    """Return the sum of word times factor for each block of `words`. The last block may be incomplete."""
-    block = len(factors)
-    sums = torch.empty(-(-len(words) // block), dtype=torch.int64, device=words.device)
-    if len(words):
-        _launch(_block_sums_kernel, (len(sums),), words, factors, sums, len(words), BLOCK=block, STEP=STEP, num_warps=8)
-    return sums
+def block_sums(tensors: Sequence[Tensor], factors: Tensor, cast: bool = False) -> Sequence[Tensor]:
+    """Return the sum of word times factor for each block of each tensor. The last block of a tensor may be incomplete.
+
+    The tensors are contiguous and consist of whole words of 32 bits. With `cast`, they are float32, and a word holds
+    two of their elements in bfloat16.
+    """
+    block, word_bytes = len(factors), 8 if cast else 4
+    words = np.array([tensor.nbytes // word_bytes for tensor in tensors])
+    pointers = np.array([tensor.data_ptr() for tensor in tensors])
+    blocks = -(-words // block)
+    position = (np.arange(blocks.sum()) - np.repeat(blocks.cumsum() - blocks, blocks)) * block
+    start = np.repeat(pointers, blocks) + position * word_bytes
+    count = np.minimum(np.repeat(words, blocks) - position, block)
+    table = to_device(torch.from_numpy(np.stack([start, count], axis=1)), factors.device)
+    sums = torch.empty(len(table), dtype=torch.int64, device=factors.device)
+    if len(table):
+        _launch(_block_sums_kernel, (len(table),), table, factors, sums, BLOCK=block, STEP=STEP, CAST=cast, num_warps=8)
+    return sums.split(blocks.tolist())
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
@@ -31,12 +48,25 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
 
 
 @triton.jit
-def _block_sums_kernel(words, factors, sums, count, BLOCK: tl.constexpr, STEP: tl.constexpr):
-    block = tl.program_id(0).to(tl.int64)
+def _block_sums_kernel(table, factors, sums, BLOCK: tl.constexpr, STEP: tl.constexpr, CAST: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    start, count = tl.load(table + 2 * row), tl.load(table + 2 * row + 1)
     total = tl.zeros((STEP,), dtype=tl.int64)
-    for start in range(0, BLOCK, STEP):
-        within = start + tl.arange(0, STEP)
-        offsets = block * BLOCK + within
-        word = tl.load(words + offsets, mask=offsets < count, other=0)
+    for step in range(0, BLOCK, STEP):
+        within = step + tl.arange(0, STEP)
+        if CAST:
+            pairs = within[:, None] * 2 + tl.arange(0, 2)[None, :]
+            bits = tl.load(start.to(tl.pointer_type(tl.uint32)) + pairs, mask=within[:, None] < count, other=0)
+            low, high = tl.split(_bfloat16_bits(bits))
+            word = (low | (high << 16)).to(tl.int32, bitcast=True)
+        else:
+            word = tl.load(start.to(tl.pointer_type(tl.int32)) + within, mask=within < count, other=0)
         total += word.to(tl.int64) * tl.load(factors + within)
-    tl.store(sums + block, tl.sum(total, axis=0))
+    tl.store(sums + row, tl.sum(total, axis=0))
+
+
+@triton.jit
+def _bfloat16_bits(bits):
+    """Round float32 to bfloat16, both as bits in uint32, as a GPU does. Triton's interpreter would not round."""
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFF, rounded)

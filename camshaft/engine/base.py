@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from camshaft.config.engine import EngineCapabilities, EngineConfig
 from camshaft.dataproto import DataProto
@@ -84,12 +83,7 @@ DtypeOf = Callable[[str, Tensor], torch.dtype]
 
 
 def cast_weight(name: str, tensor: Tensor, dtype_of: DtypeOf | None) -> Tensor:
-    """Cast a weight, or a shard of it, to the dtype that `dtype_of` selects; None keeps its dtype.
-
-    A DTensor on a single rank becomes a regular tensor, because each operator on a DTensor is slow on the host.
-    """
-    if isinstance(tensor, DTensor) and tensor.device_mesh.size() == 1:
-        tensor = tensor.to_local()
+    """Cast a weight, or a shard of it, to the dtype that `dtype_of` selects; None keeps its dtype."""
     return tensor if dtype_of is None else tensor.to(dtype_of(name, tensor))
 
 

@@ -355,13 +355,23 @@ def output_layer(hf: PreTrainedModel, head: Head) -> nn.Module:
 
 
 def named_tensors(hf: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters and persistent buffers of a model, detached; tied parameters are yielded once."""
+    """Yield the parameters and persistent buffers of a model, detached; tied parameters are yielded once.
+
+    A DTensor on a single rank becomes a regular tensor, because each operator on a DTensor is slow on the host.
+    """
     for name, parameter in hf.named_parameters():
-        yield name, parameter.detach()
+        yield name, _detach(parameter)
     for name, buffer in hf.named_buffers():
         owner, _, leaf = name.rpartition(".")
         if leaf not in hf.get_submodule(owner)._non_persistent_buffers_set:
             yield name, buffer.detach()
+
+
+def _detach(parameter: Tensor) -> Tensor:
+    if isinstance(parameter, DTensor) and parameter.device_mesh.size() == 1:
+        with torch.no_grad():
+            return parameter.to_local()
+    return parameter.detach()
 
 
 def logit_factor(config: PreTrainedConfig) -> float:

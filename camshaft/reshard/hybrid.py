@@ -30,6 +30,7 @@ from torch import Tensor
 from camshaft.device import peak_memory, release_cache
 from camshaft.digest import Digests
 from camshaft.engine import BaseEngine
+from camshaft.engine.base import DtypeOf
 from camshaft.errors import RolloutError
 from camshaft.models.lora import apply_scaling
 from camshaft.rollout import BaseRollout
@@ -75,14 +76,20 @@ class Sync:
         for name, tensor in weights:
             yield name, tensor.detach().to(self.dtype_of(rollout, name, tensor))
 
-    def record(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, and record their sizes and digests. The host waits for the digests once, at the end."""
+    def record(
+        self, weights: Iterator[tuple[str, Tensor]], dtype_of: DtypeOf | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights, and record their sizes and digests, with `dtype_of` those that they have after a cast.
+
+        The host waits for the digests once, at the end.
+        """
         digests = Digests()
         try:
             for name, tensor in weights:
-                self.bytes += tensor.numel() * tensor.element_size()
+                dtype = tensor.dtype if dtype_of is None else dtype_of(name, tensor)
+                self.bytes += tensor.numel() * dtype.itemsize
                 start = time.perf_counter()
-                digests.add(name, tensor)
+                digests.add(name, tensor, dtype)
                 self.check_seconds += time.perf_counter() - start
                 yield name, tensor
         finally:
@@ -144,7 +151,10 @@ def _sync_engine(engine: BaseEngine, rollout: BaseRollout) -> Sync:
     with _verified_sync(rollout, engine.config.device) as sync:
         dtype_of = functools.partial(sync.dtype_of, rollout)
         if lora is None:
-            rollout.load_weights(sync.record(engine.named_weights(dtype_of=dtype_of)))
+            if rollout.casts_weights and engine.seat.world == 1:
+                rollout.load_weights(sync.record(engine.named_weights(), dtype_of))
+            else:
+                rollout.load_weights(sync.record(engine.named_weights(dtype_of=dtype_of)))
             return sync
         base = rollout.base_sent if rollout.base_owner is not None and rollout.base_owner() is engine else None
         rollout.base_sent, rollout.base_owner = None, weakref.ref(engine)

@@ -125,6 +125,9 @@ class BaseRollout(ABC):
     keeps_tensors = True
     """True if the rollout may keep the tensors passed to `load_weights` and uses the allocator of this process; False
     if it copies them."""
+    casts_weights = False
+    """True if `load_weights` casts each weight to `sync_dtype` while it copies it; digests are those of the results. A
+    sender in the same process then need not cast the weights, which saves a copy."""
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities()
     """Features that the rollout supports. They can be read without an instance."""
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.digest import Digests
+from camshaft.digest import QUEUE_BYTES, Digests
 from camshaft.errors import RolloutError
 from camshaft.models.loader import has_tokenizer, load_tokenizer, model_folder
 from camshaft.rollout.base import check_can_generate, check_can_load
@@ -78,40 +78,47 @@ class SharedModel:
         check_can_load(self._asleep)
         self._loaded_names = None
         names: set[str] = set()
+        modules, copies = self._modules(), _Copies()
         for name, tensor in self.expected.validate(weights):
             weight = self.expected.weights[name]
             if names.isdisjoint(weight.names):
-                _set_tensor(self.hf, weight, self._copy(weight, tensor) if copy else self._adopt(weight, tensor))
+                if copy:
+                    memory = self._own_memory(weight)
+                    copies.add(memory, tensor.detach())
+                else:
+                    memory = tensor.detach().to(self.device, weight.meta.dtype)
+                _set_tensor(modules, weight, memory)
             names.add(name)
+        copies.flush()
         self._loaded_names = names
 
-    def _adopt(self, weight: ExpectedWeight, tensor: Tensor) -> Tensor:
-        return tensor.detach().to(self.device, weight.meta.dtype)
-
-    def _copy(self, weight: ExpectedWeight, tensor: Tensor) -> Tensor:
+    def _own_memory(self, weight: ExpectedWeight) -> Tensor:
+        """Return the memory into which a weight is copied."""
         name = weight.names[0]
         if name not in self._memory:
             self._memory.update(self._allocate(self._groups.get(name, [name])))
-        return self._memory[name].copy_(tensor.detach())
+        return self._memory[name]
 
     def _allocate(self, group: list[str]) -> dict[str, Tensor]:
         """Allocate the weights of a group next to each other."""
         metas = [self.expected.weights[name].meta for name in group]
+        if len(group) == 1:
+            return {group[0]: torch.empty_like(metas[0], device=self.device)}
         joined = torch.empty((sum(map(len, metas)), *metas[0].shape[1:]), dtype=metas[0].dtype, device=self.device)
-        if len(group) > 1:
-            self._joined[group[0]] = joined
+        self._joined[group[0]] = joined
         return dict(zip(group, joined.split([len(meta) for meta in metas]), strict=True))
 
     @torch.inference_mode(False)  # because later loads write to this memory outside of inference mode
     @torch.no_grad()
     def join(self, groups: Sequence[list[str]]) -> None:
         """Store the copied weights of each group in one tensor, which `joined` returns."""
+        modules = self._modules()
         for group in groups:
             names = [self.expected.weights[name].names[0] for name in group]
             if self._groups.get(names[0]) == names:
                 continue
             for name, memory in self._allocate(names).items():
-                _set_tensor(self.hf, self.expected.weights[name], memory.copy_(self._memory[name]))
+                _set_tensor(modules, self.expected.weights[name], memory.copy_(self._memory[name]))
                 self._memory[name] = memory
             self._groups.update(dict.fromkeys(names, names))
 
@@ -121,11 +128,12 @@ class SharedModel:
 
     def digests(self) -> Mapping[str, int]:
         """Return the digest of each of the model's current weights, under the names that were passed to `load`."""
-        tensors = self.require_model().state_dict()
+        self.require_model()
         assert self._loaded_names is not None
-        digests = Digests()
+        modules, digests = self._modules(), Digests()
         for name in self._loaded_names:
-            digests.add(name, tensors[name])
+            module, _, attribute = name.rpartition(".")
+            digests.add(name, getattr(modules[module], attribute))
         return digests.numbers()
 
     def require_model(self) -> PreTrainedModel:
@@ -139,23 +147,49 @@ class SharedModel:
         if not keep_copies:
             self._memory.clear()
             self._joined.clear()
+        modules = self._modules()
         for weight in self.expected.weights.values():
-            _set_tensor(self.hf, weight, weight.meta)
+            _set_tensor(modules, weight, weight.meta)
 
     def wake_up(self) -> None:
         """Allow `load` again. This has no effect if the model is awake."""
         self._asleep = False
 
+    def _modules(self) -> dict[str, nn.Module]:
+        """Return the modules by name; those of shared modules by each of their names."""
+        return dict(self.hf.named_modules(remove_duplicate=False))
 
-def _set_tensor(hf: nn.Module, weight: ExpectedWeight, tensor: Tensor) -> None:
+
+class _Copies:
+    """Queued copies. A GPU executes many of them in one launch, which takes the host less time than one for each."""
+
+    def __init__(self) -> None:
+        self._targets: list[Tensor] = []
+        self._sources: list[Tensor] = []
+        self._num_bytes = 0
+
+    def add(self, target: Tensor, source: Tensor) -> None:
+        self._targets.append(target)
+        self._sources.append(source)
+        self._num_bytes += source.nbytes
+        if self._num_bytes >= QUEUE_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._sources)  # pyright: ignore[reportPrivateImportUsage]
+        self._targets, self._sources, self._num_bytes = [], [], 0
+
+
+def _set_tensor(modules: Mapping[str, nn.Module], weight: ExpectedWeight, tensor: Tensor) -> None:
     """Register `tensor` under all names of `weight` without copying it."""
-    registered = nn.Parameter(tensor, requires_grad=False) if weight.is_parameter else tensor
+    parameter = nn.Parameter(tensor, requires_grad=False) if weight.is_parameter else None
     for name in weight.names:
-        owner, _, leaf = name.rpartition(".")
-        if isinstance(registered, nn.Parameter):
-            hf.get_submodule(owner).register_parameter(leaf, registered)
+        module, _, attribute = name.rpartition(".")
+        if parameter is None:
+            modules[module]._buffers[attribute] = tensor
         else:
-            hf.get_submodule(owner).register_buffer(leaf, registered)
+            modules[module]._parameters[attribute] = parameter
 
 
 def load_stop_ids(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> tuple[int, ...]:

@@ -44,6 +44,7 @@ class TorchRollout(BaseRollout):
     """Generate with continuous batching. A row's samples depend on its seed and prompt, not on other rows."""
 
     capabilities = TORCH
+    casts_weights = True
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
