@@ -3,7 +3,7 @@
     sync_rows(job), prompt_rows(job), steps_rows(job), kernel_rows(job)     # lists of {"what", "measured", numbers}
 
 A weight sync is `rollout_mode`, as in a run. It includes the checksums on both sides; a transfer is the same without
-them. Offloading is repeated, because the first copy to the host also allocates pinned memory. The phases of a GRPO step
+them, and generation is left out. Offloading is repeated, because the first copy to the host also allocates pinned memory. The phases of a GRPO step
 are those of the metrics of a run; `gen` includes `sync`.
 """
 
@@ -33,8 +33,9 @@ from camshaft.data import write_arithmetic
 from camshaft.engine import build_engine
 from camshaft.models.attention import packed_attention, packed_kwargs
 from camshaft.models.packing import Packing
+from camshaft.ragged import Ragged
 from camshaft.reshard import rollout_mode
-from camshaft.rollout.base import BaseRollout
+from camshaft.rollout.base import BaseRollout, SamplingParams
 from camshaft.rollout.builtin.kv_cache import KVCache
 from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.process.rollout import ProcessRollout
@@ -60,7 +61,7 @@ def sync_rows(job: Job) -> list[dict[str, Any]]:
 
 
 def _large_rows(job: Job) -> list[dict[str, Any]]:
-    """Measure syncs of a model in the shape of Qwen2.5-7B, whose weights are not initialized."""
+    """Measure syncs of a model in the shape of Qwen2.5-7B."""
     folder = job.folder / "7B"
     Qwen2Config(
         hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4, intermediate_size=18_944,
@@ -75,6 +76,8 @@ def _large_rows(job: Job) -> list[dict[str, Any]]:
             patches.enter_context(mock.patch.object(owner, name, _nothing))
         engine = build_engine("fsdp", EngineConfig(model=model, device=job.device))
         engine.init_model()
+    for _, weight in engine.named_weights():
+        weight.normal_(std=0.02)  # much faster than on a CPU
     rows = [_synced(job, folder, engine, kind) for kind in (TorchRollout, ProcessRollout)]
     del engine
     gc.collect()
@@ -89,6 +92,9 @@ def _synced(job: Job, folder: Path, engine: Any, kind: type[TorchRollout] | type
     config: Any = {"model_path": str(folder), "dtype": job.dtype, "device": job.device, "max_model_len": 64}
     rollout = kind(RolloutEngineConfig(**config, enforce_eager=not job.on_cuda))
     rollout.sleep()
+    prompts = Ragged.from_rows([torch.full((8,), FIRST_WORD)] * 2)
+    with rollout_mode(engine, rollout):
+        rollout.generate_sequences(prompts, SamplingParams(max_tokens=16))  # joins the weights of fused decode steps
     syncs, transfers = [], []
     for _ in range(SYNCS):
         with rollout_mode(engine, rollout) as sync:

@@ -33,7 +33,7 @@ from trl import GRPOConfig, GRPOTrainer
 from camshaft.data import write_arithmetic
 
 SAMPLES = 8
-STEPS = 3
+STEPS = 2
 """Steps, of which the first does not count."""
 
 
@@ -64,6 +64,7 @@ class Clock(TrainerCallback):
             start = self.now()
             result = generate(*args, **kwargs)
             self.generation.append(self.now() - start)
+            sys.stderr.write(f"generation {self.generation[-1]:.2f} s\n")
             return result
 
         return call

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import itertools
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,7 +31,7 @@ CHUNK = {"cpu": 2**16}
 DEFAULT_CHUNK = 2**22
 """Number of words on other devices without Triton, large enough to amortize the kernel launches."""
 
-QUEUE_BYTES = 2**28
+QUEUE_BYTES = 2**30
 """Bytes of tensors that a GPU reads in one launch. They stay in memory until then."""
 
 
@@ -47,45 +50,57 @@ class Digests:
     digests.numbers()               # checksums by name
     """
 
-    def __init__(self) -> None:
-        self._headers: dict[str, bytes] = {}
-        self._sums: dict[str, Tensor] = {}
+    def __init__(self, live: bool = False) -> None:
+        """`live` promises that all tensors stay in memory anyway. They are then read in one launch at the end."""
+        self._queue_bytes = math.inf if live else QUEUE_BYTES
+        self._tensors: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self._queues: dict[tuple[torch.device, bool], _Queue] = {}
         """Tensors whose sums are computed together, by device and by whether they are cast."""
+        self._sums: dict[torch.device, list[_Sums]] = {}
 
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
         """Add a tensor. With `dtype`, the checksum is that of `tensor.to(dtype)`."""
         tensor, dtype = tensor.detach(), dtype or tensor.dtype
-        self._headers[name] = f"{dtype} {tuple(tensor.shape)}".encode()
+        self._tensors[name] = dtype, tensor.shape
         if _kernel_reads(tensor, dtype):
             queue = self._queues.setdefault((tensor.device, dtype != tensor.dtype), _Queue())
             queue.tensors[name] = tensor
             queue.num_bytes += tensor.nbytes
-            if queue.num_bytes >= QUEUE_BYTES:
+            if queue.num_bytes >= self._queue_bytes:
                 self._flush()
         else:
-            self._sums[name] = _block_sums(tensor.to(dtype))
+            sums = _block_sums(tensor.to(dtype))
+            self._sums.setdefault(tensor.device, []).append(_Sums([name], [len(sums)], sums))
 
     def numbers(self) -> dict[str, int]:
         self._flush()
-        by_device: dict[torch.device, list[str]] = {}
-        for name, sums in self._sums.items():
-            by_device.setdefault(sums.device, []).append(name)
-        sums_of: dict[str, bytes] = {}
-        for names in by_device.values():
-            sums = [self._sums[name] for name in names]
-            on_host = torch.cat(sums).cpu().split([len(each) for each in sums])  # the only device synchronization
-            sums_of |= {name: each.numpy().tobytes() for name, each in zip(names, on_host, strict=True)}
-        return {name: _checksum(header, sums_of[name]) for name, header in self._headers.items()}
+        headers = {name: f"{dtype} {tuple(shape)}".encode() for name, (dtype, shape) in self._tensors.items()}
+        numbers: dict[str, int] = {}
+        for groups in self._sums.values():
+            on_host = torch.cat([group.sums for group in groups]).cpu().numpy()  # the only device synchronization
+            start = 0
+            for name, blocks in itertools.chain.from_iterable(zip(g.names, g.blocks, strict=True) for g in groups):
+                numbers[name] = _checksum(headers[name], on_host[start : start + blocks].tobytes())
+                start += blocks
+        return numbers
 
     def _flush(self) -> None:
         """Compute the sums of the queued tensors."""
         for (device, cast), queue in self._queues.items():
             from camshaft.digest.kernel import block_sums
 
-            sums = block_sums(list(queue.tensors.values()), block_factors(device), cast)
-            self._sums.update(zip(queue.tensors, sums, strict=True))
+            sums, blocks = block_sums(list(queue.tensors.values()), block_factors(device), cast)
+            self._sums.setdefault(device, []).append(_Sums(list(queue.tensors), blocks, sums))
         self._queues.clear()
+
+
+class _Sums(NamedTuple):
+    """Sums of the blocks of some tensors, one tensor after the other."""
+
+    names: list[str]
+    blocks: list[int]
+    """Number of blocks of each tensor."""
+    sums: Tensor
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Triton kernel for the checksums of tensors (`checksums.py`), which reads many tensors in one launch.
 
-    sums = block_sums(tensors, factors)                 # for each tensor, int64 (blocks,)
-    sums = block_sums(weights, factors, cast=True)      # of float32 weights, as if they had been cast to bfloat16
+    sums, blocks = block_sums(tensors, factors)         # int64 (blocks of all tensors,), and their number per tensor
+    block_sums(weights, factors, cast=True)             # of float32 weights, as if they had been cast to bfloat16
 
 Torch operators would convert and multiply each word in memory, which moves nine times as many bytes and takes at least
 three launches per tensor. A launch takes the host longer than the sums of a small tensor take the GPU. Import this
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from camshaft.device import to_device
 
-STEP = 2048
+STEP = 1024
 """Number of words that a program adds at once; it divides the size of a block."""
 
 
-def block_sums(tensors: Sequence[Tensor], factors: Tensor, cast: bool = False) -> Sequence[Tensor]:
+def block_sums(tensors: Sequence[Tensor], factors: Tensor, cast: bool = False) -> tuple[Tensor, list[int]]:
     """Return the sum of word times factor for each block of each tensor. The last block of a tensor may be incomplete.
 
     The tensors are contiguous and consist of whole words of 32 bits. With `cast`, they are float32, and a word holds
@@ -39,8 +39,8 @@ def block_sums(tensors: Sequence[Tensor], factors: Tensor, cast: bool = False) -
     table = to_device(torch.from_numpy(np.stack([start, count], axis=1)), factors.device)
     sums = torch.empty(len(table), dtype=torch.int64, device=factors.device)
     if len(table):
-        _launch(_block_sums_kernel, (len(table),), table, factors, sums, BLOCK=block, STEP=STEP, CAST=cast, num_warps=8)
-    return sums.split(blocks.tolist())
+        _launch(_block_sums_kernel, (len(table),), table, factors, sums, BLOCK=block, STEP=STEP, CAST=cast, num_warps=4)
+    return sums, blocks.tolist()
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:

@@ -11,6 +11,7 @@ is copied, and with `copy=True` every tensor. The rollouts that run a transforme
 module.
 """
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ from camshaft.errors import RolloutError
 from camshaft.models.loader import has_tokenizer, load_tokenizer, model_folder
 from camshaft.rollout.base import check_can_generate, check_can_load
 from camshaft.rollout.weights.checks import ExpectedWeight, ExpectedWeights, empty_model
+
+ALIGNMENT = 256
+"""Weights or groups of them start at multiples of this number of elements, which matrix products prefer."""
 
 
 class SharedModel:
@@ -96,17 +100,38 @@ class SharedModel:
         """Return the memory into which a weight is copied."""
         name = weight.names[0]
         if name not in self._memory:
-            self._memory.update(self._allocate(self._groups.get(name, [name])))
+            if self._groups:
+                self._allocate_all()
+            else:
+                self._memory[name] = torch.empty(weight.meta.shape, dtype=weight.meta.dtype, device=self.device)
         return self._memory[name]
 
-    def _allocate(self, group: list[str]) -> dict[str, Tensor]:
-        """Allocate the weights of a group next to each other."""
-        metas = [self.expected.weights[name].meta for name in group]
+    def _allocate_all(self) -> None:
+        """Allocate all weights, with one tensor per dtype, because each allocation may wait for the device."""
+        groups: dict[torch.dtype, list[list[str]]] = {}
+        for name in dict.fromkeys(self.expected.canonical_names.values()):
+            group = self._groups.get(name, [name])
+            if name == group[0]:
+                groups.setdefault(self._meta(name).dtype, []).append(group)
+        for dtype, groups_of_dtype in groups.items():
+            num_elements = [sum(self._meta(name).numel() for name in group) for group in groups_of_dtype]
+            sizes = [math.ceil(number / ALIGNMENT) * ALIGNMENT for number in num_elements]
+            memory = torch.empty(sum(sizes), dtype=dtype, device=self.device)
+            for group, part, number in zip(groups_of_dtype, memory.split(sizes), num_elements, strict=True):
+                self._place(group, part[:number])
+
+    def _place(self, group: list[str], memory: Tensor) -> None:
+        """Place the weights of a group next to each other in a vector."""
+        shapes = [self._meta(name).shape for name in group]
         if len(group) == 1:
-            return {group[0]: torch.empty_like(metas[0], device=self.device)}
-        joined = torch.empty((sum(map(len, metas)), *metas[0].shape[1:]), dtype=metas[0].dtype, device=self.device)
+            self._memory[group[0]] = memory.view(shapes[0])
+            return
+        joined = memory.view(-1, *shapes[0][1:])
         self._joined[group[0]] = joined
-        return dict(zip(group, joined.split([len(meta) for meta in metas]), strict=True))
+        self._memory.update(zip(group, joined.split([shape[0] for shape in shapes]), strict=True))
+
+    def _meta(self, name: str) -> Tensor:
+        return self.expected.weights[name].meta
 
     @torch.inference_mode(False)  # because later loads write to this memory outside of inference mode
     @torch.no_grad()
@@ -117,9 +142,10 @@ class SharedModel:
             names = [self.expected.weights[name].names[0] for name in group]
             if self._groups.get(names[0]) == names:
                 continue
-            for name, memory in self._allocate(names).items():
-                _set_tensor(modules, self.expected.weights[name], memory.copy_(self._memory[name]))
-                self._memory[name] = memory
+            before = [self._memory[name] for name in names]
+            self._place(names, torch.cat([tensor.view(-1) for tensor in before]))
+            for name in names:
+                _set_tensor(modules, self.expected.weights[name], self._memory[name])
             self._groups.update(dict.fromkeys(names, names))
 
     def joined(self, group: Sequence[str]) -> Tensor:
@@ -130,7 +156,7 @@ class SharedModel:
         """Return the digest of each of the model's current weights, under the names that were passed to `load`."""
         self.require_model()
         assert self._loaded_names is not None
-        modules, digests = self._modules(), Digests()
+        modules, digests = self._modules(), Digests(live=True)
         for name in self._loaded_names:
             module, _, attribute = name.rpartition(".")
             digests.add(name, getattr(modules[module], attribute))

@@ -191,3 +191,7 @@ def test_joined_weights_share_one_tensor_that_loads_write_to() -> None:
     model.load(real.named_parameters(), copy=True)
     assert model.joined(names) is not joined
     assert torch.equal(model.joined(names), torch.cat([real.get_parameter(name) for name in names]))
+    storages = {memory.untyped_storage().data_ptr() for memory in model._memory.values()}
+    assert len(storages) == 1  # all weights are allocated at once
+    for name, weight in real.named_parameters():
+        assert torch.equal(model.hf.get_parameter(name), weight), name
