@@ -2,9 +2,9 @@
 
     sync_rows(job), prompt_rows(job), steps_rows(job), kernel_rows(job)     # lists of {"what", "measured", numbers}
 
-A weight sync is `rollout_mode`, as in a run. It includes the checksums on both sides; a transfer is the same without
-them, and generation is left out. Offloading is repeated, because the first copy to the host also allocates pinned memory. The phases of a GRPO step
-are those of the metrics of a run; `gen` includes `sync`.
+A weight sync is `rollout_mode` without generation. It includes the checksums on both sides; a transfer is the same
+without them. Offloading is repeated, because the first copy to the host also allocates pinned memory. The phases of a
+GRPO step are those of the metrics of a run; `gen` includes `sync`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def _synced(job: Job, folder: Path, engine: Any, kind: type[TorchRollout] | type
     rollout.sleep()
     prompts = Ragged.from_rows([torch.full((8,), FIRST_WORD)] * 2)
     with rollout_mode(engine, rollout):
-        rollout.generate_sequences(prompts, SamplingParams(max_tokens=16))  # joins the weights of fused decode steps
+        rollout.generate_sequences(prompts, SamplingParams(max_tokens=32))  # joins the weights of fused decode steps
     syncs, transfers = [], []
     for _ in range(SYNCS):
         with rollout_mode(engine, rollout) as sync:
