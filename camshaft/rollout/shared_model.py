@@ -54,6 +54,7 @@ class SharedModel:
         """Names of the copied weights that share one tensor with a weight, by its name."""
         self._joined: dict[str, Tensor] = {}
         """Tensors of groups, by the first name of the group."""
+        self._pools: dict[torch.dtype, _Pool] = {}
         self._asleep = False
 
     @property
@@ -100,25 +101,20 @@ class SharedModel:
         """Return the memory into which a weight is copied."""
         name = weight.names[0]
         if name not in self._memory:
-            if self._groups:
-                self._allocate_all()
-            else:
-                self._memory[name] = torch.empty(weight.meta.shape, dtype=weight.meta.dtype, device=self.device)
+            group = self._groups.get(name, [name])
+            size = sum(self._meta(member).numel() for member in group)
+            self._place(group, self._allocate(weight.meta.dtype, size))
         return self._memory[name]
 
-    def _allocate_all(self) -> None:
-        """Allocate all weights, with one tensor per dtype, because each allocation may wait for the device."""
-        groups: dict[torch.dtype, list[list[str]]] = {}
-        for name in dict.fromkeys(self.expected.canonical_names.values()):
-            group = self._groups.get(name, [name])
-            if name == group[0]:
-                groups.setdefault(self._meta(name).dtype, []).append(group)
-        for dtype, groups_of_dtype in groups.items():
-            num_elements = [sum(self._meta(name).numel() for name in group) for group in groups_of_dtype]
-            sizes = [math.ceil(number / ALIGNMENT) * ALIGNMENT for number in num_elements]
-            memory = torch.empty(sum(sizes), dtype=dtype, device=self.device)
-            for group, part, number in zip(groups_of_dtype, memory.split(sizes), num_elements, strict=True):
-                self._place(group, part[:number])
+    def _allocate(self, dtype: torch.dtype, size: int) -> Tensor:
+        """Return a new vector. After `join`, the vectors are parts of one tensor, which is allocated at once."""
+        if not self._groups:
+            return torch.empty(size, dtype=dtype, device=self.device)
+        if dtype not in self._pools:
+            metas = [weight.meta for weight in set(self.expected.weights.values())]
+            total = sum(meta.numel() + ALIGNMENT for meta in metas if meta.dtype == dtype)
+            self._pools[dtype] = _Pool(torch.empty(total, dtype=dtype, device=self.device))
+        return self._pools[dtype].take(size)
 
     def _place(self, group: list[str], memory: Tensor) -> None:
         """Place the weights of a group next to each other in a vector."""
@@ -173,6 +169,7 @@ class SharedModel:
         if not keep_copies:
             self._memory.clear()
             self._joined.clear()
+            self._pools.clear()
         modules = self._modules()
         for weight in self.expected.weights.values():
             _set_tensor(modules, weight, weight.meta)
@@ -184,6 +181,18 @@ class SharedModel:
     def _modules(self) -> dict[str, nn.Module]:
         """Return the modules by name; those of shared modules by each of their names."""
         return dict(self.hf.named_modules(remove_duplicate=False))
+
+
+class _Pool:
+    """A tensor that is handed out in parts."""
+
+    def __init__(self, memory: Tensor):
+        self.memory, self.used = memory, 0
+
+    def take(self, size: int) -> Tensor:
+        part = self.memory[self.used : self.used + size]
+        self.used += math.ceil(size / ALIGNMENT) * ALIGNMENT
+        return part
 
 
 class _Copies:
