@@ -31,7 +31,7 @@ CHUNK = {"cpu": 2**16}
 DEFAULT_CHUNK = 2**22
 """Number of words on other devices without Triton, large enough to amortize the kernel launches."""
 
-QUEUE_BYTES = 2**30
+QUEUE_BYTES = 2**28
 """Bytes of tensors that a GPU reads in one launch. They stay in memory until then."""
 
 

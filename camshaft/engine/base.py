@@ -288,6 +288,11 @@ class BaseEngine(ABC):
         it gathers the weight, because a smaller dtype needs less communication and memory.
         """
 
+    @property
+    def yields_live_weights(self) -> bool:
+        """True if `named_weights()` yields the live weights, so that keeping all of them needs no memory."""
+        return False
+
     @abstractmethod
     def disable_adapter(self) -> AbstractContextManager[Any]:
         """Disable the adapter inside the context; raise an error if the model has no adapter.

@@ -426,6 +426,10 @@ class TorchEngine(BaseEngine):
         shards = self.module.weights()
         return ((name, self.full_tensor(cast_weight(name, tensor, dtype_of))) for name, tensor in shards)
 
+    @property
+    def yields_live_weights(self) -> bool:
+        return self.seat.world == 1 and self.config.model.lora is None  # gathering and merging an adapter copy
+
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
         return disable_adapter(self._adapted_model)
 

@@ -76,17 +76,20 @@ class Sync:
         for name, tensor in weights:
             yield name, tensor.detach().to(self.dtype_of(rollout, name, tensor))
 
-    def record(
-        self, weights: Iterator[tuple[str, Tensor]], dtype_of: DtypeOf | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, and record their sizes and digests, with `dtype_of` those that they have after a cast.
+    def record(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights, and record their sizes and digests. The host waits for the digests once, at the end."""
+        return self._record(weights, Digests(), lambda _name, tensor: tensor.dtype)
 
-        The host waits for the digests once, at the end.
-        """
-        digests = Digests()
+    def record_live(self, weights: Iterator[tuple[str, Tensor]], dtype_of: DtypeOf) -> Iterator[tuple[str, Tensor]]:
+        """Yield live weights, and record their sizes and digests after a cast to the dtypes of `dtype_of`."""
+        return self._record(weights, Digests(live=True), dtype_of)
+
+    def _record(
+        self, weights: Iterator[tuple[str, Tensor]], digests: Digests, dtype_of: DtypeOf
+    ) -> Iterator[tuple[str, Tensor]]:
         try:
             for name, tensor in weights:
-                dtype = tensor.dtype if dtype_of is None else dtype_of(name, tensor)
+                dtype = dtype_of(name, tensor)
                 self.bytes += tensor.numel() * dtype.itemsize
                 start = time.perf_counter()
                 digests.add(name, tensor, dtype)
@@ -151,8 +154,8 @@ def _sync_engine(engine: BaseEngine, rollout: BaseRollout) -> Sync:
     with _verified_sync(rollout, engine.config.device) as sync:
         dtype_of = functools.partial(sync.dtype_of, rollout)
         if lora is None:
-            if rollout.casts_weights and engine.seat.world == 1:
-                rollout.load_weights(sync.record(engine.named_weights(), dtype_of))
+            if rollout.casts_weights and engine.yields_live_weights:
+                rollout.load_weights(sync.record_live(engine.named_weights(), dtype_of))
             else:
                 rollout.load_weights(sync.record(engine.named_weights(dtype_of=dtype_of)))
             return sync

@@ -17,7 +17,7 @@ from camshaft.engine.base import StepContext
 
 def weights_have_hugging_face_names(harness: EngineHarness) -> None:
     """named_weights yields full tensors under Hugging Face names. transformers computes the same log-probs with these
-    tensors. With dtype_of, the same tensors are cast."""
+    tensors. With dtype_of, the same tensors are cast. If yields_live_weights is True, named_weights does not copy."""
     engine = harness.build()
     harness.train(engine, harness.batch)
     model: Any = harness.oracle_model(engine, "causal_lm")
@@ -28,6 +28,11 @@ def weights_have_hugging_face_names(harness: EngineHarness) -> None:
         harness.tolerance,
         "log_probs, compared with a transformers model that has the weights of named_weights",
     )
+    if engine.yields_live_weights:
+        with engine.eval_mode():
+            pairs = zip(engine.named_weights(), engine.named_weights(), strict=True)
+            copies = [name for (name, first), (_, second) in pairs if first.data_ptr() != second.data_ptr()]
+        expect(not copies, f"yields_live_weights is True, but named_weights yields copies of {', '.join(copies)}")
     cast_weights = dict(engine.named_weights(dtype_of=lambda name, tensor: torch.bfloat16))
     expected = {name: weight.bfloat16() for name, weight in harness.weights(engine).items()}
     expect(

@@ -93,6 +93,10 @@ class FSDP1Engine(FSDPEngine):
 
     # -- weights and checkpoints ------------------------------------------------------------------
 
+    @property
+    def yields_live_weights(self) -> bool:
+        return False
+
     def named_weights(
         self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
     ) -> Iterator[tuple[str, Tensor]]:

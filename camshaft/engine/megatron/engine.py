@@ -178,6 +178,10 @@ class MegatronEngine(ShardedEngine):
 
     # -- weights and checkpoints ------------------------------------------------------------------
 
+    @property
+    def yields_live_weights(self) -> bool:
+        return False
+
     def named_weights(
         self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
     ) -> Iterator[tuple[str, Tensor]]:

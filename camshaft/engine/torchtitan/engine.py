@@ -93,6 +93,10 @@ class TorchtitanEngine(ShardedEngine):
 
         return clip_and_step(self.optimizer, self.config.grad_clip, total_norm)
 
+    @property
+    def yields_live_weights(self) -> bool:
+        return False
+
     def named_weights(
         self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
     ) -> Iterator[tuple[str, Tensor]]:
