@@ -7,7 +7,8 @@
 Each phase has a cost in both runs, and its measured time is multiplied by the ratio of the costs. A cost is a number of
 operations (`operations.py`) plus the equivalents, in operations, of elementwise work, the softmax, decode steps, calls
 of layers and optimizer steps. They explain why larger models reach a larger share of the matmul rate. They were fitted
-to updates and steps of models with 1 to 18 million weights on CPUs (benchmarks/results/train_step.md and ppo_step.md).
+to updates and steps of models with 1 to 18 million weights on CPUs (benchmarks/results/train_step.md, ppo_step.md and
+plan_step_time.md).
 
 The planned run has the prompts of the earlier run and responses of the same lengths. If nearly all responses reached
 the length limit of the earlier run, those of the planned run reach its limit too. The module does not import torch.
@@ -34,17 +35,17 @@ from camshaft.tracking.run_folder import RunFolder
 
 WARM_UP = 2
 """Number of steps at the start of a run that are not representative."""
-ELEMENTWISE = 7_500.0
+ELEMENTWISE = 7_000.0
 """Operations per hidden unit, token and layer of a forward pass: the equivalent of norms, activations and copies."""
 SOFTMAX = 450.0
 """Operations per logit of a forward pass: the equivalent of the softmax."""
 CALL = 4e6
 """Operations per layer and micro-batch: the equivalent of calls of operators."""
-DECODE = 1.3e8
+DECODE = 6.5e7
 """Operations per layer and decode step: the equivalent of calls of operators on few tokens."""
-OPTIMIZER = 500.0
+OPTIMIZER = 1_500.0
 """Operations per weight and optimizer step: the equivalent of clipping and AdamW."""
-BYTE = 12.0
+BYTE = 28.0
 """Operations per byte of a generation: the equivalent of reading weights, keys and values."""
 SIMILAR = {
     "gen_max": ("gen",),
