@@ -176,10 +176,10 @@ test-fast: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "$(SUITE) and not slow and not alone" \
 		-k "(not test_engine_contract or reference) and not test_path" $(FAST)
 
-# Two tests at a time, then those that bound a time, one by one.
+# Two tests at a time, then those that bound a time: they mostly wait, so two of them do not delay each other.
 test-main: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and not slow and not alone"
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SUITE) and not slow and alone" $(ALONE)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "$(SUITE) and not slow and alone" $(ALONE)
 
 test-slow: $(INSTALLED) $(TRITON_INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and slow and not alone"

@@ -5,7 +5,7 @@ import torch
 
 from camshaft.digest import BLOCK, Digests, digest
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="requires CUDA")]
 
 
 def test_checksums_equal_those_of_the_cpu() -> None:
