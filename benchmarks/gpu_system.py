@@ -1,10 +1,10 @@
-"""Parts of `gpu.py` that run on the whole system or on one kernel: weight syncs, offloading, GRPO steps, kernels.
+"""Parts of `gpu.py` that run on the whole system or on one kernel: weight syncs, shared prompts, GRPO steps, kernels.
 
     sync_rows(job), prompt_rows(job), steps_rows(job), kernel_rows(job)     # lists of {"what", "measured", numbers}
 
-A weight sync is `rollout_mode` without generation. It includes the checksums on both sides; a transfer is the same
-without them. Offloading is repeated, because the first copy to the host also allocates pinned memory. The phases of a
-GRPO step are those of the metrics of a run; `gen` includes `sync`.
+The time of a weight sync is `Sync.seconds`: waking the rollout, loading the weights, and the checksums on both sides. A
+transfer is `load_weights` alone, without checksums. Offloading is repeated, because the first copy to the host also
+allocates pinned memory. The phases of a GRPO step are those of the metrics of a run; `gen` includes `sync`.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.process.rollout import ProcessRollout
 
 SYNCS = 7
-"""Weight syncs and transfers, of which the median without the first two is reported."""
+"""Number of weight syncs and of transfers. The first two are discarded; the median of the others is reported."""
 MOVES = 3
-"""Moves, of which the last is reported."""
+"""Number of moves in each direction. The last ones are reported, and the first one to the host."""
 
 PHASES = ("gen", "old_log_prob", "update_actor", "sync")
 
@@ -51,7 +51,8 @@ COMPILE = "actor_rollout_ref.actor.use_torch_compile"
 
 
 def sync_rows(job: Job) -> list[dict[str, Any]]:
-    """Measure syncs from the sharded engine to the built-in generator, for two models on CUDA, and offloading."""
+    """Measure offloading, and syncs from the sharded engine to the built-in generator; on CUDA, also with a larger
+    model."""
     rows = _large_rows(job) if job.on_cuda else []
     side = ActorUpdate(job.folder, **(settings(job.size, job.device, job.dtype) | {COMPILE: False}))
     engine: Any = side.actor.engine
@@ -79,7 +80,7 @@ def _large_rows(job: Job) -> list[dict[str, Any]]:
     for _, weight in engine.named_weights():
         weight.normal_(std=0.02)  # much faster than on a CPU
     rows = [_synced(job, folder, engine, kind) for kind in (TorchRollout, ProcessRollout)]
-    del engine
+    del engine, weight
     gc.collect()
     torch.cuda.empty_cache()
     return rows

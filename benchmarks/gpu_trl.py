@@ -1,13 +1,14 @@
 """GRPO steps of TRL on one GPU, for the workload of `gpu.py --parts steps`: 64 prompts, 8 responses of 512 tokens each.
 
     python benchmarks/gpu.py --parts steps --out steps                     # camshaft
-    python benchmarks/gpu_trl.py --generation transformers                 # TRL 1.16, on the same machine
+    python benchmarks/gpu_trl.py --generation transformers                 # TRL 1.16; run both on the same machine
     python benchmarks/gpu_trl.py --generation continuous                   # with continuous batching of transformers
     python benchmarks/gpu_trl.py --model tiny --device cpu                 # checks the script on any machine
 
-It needs `trl`, `datasets` and `accelerate`. TRL trains bfloat16 weights, which is faster than float32 weights with
-autocast, the setting that corresponds to camshaft's. Neither side uses activation checkpointing or compilation. A step
-generates all responses and has two optimizer steps. `update` is everything but the generation.
+It needs `trl`, `datasets` and `accelerate`. The script loads bfloat16 weights into TRL. This is faster than float32
+weights with autocast, which would correspond to camshaft's setting. Neither side uses activation checkpointing or
+compilation. A step generates all responses and has two optimizer steps. `update` is the time of a step minus that of
+generation; it includes rewards and log-probs.
 """
 
 from __future__ import annotations
@@ -95,11 +96,16 @@ def main() -> None:
             num_generations=SAMPLES, max_completion_length=answer, num_iterations=1,
             use_transformers_continuous_batching=continuous,
         )  # fmt: skip
-        dtype = torch.bfloat16 if on_cuda else torch.float32
+        dtype, lengths = torch.bfloat16 if on_cuda else torch.float32, list[int]()
+
+        def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+            lengths.extend(map(len, completion_ids))
+            return [float(sum(ids) % 7) for ids in completion_ids]
+
         trainer = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(folder, dtype=dtype),
             processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
-            reward_funcs=lambda completion_ids, **_: [float(sum(ids) % 7) for ids in completion_ids],
+            reward_funcs=reward,
             args=config, train_dataset=Dataset.from_dict({"prompt": texts}), callbacks=[clock],
         )  # fmt: skip
         trainer.remove_callback(PrinterCallback)
@@ -108,7 +114,7 @@ def main() -> None:
     steps = [stop - start for start, stop in itertools.pairwise(clock.steps)][1:]
     generation = statistics.mean(clock.generation[1:])
     row = {"generation": options.generation, "step": statistics.mean(steps), "gen": generation}
-    row |= {"update": row["step"] - generation, "steps": steps, "lengths": answer}
+    row |= {"update": row["step"] - generation, "steps": steps, "mean_length": statistics.mean(lengths)}
     if on_cuda:
         row["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
     sys.stdout.write(json.dumps(row) + "\n")

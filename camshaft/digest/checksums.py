@@ -29,10 +29,12 @@ BLOCK = 2**14
 CHUNK = {"cpu": 2**16}
 """Number of words that are processed at a time, by device type. A CPU chunk fits into the cache."""
 DEFAULT_CHUNK = 2**22
-"""Number of words on other devices without Triton, large enough to amortize the kernel launches."""
+"""Number of words on other devices, for tensors that the Triton kernel does not read. It is large enough to amortize
+the kernel launches."""
 
 QUEUE_BYTES = 2**28
-"""Bytes of tensors that a GPU reads in one launch. They stay in memory until then."""
+"""Queued tensors are processed in one launch on a GPU once they reach this number of bytes. They stay in memory until
+then."""
 
 
 def digest(tensor: Tensor) -> int:
@@ -51,7 +53,7 @@ class Digests:
     """
 
     def __init__(self, live: bool = False) -> None:
-        """`live` promises that all tensors stay in memory anyway. They are then read in one launch at the end."""
+        """With `live`, the caller keeps all tensors in memory anyway, so all of them are read at the end."""
         self._queue_bytes = math.inf if live else QUEUE_BYTES
         self._tensors: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self._queues: dict[tuple[torch.device, bool], _Queue] = {}
@@ -82,7 +84,7 @@ class Digests:
             for name, blocks in itertools.chain.from_iterable(zip(g.names, g.blocks, strict=True) for g in groups):
                 numbers[name] = _checksum(headers[name], on_host[start : start + blocks].tobytes())
                 start += blocks
-        return numbers
+        return {name: numbers[name] for name in self._tensors}
 
     def _flush(self) -> None:
         """Compute the sums of the queued tensors."""
@@ -105,6 +107,8 @@ class _Sums(NamedTuple):
 
 @dataclass
 class _Queue:
+    """Tensors whose sums the next launch computes."""
+
     tensors: dict[str, Tensor] = field(default_factory=dict)
     num_bytes: int = 0
 
@@ -153,7 +157,7 @@ def block_factors(device: torch.device) -> Tensor:
     """Return a constant odd factor for each position of a block, shape (BLOCK,).
 
     Words have 32 bits and sums have 64. If a single word changes, the sum always changes, because the factors are odd.
-    If several words change, the sum remains the same with a probability of about 2**-32.
+    If several words change, the sum remains the same with a probability of at most about 2**-32.
     """
     constants = hashlib.shake_128(b"the digest of a tensor").digest(8 * BLOCK)
     return (torch.frombuffer(bytearray(constants), dtype=torch.int64) | 1).to(device)

@@ -1,11 +1,11 @@
 """Triton kernel for the checksums of tensors (`checksums.py`), which reads many tensors in one launch.
 
-    sums, blocks = block_sums(tensors, factors)         # int64 (blocks of all tensors,), and their number per tensor
+    sums, blocks = block_sums(tensors, factors)         # int64 (blocks of all tensors,), and the blocks of each tensor
     block_sums(weights, factors, cast=True)             # of float32 weights, as if they had been cast to bfloat16
 
-Torch operators would convert and multiply each word in memory, which moves nine times as many bytes and takes at least
-three launches per tensor. A launch takes the host longer than the sums of a small tensor take the GPU. Import this
-module lazily, because it imports Triton.
+Torch operators would write the converted words and the products to memory, which moves nine times as many bytes and
+takes at least three launches per tensor. For a small tensor, a launch takes longer on the host than the sums take on
+the GPU. Import this module lazily, because it imports Triton.
 """
 
 from collections.abc import Sequence
@@ -67,6 +67,6 @@ def _block_sums_kernel(table, factors, sums, BLOCK: tl.constexpr, STEP: tl.const
 
 @triton.jit
 def _bfloat16_bits(bits):
-    """Round float32 to bfloat16, both as bits in uint32, as a GPU does. Triton's interpreter would not round."""
+    """Round float32 to bfloat16, both as bits in uint32, as a GPU does. The cast of Triton's interpreter truncates."""
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 0x7FFF, rounded)

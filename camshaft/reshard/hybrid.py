@@ -4,7 +4,7 @@
 
     engine.eval_mode           move the parameters to the device; gradients and optimizer state stay offloaded
       -> rollout.wake_up       allocate memory for generation
-      -> load_weights          send `named_weights`, cast to the dtype of the rollout, and compute their digests
+      -> load_weights          send `named_weights`, and compute their digests in the dtypes of the rollout
       -> weight_digests        the rollout recomputes the digests; a difference raises an error that names the weights
       -> leave eval_mode       offload the parameters again, unless the rollout shares their storage
       -> the caller generates
@@ -49,13 +49,14 @@ class Sync:
     seconds: float = 0.0
     """Time from `wake_up` to the last digest."""
     check_seconds: float = 0.0
-    """Seconds spent on computing digests, in the engine and in the rollout. Part of `seconds`."""
+    """Seconds spent on computing digests, in the engine and in the rollout. Part of `seconds`. On a GPU, this includes
+    waiting for copies that were queued before."""
     peak_memory: int = 0
     """Peak memory in bytes since the start: of tensors on the engine's device, or of this process on a CPU."""
     digests: dict[str, int] = field(default_factory=dict, repr=False)
     """Digests of the weights that the engine has sent, by name."""
     shares_storage: bool = False
-    """True if at least one tensor was sent without a cast, so the rollout may share the engine's storage."""
+    """True if at least one weight needs no cast, so the rollout may share the engine's storage."""
 
     def metrics(self) -> dict[str, float]:
         return {
@@ -81,7 +82,8 @@ class Sync:
         return self._record(weights, Digests(), lambda _name, tensor: tensor.dtype)
 
     def record_live(self, weights: Iterator[tuple[str, Tensor]], dtype_of: DtypeOf) -> Iterator[tuple[str, Tensor]]:
-        """Yield live weights, and record their sizes and digests after a cast to the dtypes of `dtype_of`."""
+        """Yield live weights, and record the sizes and digests that they have once the rollout casts them to
+        `dtype_of`."""
         return self._record(weights, Digests(live=True), dtype_of)
 
     def _record(
@@ -103,7 +105,7 @@ class Sync:
     def check(self, received: Mapping[str, int], previous: Mapping[str, int]) -> None:
         """Raise `RolloutError` if the digests sent by the engine differ from `received`, those of the rollout.
 
-        `previous` holds the digests sent in the previous weight sync, by which stale weights are recognized.
+        `previous` holds the digests sent in the previous weight sync, which are used to recognize stale weights.
         """
         different = [name for name, number in self.digests.items() if received.get(name, number) != number]
         stale_names = [name for name in different if received[name] == previous.get(name)]

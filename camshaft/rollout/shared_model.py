@@ -7,7 +7,7 @@
 
 The model is built without weights from the config in its folder. A loaded tensor that already has the right dtype and
 device becomes the parameter itself, so an in-place optimizer update is visible without another `load`. Any other tensor
-is copied, and with `copy=True` every tensor. The rollouts that run a transformers model (`torch` and `hf`) use this
+is copied; with `copy=True`, every tensor is. The rollouts that run a transformers model (`torch` and `hf`) use this
 module.
 """
 
@@ -28,7 +28,8 @@ from camshaft.rollout.base import check_can_generate, check_can_load
 from camshaft.rollout.weights.checks import ExpectedWeight, ExpectedWeights, empty_model
 
 ALIGNMENT = 256
-"""Weights or groups of them start at multiples of this number of elements, which matrix products prefer."""
+"""Weights, or groups of them, start at multiples of this number of elements of their allocation. Matrix multiplications
+are faster on aligned data."""
 
 
 class SharedModel:
@@ -51,7 +52,7 @@ class SharedModel:
         self._memory: dict[str, Tensor] = {}
         """Copied weights, by name."""
         self._groups: dict[str, list[str]] = {}
-        """Names of the copied weights that share one tensor with a weight, by its name."""
+        """For each weight in a group, the names of all weights of the group in order."""
         self._joined: dict[str, Tensor] = {}
         """Tensors of groups, by the first name of the group."""
         self._pools: dict[torch.dtype, _Pool] = {}
@@ -107,7 +108,8 @@ class SharedModel:
         return self._memory[name]
 
     def _allocate(self, dtype: torch.dtype, size: int) -> Tensor:
-        """Return a new vector. After `join`, the vectors are parts of one tensor, which is allocated at once."""
+        """Return a new vector. After `join` has formed groups, vectors are parts of one allocation for all weights of a
+        dtype."""
         if not self._groups:
             return torch.empty(size, dtype=dtype, device=self.device)
         if dtype not in self._pools:
@@ -196,7 +198,8 @@ class _Pool:
 
 
 class _Copies:
-    """Queued copies. A GPU executes many of them in one launch, which takes the host less time than one for each."""
+    """Queued copies. A GPU executes many of them in one launch, which takes the host less time than a launch per
+    copy."""
 
     def __init__(self) -> None:
         self._targets: list[Tensor] = []
