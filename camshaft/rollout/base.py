@@ -125,9 +125,6 @@ class BaseRollout(ABC):
     keeps_tensors = True
     """True if the rollout may keep the tensors passed to `load_weights` and uses the allocator of this process; False
     if it copies them."""
-    casts_weights = False
-    """True if `load_weights` casts each weight to `sync_dtype` while it copies it; digests are those of the results. A
-    sender in the same process then need not cast the weights, which saves a copy."""
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities()
     """Features that the rollout supports. They can be read without an instance."""
 
@@ -205,6 +202,14 @@ class BaseRollout(ABC):
         raise RolloutError(f"{type(self).__name__} does not support adapters; load merged weights")
 
     # -- shared by all rollouts -------------------------------------------------------------------
+
+    @property
+    def casts_weights(self) -> bool:
+        """True if `load_weights` copies each weight and casts it to `sync_dtype` in the same step.
+
+        A sender in the same process then need not cast the weights. Digests are those of the results.
+        """
+        return False
 
     def sync_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
         """Return the dtype to which the sender casts this weight. Override this to keep a weight in a wider dtype."""

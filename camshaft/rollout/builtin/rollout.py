@@ -44,7 +44,6 @@ class TorchRollout(BaseRollout):
     """Generate with continuous batching. A row's samples depend on its seed and prompt, not on other rows."""
 
     capabilities = TORCH
-    casts_weights = True
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
@@ -59,11 +58,14 @@ class TorchRollout(BaseRollout):
         self.graphs = build_graph_decoder(self.decoder, self.cache, config, self.model)
         self.routers = self._find_routers() if config.enable_return_routed_experts else None
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    @property
+    def casts_weights(self) -> bool:
         # Fused decode steps read joined copies of the weights. Graphs that outlive `sleep` read the memory that
-        # they have captured.
-        keeps_graphs = not self.config.free_cache_engine
-        self.model.load(weights, copy=self.graphs is not None and (self.graphs.fused is not None or keeps_graphs))
+        # they have captured. Otherwise, weights are shared.
+        return self.graphs is not None and (self.graphs.fused is not None or not self.config.free_cache_engine)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.model.load(weights, copy=self.casts_weights)
 
     def weight_digests(self) -> Mapping[str, int]:
         return self.model.digests()
