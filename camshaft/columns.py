@@ -67,8 +67,8 @@ _TABLE = (
     Column("chosen", "ragged", "int64", "token IDs of the prompt and the chosen response", "data/preferences", ("roles/rm",)),
     Column("rejected", "ragged", "int64", "token IDs of the prompt and the rejected response", "data/preferences", ("roles/rm",)),
     Column("margin", "tensor", "float32", "margin by which the chosen score should exceed the rejected score, 0 by default", "data/preferences", ("roles/rm",)),
-    Column("chosen_scores", "tensor", "float32", "score of the chosen response", "roles/rm.compute_scores", ("trainer/rm",)),
-    Column("rejected_scores", "tensor", "float32", "score of the rejected response", "roles/rm.compute_scores", ("trainer/rm",)),
+    Column("chosen_scores", "tensor", "float32", "score of the chosen response", "roles/rm.compute_scores", ("trainer/supervised",)),
+    Column("rejected_scores", "tensor", "float32", "score of the rejected response", "roles/rm.compute_scores", ("trainer/supervised",)),
     Column("loss_mask", "ragged", "bool", "per token: true if the loss includes the token", "roles/base or data/sft", ("engine",)),
 )  # fmt: skip
 

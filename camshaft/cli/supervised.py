@@ -18,8 +18,7 @@ def sft(argv: Sequence[str]) -> int:
     if asks_for_help(argv):
         return _print_usage("sft", "supervised fine-tuning", SFTConfig, "train.jsonl")
     configs = compose(argv, SFTConfig)
-    from camshaft.trainer.sft import SFTTrainer
-    from camshaft.trainer.supervised import train_all
+    from camshaft.trainer.supervised import SFTTrainer, train_all
 
     return train_all(configs, SFTTrainer)
 
@@ -29,8 +28,7 @@ def rm(argv: Sequence[str]) -> int:
     if asks_for_help(argv):
         return _print_usage("rm", "train a reward model on preference pairs", RMConfig, "pairs.jsonl")
     configs = compose(argv, RMConfig)
-    from camshaft.trainer.rm import RMTrainer
-    from camshaft.trainer.supervised import train_all
+    from camshaft.trainer.supervised import RMTrainer, train_all
 
     return train_all(configs, RMTrainer)
 

@@ -255,13 +255,9 @@ def _status(config: PPOConfig | SFTConfig | RMConfig, launch: Launch) -> int:
         arguments = [as_override(key, value) for key, value in _with_function(launch).items()]
         with explain_memory_errors(config, arguments):
             return run_ppo(config, Extensions(reward, launch.on_step, from_python=True))
-    from camshaft.trainer.supervised import run_supervised
+    from camshaft.trainer.supervised import RMTrainer, SFTTrainer, run_supervised
 
     extensions = Extensions(on_step=launch.on_step, from_python=True)
     if isinstance(config, SFTConfig):
-        from camshaft.trainer.sft import SFTTrainer
-
         return run_supervised(config, SFTTrainer, extensions)
-    from camshaft.trainer.rm import RMTrainer
-
     return run_supervised(config, RMTrainer, extensions)

@@ -481,7 +481,11 @@ METRICS = (
     *_routing("train", "rm"),
     Metric("train/loss", "nats", "Mean cross-entropy of the trained tokens.", "roles/sft.py", "sft"),
     Metric(
-        "val/loss", "nats", "Mean cross-entropy of the trained tokens in the validation data.", "trainer/sft.py", "sft"
+        "val/loss",
+        "nats",
+        "Mean cross-entropy of the trained tokens in the validation data.",
+        "trainer/supervised.py",
+        "sft",
     ),
     # -- reward models
     Metric(

@@ -10,9 +10,7 @@ validate.py          scores and responses on held-out prompts
 metrics.py           metrics of a step
 schedule.py          steps at which a run saves checkpoints and validates
 divergence.py        ends a run whose model has diverged
-supervised.py        base class of the trainers in sft.py and rm.py
-sft.py               supervised fine-tuning
-rm.py                reward model training
+supervised.py        supervised fine-tuning and reward model training
 generate.py          `camshaft generate`: generates responses to the prompts of a file
 evaluate.py          `camshaft eval`: scores the responses in a file
 check_data.py        `camshaft check-data`: checks the data and the reward function

@@ -1,4 +1,4 @@
-"""Base class of the trainers for supervised fine-tuning (`sft.py`) and reward models (`rm.py`).
+"""Trainers for supervised fine-tuning and reward models, based on the roles in `roles/sft.py` and `roles/rm.py`.
 
     with SFTTrainer(config) as trainer:
         trainer.prepare()
@@ -23,14 +23,15 @@ from typing import Any, ClassVar, Generic, Self, TypeVar
 
 import torch
 
+from camshaft.algorithms import preference_loss
 from camshaft.checkpoint import BestStep, CheckpointManager, SavedCheckpoint, check_export_path
-from camshaft.config import GLOBAL_POOL, SupervisedConfig, Topology
+from camshaft.config import GLOBAL_POOL, RMConfig, SFTConfig, SupervisedConfig, Topology
 from camshaft.controller import spawn
-from camshaft.data import StatefulLoader, data_files
+from camshaft.data import PreferenceOptions, SFTOptions, StatefulLoader, data_files, load_preferences, load_sft
 from camshaft.dataproto import DataProto
 from camshaft.garbage import frozen_objects
-from camshaft.models.loader import load_tokenizer
-from camshaft.roles import SupervisedWorker
+from camshaft.models.loader import import_external, load_config, load_tokenizer, model_folder
+from camshaft.roles import RMWorker, SFTWorker, SupervisedWorker
 from camshaft.stop import ENDED_BY_SIGNAL, Stop
 from camshaft.tracking import Tracking
 from camshaft.tracking.status import RunStatus
@@ -203,6 +204,70 @@ class SupervisedTrainer(ABC, Generic[W]):
             "inputs": self.input_checksums,
         }
         self.checkpoints.save(self.global_step, roles, state, keep, exports, self.best.step)
+
+
+class SFTTrainer(SupervisedTrainer[SFTWorker]):
+    """Trainer with the cross-entropy loss of the trained tokens."""
+
+    tokens = ("input_ids",)
+
+    def __init__(self, config: SFTConfig):
+        self.data = config.data
+        super().__init__(config, SFTWorker)
+
+    def rows(self, files: list[Path], max_rows: int | None) -> DataProto:
+        options = SFTOptions(
+            max_length=self.data.max_length,
+            truncation=self.data.truncation,
+            prompt_key=self.data.prompt_key,
+            response_key=self.data.response_key,
+        )
+        return load_sft(files, self.tokenizer, options, max_rows).batch
+
+    def validate(self, rows: DataProto) -> dict[str, float]:
+        """Compute the mean cross-entropy per trained token on held-out rows."""
+        predictions = self.infer(rows, self.model.compute_log_prob)
+        mask = rows["loss_mask"].values
+        total = -float(predictions["log_probs"].values[mask].double().sum())
+        return {"val/loss": total / int(mask.sum())}
+
+
+class RMTrainer(SupervisedTrainer[RMWorker]):
+    """Trainer with the Bradley-Terry loss on preference pairs."""
+
+    tokens = ("chosen", "rejected")
+
+    def __init__(self, config: RMConfig):
+        self.data, self.center = config.data, config.center_rewards_coefficient
+        model = config.model
+        import_external(model.external_lib)
+        settings = load_config(model_folder(model.source()), model.trust_remote_code, model.override_config)
+        self.pad = settings.get_text_config().pad_token_id
+        super().__init__(config, RMWorker)
+
+    def rows(self, files: list[Path], max_rows: int | None) -> DataProto:
+        options = PreferenceOptions(
+            max_length=self.data.max_length,
+            truncation=self.data.truncation,
+            prompt_key=self.data.prompt_key,
+            chosen_key=self.data.chosen_key,
+            rejected_key=self.data.rejected_key,
+            margin_key=self.data.margin_key,
+            pad=self.pad,
+        )
+        return load_preferences(files, self.tokenizer, options, max_rows).batch
+
+    def validate(self, rows: DataProto) -> dict[str, float]:
+        """Compute the loss and the metrics of `preference_loss` on held-out pairs."""
+        scores = self.infer(rows, self.model.compute_scores)
+        loss, metrics = preference_loss(
+            scores["chosen_scores"].double(),
+            scores["rejected_scores"].double(),
+            rows["margin"],
+            len(rows),
+            center=self.center,
+        )
+        return {f"val/{name}": float(value) for name, value in {"loss": loss, **metrics}.items()}
 
 
 C = TypeVar("C", bound=SupervisedConfig)

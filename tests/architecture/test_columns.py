@@ -16,7 +16,7 @@ from camshaft.roles.base import as_sequences
 from camshaft.trainer import ppo
 
 ROOT = Path(__file__).parents[2] / "camshaft"
-PAIRS = {"data/preferences", "trainer/rm"}
+PAIRS = {"data/preferences", "trainer/supervised"}
 """Source of the columns for pairs of answers, which `tests/unit/trainer/test_rm.py` checks."""
 
 

@@ -18,9 +18,7 @@ from support.same_run import close
 from camshaft.config import load_rm, load_sft
 from camshaft.controller import local
 from camshaft.tracking import deterministic
-from camshaft.trainer.rm import RMTrainer
-from camshaft.trainer.sft import SFTTrainer
-from camshaft.trainer.supervised import SupervisedTrainer
+from camshaft.trainer.supervised import RMTrainer, SFTTrainer, SupervisedTrainer
 
 pytestmark = pytest.mark.timeout(600)
 

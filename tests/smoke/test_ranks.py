@@ -21,7 +21,7 @@ from camshaft import storage
 from camshaft.config import load_sft
 from camshaft.tracking import deterministic
 from camshaft.tracking.jsonl import read_metrics
-from camshaft.trainer.sft import SFTTrainer
+from camshaft.trainer.supervised import SFTTrainer
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("fork_server")]
 

@@ -16,7 +16,7 @@ from camshaft.errors import DivergenceError, RewardError
 from camshaft.tracking import RunInfo, Tracking
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
-from camshaft.trainer.sft import SFTTrainer
+from camshaft.trainer.supervised import SFTTrainer
 
 ACTOR, CRITIC = "actor_rollout_ref.actor.optim.lr", "critic.optim.lr"
 SAVING: dict[str, Any] = {

@@ -18,7 +18,7 @@ from camshaft.tracking import RunInfo, Tracking
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
 from camshaft.trainer.resume import config_record, list_changes
-from camshaft.trainer.sft import SFTTrainer
+from camshaft.trainer.supervised import SFTTrainer
 
 BUSY: dict[str, Any] = {
     "algorithm.use_kl_in_reward": True,

@@ -19,7 +19,7 @@ from camshaft.controller.local import PRELOAD
 from camshaft.data.tables import read_rows, write_parquet
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import CheckpointError
-from camshaft.trainer.rm import RMTrainer
+from camshaft.trainer.supervised import RMTrainer
 
 pytestmark = pytest.mark.timeout(200)
 

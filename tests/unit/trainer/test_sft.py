@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from camshaft.config import load_sft
 from camshaft.dataproto import DataProto
 from camshaft.errors import CheckpointError
-from camshaft.trainer.sft import SFTTrainer
+from camshaft.trainer.supervised import SFTTrainer
 
 
 def trainer_of(folder: Path, **overrides: Any) -> SFTTrainer:
