@@ -1,5 +1,7 @@
 """The Ray backend on one machine: the rules of the controller contract, and PPO with the numbers of local ranks."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ import torch
 from support.cluster import ray_here
 from support.late_rank import late_rank
 from support.ppo_runs import Step, run_ppo
+from support.processes import command_line, marked, none_left_behind
 from support.reward_models import NEWLINE, make_tiny_reward_model
 from support.same_run import ACTOR, RANKS, SHUFFLED, compare
 
@@ -135,3 +138,24 @@ def test_a_diverged_run_on_ray_keeps_its_last_checkpoint(role: str, tmp_path: Pa
         run_ppo(tmp_path, settings | {key: 1e30}, steps=4)
     assert [step for step, _ in storage.step_folders(tmp_path / "run")] == [2]
     assert len(run_ppo(tmp_path, settings, steps=3)) == 1, "the run resumes from step 2"
+
+
+OWN_CLUSTER = """
+from camshaft.controller.ray import connect
+
+connect([], {"address": "local", "num_cpus": 1, "include_dashboard": False})
+input("started\\n")
+"""
+
+
+@pytest.mark.slow
+def test_daemons_of_a_cluster_for_one_run_collect_no_metrics() -> None:
+    with none_left_behind(30.0) as mark:
+        script = [sys.executable, "-c", OWN_CLUSTER]
+        with subprocess.Popen(script, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as driver:
+            assert driver.stdout is not None
+            assert driver.stdout.readline() == "started\n"
+            (raylet,) = (pid for pid in marked(mark) if command_line(pid).split()[0].endswith("/raylet"))
+            environment = Path(f"/proc/{raylet}/environ").read_bytes().split(b"\0")
+            driver.communicate("\n", timeout=60)
+    assert {b"RAY_enable_metrics_collection=0", b"RAY_event_stats=0"} <= set(environment)

@@ -1,9 +1,7 @@
 """`camshaft plan` forecasts runs on GPUs without a GPU. Oracles are arithmetic on the config."""
 
 import json
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -50,13 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("devices")
     write_model(folder, "7B")
     return folder
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessPoolExecutor]:
-    """A process without a process group, in which a fake one can be created."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
-        yield executor
 
 
 def config_of(folder: Path, *changes: str) -> PPOConfig:

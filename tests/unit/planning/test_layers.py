@@ -1,8 +1,6 @@
 """The memory of a model with many layers follows from models with few layers."""
 
-from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -63,13 +61,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("layers")
     write_inputs(folder, hidden=64, layers=LAYERS)
     return folder
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessPoolExecutor]:
-    """A process without a process group, in which a fake one can be created."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
-        yield executor
 
 
 def trace_in_full(config: PPOConfig, group: str) -> list[Phase]:

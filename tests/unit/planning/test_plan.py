@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -36,13 +35,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plan")
     write_inputs(folder, hidden=64, layers=2)
     return folder
-
-
-@pytest.fixture(scope="module")
-def process() -> Iterator[ProcessPoolExecutor]:
-    """A process without a process group, in which a fake one can be created."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as executor:
-        yield executor
 
 
 def arguments(folder: Path, *changes: str, strategy: str = "fsdp") -> list[str]:
