@@ -59,7 +59,7 @@ END_SECONDS = 120.0
 """Time limit for a run to save and to end after SIGTERM, on a busy machine."""
 INTERNED = """# Grow CPython's table of interned strings once, before the measurement.
 import sys
-[sys.intern(f"soak {i}") for i in range(240_000)]
+[sys.intern(f"soak {i}") for i in range(215_000)]
 """
 """Module `sitecustomize` of all processes of a run. A process holds about 140,000 interned strings; as others come and
 go, the table doubles once, by 3.7 MiB, at a random step of the first hours. So many strings fill the table's final size
