@@ -4,13 +4,16 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.processes import start_fork_server
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
@@ -18,8 +21,11 @@ import gpu
 import gpu_model
 import gpu_parts
 import machine
+import plan_gpu
 import roofline
+from plan import write_inputs
 
+from camshaft.controller.local import PRELOAD
 from camshaft.roles import ActorWorker
 
 BENCHMARKS = Path(gpu_parts.__file__).parent
@@ -273,6 +279,19 @@ def test_a_gpu_is_named_before_the_processor(monkeypatch: pytest.MonkeyPatch) ->
     assert machine.machine("cuda").endswith(machine.machine())
 
 
+def test_a_gpu_run_is_forecast_without_a_gpu(tmp_path: Path) -> None:
+    write_inputs(tmp_path, **plan_gpu.SHAPES["tiny"])
+    start_fork_server(*PRELOAD)
+    with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as executor:  # without a process group
+        words = plan_gpu.arguments(tmp_path, "tiny", [])
+        planned = executor.submit(plan_gpu.run_case, "plain", words, "forecast").result(timeout=300)
+    rows = [row.split(" | ") for row in plan_gpu.compare("plain", None, planned)]
+    assert [row[1] for row in rows][-2:] == ["actor update_actor", "actor save"]
+    assert {row[3] for row in rows} == {"needs CUDA"}
+    assert all(int(row[2]) > 0 for row in rows if row[1] == "actor update_actor")
+
+
+@pytest.mark.slow
 def test_forecasts_for_a_gpu_are_printed_without_one() -> None:
     command = [sys.executable, str(BENCHMARKS / "plan_gpu.py"), "--shape", "tiny", "--case", "plain"]
     process = subprocess.run(command, capture_output=True, text=True, timeout=300)
