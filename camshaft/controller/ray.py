@@ -128,9 +128,6 @@ def connect(specs: Sequence[PoolSpec], ray_init: Mapping[str, Any]) -> None:
     try:
         if address in (None, "local"):
             os.environ.setdefault("RAY_worker_niceness", "0")  # otherwise Ray lowers the priority of workers
-            if not init.get("include_dashboard"):  # its daemons collect metrics and write them to logs for nobody
-                os.environ.setdefault("RAY_enable_metrics_collection", "0")
-                os.environ.setdefault("RAY_event_stats", "0")
             cpus = sum(spec.cpus_per_rank * spec.world_size for spec in specs)
             cores = len(os.sched_getaffinity(0))
             if cpus > cores and "num_cpus" not in init:

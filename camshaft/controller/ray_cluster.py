@@ -4,8 +4,8 @@
 
 A run joins the cluster at `ray_init.address` or, if that is unset, at RAY_ADDRESS. Otherwise it joins a cluster that
 already runs on this machine, or starts one. All sockets of a cluster that the run starts are bound to the loopback
-interface, because no other machine has to reach it, and its clients need Ray's token. Ray reads these settings when it
-is imported.
+interface, because no other machine has to reach it, and its clients need Ray's token. Without a dashboard, which would
+show them, Ray collects no metrics. Ray reads these settings when it is imported and when its daemons start.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from camshaft.controller.resources import PoolSpec
 SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """Environment variable of Ray. With 0, the address of a machine is 127.0.0.1 on every operating system."""
 
+NO_METRICS = {"RAY_enable_metrics_collection": "0", "RAY_event_stats": "0"}
+"""Environment variables of Ray. With its metrics, the memory of its daemons and their logs grow."""
+
 
 def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
     """Start all pools or none. Raise `ConfigError` if the cluster is too small."""
     starts_cluster = cluster_address(options.ray_init) in (None, "local")
-    with _ray_environment() if starts_cluster else contextlib.nullcontext():
+    with _ray_environment(options.ray_init) if starts_cluster else contextlib.nullcontext():
         from camshaft.controller import ray
 
         return ray.start(specs, options)
@@ -53,14 +56,14 @@ def head_may_answer(address: str | None) -> bool:
 
 
 @contextlib.contextmanager
-def _ray_environment() -> Iterator[None]:
-    """Restrict Ray to this machine while it is imported and its processes start. Values set by the user win."""
+def _ray_environment(ray_init: Mapping[str, Any]) -> Iterator[None]:
+    """Configure Ray for one machine while it is imported and its processes start. Values set by the user win."""
     os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray sets the same default, and warns about it
-    unset = SEVERAL_MACHINES not in os.environ
-    if unset:
-        os.environ[SEVERAL_MACHINES] = "0"
+    settings = {SEVERAL_MACHINES: "0"} | ({} if ray_init.get("include_dashboard") else NO_METRICS)
+    unset = {name: value for name, value in settings.items() if name not in os.environ}
+    os.environ.update(unset)
     try:
         yield
     finally:
-        if unset:
-            del os.environ[SEVERAL_MACHINES]
+        for name in unset:
+            del os.environ[name]

@@ -87,11 +87,14 @@ def command(folder: Path, layout: str, steps: int, run: Path) -> list[str]:
 
 
 @contextmanager
-def started(arguments: Sequence[str], mark: str, temporary: Path, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    arguments: Sequence[str], mark: str, temporary: Path, log: Path, python_path: Sequence[Path] = (ROOT,)
+) -> Iterator[subprocess.Popen[bytes]]:
     """Start a run whose processes have `mark`, a unique text, in their environment. Kill them at the end."""
     assert len(mark) == len(uuid.uuid4().hex), mark  # a short text would select processes of other programs
     variables = {MARK: mark, "TMPDIR": str(temporary), "RAY_TMPDIR": str(temporary), "RAY_USAGE_STATS_ENABLED": "0"}
-    environment = {**os.environ, **variables, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    variables["PYTHONPATH"] = os.pathsep.join(map(str, python_path))
+    environment = {**os.environ, **variables, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as output:
         process = subprocess.Popen(arguments, env=environment, stdout=output, stderr=output, start_new_session=True)
     try:

@@ -57,13 +57,14 @@ COUNTERS = ("descriptors", "threads", "processes", "shm_files", "shm_bytes", "te
 WRITE_SECONDS = 600.0
 END_SECONDS = 120.0
 """Time limit for a run to save and to end after SIGTERM, on a busy machine."""
-INTERNED = """# Grow CPython's table of interned strings once, before the measurement.
+SITECUSTOMIZE = """# Grow CPython's table of interned strings before the measurement.
 import sys
 [sys.intern(f"soak {i}") for i in range(215_000)]
 """
-"""Module `sitecustomize` of all processes of a run. A process holds about 140,000 interned strings; as others come and
-go, the table doubles once, by 3.7 MiB, at a random step of the first hours. So many strings fill the table's final size
-while a process imports its modules: it is then rebuilt before a fork, and not again for thousands of steps."""
+"""Module that each Python process of a run imports at its start. A process keeps 120,000 to 144,000 interned strings.
+As others are added and deleted, their table doubles once, by 3.7 MiB, at a random step of the first hours. With this
+module it doubles at the start. The number of strings fills the table during the imports that follow, so that CPython
+rebuilds it before the process forks, and has room for thousands of steps afterwards."""
 _PRIVATE_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
 
 
@@ -254,8 +255,8 @@ def soak_all(options: argparse.Namespace, folder: Path, stop: threading.Event) -
     """Run the layouts side by side, and sample them until the time is over or `stop` is set."""
     site = folder / "site"
     site.mkdir()
-    (site / "sitecustomize.py").write_text(INTERNED)
-    prefix = [*private_shared_memory(), "env", f"PYTHONPATH={site}:{ROOT}"]
+    (site / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    prefix = private_shared_memory()
     soaks: list[Soak] = []
     with contextlib.ExitStack() as stack:
         for layout in options.layouts.split(","):
@@ -264,7 +265,7 @@ def soak_all(options: argparse.Namespace, folder: Path, stop: threading.Event) -
             temporary = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="soak-", dir="/tmp")))
             settings = {**SOAK, **LAYOUTS[layout], "trainer.default_local_dir": run}
             command = [*prefix, sys.executable, "-m", "camshaft", "ppo", *ppo_args(folder, settings)]
-            process = stack.enter_context(started(command, mark, temporary, log))
+            process = stack.enter_context(started(command, mark, temporary, log, (site, ROOT)))
             soaks.append(Soak(layout, process, mark, run, temporary, log))
         begin = written = time.monotonic()
         while (now := time.monotonic()) < begin + 60 * options.minutes and not stop.wait(options.every):

@@ -1,5 +1,6 @@
 """The cluster that a run joins, and the error without a cluster. These tests start no cluster."""
 
+import os
 import socket
 import time
 from pathlib import Path
@@ -44,6 +45,21 @@ def test_daemons_that_do_not_start_are_an_error(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(backend.ray, "init", fail)
     with pytest.raises(ConfigError, match=r"failed: The current node timed out during startup.*Check ray_kwargs"):
         start_pools(HERE, "ray", Options(ray_init={"address": "local"}))
+
+
+@pytest.mark.parametrize("dashboard", [False, True])
+def test_ray_collects_metrics_for_a_dashboard_only(dashboard: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    environments = []
+
+    def fail(**_: object) -> None:
+        environments.append(dict(os.environ))
+        raise Exception("stop here")
+
+    monkeypatch.setattr(backend.ray, "init", fail)
+    with pytest.raises(ConfigError, match="stop here"):
+        start_pools(HERE, "ray", Options(ray_init={"address": "local", "include_dashboard": dashboard}))
+    assert [ray_cluster.NO_METRICS.items() <= environment.items() for environment in environments] == [not dashboard]
+    assert not ray_cluster.NO_METRICS.keys() & os.environ.keys(), "the next cluster may have a dashboard"
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://head:10001"])

@@ -141,10 +141,13 @@ def test_a_diverged_run_on_ray_keeps_its_last_checkpoint(role: str, tmp_path: Pa
 
 
 OWN_CLUSTER = """
-from camshaft.controller.ray import connect
+from camshaft.controller.group import Options
+from camshaft.controller.ray_cluster import start
+from camshaft.controller.resources import PoolSpec
 
-connect([], {"address": "local", "num_cpus": 1, "include_dashboard": False})
+(pool,) = start([PoolSpec(device="cpu")], Options(ray_init={"address": "local", "include_dashboard": False}))
 input("started\\n")
+pool.shutdown()
 """
 
 
@@ -158,4 +161,5 @@ def test_daemons_of_a_cluster_for_one_run_collect_no_metrics() -> None:
             (raylet,) = (pid for pid in marked(mark) if command_line(pid).split()[0].endswith("/raylet"))
             environment = Path(f"/proc/{raylet}/environ").read_bytes().split(b"\0")
             driver.communicate("\n", timeout=60)
+            assert driver.returncode == 0
     assert {b"RAY_enable_metrics_collection=0", b"RAY_event_stats=0"} <= set(environment)

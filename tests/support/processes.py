@@ -9,9 +9,11 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
+from camshaft.controller.local import PRELOAD
 from camshaft.subprocesses import is_running
 
 MARK = "CAMSHAFT_TEST_MARK"
@@ -58,6 +60,12 @@ def start_fork_server(*modules: str) -> None:
     """Start the fork server before a test marks its processes, since the server outlives the test."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(list(modules))
     multiprocessing.forkserver.ensure_running()
+
+
+def forked_process() -> ProcessPoolExecutor:
+    """Return an executor with one process without a process group, in which a forecast can create a fake one."""
+    start_fork_server(*PRELOAD)
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("forkserver"))
 
 
 def forked() -> list[int]:

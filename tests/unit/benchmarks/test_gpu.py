@@ -4,16 +4,14 @@ import json
 import re
 import subprocess
 import sys
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from support.processes import start_fork_server
+from support.processes import forked_process
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
@@ -25,7 +23,6 @@ import plan_gpu
 import roofline
 from plan import write_inputs
 
-from camshaft.controller.local import PRELOAD
 from camshaft.roles import ActorWorker
 
 BENCHMARKS = Path(gpu_parts.__file__).parent
@@ -281,9 +278,8 @@ def test_a_gpu_is_named_before_the_processor(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_a_gpu_run_is_forecast_without_a_gpu(tmp_path: Path) -> None:
     write_inputs(tmp_path, **plan_gpu.SHAPES["tiny"])
-    start_fork_server(*PRELOAD)
-    with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as executor:  # without a process group
-        words = plan_gpu.arguments(tmp_path, "tiny", [])
+    words = plan_gpu.arguments(tmp_path, "tiny", [])
+    with forked_process() as executor:
         planned = executor.submit(plan_gpu.run_case, "plain", words, "forecast").result(timeout=300)
     rows = [row.split(" | ") for row in plan_gpu.compare("plain", None, planned)]
     assert [row[1] for row in rows][-2:] == ["actor update_actor", "actor save"]
