@@ -6,8 +6,8 @@
     python tools/step_path.py --json         # everything as JSON
 
 `frames` counts frames of the package between the command line and the model inside the actor's update. `files` counts
-source files of the package with at least one function called during the step, except for the thread that reports the
-status of the run beside it. Further arguments are config overrides.
+source files of the package with at least one function called during the step, in any thread. Further arguments are
+config overrides.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from camshaft.cli import main as command_line  # noqa: E402
 from camshaft.data import write_arithmetic  # noqa: E402
 from camshaft.models.packed import PackedModel  # noqa: E402
 from camshaft.models.tiny import make_tiny_model  # noqa: E402
-from camshaft.tracking.status import THREAD  # noqa: E402
 from camshaft.trainer.ppo import PPOTrainer  # noqa: E402
 
 PACKAGE = f"{ROOT / 'camshaft'}/"
@@ -81,8 +80,7 @@ class StepPath:
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         is_function = event == "call" and not code.co_name.startswith("<")
-        is_report = threading.current_thread().name == THREAD
-        if self._in_step and is_function and not is_report and code.co_filename.startswith(PACKAGE):
+        if self._in_step and is_function and code.co_filename.startswith(PACKAGE):
             self.files.add(code.co_filename.removeprefix(PACKAGE))
 
 

@@ -10,8 +10,7 @@ Modules:
     names.py        table of all metrics, and the reference page
     console.py, jsonl.py, mlflow.py, prometheus.py, tensorboard.py, trackio.py, wandb.py
                     one tracker each
-    record.py       run.json, config.yaml and log.txt in the run folder
-    status.py       status.json in the run folder
+    record.py       run.json, config.yaml, status.json and log.txt in the run folder
     samples.py      responses of the steps in the run folder
     run_folder.py   reads the run folder, without torch
 

@@ -1,10 +1,16 @@
-"""Write the description of a run to its folder: `run.json` and `config.yaml`.
+"""Write the description of a run to its folder, `run.json` and `config.yaml`, and its state, `status.json`.
 
     Tracking([*config.trainer.logger, RECORD], RunInfo(...))
+
+    with RunStatus(folder) as status:
+        status.step = 12
+        status.enter("gen")
 
 The record is a tracker, which gets the final state of the run. `run_folder.py` reads the files, and docs/run-folder.md
 describes them. A disk that is full costs a warning and not the run.
 """
+
+from __future__ import annotations
 
 import contextlib
 import importlib.metadata
@@ -14,22 +20,25 @@ import os
 import platform
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 from camshaft import __version__
 from camshaft.masking import mask_urls, mask_yaml
 from camshaft.tracking.base import Ending, RunInfo, Tracker
-from camshaft.tracking.run_folder import CONFIG, INFO, LOG, process_start
+from camshaft.tracking.run_folder import CONFIG, INFO, LOG, STATUS, process_start
 
 RECORD = "camshaft.tracking.record:RunRecord"
 """Import path of the tracker."""
 LIBRARIES = ("torch", "transformers", "numpy", "pyarrow", "safetensors", "vllm", "sglang", "megatron-core", "ray")
 """Packages whose versions are recorded, if they are installed."""
+POLL_SECONDS = 0.5
+BEAT_SECONDS = 10.0
 
 logger = logging.getLogger(__name__)
 _console = logging.getLogger(f"{__name__}.console")
@@ -84,6 +93,56 @@ class RunRecord(Tracker):
 
     def _write(self) -> None:
         replace_text(self._path, json.dumps(self._facts, indent=1, default=str) + "\n")
+
+
+class Phase(NamedTuple):
+    """A phase of a run and the Unix time at which it began."""
+
+    name: str
+    since: float
+
+
+class RunStatus:
+    """Step and phase of the run in this process, which a thread writes to the folder within the `with` block.
+
+    It writes at most twice per second, so that training does not wait for the disk, and at least every `BEAT_SECONDS`,
+    so that a reader on another machine can tell a slow phase from a process that is gone.
+    """
+
+    def __init__(self, folder: str | Path):
+        self.step = 0
+        self.phase = Phase("start", time.time())
+        self._path = Path(folder).expanduser() / STATUS
+        self._facts = {"pid": os.getpid(), "host": socket.gethostname()}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._report, name="run-status", daemon=True)
+
+    def enter(self, name: str) -> None:
+        """Begin a phase, which ends when the next one begins."""
+        self.phase = Phase(name, time.time())
+
+    def __enter__(self) -> RunStatus:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+        self.enter("end")
+        self._write(self.step, self.phase, time.time())
+
+    def _report(self) -> None:
+        written, written_at = None, 0.0
+        while not self._stop.wait(POLL_SECONDS if written else 0.0):
+            current, now = (self.step, self.phase), time.time()
+            if current != written or now - written_at >= BEAT_SECONDS:
+                self._write(*current, now)
+                written, written_at = current, now
+
+    def _write(self, step: int, phase: Phase, now: float) -> None:
+        facts = {"step": step, "phase": phase.name, "since": phase.since, "at": now, **self._facts}
+        with contextlib.suppress(OSError):  # a full disk; the metrics report it
+            replace_text(self._path, json.dumps(facts) + "\n")
 
 
 @contextlib.contextmanager

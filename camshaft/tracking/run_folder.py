@@ -66,7 +66,7 @@ class Status(NamedTuple):
     since: float
     """Unix time at which the phase began."""
     at: float
-    """Unix time at which the run wrote the file, at least every `tracking.status.BEAT_SECONDS` seconds."""
+    """Unix time at which the run wrote the file, at least every `tracking.record.BEAT_SECONDS` seconds."""
     pid: int
     host: str
 

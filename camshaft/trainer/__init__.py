@@ -2,8 +2,8 @@
 
 ppo.py               PPOTrainer with the training step and the training loop; read this first
 build.py             PPOParts: data, rewards, worker pools, roles and checkpoints of a PPO run
-advantages.py        rewards, advantages and rollout correction, which are computed on the driver
-scoring.py           scores of the reward function and the reward model
+advantages.py        scores, rewards, advantages and rollout correction, which are computed on the driver
+scoring.py           builds the reward function and the other parts of the scoring
 dynamic_sampling.py  samples prompts until enough of them have a learning signal (DAPO)
 mini_batches.py      sharding of mini-batches over ranks, and seeds of a step
 validate.py          scores and responses on held-out prompts

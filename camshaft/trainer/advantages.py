@@ -1,5 +1,6 @@
-"""Rewards, advantages and rollout correction, which the driver computes on the whole batch.
+"""Scores, rewards, advantages and rollout correction, which the driver computes on the whole batch.
 
+    batch = add_scores(batch, result)                                                      # token_level_scores
     rewards, metrics = compute_token_rewards(batch, algorithm, kl)                         # scores minus KL penalty
     batch = batch.union(rewards)
     batch = batch.union(compute_advantages(batch, algorithm, load_estimator(algorithm)))   # advantages, returns
@@ -29,7 +30,9 @@ from camshaft.algorithms import (
 )
 from camshaft.config import AlgorithmConfig, RolloutCorrectionConfig
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.errors import RewardError
 from camshaft.plugins import load_function
+from camshaft.rewards.manager import RewardResult
 
 Estimate = Callable[[AdvantageInputs, AdvantageOptions], tuple[Tensor, Tensor]]
 """An `Estimator`, or a custom function with the same signature."""
@@ -41,6 +44,44 @@ def build_kl_controller(algorithm: AlgorithmConfig) -> FixedKL:
     if control.type == "adaptive":
         return AdaptiveKL(control.kl_coef, target=control.target_kl, horizon=control.horizon)
     return FixedKL(control.kl_coef)
+
+
+def add_scores(batch: DataProto, result: RewardResult) -> DataProto:
+    """Add the scores, their parts and the failures of calls, and mask out all tokens of dropped rows.
+
+    With `on_error=drop`, a row is dropped if its scoring or that of its greedy baseline failed. Dropped rows remain in
+    the batch.
+    """
+    failures = {failure.row: failure.kind for failure in result.failures}
+    batch = batch.with_columns(
+        token_level_scores=result.token_level_scores,
+        score_parts=result.parts,
+        score_failure=[failures.get(row) for row in range(len(batch))],
+    )
+    keep_mask = result.keep_mask
+    if "reward_baselines" in batch:
+        baselines = batch["reward_baselines"]
+        keep_mask = keep_mask & ~baselines.isnan()
+        batch = batch.with_columns(reward_baselines=baselines.nan_to_num(0.0))
+    if keep_mask.all():
+        return batch
+    if not keep_mask.any():
+        raise RewardError(
+            f"custom_reward_function.on_error=drop drops all {len(keep_mask)} responses of a step, because their "
+            "scoring or that of their greedy baseline failed; correct the function. The first failure is "
+            f"{result.failures[0]}"
+        )
+    mask = batch.ragged("response_mask")
+    return batch.with_columns(response_mask=mask.like(mask.values & keep_mask[mask.row_ids()]))
+
+
+def check_scored(result: RewardResult, num_rows: int, noun: str) -> None:
+    """Raise RewardError if the reward function failed for all rows of a training step."""
+    if num_rows and result.num_failed >= num_rows:
+        raise RewardError(
+            f"the reward function failed for all {num_rows} {noun} of a step; correct the function. The first failure "
+            f"is {result.failures[0]}"
+        )
 
 
 def compute_token_rewards(

@@ -31,11 +31,17 @@ from camshaft.rewards.callables import PickledFunction
 from camshaft.rewards.manager import FAILED_REWARDS, FailedSamples, PendingScores
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
 from camshaft.stop import Stop
+from camshaft.tracking.record import RunStatus
 from camshaft.tracking.samples import SampleWriter
-from camshaft.tracking.status import RunStatus
 from camshaft.trainer.advantages import load_estimator
-from camshaft.trainer.scoring import add_model_scores, build_run_rewards, check_scorable
+from camshaft.trainer.scoring import build_run_rewards, check_scorable
 from camshaft.trainer.session import finish_saving, fit_batch, pool_specs, run_length, run_pools
+
+SCORING_COLUMNS = (
+    *("prompts", "responses", "response_mask", "raw_prompt", "raw_input_ids"),
+    *("uid", "prompt_id", "data_source", "ground_truth", "extra_info"),
+)
+"""Columns for the reward model if they exist. The built-in one reads the first five, a custom one may read all."""
 
 
 class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
@@ -120,8 +126,15 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         return pending.result().unpad(num_padding_rows), scoring
 
     def add_model_scores(self, batch: DataProto) -> DataProto:
-        """Add the column `rm_scores` if the run has a reward model."""
-        return add_model_scores(batch, self.reward_model, self.reward_model_ranks)
+        """Add the column `rm_scores` if the run has a reward model.
+
+        The batch is padded to the same number of rows per rank. The result does not contain the padding rows.
+        """
+        if self.reward_model is None:
+            return batch
+        inputs = batch.select(*(name for name in SCORING_COLUMNS if name in batch))
+        padded, num_padding_rows = inputs.pad_to_divisor(self.reward_model_ranks)
+        return batch.union(DataProto(self.reward_model.compute_rm_score(padded).unpad(num_padding_rows).columns))
 
     def decode(self, ids: list[list[int]]) -> list[str]:
         """Decode token ids without special tokens."""

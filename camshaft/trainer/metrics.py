@@ -25,7 +25,7 @@ from camshaft import algorithms
 from camshaft.controller.worker import RANKS
 from camshaft.dataproto import DataProto
 from camshaft.rewards.manager import COUNTS
-from camshaft.tracking.status import Phase, RunStatus
+from camshaft.tracking.record import Phase, RunStatus
 
 
 class StepMetrics:

@@ -35,7 +35,9 @@ from camshaft.rewards.manager import PendingScores, RewardResult
 from camshaft.stop import Stop
 from camshaft.tracking import Tracking
 from camshaft.trainer.advantages import (
+    add_scores,
     build_kl_controller,
+    check_scored,
     compute_advantages,
     compute_corrections,
     compute_token_rewards,
@@ -47,7 +49,6 @@ from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
 from camshaft.trainer.mini_batches import sampling_seeds, shard_rows, shuffle_seed
 from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume
 from camshaft.trainer.schedule import SAVE_INTERVAL, Schedule
-from camshaft.trainer.scoring import add_scores, check_scored
 from camshaft.trainer.session import Extensions, StepHook, call_hooks, check_libraries, pool_specs, session
 from camshaft.trainer.validate import Sample, best_and_worst, decode_samples, save_samples, validate
 

@@ -1,11 +1,10 @@
-"""Score responses with the reward function, the reward model and the overlong penalty.
+"""Build the scoring of responses from the reward function, the reward model and the overlong penalty.
 
     rewards = build_rewards(config.custom_reward_function)      # only the reward function, for camshaft generate
     rewards = build_run_rewards(config)                         # reward function, reward model and overlong penalty
-    batch = add_model_scores(batch, reward_model, ranks)        # adds `rm_scores`, which `rewards.score` reads
-    batch = add_scores(batch, rewards.score(batch, decode))     # adds `token_level_scores`
+    result = rewards.score(batch, decode)
 
-Training, validation and `camshaft generate` use these functions. `check_scorable` checks the data before a run.
+`check_scorable` checks the data before a run.
 """
 
 from __future__ import annotations
@@ -20,16 +19,10 @@ from camshaft.plugins import REWARDS, import_attribute
 from camshaft.rewards.auto import SOURCES, reward_for
 from camshaft.rewards.callables import PickledFunction
 from camshaft.rewards.combined import CombinedRewards
-from camshaft.rewards.manager import RewardManager, RewardResult
+from camshaft.rewards.manager import RewardManager
 from camshaft.rewards.messages import FunctionSpec
 from camshaft.rewards.overlong import OverlongPenalty
-from camshaft.roles import RewardModelWorker
 from camshaft.stop import Stop
-
-MODEL_COLUMNS = ("prompts", "responses", "response_mask", "raw_prompt", "raw_input_ids")
-"""Columns that the built-in reward model reads if they exist."""
-EXTRA_COLUMNS = ("uid", "prompt_id", "data_source", "ground_truth", "extra_info")
-"""Additional columns that a custom reward model may read."""
 
 
 def build_rewards(
@@ -92,56 +85,6 @@ def _rewards(
     if config.needs_function():
         function = build_rewards(custom, output, stop, trainer.stop_timeout, pickled)
     return CombinedRewards(function, config.reward_model.weight)
-
-
-def add_model_scores(batch: DataProto, model: RewardModelWorker | None, ranks: int) -> DataProto:
-    """Add the scores of the reward model, which runs on `ranks` ranks, if the run has one.
-
-    The batch is padded to the same number of rows per rank. The result does not contain the padding rows.
-    """
-    if model is None:
-        return batch
-    inputs = batch.select(*(name for name in (*MODEL_COLUMNS, *EXTRA_COLUMNS) if name in batch))
-    padded, num_padding_rows = inputs.pad_to_divisor(ranks)
-    return batch.union(DataProto(model.compute_rm_score(padded).unpad(num_padding_rows).columns))
-
-
-def add_scores(batch: DataProto, result: RewardResult) -> DataProto:
-    """Add the scores, their parts and the failures of calls, and mask out all tokens of dropped rows.
-
-    With `on_error=drop`, a row is dropped if its scoring or that of its greedy baseline failed. Dropped rows remain in
-    the batch.
-    """
-    failures = {failure.row: failure.kind for failure in result.failures}
-    batch = batch.with_columns(
-        token_level_scores=result.token_level_scores,
-        score_parts=result.parts,
-        score_failure=[failures.get(row) for row in range(len(batch))],
-    )
-    keep_mask = result.keep_mask
-    if "reward_baselines" in batch:
-        baselines = batch["reward_baselines"]
-        keep_mask = keep_mask & ~baselines.isnan()
-        batch = batch.with_columns(reward_baselines=baselines.nan_to_num(0.0))
-    if keep_mask.all():
-        return batch
-    if not keep_mask.any():
-        raise RewardError(
-            f"custom_reward_function.on_error=drop drops all {len(keep_mask)} responses of a step, because their "
-            "scoring or that of their greedy baseline failed; correct the function. The first failure is "
-            f"{result.failures[0]}"
-        )
-    mask = batch.ragged("response_mask")
-    return batch.with_columns(response_mask=mask.like(mask.values & keep_mask[mask.row_ids()]))
-
-
-def check_scored(result: RewardResult, num_rows: int, noun: str) -> None:
-    """Raise RewardError if the reward function failed for all rows of a training step."""
-    if num_rows and result.num_failed >= num_rows:
-        raise RewardError(
-            f"the reward function failed for all {num_rows} {noun} of a step; correct the function. The first failure "
-            f"is {result.failures[0]}"
-        )
 
 
 def check_scorable(prompts: DataProto, custom: CustomRewardConfig, has_reward_model: bool = False) -> None:

@@ -34,7 +34,7 @@ from camshaft.models.loader import import_external, load_config, load_tokenizer,
 from camshaft.roles import RMWorker, SFTWorker, SupervisedWorker
 from camshaft.stop import ENDED_BY_SIGNAL, Stop
 from camshaft.tracking import Tracking
-from camshaft.tracking.status import RunStatus
+from camshaft.tracking.record import RunStatus
 from camshaft.trainer.divergence import DivergenceCheck
 from camshaft.trainer.mini_batches import balance_ranks
 from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume

@@ -140,7 +140,7 @@ def test_a_resumed_run_replaces_its_later_steps(browser: Any, folder: Path, serv
 def test_a_killed_process_is_shown_as_killed(browser: Any, folder: Path, server: PageServer) -> None:
     code = (
         "import sys, time; from pathlib import Path; from camshaft.tracking.base import RunInfo;"
-        "from camshaft.tracking.record import RunRecord; from camshaft.tracking.status import RunStatus;"
+        "from camshaft.tracking.record import RunRecord, RunStatus;"
         "folder = Path(sys.argv[1]); RunRecord(RunInfo('sums', 'third', folder, total_steps=9));"
         "status = RunStatus(folder); status.step = 4; status.enter('gen'); status.__enter__(); time.sleep(300)"
     )

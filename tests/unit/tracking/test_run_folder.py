@@ -14,9 +14,8 @@ import pytest
 from camshaft.tracking import run_folder
 from camshaft.tracking.base import RunInfo
 from camshaft.tracking.jsonl import JsonlTracker
-from camshaft.tracking.record import RunRecord, mask_arguments
+from camshaft.tracking.record import RunRecord, RunStatus, mask_arguments
 from camshaft.tracking.run_folder import Metrics, RunFolder, RunFolderError, find_runs, process_start
-from camshaft.tracking.status import RunStatus
 
 
 def write(path: Path, text: str) -> None:

@@ -20,8 +20,7 @@ from camshaft.errors import RewardError
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import RewardFailure, RewardResult
 from camshaft.roles import ActorWorker, CriticWorker
-from camshaft.trainer.advantages import compute_advantages, compute_token_rewards, load_estimator
-from camshaft.trainer.scoring import add_scores
+from camshaft.trainer.advantages import add_scores, compute_advantages, compute_token_rewards, load_estimator
 
 LENGTHS = (3, 2, 4, 1, 2, 3, 2, 2)
 UIDS = ["0/1"] * 4 + ["0/2"] * 4

@@ -15,7 +15,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, RewardError
 from camshaft.rewards.manager import RewardResult
 from camshaft.tracking import deterministic
-from camshaft.tracking.status import RunStatus
+from camshaft.tracking.record import RunStatus
 from camshaft.trainer.dynamic_sampling import _find_informative, filter_values, sample_informative_prompts
 from camshaft.trainer.metrics import StepMetrics
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.tracking.status import RunStatus
+from camshaft.tracking.record import RunStatus
 from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch, reduce_calls, reduce_ranks, score_metrics
 
 
