@@ -110,7 +110,12 @@ def import_attribute(target: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        library = (error.name or "").partition(".")[0]
+        library, _, submodule = (error.name or "").partition(".")
+        if library in PROVIDED_BY and submodule:
+            raise ConfigError(
+                f"{target} requires the module '{error.name}', which the installed version of '{library}' lacks: "
+                f"pip install --upgrade '{PROVIDED_BY[library]}'"
+            ) from error
         if library in PROVIDED_BY:
             raise ConfigError(
                 f"{target} requires '{library}', which is not installed: pip install '{PROVIDED_BY[library]}'"

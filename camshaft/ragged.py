@@ -201,12 +201,12 @@ class Ragged:
         The result is int64 for integer and bool values, float64 for float64 values, and float32 for other floats.
         """
         values, lengths = self.values, to_device(self.lengths, self.values.device)
+        is_float = values.is_floating_point()
+        values = values.long() if not is_float else values.float() if values.itemsize < 4 else values
         if not len(self):
             return values.clone()
-        if not values.is_floating_point():
-            values = values.long()
+        if not is_float:
             return values.new_zeros((len(self), *values.shape[1:])).index_add(0, self.row_ids(), values)
-        values = values.float() if values.itemsize < 4 else values
         return torch.segment_reduce(values, "sum", unsafe=True, lengths=lengths, initial=0)
 
     def mean(self) -> Tensor:

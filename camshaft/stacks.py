@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -46,7 +47,8 @@ def read_stacks(pid: int, file: Path | int) -> str:
     if not _handles_signal(pid):
         _, mark, crash = _read(file).partition(_CRASH.encode())
         return (mark + crash).decode(errors="replace").strip()
-    os.kill(pid, STACK_SIGNAL)
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, STACK_SIGNAL)
     deadline = time.monotonic() + WRITE_SECONDS
     dump, previous = b"", b""
     while time.monotonic() < deadline and not (dump and dump == previous):  # until the file stops growing

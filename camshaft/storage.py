@@ -12,9 +12,9 @@ URLs.
 """
 
 import contextlib
-import fcntl
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -24,6 +24,9 @@ from typing import IO, Any
 
 from camshaft.errors import CheckpointError, StorageError
 from camshaft.subprocesses import NO_LIMIT, Wait, run_in_thread
+from camshaft.temporary import lock_exclusively
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _UNFINISHED = ".unfinished"
@@ -105,14 +108,17 @@ def new_file(target: str | Path) -> Iterator[Path]:
 
 
 def lock_folder(folder: Path) -> IO[str] | None:
-    """Lock a folder until the returned file is closed or the process ends. Return None if it is locked already."""
-    lock = open(folder / ".lock", "w", encoding="utf-8")  # noqa: SIM115
+    """Lock a folder until the returned file is closed or the process ends. Return None if it is locked already.
+
+    If the file system has no locks, a warning is logged.
+    """
+    path = folder / ".lock"
+    path.touch()
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        lock.close()
-        return None
-    return lock
+        return lock_exclusively(path)
+    except OSError as error:
+        logger.warning("%s cannot be locked (%s); let no other run write to this folder", folder, error.strerror)
+        return open(path, encoding="utf-8")
 
 
 def fingerprints(root: Path, paths: Iterable[Path]) -> dict[str, Any]:
@@ -395,7 +401,7 @@ class _MonitoredFileSystem:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             wait = Wait(f"{self._scheme}.{name}", StorageError, NO_LIMIT)
-            path = next((str(arg) for arg in reversed(args)), "")
+            path = args[name == "put_file"] if args else ""
             return run_in_thread(lambda: method(*args, **kwargs), wait, lambda: f"{self._scheme}://{path}")
 
         return call

@@ -127,7 +127,10 @@ def describe_exit(code: int | None) -> str:
     """Format the exit code of a process for an error message."""
     if code is None or code >= 0:
         return f"exit code {code}"
-    name = signal.Signals(-code).name
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:  # a real-time signal
+        return f"signal {-code}"
     return f"{name}, which the kernel sends when the machine is out of memory" if name == "SIGKILL" else name
 
 

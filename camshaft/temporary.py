@@ -59,7 +59,7 @@ def _process_folder(pid: int) -> Path:
 
 def _new_folder(parent: Path | None) -> tuple[Path, IO[str]]:
     new = Path(tempfile.mkdtemp(prefix=_NEW, dir=parent))
-    lock = _lock(new / _LOCK)
+    lock = lock_exclusively(new / _LOCK)
     assert lock is not None
     folder = new.with_name(new.name.replace(_NEW, PREFIX, 1))
     new.rename(folder)
@@ -76,13 +76,18 @@ def lock_file(descriptor: int) -> None:
     fcntl.flock(descriptor, fcntl.LOCK_SH)
 
 
-def _lock(path: Path) -> IO[str] | None:
-    """Lock a file, and return it open. None if another process holds the lock."""
+def lock_exclusively(path: Path) -> IO[str] | None:
+    """Lock a file until the returned file is closed or the process ends. Return None if it is locked already.
+
+    Raise OSError if the file system has no locks.
+    """
     file = open(path, "a", encoding="utf-8")  # noqa: SIM115
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         file.close()
+        if not isinstance(error, BlockingIOError):
+            raise
         return None
     return file
 
@@ -100,7 +105,7 @@ def _remove_without_owner(path: Path) -> None:
     lock_path = path / _LOCK if is_folder else path
     if path.is_symlink() or path.lstat().st_uid != os.getuid() or not lock_path.is_file():
         return
-    lock = _lock(lock_path)
+    lock = lock_exclusively(lock_path)
     if lock is None:
         return
     with lock:

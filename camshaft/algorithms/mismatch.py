@@ -36,8 +36,8 @@ def mismatch(train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor) -> d
     log_prob_diff_above_0.1  fraction of masked-in tokens with |d| > 0.1
     kl_k1                    mean of -d, an unbiased estimate of KL(rollout || train) that can be negative
     kl_k3                    mean of exp(d) - d - 1, a non-negative estimate of the same; d is clamped to +-20
-    effective_sample_share   (sum_i w)^2 / (B sum_i w^2) with the row weights w = exp(sum_t d): 1 for equal weights, 1/B
-                             if all the weight is on one row
+    effective_sample_share   (sum_i w)^2 / (B sum_i w^2) with the weights w = exp(sum_t d) of the B rows with masked-in
+                             tokens: 1 for equal weights, 1/B if all the weight is on one row
 
     Each value is a scalar tensor. An empty mask gives the values of identical log-probs. k1 and k3: Schulman,
     "Approximating KL divergence", 2020.
@@ -47,14 +47,15 @@ def mismatch(train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor) -> d
     if not len(masked_in):
         masked_in = difference.new_zeros(1)
     clamped = masked_in.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
-    weights = torch.softmax(_row_sums(difference, lengths), dim=0)
+    has_tokens = _row_counts(mask, lengths) > 0
+    weights = torch.softmax(_row_sums(difference, lengths)[has_tokens], dim=0)
     return {
         "log_prob_diff_max": masked_in.abs().max(),
         "log_prob_diff_mean": masked_in.abs().mean(),
         "log_prob_diff_above_0.1": (masked_in.abs() > LARGE_DIFFERENCE).double().mean(),
         "kl_k1": -masked_in.mean(),
         "kl_k3": _k3(clamped).mean(),
-        "effective_sample_share": 1 / (weights.square().sum() * len(weights)),
+        "effective_sample_share": 1 / (weights.square().sum() * len(weights)) if len(weights) else weights.new_ones(()),
     }
 
 

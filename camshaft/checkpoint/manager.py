@@ -21,6 +21,7 @@ do not resume from it, so the checkpoint remains complete if the folder is moved
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -315,7 +316,12 @@ def _was_complete(step: Path) -> bool:
 
 def folder_size(folder: Path) -> int:
     """Return the total size of all files in a folder, in bytes."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):  # renamed by a thread that is still writing
+                size += os.stat(os.path.join(parent, name)).st_size
+    return size
 
 
 def format_size(count: float) -> str:

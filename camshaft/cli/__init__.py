@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -35,6 +36,8 @@ from camshaft.plugins import import_attribute
 
 INTERRUPTED = 130
 """Exit status that shells use for a program that Ctrl-C ended."""
+BROKEN_PIPE = 141
+"""Exit status that shells use for a program that SIGPIPE ended."""
 
 
 class Command(NamedTuple):
@@ -88,12 +91,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CamshaftError as error:
         return report_error(error)
     except OSError as error:
+        if isinstance(error, BrokenPipeError) and _has_closed_output():
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
+            return BROKEN_PIPE
         if (status := report_file_error(error)) is None:
             raise
         return status
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
+
+
+def _has_closed_output() -> bool:
+    """Return True if the program that reads the output has ended, as in `camshaft config show | head`."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    return bool(output.poll(0))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -26,7 +26,9 @@ Check = Callable[[str, Sequence["Rule"], str], "Iterator[Finding]"]
 def engine(argv: Sequence[str]) -> int:
     """Check an engine, and return exit status 1 if it breaks a rule."""
     parser = _parser("engine")
-    parser.add_argument("--ranks", type=int, default=0, help="number of processes to start (default: use this process)")
+    parser.add_argument(
+        "--ranks", type=_count, default=0, help="number of processes to start (default: use this process)"
+    )
     parser.add_argument(
         "--option",
         action="append",
@@ -59,6 +61,13 @@ def rollout(argv: Sequence[str]) -> int:
 
     backend = rollout_class(options.name)
     return _report(backend, RULES, partial(check_rollout, backend), options)
+
+
+def _count(text: str) -> int:
+    count = int(text)
+    if count < 0:
+        raise ValueError(text)
+    return count
 
 
 def _parser(kind: str) -> argparse.ArgumentParser:

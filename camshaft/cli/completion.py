@@ -19,23 +19,16 @@ from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
 from camshaft.cli.usage import CONFIG_OPTIONS
-from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig
+from camshaft.config import PPOConfig
 from camshaft.config.backends import ENGINES, ROLLOUTS
+from camshaft.config.render import SCHEMAS
 from camshaft.config.schema.algorithm import ESTIMATORS
 from camshaft.config.schema.fields import Section, is_path
 from camshaft.config.short_names import RECIPES, REWARD, short_names
 from camshaft.config.tree import leaf_fields
 from camshaft.plugins import REWARDS, import_attribute
 
-SCHEMAS: dict[str, type[Section]] = {
-    "ppo": PPOConfig,
-    "sft": SFTConfig,
-    "rm": RMConfig,
-    "generate": GenerateConfig,
-    "eval": EvalConfig,
-    "doctor": PPOConfig,
-    "check-data": PPOConfig,
-}
+COMMAND_SCHEMAS = {**SCHEMAS, "check-data": PPOConfig, "doctor": PPOConfig, "plan": PPOConfig}
 """Schemas of the commands that take `key=value`."""
 
 NAMES = {
@@ -45,7 +38,7 @@ NAMES = {
     "custom_reward_function.name": REWARDS,
     "custom_reward_function.path": REWARDS,
 }
-"""Last components of keys -> names that are valid values beside import paths."""
+"""Maps the last components of a key to the names that it accepts besides import paths."""
 
 _USUAL_OPTIONS = ("--help", *re.findall(r"--[a-z-]+|-m\b", CONFIG_OPTIONS))
 
@@ -82,14 +75,16 @@ def collect_words() -> Words:
     values: dict[str, list[str]] = {}
     paths: set[str] = set()
     for command in COMMANDS:
-        commands[command.name] = list(_USUAL_OPTIONS)
-        if command.name in SCHEMAS:
-            keys, key_values, key_paths = _keys(SCHEMAS[command.name])
+        schema = COMMAND_SCHEMAS.get(command.name)
+        has_usual_options = schema is not None and command.name not in ("doctor", "plan")
+        commands[command.name] = (
+            list(_USUAL_OPTIONS) if has_usual_options else _words_in_help(command.name, command.target)
+        )
+        if schema is not None:
+            keys, key_values, key_paths = _keys(schema)
             commands[command.name] += [f"{key}=" for key in keys]
             values |= key_values
             paths |= key_paths
-        else:
-            commands[command.name] = _words_in_help(command.name, command.target)
     commands["completion"] += SCRIPTS
     return Words(commands, values, sorted(paths))
 
@@ -123,7 +118,7 @@ def _values(annotation: Any) -> list[str]:
 
 
 def _words_in_help(name: str, target: str) -> list[str]:
-    """Return the options and the actions of a command without a config."""
+    """Return the options and the actions in the help of a command."""
     if name == "completion":  # this command, whose parser needs the scripts
         return ["--help"]
     out = io.StringIO()

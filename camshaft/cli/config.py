@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from camshaft.config import explain, reference_page, show
-
-TRAINERS = ("ppo", "sft", "rm", "generate", "eval")
+from camshaft.config.render import SCHEMAS
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,6 +35,6 @@ def _parser() -> argparse.ArgumentParser:
     show_all = actions.add_parser("show", help="print all keys with their defaults and comments")
     docs = actions.add_parser("docs", help="write the reference page of all keys")
     docs.add_argument("--out", required=True, help="Markdown file to write")
-    for action in (explain_key, show_all, docs):
-        action.add_argument("--trainer", choices=TRAINERS, default="ppo", help="command to configure (default: ppo)")
+    for action in (explain_key, show_all):
+        action.add_argument("--trainer", choices=SCHEMAS, default="ppo", help="command to configure (default: ppo)")
     return parser

@@ -31,13 +31,15 @@ def main(argv: Sequence[str]) -> int:
 
         memory, overrides = parse_device(options.device), ["trainer.device=cuda", *overrides]
     configs = compose(overrides, PPOConfig)
+    if not configs:  # the arguments only print the config
+        return 0
+    if len(configs) > 1:
+        raise ConfigError(f"camshaft plan forecasts one run, and the arguments describe {len(configs)}; omit -m")
     if options.device is not None and configs[0].trainer.device != "cuda":
         raise ConfigError(
             f"--device {options.device} plans a run on GPUs, but trainer.device={configs[0].trainer.device}; remove "
             "one of them"
         )
-    if len(configs) != 1:
-        raise ConfigError(f"camshaft plan forecasts one run, and the arguments describe {len(configs)}; omit -m")
     from camshaft.planning.plan import as_dict, find_change, make_plan, report, solve
     from camshaft.planning.step_time import forecast_times, report_times
 

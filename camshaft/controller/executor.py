@@ -183,9 +183,9 @@ def set_environment(rank_info: RankInfo, environment: dict[str, str]) -> None:
     os.environ.update(RANK=str(rank_info.rank), WORLD_SIZE=str(rank_info.world))
     os.environ.update(LOCAL_RANK=str(rank_info.local_rank), LOCAL_WORLD_SIZE=str(rank_info.local_world))
     cores = len(os.sched_getaffinity(0))
-    threads = int(
-        environment.get("OMP_NUM_THREADS") or max(1, cores // (rank_info.local_world + rank_info.other_ranks))
-    )
+    variable = environment.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2" has one number per level of nesting
+    threads = int(variable) if variable.isdigit() else 0
+    threads = threads or max(1, cores // (rank_info.local_world + rank_info.other_ranks))
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # torch has already been imported and has read the previous value.
     torch.set_num_threads(threads)

@@ -131,6 +131,9 @@ class LocalPool(ProcessPool):
         self._first_device, self._other_ranks = first_device, other_ranks
         self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=process_folder()))
 
+    def hint_at_start(self) -> str:
+        return ". A script must start workers under `if __name__ == '__main__':`" if self.options.import_main else ""
+
     def create_processes(self) -> None:
         devices = self._first_device + self.world_size
         for rank in range(self.world_size):

@@ -372,9 +372,7 @@ class ProcessPool(Pool):
     def _death_error(self, process: WorkerProcess, exit_status: str) -> WorkerError:
         requests = self._requests[process.rank] or next((requests for requests in self._requests if requests), ())
         role, method = (requests[0].role, requests[0].method) if requests else (self.spec.name, "between two calls")
-        hint = ""
-        if method == "__init__":
-            hint = ". A script must start workers under `if __name__ == '__main__':`"
+        hint = self.hint_at_start() if method == "__init__" else ""
         stacks = process.stacks()
         error = WorkerError(
             f"rank {process.rank} of {self.world_size} of {role} (process {process.pid}) "
@@ -382,6 +380,10 @@ class ProcessPool(Pool):
         )
         error.peak_memory = self._growth()
         return error
+
+    def hint_at_start(self) -> str:
+        """Return a possible cause of a death in the first call."""
+        return ""
 
     def _growth(self) -> int | None:
         """Return how far the memory of a process has grown at most, from the processes that are still alive here."""

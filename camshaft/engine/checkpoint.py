@@ -138,10 +138,18 @@ def save(
         files = {name: entry for entries in fingerprints for name, entry in entries.items()}
         state = replace(state, optimizer_values=_merge_over_ranks(group, state.optimizer_values))
         on_rank_zero(group, lambda: _finish(target, work, files, state.as_json(world_size), global_step))
-        if hdfs_path is not None:
-            on_rank_zero(group, lambda: storage.copy_folder(str(target), hdfs_path))
-        if max_ckpt_to_keep is not None:
-            on_rank_zero(group, lambda: storage.prune(target, max_ckpt_to_keep))
+    if hdfs_path is not None or max_ckpt_to_keep is not None:
+        on_rank_zero(group, lambda: _copy_and_prune(target, hdfs_path, max_ckpt_to_keep))
+
+
+def _copy_and_prune(target: Path, hdfs_path: str | None, max_ckpt_to_keep: int | None) -> None:
+    """Copy a complete checkpoint, then delete the older ones that exceed the limit."""
+    if hdfs_path is not None:
+        with _checkpoint_errors(0, f"{target} is complete, but could not be copied to {hdfs_path}"):
+            storage.copy_folder(str(target), hdfs_path)
+    if max_ckpt_to_keep is not None:
+        with _checkpoint_errors(0, f"{target} is complete, but older checkpoints could not be deleted"):
+            storage.prune(target, max_ckpt_to_keep)
 
 
 def _begin(target: Path, state: State) -> Path:

@@ -329,8 +329,14 @@ class MicroBatches:
         if self._hooks.postprocess is not None:
             predictions, self.ctx = self._hooks.postprocess(predictions, self.ctx)
         detached, loss = _detach(predictions, len(rows.data)), None
+        if self._predictions and detached.keys() != self._predictions[0].keys():
+            raise EngineError(
+                f"postprocess_fn returned {sorted(detached)} for a micro-batch and {sorted(self._predictions[0])} for "
+                "the first; return the same names for all"
+            )
         if self._hooks.loss is not None:
             loss, self.ctx = self._hooks.loss(rows.data.to(self._device), predictions, self.ctx)
+            _check_scalars({"loss": loss, **self.ctx.get("metrics", {})})
         if is_dummy:
             return None if loss is None else loss * 0
         self._predictions.append(detached)
@@ -380,6 +386,15 @@ def _detach(predictions: Any, rows: int) -> dict[str, Any]:
                 f"of {rows} rows; return a Ragged column (a value per token), a tensor or a list (a value per row)"
             )
     return detached
+
+
+def _check_scalars(values: Mapping[str, Any]) -> None:
+    """Raise EngineError for a loss or metric that is not a tensor."""
+    for name, value in values.items():
+        if not isinstance(value, Tensor):
+            raise EngineError(
+                f"the loss function returned '{name}' as a {type(value).__name__}; return a scalar tensor"
+            )
 
 
 # -- prefix sharing -------------------------------------------------------------------------------

@@ -31,6 +31,10 @@ UNSUPPORTED = {
 """Optimizers of torch.optim that engines do not support, with the reason."""
 
 
+UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
+"""Optimizers whose steps fail with DTensor parameters."""
+
+
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
     """Build the optimizer that `optim` describes, for the parameters that require a gradient.
 
@@ -44,6 +48,11 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig
             "no parameter of the model requires a gradient, so there is nothing to train; unfreeze a parameter"
         )
     cls = optimizer_class(optim.optimizer)
+    if issubclass(cls, UNSHARDED) and any(isinstance(p, DTensor) for p in trainable):
+        raise EngineError(
+            f"optimizer={optim.optimizer} does not support sharded parameters in torch {torch.__version__}; use "
+            "strategy=reference or another optimizer"
+        )
     signature = inspect.signature(cls).parameters
     values = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
     arguments = {

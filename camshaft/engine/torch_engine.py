@@ -299,18 +299,20 @@ class TorchEngine(BaseEngine):
         indices = range(len(micro_batches))
         needs_count = routing.needs_count(len(micro_batches))
         prepared = [micro_batches.prepare(index) for index in indices] if needs_count else []
-        if needs_count:
-            routed = [micro_batches.routed_experts(index) for index in indices]
-            routing.count(prepared, routed, [micro_batches.is_dummy(index) for index in indices])
-        for index in indices:
-            inputs = prepared[index] if needs_count else micro_batches.prepare(index)
-            with self.forward_context():
-                experts, is_dummy = micro_batches.routed_experts(index), micro_batches.is_dummy(index)
-                outputs = routing.forward(inputs, experts, is_dummy)
-            loss = micro_batches.finish(index, outputs)
-            if loss is not None:
-                self.backward(routing.add_loss(loss))
-        routing.routers.stop()
+        try:
+            if needs_count:
+                routed = [micro_batches.routed_experts(index) for index in indices]
+                routing.count(prepared, routed, [micro_batches.is_dummy(index) for index in indices])
+            for index in indices:
+                inputs = prepared[index] if needs_count else micro_batches.prepare(index)
+                with self.forward_context():
+                    experts, is_dummy = micro_batches.routed_experts(index), micro_batches.is_dummy(index)
+                    outputs = routing.forward(inputs, experts, is_dummy)
+                loss = micro_batches.finish(index, outputs)
+                if loss is not None:
+                    self.backward(routing.add_loss(loss))
+        finally:
+            routing.routers.stop()  # otherwise the next step would replay these choices
 
     def _start_routing(self, ctx: StepContext, forward_only: bool) -> RoutingStep | None:
         """Return the routing of a step; None for a dense model, or if the engine or the step does not use it."""

@@ -97,6 +97,8 @@ class Scores:
     function adds its unweighted score as `label` and these numbers as `label/number`."""
     answers: tuple[str | None, ...]
     """For each row, the extracted answer: `pred` of a dict result, or None."""
+    failed: Mapping[int, str] = field(default_factory=dict, kw_only=True)
+    """Index of each failed row -> kind of its first failure."""
     dropped: tuple[int, ...] = field(default=(), kw_only=True)
     """Indices of failed rows that are excluded from the update."""
 
@@ -109,7 +111,7 @@ class Scores:
 
     @property
     def num_failed(self) -> int:
-        return int(sum(self.metrics[f"reward/{name}"] for name in COUNTS.values()))
+        return len(self.failed)
 
 
 @dataclass(frozen=True)
@@ -300,9 +302,9 @@ class RewardManager:
         failures, slow = self._find_failures(job, rows)
         if failures and self.on_error == "raise":
             raise RewardError(f"the reward function failed for {failures[0]}")
-        failed_rows = tuple(dict.fromkeys(failure.row for failure in failures))
+        failed = {index: row.kind for index, row in enumerate(rows) if row.failed}
         zero = "count as 0" if len(self._functions) == 1 else "lack the score of a function"
-        _warn(failures, len(failed_rows), len(rows), "are dropped" if self.on_error == "drop" else zero)
+        _warn(failures, len(failed), len(rows), "are dropped" if self.on_error == "drop" else zero)
         seconds = [outcome.seconds for outcomes in job.outcomes for outcome in outcomes if outcome is not None]
         metrics = _metrics(rows) | {"reward/slow": float(len(slow))}
         metrics["timing_s/reward_call_max"] = max(seconds, default=0.0)
@@ -314,7 +316,8 @@ class RewardManager:
             failures=tuple(failures + slow)[:_NUM_LISTED],
             parts=tuple(row.parts for row in rows),
             answers=tuple(row.answer for row in rows),
-            dropped=failed_rows if self.on_error == "drop" else (),
+            failed=failed,
+            dropped=tuple(failed) if self.on_error == "drop" else (),
         )
 
     def _find_failures(self, job: Job, rows: Sequence[Outcome]) -> tuple[list[RewardFailure], list[RewardFailure]]:

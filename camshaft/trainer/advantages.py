@@ -52,11 +52,10 @@ def add_scores(batch: DataProto, result: RewardResult) -> DataProto:
     With `on_error=drop`, a row is dropped if its scoring or that of its greedy baseline failed. Dropped rows remain in
     the batch.
     """
-    failures = {failure.row: failure.kind for failure in result.failures}
     batch = batch.with_columns(
         token_level_scores=result.token_level_scores,
         score_parts=result.parts,
-        score_failure=[failures.get(row) for row in range(len(batch))],
+        score_failure=[result.failed.get(row) for row in range(len(batch))],
     )
     keep_mask = result.keep_mask
     if "reward_baselines" in batch:

@@ -112,7 +112,7 @@ def _check_prompts(
             batches[name] = build_prompt_set(prompts, tokenizer, options).batch
             if train:
                 fitted = fit_batch(config, len(batches[name]))
-                StatefulLoader(batches[name], fitted.data.train_batch_size)
+                StatefulLoader(batches[name], fitted.prompts_per_generation_batch())
             if rewards is not None:
                 check_scorable(
                     batches[name], config.custom_reward_function, has_reward_model=config.reward_model.enable
@@ -204,11 +204,11 @@ def _check_reward_function(prompts: DataProto, rewards: RewardManager, print_lin
         values = [truths[row]] * any(truths) + [rows["data_row"][row].get(name) for name in columns]
         texts = [str(rows["data_source"][row]), *(_shorten(repr(value), 40) for value in values)]
         print_line(f"  {' '.join(f'{score:>12}' for score in scores)}   {', '.join(texts)}")
-    failures = [failure for result in results.values() for failure in result.failures]
-    if failures:
-        count = sum(result.num_failed for result in results.values())
+    num_failed = sum(result.num_failed for result in results.values())
+    if num_failed:
+        failure = next(result.failures[0] for result in results.values() if result.failed)
         num_calls = len(results) * len(rows)
-        yield f"the reward function failed in {count} of {num_calls} calls; the first failure is {failures[0]}"
+        yield f"the reward function failed in {num_failed} of {num_calls} calls; the first failure is {failure}"
     elif any(truths) and all(results["ground truth"].scores <= results["empty"].scores):
         print_line(
             "  note: no ground truth scores higher than an empty response; the function may expect a different answer "
@@ -222,8 +222,7 @@ def _with_responses(rows: DataProto) -> DataProto:
 
 
 def _format_scores(result: RewardResult) -> list[str]:
-    kinds = {failure.row: failure.kind for failure in result.failures}
-    return [kinds.get(row, f"{score:g}") for row, score in enumerate(result.scores.tolist())]
+    return [result.failed.get(row, f"{score:g}") for row, score in enumerate(result.scores.tolist())]
 
 
 def _shorten(text: str, length: int) -> str:

@@ -66,12 +66,17 @@ class DivergenceCheck:
             is_lost = self.max_skipped_steps is not None and (
                 skipped.steps >= self.max_skipped_steps or skipped.updates >= MAX_UPDATES_WITHOUT_STEP
             )
+            limit = "trainer.max_skipped_steps sets the limit"
+            if self.max_skipped_steps is not None and skipped.steps < self.max_skipped_steps:
+                limit = (
+                    f"{MAX_UPDATES_WITHOUT_STEP} updates had no step; trainer.max_skipped_steps=null disables the limit"
+                )
             # A NaN of the critic reaches the actor one step later, so the role with more skipped steps is reported.
             if is_lost and skipped.steps > most_skipped:
                 most_skipped = skipped.steps
                 error = (
                     f"{name} has skipped {skipped.steps} optimizer steps in a row up to step {step}, because {reason}; "
-                    f"{self._advice(name)}. trainer.max_skipped_steps sets the limit"
+                    f"{self._advice(name)}. {limit}"
                 )
         if error:
             raise DivergenceError(error)

@@ -46,7 +46,7 @@ ALLOWED_ON_ONE_LEVEL = {
     ("config", "machine"), ("config", "masking"), ("stacks", "temporary"),
     ("fetch", "storage"), ("fetch", "errors"), ("fetch", "hub"), ("hub", "errors"), ("__main__", "cli"),
     ("ragged", "columns"), ("ragged", "device"), ("dataproto", "device"), ("digest", "device"),
-    ("config", "subprocesses"), ("storage", "subprocesses"),
+    ("config", "subprocesses"), ("storage", "subprocesses"), ("storage", "temporary"),
     ("planning", "trainer"),  # checks and plans what a trainer would start
 }  # fmt: skip
 """Allowed imports within a level; `python -m camshaft` is the command line."""

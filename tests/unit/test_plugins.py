@@ -105,6 +105,19 @@ def test_a_missing_library_error_has_the_install_command(package, monkeypatch):
         plugins.import_attribute("needs_it:Tracker")
 
 
+def test_an_outdated_library_error_has_the_upgrade_command(package):
+    (package / "needs_new.py").write_text("import transformers.no_such_module, peft.no_such_module\n")
+    with pytest.raises(ConfigError, match=r"the module 'transformers\.no_such_module' does not exist"):
+        plugins.import_attribute("needs_new:Engine")
+    (package / "needs_newer.py").write_text("import peft.no_such_module\n")
+    message = (
+        "requires the module 'peft.no_such_module', which the installed version of 'peft' lacks: "
+        "pip install --upgrade 'camshaft[lora]'"
+    )
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        plugins.import_attribute("needs_newer:Engine")
+
+
 def test_an_error_inside_the_module_travels_unchanged(package):
     (package / "broken_thing.py").write_text("1 / 0\n")
     with pytest.raises(ZeroDivisionError):

@@ -46,6 +46,8 @@ def test_no_rows_at_all():
     assert empty.rows() == []
     assert empty.padded().shape == (0, 0)
     assert empty.sum().shape == (0,)
+    assert empty.map(torch.Tensor.bool).sum().dtype == torch.int64
+    assert empty.map(torch.Tensor.bfloat16).sum().dtype == torch.float32
     assert empty.mean().shape == (0,)
     assert len(empty.select([])) == 0
     assert len(Ragged.join(empty, empty)) == 0

@@ -1,3 +1,5 @@
+import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable
@@ -231,6 +233,19 @@ def test_a_folder_is_held_by_one_at_a_time(tmp_path: Path) -> None:
     again = storage.lock_folder(tmp_path)
     assert again is not None
     again.close()
+
+
+def test_a_file_system_without_locks_is_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    file = storage.lock_folder(tmp_path)
+    assert file is not None
+    file.close()
+    assert f"{tmp_path} cannot be locked (Function not implemented)" in caplog.text
 
 
 def test_files_folders_and_renames_are_flushed_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,6 +112,11 @@ class FailingFileSystem(MemoryFileSystem):
         if self.cuts and rpath.endswith(self.cuts):
             self.pipe_file(rpath, self.cat_file(rpath)[:-1])
 
+    def get_file(self, rpath, lpath, *args, **kwargs):
+        if self.hangs_at and rpath.endswith(self.hangs_at):
+            time.sleep(60)
+        super().get_file(rpath, lpath, *args, **kwargs)
+
 
 @pytest.fixture
 def breaking(monkeypatch: pytest.MonkeyPatch) -> type[FailingFileSystem]:
@@ -165,6 +170,12 @@ def test_an_upload_that_hangs_is_reported_and_ends(
     with pytest.raises(StorageError, match=message), subprocesses.limit_waits(limit):
         storage.copy_folder(str(tmp_path / "x"), "breaking://host/actor")
     assert "breaking.put_file: no answer from breaking://" in caplog.records[0].getMessage()
+    monkeypatch.setattr(breaking, "hangs_at", "")
+    storage.copy_folder(str(tmp_path / "x"), "breaking://host/actor")
+    monkeypatch.setattr(breaking, "hangs_at", "actor/a.txt")
+    message = r"breaking.get_file: no answer from breaking://.*actor/a\.txt for 1"
+    with pytest.raises(StorageError, match=message), subprocesses.limit_waits(limit):
+        storage.copy_folder("breaking://host/actor", str(tmp_path / "back"))
 
 
 def test_only_a_complete_folder_is_copied_to_a_url(tmp_path: Path, remote: str) -> None:

@@ -185,6 +185,7 @@ def test_a_killed_group_includes_grandchildren():
 def test_exit_codes_are_described():
     assert describe_exit(3) == "exit code 3"
     assert describe_exit(-signal.SIGSEGV) == "SIGSEGV"
+    assert describe_exit(-(signal.SIGRTMIN + 3)) == f"signal {signal.SIGRTMIN + 3}"
     assert describe_exit(-signal.SIGKILL) == "SIGKILL, which the kernel sends when the machine is out of memory"
 
 

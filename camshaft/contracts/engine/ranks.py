@@ -53,7 +53,7 @@ class RuleRanks(contextlib.AbstractContextManager["RuleRanks"]):
             self._num_checked += 1
             self._checker.check(rule, engine_class, folder, self._device, dict(common_fields or {}))
         except WorkerError as error:
-            self._pool = None
+            self._shut_down()
             return str(error.__cause__) if isinstance(error.__cause__, Violation) else str(error)
         return None
 

@@ -122,7 +122,7 @@ def _shadowing_files(folder: Path, names: dict[str, str]) -> Iterator[Path]:
 
 def _is_installed_in(folder: Path, package: str) -> bool:
     """Return True if the folder also has the metadata of the package, as folders of `pip install --target` have."""
-    return any(folder.glob(f"{re.sub('[-_.]+', '_', package)}-*.dist-info"))
+    return any(importlib.metadata.distributions(name=package, path=[str(folder)]))
 
 
 # -- versions -------------------------------------------------------------------------------------

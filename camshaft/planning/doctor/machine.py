@@ -78,11 +78,10 @@ def check_cpu(ranks: int = 1) -> Iterator[Finding]:
 def check_memory() -> Iterator[Finding]:
     """Report the memory of the machine and the limit of the container."""
     facts = _memory_facts()
-    total, available, limit = facts["MemTotal"], facts["MemAvailable"], _cgroup_memory()
+    total, available, limit = facts["MemTotal"], available_memory(), _cgroup_memory()
     note = ""
     if limit is not None and limit < total:
         note = f"; the container is limited to {_size(limit)}, and processes above the limit are killed"
-        available = min(available, limit)
     message = f"{_size(available)} of {_size(total)} available{note}"
     if available < MIN_MEMORY:
         yield warn("memory", message, "ps -eo pid,rss,args --sort=-rss | head")
@@ -113,7 +112,8 @@ def memory_limit() -> int:
 
 def available_memory() -> int:
     """Return the memory that new processes can use without swapping, within the limit of the container, in bytes."""
-    return min(_memory_facts()["MemAvailable"], _cgroup_memory() or sys.maxsize)
+    available, limit = _memory_facts()["MemAvailable"], _cgroup_memory()
+    return available if limit is None else min(available, max(0, limit - _cgroup_memory_in_use()))
 
 
 def _memory_facts() -> dict[str, int]:
@@ -129,6 +129,16 @@ def _cgroup_memory() -> int | None:
         if (text := _cgroup_file(name)) is not None and text.isdigit():
             return int(text)
     return None
+
+
+def _cgroup_memory_in_use() -> int:
+    """Return the memory that the container uses in bytes, without cached files that the kernel can drop."""
+    for folder, current, cached in (("", "memory.current", ""), ("memory/", "memory.usage_in_bytes", "total_")):
+        text = _cgroup_file(f"{folder}{current}")
+        if text is not None and text.isdigit():
+            entries = dict(line.split() for line in (_cgroup_file(f"{folder}memory.stat") or "").splitlines())
+            return int(text) - int(entries.get(f"{cached}inactive_file", 0))
+    return 0
 
 
 def _cgroup_cores() -> float | None:

@@ -8,6 +8,8 @@ The checks use the functions that the run itself uses, so their messages are tho
 
 from __future__ import annotations
 
+import math
+import re
 import shlex
 import shutil
 import socket
@@ -18,8 +20,9 @@ from typing import Any, NamedTuple
 
 from camshaft import hub
 from camshaft.config import PPOConfig
+from camshaft.config.load import as_override
 from camshaft.config.model_settings import local_model
-from camshaft.config.schema.model import ModelSource
+from camshaft.config.schema.model import AnyModelConfig, ModelSource
 from camshaft.controller.ray_cluster import cluster_address, head_may_answer
 from camshaft.data import data_files, read_prompts, summarize_files
 from camshaft.errors import CamshaftError
@@ -35,12 +38,12 @@ from camshaft.planning.doctor.machine import (
     machine_checks,
     memory_limit,
 )
-from camshaft.planning.doctor.weights import read_headers
+from camshaft.planning.doctor.weights import read_shapes
 from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
 from camshaft.storage import is_url
 from camshaft.trainer.build import prompt_files, prompt_options
 from camshaft.trainer.scoring import build_rewards
-from camshaft.trainer.session import check_device, check_libraries
+from camshaft.trainer.session import check_device, check_libraries, pool_specs
 
 SAMPLE_ROWS = 64
 """Number of rows of each data set that are tokenized."""
@@ -50,6 +53,8 @@ FORECAST_SECONDS = 60.0
 """Time limit of the forecast of the memory."""
 BYTES_PER_PARAMETER = 12
 """Size of a checkpoint per trained parameter: float32 weights and two moments."""
+MIN_SAVES = 10
+"""Number of saves that the free space must hold if a run keeps all checkpoints."""
 
 
 def run_checks(config: PPOConfig, overrides: Sequence[str] | None = None) -> dict[str, Check]:
@@ -59,7 +64,7 @@ def run_checks(config: PPOConfig, overrides: Sequence[str] | None = None) -> dic
         "config": lambda: [ok("config", "the config is valid")],
         "run folder": partial(check_folder, folder),
         "disk": partial(check_disks, folder),
-        "cpu": partial(check_cpu, config.trainer.n_gpus_per_node),
+        "cpu": partial(check_cpu, sum(spec.ranks_per_node for spec in pool_specs(config))),
         "models": partial(check_models, config),
         "tokenizer": partial(check_tokenizer, config),
         "data": partial(check_data, config),
@@ -86,20 +91,19 @@ def check_model(key: str, path: str) -> Iterator[Finding]:
     folder = local_model(path)
     if folder is None:
         if hub.is_model_name(path) or is_url(path):
-            yield warn(
-                "models", f"{key}={path} is not on this machine yet, so it is not checked", f"hf download {path}"
-            )
+            download = f"copy {path} to this machine" if is_url(path) else f"hf download {path}"
+            yield warn("models", f"{key}={path} is not on this machine yet, so it is not checked", download)
         else:
             yield fail("models", f"{key}={path} does not exist on this machine", f"copy {path} to this machine")
         return
-    problems, weights = read_headers(folder)
+    problems, shapes = read_shapes(folder)
     if not (folder / "config.json").is_file():
         problems.append(f"{folder} has no config.json")
     for problem in problems:
         yield fail("models", f"{key}={path}: {problem}", f"copy or download {folder} again")
     if not problems:
-        count = sum(weight.count for weight in weights.values())
-        kind = f"{count:,} parameters in safetensors files" if weights else "no safetensors files"
+        count = sum(map(math.prod, shapes.values()))
+        kind = f"{count:,} parameters in safetensors files" if shapes else "no safetensors files"
         yield ok("models", f"{key}={path}: {kind}")
 
 
@@ -133,7 +137,6 @@ def check_tokenizer(config: PPOConfig) -> Iterator[Finding]:
 
 def check_data(config: PPOConfig) -> Iterator[Finding]:
     """Read the columns of the data files, and tokenize the first rows."""
-    fix = f"camshaft check-data {' '.join(f'data.train_files={path}' for path in config.data.train_files)} ..."
     for name, train in (("training", True), ("validation", False)):
         paths, _ = prompt_files(config, train)
         if not paths:
@@ -144,7 +147,9 @@ def check_data(config: PPOConfig) -> Iterator[Finding]:
             tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
             read_prompts(files, tokenizer, prompt_options(config), SAMPLE_ROWS)
         except (CamshaftError, OSError) as error:
-            yield fail("data", f"{name} data: {error}", fix)
+            keys = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}
+            words = [as_override(key, value) for key, value in keys.items() if value]
+            yield fail("data", f"{name} data: {error}", f"{shlex.join(['camshaft', 'check-data', *words])} ...")
             continue
         yield ok("data", f"{name} data: {rows:,} rows in {len(files)} files")
 
@@ -163,8 +168,7 @@ def check_reward(config: PPOConfig) -> Iterator[Finding]:
     except CamshaftError as error:
         yield fail("reward", f"{source}: {error}", f"python {functions[0].path}" if functions[0].path else "")
         return
-    noun = "loads" if len(functions) == 1 else "load"
-    yield ok("reward", f"{', '.join(names)} {noun}")
+    yield ok("reward", f"loaded {', '.join(names)}")
 
 
 # -- backends and resources -----------------------------------------------------------------------
@@ -174,14 +178,15 @@ def check_backends(config: PPOConfig) -> Iterator[Finding]:
     """Check that the libraries and the devices of the run exist on this machine."""
     trainer = config.trainer
     rollout, strategy = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.actor.strategy
+    ranks = sum(spec.world_size for spec in pool_specs(config))
     try:
         check_libraries(config)
         if trainer.backend() == "local":
-            check_device(trainer.device, trainer.world_size)
+            check_device(trainer.device, ranks, ranks - trainer.world_size)
     except CamshaftError as error:
         yield fail("libraries", str(error), "")
         return
-    yield ok("libraries", f"engine {strategy}, rollout {rollout}, {trainer.world_size} ranks on {trainer.device}")
+    yield ok("libraries", f"engine {strategy}, rollout {rollout}, {ranks} ranks on {trainer.device}")
 
 
 def check_ports(config: PPOConfig) -> Iterator[Finding]:
@@ -232,7 +237,10 @@ def check_machines(config: PPOConfig) -> Iterator[Finding]:
             here, there = versions.get(name, "missing"), result.versions.get(name, "missing")
             if here != there:
                 message = f"{machine}: {name} is {there}, and {here} on this machine"
-                yield warn("machines", message, f"ssh {machine} pip install {name}=={here}")
+                fix = (
+                    f"ssh {machine} pip install {name}=={here}" if name in versions else f"pip install {name}=={there}"
+                )
+                yield warn("machines", message, "install the same Python on both" if name == "python" else fix)
         if not problems:
             yield ok("machines", f"{machine}: no problem")
 
@@ -267,21 +275,22 @@ def check_checkpoint_space(config: PPOConfig) -> Iterator[Finding]:
     if trainer.save_freq == -1:
         yield ok("checkpoints", "the run saves no checkpoints (trainer.save_freq=-1)")
         return
-    policy = config.actor_rollout_ref.model
-    sizes = {"actor": (policy.path, trainer.max_actor_ckpt_to_keep)}
+    models: list[tuple[AnyModelConfig, int | None]] = [(config.actor_rollout_ref.model, trainer.max_actor_ckpt_to_keep)]
     if config.needs_critic():
-        sizes["critic"] = (config.critic.model.path, trainer.max_critic_ckpt_to_keep)
-    one = total = 0
-    for path, keep in sizes.values():
-        size = BYTES_PER_PARAMETER * _parameters(path)
-        one += size
-        total += size * ((keep or 1) + 1)  # a checkpoint is complete before the oldest one is deleted
+        models.append((config.critic.model, trainer.max_critic_ckpt_to_keep))
+    sizes = [(BYTES_PER_PARAMETER * _trained_parameters(model), keep) for model, keep in models]
+    one = sum(size for size, _ in sizes)
+    # A checkpoint is complete before the oldest one is deleted.
+    kept = sum(size * (keep + 1) for size, keep in sizes if keep is not None)
+    each_save = sum(size for size, keep in sizes if keep is None)
     free = shutil.disk_usage(existing_parent(Path(trainer.default_local_dir))).free
-    message = f"a checkpoint has {_gib(one)}, the kept ones need {_gib(total)}, and {_gib(free)} are free"
+    need = f"the kept ones need {_gib(kept)}, " if kept else ""
+    growth = f"each save adds {_gib(each_save)} because all are kept, " if each_save else ""
+    message = f"a checkpoint has {_gib(one)}, {need}{growth}and {_gib(free)} are free"
     fix = "set trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=1, or trainer.default_local_dir=FOLDER"
     if free < one:
         yield fail("checkpoints", message, fix)
-    elif free < total:
+    elif free < kept + MIN_SAVES * each_save:
         yield warn("checkpoints", message, fix)
     else:
         yield ok("checkpoints", message)
@@ -310,10 +319,18 @@ def check_forecast(config: PPOConfig, overrides: Sequence[str] | None) -> Iterat
         yield fail("forecast", f"{message}, which has {_gib(memory)}", fix)
 
 
-def _parameters(path: str) -> int:
-    """Return the number of parameters in the weight files of a model; 0 if it is not on this machine."""
-    folder = local_model(path)
-    return 0 if folder is None else sum(weight.count for weight in read_headers(folder)[1].values())
+def _trained_parameters(model: AnyModelConfig) -> int:
+    """Return the number of parameters in a checkpoint of a model; 0 if the model is not on this machine.
+
+    With LoRA, each matrix except for embeddings and output head counts as adapted, so the number is an upper bound.
+    """
+    folder = local_model(model.path)
+    shapes = {} if folder is None else read_shapes(folder)[1]
+    if not model.lora_rank:
+        return sum(map(math.prod, shapes.values()))
+    excluded = re.compile("embed|lm_head")
+    matrices = (shape for name, shape in shapes.items() if len(shape) == 2 and not excluded.search(name))
+    return sum(model.lora_rank * sum(shape) for shape in matrices)
 
 
 def _gib(count: float) -> str:

@@ -50,8 +50,8 @@ def test_the_report_by_hand():
             "kl_k1": -sum(logs) / 4,
             # exp(d) - 1 - d: the ratios less one add up to 1 - 1/4 - 1/2 - 1/2 = -1/4
             "kl_k3": (-0.25 - sum(logs)) / 4,
-            # Row weights: 2 * 3/4 = 3/2, 1/2 * 1/2 = 1/4, and 1 for the row without counted tokens: their sum is 11/4.
-            "effective_sample_share": (11 / 4) ** 2 / (3 * (9 / 4 + 1 / 16 + 1)),
+            # Row weights: 2 * 3/4 = 3/2 and 1/2 * 1/2 = 1/4. The row without counted tokens has none.
+            "effective_sample_share": (7 / 4) ** 2 / (2 * (9 / 4 + 1 / 16)),
         }
     )
 
@@ -60,7 +60,7 @@ def test_the_report_by_hand():
 def test_the_report_matches_a_loop(batch):
     rows = oracle(*batch)
     counted = [d for row in rows for d in row] or [0.0]
-    weights = [math.exp(sum(row)) for row in rows]
+    weights = [math.exp(sum(row)) for row in rows if row] or [1.0]
     expected = {
         "log_prob_diff_max": max(map(abs, counted)),
         "log_prob_diff_mean": sum(map(abs, counted)) / len(counted),

@@ -2,6 +2,8 @@
 
 import contextlib
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -110,6 +112,24 @@ def test_cfg_job_starts_no_run(trained: Statuses, tmp_path: Path, capfd) -> None
     assert main(["ppo", "--cfg", "job", *ppo_args(tmp_path)]) == 0
     assert seeds == []
     assert "seed:" in capfd.readouterr().out
+
+
+def test_plan_also_prints_a_config(tmp_path: Path, capfd) -> None:
+    assert main(["plan", "--device", "h100", "--cfg", "job", *ppo_args(tmp_path)]) == 0
+    assert "seed:" in capfd.readouterr().out
+
+
+def test_a_reader_that_ends_early_ends_the_command() -> None:
+    script = "set -o pipefail; $0 -m camshaft config show | true"
+    run = subprocess.run(["bash", "-c", script, sys.executable], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("ranks", ["-1", "two"])
+def test_a_number_of_ranks_is_not_negative(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["check-engine", "reference", "--ranks", ranks])
+    assert "argument --ranks" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from camshaft.cli import COMMANDS, main
-from camshaft.cli.completion import SCHEMAS, SCRIPTS
+from camshaft.cli.completion import COMMAND_SCHEMAS, SCRIPTS
 from camshaft.config.schema.algorithm import ESTIMATORS
 from camshaft.config.short_names import RECIPES, short_names
 from camshaft.config.tree import leaf_fields
@@ -49,9 +49,9 @@ def test_commands_are_completed(script: Path) -> None:
     assert complete(script, "camshaft check") == ["check-data", "checkpoints", "check-engine", "check-rollout"]
 
 
-@pytest.mark.parametrize("command", SCHEMAS)
+@pytest.mark.parametrize("command", COMMAND_SCHEMAS)
 def test_all_keys_of_a_command_are_completed(script: Path, command: str) -> None:
-    schema = SCHEMAS[command]
+    schema = COMMAND_SCHEMAS[command]
     sections = {key.partition(".")[0] for key in leaf_fields(schema)}
     words = set(complete(script, f"camshaft {command} "))
     assert words >= {f"{name}=" for name in short_names(schema)}
@@ -88,6 +88,8 @@ def test_files_are_completed_after_keys_of_paths(script: Path, tmp_path: Path) -
 def test_options_and_actions_of_other_commands_are_completed(script: Path) -> None:
     assert complete(script, "camshaft config ") == ["explain", "show", "docs", "--help"]
     assert complete(script, "camshaft export --d") == ["--dtype"]
+    assert complete(script, "camshaft plan --d") == ["--device"]
+    assert complete(script, "camshaft doctor --d") == ["--deep"]
     assert set(complete(script, "camshaft completion ")) == {*SCRIPTS, "--help"}
 
 

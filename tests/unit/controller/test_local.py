@@ -129,6 +129,9 @@ def test_ranks_share_the_cores_and_see_the_environment_of_today(monkeypatch: pyt
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     with workers(Toy, world_size=2) as toy:
         assert toy.environment() == [("today", "0", 3), ("today", "1", 3)]
+    monkeypatch.setenv("OMP_NUM_THREADS", "2,1")  # one number per level of nesting
+    with workers(Toy, world_size=2) as toy:
+        assert toy.environment() == [("today", "0", 2), ("today", "1", 2)]
 
 
 def test_more_threads_than_cores_are_a_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):

@@ -6,7 +6,11 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import pytest
+
+from camshaft import stacks
 from camshaft.controller.network import interface_of
 from camshaft.stacks import read_stacks, stack_file
 
@@ -30,6 +34,14 @@ def test_stacks_of_a_running_and_a_crashed_process_are_read():
         os.kill(process.pid, signal.SIGSEGV)
         process.wait(10)
         assert "Segmentation fault" in read_stacks(process.pid, stack_file(process.pid))
+
+
+def test_a_process_that_ends_meanwhile_has_no_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait(10)
+    (tmp_path / "stacks").touch()
+    monkeypatch.setattr(stacks, "_handles_signal", lambda pid: True)  # as it did a moment ago
+    assert read_stacks(process.pid, tmp_path / "stacks") == ""
 
 
 def test_the_interface_of_an_address():

@@ -498,6 +498,24 @@ def read_copied(root: str) -> bool:
         return folder.exists()
 
 
+def copy_to_a_file(root: str) -> str:
+    Path(root, "file").touch()
+    with pytest.raises(CheckpointError) as caught:
+        save(
+            State(laid_out("1d", full_tensors()), {}, {}, {}),
+            f"{root}/ckpt",
+            group=dist.group.WORLD,
+            hdfs_path=f"{root}/file/x",
+        )
+    return str(caught.value)
+
+
+def test_a_failed_copy_is_not_reported_as_a_failed_save(tmp_path: Path) -> None:
+    for message in run_warm_ranks(copy_to_a_file, 2, str(tmp_path)):
+        assert message.startswith(f"{tmp_path}/ckpt is complete, but could not be copied to {tmp_path}/file/x: rank 0")
+    assert storage.is_complete(tmp_path / "ckpt")
+
+
 def test_copies_and_retention_are_rank_zeros(tmp_path: Path) -> None:
     run_warm_ranks(write_and_copy, 2, str(tmp_path))
     assert [step for step, _ in storage.step_folders(tmp_path / "run")] == [2, 3]

@@ -197,6 +197,21 @@ def steps_on_a_mesh(outer: int, optim: OptimConfig, max_norm: float) -> tuple[li
     return norms, [(p.full_tensor() if isinstance(p, DTensor) else p).detach() for p in parameters]
 
 
+def reject_unsharded_optimizers() -> list[str]:
+    messages = []
+    for name in ("Adafactor", "Rprop"):
+        with pytest.raises(EngineError) as caught:
+            steps_on_a_mesh(1, OptimConfig(lr=0.1, optimizer=name), 1.0)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_optimizers_without_sharding_are_rejected_before_the_first_step() -> None:
+    for messages in run_warm_ranks(reject_unsharded_optimizers, 2):
+        assert all("does not support sharded parameters" in message for message in messages)
+        assert messages[0].startswith("optimizer=Adafactor")
+
+
 @pytest.mark.parametrize(("ranks", "outer"), [(2, 2), (2, 1), (4, 2)])
 @pytest.mark.parametrize(
     ("name", "more"), [("AdamW", {}), ("AdamW", {"fused": True}), ("SGD", {"momentum": 0.9})], ids=str

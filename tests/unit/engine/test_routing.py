@@ -2,7 +2,7 @@
 
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -274,6 +274,23 @@ def test_replay_of_the_routers_own_choices_changes_no_bit(model: str, tmp_path: 
     assert isinstance(usual, Ragged)
     assert torch.equal(replayed["log_probs"].values, usual.values)  # pyright: ignore
     assert not replayed["routing_mismatch"].values.any()  # pyright: ignore
+
+
+def test_a_failed_step_ends_its_replay(tmp_path: Path) -> None:
+    harness = MoEHarness(engine_class("reference"), tmp_path, {}, MODELS["mixtral"])
+    engine = harness.build()
+    batch = harness.shared_prompt_batch
+    usual = harness.infer(engine, None, batch)["log_probs"]
+
+    def fail(*_: object) -> NoReturn:
+        raise ArithmeticError
+
+    engine.set_loss_fn(fail)
+    experts = _random_experts(batch, MODELS["mixtral"])
+    with pytest.raises(ArithmeticError):
+        engine.train_batch(batch.with_columns(routed_experts=experts), StepContext(routing="replay", num_tokens=1))
+    assert isinstance(usual, Ragged)
+    assert torch.equal(harness.infer(engine, None, batch)["log_probs"].values, usual.values)  # pyright: ignore
 
 
 def test_comparison_counts_choices_at_the_token_before() -> None:

@@ -153,6 +153,29 @@ def test_a_prediction_without_a_value_per_row_is_rejected(value: Any) -> None:
         linear().run(batch_of(3, 2), postprocess_fn=lambda outputs, ctx: ({"mean": value}, ctx))
 
 
+def test_predictions_have_the_same_names_in_all_micro_batches() -> None:
+    calls: list[int] = []
+
+    def more_each_time(outputs: Any, ctx: StepContext) -> tuple[dict[str, Any], StepContext]:
+        calls.append(1)
+        return {f"row {number}": [0] for number in range(len(calls))}, ctx
+
+    message = r"returned \['row 0', 'row 1'\] for a micro-batch and \['row 0'\] for the first"
+    with pytest.raises(EngineError, match=message):
+        linear().run(batch_of(3, 2), postprocess_fn=more_each_time)
+
+
+@pytest.mark.parametrize("name", ["loss", "mean"])
+def test_losses_and_metrics_are_tensors(name: str) -> None:
+    def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Any, StepContext]:
+        loss, ctx = mean_log_prob(data, predictions, ctx)
+        ctx["metrics"] = {"mean": 0.5 if name == "mean" else loss.detach()}
+        return 0.5 if name == "loss" else loss, ctx
+
+    with pytest.raises(EngineError, match=f"the loss function returned '{name}' as a float; return a scalar tensor"):
+        linear().run(batch_of(3, 2), None, loss_fn)
+
+
 def test_a_tensor_is_rejected_as_a_batch() -> None:
     with pytest.raises(BatchError, match=r"a tensor of shape \(2, 3\); expected a DataProto with .*'input_ids'"):
         linear().run(torch.zeros(2, 3))

@@ -1,6 +1,7 @@
 """`camshaft doctor key=value ...` finds what a run lacks."""
 
 import json
+import math
 import shutil
 import socket
 import struct
@@ -10,10 +11,10 @@ from typing import Any
 
 import pytest
 from support.command_line import camshaft
-from support.ppo_runs import ppo_args
+from support.ppo_runs import ppo_args, ppo_config
 
 from camshaft.planning.doctor import run
-from camshaft.planning.doctor.weights import read_header, read_headers
+from camshaft.planning.doctor.weights import read_shapes
 from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
 
 
@@ -114,7 +115,7 @@ def truncated_weights(folder: Path) -> None:
 
 def missing_shard(folder: Path) -> None:
     actor = folder / "actor"
-    names = read_header(actor / "model.safetensors")
+    names = read_shapes(actor)[1]
     index = {"weight_map": dict.fromkeys(names, "model.safetensors") | {"extra": "model-00002-of-00002.safetensors"}}
     (actor / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
@@ -128,8 +129,8 @@ def unreadable_data(folder: Path) -> None:
     ("damage", "check", "message"),
     [
         (without_tokenizer, "tokenizer", "has neither tokenizer.json nor tokenizer_config.json"),
-        (damaged_header, "models", "its header claims"),
-        (truncated_weights, "models", "its header describes"),
+        (damaged_header, "models", "Error while deserializing header"),
+        (truncated_weights, "models", "Error while deserializing header"),
         (missing_shard, "models", "lacks model-00002-of-00002.safetensors"),
         (unreadable_data, "data", "train.parquet"),
     ],
@@ -204,11 +205,42 @@ def test_checkpoints_that_do_not_fit_are_found(tmp_path: Path, monkeypatch: pyte
     assert "a checkpoint has" in message
 
 
+def checkpoint_space(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, keys: dict[str, Any]) -> tuple[str, str]:
+    """Return status and message of the check with this many free bytes."""
+    usage = shutil.disk_usage(folder)._replace(free=free)
+    config = ppo_config(folder, {"trainer.save_freq": 1, **keys})
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda _: usage)
+        (finding,) = run.check_checkpoint_space(config)
+    return finding.status, finding.message
+
+
+def test_kept_checkpoints_are_compared_with_the_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ppo_args(tmp_path)
+    both = sum(math.prod(shape) for name in ("actor", "critic") for shape in read_shapes(tmp_path / name)[1].values())
+    one, two = run.BYTES_PER_PARAMETER * both, {f"trainer.max_{role}_ckpt_to_keep": 2 for role in ("actor", "critic")}
+    assert checkpoint_space(tmp_path, monkeypatch, 3 * one, two)[0] == "OK"
+    assert checkpoint_space(tmp_path, monkeypatch, 3 * one - 1, two)[0] == "WARN"
+    assert checkpoint_space(tmp_path, monkeypatch, one - 1, two)[0] == "FAIL"
+    status, message = checkpoint_space(tmp_path, monkeypatch, 3 * one, {})  # both models keep all
+    assert (status, "each save adds" in message) == ("WARN", True)
+
+
+def test_lora_checkpoint_contains_only_the_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ppo_args(tmp_path)
+    config = ppo_config(tmp_path, {"actor_rollout_ref.model.lora_rank": 2})
+    from transformers import AutoModelForCausalLM
+
+    layers = AutoModelForCausalLM.from_pretrained(tmp_path / "actor").model.layers.modules()
+    sizes = [(layer.in_features, layer.out_features) for layer in layers if hasattr(layer, "in_features")]
+    assert run._trained_parameters(config.actor_rollout_ref.model) == sum(2 * sum(size) for size in sizes)
+
+
 def test_number_of_parameters_matches_the_model(tmp_path: Path) -> None:
     ppo_args(tmp_path)
-    problems, weights = read_headers(tmp_path / "actor")
+    problems, shapes = read_shapes(tmp_path / "actor")
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
     assert problems == []
-    assert sum(weight.count for weight in weights.values()) == sum(p.numel() for p in model.parameters())
+    assert sum(map(math.prod, shapes.values())) == sum(p.numel() for p in model.parameters())

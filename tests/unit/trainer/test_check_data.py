@@ -133,6 +133,22 @@ def test_the_scores_name_the_function(check: Check) -> None:
     assert "training prompts (reward: exact_match)" in output
 
 
+@pytest.mark.alone
+def test_slow_calls_are_not_failures(check: Check) -> None:
+    status, output = check(
+        [row("1")] * 2, "custom_reward_function.timeout=1.5", reward="import time\n    time.sleep(0.8)\n    return 0.5"
+    )
+    assert status == 0, output
+    assert "           0.5          0.5   sums, '7'" in output
+
+
+def test_a_generation_batch_must_fit_the_data(check: Check) -> None:
+    groups = ("algorithm.adv_estimator=grpo", "algorithm.filter_groups.enable=true", "data.gen_batch_size=4")
+    status, output = check([row("1")] * 3, *groups, "actor_rollout_ref.rollout.n=2")
+    assert status == 1, output
+    assert "the data has 3 rows, but one batch needs 4" in output.splitlines()[-1]
+
+
 def test_a_function_for_another_answer_format_is_reported(check: Check) -> None:
     status, output = check([row("1")] * 2, reward="return float(solution_str.startswith('answer: '))")
     assert status == 0
