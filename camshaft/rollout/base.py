@@ -82,10 +82,10 @@ class SamplingParams:
         """Return the parameters that have an effect and that a rollout must declare as supported."""
         return {name: getattr(self, name) for name, off in OPTIONAL_SAMPLING.items() if getattr(self, name) != off}
 
-    def penalties(self, prompts: Ragged) -> Penalties | None:
-        """Return the penalties on tokens for one call; None if no penalty is set."""
+    def penalties(self, prompts: Ragged, limits: Tensor) -> Penalties | None:
+        """Return the penalties on tokens for one call with these limits of the rows; None if no penalty is set."""
         strengths = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return None if strengths == (1.0, 0.0, 0.0) else Penalties(prompts, self.max_tokens, *strengths)
+        return None if strengths == (1.0, 0.0, 0.0) else Penalties(prompts, int(limits.max()), *strengths)
 
 
 @dataclass(frozen=True)

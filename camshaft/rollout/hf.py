@@ -110,7 +110,7 @@ class HFRollout(BaseRollout):
             return_dict_in_generate=True,
         )
         prompts, width = prompts.to(self.model.device), int(prompts.lengths.max())
-        sampler = _Sampler(sampling, seeds.to(self.model.device), prompts)
+        sampler = _Sampler(sampling, seeds.to(self.model.device), prompts, limits)
         criteria = _StopCriteria(StopStrings(self.model.tokenizer, sampling.stop), width) if sampling.stop else None
         with torch.no_grad():
             out = hf.generate(
@@ -151,9 +151,9 @@ class _Sampler(LogitsProcessor):
     The penalties of transformers would also apply to padding tokens.
     """
 
-    def __init__(self, sampling: SamplingParams, seeds: Tensor, prompts: Ragged):
+    def __init__(self, sampling: SamplingParams, seeds: Tensor, prompts: Ragged, limits: Tensor):
         self._greedy, self._seeds, self._lengths = sampling.greedy, seeds, prompts.lengths.to(seeds.device)
-        self._penalties, self._rows = sampling.penalties(prompts), torch.arange(len(seeds), device=seeds.device)
+        self._penalties, self._rows = sampling.penalties(prompts, limits), torch.arange(len(seeds), device=seeds.device)
         self._warpers = LogitsProcessorList()
         if sampling.temperature != 1 and not sampling.greedy:
             self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))

@@ -86,7 +86,7 @@ class Scheduler:
         self.ends = self.lengths + request.limits.to(self.device) - 1
         self.num_steps = int(request.limits.max())
         self.seeds = request.seeds.to(self.device)
-        self.penalties = self.sampling.penalties(prompts.to(self.device))
+        self.penalties = self.sampling.penalties(prompts.to(self.device), request.limits)
         self.stop_ids = torch.tensor(request.stop_ids, dtype=torch.int64, device=self.device)
         self.stop_strings = request.stop_strings
         self.responses: list[list[int]] = [[] for _ in range(len(prompts))] if request.stop_strings else []

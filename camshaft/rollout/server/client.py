@@ -294,5 +294,9 @@ def _is_loopback(url: str) -> bool:
 def _local_address_towards(url: str) -> str:
     """Return the address of this machine at which the server can reach it."""
     parts = urlsplit(url)
-    with socket.create_connection((parts.hostname or "", parts.port or 80), timeout=10.0) as probe:
-        return probe.getsockname()[0]
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        with socket.create_connection((parts.hostname or "", port), timeout=10.0) as probe:
+            return probe.getsockname()[0]
+    except OSError as error:
+        raise RolloutError(f"no connection to {url} ({error}); check that the server still runs") from error

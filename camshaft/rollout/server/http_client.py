@@ -33,6 +33,10 @@ MAX_ERROR_BODY = 2000
 """Maximum number of characters of a response body in an error message."""
 
 
+class RequestRejected(RolloutError):
+    """The server rejected a request, as it would again."""
+
+
 class ServerUnavailable(RolloutError):
     """The connection failed or the server answered with HTTP 5xx. A later attempt may succeed."""
 
@@ -128,7 +132,7 @@ class RetryingConnection:
             reason = f"the server {report}" if report else f"{type(error).__name__}: {error}"
             raise ServerUnavailable(f"{client.url} did not answer {path}: {reason}") from error
         if status >= 400:
-            error_class = ServerUnavailable if status >= 500 else RolloutError
+            error_class = ServerUnavailable if status >= 500 else RequestRejected
             message = content.decode(errors="replace")[:MAX_ERROR_BODY]
             fix = f"; set {API_KEY} to the server's API key" if status == 401 else ""
             raise error_class(f"{client.url} answered {path} with HTTP {status}: {message}{fix}")

@@ -67,6 +67,8 @@ def command_line_options(config: RolloutEngineConfig, arguments: Mapping[str, An
             command.append(f"--{'' if value else 'no-'}{option}")
         elif isinstance(value, dict):
             command += [f"--{option}", json.dumps(value)] if value else []
+        elif isinstance(value, list | tuple):
+            command += [f"--{option}", *map(str, value)] if value else []
         elif value is not None:
             command += [f"--{option}", str(value)]
     return command

@@ -33,7 +33,7 @@ from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
 from camshaft.rollout.external import RowRequest, RowResponse
 from camshaft.rollout.server.client import ServerClient
-from camshaft.rollout.server.http_client import HTTPClient, RetryingConnection
+from camshaft.rollout.server.http_client import HTTPClient, RequestRejected, RetryingConnection
 from camshaft.rollout.server.launch import ServerProcess
 from camshaft.rollout.vllm.base import BaseVLLMRollout
 from camshaft.subprocesses import NO_LIMIT, POLL_SECONDS, Limit, Wait
@@ -183,6 +183,7 @@ class ServerRollout(BaseVLLMRollout):
                     for future in done:
                         future.result()
                     if len(responses) - responses.count(None) != num_received:
+                        progress.finish(since)
                         num_received, since = len(responses) - responses.count(None), time.monotonic()
                     check_progress(since)
             except BaseException:
@@ -228,6 +229,8 @@ def _wait_until_healthy(url: str, timeout: float) -> None:
         try:
             http.request("GET", "/health")
             return
+        except RequestRejected:
+            raise
         except RolloutError as error:
             if time.monotonic() > deadline:
                 raise RolloutError(

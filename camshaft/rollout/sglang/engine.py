@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
+import multiprocessing
 import os
 import queue
 import threading
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from camshaft.config.model_settings import read_settings
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.models.loader import load_config, model_folder
@@ -65,11 +67,12 @@ class SGLangEngine:
 
         worker.register_sampler()
         reader, writer = Pipe(duplex=False)
+        writing = multiprocessing.get_context("spawn").Lock()  # a message can take several writes
         # The pipe is read continuously, because a full pipe would block SGLang's processes.
         threading.Thread(target=self._receive_reports, args=(reader,), daemon=True).start()
 
         class ReportingEngine(Engine):
-            run_scheduler_process_func = staticmethod(functools.partial(worker.run, writer))
+            run_scheduler_process_func = staticmethod(functools.partial(worker.run, writer, writing))
 
         self._row_params: str = worker.RowParams.to_str()
         try:
@@ -252,11 +255,12 @@ def count_windowed_layers(config: RolloutEngineConfig) -> int:
 
 
 def _check_length(config: RolloutEngineConfig) -> None:
-    positions = _text_config(config).get("max_position_embeddings")
-    if positions is not None and config.max_model_len > positions:
+    settings = read_settings(config.model_path, config.override_config)
+    positions = None if settings is None else settings.positions()
+    if positions is not None and config.max_model_len > positions[1]:
         raise RolloutError(
-            f"max_model_len={config.max_model_len} exceeds the {positions} positions of the model "
-            f"(max_position_embeddings); set max_model_len to {positions} or less"
+            f"max_model_len={config.max_model_len} exceeds the {positions[1]} positions of the model "
+            f"({positions[0]}); set max_model_len to {positions[1]} or less"
         )
 
 

@@ -1,7 +1,7 @@
 """Sampling and weight loading inside the processes that SGLang starts. SGLang imports this module by name.
 
     class Engine(sglang.Engine):
-        run_scheduler_process_func = staticmethod(functools.partial(run, report))
+        run_scheduler_process_func = staticmethod(functools.partial(run, report, writing))
 
     sampling_backend=SAMPLER                        # samples like all other rollouts of this package
     custom_weight_loader=[BEGIN, LOAD, FINISH]      # loads weights and sends checksums over `report`
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Lock
 from typing import Any
 
 import torch
@@ -36,11 +37,11 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj
 """Map from each fused parameter of SGLang to the weights that it concatenates along the first dimension."""
 
 
-def run(report: Connection, *arguments: Any, **kwargs: Any) -> None:
-    """Run SGLang's scheduler process, which holds the model."""
+def run(report: Connection, writing: Lock, *arguments: Any, **kwargs: Any) -> None:
+    """Run SGLang's scheduler process, which holds the model. All processes write to `report` under the lock."""
     from sglang.srt.managers.scheduler import run_scheduler_process  # pyright: ignore[reportMissingImports]
 
-    _state.report = report
+    _state.report, _state.writing = report, writing
     register_sampler()
     run_scheduler_process(*arguments, **kwargs)
 
@@ -95,6 +96,7 @@ class _State:
     """State of this process: the received weights and the first problem of the current weight update."""
 
     report: Connection | None = None
+    writing: Lock | None = None
     sampler_installed: bool = False
     received: dict[str, tuple[int, torch.dtype, torch.Size]] = field(default_factory=dict)
     problem: str = ""
@@ -139,8 +141,10 @@ def finish_update(model: Any, _named: Sequence[tuple[str, Tensor]]) -> None:
     if not _state.sampler_installed:
         _state.problem = "SGLang did not install camshaft's sampler, so the seeds of rows would have no effect"
     assert _state.report is not None
+    assert _state.writing is not None
     digests = {name: value for name, (value, *_) in _state.received.items()} | _stored_digests(model)
-    _state.report.send((digests, _state.problem))
+    with _state.writing:
+        _state.report.send((digests, _state.problem))
 
 
 def _floating_parameters(model: Any) -> dict[str, Tensor]:

@@ -176,17 +176,18 @@ def _without_expandable_segments(device: torch.device) -> Iterator[None]:
 
     A process opens their memory with pidfd_getfd, which containers and ptrace restrictions forbid.
     """
-    settings = ",".join(os.environ.get(name, "") for name in _ALLOCATOR_VARIABLES).replace(" ", "")
+    settings = next((os.environ[name] for name in _ALLOCATOR_VARIABLES if os.environ.get(name)), "").replace(" ", "")
     if "expandable_segments:True" not in settings:
         yield
         return
     release_cache(device)
     memory: Any = torch.get_device_module(device).memory
-    memory._set_allocator_settings("expandable_segments:False")
+    # torch resets the settings that a call omits.
+    memory._set_allocator_settings(settings.replace("expandable_segments:True", "expandable_segments:False"))
     try:
         yield
     finally:
-        memory._set_allocator_settings("expandable_segments:True")
+        memory._set_allocator_settings(settings)
 
 
 class DeviceMemoryReceiver(Receiver):

@@ -16,6 +16,7 @@ WEIGHTS: dict[str, Tensor] = {
     "matrix": torch.randn(7, 5, generator=torch.Generator().manual_seed(0)),
     "half": torch.randn(9, generator=torch.Generator().manual_seed(1)).bfloat16(),
     "scalar": torch.tensor(3.5, dtype=torch.float64),
+    "strided": torch.arange(10.0)[::5][:1],
     "nothing": torch.empty(0, 4),
     "mask": torch.tensor([True, False, True]),
     "turned": torch.randn(6, 4, generator=torch.Generator().manual_seed(2)).t(),

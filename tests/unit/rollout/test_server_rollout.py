@@ -161,6 +161,29 @@ def test_server_that_holds_back_responses_is_named(
     assert "/v1/completions: no answer from the server" in caplog.records[-1].getMessage()
 
 
+def test_later_calls_expect_gaps_of_the_same_length(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(subprocesses, "REPORT_SECONDS", 0.3)
+    monkeypatch.setattr(subprocesses.Wait, "longest", {})
+    with fake_server(serving(lambda: (time.sleep(0.8), (200, {"choices": [GOOD]}))[1])) as fake:
+        rollout: Any = build_rollout("server", config(vllm_server_base_url=fake.url))
+        rollout._loaded_version = "mine"
+        monkeypatch.setattr(rollout._client, "check_version", lambda version: None)
+        for is_first in (True, False):
+            caplog.clear()
+            rollout.generate_sequences(PROMPTS, SamplingParams(max_tokens=2), torch.zeros(1, dtype=torch.int64))
+            assert bool(caplog.records) == is_first
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_a_rejected_health_request_is_an_error_at_once(status: int) -> None:
+    with fake_server(lambda path, body: (status, {})) as fake:
+        with pytest.raises(RolloutError, match=f"answered /health with HTTP {status}"):
+            build_rollout("server", config(vllm_server_base_url=fake.url))
+        assert fake.paths == ["/health"]
+
+
 def test_unreachable_url_times_out() -> None:
     url, begun = unused_url(), time.monotonic()
     message = rf"no server is ready at vllm_server_base_url={url} after 0.5 s \(vllm_server_timeout\)"

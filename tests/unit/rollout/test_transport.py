@@ -244,7 +244,7 @@ def test_shared_device_memory_is_not_in_expandable_segments(
 
     monkeypatch.setattr(torch, "empty", on_host)
     open_sender(torch.device("cuda"), 8)
-    settings = [f"expandable_segments:{value}" for value in changes]
+    settings = [f"max_split_size_mb:64,expandable_segments:{value}" for value in changes]
     assert calls == ["cache released"] * bool(changes) + [*settings[:1], "allocated on cuda", *settings[1:]]
 
 
