@@ -50,7 +50,13 @@ class Answers:
 
     def check_columns(self, name: str) -> None:
         """Raise ConfigError if the files already contain a column that `write` adds."""
-        conflicts = [column for column in _score_columns(name) if column in read_table(self.sources).column_names]
+        try:
+            columns = read_table(self.sources).column_names
+        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+            raise BatchError(
+                f"the files of data.path have incompatible schemas: {error}. Use a separate run for each file"
+            ) from error
+        conflicts = [column for column in _score_columns(name) if column in columns]
         if conflicts:
             raise ConfigError(
                 f"data.score_key={name}: data.path already has a column '{conflicts[0]}'; use another name"

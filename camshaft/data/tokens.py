@@ -10,6 +10,7 @@ versions. The checksum does not cover length limits, so the cache stays valid wh
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -165,5 +166,7 @@ def _write(path: Path, ids: Ragged) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         save_file({"values": ids.values, "lengths": ids.lengths}, temporary)
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         logger.warning("could not cache the token ids in %s: %s", path.parent, error)

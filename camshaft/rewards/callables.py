@@ -103,6 +103,9 @@ def _pickle(function: Function, name: str, label: str, weight: float) -> Pickled
     return PickledFunction(name, data, checksum, label, weight)
 
 
+_PLAIN = (str, bytes, bool, int, float, complex, type(None))
+
+
 def _describe(value: Any, parents: tuple[int, ...]) -> Any:
     """Return a description of a value that does not depend on addresses, file names and line numbers.
 
@@ -120,7 +123,7 @@ def _describe(value: Any, parents: tuple[int, ...]) -> Any:
         cells = [describe(cell.cell_contents) for cell in value.__closure__ or ()]
         return describe(value.__code__), describe(value.__defaults__), describe(value.__kwdefaults__), cells
     if isinstance(value, MethodType):
-        return describe(value.__func__), describe(value.__self__)
+        return describe(value.__func__), type(value.__self__).__qualname__, _settings(value.__self__)
     if isinstance(value, partial):
         return describe(value.func), describe(value.args), describe(value.keywords)
     if isinstance(value, set | frozenset):
@@ -129,7 +132,15 @@ def _describe(value: Any, parents: tuple[int, ...]) -> Any:
         return [(repr(key), describe(item)) for key, item in value.items()]
     if isinstance(value, list | tuple):
         return list(map(describe, value))
-    if value is None or isinstance(value, str | bytes | bool | int | float | complex):
+    if isinstance(value, _PLAIN):
         return repr(value)
     call = vars(type(value)).get("__call__")
-    return type(value).__qualname__, describe(call) if isinstance(call, FunctionType) else None
+    if isinstance(call, FunctionType):
+        return type(value).__qualname__, describe(call), _settings(value)
+    return type(value).__qualname__
+
+
+def _settings(value: Any) -> list[tuple[str, str]]:
+    """Return the numbers and texts that an object holds as attributes."""
+    attributes = {} if isinstance(value, type) else getattr(value, "__dict__", {})
+    return [(name, repr(item)) for name, item in attributes.items() if isinstance(item, _PLAIN)]

@@ -39,7 +39,7 @@ from camshaft.errors import RewardError
 from camshaft.ragged import on_last_token
 from camshaft.rewards.arguments import RESPONSE
 from camshaft.rewards.messages import FunctionSpec, Sample, Spec
-from camshaft.rewards.output import Output
+from camshaft.rewards.output import Output, append_rotated
 from camshaft.rewards.pool import Job, Kind, Outcome, WorkerPool
 from camshaft.stop import Stop
 from camshaft.subprocesses import NO_LIMIT, import_path, limit_waits
@@ -430,8 +430,6 @@ def _warn(failures: Sequence[RewardFailure], num_failed: int, num_rows: int, con
 
 FAILED_REWARDS = Path("rewards", "failed.jsonl")
 """Log of failed reward calls, relative to the folder of a run."""
-MAX_BYTES = 8 * 1024 * 1024
-"""Size in bytes at which the log file is rotated."""
 
 
 class FailedSamples:
@@ -439,7 +437,8 @@ class FailedSamples:
 
         FailedSamples(folder / FAILED_REWARDS).add(result.failures, "step 12")
 
-    The first failure creates the file. A full file is renamed to `failed.1.jsonl`, which replaces an older one.
+    The first failure creates the file. A full file is renamed to `failed.1.jsonl`, which replaces an older one. A full
+    disk causes a warning, and the run continues.
     """
 
     def __init__(self, path: Path):
@@ -450,8 +449,7 @@ class FailedSamples:
         lines = [json.dumps({"when": when} | asdict(failure), default=str) + "\n" for failure in failures]
         if not lines:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists() and self.path.stat().st_size >= MAX_BYTES:
-            self.path.replace(self.path.with_suffix(".1.jsonl"))
-        with open(self.path, "a", encoding="utf-8") as out:
-            out.writelines(lines)
+        try:
+            append_rotated(self.path, "".join(lines).encode())
+        except OSError as error:
+            logger.warning("failed samples cannot be written to %s: %s", self.path, error.strerror or error)

@@ -1,9 +1,7 @@
-"""Output of reward functions: write what they print to a file of bounded size.
+"""Files of bounded size for the output of reward functions and for failed samples.
 
-    output = Output(Path("run/rewards/output.log"))
-    output.write(b"...")             # the first call creates the file and logs its path
-
-Only `pool.py` uses this module.
+output = Output(Path("run/rewards/output.log"))
+output.write(b"...")             # the first call creates the file and logs its path
 """
 
 import contextlib
@@ -12,7 +10,7 @@ import os
 from pathlib import Path
 
 MAX_BYTES = 8 * 1024 * 1024
-"""Size in bytes at which the file is renamed to `output.1.log`, which replaces an older one."""
+"""Size in bytes at which a file is renamed, for example to `output.1.log`, which replaces an older one."""
 MAX_STDERR_BYTES = 1024 * 1024
 """Maximum number of bytes that are written to stderr if there is no file."""
 
@@ -35,11 +33,7 @@ class Output:
             if not self._num_bytes:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 logger.info("the reward function prints; its output is in %s", self.path)
-            size = self.path.stat().st_size if self.path.exists() else 0
-            if size and size + len(data) > MAX_BYTES:
-                self.path.replace(self.path.with_suffix(".1.log"))
-            with open(self.path, "ab") as file:
-                file.write(data)
+            append_rotated(self.path, data)
         self._num_bytes += len(data)
 
     def _write_to_stderr(self, data: bytes) -> None:
@@ -50,3 +44,13 @@ class Output:
                 os.write(2, data[:remaining])
             if 0 < remaining < len(data):
                 os.write(2, b"\ncamshaft: further output of the reward function is discarded\n")
+
+
+def append_rotated(path: Path, data: bytes) -> None:
+    """Append to a file. If it would exceed `MAX_BYTES`, rename it first, and start a new one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    size = path.stat().st_size if path.exists() else 0
+    if size and size + len(data) > MAX_BYTES:
+        path.replace(path.with_suffix(f".1{path.suffix}"))
+    with open(path, "ab") as file:
+        file.write(data)

@@ -26,6 +26,7 @@ import queue
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 import weakref
 from collections import deque
@@ -33,7 +34,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Pipe, wait
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from camshaft.errors import RewardError, ScoringAbandoned
 from camshaft.rewards.messages import CallResult, FunctionInfo, LoadResult, Request, Sample, Spec
@@ -43,6 +44,7 @@ from camshaft.stop import Stop
 from camshaft.subprocesses import (
     NO_LIMIT,
     POLL_SECONDS,
+    Frames,
     Limit,
     MessageReader,
     Wait,
@@ -462,7 +464,10 @@ class _Worker:
         self.outbox = self._stdout.fileno()
         self.output: int | None = self._stderr.fileno()
         """Pipe with the output of user code, or None if the process has closed it."""
-        self._send(spec)
+        self._outgoing: queue.SimpleQueue[Frames | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write_messages, name="reward-calls", daemon=True)
+        self._writer.start()
+        self._outgoing.put(pack(spec))
 
     def assign(self, job: Job, calls: Iterable[Call], concurrent: bool = False, isolated: bool = False) -> None:
         """Send calls to the process. It does not receive further calls while `isolated` ones run."""
@@ -474,7 +479,7 @@ class _Worker:
             self._starts[self._num_requests] = time.monotonic()
             self._num_requests += 1
         if requests:
-            self._send(requests)
+            self._outgoing.put(pack(requests))
             self.is_concurrent, self.is_isolated = concurrent, isolated
             self._set_deadline()
 
@@ -519,10 +524,13 @@ class _Worker:
         self.since = self._starts[next(iter(self.calls))] if self.calls else time.monotonic()
         self.deadline = self.since + self._timeout + _CANCEL_SECONDS * self.is_concurrent
 
-    def _send(self, message: Any) -> None:
-        # A broken pipe means that the process died while idle. The next `_wait` detects the end of its output.
+    def _write_messages(self) -> None:
+        """Send messages in a thread, because user code can keep the process from reading them."""
+        # A broken pipe means that the process died. The next `_wait` detects the end of its output.
         with contextlib.suppress(BrokenPipeError):
-            send(self._stdin.fileno(), pack(message))
+            while (frames := self._outgoing.get()) is not None:
+                send(self._stdin.fileno(), frames)
+        self._stdin.close()
 
     @property
     def is_ready(self) -> bool:
@@ -534,7 +542,7 @@ class _Worker:
 
     def close_input(self) -> None:
         """Close the standard input of the process, which makes an idle process exit."""
-        self._stdin.close()
+        self._outgoing.put(None)
 
     def kill(self, timeout: float = 0.0) -> None:
         """Wait up to `timeout` seconds for the process to exit, then kill it and its children."""
@@ -543,8 +551,10 @@ class _Worker:
                 self._process.wait(timeout)
         kill_group(self._process.pid)
         self._process.wait()
+        self._outgoing.put(None)
+        self._writer.join()
         self.forward_output()
-        for file in (self._stdin, self._stdout, self._stderr, self._stack_file):
+        for file in (self._stdout, self._stderr, self._stack_file):
             file.close()
         self.output = None
 

@@ -128,8 +128,8 @@ def sample_table(batch: DataProto, step: int, token_rows: int, decode: Decode, p
     texts = decode(ids)
     columns: dict[str, Any] = {
         "row": np.arange(len(batch), dtype=np.int32),
-        "uid": [str(uid) for uid in batch["uid"]],
-        "data_source": [str(source) for source in batch["data_source"]],
+        "uid": [_as_text(uid) for uid in batch["uid"]],
+        "data_source": [_as_text(source) for source in batch["data_source"]],
         "prompt": _prompt_texts(batch, decode),
         "response": texts,
         "ground_truth": [_as_text(truth) for truth in batch["ground_truth"]],
@@ -251,4 +251,6 @@ def _rows_of_ids(tokens: Ragged) -> list[list[int]]:
 
 
 def _as_text(value: Any) -> str:
-    return value if isinstance(value, str) else _JSON.encode(value)
+    """Return a text, or the JSON of another value, with lone surrogates escaped, which UTF-8 cannot encode."""
+    text = value if isinstance(value, str) else _JSON.encode(value)
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -149,6 +149,6 @@ def best_and_worst(parts: PPOParts, batch: DataProto) -> list[Sample]:
 def save_samples(samples: list[Sample], path: Path) -> None:
     """Write the samples as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", encoding="utf-8") as out:
+    with open(path, "w", encoding="utf-8", errors="backslashreplace") as out:
         for sample in samples:
             out.write(json.dumps(asdict(sample), ensure_ascii=False, default=str) + "\n")

@@ -109,7 +109,8 @@ def _stalled(run: RunFolder, now: float) -> str | None:
 
 
 def _failing_rewards(run: RunFolder, now: float) -> str | None:
-    rows = _recent(run, "rollout/rows_decoded") or 0.0
+    tokens, length = _recent(run, "rollout/response_tokens"), _recent(run, "response_length/mean")
+    rows = tokens / length if tokens and length else 0.0
     kinds = ("errors", "invalid", "timeouts", "crashes")
     counts = {kind: count for kind in kinds if (count := _recent(run, f"reward/{kind}"))}
     if not counts or (rows and sum(counts.values()) <= MAX_FAILED * rows):

@@ -90,7 +90,8 @@ def show_generated(path: Path, num_groups: int, width: int) -> str:
     """Return the responses in the first rows of an output file of `camshaft generate`."""
     table_of_rows = read_samples(path)
     suffix = "_finished"
-    keys = [name.removesuffix(suffix) for name in table_of_rows.column_names if name.endswith(suffix)]
+    names = table_of_rows.column_names
+    keys = [key for name in names if (key := name.removesuffix(suffix)) != name and key in names]
     if not keys:
         raise RunFolderError(
             f"{path} has no column that ends with {suffix}, so it is not an output file of `camshaft generate`"
@@ -126,9 +127,9 @@ def _content(value: Any) -> str:
 
 def _group_lines(group: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     first = group[0]
-    head = first["uid"]
+    head = printable(first["uid"])
     if first["data_source"] != "unknown":
-        head += f" ({first['data_source']})"
+        head += f" ({printable(first['data_source'])})"
     if first["ground_truth"] not in (None, "null"):
         head += f"  truth: {printable(first['ground_truth'])}"
     cells = [("score", "advantage", "tokens", "", "response")]

@@ -87,6 +87,7 @@ def test_missing_fields_of_a_json_row_are_none(tmp_path: Path) -> None:
         ("a.json", b'[{"a": 1},', r"a\.json: invalid JSON"),
         ("a.jsonl", b'{"a": "\xff"}', r"a\.jsonl cannot be read: .*utf-8"),
         ("a.csv", b"a,b\n1,2\n3\n", r"a\.csv, line 3: the row has 1 cells, but the header has 2"),
+        ("a.csv", b"a,b,b\n1,2,3\n", r"a\.csv: two columns have the name 'b'; rename one of them"),
         ("a.csv", b'a,b\n1,"2\n', r"a\.csv cannot be read: unexpected end of data"),
         ("a.jsonl.gz", gzip.compress(b'{"a": 1}', mtime=0)[:-9], r"a\.jsonl\.gz cannot be read"),
         ("a.parquet", b"PAR1 truncated", r"a\.parquet cannot be read"),

@@ -2,6 +2,7 @@
 
 import copy
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -104,6 +105,17 @@ def test_an_unwritable_cache_is_only_a_warning(tokenizer, monkeypatch, tmp_path,
     monkeypatch.setenv("CAMSHAFT_CACHE", str(tmp_path / "file"))
     assert len(tokenize(prompts(), tokenizer, PLACES, 1)) == 30
     assert "could not cache the token ids" in caplog.text
+
+
+def test_a_full_disk_is_only_a_warning(tokenizer, caplog) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        assert len(tokenize(prompts(), tokenizer, PLACES, 1)) == 30
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "could not cache the token ids" in caplog.text
+    assert list(cache_folder("prompts").iterdir()) == []
 
 
 def test_errors_in_a_process_name_the_row(tokenizer) -> None:

@@ -67,6 +67,25 @@ def test_checksums_depend_on_captured_values() -> None:
     assert first != second
 
 
+class Judge:
+    def __init__(self, strictness: int) -> None:
+        self.strictness = strictness
+
+    def __call__(self, response: str) -> float:
+        return float(len(response) > self.strictness)
+
+    def score(self, response: str) -> float:
+        return self(response)
+
+
+def test_checksums_depend_on_the_settings_of_an_object() -> None:
+    def checksum(reward: Any) -> str:
+        return pickle_reward(reward)[0].checksum
+
+    assert checksum(Judge(1)) == checksum(Judge(1)) != checksum(Judge(2))
+    assert checksum(Judge(1).score) == checksum(Judge(1).score) != checksum(Judge(2).score)
+
+
 def test_a_function_may_capture_itself() -> None:
     def count(response: str) -> int:
         return 0 if not response else 1 + count(response[1:])

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from camshaft.rewards import manager
+from camshaft.rewards import output
 from camshaft.rewards.manager import FailedSamples, RewardFailure
 
 
@@ -31,8 +31,14 @@ def test_without_failures_no_file_is_written(tmp_path: Path) -> None:
     assert not (tmp_path / "rewards").exists()
 
 
+def test_a_full_disk_is_only_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "rewards").touch()
+    FailedSamples(tmp_path / "rewards" / "failed.jsonl").add([failure(3)], "step 12")
+    assert "failed samples cannot be written to" in caplog.text
+
+
 def test_the_log_is_rotated_and_keeps_the_newest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(manager, "MAX_BYTES", 1000)
+    monkeypatch.setattr(output, "MAX_BYTES", 1000)
     path = tmp_path / "failed.jsonl"
     for step in range(100):
         FailedSamples(path).add([failure(step, "x" * 100)], f"step {step}")

@@ -193,6 +193,13 @@ def test_a_resumed_run_deletes_later_files(writer: Callable[..., SampleWriter], 
     assert sorted(path.name for path in first.folder.parent.iterdir()) == ["samples.1"]
 
 
+def test_lone_surrogates_are_escaped(writer: Callable[..., SampleWriter], tokenizer: Tokenizer, tmp_path: Path) -> None:
+    batch = batch_of(tokenizer).with_columns(ground_truth=["a\ud800"] * 6, data_source=["\udfff"] * 6)
+    writer().write(batch, 1)
+    (row, *_) = parquet.read_table(tmp_path / "samples" / "step_1.parquet").to_pylist()
+    assert (row["ground_truth"], row["data_source"]) == ("a\\ud800", "\\udfff")
+
+
 def test_a_folder_that_cannot_be_written_costs_one_warning(
     writer: Callable[..., SampleWriter], tokenizer: Tokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -26,7 +26,13 @@ def advice_on(folder: Path, now: float = 0.0) -> list[str]:
 LOW: Curve = lambda step: 0.2  # noqa: E731
 
 BAD: dict[str, dict[str, Curve]] = {
-    "Reward function fails": {"reward/errors": lambda step: 12.0, "critic/score/mean": LOW},
+    "Reward function fails": {
+        "reward/errors": lambda step: 12.0,
+        "critic/score/mean": LOW,
+        "rollout/response_tokens": lambda step: 6400.0,  # of 64 responses
+        "response_length/mean": lambda step: 100.0,
+        "rollout/rows_decoded": lambda step: 6336.0,
+    },
     "Reward is always 0": {"critic/score/mean": lambda step: 0.0, "groups/same_share": lambda step: 1.0},
     "Groups without signal": {
         "groups/same_share": lambda step: 0.97,

@@ -51,6 +51,9 @@ def test_responses_cannot_control_the_terminal(tmp_path: Path) -> None:
     make_run(tmp_path / "run", responses={1: sample_rows(text="a\x1b[2Jb\nc\u202e{row}\u00e9")})
     shown = show_step(RunFolder(tmp_path / "run"), 1, 3, 200)
     assert "a\\x1b[2Jb\\nc\\u202e4\u00e9" in shown
+    rows = [row | {"uid": "\x1b[2J", "data_source": "\x1b[3J"} for row in sample_rows()]
+    make_run(tmp_path / "ids", responses={1: rows})
+    shown += show_step(RunFolder(tmp_path / "ids"), 1, 3, 200)
     assert all(char.isprintable() or char == "\n" for char in shown)
     assert printable("plain") == "plain"
 
@@ -72,14 +75,19 @@ def test_a_run_without_responses_says_so(tmp_path: Path) -> None:
 
 def test_generated_responses_are_shown_with_their_prompts(tmp_path: Path) -> None:
     columns = {"answer": ["a\x1bb", "cc"], "answer_tokens": [2, 3], "answer_finished": [True, False]}
-    rows = [{"prompt": f"p{number}", "level": number, **columns, "answer_score": [0.5, 1.0]} for number in range(3)]
+    inputs = {"is_finished": False}  # a column of the prompts
+    rows = [
+        {"prompt": f"p{number}", "level": number, **inputs, **columns, "answer_score": [0.5, 1.0]}
+        for number in range(3)
+    ]
     path = write_parquet(tmp_path / "responses.parquet", rows)
     text = camshaft("show", str(path), "--groups", "2", "--width", "400").out
-    assert text.splitlines()[:7] == [
+    assert text.splitlines()[:8] == [
         f"{path}: 3 rows",
         "",
         "prompt: p0",
         "level: 0",
+        "is_finished: False",
         "  score  tokens       answer",
         "  0.5    2            a\\x1bb",
         "  1      3       cut  cc",
