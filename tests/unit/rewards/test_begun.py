@@ -218,3 +218,17 @@ def test_combined_and_penalized_rewards_can_begin_early(manager):
     begun = added(rewards.begin(batch.drop("responses", "rm_scores")), texts, [(1, 2), (0, 1)])
     assert untimed(rewards.score(batch, decode, begun)) == untimed(expected)
     assert CombinedRewards(None).begin(batch) is None
+
+
+@pytest.mark.alone
+def test_a_process_that_does_not_read_its_calls_is_killed_at_the_time_limit(manager, caplog):
+    """A regular expression holds the interpreter lock, so the process does not read the calls that follow."""
+    body = "import re\nif solution_str == 'b': re.match('(a+)+$', 'a' * 60 + 'b')\nreturn 1.0"
+    rewards = manager(body, head="async def", timeout=2.0, num_workers=1)
+    texts = ["b", *["x" * 100_000] * 8]
+    begun = added(rewards.begin(batch_of(texts)), texts, [(0, 1)])
+    time.sleep(1.0)
+    result = rewards.score(batch_of(texts), decode, added(begun, texts, [(1, 9)]))
+    assert result.scores.tolist() == [0, *[1] * 8]
+    assert result.metrics["reward/timeouts"] == 1.0
+    assert "signal 14" not in caplog.text  # the alarm with which a process kills itself later

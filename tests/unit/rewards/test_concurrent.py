@@ -60,15 +60,6 @@ def test_a_failure_affects_only_its_own_call(manager, score, failure, kind):
 
 
 @pytest.mark.alone
-def test_a_process_that_does_not_read_its_calls_is_killed_at_the_time_limit(manager, score):
-    """A regular expression holds the interpreter lock, so the process does not read the other calls."""
-    body = "import re\nif solution_str[0] == 'b': re.match('(a+)+$', 'a' * 60 + 'b')\nreturn 1.0"
-    result = score(manager(body, head="async def", timeout=1.0, num_workers=1), ["b", *["x" * 200_000] * 8])
-    assert result.scores.tolist() == [0, *[1] * 8]
-    assert (result.metrics["reward/timeouts"], result.metrics["reward/crashes"]) == (1.0, 0.0)
-
-
-@pytest.mark.alone
 def test_a_suppressed_cancellation_counts_as_a_timeout(manager, score):
     body = "import asyncio\ntry: await asyncio.sleep(60)\nexcept asyncio.CancelledError: return 1.0"
     result = score(manager(body, head="async def", timeout=0.5, num_workers=1), ["a"])
