@@ -84,7 +84,8 @@ class Settings:
     def ranks(self) -> int:
         """Return the number of ranks of the largest resource pool."""
         pools = self.get("trainer.resource_pools")
-        sections = ["trainer", *(f"trainer.resource_pools.{name}" for name in (pools or {}))]
+        names = pools if isinstance(pools, Mapping) else ()
+        sections = ["trainer", *(f"trainer.resource_pools.{name}" for name in names)]
         return max(self.count(f"{pool}.nnodes") * self.count(f"{pool}.n_gpus_per_node") for pool in sections)
 
     def is_grouped(self) -> bool:
@@ -177,7 +178,8 @@ def _eager(section: str) -> Rule:
     def choose(settings: Settings) -> tuple[Any, str]:
         if settings.on_cpu():
             return True, ""
-        if settings.get(f"{section}.enable_return_routed_experts") is True:
+        replays = settings.get("actor_rollout_ref.actor.router_replay.mode") == "R3"
+        if replays or settings.get(f"{section}.enable_return_routed_experts") is True:
             return True, "returns expert choices"
         return False, "captures decode steps as CUDA graphs"
 
@@ -336,9 +338,8 @@ def fit_to_rows(config: TrainingConfig, rows: int) -> TrainingConfig:
     The result is the unchanged config if no smaller batch fits the ranks and the mini-batches; the data loader then
     reports the problem.
     """
-    chosen = {choice.key for choice in config.choices()}
     size = config.data.train_batch_size
-    if BATCH not in chosen or rows >= size:
+    if not config.is_automatic(BATCH) or rows >= size:
         return config
     candidates = (_with_batch(config, smaller) for smaller in range(rows, 0, -1))
     fitted = next((candidate for candidate in candidates if _is_divisible(candidate)), config)
@@ -357,7 +358,7 @@ def _with_batch(config: TrainingConfig, size: int) -> TrainingConfig:
     """Return the config with another batch size. A mini-batch that was chosen remains the entire batch."""
     previous = config.data.train_batch_size
     values: dict[str, Any] = {"data": config.data.model_copy(update={"train_batch_size": size})}
-    if isinstance(config, PPOConfig) and MINI_BATCH in {choice.key for choice in config.choices()}:
+    if isinstance(config, PPOConfig) and config.is_automatic(MINI_BATCH):
         roles, critic = config.actor_rollout_ref, config.critic
         mini = {"ppo_mini_batch_size": size}
         values["actor_rollout_ref"] = roles.model_copy(update={"actor": roles.actor.model_copy(update=mini)})

@@ -1,7 +1,6 @@
 """Checks of the files and folders that a config names. They run on the driver before any process is started."""
 
 import glob
-import json
 import os.path
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from camshaft import hub
 from camshaft.config.errors import Problem
+from camshaft.config.model_settings import read_json
 from camshaft.config.run_folder import check_run_name
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
@@ -235,14 +235,12 @@ def _vocabularies_differ(path: str, other: str) -> bool:
 
 
 def _vocabulary(path: str) -> Any:
-    """Return the entries of `tokenizer.json` that define token IDs, or None if the file does not exist.
+    """Return the entries of `tokenizer.json` that define token IDs, or None if the file is missing or damaged.
 
     Other entries are ignored, because they can change when transformers loads and saves the file.
     """
-    folder = Path(path) if os.path.isdir(path) or is_url(path) else hub.cached_folder(path, weights=False)
-    file = None if folder is None else folder / "tokenizer.json"
-    if file is None or not file.is_file():
+    content = read_json(path, "tokenizer.json")
+    if content is None:
         return None
-    content = json.loads(file.read_text(encoding="utf-8"))
     added = {token.get("id"): token.get("content") for token in content.get("added_tokens", ())}
     return content.get("model", {}).get("vocab"), added

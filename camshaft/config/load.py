@@ -162,6 +162,7 @@ def from_container(
     values, unresolved = _resolve_with_name(tree, schema)
     problems += [*unresolved, *_fill_in_models(values, schema)]
     config, invalid = _validate(values, schema, {problem.key for problem in problems})
+    config = config.with_choices(choices)
     problems += invalid
     for check_results in (check_implemented(config.model_dump(), schema), check(config)):
         invalid_keys = [key for problem in problems for key in (problem.key, *problem.related)]
@@ -176,7 +177,7 @@ def from_container(
         logger.warning("config: %s", notice)
     for notice in find_notices(config, _merge(defaults, tree), changes):
         logger.warning("config: %s", notice)
-    return config.with_choices(choices)
+    return config
 
 
 def choose_automatic(
@@ -233,10 +234,13 @@ def _resolve_with_name(tree: dict[str, Any], schema: type[Section]) -> tuple[dic
     values, _ = resolve(named, schema)
     folder = str(get(values, FOLDER))
     if uses_name(get(merged, "trainer")):
-        section = values.get("actor_rollout_ref", values)
-        files = get(values, "data.train_files") or ""
-        files = files if isinstance(files, str) else str(files[0])
-        put(named, NAME, generated_name(folder, str(get(section, "model.path")), files))
+        try:
+            model = get(values.get("actor_rollout_ref", values), "model.path")
+            files = get(values, "data.train_files") or ""
+            files = files if isinstance(files, str) else files[0]
+        except (TypeError, LookupError):  # an invalid section, which the validation reports
+            model = files = ""
+        put(named, NAME, generated_name(folder, str(model), str(files)))
     else:
         put(named, NAME, os.path.basename(folder.rstrip("/")))
     values, problems = resolve(named, schema)
@@ -538,8 +542,27 @@ def as_override(key: str, value: Any) -> str:
 
 
 def overridden_keys(overrides: Sequence[str]) -> set[str]:
-    """Return the keys that `overrides` set."""
-    return {override.lstrip("+").partition("=")[0] for override in overrides if not override.startswith("~")}
+    """Return the keys that `overrides` set. The value of a section, such as `{enable: false}`, sets keys in it."""
+    keys: set[str] = set()
+    for override in overrides:
+        key, _, value = override.lstrip("+").partition("=")
+        if not override.startswith("~"):
+            keys |= {key, *(f"{key}.{name}" for name in _keys_of_mapping(value))}
+    return keys
+
+
+def _keys_of_mapping(value: str) -> Iterable[str]:
+    """Return the keys in the value of an override, if it is a mapping."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if not value.startswith("{"):
+        return ()
+    try:
+        mapping = OverridesParser.create().parse_override(f"key={value}").value()
+    except HydraException:  # reported when the config is composed
+        return ()
+    return flatten(mapping, ()) if isinstance(mapping, Mapping) else ()
 
 
 @contextlib.contextmanager

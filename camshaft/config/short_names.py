@@ -27,7 +27,7 @@ from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import split_function
 from camshaft.config.schema.supervised import RMConfig, SFTConfig
-from camshaft.config.tree import fields, format_value
+from camshaft.config.tree import fields, flatten, format_value
 from camshaft.errors import ConfigError
 
 REWARD = "reward"
@@ -229,7 +229,6 @@ OTHER_NAMES = {
     "lora_alpha": "actor_rollout_ref.model.lora_alpha",
     "actor_num_gpus_per_node": "devices",
     "actor_num_nodes": "trainer.nnodes",
-    "vllm_num_engines": "actor_rollout_ref.rollout.tensor_model_parallel_size",
     "use_wandb": "trainer.logger",
     # verl
     "adv_estimator": "algorithm",
@@ -405,21 +404,28 @@ def _unquote(text: str) -> str:
 
 
 def section_overrides(folder: str, name: str, schema: type[Section]) -> list[str]:
-    """Return the short names of a config file that are names of sections too, as overrides of their keys.
+    """Return overrides that the values of a config file need besides the file.
 
-    Hydra would replace such a value with the section if an override sets another key of the section.
+    These are short names that are names of sections too: Hydra would replace such a value with the section if an
+    override sets another key of the section. Keys that recipes set are also included, because they precede the recipe
+    even if their value is the default.
     """
     file = os.path.join(os.path.expanduser(folder), f"{name.removesuffix('.yaml')}.yaml")
     try:
         content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except (OSError, ValueError, RecursionError, AssertionError, YAMLError, OmegaConfBaseException):  # Hydra reports it
         return []
+    if not isinstance(content, dict):
+        return []
     names = short_names(schema)
-    return [
-        f"{names[key]}={_quote(value)}"
-        for key, value in (content.items() if isinstance(content, dict) else ())
+    values = {
+        names[key]: value
+        for key, value in content.items()
         if key in names and key in schema.model_fields and not isinstance(value, dict)
-    ]
+    }
+    recipe_keys = {key for recipe in RECIPES.values() for key in recipe}
+    values |= {key: value for key, value in flatten(content, ()).items() if key in recipe_keys}
+    return [f"{key}={_quote(value)}" for key, value in values.items()]
 
 
 def _quote(value: Any) -> str:

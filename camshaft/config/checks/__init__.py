@@ -178,7 +178,8 @@ def _check_batches(config: PPOConfig) -> Iterator[Problem]:
     if config.needs_reference() and ref_dp != actor_dp:
         yield from _check_iteration_of_reference(config, ref_dp)
     prompts, limit = config.prompts_per_generation_batch(), config.data.train_max_samples
-    if limit != -1 and limit < prompts:
+    is_automatic = config.is_automatic("data.train_batch_size")  # the run then chooses a size that fits the data
+    if limit != -1 and limit < prompts and not (is_automatic and prompts == config.data.train_batch_size):
         key = "data.gen_batch_size" if config.algorithm.filter_groups.enable else "data.train_batch_size"
         message = (
             f"loads fewer prompts than one generation batch contains ({key}={prompts}). Set "
@@ -513,11 +514,10 @@ def _check_run(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
     yield from _check_training_files(config.data.train_files)
     if not config.data.val_files and (trainer.val_before_train or trainer.val_only or trainer.test_freq != -1):
-        message = (
-            "validation requires prompts. Set data.val_files, or disable validation with "
-            "trainer.val_before_train=false trainer.test_freq=-1."
-        )
-        yield Problem("data.val_files", None, message, ("trainer.val_before_train", "trainer.test_freq"))
+        related = ("trainer.val_before_train", "trainer.test_freq", "trainer.val_only")
+        off = "val_only=false" if trainer.val_only else "val_before_train=false trainer.test_freq=-1"
+        message = f"validation requires prompts. Set data.val_files, or disable validation with trainer.{off}."
+        yield Problem("data.val_files", None, message, related)
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         message = (
             "requires a checkpoint to resume from. Set trainer.resume_from_path=<folder>, or trainer.resume_mode=auto."
@@ -535,7 +535,8 @@ def _check_run(config: PPOConfig) -> Iterator[Problem]:
     roles = [(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)]
     roles += [("critic.optim", config.critic.optim)] if config.needs_critic() else []
     for key, optim in roles:
-        yield from _check_warmup(key, optim, trainer.total_training_steps)
+        skipped = trainer.critic_warmup if optim is config.actor_rollout_ref.actor.optim else 0
+        yield from _check_warmup(key, optim, trainer.total_training_steps, skipped)
     yield from check_contents(f"{ACTOR}.checkpoint", config.actor_rollout_ref.actor.checkpoint)
     if config.needs_critic():
         yield from check_contents("critic.checkpoint", config.critic.checkpoint)
@@ -562,10 +563,18 @@ def _check_best_metric(metric: str | None, test_freq: int | str) -> Iterator[Pro
         yield Problem("trainer.best_metric", metric, message, ("trainer.test_freq",))
 
 
-def _check_warmup(key: str, optim: OptimSection, total_steps: int | None) -> Iterator[Problem]:
-    if total_steps is not None and optim.lr_warmup_steps >= total_steps:
-        message = f"must be less than trainer.total_training_steps={format_value(total_steps)}, the length of the run."
-        yield Problem(f"{key}.lr_warmup_steps", optim.lr_warmup_steps, message, ("trainer.total_training_steps",))
+def _check_warmup(key: str, optim: OptimSection, run_steps: int | None, skipped: int = 0) -> Iterator[Problem]:
+    """Check that the schedule is longer than its warm-up. The schedule of the actor starts after `skipped` steps."""
+    name, length, suffix = f"{key}.total_training_steps", optim.total_training_steps, "the length of the schedule"
+    if length == -1 or optim.lr_scheduler_type == "constant":
+        name, length, suffix = "trainer.total_training_steps", run_steps, "the length of the run"
+        if skipped and length is not None:
+            length -= skipped
+            suffix += f" after trainer.critic_warmup={skipped}"
+    if length is not None and 0 < length <= optim.lr_warmup_steps:
+        value = run_steps if name.startswith("trainer.") else length
+        message = f"must be less than {name}={format_value(value)}"
+        yield Problem(f"{key}.lr_warmup_steps", optim.lr_warmup_steps, f"{message}, {suffix}.", (name,))
 
 
 # -- supervised runs ------------------------------------------------------------------------------
@@ -579,7 +588,8 @@ def _check_supervised(config: SupervisedConfig) -> Iterator[Problem]:
     if batch % dp_size:
         message = f"is not divisible by the data-parallel size: {_quotient(batch, world_size, dp_size)}."
         yield Problem("data.train_batch_size", batch, message, WORLD)
-    if data.train_max_samples != -1 and data.train_max_samples < batch:
+    is_automatic = config.is_automatic("data.train_batch_size")
+    if data.train_max_samples != -1 and data.train_max_samples < batch and not is_automatic:
         message = (
             f"loads fewer rows than one step requires (data.train_batch_size={batch}). Set data.train_max_samples=-1, "
             f"or at least {batch}."

@@ -153,7 +153,8 @@ def layouts_are_valid(config: PPOConfig | SupervisedConfig) -> bool:
         sections = [(config.strategy, config)]
     else:
         roles = config.actor_rollout_ref
-        sections = [(roles.actor.strategy, roles.actor), (roles.actor.strategy, roles.ref)]
+        sections = [(roles.actor.strategy, roles.actor)]
+        sections += [(roles.actor.strategy, roles.ref)] if config.needs_reference() else []
         sections += [(config.critic.strategy, config.critic)] if config.needs_critic() else []
         sections += [(config.reward_model.strategy, config.reward_model)] if config.needs_reward_engine() else []
     for strategy, section in sections:
@@ -202,11 +203,13 @@ def _check_single_process(
         return
     replacement = _supporting_name(ENGINES, lambda capabilities: capabilities.multiple_ranks)
     fix = " ".join(f"{key}={replacement}" for key in keys)
-    key = "trainer.nnodes" if trainer.nnodes > 1 else "trainer.n_gpus_per_node"
-    value = trainer.nnodes if trainer.nnodes > 1 else trainer.n_gpus_per_node
+    sizes = {"trainer.nnodes": trainer.nnodes, "trainer.n_gpus_per_node": trainer.n_gpus_per_node}
+    larger = [key for key, size in sizes.items() if size > 1]
     strategies = dict.fromkeys(role.strategy for role in roles if role.strategy_key in keys)
-    message = f"strategy={', '.join(strategies)} supports only one process. Set {fix}, or {key}=1."
-    yield Problem(key, value, message, tuple(keys))
+    alternative = " ".join(f"{key}=1" for key in larger) or "place the role in a resource pool with one rank"
+    message = f"strategy={', '.join(strategies)} supports only one process. Set {fix}, or {alternative}."
+    key = (larger or keys)[0]
+    yield Problem(key, sizes.get(key, roles[0].strategy), message, tuple(keys))
 
 
 def _check_group(group: list[Role], capabilities: EngineCapabilities, world_size: int) -> Iterator[Problem]:

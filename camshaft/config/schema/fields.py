@@ -49,6 +49,10 @@ class CommandConfig(Section):
         """Return the values that were chosen automatically."""
         return self._choices
 
+    def is_automatic(self, key: str) -> bool:
+        """Return True if the value of a key was chosen automatically."""
+        return any(choice.key == key for choice in self._choices)
+
     def with_choices(self, choices: Sequence[Choice]) -> Self:
         """Return a copy that records the given choices."""
         config = self.model_copy()

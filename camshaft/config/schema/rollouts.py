@@ -39,7 +39,7 @@ class OneDeviceOptions(RolloutOptions):
         return cls()
 
     def conflicts(self, tensor_parallel_size: int, world_size: int) -> Iterator[Conflict]:
-        if tensor_parallel_size > 2:  # the default is 2, which is meant for vllm, and is ignored
+        if tensor_parallel_size > 2:  # 2 is the default of verl, and is reported as without effect
             message = "the rollout does not support tensor parallelism"
             yield Conflict(TENSOR_PARALLEL, message, (f"{TENSOR_PARALLEL}=1", "name=vllm"))
 

@@ -157,6 +157,15 @@ def test_small_data_shrinks_a_batch_that_is_not_set(
     assert mini == (batch if "mini" not in str(keys) else config.actor_rollout_ref.actor.ppo_mini_batch_size)
 
 
+def test_a_limit_of_the_rows_shrinks_a_batch_that_is_not_set(own_task: list[str], sft_words: list[str]) -> None:
+    config = load_ppo([*own_task, "data.train_max_samples=20"], machine=LAPTOP)
+    assert fit_to_rows(config, 20).data.train_batch_size == 20
+    kept = [word for word in sft_words if not word.startswith("data.train_batch_size")]
+    assert load_sft([*kept, "data.train_max_samples=3"], machine=LAPTOP).data.train_max_samples == 3
+    with pytest.raises(ConfigError, match="fewer prompts than one generation batch"):
+        load_ppo([*own_task, "data.train_max_samples=20", "batch=32"], machine=LAPTOP)
+
+
 def test_small_data_shrinks_a_supervised_batch(sft_words: list[str]) -> None:
     config = load_sft([word for word in sft_words if "batch" not in word])
     assert (config.data.train_batch_size, fit_to_rows(config, 10).data.train_batch_size) == (64, 10)
@@ -192,6 +201,11 @@ def test_accelerators_compile_and_capture_graphs(
     if not keys:
         assert roles.ref.use_torch_compile == config.critic.use_torch_compile == compiles
         assert config.reward_model.use_torch_compile == compiles
+
+
+def test_a_rollout_whose_expert_choices_are_replayed_captures_no_graphs(own_task: list[str]) -> None:
+    words = [*own_task, "rollout=torch", f"{ACTOR}.router_replay.mode=R3"]
+    assert load_ppo(words, machine=COMPILER).actor_rollout_ref.rollout.enforce_eager
 
 
 @pytest.mark.parametrize("machine", [LAPTOP, COMPILER])

@@ -17,6 +17,35 @@ def _error(words, load=load_ppo) -> str:
     return str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "word",
+    [
+        "trainer.resource_pools=3",
+        "data=5",
+        "data.train_files={a: 1}",
+        "actor_rollout_ref=5",
+        "actor_rollout_ref.model=5",
+    ],
+)
+def test_a_value_in_place_of_a_section_is_rejected(words, word):
+    assert word.partition("=")[0] in _error([*words, word])
+
+
+def test_an_option_of_an_unused_role_disables_no_other_check(words):
+    unused = "actor_rollout_ref.ref.engine_kwargs={bogus: 1}"
+    assert "ppo_mini_batch_size = 100" in _error([*words, f"{ACTOR}.ppo_mini_batch_size=100", unused])
+
+
+def test_an_engine_with_one_process_rejects_all_machines(words):
+    sizes = ["trainer.nnodes=2", "trainer.n_gpus_per_node=8", f"{ACTOR}.strategy=reference"]
+    assert "or trainer.nnodes=1 trainer.n_gpus_per_node=1." in _error([*words, *sizes])
+
+
+def test_a_schedule_may_be_longer_than_the_run(words):
+    optim = [f"{ACTOR}.optim.lr_scheduler_type=cosine", f"{ACTOR}.optim.total_training_steps=1000"]
+    load_ppo([*words, *optim, f"{ACTOR}.optim.lr_warmup_steps=200", "trainer.total_training_steps=100"])
+
+
 # -- batch arithmetic -----------------------------------------------------------------------------
 
 
@@ -184,7 +213,21 @@ def test_group_estimators_need_several_responses(words, estimator):
         (["trainer.use_legacy_worker_impl=enable"], "camshaft has no legacy implementation"),
         (["trainer.use_legacy_worker_impl=true"], "camshaft has no legacy implementation"),
         ([f"{ACTOR}.optim.lr_warmup_steps=10", "trainer.total_training_steps=10"], "the length of the run"),
+        (
+            [f"{ACTOR}.optim.lr_warmup_steps=8", "trainer.total_training_steps=10", "trainer.critic_warmup=2"],
+            "trainer.total_training_steps=10, the length of the run after trainer.critic_warmup=2",
+        ),
+        (
+            [
+                f"{ACTOR}.optim.lr_scheduler_type=cosine",
+                f"{ACTOR}.optim.lr_warmup_steps=80",
+                f"{ACTOR}.optim.total_training_steps=50",
+                "trainer.total_training_steps=100",
+            ],
+            f"{ACTOR}.optim.total_training_steps=50, the length of the schedule",
+        ),
         (["data.val_files=null", "trainer.test_freq=2"], "trainer.val_before_train=false"),
+        (["data.val_files=null", "trainer.val_only=true"], "disable validation with trainer.val_only=false"),
         (["data.train_files=[]"], "training requires at least one file"),
         ([f"{ACTOR}.strategy=referense"], "Did you mean reference?"),
         ([f"{ROLLOUT}.name=trch"], "Did you mean torch?"),
@@ -388,7 +431,7 @@ def test_critic_must_read_the_token_ids_of_the_actor(words, tmp_path):
 @pytest.mark.parametrize(
     ("more", "expected"),
     [
-        (["data.train_max_samples=10"], "data.train_batch_size=256"),
+        (["data.train_max_samples=10", "data.train_batch_size=256"], "data.train_batch_size=256"),
         (["data.use_dynamic_bsz=true", "data.max_token_len_per_gpu=100"], "data.max_length=1024"),
         (["data.val_files=null", "trainer.test_freq=2"], "trainer.test_freq=-1"),
         (["trainer.best_metric=val/reward/mean", "trainer.test_freq=-1"], "trainer.test_freq=<steps>"),

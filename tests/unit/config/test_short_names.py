@@ -216,6 +216,17 @@ def test_keys_of_the_user_win_over_a_recipe(words):
     assert config.actor_rollout_ref.rollout.n == 4
 
 
+def test_values_of_sections_and_files_win_over_a_recipe_even_if_they_are_defaults(words, tmp_path):
+    off = "algorithm.filter_groups={enable: false}"
+    assert load_ppo([*words, "algorithm=dapo", off]).algorithm.filter_groups.enable is False
+    (tmp_path / "mine.yaml").write_text("algorithm: {adv_estimator: dapo, filter_groups: {enable: false}}\n")
+    config = load_ppo(words, config_dir=str(tmp_path), config_name="mine")
+    assert config.algorithm.filter_groups.enable is False
+    assert config.actor_rollout_ref.rollout.n == 16
+    argv = [*words, "--config-dir", str(tmp_path), "--config-name", "mine"]
+    assert compose(argv, PPOConfig)[0].algorithm.filter_groups.enable is False
+
+
 @pytest.mark.parametrize("name", [*RECIPES, *ESTIMATORS])
 def test_every_algorithm_name_is_valid(words, name):
     config = load_ppo([*words, f"algorithm={name}", "n=8"])
