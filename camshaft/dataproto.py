@@ -12,14 +12,11 @@ lists all columns and their writers.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from camshaft.columns import COLUMNS
@@ -81,11 +78,6 @@ class DataProto:
             raise BatchError(f"the batch lacks {names_and_writers}; it contains {present}")
         return self
 
-    def row(self, index: int) -> dict[str, Any]:
-        """Return a row as a dict. Entries of ragged columns are tensors with one value per token."""
-        selection = self.reorder([range(len(self))[index]])
-        return {n: c.values if isinstance(c, Ragged) else c[0] for n, c in selection.columns.items()}
-
     # -- columns ----------------------------------------------------------------------------------
 
     def select(self, *names: str) -> DataProto:
@@ -96,10 +88,6 @@ class DataProto:
     def drop(self, *names: str) -> DataProto:
         """Return a batch without these columns. Names that are not columns are ignored."""
         return DataProto({n: c for n, c in self.columns.items() if n not in names}, self.meta_info)
-
-    def pop(self, *names: str) -> tuple[DataProto, DataProto]:
-        """Return a batch that contains these columns, and a batch that contains the remaining ones."""
-        return self.select(*names), self.drop(*names)
 
     def rename(self, names: Mapping[str, str]) -> DataProto:
         """Rename columns: `rename({"old": "new"})`."""
@@ -167,10 +155,9 @@ class DataProto:
         joined = {n: _concat(n, [p.columns[n] for p in parts]) for n in parts[0].columns}
         return DataProto(joined, parts[0].meta_info)
 
-    def repeat(self, times: int, interleave: bool = True) -> DataProto:
-        """Repeat each row `times` times, in the order a a b b (`interleave`) or a b a b."""
-        index = torch.arange(len(self))
-        return self.reorder(index.repeat_interleave(times) if interleave else index.repeat(times))
+    def repeat(self, times: int) -> DataProto:
+        """Repeat each row `times` times, in the order a a b b."""
+        return self.reorder(torch.arange(len(self)).repeat_interleave(times))
 
     def pad_to_divisor(self, divisor: int) -> tuple[DataProto, int]:
         """Repeat the first rows until `divisor` divides the number of rows; return the batch and the number added."""
@@ -198,47 +185,12 @@ class DataProto:
             order = None if generator is None else torch.randperm(len(self), generator=generator)
             yield from (self if order is None else self.reorder(order)).split(mini_batch_size)
 
-    # -- devices and files ------------------------------------------------------------------------
+    # -- devices and pickling ---------------------------------------------------------------------
 
     def to(self, device: torch.device | str) -> DataProto:
         """Move tensor columns to `device`. Object columns are unchanged."""
         moved = {name: _on(column, device) for name, column in self.columns.items()}
         return DataProto(moved, self.meta_info)
-
-    def save_to_disk(self, folder: str | Path) -> None:
-        """Write the batch to `tensors.safetensors` and `objects.json`.
-
-        Objects must consist of JSON types. Tuples and arrays are written as lists.
-        """
-        folder = Path(folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        tensors, objects = {}, {}
-        for name, column in self.columns.items():
-            if isinstance(column, Ragged):
-                tensors[f"{name}/values"] = column.values.contiguous()
-                tensors[f"{name}/lengths"] = column.lengths.contiguous()
-            elif isinstance(column, Tensor):
-                tensors[f"{name}/tensor"] = column.contiguous()
-            else:
-                objects[name] = _as_json(name, column.tolist())
-        head = {"columns": list(self.columns), "meta_info": _as_json("meta_info", self.meta_info), "objects": objects}
-        save_file({n: t.detach().cpu().clone() for n, t in tensors.items()}, folder / "tensors.safetensors")
-        (folder / "objects.json").write_text(json.dumps(head), encoding="utf-8")
-
-    @staticmethod
-    def load_from_disk(folder: str | Path) -> DataProto:
-        """Load a batch written by `save_to_disk`."""
-        head = json.loads((Path(folder) / "objects.json").read_text(encoding="utf-8"))
-        tensors = load_file(Path(folder) / "tensors.safetensors")
-        columns: dict[str, Column] = {}
-        for name in head["columns"]:
-            if name in head["objects"]:
-                columns[name] = _objects(head["objects"][name])
-            elif f"{name}/tensor" in tensors:
-                columns[name] = tensors[f"{name}/tensor"]
-            else:
-                columns[name] = Ragged(tensors[f"{name}/values"], tensors[f"{name}/lengths"])
-        return DataProto(columns, head["meta_info"])
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle tensors as numpy buffers (`ragged.to_buffer`). Restored tensors are on the CPU, without gradient."""
@@ -313,22 +265,6 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     return bool(a == b)
-
-
-def _as_json(name: str, value: Any) -> Any:
-    """Convert `value` to JSON types; raise BatchError if reading it back would give a different value."""
-    if isinstance(value, (np.generic, np.ndarray)):
-        value = value.tolist()
-    if value is None or isinstance(value, (str, int, float)):
-        return value
-    if isinstance(value, (list, tuple)):
-        return [_as_json(name, item) for item in value]
-    if isinstance(value, dict):
-        invalid = next((key for key in value if not isinstance(key, str)), None)
-        if invalid is not None:
-            raise BatchError(f"'{name}' cannot be written as JSON: the key {invalid!r} is not a string")
-        return {key: _as_json(name, item) for key, item in value.items()}
-    raise BatchError(f"'{name}' cannot be written as JSON: it contains a {type(value).__name__}")
 
 
 def _rebuild(

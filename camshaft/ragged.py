@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, Literal
 
 import numpy as np
@@ -137,13 +136,6 @@ class Ragged:
             return Ragged(self.values[int(self.offsets[rows.start]) : int(self.offsets[rows.stop])], lengths)
         return self._gather(self.offsets[rows], lengths)
 
-    def split(self, sizes: Sequence[int]) -> list[Ragged]:
-        """Split into consecutive parts with `sizes` rows each. The sizes must sum to the number of rows."""
-        if sum(sizes) != len(self) or min(sizes, default=0) < 0:
-            raise BatchError(f"split: the sizes {list(sizes)} do not sum to {len(self)} rows")
-        ends = torch.tensor([0, *sizes]).cumsum(0).tolist()
-        return [self.select(slice(a, b)) for a, b in pairwise(ends)]
-
     def suffix(self, lengths: Tensor) -> Ragged:
         """Return the last `lengths[i]` tokens of each row, for example the response part of a sequence."""
         lengths = self._check_lengths("suffix", lengths)
@@ -176,20 +168,16 @@ class Ragged:
         """Apply `fn` to the flat values. The result must have the same number of tokens."""
         return Ragged(fn(self.values), self.lengths)
 
-    def padded(self, side: Literal["left", "right"] = "right", value: float = 0, width: int | None = None) -> Tensor:
-        """Return a padded copy, shape (B, W, ...). W is `width`, or the length of the longest row."""
-        longest = int(self.lengths.max()) if len(self) else 0
-        width = longest if width is None else width
-        if width < longest:
-            raise BatchError(f"padded: width={width} is smaller than the longest row, which has {longest} tokens")
-        grid = self.values.new_full((len(self), width, *self.values.shape[1:]), value)
-        grid[self.mask(side, width)] = self.values
+    def padded(self, side: Literal["left", "right"] = "right", value: float = 0) -> Tensor:
+        """Return a padded copy, shape (B, W, ...). W is the length of the longest row."""
+        mask = self.mask(side)
+        grid = self.values.new_full((*mask.shape, *self.values.shape[1:]), value)
+        grid[mask] = self.values
         return grid
 
-    def mask(self, side: Literal["left", "right"] = "right", width: int | None = None) -> Tensor:
+    def mask(self, side: Literal["left", "right"] = "right") -> Tensor:
         """Return a bool mask, shape (B, W), that is True at the tokens of `padded`."""
-        width = (int(self.lengths.max()) if len(self) else 0) if width is None else width
-        columns = torch.arange(width)
+        columns = torch.arange(int(self.lengths.max()) if len(self) else 0)
         columns = columns if side == "right" else columns.flip(0)
         return to_device(columns[None] < self.lengths[:, None], self.values.device)
 
@@ -208,14 +196,6 @@ class Ragged:
         if not is_float:
             return values.new_zeros((len(self), *values.shape[1:])).index_add(0, self.row_ids(), values)
         return torch.segment_reduce(values, "sum", unsafe=True, lengths=lengths, initial=0)
-
-    def mean(self) -> Tensor:
-        """Return the mean of each row, shape (B, ...), in float32 (float64 for float64 values).
-
-        The mean of an empty row is 0.
-        """
-        counts = to_device(self.lengths.clamp(min=1), self.values.device)
-        return self.sum() / counts.reshape(-1, *[1] * (self.values.ndim - 1))
 
     # -- serialization ----------------------------------------------------------------------------
 

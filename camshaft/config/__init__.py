@@ -50,65 +50,33 @@ from camshaft.config.derive import (
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
 from camshaft.config.layout import GLOBAL_POOL, PlacementConfig, Topology, micro_batch_per_rank, pool_sizes
 from camshaft.config.load import from_container, load_eval, load_generate, load_ppo, load_rm, load_sft
-from camshaft.config.render import (
-    BatchRow,
-    batch_table,
-    explain,
-    reference_page,
-    render_batch_table,
-    show,
-    without_secrets,
-)
+from camshaft.config.render import batch_table, explain, reference_page, render_batch_table, show, without_secrets
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.run_folder import resume_arguments, run_name
 from camshaft.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
-from camshaft.config.schema.data import DataConfig
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
-from camshaft.config.schema.model import ModelConfig, OptimSection
 from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.reward import CustomRewardConfig, RewardModelConfig
-from camshaft.config.schema.roles import ActorConfig, ActorRolloutRefConfig, CriticConfig, RefConfig, RolloutConfig
-from camshaft.config.schema.supervised import (
-    RMConfig,
-    RMDataConfig,
-    SFTConfig,
-    SFTDataConfig,
-    SupervisedConfig,
-    SupervisedDataConfig,
-    SupervisedTrainerConfig,
-)
+from camshaft.config.schema.reward import CustomRewardConfig
+from camshaft.config.schema.supervised import RMConfig, SFTConfig, SupervisedConfig, SupervisedTrainerConfig
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.short_names import expand_short_names
 
 __all__ = [
     "GLOBAL_POOL",
-    "ActorConfig",
-    "ActorRolloutRefConfig",
     "AlgorithmConfig",
-    "BatchRow",
-    "CriticConfig",
     "CustomRewardConfig",
-    "DataConfig",
     "EngineConfig",
     "EngineModel",
     "EvalConfig",
     "GenerateConfig",
-    "ModelConfig",
     "OptimConfig",
-    "OptimSection",
     "PPOConfig",
     "RMConfig",
-    "RMDataConfig",
-    "RefConfig",
-    "RewardModelConfig",
-    "RolloutConfig",
     "RolloutCorrectionConfig",
     "RolloutEngineConfig",
     "SFTConfig",
-    "SFTDataConfig",
     "SupervisedConfig",
-    "SupervisedDataConfig",
     "SupervisedTrainerConfig",
     "PlacementConfig",
     "Topology",

@@ -79,6 +79,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         self.total_steps = run_length(config.trainer, self.loader)
         ranks = config.trainer.world_size
         self.dp_size = Topology(ranks).dp_size(config.ranks_per_row())
+        self.input_checksums = input_checksums(config)
         logs = Path(config.trainer.default_local_dir) / "logs"
         specs = [global_pool(config.trainer, "model")]
         with contextlib.ExitStack() as stack:
@@ -91,7 +92,6 @@ class SupervisedTrainer(ABC, Generic[W]):
         )
         self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
         self.divergence = DivergenceCheck({"model": self.model}, config.trainer.max_skipped_steps, prefix="train")
-        self.input_checksums = input_checksums(config)
         self.global_step = 0
         self.on_step: Sequence[StepHook] = ()
         """Hooks that are called after each step, and may add metrics."""

@@ -1,6 +1,5 @@
 """`DataProto`: every method, its errors, and round trips on random batches."""
 
-import json
 import pickle
 
 import numpy as np
@@ -118,27 +117,16 @@ def test_ragged_rejects_another_kind():
         batch_of().ragged("score")
 
 
-def test_one_row_as_a_dict():
-    row = batch_of().row(-1)
-    assert row["responses"].tolist() == [3, 3, 3]
-    assert row["score"] == 1.5
-    assert row["extra_info"] == {"id": 3}
-    with pytest.raises(IndexError):
-        batch_of().row(4)
-
-
 # -- columns ----------------------------------------------------------------------------------------------
 
 
-def test_select_drop_pop_rename():
+def test_select_drop_rename():
     batch = batch_of()
     assert list(batch.select("score", "responses").columns) == ["score", "responses"]
     assert list(batch.drop("score", "absent").columns) == ["responses", "extra_info"]
-    popped, rest = batch.pop("score")
-    assert (list(popped.columns), list(rest.columns)) == (["score"], ["responses", "extra_info"])
     assert list(batch.rename({"score": "reward"}).columns) == ["responses", "reward", "extra_info"]
     assert list(batch.columns) == ["responses", "score", "extra_info"]
-    assert popped.meta_info == rest.meta_info == {"step": 7}
+    assert batch.select("score").meta_info == batch.drop("score").meta_info == {"step": 7}
 
 
 def test_select_and_rename_of_a_missing_column_are_errors():
@@ -269,7 +257,6 @@ def test_concat_rejects_parts_that_differ():
 
 def test_repeat():
     assert ids(batch_of(2).repeat(3)) == [0, 0, 0, 1, 1, 1]
-    assert ids(batch_of(2).repeat(3, interleave=False)) == [0, 1, 0, 1, 0, 1]
 
 
 @pytest.mark.parametrize(("num_rows", "divisor", "added"), [(4, 2, 0), (5, 4, 3), (2, 7, 5), (1, 1, 0)])
@@ -331,58 +318,7 @@ def test_to_moves_tensors_and_leaves_objects():
     assert moved["extra_info"].tolist() == batch_of()["extra_info"].tolist()
 
 
-def test_files_are_safetensors_and_json_without_pickle(tmp_path):
-    batch = batch_of()
-    batch.save_to_disk(tmp_path / "deep" / "folder")
-    files = {path.name: path.read_bytes() for path in (tmp_path / "deep" / "folder").iterdir()}
-    assert set(files) == {"tensors.safetensors", "objects.json"}
-    head_size = int.from_bytes(files["tensors.safetensors"][:8], "little")
-    assert "responses/values" in json.loads(files["tensors.safetensors"][8 : 8 + head_size])
-    assert json.loads(files["objects.json"])["objects"]["extra_info"] == [{"id": i} for i in range(4)]
-    assert same(DataProto.load_from_disk(tmp_path / "deep" / "folder"), batch)
-
-
-def test_saving_and_loading_never_call_pickle(tmp_path, monkeypatch):
-    def refuse(*args, **kwargs):
-        raise AssertionError("pickle was called")
-
-    batch = batch_of()
-    for module, name in [(pickle, "dumps"), (pickle, "dump"), (pickle, "loads"), (pickle, "load")]:
-        monkeypatch.setattr(module, name, refuse)
-    monkeypatch.setattr(torch, "load", refuse)
-    monkeypatch.setattr(torch, "save", refuse)
-    batch.save_to_disk(tmp_path)
-    assert same(DataProto.load_from_disk(tmp_path), batch)
-
-
-def test_numpy_objects_are_saved_as_python_objects(tmp_path):
-    objects = [{"n": np.int64(3), "f": np.float32(0.5), "b": np.bool_(True), "a": np.array([[1, 2]]), "t": (1, None)}]
-    DataProto.from_dict({"extra_info": objects}).save_to_disk(tmp_path)
-    back = DataProto.load_from_disk(tmp_path)["extra_info"][0]
-    assert back == {"n": 3, "f": 0.5, "b": True, "a": [[1, 2]], "t": [1, None]}
-
-
-@pytest.mark.parametrize(
-    ("value", "says"),
-    [(object(), "a object"), ({1: "a"}, "the key 1"), ([{"x": b"1"}], "a bytes"), (torch.zeros(1), "a Tensor")],
-)
-def test_non_json_objects_are_an_error_that_names_the_column(tmp_path, value, says):
-    with pytest.raises(BatchError, match=f"'extra_info' cannot be written as JSON.*{says}"):
-        DataProto.from_dict({"extra_info": [value]}).save_to_disk(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_meta_info_that_is_not_json_is_an_error(tmp_path):
-    with pytest.raises(BatchError, match="'meta_info'"):
-        DataProto(meta_info={"x": object()}).save_to_disk(tmp_path)
-
-
-def test_a_missing_folder_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        DataProto.load_from_disk(tmp_path / "absent")
-
-
-def test_views_strided_empty_and_gradient_tensors_are_saved(tmp_path):
+def test_views_strided_empty_and_gradient_tensors_are_pickled():
     batch = DataProto.from_dict(
         {
             "strided": torch.arange(12.0).reshape(3, 4).T[:, 1:],
@@ -393,14 +329,7 @@ def test_views_strided_empty_and_gradient_tensors_are_saved(tmp_path):
             "half": Ragged(torch.arange(4).bfloat16(), torch.ones(4)),
         }
     )
-    batch.save_to_disk(tmp_path)
-    assert same(DataProto.load_from_disk(tmp_path), batch)
     assert same(pickle.loads(pickle.dumps(batch)), batch)
-
-
-def test_batch_without_columns_is_saved(tmp_path):
-    DataProto(meta_info={"a": [1]}).save_to_disk(tmp_path)
-    assert same(DataProto.load_from_disk(tmp_path), DataProto(meta_info={"a": [1]}))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.bool])
@@ -483,11 +412,11 @@ def test_splitting_and_concatenating(batch, size):
     assert same(DataProto.concat(batch.split(size)), batch)
 
 
-@given(batches(), st.integers(1, 4), st.booleans())
-def test_repeat_and_take_each_once(batch, times, interleave):
-    repeated = batch.repeat(times, interleave)
+@given(batches(), st.integers(1, 4))
+def test_repeat_and_take_each_once(batch, times):
+    repeated = batch.repeat(times)
     assert len(repeated) == len(batch) * times
-    assert same(repeated.reorder(slice(0, None, times) if interleave else slice(0, len(batch))), batch)
+    assert same(repeated.reorder(slice(0, None, times)), batch)
 
 
 @given(batches(), st.randoms(use_true_random=False))
@@ -506,20 +435,11 @@ def test_padding_and_back(batch, divisor):
 
 
 @given(batches())
-def test_popping_and_uniting(batch):
-    popped, rest = batch.pop("tokens")
-    assert same(popped.union(rest), batch)
-    assert same(batch.union(pickle.loads(pickle.dumps(batch))), batch)
+def test_selecting_and_uniting(batch):
+    assert same(batch.select("tokens").union(batch.drop("tokens")), batch)
 
 
 @given(batches(), st.data())
 def test_pickling_any_part(batch, data):
     part = batch.reorder(data.draw(st.slices(len(batch))))
     assert same(pickle.loads(pickle.dumps(part)), part)
-
-
-@given(batch=batches())
-def test_saving_and_loading(tmp_path_factory, batch):
-    folder = tmp_path_factory.mktemp("batch")
-    batch.save_to_disk(folder)
-    assert same(DataProto.load_from_disk(folder), batch)
