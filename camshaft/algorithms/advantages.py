@@ -48,17 +48,8 @@ class AdvantageOptions:
     """Divide GRPO advantages by the standard deviation of the group."""
 
 
-@dataclass(frozen=True)
-class Estimator:
-    """Callable `estimator(inputs, options) -> (advantages, returns)` that declares its required inputs."""
-
-    fn: Callable[[AdvantageInputs, AdvantageOptions], Result]
-    needs_critic: bool = False
-    needs_groups: bool = False
-    needs_baselines: bool = False
-
-    def __call__(self, inputs: AdvantageInputs, options: AdvantageOptions) -> Result:
-        return self.fn(inputs, options)
+Estimator = Callable[[AdvantageInputs, AdvantageOptions], Result]
+"""`estimator(inputs, options) -> (advantages, returns)`"""
 
 
 # -- estimators with a critic ----------------------------------------------------------------------------------
@@ -201,51 +192,22 @@ def _reward_to_go(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
     return torch.where(mask, returns, 0)
 
 
-def _require(tensor: Tensor | None, name: str) -> Tensor:
+def _required(inputs: AdvantageInputs, name: str) -> Tensor:
+    tensor = getattr(inputs, name)
     if tensor is None:
         raise ValueError(f"this advantage estimator requires `{name}`; pass AdvantageInputs(..., {name}=...)")
     return tensor
 
 
-def _required_values(x: AdvantageInputs) -> Tensor:
-    return _require(x.values, "values")
-
-
-def _required_groups(x: AdvantageInputs) -> Tensor:
-    return _require(x.groups, "groups")
-
-
-def _required_baselines(x: AdvantageInputs) -> Tensor:
-    return _require(x.baselines, "baselines")
-
-
 ESTIMATORS: dict[str, Estimator] = {
-    "gae": Estimator(
-        lambda x, o: gae(x.rewards, _required_values(x), x.mask, gamma=o.gamma, lam=o.lam),
-        needs_critic=True,
+    "gae": lambda x, o: gae(x.rewards, _required(x, "values"), x.mask, gamma=o.gamma, lam=o.lam),
+    "grpo": lambda x, o: grpo(x.rewards, x.mask, _required(x, "groups"), norm_by_std=o.norm_by_std),
+    "rloo": lambda x, _: rloo(x.rewards, x.mask, _required(x, "groups")),
+    "reinforce_plus_plus": lambda x, o: reinforce_plus_plus(x.rewards, x.mask, gamma=o.gamma),
+    "reinforce_plus_plus_baseline": lambda x, _: reinforce_plus_plus_baseline(
+        x.rewards, x.mask, _required(x, "groups")
     ),
-    "grpo": Estimator(
-        lambda x, o: grpo(x.rewards, x.mask, _required_groups(x), norm_by_std=o.norm_by_std),
-        needs_groups=True,
-    ),
-    "rloo": Estimator(
-        lambda x, o: rloo(x.rewards, x.mask, _required_groups(x)),
-        needs_groups=True,
-    ),
-    "reinforce_plus_plus": Estimator(
-        lambda x, o: reinforce_plus_plus(x.rewards, x.mask, gamma=o.gamma),
-    ),
-    "reinforce_plus_plus_baseline": Estimator(
-        lambda x, o: reinforce_plus_plus_baseline(x.rewards, x.mask, _required_groups(x)),
-        needs_groups=True,
-    ),
-    "remax": Estimator(
-        lambda x, o: remax(x.rewards, x.mask, _required_baselines(x)),
-        needs_baselines=True,
-    ),
-    "opo": Estimator(
-        lambda x, o: opo(x.rewards, x.mask, _required_groups(x)),
-        needs_groups=True,
-    ),
+    "remax": lambda x, _: remax(x.rewards, x.mask, _required(x, "baselines")),
+    "opo": lambda x, _: opo(x.rewards, x.mask, _required(x, "groups")),
 }
 """Estimator of each value of `algorithm.adv_estimator`."""

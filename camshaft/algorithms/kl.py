@@ -15,27 +15,15 @@ import torch
 from torch import Tensor
 
 
-def _k1(d: Tensor) -> Tensor:
-    return d
-
-
-def _absolute(d: Tensor) -> Tensor:
-    return d.abs()
-
-
-def _k2(d: Tensor) -> Tensor:
-    return d.square() / 2
-
-
 def _k3(d: Tensor) -> Tensor:
     d = d.clamp(-20, 20)
     return (torch.exp(-d) + d - 1).clamp(-10, 10)
 
 
 KL_PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
-    "kl": _k1,
-    "abs": _absolute,
-    "mse": _k2,
+    "kl": lambda d: d,
+    "abs": torch.abs,
+    "mse": lambda d: d.square() / 2,
     "low_var_kl": _k3,
 }
 """Estimator of each penalty name, as a function of d = log pi - log pi_ref."""

@@ -17,6 +17,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from camshaft.algorithms.losses import row_sums
+
 LARGE_DIFFERENCE = 0.1
 """Threshold of `log_prob_diff_above_0.1`. Rounding to bfloat16 rarely changes a log-prob by this much."""
 
@@ -48,7 +50,7 @@ def mismatch(train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor) -> d
         masked_in = difference.new_zeros(1)
     clamped = masked_in.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
     has_tokens = _row_counts(mask, lengths) > 0
-    weights = torch.softmax(_row_sums(difference, lengths)[has_tokens], dim=0)
+    weights = torch.softmax(row_sums(difference, lengths)[has_tokens], dim=0)
     return {
         "log_prob_diff_max": masked_in.abs().max(),
         "log_prob_diff_mean": masked_in.abs().mean(),
@@ -91,25 +93,17 @@ def importance_weights(
     if level not in ("token", "sequence"):
         raise ValueError(f"unknown importance-weight level '{level}'; use token or sequence")
     difference = _differences(train, rollout, mask)
-    log_weights = difference if level == "token" else _row_sums(difference, lengths)
+    log_weights = difference if level == "token" else row_sums(difference, lengths)
     weights = log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp().clamp(max=threshold)
     has_weight = mask if level == "token" else _row_counts(mask, lengths) > 0
     if normalize and bool(has_weight.any()):
         weights = weights / weights[has_weight].mean()
     if level == "sequence":
-        weights = _repeat_rows(weights, lengths)
+        weights = torch.repeat_interleave(weights, lengths)
     return torch.where(mask, weights, 0).float()
 
 
 # -- rejection ------------------------------------------------------------------------------------
-
-
-def _k1(d: Tensor) -> Tensor:
-    return -d
-
-
-def _k2(d: Tensor) -> Tensor:
-    return d.square() / 2
 
 
 def _k3(d: Tensor) -> Tensor:
@@ -117,7 +111,7 @@ def _k3(d: Tensor) -> Tensor:
     return torch.expm1(d) - d
 
 
-_ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {"k1": _k1, "k2": _k2, "k3": _k3}
+_ESTIMATES: dict[str, Callable[[Tensor], Tensor]] = {"k1": torch.neg, "k2": lambda d: d.square() / 2, "k3": _k3}
 
 
 @torch.no_grad()
@@ -144,12 +138,12 @@ def accept_tokens(
     if scope == "seq_max":
         value = torch.segment_reduce(value, "max", lengths=lengths, initial=0, unsafe=True)
     elif scope != "token":
-        value = _row_sums(value, lengths)
+        value = row_sums(value, lengths)
         value = value / _row_counts(mask, lengths).clamp(min=1) if scope == "seq_mean" else value
     low, high = bounds
     ratio = torch.exp(-value)
     accepted = (ratio >= low) & (ratio <= high) if estimate == "k1" else value <= high
-    return mask & (accepted if scope == "token" else _repeat_rows(accepted, lengths))
+    return mask & (accepted if scope == "token" else torch.repeat_interleave(accepted, lengths))
 
 
 def _differences(train: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
@@ -157,14 +151,5 @@ def _differences(train: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask, train.double() - rollout.double(), 0)
 
 
-def _row_sums(x: Tensor, lengths: Tensor) -> Tensor:
-    return torch.segment_reduce(x, "sum", lengths=lengths, initial=0, unsafe=True)
-
-
 def _row_counts(mask: Tensor, lengths: Tensor) -> Tensor:
-    return _row_sums(mask.double(), lengths)
-
-
-def _repeat_rows(rows: Tensor, lengths: Tensor) -> Tensor:
-    """Repeat the value of each row for its tokens, (B,) -> (N,)."""
-    return torch.repeat_interleave(rows, lengths)
+    return row_sums(mask.double(), lengths)

@@ -12,8 +12,6 @@ The package `algorithms` contains the formulas. This module converts ragged colu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -22,6 +20,7 @@ from camshaft.algorithms import (
     AdaptiveKL,
     AdvantageInputs,
     AdvantageOptions,
+    Estimator,
     FixedKL,
     accept_tokens,
     effective_sample_share,
@@ -33,9 +32,6 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RewardError
 from camshaft.plugins import load_function
 from camshaft.rewards.manager import RewardResult
-
-Estimate = Callable[[AdvantageInputs, AdvantageOptions], tuple[Tensor, Tensor]]
-"""An `Estimator`, or a custom function with the same signature."""
 
 
 def build_kl_controller(algorithm: AlgorithmConfig) -> FixedKL:
@@ -109,12 +105,12 @@ def row_means(column: Ragged, mask: Ragged) -> Tensor:
     return column.sum() / mask.map(Tensor.float).sum().clamp(min=1)
 
 
-def load_estimator(algorithm: AlgorithmConfig) -> Estimate:
+def load_estimator(algorithm: AlgorithmConfig) -> Estimator:
     """Load the configured advantage estimator."""
     return load_function(algorithm.adv_estimator, ESTIMATORS, "camshaft.estimators")
 
 
-def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig, estimator: Estimate) -> DataProto:
+def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig, estimator: Estimator) -> DataProto:
     """Compute the columns `advantages` and `returns`."""
     rewards, mask = batch.ragged("token_level_rewards"), batch.ragged("response_mask")
     inputs = AdvantageInputs(
