@@ -244,16 +244,8 @@ class BackgroundSave:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def start(
-        self,
-        state: State,
-        local_path: str | Path,
-        *,
-        hdfs_path: str | None = None,
-        global_step: int = 0,
-        max_ckpt_to_keep: int | None = None,
-    ) -> None:
-        """Copy `state` and write the copy in the background. The arguments are those of `save`."""
+    def start(self, state: State, local_path: str | Path, **options: Any) -> None:
+        """Copy `state` and write the copy in the background. The options are those of `save`."""
         self.wait()
         copies: list[State] = []
         rank, _ = rank_and_size(self._group)
@@ -268,14 +260,7 @@ class BackgroundSave:
                 if device is not None:
                     torch.accelerator.set_device_index(device)
                 with limit_waits(limit):
-                    save(
-                        copies.pop(),
-                        local_path,
-                        group=self._group,
-                        hdfs_path=hdfs_path,
-                        global_step=global_step,
-                        max_ckpt_to_keep=max_ckpt_to_keep,
-                    )
+                    save(copies.pop(), local_path, group=self._group, **options)
             except BaseException as error:
                 logger.error("could not write the checkpoint %s: %s", local_path, error)
                 self._error = error

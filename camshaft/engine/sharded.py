@@ -74,15 +74,11 @@ class ShardedEngine(TorchEngine):
             on_device: Any = tensor.detach().to(self.device)
             return on_device.full_tensor() if isinstance(tensor, DTensor) else on_device
 
-    def _save(
-        self, state: checkpoint.State, local_path: str, hdfs_path: str | None, global_step: int, keep: int | None
-    ) -> None:
+    def _save(self, state: checkpoint.State, local_path: str, **options: Any) -> None:
         if self._background_save is None:
-            super()._save(state, local_path, hdfs_path, global_step, keep)
+            super()._save(state, local_path, **options)
         else:
-            self._background_save.start(
-                state, local_path, hdfs_path=hdfs_path, global_step=global_step, max_ckpt_to_keep=keep
-            )
+            self._background_save.start(state, local_path, **options)
 
     def wait_for_checkpoint(self) -> None:
         if self._background_save is not None:

@@ -445,19 +445,12 @@ class TorchEngine(BaseEngine):
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
-        self._save(self._state(), local_path, hdfs_path, global_step, max_ckpt_to_keep)
+        options = {"hdfs_path": hdfs_path, "global_step": global_step, "max_ckpt_to_keep": max_ckpt_to_keep}
+        self._save(self._state(), local_path, **options)
 
-    def _save(
-        self, state: checkpoint.State, local_path: str, hdfs_path: str | None, global_step: int, keep: int | None
-    ) -> None:
-        checkpoint.save(
-            state,
-            local_path,
-            group=self.checkpoint_group,
-            hdfs_path=hdfs_path,
-            global_step=global_step,
-            max_ckpt_to_keep=keep,
-        )
+    def _save(self, state: checkpoint.State, local_path: str, **options: Any) -> None:
+        """Write a checkpoint. The options are those of `checkpoint.save`."""
+        checkpoint.save(state, local_path, group=self.checkpoint_group, **options)
 
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
         folder_context = checkpoint.fetch_folder(local_path, hdfs_path, del_local_after_load, self.checkpoint_group)

@@ -1,8 +1,7 @@
-"""Loads a `PackedModel` and its tokenizer from a Hugging Face folder, and saves them to one.
+"""Loads a `PackedModel` and its tokenizer from a Hugging Face folder.
 
     model = load_model(EngineModel(path="models/tiny", head="value"), dtype="float32", device="cpu", seed=0)
     tokenizer = load_tokenizer("models/tiny")
-    save_pretrained(model, "exported", tokenizer)     # AutoModelForTokenClassification reads it
 
 Names and shapes of the weights in the folder must match those of the model. Only the head of a value model, or of a
 reward model that is to be trained, may be missing; it is then initialized from the seed. Paths with a URL scheme
@@ -41,7 +40,7 @@ from camshaft.config.engine import EngineModel
 from camshaft.errors import EngineError
 from camshaft.fetch import fetch
 from camshaft.models.attention import PACKED, reject_unsupported
-from camshaft.models.lora import adapter_layers, add_adapter, merged_weights
+from camshaft.models.lora import add_adapter, merged_weights
 from camshaft.models.packed import Head, PackedModel, logit_factor
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -159,19 +158,6 @@ def _check_json(folder: Path) -> None:
                 json.loads(file.read_bytes())
         except ValueError as error:
             raise EngineError(f"{file} is not valid JSON ({error}); copy the file to the folder again") from error
-
-
-def save_pretrained(model: PackedModel, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
-    """Write `model` to a folder that transformers can load. The weights must not be sharded.
-
-    An adapter is merged into the written weights, without changing `model`. In a process group, call this on rank 0,
-    because transformers writes weights on that rank only.
-    """
-    with quiet_transformers():
-        merged = dict(merged_weights(model.hf)) if adapter_layers(model.hf) else None
-        model.hf.save_pretrained(folder, state_dict=merged)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
 
 
 def import_external(modules: str | None) -> None:

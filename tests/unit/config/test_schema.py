@@ -1,10 +1,12 @@
 """The YAML files and the schema agree with each other, the specification and the registries."""
 
+import contextlib
 import subprocess
 import sys
 from typing import get_args
 
 import pytest
+import torch
 from pydantic import ValidationError
 
 from camshaft import algorithms
@@ -181,8 +183,12 @@ def test_config_choices_match_the_algorithm_registries():
     assert set(POLICY_LOSSES) == set(algorithms.POLICY_LOSSES)
     assert set(get_args(LossAggMode)) == set(algorithms.AGGREGATIONS)
     assert set(get_args(KLPenalty)) == {*algorithms.KL_PENALTIES, "full"}
-    groups = {name for name, estimator in algorithms.ESTIMATORS.items() if estimator.needs_groups}
-    assert set(GROUP_ESTIMATORS) == groups
+    grid = torch.ones(1, 2)
+    inputs = algorithms.AdvantageInputs(grid, grid.bool(), values=grid, baselines=grid[:, 0])
+    for name, estimator in algorithms.ESTIMATORS.items():
+        needs_groups = name in GROUP_ESTIMATORS
+        with pytest.raises(ValueError, match="`groups`") if needs_groups else contextlib.nullcontext():
+            estimator(inputs, algorithms.AdvantageOptions())
 
 
 def test_loading_a_config_does_not_import_torch(words):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from camshaft.config.engine import EngineModel
 from camshaft.errors import EngineError, StorageError
-from camshaft.models.loader import load_config, load_model, load_tokenizer, save_pretrained, stored_weights
+from camshaft.models.loader import load_config, load_model, load_tokenizer, stored_weights
 from camshaft.models.packed import PackedModel
 
 
@@ -99,7 +99,7 @@ def test_an_untied_causal_lm_also_loads_as_a_value_model():
 
 def test_a_saved_value_model_is_read_back_bit_for_bit(tmp_path: Path):
     model = load(tiny_folder(), head="value", seed=5)
-    save_pretrained(model, tmp_path)
+    model.hf.save_pretrained(tmp_path)
     again = load(tmp_path, head="value", seed=6)
     assert all(torch.equal(tensor, weights(again)[name]) for name, tensor in weights(model).items())
     hf_model = AutoModelForTokenClassification.from_pretrained(tmp_path)
@@ -108,7 +108,7 @@ def test_a_saved_value_model_is_read_back_bit_for_bit(tmp_path: Path):
 
 def test_a_critic_may_start_from_a_reward_model(tmp_path: Path):
     reward = load(tiny_folder(), head="reward", random_init=True)
-    save_pretrained(reward, tmp_path)
+    reward.hf.save_pretrained(tmp_path)
     value = load(tmp_path, head="value")
     assert torch.equal(weights(value)["score.weight"], weights(reward)["score.weight"])
 
@@ -116,7 +116,8 @@ def test_a_critic_may_start_from_a_reward_model(tmp_path: Path):
 def test_an_exported_folder_loads_in_transformers(tmp_path: Path):
     folder = tiny_folder("llama", tie_embeddings=False)
     model = load(folder, dtype="bfloat16")
-    save_pretrained(model, tmp_path, load_tokenizer(str(folder)))
+    model.hf.save_pretrained(tmp_path)
+    load_tokenizer(str(folder)).save_pretrained(tmp_path)
     hf_model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert hf_model.config._attn_implementation == "sdpa"
     assert hf_model.dtype == torch.bfloat16
@@ -218,7 +219,7 @@ def test_a_reward_model_needs_a_score_head():
 
 
 def test_a_value_model_does_not_load_as_a_causal_lm(tmp_path: Path):
-    save_pretrained(load(tiny_folder(), head="value"), tmp_path)
+    load(tiny_folder(), head="value").hf.save_pretrained(tmp_path)
     with pytest.raises(EngineError, match=r"score.bias is unknown; score.weight is unknown"):
         load(tmp_path)
 

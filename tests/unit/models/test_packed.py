@@ -17,7 +17,7 @@ from transformers import (
 from camshaft.config.engine import EngineModel
 from camshaft.errors import EngineError
 from camshaft.models.attention import PACKED
-from camshaft.models.loader import load_model, save_pretrained
+from camshaft.models.loader import load_model
 from camshaft.models.packed import Head, PackedModel
 from camshaft.models.packing import Packing
 
@@ -158,7 +158,7 @@ def test_entropy_without_log_probs_and_order_of_outputs():
 
 def test_values_match_the_token_classification_model(tmp_path):
     model = packed(head="value")
-    save_pretrained(model, tmp_path)
+    model.hf.save_pretrained(tmp_path)
     hf_model = AutoModelForTokenClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
     expected = [hf_model(row[None]).logits[0, :-1, 0] for row in tiny_rows(LENGTHS)]
     actual = model(*inputs(), ("values",))["values"]
@@ -177,7 +177,7 @@ def test_value_heads_have_no_dropout_in_train_mode():
 
 def test_scores_match_the_sequence_classification_model(tmp_path):
     model = load_model(EngineModel(path=folder_of("llama"), head="reward", random_init=True), "float64", "cpu", 0)
-    save_pretrained(model, tmp_path)
+    model.hf.save_pretrained(tmp_path)
     hf_model = AutoModelForSequenceClassification.from_pretrained(tmp_path, dtype=torch.float64).eval()
     expected = torch.cat([hf_model(row[None]).logits[0] for row in tiny_rows(LENGTHS)])
     actual = model(*inputs(), ("scores",))["scores"]
