@@ -71,8 +71,8 @@ class WorkerError(CamshaftError, RuntimeError):
     """A worker process raised an error, died, or did not answer in time."""
 
     peak_memory: int | None = None
-    """Peak of the tensors on the device of the failed rank, or growth of its process on a CPU, in bytes. If the process
-    is gone, that of the other ranks. None if it is unknown."""
+    """Peak memory of the failed rank in bytes: of its tensors on the device, or the growth of its process on a CPU. If
+    the process is gone, the largest growth of the other ranks. None if it is unknown."""
 
 
 def report_error(error: CamshaftError) -> int:

@@ -31,7 +31,7 @@ _STAMPS = (
     *("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "generation", "checksum"),
     *("mtime", "LastModified", "last_modified", "modificationTime", "updated", "created"),
 )
-"""Metadata entries that change when a file changes. ETags are not used as checksums, as they need not be one."""
+"""Metadata entries that change when a file changes. ETags are not used as checksums, because not every ETag is one."""
 _MD5 = ("md5Hash", "content_md5")
 """Metadata entries that contain the MD5 of a file."""
 _RECORD = ".origin.json"

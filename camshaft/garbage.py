@@ -3,10 +3,10 @@
     with frozen_objects():
         trainer.fit(tracking)
 
-Python runs a full collection only after the number of objects has grown by a quarter since the last one. The modules
-of a run consist of a million objects, so that takes hours. Until then, garbage and free lists of the interpreter
-accumulate, and the full collection writes to each object, which copies the memory that a process shares with the
-process that it was forked from. Without these objects, full collections are frequent and fast.
+Python runs a full collection only after the number of tracked objects has grown by a quarter. With the million objects
+of a run's modules, this takes hours, and garbage accumulates meanwhile. A full collection also writes to every object,
+which copies the memory pages that a forked process shares with its parent. Freezing the existing objects makes full
+collections frequent and fast.
 """
 
 import gc

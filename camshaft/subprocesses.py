@@ -61,7 +61,7 @@ exec 3<&0
 It runs in the background, because Ray kills the direct children of an actor that exits.
 """
 FREE_SECONDS = 12.0
-"""Time that the processes of a `VariableGuard` have to end by themselves. It exceeds that of a `GroupGuard`."""
+"""Seconds that a `VariableGuard` waits before it kills. A `GroupGuard` deletes its files earlier, after ten seconds."""
 _VARIABLE_GUARD = f"""
 exec 3<&0
 (
@@ -251,7 +251,7 @@ DEFAULT_LIMIT = Limit(3600.0, "engine_kwargs.timeout=3600")
 _call_limits: list[tuple[Limit, float]] = []
 """Limits of the calls that this process runs, outermost first, and the times at which they end."""
 _thread_limits = threading.local()
-"""The same for a background thread that does not work for the call of the main thread."""
+"""Limits of a background thread whose work does not belong to the call of the main thread."""
 
 
 @contextlib.contextmanager

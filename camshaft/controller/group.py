@@ -62,7 +62,7 @@ class Options:
     setting: str = "Options(timeout=...)"
     """Name of the setting that determines `timeout`, for messages."""
     limits: Mapping[str, Limit] = field(default_factory=dict)
-    """Limits of methods with a different limit, by name."""
+    """Limits of the methods whose limit is not `timeout`, by method name."""
     log_folder: str | None = None
     """Folder for the output of the workers, with one file per rank. If None, workers share the output of the driver."""
     preload: tuple[str, ...] = ()

@@ -7,7 +7,8 @@
 Each rank answers its requests in order. All waits have a time limit. If a rank raises an exception, dies or does not
 answer, the entire pool ends, because the other ranks are in an undefined state after a broken collective. The driver
 then raises one `WorkerError` that contains the rank, the method and the stack. If the rank raised an exception,
-`__cause__` is this exception. While the driver waits for one pool, it also monitors all other pools.
+`__cause__` is this exception. While the driver waits for one pool, it also monitors the others that
+have pending calls.
 """
 
 from __future__ import annotations
@@ -386,7 +387,7 @@ class ProcessPool(Pool):
         return ""
 
     def _growth(self) -> int | None:
-        """Return how far the memory of a process has grown at most, from the processes that are still alive here."""
+        """Return the largest growth of memory of the ranks that are alive on this machine, in bytes, or None."""
         pairs = zip(self.processes, self._resident, strict=True)
         return (
             max((resident_memory(process.local_pid(), "VmHWM") - start for process, start in pairs), default=0) or None

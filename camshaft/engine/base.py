@@ -290,7 +290,7 @@ class BaseEngine(ABC):
 
     @property
     def yields_live_weights(self) -> bool:
-        """True if `named_weights()` yields the live weights, so that keeping all of them needs no memory."""
+        """True if `named_weights()` yields the live weights, so that keeping all of them needs no additional memory."""
         return False
 
     @abstractmethod

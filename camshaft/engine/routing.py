@@ -134,7 +134,7 @@ class RoutingStep:
         return outputs, self.routers.finish()
 
     def _local_tokens(self, inputs: ModelInputs, routed_experts: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return for each token of this rank the number of rows with it (n,), 0 for padding, and its experts."""
+        """Return the number of rows that contain each token of this rank (n,), 0 for padding, and its experts."""
         split, count = self._module.sequence, len(inputs.tokens)
         weights = inputs.packing.row_counts()
         if split is not None:

@@ -72,11 +72,11 @@ class Exchange(Protocol):
     """Exchange of tokens and heads between the ranks of a sequence-parallel group, before and after attention."""
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange this rank's chunk with all heads, (1, H, chunk, D), for all tokens, (1, H / ranks, N, D)."""
+        """Turn this rank's chunk with all heads, (1, H, chunk, D), into all tokens, (1, H / ranks, N, D)."""
         ...
 
     def to_tokens(self, output: Tensor) -> Tensor:
-        """Exchange all tokens with some of the heads, (1, N, H / ranks, D), for this rank's chunk, (1, chunk, H, D)."""
+        """Turn all tokens with some of the heads, (1, N, H / ranks, D), into this rank's chunk, (1, chunk, H, D)."""
         ...
 
 

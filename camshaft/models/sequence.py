@@ -5,10 +5,10 @@
     compute_loss(out).backward()                               # then sum the parameter gradients over the group
 
 Each rank holds one chunk of the packed tokens. All layers except attention process tokens independently, so each rank
-computes them for its chunk only. Before attention, an all-to-all exchanges one chunk with all heads for all tokens with
-some of the heads; after attention, a second one reverses this. Outputs per token are gathered, so that every rank
-computes the same loss from all outputs. In the backward pass, each rank uses only the gradient of its own chunk. The
-sum of the parameter gradients over the ranks is therefore the full gradient.
+computes them for its chunk only. Before attention, an all-to-all turns one chunk of the tokens with all heads into all
+tokens with some of the heads; after attention, a second one reverses this. Outputs per token are gathered, so that
+every rank computes the same loss from all outputs. In the backward pass, each rank uses only the gradient of its own
+chunk. The sum of the parameter gradients over the ranks is therefore the full gradient.
 
 `split_columns` splits the per-token columns of a batch into the same chunks, and `join_columns` inverts it.
 """
@@ -77,7 +77,7 @@ class SequenceSplit:
     # -- attention --------------------------------------------------------------------------------
 
     def to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Exchange this rank's chunk with all heads, (1, heads, chunk, D), for all tokens with some of the heads.
+        """Turn this rank's chunk with all heads, (1, heads, chunk, D), into all tokens with some of the heads.
 
         Returns tensors of shape (1, heads / size, N, D), exchanged in one collective. Key and value heads are repeated
         if their number is not divisible by `size`, so that each rank receives those that its query heads attend to.

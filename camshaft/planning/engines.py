@@ -3,7 +3,7 @@
     config = simulated(config)              # the actor's engine is now "camshaft.planning.engines:SimulatedFSDPEngine"
 
 They take the decisions of a run on CUDA: dtypes, kernels, offloading. Their tensors are in host memory, because a build
-of torch without CUDA cannot run autograd on tensors of a device that it lacks. `TensorMemory` keeps account of the
+of torch without CUDA cannot run autograd on tensors of a device that it lacks. `TensorMemory` keeps track of the
 tensors that a run would hold in host memory.
 """
 

@@ -76,7 +76,7 @@ def choose_layers(kinds: Sequence[Hashable]) -> Layers:
 
 
 def _repetition(kinds: Sequence[Hashable]) -> tuple[int, int]:
-    """Return the smallest sum of a start and a period with kinds[i] == kinds[i + period] after the start."""
+    """Return the start and the period with the smallest sum such that kinds[i] == kinds[i + period] for i >= start."""
     pairs = [(start, period) for period in range(1, len(kinds) + 1) for start in range(len(kinds) - period + 1)]
     for start, period in sorted(pairs, key=lambda pair: (sum(pair), pair[1])):
         if all(kinds[i] == kinds[i + period] for i in range(start, len(kinds) - period)):

@@ -87,7 +87,10 @@ def kernel_kills() -> int | None:
 
 
 def _killed_by_another_process(error: BaseException, config: PPOConfig, earlier_kills: int | None) -> bool:
-    """Return True if SIGKILL ended a process of a run on one machine whose kernel has not killed for lack of memory."""
+    """Return True if SIGKILL ended a process although the kernel has killed none for lack of memory since the start.
+
+    This is known only for a run on one machine.
+    """
     is_kill = "SIGKILL" in str(error)
     return is_kill and config.trainer.nnodes == 1 and earlier_kills is not None and kernel_kills() == earlier_kills
 
@@ -106,7 +109,7 @@ def memory_report(error: BaseException, config: PPOConfig, arguments: Sequence[s
     for each in _chain(error):
         traceback.clear_frames(each.__traceback__)  # frees the tensors of the step
     is_cpu, ranks = config.trainer.device == "cpu", sum(spec.world_size for spec in pool_specs(config))
-    # The memory did not suffice, so the change has to lower the peak to nine tenths of it.
+    # The run exceeded the memory at this peak, so a change must lower the peak to nine tenths.
     memory = (peak - BUFFERS) * 9 // 10 * ranks if is_cpu and peak is not None and peak > 2 * BUFFERS else None
     option = [] if memory is None else ["--memory", f"{memory >> 20}MiB"]
     lines = [f"Memory {'may have run' if 'SIGKILL' in str(error) else 'ran'} out in {phase or 'an unknown phase'}:"]

@@ -323,7 +323,7 @@ def _smaller_micro_batches(config: PPOConfig, row: Row) -> Iterator[tuple[str, .
 
 
 def solve(overrides: Sequence[str], key: str, memory: int | None) -> int | None:
-    """Return the largest integer of a key with which the run fits; None if no value does.
+    """Return the largest integer of a key with which the run fits, to within 2 %; None if no value does.
 
     It doubles the value until the run no longer fits, and then halves the interval. Invalid values do not fit. If all
     values are invalid, the error of the first one is raised.

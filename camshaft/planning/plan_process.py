@@ -46,7 +46,7 @@ class PlanUnavailable(CamshaftError):
 def plan_in_process(overrides: Sequence[str], memory: int | None, seconds: float) -> dict[str, Any]:
     """Return the JSON of `camshaft plan`. Raise PlanUnavailable if there is none within the time limit.
 
-    The search for a change takes longer than the plan, and the plan is returned without it if the time is over.
+    The search for a change takes longer than the plan, and the plan is returned without it if time runs out.
     """
     try:
         process = start_python(["-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)

@@ -4,10 +4,10 @@
     phases = forecast(config, "critic")         # rank 0 of a fake process group; computes nothing
 
 Both run the classes of a run: the roles with their engines, losses and optimizers. Batches are synthetic, and every row
-has the maximum length. A forecast initializes weights instead of loading them. It shortens the first training step to
-the generation and to an optimizer step that creates the optimizer state, and the updates of the second one to two
-optimizer steps of two micro-batches each, because later ones only repeat the second. It traces a few layers of a model
-with many layers (`layers.py`), and simulates the devices of a run that uses some (`engines.py`).
+has the maximum length. A forecast initializes weights instead of loading them. The first training step is shortened to
+the generation and one optimizer step, which creates the optimizer state. The updates of the second step are shortened
+to two optimizer steps of two micro-batches each, because later ones only repeat the second. The forecast traces a few
+layers of a model with many layers (`layers.py`), and simulates the devices of a run that uses some (`engines.py`).
 """
 
 from __future__ import annotations

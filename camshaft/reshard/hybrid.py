@@ -82,8 +82,8 @@ class Sync:
         return self._record(weights, Digests(), lambda _name, tensor: tensor.dtype)
 
     def record_live(self, weights: Iterator[tuple[str, Tensor]], dtype_of: DtypeOf) -> Iterator[tuple[str, Tensor]]:
-        """Yield live weights, and record the sizes and digests that they have once the rollout casts them to
-        `dtype_of`."""
+        """Yield live weights, and record the sizes and digests that they will have after the rollout has cast them to
+        the dtypes of `dtype_of`."""
         return self._record(weights, Digests(live=True), dtype_of)
 
     def _record(

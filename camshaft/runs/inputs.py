@@ -3,8 +3,8 @@
     path = save_model(model, tokenizer, folder)         # inputs/model-5e0f8c1b2a3d
     path = save_rows(rows, folder, "train")             # inputs/train-9a0c4d2e1f3b.jsonl
 
-The name of a file or folder contains a checksum of its content. Equal objects therefore have the same path, so that a
-run resumes with them, and other objects never replace those that the checkpoints of a run belong to.
+The name of a file or folder contains a checksum of its content. Equal objects get the same path, so a run can resume
+with them. Different objects never overwrite the inputs of existing checkpoints.
 """
 
 from __future__ import annotations

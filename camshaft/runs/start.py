@@ -96,7 +96,7 @@ def recorded_values(command: Command, config: Mapping[str, Any]) -> dict[str, An
     """Return the values of a recorded config that differ from the defaults.
 
     A value that is chosen automatically, or that the default derives from other keys, such as `${trainer.seed}`, is
-    compared with the value for the other keys.
+    compared with the value that it would have, given the other keys.
     """
     from camshaft.trainer.resume import RESUME_KEYS, config_record
 

@@ -37,8 +37,8 @@ last labels are omitted."""
 SHARES = ("clipped",)
 """Labels whose values are shown as percentages."""
 ZERO_BY_CONSTRUCTION = ("policy kl",)
-"""Labels that are omitted if their value is 0, which then holds for every policy: with one update per batch, the old
-policy is the policy that is updated."""
+"""Labels that are omitted if their value is 0. With one update per batch, the old policy and the updated policy are the
+same, so 0 carries no information."""
 
 _WINDOW = 20
 """Number of recent steps from which the remaining time is estimated."""

@@ -7,7 +7,7 @@
         status.enter("gen")
 
 The record is a tracker, which gets the final state of the run. `run_folder.py` reads the files, and docs/run-folder.md
-describes them. A disk that is full costs a warning and not the run.
+describes them. A full disk causes a warning, and the run continues.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class RunRecord(Tracker):
             "resumed_step": run.resumed_step,
             "config": dict(_flatten(run.config)),
         }
-        with _warn_once_about_the_disk(self._path):
+        with _disk_errors_as_warnings(self._path):
             run.path(CONFIG).write_text(yaml.safe_dump(_plain(run.config), sort_keys=False), encoding="utf-8")
             self._write()
 
@@ -85,7 +85,7 @@ class RunRecord(Tracker):
 
     def on_run_end(self, ending: Ending) -> None:
         self._facts |= {"status": ending, "ended": time.time()}
-        with _warn_once_about_the_disk(self._path):
+        with _disk_errors_as_warnings(self._path):
             self._write()
 
     def finish(self) -> None:
@@ -167,7 +167,7 @@ def record_failed_start(folder: Path, error: Exception) -> None:
     log_text(message)
     path = folder / INFO
     if not path.exists():
-        with _warn_once_about_the_disk(path):
+        with _disk_errors_as_warnings(path):
             facts = {"status": "failed", "error": message, "argv": mask_arguments(sys.argv), "ended": time.time()}
             replace_text(path, json.dumps(facts, indent=1) + "\n")
 
@@ -201,7 +201,7 @@ def mask_arguments(arguments: list[str]) -> list[str]:
 
 
 @contextlib.contextmanager
-def _warn_once_about_the_disk(path: Path) -> Iterator[None]:
+def _disk_errors_as_warnings(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -49,7 +49,7 @@ MANY_BYTES = 1 << 20
 THREAD_BYTES = 1 << 20
 """Size of the parts of a text that threads of pyarrow parse at the same time."""
 TAIL_BYTES = 256
-"""Number of bytes before the end of the last read by which a file that was replaced is recognized."""
+"""Number of bytes before the last read position. If they differ at the next read, the file was replaced."""
 
 _STEP_FILE = re.compile(r"^step_(\d+)\.(parquet|jsonl)$")
 
@@ -126,7 +126,7 @@ class Metrics:
     def _add_many(self, text: bytes) -> bool:
         """Add lines with pyarrow, in a third of the time that `json` takes.
 
-        Return False, without adding any, if the lines are damaged or a value is no number.
+        Return False, without adding any, if the lines are damaged or a value is not a number.
         """
         import pyarrow
         from pyarrow import json as arrow_json

@@ -4,8 +4,8 @@
     samples.write(batch, step)                  # after the updates; `batch` has the columns of a whole step
 
 A file has one row per response: prompt, response, score and its parts. A few rows and their groups also have one value
-per token: log-probs, advantage, value, ... docs/run-folder.md lists the columns. Older files are deleted when all files
-exceed `max_gb`, so that the remaining steps become sparser with their age. A disk that is full costs one warning.
+per token: log-probs, advantage, value, ... docs/run-folder.md lists the columns. When the files together
+exceed `max_gb`, older ones are deleted, so that the kept steps become sparser with age. A full disk causes one warning.
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ def choose_rows(
     chosen: dict[int, None] = {}
     num_tokens = 0
     for uid in dict.fromkeys([*(uids[row] for row in first), *others]):
-        # Rows outside the limits are left out of a group that is too large, but a second group is never cut.
+        # Only the first group may be cut to fit the limits. Later groups are included completely or not at all.
         group = sorted(groups[uid], key=lambda row: row not in first)
         if chosen and (len(chosen) + len(group) > count or num_tokens + sum(lengths[r] for r in group) > MAX_TOKENS):
             continue

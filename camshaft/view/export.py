@@ -16,7 +16,7 @@ from camshaft.view import data
 from camshaft.view.server import STATIC, Page, configs
 
 MAX_STEPS = 6
-"""Number of steps of a run whose responses a file contains: the first, the last and some between them."""
+"""Maximum number of steps per run whose responses a file contains: the first, the last and some between them."""
 
 
 def export(folders: Sequence[str | Path], path: Path) -> int:

@@ -4,9 +4,9 @@
         print(server.url)                       # contains the token
         server.serve_forever()
 
-The server listens on the loopback interface or on a Unix socket. Each request needs the token, which the URL contains
-once and a cookie from then on, and a Host header that names this machine; every other request gets status 403. Runs and
-files are addressed by their position in the server's own list, never by a path.
+The server listens on the loopback interface or on a Unix socket. Each request needs the token, in the URL at first and
+in a cookie afterwards, and a Host header that names this machine; every other request gets status 403. Runs and files
+are addressed by their position in the server's own list, never by a path.
 """
 
 from __future__ import annotations

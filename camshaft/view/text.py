@@ -60,7 +60,7 @@ def _last(run: RunFolder, name: str | None) -> str:
 
 
 def show_step(run: RunFolder, step: int, num_groups: int, width: int, uid: str | None = None) -> str:
-    """Return the responses of a step by group: those of one prompt, or the groups with the most different scores."""
+    """Return the responses of a step by group: the group `uid`, or the groups with the largest spread of scores."""
     columns = ["uid", "data_source", "prompt", "response", "ground_truth", "score", "advantage", "response_tokens"]
     rows = run.samples(step, [*columns, "finished", "failure"]).to_pylist()
     groups: dict[str, list[Mapping[str, Any]]] = {}

@@ -252,7 +252,7 @@ def test_a_bar_and_a_filter_select_responses(browser: Any, server: PageServer) -
     page.tab.click(".histogram button >> nth=-1")
     page.tab.wait_for_selector(".histogram button[aria-pressed=true]")
     assert page.tab.locator(".response span").count() > 10  # the heat map of the first group
-    page.tab.select_option("select[aria-label=colour]", "old_log_probs")
+    page.tab.select_option("select[aria-label=color]", "old_log_probs")
     page.tab.wait_for_selector(".response span")
     assert page.errors == []
 

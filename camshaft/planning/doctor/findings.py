@@ -40,12 +40,12 @@ def ok(check: str, message: str) -> Finding:
 
 
 def warn(check: str, message: str, fix: str) -> Finding:
-    """Return a finding that a run may survive."""
+    """Return a problem that a run may survive."""
     return Finding(check, "WARN", message, fix)
 
 
 def fail(check: str, message: str, fix: str) -> Finding:
-    """Return a finding with which a run fails."""
+    """Return a problem that makes a run fail."""
     return Finding(check, "FAIL", message, fix)
 
 

@@ -280,7 +280,8 @@ def check_network(environment: Mapping[str, str] = os.environ) -> Iterator[Findi
     direct = f"{environment.get('no_proxy', '')},{environment.get('NO_PROXY', '')}"
     if proxies and not {"127.0.0.1", "localhost", "*"} & {host.strip() for host in direct.split(",")}:
         clean = False
-        message = f"{' and '.join(proxies)} is set without an exception for this machine, which servers of a run need"
+        names = " and ".join(proxies)
+        message = f"{names} is set without an exception for this machine, but a run connects to its own servers"
         yield warn("network", message, "export NO_PROXY=localhost,127.0.0.1 no_proxy=localhost,127.0.0.1")
     interfaces = sorted(path.name for path in Path("/sys/class/net").glob("*"))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -290,9 +291,7 @@ def check_network(environment: Mapping[str, str] = os.environ) -> Iterator[Findi
     host = socket.gethostname()
     if not _resolves(host):
         clean = False
-        message = (
-            f"the host name {host} does not resolve within {NAME_SECONDS:g} s, which ranks wait for at their start"
-        )
+        message = f"the host name {host} does not resolve within {NAME_SECONDS:g} s; ranks wait for it when they start"
         yield warn("network", message, f"echo '127.0.0.1 {host}' >> /etc/hosts")
     if clean:
         yield ok("network", f"host {host}, interfaces {', '.join(interfaces)}")

@@ -324,8 +324,8 @@ async function drawResponses() {
     ...(stored === null ? ["all steps:", ...Object.entries(ORDERS).map(([order, label]) => button(label, state.order === order, () => rank(state.order === order ? "" : order)))] : []),
     sources.length > 1 ? choose([["", "all sources"], ...sources.map((source) => [source, source])], sources.includes(state.source) ? state.source : "", (value) => { state.source = value; show(); }, "source") : null,
     text, button("failed or cut", state.problems, () => { state.problems = !state.problems; show(); }),
-    channels.length ? "colour tokens by" : null,
-    channels.length ? choose(channels, state.channel, (value) => { state.channel = value; show(); }, "colour") : null,
+    channels.length ? "color tokens by" : null,
+    channels.length ? choose(channels, state.channel, (value) => { state.channel = value; show(); }, "color") : null,
     channels.length ? scale(rows) : null,
   );
   const bins = histogram(rows);
@@ -444,8 +444,8 @@ function response(row, limit) {
   const text = (first, last) => characters.slice(first ? ends[first - 1] : 0, ends[last]).join("");
   const level = (token) => shade((values[token] || 0) / limit);
   let next = 0;
-  // Tokens below the visible part of a long response get their colour when they are scrolled into view.
-  const colour = (count) => {
+  // Tokens below the visible part of a long response get their color when they are scrolled into view.
+  const paint = (count) => {
     const stop = Math.min(ends.length, next + count), parts = document.createDocumentFragment();
     for (let first = next; next < stop; next += 1) {
       if (next + 1 < stop && level(next + 1) === level(next) && next - first < 10) continue;
@@ -461,10 +461,10 @@ function response(row, limit) {
   };
   const fill = () => {
     const isVisible = () => rest.previousSibling === null || rest.previousSibling.offsetTop < box.scrollTop + 2 * box.clientHeight;
-    while (next < ends.length && box.isConnected && isVisible()) colour(TOKENS);
+    while (next < ends.length && box.isConnected && isVisible()) paint(TOKENS);
   };
   box.append(rest);
-  colour(TOKENS);
+  paint(TOKENS);
   box.onscroll = fill;
   if (next < ends.length) requestAnimationFrame(fill);
   return box;

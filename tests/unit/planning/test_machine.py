@@ -13,8 +13,9 @@ import pytest
 from support.command_line import ROOT
 
 from camshaft.machine import describe_contention
+from camshaft.planning.doctor import machine
 from camshaft.planning.doctor.findings import Finding, collect, fail, ok, report, warn, worst
-from camshaft.planning.doctor.imports import satisfies
+from camshaft.planning.doctor.imports import _shadowing_files, satisfies
 from camshaft.planning.doctor.machine import check_driver, check_network
 
 CAMSHAFT = f"{sys.executable} -m camshaft"
@@ -144,6 +145,37 @@ def test_shadowing_file_is_found_and_mended(tmp_path: Path) -> None:
     ignored = doctor(inside)["imports"]
     assert ignored["status"] == "WARN"
     assert "camshaft ignores" in ignored["message"]
+
+
+@pytest.mark.parametrize("name", ["PyYAML", "pyyaml"])
+def test_packages_of_a_target_folder_are_not_shadowing(name: str, tmp_path: Path) -> None:
+    (tmp_path / "yaml").mkdir()
+    (tmp_path / "yaml" / "__init__.py").touch()
+    names = {"yaml": "pyyaml"}
+    assert list(_shadowing_files(tmp_path, names)) == [tmp_path / "yaml"]
+    metadata = tmp_path / f"{name}-6.0.2.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: PyYAML\nVersion: 6.0.2\n", encoding="utf-8")
+    assert list(_shadowing_files(tmp_path, names)) == []
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"memory.max": 16, "memory.current": 12, "memory.stat": 3},
+        {"memory/memory.limit_in_bytes": 16, "memory/memory.usage_in_bytes": 12, "memory/memory.stat": 3},
+    ],
+)
+def test_memory_in_use_by_the_container_is_not_available(
+    files: dict[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """3 of the 12 MiB in use are cached files, which the kernel drops when it needs memory."""
+    texts = {name: str(count << 20) for name, count in files.items()}
+    for name in texts:
+        if name.endswith("stat"):
+            texts[name] = f"anon 1\n{'total_' * ('/' in name)}inactive_file {texts[name]}"
+    monkeypatch.setattr(machine, "_cgroup_file", texts.get)
+    assert machine.available_memory() == 7 << 20
 
 
 @pytest.mark.parametrize(("version", "status"), [("2.5.0", "FAIL"), ("2.12.1+cpu", "OK")])

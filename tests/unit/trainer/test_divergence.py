@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ from camshaft import storage
 from camshaft.checkpoint import CheckpointManager
 from camshaft.config import load_sft
 from camshaft.errors import DivergenceError, RewardError
+from camshaft.roles.base import SkippedSteps
 from camshaft.tracking import RunInfo, Tracking
 from camshaft.trainer.build import PPOParts
+from camshaft.trainer.divergence import DivergenceCheck
 from camshaft.trainer.ppo import PPOTrainer
 from camshaft.trainer.supervised import SFTTrainer
 
@@ -69,6 +72,16 @@ def test_the_step_before_a_validation_of_a_diverged_actor_is_logged(tmp_path: Pa
         ):
             trainer.fit(tracking)
     assert logged == [1]
+
+
+def test_the_error_names_the_limit_that_ended_the_run() -> None:
+    role: Any = SimpleNamespace(skipped_steps=lambda: [SkippedSteps(steps=3, updates=3)])
+    check = DivergenceCheck({"actor": role}, max_skipped_steps=10)
+    with pytest.raises(DivergenceError, match=r"3 updates had no step; trainer.max_skipped_steps=null disables"):
+        check.check_updates(3, {"actor/skipped_steps": 1.0})
+    check = DivergenceCheck({"actor": role}, max_skipped_steps=3)
+    with pytest.raises(DivergenceError, match=r"trainer.max_skipped_steps sets the limit"):
+        check.check_updates(3, {"actor/skipped_steps": 1.0})
 
 
 def test_values_whose_squares_overflow_are_not_saved(tmp_path: Path) -> None:
