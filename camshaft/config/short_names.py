@@ -412,7 +412,7 @@ def section_overrides(folder: str, name: str, schema: type[Section]) -> list[str
     """
     file = os.path.join(os.path.expanduser(folder), f"{name.removesuffix('.yaml')}.yaml")
     try:
-        content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except (OSError, ValueError, RecursionError, AssertionError, YAMLError, OmegaConfBaseException):  # Hydra reports it
         return []
     if not isinstance(content, dict):
