@@ -32,7 +32,7 @@ from camshaft.errors import CamshaftError
 from camshaft.tracking.run_folder import RunFolder, find_runs
 from camshaft.view import data
 from camshaft.view.ranking import ORDERS, Ranking
-from camshaft.view.text import config_differences
+from camshaft.view.text import config_differences, ignored_keys
 
 STATIC = Path(__file__).parent / "static"
 FILES = {
@@ -135,6 +135,7 @@ def configs(runs: Sequence[RunFolder]) -> dict[str, Any]:
     return {
         "info": info,
         "config": {key: str(value) for key, value in first.config().items()},
+        "ignored": list(ignored_keys(first.config())),
         "names": [run.name for run in runs],
         "differences": {key: [str(content.get(key)) for content in contents] for key in keys},
     }

@@ -171,13 +171,14 @@ def compare(first: RunFolder, second: RunFolder) -> str:
 def config_differences(first: RunFolder, second: RunFolder) -> dict[str, tuple[Any, Any]]:
     """Return the values of the config keys in which two runs differ, except for names, folders and unused roles."""
     one, other = first.config(), second.config()
-    unused = tuple(set(_unused_sections(one)) & set(_unused_sections(other)))
-    keys = [key for key in {**one, **other} if key not in MACHINE_KEYS and not key.startswith(unused)]
+    ignored = tuple(set(ignored_keys(one)) & set(ignored_keys(other)))
+    keys = [key for key in {**one, **other} if not key.startswith(ignored)]
     return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}
 
 
-def _unused_sections(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the prefixes of the keys of roles that a PPO run does not have."""
+def ignored_keys(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield prefixes of keys that are not compared: of names and folders, and of roles that a PPO run does not have."""
+    yield from MACHINE_KEYS
     if not config.get("critic.enable") and config.get("algorithm.adv_estimator") not in (None, "gae"):
         yield "critic."
     if not config.get("reward_model.enable", True):

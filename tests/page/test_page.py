@@ -19,8 +19,9 @@ from support.run_folders import make_run, sample_rows, write_samples
 
 from camshaft.tracking.base import RunInfo
 from camshaft.tracking.jsonl import JsonlTracker
+from camshaft.tracking.run_folder import RunFolder
 from camshaft.view.export import export
-from camshaft.view.server import PageServer
+from camshaft.view.server import PageServer, configs
 
 pytestmark = pytest.mark.page
 
@@ -283,6 +284,17 @@ def test_a_response_of_32000_tokens_opens_in_a_second(browser: Any, folder: Path
     page.tab.wait_for_function("document.querySelectorAll('.response span').length === 32000")
     assert box.evaluate("(box) => box.textContent") == text
     assert page.errors == []
+
+
+def test_an_exported_file_compares_configs_like_the_server(browser: Any, tmp_path: Path) -> None:
+    for name, lr in (("first", 1e-5), ("second", 1e-3)):
+        changes = {"actor_rollout_ref.actor.optim.lr": lr, "algorithm.adv_estimator": "grpo", "critic.optim.lr": lr}
+        make_run(tmp_path / "runs" / name, changes=changes)
+    export([tmp_path / "runs"], tmp_path / "runs.html")
+    page = Watched(browser, (tmp_path / "runs.html").as_uri())
+    differences = page.tab.evaluate("storedConfig([0, 1]).differences")
+    assert differences == configs([RunFolder(tmp_path / "runs" / name) for name in ("first", "second")])["differences"]
+    assert list(differences) == ["actor_rollout_ref.actor.optim.lr"]
 
 
 def test_an_exported_file_opens_from_the_disk(browser: Any, folder: Path, tmp_path: Path) -> None:
