@@ -39,14 +39,23 @@ def detect_machine() -> Machine:
     return Machine(device, count, libraries)
 
 
+def omp_threads(variable: str) -> int:
+    """Return the number of threads that a value of OMP_NUM_THREADS sets, or 0 if it sets none.
+
+    A list such as "4,2" contains one number per level of nested parallelism.
+    """
+    first = variable.partition(",")[0].strip()
+    return int(first) if first.isdigit() else 0
+
+
 def describe_contention(ranks: int) -> tuple[str, str] | None:
     """Return a problem and its fix if threads of `ranks` processes would wait for cores that other programs use.
 
     A parallel operation ends when its last thread does, so a single thread without a core delays all others. The load
     is that of the whole machine, and is assumed to be the same on each core.
     """
-    cores, variable = len(os.sched_getaffinity(0)), os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(variable) if variable.isdigit() else max(1, cores // ranks)
+    cores = len(os.sched_getaffinity(0))
+    threads = omp_threads(os.environ.get("OMP_NUM_THREADS", "")) or max(1, cores // ranks)
     others = (os.getloadavg()[0] - 1) * cores / (os.cpu_count() or cores)  # without this process
     if threads == 1 or others < cores / 2:
         return None

@@ -110,14 +110,14 @@ def new_file(target: str | Path) -> Iterator[Path]:
 def lock_folder(folder: Path) -> IO[str] | None:
     """Lock a folder until the returned file is closed or the process ends. Return None if it is locked already.
 
-    If the file system has no locks, a warning is logged.
+    If the file system does not support locks, a warning is logged.
     """
     path = folder / ".lock"
     path.touch()
     try:
         return lock_exclusively(path)
     except OSError as error:
-        logger.warning("%s cannot be locked (%s); let no other run write to this folder", folder, error.strerror)
+        logger.warning("%s cannot be locked (%s); make sure that no other run writes to it", folder, error.strerror)
         return open(path, encoding="utf-8")
 
 

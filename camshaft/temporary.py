@@ -79,7 +79,7 @@ def lock_file(descriptor: int) -> None:
 def lock_exclusively(path: Path) -> IO[str] | None:
     """Lock a file until the returned file is closed or the process ends. Return None if it is locked already.
 
-    Raise OSError if the file system has no locks.
+    Raise OSError if the file system does not support locks.
     """
     file = open(path, "a", encoding="utf-8")  # noqa: SIM115
     try:

@@ -24,7 +24,7 @@ Result = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """Inputs of an estimator. The fields of `Estimator` declare which optional inputs are required."""
+    """Inputs of an estimator, which raises ValueError if an optional one that it reads is missing."""
 
     rewards: Tensor
     """(B, T) float: reward of each token."""

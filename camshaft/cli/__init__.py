@@ -81,13 +81,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The last entry allows my_engine:MyEngine in the working directory, and cannot shadow an installed package.
         sys.path.append(folder)
     targets = {command.name: command.target for command in COMMANDS}
-    if not arguments:
-        _parser().print_help()
-        return 0
-    if arguments[0] not in targets:
-        _parser().parse_args(arguments[:1])  # prints help, the version, or an error, and exits
     try:
-        return import_attribute(targets[arguments[0]])(arguments[1:])
+        try:
+            if not arguments:
+                _parser().print_help()
+                return 0
+            if arguments[0] not in targets:
+                _parser().parse_args(arguments[:1])  # prints help, the version, or an error, and exits
+            return import_attribute(targets[arguments[0]])(arguments[1:])
+        finally:
+            sys.stdout.flush()
     except CamshaftError as error:
         return report_error(error)
     except OSError as error:
@@ -105,7 +108,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _has_closed_output() -> bool:
     """Return True if the program that reads the output has ended, as in `camshaft config show | head`."""
     output = select.poll()
-    output.register(sys.stdout, 0)
+    try:
+        output.register(sys.stdout, 0)
+    except (OSError, ValueError):  # not a file
+        return False
     return bool(output.poll(0))
 
 

@@ -31,7 +31,7 @@ from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.supervised import SupervisedConfig
-from camshaft.config.short_names import expand_overrides, section_overrides, suggest_names
+from camshaft.config.short_names import expand_overrides, keys_in_file, section_overrides, suggest_names
 from camshaft.config.tree import flatten, get, has_key, leaf_fields
 from camshaft.errors import ConfigError
 from camshaft.masking import mask_text, mask_yaml, secret_values
@@ -71,7 +71,10 @@ def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
             composed = _run_hydra(arguments_without_printing, config_name)
     finally:
         _print_masked(printed.getvalue(), schema, composed)
-    configs = [from_container(tree, schema, overridden_keys(overrides)) for tree, overrides in composed]
+    of_file = {key for folder, name in _config_files(arguments) for key in keys_in_file(folder, name)}
+    configs = [
+        from_container(tree, schema, overridden_keys(overrides), keys_of_file=of_file) for tree, overrides in composed
+    ]
     _check_folders(configs, composed)
     return [] if only_print else configs
 
@@ -99,11 +102,18 @@ def _expand_short_names(argv: Sequence[str], schema: type[Config]) -> list[str]:
     options = [argument for argument in argv if not _OVERRIDE.match(argument)]
     overrides = [argument for argument in argv if _OVERRIDE.match(argument)]
     folders = [folder for folder in map(_folder, options, [*options[1:], ""]) if folder]
-    names = [name for name in map(_config_name, options, [*options[1:], ""]) if name]
     of_files = [
-        override for folder in folders for name in names for override in section_overrides(folder, name, schema)
+        override for folder, name in _config_files(argv) for override in section_overrides(folder, name, schema)
     ]
     return [*of_files, *expand_overrides(overrides, schema, [str(HOME), *folders]), *options]
+
+
+def _config_files(argv: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the folders and names in which Hydra looks for a config file that an option selects."""
+    options = [argument for argument in argv if not _OVERRIDE.match(argument)]
+    pairs = list(zip(options, [*options[1:], ""], strict=True))
+    folders = [folder for pair in pairs if (folder := _folder(*pair))]
+    return [(folder, name) for pair in pairs if (name := _config_name(*pair)) for folder in folders]
 
 
 def _config_name(option: str, following: str) -> str:

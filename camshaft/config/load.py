@@ -43,6 +43,7 @@ from camshaft.config.short_names import (
     expand_overrides,
     expand_recipe,
     expand_short_names,
+    keys_in_file,
     section_overrides,
     short_names,
     suggest_names,
@@ -132,10 +133,12 @@ def _load(
 ) -> Config:
     folder = str(HOME) if config_dir is None else config_dir
     overrides = expand_overrides(overrides, schema, [folder])
+    keys_of_file: set[str] = set()
     if config_dir is not None and config_name is not None:
         overrides = [*section_overrides(config_dir, config_name, schema), *overrides]
+        keys_of_file = keys_in_file(config_dir, config_name)
     composed = _compose(schema, overrides, config_dir, config_name)
-    return from_container(composed, schema, overridden_keys(overrides), machine)
+    return from_container(composed, schema, overridden_keys(overrides), machine, keys_of_file)
 
 
 def from_container(
@@ -143,11 +146,13 @@ def from_container(
     schema: type[Config],
     set_keys: Collection[str] | None = None,
     machine: Machine | None = None,
+    keys_of_file: Collection[str] = (),
 ) -> Config:
     """Validate a nested dict and return the config. Missing keys have their default values.
 
-    `set_keys` lists the keys that the user set. None means that the user set all keys in the dict. The values of keys
-    that are `auto` depend on `machine`, which is by default the machine on which the program runs.
+    `set_keys` lists the keys that the user set. None means that the user set all keys in the dict. `keys_of_file` lists
+    those of a config file, which take precedence over a recipe even if their values are the defaults. The values of
+    keys that are `auto` depend on `machine`, which is by default the machine on which the program runs.
     """
     leaves, defaults = leaf_fields(schema), raw_defaults(schema)
     expanded = expand_keys(expand_short_names(container, schema, set_keys, defaults), leaves)
@@ -156,7 +161,7 @@ def from_container(
     user_keys = flatten(expanded, leaves).keys() if set_keys is None else set_keys
     tree, problems = rename_aliases(expanded, defaults, user_keys, leaves)
     changes = changed_keys(_merge(defaults, tree), schema) | set(set_keys or ())
-    for key, value in expand_recipe(tree, {*changes, *user_keys}).items():
+    for key, value in expand_recipe(tree, {*changes, *user_keys, *keys_of_file}).items():
         put(tree, key, value)
     tree, choices = choose_automatic(tree, schema, detect_machine() if machine is None else machine)
     values, unresolved = _resolve_with_name(tree, schema)

@@ -404,28 +404,31 @@ def _unquote(text: str) -> str:
 
 
 def section_overrides(folder: str, name: str, schema: type[Section]) -> list[str]:
-    """Return overrides that the values of a config file need besides the file.
+    """Return the short names of a config file that are names of sections too, as overrides of their keys.
 
-    These are short names that are names of sections too: Hydra would replace such a value with the section if an
-    override sets another key of the section. Keys that recipes set are also included, because they precede the recipe
-    even if their value is the default.
+    Hydra would replace such a value with the section if an override sets another key of the section.
     """
+    names = short_names(schema)
+    return [
+        f"{names[key]}={_quote(value)}"
+        for key, value in _read_file(folder, name).items()
+        if key in names and key in schema.model_fields and not isinstance(value, dict)
+    ]
+
+
+def keys_in_file(folder: str, name: str) -> set[str]:
+    """Return the keys that a config file sets, even if their values are the defaults."""
+    return set(flatten(_read_file(folder, name), ()))
+
+
+def _read_file(folder: str, name: str) -> dict[str, Any]:
+    """Return the content of a config file, without those that it includes."""
     file = os.path.join(os.path.expanduser(folder), f"{name.removesuffix('.yaml')}.yaml")
     try:
         content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
     except (OSError, ValueError, RecursionError, AssertionError, YAMLError, OmegaConfBaseException):  # Hydra reports it
-        return []
-    if not isinstance(content, dict):
-        return []
-    names = short_names(schema)
-    values = {
-        names[key]: value
-        for key, value in content.items()
-        if key in names and key in schema.model_fields and not isinstance(value, dict)
-    }
-    recipe_keys = {key for recipe in RECIPES.values() for key in recipe}
-    values |= {key: value for key, value in flatten(content, ()).items() if key in recipe_keys}
-    return [f"{key}={_quote(value)}" for key, value in values.items()]
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def _quote(value: Any) -> str:

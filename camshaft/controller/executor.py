@@ -30,6 +30,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from camshaft.controller.worker import RankInfo, Worker, build_worker
 from camshaft.device import backend_for, create_store, peak_memory
 from camshaft.garbage import freeze_objects
+from camshaft.machine import omp_threads
 from camshaft.seat import Seat
 from camshaft.subprocesses import Frames, Limit, limit_waits, pack, unpack
 
@@ -183,9 +184,9 @@ def set_environment(rank_info: RankInfo, environment: dict[str, str]) -> None:
     os.environ.update(RANK=str(rank_info.rank), WORLD_SIZE=str(rank_info.world))
     os.environ.update(LOCAL_RANK=str(rank_info.local_rank), LOCAL_WORLD_SIZE=str(rank_info.local_world))
     cores = len(os.sched_getaffinity(0))
-    variable = environment.get("OMP_NUM_THREADS", "").partition(",")[0]  # "4,2" has one number per level of nesting
-    threads = int(variable) if variable.isdigit() else 0
-    threads = threads or max(1, cores // (rank_info.local_world + rank_info.other_ranks))
+    threads = omp_threads(environment.get("OMP_NUM_THREADS", "")) or max(
+        1, cores // (rank_info.local_world + rank_info.other_ranks)
+    )
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # torch has already been imported and has read the previous value.
     torch.set_num_threads(threads)

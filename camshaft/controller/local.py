@@ -37,6 +37,7 @@ from camshaft.controller.process_pool import COLLECTIVE_EXTRA_SECONDS, Inbox, Pr
 from camshaft.controller.resources import PoolSpec
 from camshaft.controller.worker import RankInfo
 from camshaft.errors import ConfigError
+from camshaft.machine import omp_threads
 from camshaft.stacks import dump_stacks_on_signal, read_stacks
 from camshaft.stop import block_stop_signals, ignore_stop_signals
 from camshaft.subprocesses import (
@@ -92,7 +93,7 @@ def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
 def _warn_of_threads(ranks: int, cores: int, variable: str) -> None:
     """Warn if OMP_NUM_THREADS gives the ranks more threads than there are cores, because threads then wait for each
     other."""
-    threads = int(variable) if variable.isdigit() else 0
+    threads = omp_threads(variable)
     if ranks > 1 and threads > 1 and ranks * threads > cores:
         logger.warning(
             "OMP_NUM_THREADS=%d: %d ranks have %d threads on %d cores, which can make a step ten times slower. "

@@ -202,7 +202,7 @@ def _parse_csv(path: Path, text: str, delimiter: str) -> TextData:
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     header = next(reader, [])
-    if repeated := [name for name in header if header.count(name) > 1]:
+    if repeated := [name for name in header if name and header.count(name) > 1]:
         raise BatchError(f"{path}: two columns have the name {repeated[0]!r}; rename one of them")
     rows: list[Row] = []
     lines: list[int] = []

@@ -53,7 +53,8 @@ class Digests:
     """
 
     def __init__(self, live: bool = False) -> None:
-        """With `live`, the caller keeps all tensors alive until `numbers`, so they are queued without a size limit."""
+        """With `live`, the caller keeps all tensors alive until it calls `numbers`, so they are queued without a size
+        limit."""
         self._queue_bytes = math.inf if live else QUEUE_BYTES
         self._tensors: dict[str, tuple[torch.dtype, torch.Size]] = {}
         self._queues: dict[tuple[torch.device, bool], _Queue] = {}

@@ -14,8 +14,8 @@ RMSNorm is computed in float32. With r = 1 / sqrt(mean(x^2) + eps) per token, an
     y = x r w        dx = r w dy - x r^3 (t w) / width        dw = sum over tokens of r t
 
 The output is bitwise equal to that of `transformers`. Its module runs eight operators in the forward pass and about
-twelve in the backward pass, each of which reads and writes all activations. This autograd function runs four
-in the forward pass and six in the backward pass.
+twelve in the backward pass, each of which reads and writes all activations. This autograd function runs four in the
+forward pass and six in the backward pass.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ unused) -> gradients of query, key and value."""
 
 
 class Bounds(NamedTuple):
-    """Boundaries of groups of queries, and of the group of keys that each of them attends to."""
+    """Boundaries of groups of queries, and of the group of keys that each group of queries attends to."""
 
     queries: Tensor
     """Start offsets of the groups and their end, int32 on the device."""

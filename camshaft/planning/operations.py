@@ -13,7 +13,7 @@ prompts, unused logits and elementwise operations do not count.
   and reads the hidden states that enter a block or the head. In an update this happens per optimizer step. The backward
   pass reads weights and hidden states again, and writes and reads the gradients of the hidden states. It writes the
   gradients of the weights. The step reads them for the norm and once more, and reads and writes both moments and the
-  weights. Generation makes one pass over the prompts and one more per further token of the longest response, for all
+  weights. Generation makes one pass over the prompts and one for each further token of the longest response, for all
   rows at once. Each pass reads the weights and the keys and values of the unfinished rows; those of a prompt are read
   once for all its rows. Each token's keys and values are written once.
 

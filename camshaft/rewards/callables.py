@@ -134,13 +134,13 @@ def _describe(value: Any, parents: tuple[int, ...]) -> Any:
         return list(map(describe, value))
     if isinstance(value, _PLAIN):
         return repr(value)
-    call = vars(type(value)).get("__call__")
+    call = next((vars(base)["__call__"] for base in type(value).__mro__ if "__call__" in vars(base)), None)
     if isinstance(call, FunctionType):
         return type(value).__qualname__, describe(call), _settings(value)
     return type(value).__qualname__
 
 
 def _settings(value: Any) -> list[tuple[str, str]]:
-    """Return the numbers and texts that an object holds as attributes."""
+    """Return the attributes of an object that are numbers, strings or other plain values."""
     attributes = {} if isinstance(value, type) else getattr(value, "__dict__", {})
     return [(name, repr(item)) for name, item in attributes.items() if isinstance(item, _PLAIN)]

@@ -1,7 +1,9 @@
 """Files of bounded size for the output of reward functions and for failed samples.
 
-output = Output(Path("run/rewards/output.log"))
-output.write(b"...")             # the first call creates the file and logs its path
+    output = Output(Path("run/rewards/output.log"))
+    output.write(b"...")             # the first call creates the file and logs its path
+
+A file that reaches `MAX_BYTES` is renamed, and a new one is started.
 """
 
 import contextlib

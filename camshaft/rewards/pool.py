@@ -465,9 +465,9 @@ class _Worker:
         self.output: int | None = self._stderr.fileno()
         """Pipe with the output of user code, or None if the process has closed it."""
         self._outgoing: queue.SimpleQueue[Frames | None] = queue.SimpleQueue()
+        self._outgoing.put(pack(spec))
         self._writer = threading.Thread(target=self._write_messages, name="reward-calls", daemon=True)
         self._writer.start()
-        self._outgoing.put(pack(spec))
 
     def assign(self, job: Job, calls: Iterable[Call], concurrent: bool = False, isolated: bool = False) -> None:
         """Send calls to the process. It does not receive further calls while `isolated` ones run."""
@@ -552,7 +552,7 @@ class _Worker:
         kill_group(self._process.pid)
         self._process.wait()
         self._outgoing.put(None)
-        self._writer.join()
+        self._writer.join(_EXIT_SECONDS)  # a process that user code has detached can keep the pipe open
         self.forward_output()
         for file in (self._stdout, self._stderr, self._stack_file):
             file.close()

@@ -4,8 +4,8 @@
     samples.write(batch, step)                  # after the updates; `batch` has the columns of a whole step
 
 A file has one row per response: prompt, response, score and its parts. A few rows and their groups also have one value
-per token: log-probs, advantage, value, ... docs/run-folder.md lists the columns. When the files together
-exceed `max_gb`, older ones are deleted, so that the kept steps become sparser with age. A full disk causes one warning.
+per token: log-probs, advantage, value, ... docs/run-folder.md lists the columns. When the files together exceed
+`max_gb`, older ones are deleted, so that the kept steps become sparser with age. A full disk causes one warning.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def sample_table(batch: DataProto, step: int, token_rows: int, decode: Decode, p
     texts = decode(ids)
     columns: dict[str, Any] = {
         "row": np.arange(len(batch), dtype=np.int32),
-        "uid": [_as_text(uid) for uid in batch["uid"]],
-        "data_source": [_as_text(source) for source in batch["data_source"]],
+        "uid": [_escape(str(uid)) for uid in batch["uid"]],
+        "data_source": [_escape(str(source)) for source in batch["data_source"]],
         "prompt": _prompt_texts(batch, decode),
         "response": texts,
         "ground_truth": [_as_text(truth) for truth in batch["ground_truth"]],
@@ -251,6 +251,10 @@ def _rows_of_ids(tokens: Ragged) -> list[list[int]]:
 
 
 def _as_text(value: Any) -> str:
-    """Return a text, or the JSON of another value, with lone surrogates escaped, which UTF-8 cannot encode."""
-    text = value if isinstance(value, str) else _JSON.encode(value)
+    """Return a text, or the JSON of another value."""
+    return _escape(value if isinstance(value, str) else _JSON.encode(value))
+
+
+def _escape(text: str) -> str:
+    """Escape lone surrogates, which UTF-8 cannot encode."""
     return text.encode("utf-8", "backslashreplace").decode()

@@ -3,7 +3,7 @@
 ppo.py               PPOTrainer with the training step and the training loop; read this first
 build.py             PPOParts: data, rewards, worker pools, roles and checkpoints of a PPO run
 advantages.py        scores, rewards, advantages and rollout correction, which are computed on the driver
-scoring.py           builds the reward function and the other parts of the scoring
+scoring.py           builds the reward function and the other sources of scores
 dynamic_sampling.py  samples prompts until enough of them have a learning signal (DAPO)
 mini_batches.py      sharding of mini-batches over ranks, and seeds of a step
 validate.py          scores and responses on held-out prompts

@@ -327,7 +327,7 @@ def run_length(trainer: TrainerConfig | SupervisedTrainerConfig, loader: Statefu
 def _check_machine(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int) -> None:
     """Check that the devices exist and that the output folder is writable, before anything is loaded."""
     if trainer.backend() == "local":
-        check_device(trainer.device, ranks, ranks - trainer.world_size)
+        check_device(trainer.device, ranks)
     folder = Path(trainer.default_local_dir).expanduser()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -350,11 +350,8 @@ def check_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) -> No
             )
 
 
-def check_device(device: str, ranks: int, in_pools: int = 0) -> None:
-    """Raise ConfigError unless each rank has a device of this kind. All ranks share the CPU.
-
-    `in_pools` is the number of ranks in resource pools other than the global one.
-    """
+def check_device(device: str, ranks: int) -> None:
+    """Raise ConfigError unless each rank, of all resource pools, has a device of this kind. All ranks share the CPU."""
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
@@ -368,11 +365,9 @@ def check_device(device: str, ranks: int, in_pools: int = 0) -> None:
         raise ConfigError(f"trainer.device={device}: this machine has no {kind} device; use trainer.device=cpu")
     count = torch.accelerator.device_count()
     if count < ranks:
-        pools = f", with {in_pools} more in trainer.resource_pools" if in_pools else ""
-        fix = "the global pool for all roles" if in_pools else f"trainer.n_gpus_per_node={count}"
         raise ConfigError(
-            f"trainer.n_gpus_per_node={ranks - in_pools}{pools}: each rank needs a {kind} device, but this machine has "
-            f"{count}; use {fix}"
+            f"the run has {ranks} ranks, and each needs a {kind} device, but this machine has {count}; use "
+            f"trainer.n_gpus_per_node={count}, and no separate trainer.resource_pools"
         )
 
 

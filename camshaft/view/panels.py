@@ -17,7 +17,7 @@ class Panel(NamedTuple):
     patterns: tuple[str, ...]
     """Regular expressions of the names of its metrics."""
     fewest: int = 1
-    """Minimum number of metrics for a chart. That of a single data source would repeat the overall reward."""
+    """Minimum number of metrics for a chart. With one data source, it would repeat the overall reward."""
 
     def select(self, names: Iterable[str]) -> list[str]:
         """Return the metrics that a run has logged, in the order of the patterns."""

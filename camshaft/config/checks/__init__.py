@@ -515,8 +515,8 @@ def _check_run(config: PPOConfig) -> Iterator[Problem]:
     yield from _check_training_files(config.data.train_files)
     if not config.data.val_files and (trainer.val_before_train or trainer.val_only or trainer.test_freq != -1):
         related = ("trainer.val_before_train", "trainer.test_freq", "trainer.val_only")
-        off = "val_only=false" if trainer.val_only else "val_before_train=false trainer.test_freq=-1"
-        message = f"validation requires prompts. Set data.val_files, or disable validation with trainer.{off}."
+        off = ["trainer.val_only=false"] * trainer.val_only + ["trainer.val_before_train=false", "trainer.test_freq=-1"]
+        message = f"validation requires prompts. Set data.val_files, or disable validation with {' '.join(off)}."
         yield Problem("data.val_files", None, message, related)
     if trainer.resume_mode == "resume_path" and trainer.resume_from_path is None:
         message = (

@@ -39,7 +39,7 @@ class OneDeviceOptions(RolloutOptions):
         return cls()
 
     def conflicts(self, tensor_parallel_size: int, world_size: int) -> Iterator[Conflict]:
-        if tensor_parallel_size > 2:  # 2 is the default of verl, and is reported as without effect
+        if tensor_parallel_size > 2:  # 2, the default of verl, is only reported to have no effect
             message = "the rollout does not support tensor parallelism"
             yield Conflict(TENSOR_PARALLEL, message, (f"{TENSOR_PARALLEL}=1", "name=vllm"))
 

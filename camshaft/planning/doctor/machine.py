@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from camshaft.machine import describe_contention
+from camshaft.machine import describe_contention, omp_threads
 from camshaft.planning.doctor.findings import Check, Finding, fail, ok, warn
 from camshaft.planning.doctor.imports import check_optional_packages, check_packages, check_python, check_shadowing
 
@@ -64,7 +64,7 @@ def check_cpu(ranks: int = 1) -> Iterator[Finding]:
     available = cores if share is None else min(cores, share)
     limited = f", of which this container may use {share:g}" if share is not None and share < cores else ""
     text = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(text) if text.isdigit() else 0
+    threads = omp_threads(text)
     if threads * ranks > available:
         total = f"{ranks} ranks have {threads * ranks} threads" if ranks > 1 else f"a process has {threads} threads"
         message = f"OMP_NUM_THREADS={threads}: {total} on {available:g} cores, which then wait for each other"

@@ -182,7 +182,7 @@ def check_backends(config: PPOConfig) -> Iterator[Finding]:
     try:
         check_libraries(config)
         if trainer.backend() == "local":
-            check_device(trainer.device, ranks, ranks - trainer.world_size)
+            check_device(trainer.device, ranks)
     except CamshaftError as error:
         yield fail("libraries", str(error), "")
         return
@@ -286,7 +286,7 @@ def check_checkpoint_space(config: PPOConfig) -> Iterator[Finding]:
     free = shutil.disk_usage(existing_parent(Path(trainer.default_local_dir))).free
     need = f"the kept ones need {_gib(kept)}, " if kept else ""
     growth = f"each save adds {_gib(each_save)} because all are kept, " if each_save else ""
-    message = f"a checkpoint has {_gib(one)}, {need}{growth}and {_gib(free)} are free"
+    message = f"a checkpoint takes {_gib(one)}, {need}{growth}and {_gib(free)} are free"
     fix = "set trainer.max_actor_ckpt_to_keep=1 trainer.max_critic_ckpt_to_keep=1, or trainer.default_local_dir=FOLDER"
     if free < one:
         yield fail("checkpoints", message, fix)

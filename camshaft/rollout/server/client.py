@@ -299,4 +299,4 @@ def _local_address_towards(url: str) -> str:
         with socket.create_connection((parts.hostname or "", port), timeout=10.0) as probe:
             return probe.getsockname()[0]
     except OSError as error:
-        raise RolloutError(f"no connection to {url} ({error}); check that the server still runs") from error
+        raise RolloutError(f"no connection to {url} ({error}); check that the server is still running") from error

@@ -33,8 +33,12 @@ MAX_ERROR_BODY = 2000
 """Maximum number of characters of a response body in an error message."""
 
 
+REJECTED = (400, 401, 403, 404, 405, 422)
+"""Statuses of requests that the server would reject again."""
+
+
 class RequestRejected(RolloutError):
-    """The server rejected a request, as it would again."""
+    """The server rejected a request, and would reject it again."""
 
 
 class ServerUnavailable(RolloutError):
@@ -132,7 +136,9 @@ class RetryingConnection:
             reason = f"the server {report}" if report else f"{type(error).__name__}: {error}"
             raise ServerUnavailable(f"{client.url} did not answer {path}: {reason}") from error
         if status >= 400:
-            error_class = ServerUnavailable if status >= 500 else RequestRejected
+            error_class = (
+                ServerUnavailable if status >= 500 else RequestRejected if status in REJECTED else RolloutError
+            )
             message = content.decode(errors="replace")[:MAX_ERROR_BODY]
             fix = f"; set {API_KEY} to the server's API key" if status == 401 else ""
             raise error_class(f"{client.url} answered {path} with HTTP {status}: {message}{fix}")

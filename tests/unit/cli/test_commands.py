@@ -1,6 +1,7 @@
 """The table of commands: help, exit status, sweeps."""
 
 import contextlib
+import os
 import re
 import subprocess
 import sys
@@ -119,14 +120,19 @@ def test_plan_also_prints_a_config(tmp_path: Path, capfd) -> None:
     assert "seed:" in capfd.readouterr().out
 
 
-def test_a_reader_that_ends_early_ends_the_command() -> None:
-    script = "set -o pipefail; $0 -m camshaft config show | true"
-    run = subprocess.run(["bash", "-c", script, sys.executable], capture_output=True, text=True, timeout=60)
+@pytest.mark.parametrize("arguments", ["config show", "config explain data.train_batch_size", "--help"])
+def test_a_reader_that_ends_early_ends_the_command(arguments: str) -> None:
+    """The reader has ended before the command writes."""
+    script = f"set -o pipefail; (sleep 1; $0 -m camshaft {arguments}) | true"
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    run = subprocess.run(
+        ["bash", "-c", script, sys.executable], env=environment, capture_output=True, text=True, timeout=60
+    )
     assert (run.returncode, run.stderr) == (141, "")
 
 
 @pytest.mark.parametrize("ranks", ["-1", "two"])
-def test_a_number_of_ranks_is_not_negative(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_number_of_ranks_is_rejected(ranks: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["check-engine", "reference", "--ranks", ranks])
     assert "argument --ranks" in capsys.readouterr().err

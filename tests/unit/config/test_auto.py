@@ -157,7 +157,7 @@ def test_small_data_shrinks_a_batch_that_is_not_set(
     assert mini == (batch if "mini" not in str(keys) else config.actor_rollout_ref.actor.ppo_mini_batch_size)
 
 
-def test_a_limit_of_the_rows_shrinks_a_batch_that_is_not_set(own_task: list[str], sft_words: list[str]) -> None:
+def test_train_max_samples_shrinks_a_batch_that_is_not_set(own_task: list[str], sft_words: list[str]) -> None:
     config = load_ppo([*own_task, "data.train_max_samples=20"], machine=LAPTOP)
     assert fit_to_rows(config, 20).data.train_batch_size == 20
     kept = [word for word in sft_words if not word.startswith("data.train_batch_size")]

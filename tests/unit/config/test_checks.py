@@ -36,7 +36,7 @@ def test_an_option_of_an_unused_role_disables_no_other_check(words):
     assert "ppo_mini_batch_size = 100" in _error([*words, f"{ACTOR}.ppo_mini_batch_size=100", unused])
 
 
-def test_an_engine_with_one_process_rejects_all_machines(words):
+def test_an_engine_with_one_process_names_all_sizes_to_reduce(words):
     sizes = ["trainer.nnodes=2", "trainer.n_gpus_per_node=8", f"{ACTOR}.strategy=reference"]
     assert "or trainer.nnodes=1 trainer.n_gpus_per_node=1." in _error([*words, *sizes])
 
@@ -227,7 +227,10 @@ def test_group_estimators_need_several_responses(words, estimator):
             f"{ACTOR}.optim.total_training_steps=50, the length of the schedule",
         ),
         (["data.val_files=null", "trainer.test_freq=2"], "trainer.val_before_train=false"),
-        (["data.val_files=null", "trainer.val_only=true"], "disable validation with trainer.val_only=false"),
+        (
+            ["data.val_files=null", "trainer.val_only=true"],
+            "disable validation with trainer.val_only=false trainer.val_before_train=false trainer.test_freq=-1",
+        ),
         (["data.train_files=[]"], "training requires at least one file"),
         ([f"{ACTOR}.strategy=referense"], "Did you mean reference?"),
         ([f"{ROLLOUT}.name=trch"], "Did you mean torch?"),

@@ -36,7 +36,7 @@ def test_stacks_of_a_running_and_a_crashed_process_are_read():
         assert "Segmentation fault" in read_stacks(process.pid, stack_file(process.pid))
 
 
-def test_a_process_that_ends_meanwhile_has_no_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_process_that_has_just_ended_has_no_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait(10)
     (tmp_path / "stacks").touch()

@@ -101,6 +101,11 @@ def test_damaged_files_are_one_error(name: str, content: bytes, message: str, tm
         read_rows(tmp_path / name, ["a"])
 
 
+def test_columns_of_a_csv_file_may_have_no_name(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("a,,\n1,,\n")
+    assert read_rows(tmp_path / "a.csv", ["a"]).rows == [{"a": "1"}]
+
+
 def test_a_column_of_different_types_has_no_arrow_type(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"a": 1}\n{"a": "x"}\n')
     assert [row["a"] for row in read_rows(tmp_path / "a.jsonl", ["a"]).rows] == [1, "x"]

@@ -206,7 +206,7 @@ def reject_unsharded_optimizers() -> list[str]:
     return messages
 
 
-def test_optimizers_without_sharding_are_rejected_before_the_first_step() -> None:
+def test_optimizers_that_do_not_support_sharding_are_rejected_early() -> None:
     for messages in run_warm_ranks(reject_unsharded_optimizers, 2):
         assert all("does not support sharded parameters" in message for message in messages)
         assert messages[0].startswith("optimizer=Adafactor")

@@ -78,11 +78,16 @@ class Judge:
         return self(response)
 
 
-def test_checksums_depend_on_the_settings_of_an_object() -> None:
+class StricterJudge(Judge):
+    pass
+
+
+def test_checksums_depend_on_the_plain_attributes_of_an_object() -> None:
     def checksum(reward: Any) -> str:
         return pickle_reward(reward)[0].checksum
 
     assert checksum(Judge(1)) == checksum(Judge(1)) != checksum(Judge(2))
+    assert checksum(StricterJudge(1)) != checksum(StricterJudge(2))
     assert checksum(Judge(1).score) == checksum(Judge(1).score) != checksum(Judge(2).score)
 
 
