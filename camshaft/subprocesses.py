@@ -61,7 +61,7 @@ exec 3<&0
 It runs in the background, because Ray kills the direct children of an actor that exits.
 """
 FREE_SECONDS = 12.0
-"""Seconds that a `VariableGuard` waits before it kills the remaining processes. Longer than the wait of a `GroupGuard`."""
+"""Seconds that a `VariableGuard` waits before it kills the remaining processes: longer than a `GroupGuard`."""
 _VARIABLE_GUARD = f"""
 exec 3<&0
 (

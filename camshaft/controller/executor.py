@@ -184,9 +184,8 @@ def set_environment(rank_info: RankInfo, environment: dict[str, str]) -> None:
     os.environ.update(RANK=str(rank_info.rank), WORLD_SIZE=str(rank_info.world))
     os.environ.update(LOCAL_RANK=str(rank_info.local_rank), LOCAL_WORLD_SIZE=str(rank_info.local_world))
     cores = len(os.sched_getaffinity(0))
-    threads = omp_threads(environment.get("OMP_NUM_THREADS", "")) or max(
-        1, cores // (rank_info.local_world + rank_info.other_ranks)
-    )
+    share = max(1, cores // (rank_info.local_world + rank_info.other_ranks))
+    threads = omp_threads(environment.get("OMP_NUM_THREADS", "")) or share
     os.environ["OMP_NUM_THREADS"] = str(threads)
     # torch has already been imported and has read the previous value.
     torch.set_num_threads(threads)

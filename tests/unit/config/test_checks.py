@@ -229,7 +229,7 @@ def test_group_estimators_need_several_responses(words, estimator):
         (["data.val_files=null", "trainer.test_freq=2"], "trainer.val_before_train=false"),
         (
             ["data.val_files=null", "trainer.val_only=true"],
-            "disable validation with trainer.val_only=false trainer.val_before_train=false trainer.test_freq=-1",
+            "trainer.val_only=false trainer.val_before_train=false",
         ),
         (["data.train_files=[]"], "training requires at least one file"),
         ([f"{ACTOR}.strategy=referense"], "Did you mean reference?"),
