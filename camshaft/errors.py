@@ -71,8 +71,8 @@ class WorkerError(CamshaftError, RuntimeError):
     """A worker process raised an error, died, or did not answer in time."""
 
     peak_memory: int | None = None
-    """Peak memory of the failed rank in bytes: of its tensors on a device, or the growth of its process on a CPU. If the
-    process is gone, it is the largest growth of the other ranks. None if it is unknown."""
+    """Peak memory of the failed rank in bytes: of its tensors on a device, or the growth of its process on a CPU. If
+    the process is gone, it is the largest growth of the other ranks. None if it is unknown."""
 
 
 def report_error(error: CamshaftError) -> int:
