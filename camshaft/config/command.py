@@ -111,7 +111,7 @@ def _expand_short_names(argv: Sequence[str], schema: type[Config]) -> list[str]:
 def _config_files(argv: Sequence[str]) -> list[tuple[str, str]]:
     """Return the folders and names in which Hydra looks for a config file that an option selects."""
     options = [argument for argument in argv if not _OVERRIDE.match(argument)]
-    pairs = list(zip(options, [*options[1:], ""], strict=True))
+    pairs = list(zip(options, [*options[1:], ""], strict=False))
     folders = [folder for pair in pairs if (folder := _folder(*pair))]
     return [(folder, name) for pair in pairs if (name := _config_name(*pair)) for folder in folders]
 
