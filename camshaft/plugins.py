@@ -9,6 +9,7 @@ command that installs it.
 
 import difflib
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -111,7 +112,7 @@ def import_attribute(target: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         library, _, submodule = (error.name or "").partition(".")
-        if library in PROVIDED_BY and submodule:
+        if library in PROVIDED_BY and submodule and importlib.util.find_spec(library) is not None:
             raise ConfigError(
                 f"{target} requires the module '{error.name}', which the installed version of '{library}' lacks: "
                 f"pip install --upgrade '{PROVIDED_BY[library]}'"
