@@ -65,6 +65,9 @@ import sys
 As others are added and deleted, their table doubles once, by 3.7 MiB, at a random step of the first hours. With this
 module it doubles at the start. The number of strings fills the table during the imports that follow, so that CPython
 rebuilds it before the process forks, and has room for thousands of steps afterwards."""
+RAY_SETTINGS = {"RAY_local_gc_interval_s": "600"}
+"""Interval at which Ray's daemon makes the processes of a run collect garbage, by default 90 minutes. The first time,
+the daemon connects to each process, which adds descriptors and a thread."""
 _PRIVATE_SHM = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
 
 
@@ -256,6 +259,7 @@ def soak_all(options: argparse.Namespace, folder: Path, stop: threading.Event) -
     site = folder / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    os.environ.update(RAY_SETTINGS)
     prefix = private_shared_memory()
     soaks: list[Soak] = []
     with contextlib.ExitStack() as stack:
