@@ -9,7 +9,7 @@ Modules
 -------
     backends.py     engines and rollouts against their capabilities
     model.py        lengths and tokenizers against models, and notices about models
-    rewards.py      scoring functions
+    rewards.py      scoring functions, the reward model and the overlong penalty
     ineffective.py  notices about keys that nothing reads in a run
 """
 
@@ -26,7 +26,7 @@ from camshaft.config.checks.backends import (
     layouts_are_valid,
 )
 from camshaft.config.checks.model import check_models
-from camshaft.config.checks.rewards import check_scoring_function
+from camshaft.config.checks.rewards import check_scores, check_scoring_function
 from camshaft.config.engine import largest_divisor
 from camshaft.config.errors import Problem, check_name
 from camshaft.config.files import (
@@ -82,7 +82,7 @@ def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
     pools = {f"{role}.resource_pool": name for role, name in config.pools().items()}
     yield from _check_placement(config.trainer, config.trainer.resource_pools, pools)
     yield from _check_names(config)
-    yield from _check_scores(config)
+    yield from check_scores(config)
     yield from check_ppo_engines(config)
     yield from check_rollout_adapter(config)
     yield from check_sampling(ROLLOUT, config.actor_rollout_ref.rollout)
@@ -314,65 +314,6 @@ def _check_lengths(config: PPOConfig) -> Iterator[Problem]:
             "data.max_prompt_id_length."
         )
         yield Problem("data.max_prompt_id_length", data.max_prompt_id_length, message, ("data.prompt_id_key",))
-
-
-# -- scores ---------------------------------------------------------------------------------------
-
-
-def _check_scores(config: PPOConfig) -> Iterator[Problem]:
-    if config.needs_function():
-        yield from check_scoring_function(config.custom_reward_function)
-        yield from _check_reserved_labels(config)
-    yield from _check_overlong_buffer(config)
-    reward = config.reward_model
-    if not reward.enable:
-        return
-    if reward.worker_cls is not None:
-        yield from check_name(f"{REWARD}.worker_cls", reward.worker_cls, (), "reward_models")
-        return
-    yield from _check_token_budget_of_scores(config)
-    if reward.model.input_tokenizer is None and config.data.return_raw_input_ids:
-        message = (
-            f"has no effect with {REWARD}.model.input_tokenizer=null, because the reward model then reads the policy's "
-            f"token IDs. Set data.return_raw_input_ids=false, or {REWARD}.model.input_tokenizer="
-            f"{config.data.tokenizer or config.actor_rollout_ref.model.path}."
-        )
-        yield Problem("data.return_raw_input_ids", True, message, (f"{REWARD}.model.input_tokenizer",))
-
-
-def _check_reserved_labels(config: PPOConfig) -> Iterator[Problem]:
-    """Check that no metric of a function has the name of one of the reward model or the overlong penalty."""
-    custom, reward = config.custom_reward_function, config.reward_model
-    reserved = (
-        *(("function", "model") if reward.enable else ()),
-        *(("overlong", "overlong_reward") if reward.overlong_buffer.enable else ()),
-    )
-    for function in custom.selected():
-        if function.label in reserved:
-            message = f"contains a function with the name {function.label}, which other metrics use. Rename it."
-            yield Problem("custom_reward_function.functions", custom.functions, message)
-
-
-def _check_overlong_buffer(config: PPOConfig) -> Iterator[Problem]:
-    buffer, max_length = config.reward_model.overlong_buffer, config.actor_rollout_ref.rollout.response_length
-    if buffer.enable and not 1 <= buffer.len <= max_length:
-        key, limit = f"{REWARD}.overlong_buffer.len", f"{ROLLOUT}.response_length"
-        message = (
-            f"must be between 1 and {limit}={max_length}. Set {key}={max(1, max_length // 4)}, a quarter of the "
-            "response length."
-        )
-        yield Problem(key, buffer.len, message, (limit, f"{REWARD}.overlong_buffer.enable"))
-
-
-def _check_token_budget_of_scores(config: PPOConfig) -> Iterator[Problem]:
-    reward, max_length = config.reward_model, config.max_scored_length()
-    key, budget = f"{REWARD}.forward_max_token_len_per_gpu", reward.forward_max_token_len_per_gpu
-    if not reward.use_dynamic_bsz or budget >= max_length:
-        return
-    source = f"{REWARD}.max_length" if reward.max_length else "data.max_prompt_length + rollout.response_length"
-    message = f"is smaller than the longest scored sequence: {source} = {max_length}. Set {key}={max_length} or more."
-    related = (f"{REWARD}.max_length", "data.max_prompt_length", f"{ROLLOUT}.response_length")
-    yield Problem(key, budget, message, related)
 
 
 # -- algorithm ------------------------------------------------------------------------------------

@@ -1,13 +1,72 @@
-"""Checks of the selection of scoring functions."""
+"""Checks of scoring functions, of the reward model and of the overlong penalty."""
 
 import re
 from collections.abc import Iterator
 
 from camshaft.config.errors import Problem, check_name
+from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import DEFAULT_FUNCTION, CustomRewardConfig
 from camshaft.plugins import REWARDS
 
-CUSTOM = "custom_reward_function"
+CUSTOM, REWARD = "custom_reward_function", "reward_model"
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def check_scores(config: PPOConfig) -> Iterator[Problem]:
+    """Check the scoring functions, the reward model and the overlong penalty of a run."""
+    if config.needs_function():
+        yield from check_scoring_function(config.custom_reward_function)
+        yield from _check_reserved_labels(config)
+    yield from _check_overlong_buffer(config)
+    reward = config.reward_model
+    if not reward.enable:
+        return
+    if reward.worker_cls is not None:
+        yield from check_name(f"{REWARD}.worker_cls", reward.worker_cls, (), "reward_models")
+        return
+    yield from _check_token_budget_of_scores(config)
+    if reward.model.input_tokenizer is None and config.data.return_raw_input_ids:
+        message = (
+            f"has no effect with {REWARD}.model.input_tokenizer=null, because the reward model then reads the policy's "
+            f"token IDs. Set data.return_raw_input_ids=false, or {REWARD}.model.input_tokenizer="
+            f"{config.data.tokenizer or config.actor_rollout_ref.model.path}."
+        )
+        yield Problem("data.return_raw_input_ids", True, message, (f"{REWARD}.model.input_tokenizer",))
+
+
+def _check_reserved_labels(config: PPOConfig) -> Iterator[Problem]:
+    """Check that no metric of a function has the name of one of the reward model or the overlong penalty."""
+    custom, reward = config.custom_reward_function, config.reward_model
+    reserved = (
+        *(("function", "model") if reward.enable else ()),
+        *(("overlong", "overlong_reward") if reward.overlong_buffer.enable else ()),
+    )
+    for function in custom.selected():
+        if function.label in reserved:
+            message = f"contains a function with the name {function.label}, which other metrics use. Rename it."
+            yield Problem(f"{CUSTOM}.functions", custom.functions, message)
+
+
+def _check_overlong_buffer(config: PPOConfig) -> Iterator[Problem]:
+    buffer, max_length = config.reward_model.overlong_buffer, config.actor_rollout_ref.rollout.response_length
+    if buffer.enable and not 1 <= buffer.len <= max_length:
+        key, limit = f"{REWARD}.overlong_buffer.len", f"{ROLLOUT}.response_length"
+        message = (
+            f"must be between 1 and {limit}={max_length}. Set {key}={max(1, max_length // 4)}, a quarter of the "
+            "response length."
+        )
+        yield Problem(key, buffer.len, message, (limit, f"{REWARD}.overlong_buffer.enable"))
+
+
+def _check_token_budget_of_scores(config: PPOConfig) -> Iterator[Problem]:
+    reward, max_length = config.reward_model, config.max_scored_length()
+    key, budget = f"{REWARD}.forward_max_token_len_per_gpu", reward.forward_max_token_len_per_gpu
+    if not reward.use_dynamic_bsz or budget >= max_length:
+        return
+    source = f"{REWARD}.max_length" if reward.max_length else "data.max_prompt_length + rollout.response_length"
+    message = f"is smaller than the longest scored sequence: {source} = {max_length}. Set {key}={max_length} or more."
+    related = (f"{REWARD}.max_length", "data.max_prompt_length", f"{ROLLOUT}.response_length")
+    yield Problem(key, budget, message, related)
 
 
 def check_scoring_function(custom: CustomRewardConfig) -> Iterator[Problem]:

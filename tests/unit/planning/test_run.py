@@ -202,7 +202,7 @@ def test_checkpoints_that_do_not_fit_are_found(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
     status, message, _ = doctor(tmp_path, {"trainer.save_freq": 1})["checkpoints"]
     assert status == "FAIL"
-    assert "a checkpoint has" in message
+    assert "a checkpoint takes" in message
 
 
 def checkpoint_space(folder: Path, monkeypatch: pytest.MonkeyPatch, free: int, keys: dict[str, Any]) -> tuple[str, str]:
