@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from multiprocessing import Pipe
+from multiprocessing import Lock, Pipe
 from pathlib import Path
 
 import pytest
@@ -98,7 +98,7 @@ def load_weights(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
     from camshaft.rollout.sglang import worker
 
     reader, writer = Pipe(duplex=False)
-    monkeypatch.setattr(worker, "_state", worker._State(writer, sampler_installed=True))
+    monkeypatch.setattr(worker, "_state", worker._State(writer, Lock(), sampler_installed=True))
 
     def load(model: Layer, weights: list[tuple[str, Tensor]], spoil: str = "") -> tuple[dict[str, int], str]:
         worker.begin_update(model, [("windows", torch.zeros(1))])
