@@ -50,12 +50,7 @@ class Answers:
 
     def check_columns(self, name: str) -> None:
         """Raise ConfigError if the files already contain a column that `write` adds."""
-        try:
-            columns = read_table(self.sources).column_names
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
-            raise BatchError(
-                f"the files of data.path have incompatible schemas: {error}. Use a separate run for each file"
-            ) from error
+        columns = read_table(self.sources).column_names
         conflicts = [column for column in _score_columns(name) if column in columns]
         if conflicts:
             raise ConfigError(

@@ -86,12 +86,8 @@ class ResponseFile:
                     f"data.response_key={self.name}: data.path already has a column '{conflicts[0]}'; use another "
                     f"name, for example data.response_key={self.name}_2"
                 )
-        try:
+        with _schema_errors():
             pyarrow.unify_schemas(schemas, promote_options=_PROMOTE)
-        except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
-            raise BatchError(
-                f"the files of data.path have incompatible schemas: {error}. Use a separate run for each file"
-            ) from error
 
     @contextlib.contextmanager
     def parts(self) -> Iterator[Parts]:
@@ -198,9 +194,21 @@ class Parts:
 
 
 def read_table(sources: Paths) -> pyarrow.Table:
-    """Read all rows and columns of the files into one table. The schemas must be compatible (`check_columns`)."""
+    """Read all rows and columns of the files into one table; raise BatchError if their schemas are incompatible."""
     tables = [source.table() for source in open_files(sources)]
-    return pyarrow.concat_tables(tables, promote_options=_PROMOTE)
+    with _schema_errors():
+        return pyarrow.concat_tables(tables, promote_options=_PROMOTE)
+
+
+@contextlib.contextmanager
+def _schema_errors() -> Iterator[None]:
+    """Convert an error of pyarrow for incompatible schemas to a `BatchError`."""
+    try:
+        yield
+    except (pyarrow.ArrowInvalid, pyarrow.ArrowTypeError) as error:
+        raise BatchError(
+            f"the files of data.path have incompatible schemas: {error}. Use a separate run for each file"
+        ) from error
 
 
 def _read_settings(path: Path) -> Mapping[str, Any] | None:
