@@ -14,7 +14,7 @@ from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError
 from camshaft.tracking import RunInfo, Tracker
 from camshaft.tracking.run_folder import RunFolder
-from camshaft.trainer.session import run_length, session
+from camshaft.trainer.session import check_device, run_length, session
 from camshaft.view.advice import advise
 
 
@@ -101,12 +101,13 @@ def test_an_unknown_device_is_a_config_error(trainer: TrainerConfig) -> None:
         pass
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="requires a CUDA device")
-def test_each_rank_needs_a_separate_device(trainer: TrainerConfig) -> None:
-    num_devices = torch.cuda.device_count()
-    wrong = trainer.model_copy(update={"device": "cuda", "n_gpus_per_node": num_devices + 1})
-    with pytest.raises(ConfigError, match=rf"Type trainer\.n_gpus_per_node={num_devices}"), session(wrong):
-        pass
+def test_each_rank_needs_a_separate_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    check_device("cuda", 2)
+    message = r"the run has 3 ranks, and each needs a cuda device, .* has 2; use trainer\.n_gpus_per_node=2"
+    with pytest.raises(ConfigError, match=message):
+        check_device("cuda", 3)
 
 
 def test_an_unwritable_folder_is_a_config_error(trainer: TrainerConfig, tmp_path: Path) -> None:
