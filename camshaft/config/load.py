@@ -558,11 +558,11 @@ def overridden_keys(overrides: Sequence[str]) -> set[str]:
 
 def _keys_of_mapping(value: str) -> Iterable[str]:
     """Return the keys in the value of an override, if it is a mapping."""
+    if not value.startswith("{"):
+        return ()
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    if not value.startswith("{"):
-        return ()
     try:
         mapping = OverridesParser.create().parse_override(f"key={value}").value()
     except HydraException:  # reported when the config is composed

@@ -98,7 +98,7 @@ class Scores:
     answers: tuple[str | None, ...]
     """For each row, the extracted answer: `pred` of a dict result, or None."""
     failed: Mapping[int, str] = field(default_factory=dict, kw_only=True)
-    """Index of each failed row -> kind of its first failure."""
+    """Maps the index of each failed row to the kind of its first failure."""
     dropped: tuple[int, ...] = field(default=(), kw_only=True)
     """Indices of failed rows that are excluded from the update."""
 

@@ -37,11 +37,11 @@ from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.scoring import build_run_rewards, check_scorable
 from camshaft.trainer.session import finish_saving, fit_batch, pool_specs, run_length, run_pools
 
-SCORING_COLUMNS = (
+REWARD_MODEL_COLUMNS = (
     *("prompts", "responses", "response_mask", "raw_prompt", "raw_input_ids"),
     *("uid", "prompt_id", "data_source", "ground_truth", "extra_info"),
 )
-"""Columns for the reward model if they exist. The built-in one reads the first five, a custom one may read all."""
+"""Columns that the reward model receives if they exist. The built-in one reads the first five."""
 
 
 class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
@@ -132,7 +132,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         """
         if self.reward_model is None:
             return batch
-        inputs = batch.select(*(name for name in SCORING_COLUMNS if name in batch))
+        inputs = batch.select(*(name for name in REWARD_MODEL_COLUMNS if name in batch))
         padded, num_padding_rows = inputs.pad_to_divisor(self.reward_model_ranks)
         return batch.union(DataProto(self.reward_model.compute_rm_score(padded).unpad(num_padding_rows).columns))
 

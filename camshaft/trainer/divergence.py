@@ -63,16 +63,13 @@ class DivergenceCheck:
             causes = [rank.cause for rank in ranks if rank.cause is not None]
             reason = f"{causes[0] if causes else 'the gradient'} is not finite"
             logger.warning("step %d: %s skipped %d optimizer steps, because %s", step, name, count, reason)
-            is_lost = self.max_skipped_steps is not None and (
-                skipped.steps >= self.max_skipped_steps or skipped.updates >= MAX_UPDATES_WITHOUT_STEP
-            )
-            limit = "trainer.max_skipped_steps sets the limit"
-            if self.max_skipped_steps is not None and skipped.steps < self.max_skipped_steps:
-                limit = (
-                    f"{MAX_UPDATES_WITHOUT_STEP} updates had no step; trainer.max_skipped_steps=null disables the limit"
-                )
+            limit = ""
+            if self.max_skipped_steps is not None and skipped.steps >= self.max_skipped_steps:
+                limit = "trainer.max_skipped_steps sets the limit"
+            elif self.max_skipped_steps is not None and skipped.updates >= MAX_UPDATES_WITHOUT_STEP:
+                limit = f"{skipped.updates} updates had no step; trainer.max_skipped_steps=null disables the limit"
             # A NaN of the critic reaches the actor one step later, so the role with more skipped steps is reported.
-            if is_lost and skipped.steps > most_skipped:
+            if limit and skipped.steps > most_skipped:
                 most_skipped = skipped.steps
                 error = (
                     f"{name} has skipped {skipped.steps} optimizer steps in a row up to step {step}, because {reason}; "

@@ -506,16 +506,14 @@ def _check_best_metric(metric: str | None, test_freq: int | str) -> Iterator[Pro
 
 def _check_warmup(key: str, optim: OptimSection, run_steps: int | None, skipped: int = 0) -> Iterator[Problem]:
     """Check that the schedule is longer than its warm-up. The schedule of the actor starts after `skipped` steps."""
-    name, length, suffix = f"{key}.total_training_steps", optim.total_training_steps, "the length of the schedule"
+    related, length = f"{key}.total_training_steps", optim.total_training_steps
+    source = f"the length of the schedule ({related})"
     if length == -1 or optim.lr_scheduler_type == "constant":
-        name, length, suffix = "trainer.total_training_steps", run_steps, "the length of the run"
-        if skipped and length is not None:
-            length -= skipped
-            suffix += f" after trainer.critic_warmup={skipped}"
+        related, length = "trainer.total_training_steps", None if run_steps is None else run_steps - skipped
+        source = f"the length of the run ({related}{f' - trainer.critic_warmup={skipped}' if skipped else ''})"
     if length is not None and 0 < length <= optim.lr_warmup_steps:
-        value = run_steps if name.startswith("trainer.") else length
-        message = f"must be less than {name}={format_value(value)}"
-        yield Problem(f"{key}.lr_warmup_steps", optim.lr_warmup_steps, f"{message}, {suffix}.", (name,))
+        message = f"must be less than {format_value(length)}, {source}."
+        yield Problem(f"{key}.lr_warmup_steps", optim.lr_warmup_steps, message, (related,))
 
 
 # -- supervised runs ------------------------------------------------------------------------------

@@ -136,9 +136,9 @@ class RetryingConnection:
             reason = f"the server {report}" if report else f"{type(error).__name__}: {error}"
             raise ServerUnavailable(f"{client.url} did not answer {path}: {reason}") from error
         if status >= 400:
-            error_class = (
-                ServerUnavailable if status >= 500 else RequestRejected if status in REJECTED else RolloutError
-            )
+            error_class = ServerUnavailable if status >= 500 else RolloutError
+            if status in REJECTED:
+                error_class = RequestRejected
             message = content.decode(errors="replace")[:MAX_ERROR_BODY]
             fix = f"; set {API_KEY} to the server's API key" if status == 401 else ""
             raise error_class(f"{client.url} answered {path} with HTTP {status}: {message}{fix}")

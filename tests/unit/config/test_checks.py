@@ -215,7 +215,7 @@ def test_group_estimators_need_several_responses(words, estimator):
         ([f"{ACTOR}.optim.lr_warmup_steps=10", "trainer.total_training_steps=10"], "the length of the run"),
         (
             [f"{ACTOR}.optim.lr_warmup_steps=8", "trainer.total_training_steps=10", "trainer.critic_warmup=2"],
-            "trainer.total_training_steps=10, the length of the run after trainer.critic_warmup=2",
+            "less than 8, the length of the run (trainer.total_training_steps - trainer.critic_warmup=2)",
         ),
         (
             [
@@ -224,7 +224,7 @@ def test_group_estimators_need_several_responses(words, estimator):
                 f"{ACTOR}.optim.total_training_steps=50",
                 "trainer.total_training_steps=100",
             ],
-            f"{ACTOR}.optim.total_training_steps=50, the length of the schedule",
+            f"less than 50, the length of the schedule ({ACTOR}.optim.total_training_steps)",
         ),
         (["data.val_files=null", "trainer.test_freq=2"], "trainer.val_before_train=false"),
         (

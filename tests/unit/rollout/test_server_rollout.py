@@ -147,29 +147,34 @@ def test_server_that_stops_answering_is_named(
         server.wait()
 
 
+def rollout_with_weights(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Any:
+    """Return a rollout whose fake server counts as having its weights."""
+    rollout: Any = build_rollout("server", config(**options))
+    rollout._loaded_version = "mine"
+    monkeypatch.setattr(rollout._client, "check_version", lambda version: None)
+    return rollout
+
+
 def test_server_that_holds_back_responses_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(subprocesses, "REPORT_SECONDS", 0.3)
     monkeypatch.setattr(subprocesses.Wait, "longest", {})
     with fake_server(serving(lambda: (time.sleep(3), (200, {"choices": [GOOD]}))[1])) as fake:
-        rollout: Any = build_rollout("server", config(vllm_server_base_url=fake.url, timeout=1.0))
-        rollout._loaded_version = "mine"
-        monkeypatch.setattr(rollout._client, "check_version", lambda version: None)
+        rollout = rollout_with_weights(monkeypatch, vllm_server_base_url=fake.url, timeout=1.0)
         with pytest.raises(RolloutError, match=rf"no answer from the server at {fake.url} \(0 of 1 responses\) for 1"):
             rollout.generate_sequences(PROMPTS, SamplingParams(max_tokens=2), torch.zeros(1, dtype=torch.int64))
     assert "/v1/completions: no answer from the server" in caplog.records[-1].getMessage()
 
 
+@pytest.mark.alone
 def test_later_calls_expect_gaps_of_the_same_length(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(subprocesses, "REPORT_SECONDS", 0.3)
     monkeypatch.setattr(subprocesses.Wait, "longest", {})
     with fake_server(serving(lambda: (time.sleep(0.8), (200, {"choices": [GOOD]}))[1])) as fake:
-        rollout: Any = build_rollout("server", config(vllm_server_base_url=fake.url))
-        rollout._loaded_version = "mine"
-        monkeypatch.setattr(rollout._client, "check_version", lambda version: None)
+        rollout = rollout_with_weights(monkeypatch, vllm_server_base_url=fake.url)
         for is_first in (True, False):
             caplog.clear()
             rollout.generate_sequences(PROMPTS, SamplingParams(max_tokens=2), torch.zeros(1, dtype=torch.int64))
