@@ -10,6 +10,7 @@ command that installs it.
 import difflib
 import importlib
 import importlib.util
+import shlex
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -23,9 +24,10 @@ PROVIDED_BY = {
     "math_verify": "camshaft[math]", "reasoning_gym": "camshaft[reasoning-gym]",
     "tensorboard": "camshaft[tensorboard]", "mlflow": "camshaft[mlflow]", "trackio": "camshaft[trackio]",
     "prometheus_client": "camshaft[prometheus]", "fsspec": "camshaft[remote]", "matplotlib": "camshaft[plot]",
-    "sglang": "sglang", "torchtitan": "torchtitan==0.3.0", "triton": "triton", "megatron": "megatron-core",
+    "sglang": "--no-deps sglang", "megatron": "megatron-core==0.16.1 psutil", "psutil": "psutil", "triton": "triton",
+    "torchtitan": "--no-deps torchtitan==0.3.0", "tyro": "tyro", "spmd_types": "spmd_types==0.2.3",
 }  # fmt: skip
-"""Maps optional libraries to the package to install, which is an extra of camshaft or the library itself."""
+"""Maps optional libraries to the arguments of pip that install them, mostly as an extra of camshaft."""
 
 TRACKERS = {
     "console": "camshaft.tracking.console:ConsoleTracker",
@@ -103,6 +105,11 @@ def load_function(name: str, built_in: Mapping[str, F], group: str) -> F | Calla
     return loaded
 
 
+def install_command(library: str, *options: str) -> str:
+    """Return the command that installs an optional library."""
+    return shlex.join(["pip", "install", *options, *PROVIDED_BY[library].split()])
+
+
 def import_attribute(target: str) -> Any:
     """Import `package.module:attribute`; raise ConfigError if the name or module is invalid."""
     module_name, _, attribute = target.partition(":")
@@ -115,11 +122,11 @@ def import_attribute(target: str) -> Any:
         if library in PROVIDED_BY and submodule and importlib.util.find_spec(library) is not None:
             raise ConfigError(
                 f"{target} requires the module '{error.name}', which the installed version of '{library}' lacks: "
-                f"pip install --upgrade '{PROVIDED_BY[library]}'"
+                f"{install_command(library, '--upgrade')}"
             ) from error
         if library in PROVIDED_BY:
             raise ConfigError(
-                f"{target} requires '{library}', which is not installed: pip install '{PROVIDED_BY[library]}'"
+                f"{target} requires '{library}', which is not installed: {install_command(library)}"
             ) from error
         raise ConfigError(
             f"{target}: the module '{error.name}' does not exist; check the name, or install its package"

@@ -16,9 +16,9 @@ usage: camshaft eval key=value ...       score responses: mean@n, best@k, maj@k 
 
 {short_name_table(EvalConfig)}
 
-Required keys:
-  data.path=FILE                       data file with responses, for example of camshaft generate
-  custom_reward_function.path=FILE     or custom_reward_function.name=gsm8k
+Usual keys:
+  data.path=FILE                       responses, by default ~/data/generated.parquet of camshaft generate
+  custom_reward_function.path=FILE     or custom_reward_function.name=gsm8k; by default a built-in function
 Optional outputs:
   data.metrics_path=FILE.json          metrics
   data.output_path=FILE.parquet        all rows with their scores

@@ -18,7 +18,8 @@ usage: camshaft generate key=value ...   generate responses to the prompts of a 
 
 {short_name_table(GenerateConfig)}
 
-Required: model, data and out. Run the same command again to resume an interrupted run.
+Required: model and data. out is ~/data/generated.parquet by default.
+Run the same command again to resume an interrupted run.
 All keys: camshaft config show --trainer generate. One key: camshaft config explain --trainer generate KEY
 
 {CONFIG_OPTIONS}

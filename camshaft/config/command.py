@@ -12,11 +12,12 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
 from camshaft.config.hydra_errors import as_config_errors
+from camshaft.config.hydra_files import keys_of_files
 from camshaft.config.load import (
     DEFAULTS,
     HOME,
@@ -31,7 +32,7 @@ from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.supervised import SupervisedConfig
-from camshaft.config.short_names import expand_overrides, keys_in_file, section_overrides, suggest_names
+from camshaft.config.short_names import expand_overrides, suggest_names
 from camshaft.config.tree import flatten, get, has_key, leaf_fields
 from camshaft.errors import ConfigError
 from camshaft.masking import mask_text, mask_yaml, secret_values
@@ -41,11 +42,21 @@ _FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp")
 _PRINTS = ("--cfg", "-c", "--package", "-p")
 """Options of Hydra that print the config. Each of them takes a value."""
 _TAKES_VALUE = (*_FOLDERS, *_PRINTS, "--config-name", "-cn", "--info", "-i", "--experimental-rerun")
-_OPTIONS = (*_TAKES_VALUE, "--hydra-help", "--help", "--resolve", "--multirun", "--run", "--version", "--package")
-"""Options of Hydra that are not names of other libraries."""
+_OPTIONS = (
+    *_TAKES_VALUE,
+    *("--hydra-help", "--help", "-h", "--resolve", "--multirun", "-m", "--run", "-r", "--version"),
+)
+"""Options of Hydra that the commands accept."""
 
-Composed = list[tuple[dict[str, Any], list[str]]]
-"""For each job, the config before `${...}` is resolved, and the overrides."""
+
+class Composed(NamedTuple):
+    """Result of Hydra for one job."""
+
+    tree: dict[str, Any]
+    """The config before `${...}` is resolved."""
+    overrides: list[str]
+    of_files: dict[str, Any]
+    """Keys that config files set."""
 
 
 def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
@@ -63,26 +74,26 @@ def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
         return [from_container(tree, schema, overridden_keys(overrides))]
     arguments_without_printing = _without_printing(arguments)
     only_print = arguments_without_printing != arguments
-    printed, composed = io.StringIO(), Composed()
+    printed: io.StringIO = io.StringIO()
+    composed: list[Composed] = []
     try:
         with contextlib.redirect_stdout(printed):
-            composed = _run_hydra(arguments, config_name)
+            composed = _run_hydra(arguments, config_name, schema)
         if only_print:
-            composed = _run_hydra(arguments_without_printing, config_name)
+            composed = _run_hydra(arguments_without_printing, config_name, schema)
     finally:
-        _print_masked(printed.getvalue(), schema, composed)
-    of_file = {key for folder, name in _config_files(arguments) for key in keys_in_file(folder, name)}
+        _print_masked(printed.getvalue(), schema, [job.tree for job in composed])
     configs = [
-        from_container(tree, schema, overridden_keys(overrides), keys_of_file=of_file) for tree, overrides in composed
+        from_container(job.tree, schema, overridden_keys(job.overrides), of_files=job.of_files) for job in composed
     ]
     _check_folders(configs, composed)
     return [] if only_print else configs
 
 
-def _print_masked(text: str, schema: type[Config], composed: Composed) -> None:
+def _print_masked(text: str, schema: type[Config], trees: Sequence[dict[str, Any]]) -> None:
     """Print the output of Hydra without secrets."""
     public_names = {part for key in leaf_fields(schema) for part in key.split(".")}
-    secrets = secret_values(*(tree for tree, _ in composed), public_names=public_names)
+    secrets = secret_values(*trees, public_names=public_names)
     sys.stdout.write(mask_text(mask_yaml(text, public_names), secrets))
 
 
@@ -93,35 +104,17 @@ def _check_arguments(argv: Sequence[str], schema: type[Section]) -> None:
         if not argument.startswith("-") and not is_override and previous not in _TAKES_VALUE:
             raise ConfigError(f"'{argument}' is not an override. Write key=value, for example trainer.seed=7.")
         names = suggest_names(argument.partition("=")[0].lstrip("-").replace("-", "_"), schema)
-        if argument.startswith("--") and argument.partition("=")[0] not in _OPTIONS and names:
-            raise ConfigError(f"'{argument}' is not an option. Write key=value with the key {names[0]}.")
+        if argument.startswith("-") and argument.partition("=")[0] not in _OPTIONS and previous not in _TAKES_VALUE:
+            key = f" with the key {names[0]}" if names else ", for example trainer.seed=7"
+            raise ConfigError(f"'{argument}' is not an option. Write key=value{key}.")
 
 
 def _expand_short_names(argv: Sequence[str], schema: type[Config]) -> list[str]:
-    """Replace short names in the overrides, and add those of a config file that are names of sections too."""
+    """Replace short names in the overrides."""
     options = [argument for argument in argv if not _OVERRIDE.match(argument)]
     overrides = [argument for argument in argv if _OVERRIDE.match(argument)]
     folders = [folder for folder in map(_folder, options, [*options[1:], ""]) if folder]
-    of_files = [
-        override for folder, name in _config_files(argv) for override in section_overrides(folder, name, schema)
-    ]
-    return [*of_files, *expand_overrides(overrides, schema, [str(HOME), *folders]), *options]
-
-
-def _config_files(argv: Sequence[str]) -> list[tuple[str, str]]:
-    """Return the folders and names in which Hydra looks for a config file that an option selects."""
-    options = [argument for argument in argv if not _OVERRIDE.match(argument)]
-    pairs = list(zip(options, [*options[1:], ""], strict=False))
-    folders = [folder for pair in pairs if (folder := _folder(*pair))]
-    return [(folder, name) for pair in pairs if (name := _config_name(*pair)) for folder in folders]
-
-
-def _config_name(option: str, following: str) -> str:
-    """Return the config name that an option of Hydra selects, or an empty string."""
-    name, equals, value = option.partition("=")
-    if name not in ("--config-name", "-cn"):
-        return ""
-    return value if equals else following
+    return [*expand_overrides(overrides, schema, [str(HOME), *folders]), *options]
 
 
 def _without_printing(argv: Sequence[str]) -> list[str]:
@@ -136,7 +129,7 @@ def _without_printing(argv: Sequence[str]) -> list[str]:
 # -- sweeps ---------------------------------------------------------------------------------------
 
 
-def _check_folders(configs: Sequence[Config], composed: Composed) -> None:
+def _check_folders(configs: Sequence[Config], composed: Sequence[Composed]) -> None:
     """Raise a `ConfigError` if several jobs of a sweep would write to the same folder."""
     for key in ("trainer.default_local_dir", "trainer.export_path", "data.output_path", "data.metrics_path"):
         folders = [folder for folder in (_output_folder(config, key) for config in configs) if folder]
@@ -158,15 +151,15 @@ def _output_folder(config: Config, key: str) -> str | None:
     return config.export_path() if isinstance(config, SupervisedConfig) and key == "trainer.export_path" else None
 
 
-def _separate_folders(key: str, shared: str, configs: Sequence[Config], composed: Composed) -> str:
+def _separate_folders(key: str, shared: str, configs: Sequence[Config], composed: Sequence[Composed]) -> str:
     """Return an override that gives each job a separate folder, named after the values in which the jobs differ."""
-    name, tree = "trainer.experiment_name", composed[0][0]
+    name, tree = "trainer.experiment_name", composed[0].tree
     by_name = has_key(tree, key) and f"${{{name}}}" in str(get(tree, key))
     target = name if by_name else key
     leaves = leaf_fields(type(configs[0]))
     values = [flatten(config.model_dump(), leaves) for config in configs]
     differing = [leaf for leaf in leaves if leaf != target and any(other[leaf] != values[0][leaf] for other in values)]
-    overridden = {key for _, overrides in composed for key in overridden_keys(overrides)}
+    overridden = {key for job in composed for key in overridden_keys(job.overrides)}
     # Omit keys that differ only because they are interpolated from an overridden key. A config group sets keys without
     # an override; then all differing keys are used.
     swept = [leaf for leaf in differing if leaf in overridden] or differing
@@ -179,12 +172,12 @@ def _separate_folders(key: str, shared: str, configs: Sequence[Config], composed
 # -- Hydra ----------------------------------------------------------------------------------------
 
 
-def _run_hydra(argv: list[str], config_name: str) -> Composed:
-    """Run `hydra.main` and return the composed configs with their overrides. Empty if Hydra only printed."""
+def _run_hydra(argv: list[str], config_name: str, schema: type[Section]) -> list[Composed]:
+    """Run `hydra.main` and return its results. Empty if Hydra only printed."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
 
-    configs: Composed = []
+    configs: list[Composed] = []
     process = os.getpid()
 
     def collect(composed: DictConfig) -> None:
@@ -192,7 +185,10 @@ def _run_hydra(argv: list[str], config_name: str) -> Composed:
             raise ConfigError(
                 "hydra/launcher is not supported, because the jobs of a sweep run in this process. Omit the key."
             )
-        configs.append((to_dict(composed), list(HydraConfig.get().overrides.task)))
+        settings = HydraConfig.get()
+        overrides = list(settings.overrides.task)
+        of_files = keys_of_files(schema, overrides, settings, DEFAULTS.values())
+        configs.append(Composed(to_dict(composed), overrides, of_files))
 
     main = hydra.main(version_base="1.3", config_path=str(HOME), config_name=config_name)(collect)
     with tempfile.TemporaryDirectory() as scratch:

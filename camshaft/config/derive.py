@@ -308,7 +308,8 @@ def shares_prompts(config: PPOConfig, section: ActorConfig | CriticConfig) -> bo
     """Return True if the engine of a role can compute a prompt that several responses share only once."""
     fsdp = section.fsdp_config if isinstance(section, ActorConfig) else section.model.fsdp_config
     on_cpu, in_half = config.trainer.device.partition(":")[0] == "cpu", fsdp.compute_dtype() in ("bfloat16", "float16")
-    return engine_capabilities(section.strategy).shares_prefixes and (on_cpu or in_half)
+    is_split = section.ulysses_sequence_parallel_size > 1
+    return engine_capabilities(section.strategy).shares_prefixes and (on_cpu or in_half) and not is_split
 
 
 def multi_response_engine_model(

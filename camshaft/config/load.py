@@ -30,6 +30,7 @@ from camshaft.config.checks.ineffective import find_notices
 from camshaft.config.checks.model import find_model_notices
 from camshaft.config.errors import Problem, format_problems, from_validation, group_problems
 from camshaft.config.hydra_errors import as_config_errors
+from camshaft.config.hydra_files import keys_of_files, merge_files
 from camshaft.config.run_folder import FOLDER, NAME, generated_name, uses_name
 from camshaft.config.schema.aliases import rename_aliases
 from camshaft.config.schema.evaluation import EvalConfig
@@ -43,8 +44,6 @@ from camshaft.config.short_names import (
     expand_overrides,
     expand_recipe,
     expand_short_names,
-    keys_in_file,
-    section_overrides,
     short_names,
     suggest_names,
 )
@@ -133,12 +132,8 @@ def _load(
 ) -> Config:
     folder = str(HOME) if config_dir is None else config_dir
     overrides = expand_overrides(overrides, schema, [folder])
-    keys_of_file: set[str] = set()
-    if config_dir is not None and config_name is not None:
-        overrides = [*section_overrides(config_dir, config_name, schema), *overrides]
-        keys_of_file = keys_in_file(config_dir, config_name)
-    composed = _compose(schema, overrides, config_dir, config_name)
-    return from_container(composed, schema, overridden_keys(overrides), machine, keys_of_file)
+    composed, of_files = _compose(schema, overrides, config_dir, config_name)
+    return from_container(composed, schema, overridden_keys(overrides), machine, of_files)
 
 
 def from_container(
@@ -146,22 +141,24 @@ def from_container(
     schema: type[Config],
     set_keys: Collection[str] | None = None,
     machine: Machine | None = None,
-    keys_of_file: Collection[str] = (),
+    of_files: Mapping[str, Any] | None = None,
 ) -> Config:
     """Validate a nested dict and return the config. Missing keys have their default values.
 
-    `set_keys` lists the keys that the user set. None means that the user set all keys in the dict. `keys_of_file` lists
-    those of a config file, which take precedence over a recipe even if their values are the defaults. The values of
-    keys that are `auto` depend on `machine`, which is by default the machine on which the program runs.
+    `set_keys` lists the keys that the user set. None means that the user set all keys in the dict. `of_files` contains
+    those of config files, which take precedence over a recipe even if their values are the defaults; None means that
+    there are no files. The values of keys that are `auto` depend on `machine`, by default this machine.
     """
     leaves, defaults = leaf_fields(schema), raw_defaults(schema)
-    expanded = expand_keys(expand_short_names(container, schema, set_keys, defaults), leaves)
+    if of_files is not None:
+        container = merge_files(container, of_files, schema, set_keys or ())
+    expanded = expand_keys(expand_short_names(container, schema, set_keys), leaves)
     if set_keys is not None and REWARD in set_keys:
         set_keys = {*set_keys, *REWARD_KEYS}
     user_keys = flatten(expanded, leaves).keys() if set_keys is None else set_keys
     tree, problems = rename_aliases(expanded, defaults, user_keys, leaves)
     changes = changed_keys(_merge(defaults, tree), schema) | set(set_keys or ())
-    for key, value in expand_recipe(tree, {*changes, *user_keys, *keys_of_file}).items():
+    for key, value in expand_recipe(tree, {*changes, *user_keys, *(of_files or ())}).items():
         put(tree, key, value)
     tree, choices = choose_automatic(tree, schema, detect_machine() if machine is None else machine)
     values, unresolved = _resolve_with_name(tree, schema)
@@ -469,13 +466,16 @@ def check_implemented(tree: Mapping[str, Any], schema: type[Section]) -> Iterato
 
 def _compose(
     schema: type[Section], overrides: Sequence[str], config_dir: str | None = None, config_name: str | None = None
-) -> dict[str, Any]:
-    """Compose a config file and overrides, without resolving `${...}` and without validation."""
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Compose config files and overrides, without resolving `${...}` and without validation.
+
+    Return the config, and the keys that config files set; None if there are no files.
+    """
     folder = HOME if config_dir is None else Path(os.path.expanduser(config_dir)).absolute()
     name = config_name or DEFAULTS[schema]
     arguments = prepare_overrides(list(overrides), [str(folder)])
     if (folder, name) == (HOME, DEFAULTS[schema]) and (composed := override_defaults(schema, arguments)) is not None:
-        return composed
+        return composed, None
     import hydra
 
     if folder != HOME:
@@ -487,7 +487,9 @@ def _compose(
         _separate_hydra(),
         hydra.initialize_config_dir(str(folder), version_base="1.3", job_name="camshaft"),
     ):
-        return to_dict(hydra.compose(name, arguments))
+        composed = hydra.compose(name, arguments, return_hydra_config=True)
+        of_files = keys_of_files(schema, arguments, composed.hydra, DEFAULTS.values())
+        return {key: value for key, value in to_dict(composed).items() if key != "hydra"}, of_files
 
 
 def override_defaults(schema: type[Section], overrides: Iterable[str]) -> dict[str, Any] | None:

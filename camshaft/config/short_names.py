@@ -16,18 +16,14 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
-
 from camshaft.config.errors import Problem, format_problems
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.reward import split_function
+from camshaft.config.schema.reward import DEFAULT_FUNCTION, split_function
 from camshaft.config.schema.supervised import RMConfig, SFTConfig
-from camshaft.config.tree import fields, flatten, format_value
+from camshaft.config.tree import fields, format_value
 from camshaft.errors import ConfigError
 
 REWARD = "reward"
@@ -276,27 +272,24 @@ def short_names(schema: type[Section]) -> dict[str, str]:
 
 
 def expand_short_names(
-    values: Mapping[str, Any],
-    schema: type[Section],
-    set_keys: Collection[str] | None = None,
-    defaults: Mapping[str, Any] | None = None,
+    values: Mapping[str, Any], schema: type[Section], set_keys: Collection[str] | None = None
 ) -> dict[str, Any]:
     """Replace short names with config keys, and raise a `ConfigError` for contradictions.
 
-    Other keys, including nested sections, are copied unchanged. `set_keys` lists the keys that the user set by
-    overrides, which take precedence over a short name in a file; None means that the user set all keys. A key that has
-    its value in `defaults` and that is not in `set_keys` does not contradict a short name.
+    Other keys, including nested sections, are copied unchanged. `set_keys` lists the keys and short names that
+    overrides set; a short name takes precedence over all other keys. None means that it must not contradict any key.
     """
     names = short_names(schema)
     expanded = {key: value for key, value in values.items() if key not in names or isinstance(value, Mapping)}
     problems = []
     for name in [name for name in names if name in values and name not in expanded]:
+        if name == REWARD and set_keys is not None:
+            expanded |= {key: default for key, default in reset_reward().items() if key not in set_keys}
         for key, value in _assignments(name, names[name], values[name]).items():
             present = _lookup(expanded, key)
-            is_default = set_keys is not None and key not in set_keys and present == _lookup(defaults or {}, key)
-            if present is _ABSENT or is_default:
+            if present is _ABSENT or (set_keys is not None and key not in set_keys):
                 expanded[key] = value
-            elif present != value and (set_keys is None or key not in set_keys or name in set_keys):
+            elif present != value:
                 problems.append(_contradiction(name, values[name], key, present))
     if problems:
         raise ConfigError(format_problems(problems))
@@ -334,6 +327,11 @@ def split_reward(value: Any) -> dict[str, Any]:
     return {key: part for key, part in ((REWARD_PATH, path), (REWARD_NAME, name)) if part is not None}
 
 
+def reset_reward() -> dict[str, Any]:
+    """Return the defaults of the keys that `reward` sets, so that a later `reward` replaces an earlier one."""
+    return {REWARD_PATH: None, REWARD_NAME: DEFAULT_FUNCTION, REWARD_FUNCTIONS: []}
+
+
 def _contradiction(name: str, value: Any, key: str, present: Any) -> Problem:
     message = f"is short for {key}, which is set to {format_value(present)}. Set only one of the two."
     return Problem(name, value, message)
@@ -357,9 +355,8 @@ _OVERRIDE = re.compile(r"(?P<prefix>\+{0,2}|~)(?P<key>[A-Za-z_]\w*)(?P<rest>=.*)
 def expand_overrides(overrides: Sequence[str], schema: type[Section], folders: Iterable[str] = ()) -> list[str]:
     """Replace short names in overrides, which may have a prefix (`+`, `++`, `~`) or several values of a sweep.
 
-    `folders` contain config groups, whose names take precedence over short names. An override of `reward` with a plain
-    value is replaced by overrides of two keys; other values of it are replaced by `expand_short_names` after Hydra has
-    composed the config.
+    `folders` contain config groups, whose names take precedence over short names. `reward`, which sets several keys, is
+    replaced by `expand_short_names` after Hydra has composed the config.
     """
     names = {
         name: key
@@ -375,12 +372,9 @@ def _expand_override(override: str, names: Mapping[str, str]) -> list[str]:
     if match is None or match["key"] not in names:
         return [override]
     name, prefix, rest = match["key"], match["prefix"], match["rest"] or ""
-    if name != REWARD or prefix == "~":
-        return [f"{prefix}{names[name]}{rest}"]
-    value = rest[1:]
-    if re.search(r"[,\[\]{}()'\"$]", value) or not value:
-        return [override]
-    return [f"{prefix}{key}={part}" for key, part in split_reward(value).items()]
+    if name == REWARD:
+        return [f"~{key}" for key in REWARD_KEYS] if prefix == "~" else [override]
+    return [override if rest.startswith("={") else f"{prefix}{names[name]}{rest}"]
 
 
 def _check_contradictions(overrides: Iterable[str], names: Mapping[str, str]) -> None:
@@ -388,7 +382,7 @@ def _check_contradictions(overrides: Iterable[str], names: Mapping[str, str]) ->
     values: dict[str, str] = {}
     for override in overrides:
         key, equals, value = override.lstrip("+").partition("=")
-        if equals and not override.startswith("~"):
+        if equals and not override.startswith("~") and not value.startswith("{"):
             values[key] = value
     problems = []
     for name in [name for name in names if name in values]:
@@ -401,41 +395,3 @@ def _check_contradictions(overrides: Iterable[str], names: Mapping[str, str]) ->
 
 def _unquote(text: str) -> str:
     return text[1:-1] if len(text) > 1 and text[0] == text[-1] and text[0] in "'\"" else text
-
-
-def section_overrides(folder: str, name: str, schema: type[Section]) -> list[str]:
-    """Return the short names of a config file that are names of sections too, as overrides of their keys.
-
-    Hydra would replace such a value with the section if an override sets another key of the section.
-    """
-    names = short_names(schema)
-    return [
-        f"{names[key]}={_quote(value)}"
-        for key, value in _read_file(folder, name).items()
-        if key in names and key in schema.model_fields and not isinstance(value, dict)
-    ]
-
-
-def keys_in_file(folder: str, name: str) -> set[str]:
-    """Return the keys that a config file sets, even if their values are the defaults."""
-    return set(flatten(_read_file(folder, name), ()))
-
-
-def _read_file(folder: str, name: str) -> dict[str, Any]:
-    """Return the content of a config file, without those that it includes."""
-    file = os.path.join(os.path.expanduser(folder), f"{name.removesuffix('.yaml')}.yaml")
-    try:
-        content: Any = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    except (OSError, ValueError, RecursionError, AssertionError, YAMLError, OmegaConfBaseException):  # Hydra reports it
-        return {}
-    return content if isinstance(content, dict) else {}
-
-
-def _quote(value: Any) -> str:
-    """Format a value of a config file as the value of an override."""
-    if isinstance(value, list):
-        return f"[{','.join(map(_quote, value))}]"
-    if isinstance(value, str):
-        escaped = value.replace("'", "\\'")
-        return f"'{escaped}'"
-    return format_value(value)

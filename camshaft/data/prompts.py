@@ -122,7 +122,7 @@ def read_prompts(
     paths: Paths, tokenizer: PreTrainedTokenizerBase, options: PromptOptions, max_samples: int | None = None
 ) -> TokenizedPrompts:
     """Read, validate and tokenize prompts. Errors report the file and the row."""
-    if (prompt_key := _find_prompt_key(paths, options.prompt_key)) != options.prompt_key:
+    if (prompt_key := find_prompt_key(paths, options.prompt_key)) != options.prompt_key:
         logger.info("prompts are in the column '%s'; set data.prompt_key to use another one", prompt_key)
         options = replace(options, prompt_key=prompt_key)
     table = read_rows(paths, options.required_columns(), options.optional_columns(), max_samples)
@@ -162,7 +162,7 @@ def build_prompt_set(
     return PromptSet(DataProto.from_dict(columns), len(table), len(table) - len(indices), num_truncated)
 
 
-def _find_prompt_key(paths: Paths, prompt_key: str) -> str:
+def find_prompt_key(paths: Paths, prompt_key: str) -> str:
     """Return the column with the prompts: `prompt_key`, or another usual name if the files have no column `prompt`."""
     if prompt_key != "prompt":
         return prompt_key

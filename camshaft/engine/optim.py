@@ -9,6 +9,7 @@ Parameters may be a mix of regular tensors and DTensors on different meshes.
 
 import difflib
 import inspect
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -21,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from camshaft.config.engine import OptimConfig
 from camshaft.errors import EngineError
 from camshaft.plugins import import_attribute
+
+logger = logging.getLogger(__name__)
 
 P = TypeVar("P", bound=Tensor)
 
@@ -38,9 +41,9 @@ UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
 def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig) -> torch.optim.Optimizer:
     """Build the optimizer that `optim` describes, for the parameters that require a gradient.
 
-    The optimizer class receives lr, betas, eps and weight_decay if its signature has arguments of these names and
-    types, and all of `override_optimizer_config`. Adam and AdamW use their fused kernels, which also support sharded
-    parameters; other optimizers use `foreach`. Both give the same results.
+    The optimizer class receives lr, betas, eps and weight_decay if it has arguments of these names and types, and all
+    of `override_optimizer_config`. Adam and AdamW use their fused kernels, which also support sharded parameters; other
+    optimizers use `foreach`. Both give the same results.
     """
     trainable = [p for p in parameters if p.requires_grad]
     if not trainable:
@@ -53,11 +56,16 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig
             f"optimizer={optim.optimizer} does not support sharded parameters in torch {torch.__version__}; use "
             "strategy=reference or another optimizer"
         )
-    signature = inspect.signature(cls).parameters
+    signature = _parameters(cls)
     values = {"lr": optim.lr, "betas": optim.betas, "eps": optim.eps, "weight_decay": optim.weight_decay}
     arguments = {
         name: value for name, value in values.items() if name in signature and _same_type(value, signature[name])
     }
+    for name in values.keys() - arguments.keys():
+        if values[name] != OptimConfig.model_fields[name].default:
+            logger.warning(
+                "optimizer=%s has no argument for %s=%s, which has no effect", optim.optimizer, name, values[name]
+            )
     arguments |= _overrides(optim, cls.__name__, signature)
     if not {"fused", "foreach"} & arguments.keys():
         fused = issubclass(cls, torch.optim.Adam) and not any(p.is_meta for p in trainable)
@@ -72,6 +80,18 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig
             f"optimizer={optim.optimizer} rejects the parameters of this model or its arguments {arguments}: {error}; "
             "set another optimizer or correct override_optimizer_config"
         ) from error
+
+
+def _parameters(cls: type[torch.optim.Optimizer]) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a class, including those of the base classes to which it passes `**kwargs`."""
+    parameters: dict[str, inspect.Parameter] = {}
+    for base in cls.__mro__:
+        if "__init__" in vars(base):
+            own = inspect.signature(vars(base)["__init__"]).parameters
+            parameters = {**own, **parameters}
+            if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in own.values()):
+                break
+    return parameters
 
 
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:

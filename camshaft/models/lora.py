@@ -28,7 +28,7 @@ from camshaft.config.engine import LoRAConfig
 from camshaft.errors import EngineError
 from camshaft.fetch import fetch
 from camshaft.models.packed import SCALAR_HEADS, named_tensors
-from camshaft.plugins import PROVIDED_BY
+from camshaft.plugins import install_command
 
 GatherFn = Callable[[Tensor], Tensor]
 
@@ -352,9 +352,7 @@ def _import_peft() -> Any:
     try:
         import peft
     except ModuleNotFoundError as error:
-        raise EngineError(
-            f"LoRA requires the package '{error.name}'; run: pip install '{PROVIDED_BY['peft']}'"
-        ) from error
+        raise EngineError(f"LoRA requires the package '{error.name}'; run: {install_command('peft')}") from error
     return peft
 
 

@@ -27,7 +27,7 @@ class CombinedRewards:
     """Scoring with a reward model and an optional scoring function."""
 
     def __init__(self, function: RewardManager | None, weight: float = 1.0):
-        self.function, self.weight = function, weight
+        self.function, self.weight = function, 1.0 if function is None else weight
 
     @property
     def columns(self) -> tuple[str, ...] | None:

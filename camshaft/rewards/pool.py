@@ -143,7 +143,7 @@ class WorkerPool:
         busy_since: float | None = None
         with self._all_stopped_on_error():
             while not job.done:
-                is_busy = any(worker.calls for worker in self._workers)
+                is_busy = job.num_queued > 0 or any(worker.calls for worker in self._workers)
                 busy_since = (busy_since or time.monotonic()) if is_busy else None
                 if busy_since is not None:
                     wait.check(partial(self._describe, job), self._stacks, busy_since)

@@ -129,8 +129,9 @@ METRICS = (
     Metric(
         "reward/{errors,invalid,timeouts,crashes}",
         "responses",
-        "Failed calls of the reward function: exceptions, results that are not finite numbers, timeouts, and "
-        "crashes of the scoring process.",
+        "Responses with a failed call of a reward function, by the kind of the first failure: exceptions, results "
+        "that are not a valid score (no finite number, or above max_abs_score), timeouts, and crashes of the scoring "
+        "process.",
         "rewards/manager.py",
     ),
     Metric(
@@ -190,6 +191,12 @@ METRICS = (
         "Same as reward/..., for the baseline responses.",
         "trainer/ppo.py",
     ),
+    Metric(
+        "baseline/model/truncated",
+        "responses",
+        "Same as reward/model/truncated, for the baseline responses.",
+        "trainer/ppo.py",
+    ),
     Metric("baseline/<value>/mean", "", "Same as reward/<value>/mean, for the baseline responses.", "trainer/ppo.py"),
     Metric(
         "baseline/<function>/{std,min,max,scored,failed}",
@@ -204,13 +211,15 @@ METRICS = (
     Metric(
         "filter_groups/same_share",
         "fraction of prompts",
-        "Prompts that were dropped because all of their responses have the same reward.",
+        "Generated prompts whose responses all have the same value of the filter metric. They are dropped, or given "
+        "back if they follow the last prompt that the step uses.",
         "trainer/dynamic_sampling.py",
     ),
     Metric(
         "filter_groups/given_back",
         "prompts",
-        "Unused prompts, which the next step uses first.",
+        "Unused prompts after the last one that the step uses. The next step uses them first, unless they and the "
+        "remaining rows of the epoch do not fill a batch.",
         "trainer/dynamic_sampling.py",
     ),
     Metric(
@@ -278,7 +287,7 @@ METRICS = (
     Metric(
         "rollout/prompt_tokens_computed",
         "tokens",
-        "Prompt tokens that the rollout computed.",
+        "Prompt tokens that the rollout computed, including the padding of the rollout hf.",
         "rollout/builtin/scheduler.py",
     ),
     Metric(
@@ -288,7 +297,9 @@ METRICS = (
         "rollout/external.py",
     ),
     Metric("rollout/response_tokens", "tokens", "Generated tokens.", "rollout/builtin/scheduler.py"),
-    Metric("rollout/decode_steps", "steps", "Decode steps of the built-in generator.", "rollout/builtin/scheduler.py"),
+    Metric(
+        "rollout/decode_steps", "steps", "Decode steps of the rollouts torch and hf.", "rollout/builtin/scheduler.py"
+    ),
     Metric(
         "rollout/rows_decoded",
         "rows",
@@ -467,19 +478,27 @@ METRICS = (
     Metric(
         "perf/rollout_tokens_per_second",
         "tokens/second",
-        "Generated tokens per second, summed over all ranks.",
+        "Generated tokens per second of weight sync and generation, summed over the data-parallel ranks.",
         "roles/rollout.py",
     ),
     Metric(
         "perf/sync_peak_memory_bytes",
         "bytes",
-        "Peak memory during the weight sync, as the maximum over all ranks.",
+        "Peak memory since the start of the process, read after the weight sync: of tensors on the device or, on a "
+        "CPU, of the whole process. Maximum over all ranks.",
         "reshard/hybrid.py",
     ),
     # -- supervised
     *_routing("train", "sft"),
     *_routing("train", "rm"),
-    Metric("train/loss", "nats", "Mean cross-entropy of the trained tokens.", "roles/sft.py", "sft"),
+    Metric(
+        "train/loss",
+        "nats",
+        "Mean cross-entropy of the trained tokens, plus the load-balancing loss of a mixture of experts times "
+        "router_aux_loss_coef.",
+        "roles/sft.py",
+        "sft",
+    ),
     Metric(
         "val/loss",
         "nats",
@@ -489,11 +508,15 @@ METRICS = (
     ),
     # -- reward models
     Metric(
-        f"{_PAIRS}/loss",
+        "train/loss",
         "nats",
-        "Mean loss of the pairs, including the centering term.",
-        "algorithms/preference.py",
+        "Mean loss of the pairs, including the centering term, plus the load-balancing loss of a mixture of experts "
+        "times router_aux_loss_coef.",
+        "roles/supervised.py",
         "rm",
+    ),
+    Metric(
+        "val/loss", "nats", "Mean loss of the pairs, including the centering term.", "algorithms/preference.py", "rm"
     ),
     Metric(
         f"{_PAIRS}/accuracy",
@@ -544,8 +567,9 @@ METRICS = (
 )
 
 LEGEND = """\
-`{mean,max}` lists alternatives. `<source>` is a data source, `<value>` is `reward` or a number that the reward function
-returns, `<n>` is `actor_rollout_ref.rollout.val_kwargs.n`, and `<k>` is 2, 4, 8, ... up to n.
+`{mean,max}` lists alternatives. `<source>` is a data source, `<value>` is `reward`, `score` or a number that the reward
+function returns, `<function>` is the name of one of several reward functions, `<n>` is
+`actor_rollout_ref.rollout.val_kwargs.n`, and `<k>` is 2, 4, 8, ... below n, and n.
 """
 
 _PLACEHOLDERS = {"source": ".+", "value": "[^/]+(/[^/]+)?", "function": "[^/]+", "n": r"\d+", "k": r"\d+"}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from camshaft.data import (
     summarize_lengths,
 )
 from camshaft.data.chat import render_prompt
+from camshaft.data.prompts import find_prompt_key
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import CamshaftError, RewardError
 from camshaft.models.loader import load_tokenizer
@@ -99,6 +101,7 @@ def _check_prompts(
             continue
         print_line(f"\n{name} prompts")
         files = data_files(paths)
+        options = replace(options, prompt_key=find_prompt_key(files, config.data.prompt_key))
         _print_schema(files, [*options.required_columns(), *OPTIONAL], rewards, print_line)
         prompts = tokenized_prompts[name] = read_prompts(files, tokenizer, options, max_rows)
         if train:
@@ -197,7 +200,7 @@ def _check_reward_function(prompts: DataProto, rewards: RewardManager, print_lin
     results = {
         name: rewards.score(_with_responses(rows), lambda _, texts=texts: texts) for name, texts in responses.items()
     }
-    columns = [name for name in rewards.columns or () if name != "prompt"]
+    columns = [name for name in rewards.columns or () if name != "prompt" and name in rows["data_row"][0]]
     titles = ["data_source", *["ground truth"] * any(truths), *columns]
     print_line(f"  {' '.join(f'{name:>12}' for name in results)}   {', '.join(titles)}")
     for row, scores in enumerate(zip(*(_format_scores(result) for result in results.values()), strict=True)):

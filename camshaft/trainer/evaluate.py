@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 
 from rich.table import Table
@@ -17,9 +16,10 @@ from rich.table import Table
 from camshaft import storage
 from camshaft.algorithms.at_n import draw_sizes, pass_at
 from camshaft.config import EvalConfig
+from camshaft.data import data_files
 from camshaft.data.answers import AnswerColumns, read_answers
 from camshaft.errors import BatchError
-from camshaft.trainer.scoring import build_rewards, check_scorable
+from camshaft.trainer.scoring import build_answer_rewards, check_scorable
 from camshaft.trainer.validate import ScoredResponse, at_n_metrics, group_by_prompt
 
 
@@ -27,13 +27,13 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     """Score the responses, write the requested files and return the metrics."""
     data, custom = config.data, config.custom_reward_function
     columns = AnswerColumns(data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key)
-    answers = read_answers([Path(path) for path in data.path], columns)
+    answers = read_answers(data_files(data.path), columns)
     check_scorable(answers.batch, custom)
     if data.output_path is not None:
         answers.check_columns(data.score_key)
     batch = answers.batch
     _check_response_counts([ScoredResponse(*row, 0.0) for row in zip(batch["data_source"], batch["uid"], strict=True)])
-    with build_rewards(custom) as rewards:
+    with build_answer_rewards(custom) as rewards:
         rewards.check_rows(answers.batch)
         result = rewards.score_texts(batch, answers.texts)
     columns_of_rows = (batch["data_source"], batch["uid"], result.scores.tolist(), result.answers, result.parts)

@@ -28,7 +28,7 @@ from camshaft.roles import GenerateWorker
 from camshaft.storage import fingerprints
 from camshaft.tracking import RunInfo, Tracking
 from camshaft.trainer.mini_batches import VALIDATION, sampling_seeds
-from camshaft.trainer.scoring import build_rewards, check_scorable
+from camshaft.trainer.scoring import build_answer_rewards, check_scorable
 from camshaft.trainer.session import global_pool, run_pools
 from camshaft.trainer.validate import ScoredResponse, at_n_metrics
 
@@ -39,11 +39,11 @@ PATH_KEYS = (
 """Keys whose values may change before a run resumes, as long as the content of the files does not change."""
 
 SPEED_KEYS = (
-    "data.batch_size", "custom_reward_function.timeout", "custom_reward_function.num_workers",
-    "custom_reward_function.max_concurrency",
+    "data.batch_size", "custom_reward_function.timeout", "custom_reward_function.load_timeout",
+    "custom_reward_function.num_workers", "custom_reward_function.max_concurrency",
     "rollout.max_num_seqs", "rollout.max_num_batched_tokens", "rollout.gpu_memory_utilization",
     "rollout.free_cache_engine", "rollout.update_weights_bucket_megabytes",
-    "trainer.nnodes", "trainer.n_gpus_per_node",
+    "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.worker_timeout", "trainer.worker_timeouts",
 )  # fmt: skip
 """Keys whose values may change before a run resumes, because they affect only speed and memory."""
 
@@ -82,7 +82,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
                 logger.info("resuming: %d of %d prompts have responses", self.parts.num_done, len(self.prompts))
             self.rewards = None
             if config.custom_reward_function.is_named() and self._is_incomplete():
-                self.rewards = stack.enter_context(build_rewards(config.custom_reward_function))
+                self.rewards = stack.enter_context(build_answer_rewards(config.custom_reward_function))
                 self.rewards.check_rows(self.prompts)
             self.generator: GenerateWorker | None = None
             if self._is_incomplete():

@@ -192,8 +192,8 @@ class PPOTrainer:
         with metrics.phase("reward"):
             batch = self.parts.add_model_scores(batch)
             result = self.rewards.score(batch, self.parts.decode, scoring)
-            check_scored(result, len(batch), "responses")
             self.parts.failed.add(result.failures, f"step {self.global_step}")
+            check_scored(result, len(batch), "responses")
             metrics.add(result.metrics)
         return add_scores(batch, result), result
 
@@ -215,6 +215,7 @@ class PPOTrainer:
         with metrics.phase("reward_max"):
             greedy = self.parts.add_model_scores(prompts.union(DataProto(generated.columns)))
             result = self.rewards.score(greedy, self.parts.decode, scoring)
+        self.parts.failed.add(result.failures, f"step {self.global_step}, greedy responses")
         check_scored(result, len(greedy), "greedy responses")
         baselines = torch.where(result.keep_mask, result.token_level_scores.sum(), torch.nan)
         baseline_metrics = {name.replace("reward/", "baseline/", 1): value for name, value in result.metrics.items()}

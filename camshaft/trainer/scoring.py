@@ -1,6 +1,6 @@
 """Build the scoring of responses from the reward function, the reward model and the overlong penalty.
 
-    rewards = build_rewards(config.custom_reward_function)      # only the reward function, for camshaft generate
+    rewards = build_rewards(config.custom_reward_function)      # only the reward function
     rewards = build_run_rewards(config)                         # reward function, reward model and overlong penalty
     result = rewards.score(batch, decode)
 
@@ -56,6 +56,13 @@ def build_rewards(
         stop=stop,
         stop_timeout=stop_timeout,
     )
+
+
+def build_answer_rewards(custom: CustomRewardConfig) -> RewardManager:
+    """Build the scoring of `camshaft generate` and `camshaft eval`, which keep samples that cannot be scored."""
+    if custom.on_error == "drop":
+        custom = custom.model_copy(update={"on_error": "zero"})
+    return build_rewards(custom)
 
 
 def build_run_rewards(

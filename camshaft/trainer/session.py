@@ -56,7 +56,7 @@ from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.machine import CPU, describe_contention
-from camshaft.plugins import PROVIDED_BY
+from camshaft.plugins import install_command
 from camshaft.rewards.callables import PickledFunction, name_of
 from camshaft.rewards.manager import FAILED_REWARDS
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SupervisedWorker
@@ -345,7 +345,7 @@ def check_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) -> No
     for setting, library, alternative in required_libraries(config):
         if importlib.util.find_spec(library) is None:
             raise ConfigError(
-                f"{setting} requires '{library}', which is not installed: pip install '{PROVIDED_BY[library]}', or use "
+                f"{setting} requires '{library}', which is not installed: {install_command(library)}, or use "
                 f"{alternative}"
             )
 

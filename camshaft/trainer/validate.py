@@ -66,9 +66,10 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
     counts: dict[str, float] = defaultdict(float)
     lengths: list[int] = []
     samples: list[Sample] = []
-    prompts = parts.val_prompts.repeat(config.actor_rollout_ref.rollout.val_kwargs.n)
+    n = config.actor_rollout_ref.rollout.val_kwargs.n
+    prompts = parts.val_prompts.repeat(n)
     seeds = sampling_seeds(config.trainer.seed, VALIDATION, len(prompts))
-    for batch in prompts.with_columns(sampling_seed=seeds).split(config.data.val_batch_size):
+    for batch in prompts.with_columns(sampling_seed=seeds).split(config.data.val_batch_size * n):
         generated, pending = parts.generate(batch, validate=True)
         batch = parts.add_model_scores(batch.union(DataProto(generated.columns)))
         result = parts.rewards.score(batch, parts.decode, pending)

@@ -50,7 +50,7 @@ while sum(node['Alive'] for node in ray.nodes()) < int(sys.argv[1]):
 " "${#machines[@]}"
 
 "${on[@]}" --nodelist="$head" camshaft ppo trainer.controller=ray trainer.nnodes="${#machines[@]}" \
-    trainer.n_gpus_per_node="${SLURM_GPUS_ON_NODE:-1}" "$@" &
+    trainer.n_gpus_per_node="${SLURM_GPUS_ON_NODE:-1}" trainer.experiment_name="slurm-$SLURM_JOB_ID" "$@" &
 run=$!
 # Slurm signals only this script (B:), because the signal would kill Ray; srun forwards it to the driver.
 trap 'kill -USR1 "$run"' USR1

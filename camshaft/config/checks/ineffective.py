@@ -213,6 +213,7 @@ def _optim_rules(section: str) -> tuple[Rule, ...]:
             f"set {scheduler}=cosine, or omit the key", harmless=(-1,),
         ),
         Rule((f"{section}.betas",), _equals(optimizer, *OPTIMIZERS_WITHOUT_BETAS), f"{{{optimizer}}}"),
+        Rule((f"{section}.weight_decay",), _equals(optimizer, "Rprop"), f"{{{optimizer}}}"),
         *(
             Rule((f"{section}.{name}",), partial(_is_overridden, overrides, name), f"{{{overrides}}}")
             for name in ("lr", "betas", "weight_decay")

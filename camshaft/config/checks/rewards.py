@@ -113,5 +113,7 @@ def _check_function_list(custom: CustomRewardConfig) -> Iterator[Problem]:
     for label, kwargs in custom.reward_kwargs.items():
         if label not in labels or not isinstance(kwargs, dict):
             form = f"{CUSTOM}.reward_kwargs.{labels[0]}.<argument>=<value>"
+            if "." in labels[0]:
+                form = f"'{CUSTOM}.reward_kwargs={{{labels[0]}: {{<argument>: <value>}}}}'"
             message = f"must be the arguments of a function: {', '.join(labels)}. Set, for example, {form}."
             yield Problem(f"{CUSTOM}.reward_kwargs.{label}", kwargs, message, (key,))

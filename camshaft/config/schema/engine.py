@@ -87,7 +87,8 @@ class PPOUpdateSection(TrainedSection):
     )
     ppo_max_token_len_per_gpu: int = Field(
         ge=1,
-        description="Maximum number of tokens per forward and backward pass on each rank with use_dynamic_bsz=true.",
+        description="Maximum number of tokens per forward and backward pass on each rank with use_dynamic_bsz=true. "
+        "Sequence-parallel ranks share these tokens.",
     )
     loss_agg_mode: LossAggMode = Field(
         description="Aggregation of the token losses. token-mean averages over all tokens of a mini-batch. The "

@@ -92,6 +92,8 @@ def _as_tuple(value: Any) -> Any:
 
 def _local(value: str) -> str:
     """Remove a `file://` prefix and expand `~`."""
+    if not value:
+        raise ValueError("must not be empty")
     return os.path.expanduser(value.removeprefix("file://"))
 
 

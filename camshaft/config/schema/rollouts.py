@@ -21,7 +21,7 @@ WeightTransfer = Literal["shared_memory", "device_memory", "broadcast", "device_
 RUNNING_SERVER_KEYS = frozenset(
     {
         *("gpu_memory_utilization", "enforce_eager", "load_format", TENSOR_PARALLEL),
-        *("enable_prefix_caching", "max_num_batched_tokens"),
+        *("enable_prefix_caching", "max_num_batched_tokens", "free_cache_engine"),
     }
 )
 """Keys of the section `rollout` that a running server ignores, because its own command line sets them."""

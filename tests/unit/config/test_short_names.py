@@ -175,6 +175,91 @@ def test_config_group_takes_precedence_over_a_short_name(words, tmp_path):
     assert load_ppo([*words, "+device=small"], config_dir=str(tmp_path)).trainer.seed == 77
 
 
+def _load_files(words, folder, name="top", **files):
+    """Write config files, and load `name` with `load_ppo` and with `compose`, which must agree."""
+    for stem, text in files.items():
+        (folder / f"{stem}.yaml").write_text(text)
+    words = [*words, "trainer.experiment_name=x"]
+    config = load_ppo(words, config_dir=str(folder), config_name=name)
+    (composed,) = compose([*words, "--config-dir", str(folder), "--config-name", name], PPOConfig)
+    assert composed.model_dump() == config.model_dump()
+    return config
+
+
+BASE = "defaults: [ppo_trainer, _self_]\n"
+TOP = "defaults: [base, _self_]\n"
+
+
+@pytest.mark.parametrize("place", ["override", "file", "group"])
+def test_recipe_of_an_included_file_survives_other_keys_of_its_section(words, tmp_path, place):
+    base, words = BASE + "algorithm: dapo\n", list(words)
+    if place == "override":
+        config = _load_files([*words, "algorithm.gamma=0.9"], tmp_path, base=base, top=TOP)
+    elif place == "file":
+        config = _load_files(words, tmp_path, base=base, top=TOP + "algorithm: {gamma: 0.9}\n")
+    else:
+        (tmp_path / "exp").mkdir()
+        (tmp_path / "exp" / "one.yaml").write_text("# @package _global_\nalgorithm: dapo\n")
+        top = "defaults: [ppo_trainer, exp: one, _self_]\nalgorithm: {gamma: 0.9}\n"
+        config = _load_files(words, tmp_path, top=top)
+    assert (config.algorithm.adv_estimator, config.algorithm.gamma) == ("grpo", 0.9)
+    assert config.algorithm.filter_groups.enable
+    assert config.actor_rollout_ref.rollout.n == 16
+
+
+def test_keys_that_an_included_file_sets_win_over_a_recipe(words, tmp_path):
+    base = BASE + "algorithm: dr_grpo\nactor_rollout_ref: {actor: {loss_agg_mode: token-mean}}\n"
+    actor = _load_files(words, tmp_path, base=base, top=TOP).actor_rollout_ref.actor
+    assert actor.loss_agg_mode == "token-mean"
+
+
+def test_the_last_file_wins_with_short_names_and_keys(words, tmp_path):
+    base = BASE + "lr: 1.0e-4\nn: 4\nsteps: 7\nactor_rollout_ref: {actor: {clip_ratio: 0.3}}\n"
+    top = TOP + "actor_rollout_ref: {actor: {optim: {lr: 1.0e-6}}, rollout: {n: auto}}\ntrainer.seed: 4\nseed: 4\n"
+    config = _load_files([*words, "algorithm=gae"], tmp_path, base=base, top=top)
+    assert config.actor_rollout_ref.actor.optim.lr == 1e-6
+    assert config.actor_rollout_ref.actor.clip_ratio == 0.3
+    assert (config.actor_rollout_ref.rollout.n, config.trainer.total_training_steps) == (1, 7)
+    assert config.trainer.seed == 4
+
+
+def test_a_contradiction_in_one_file_is_an_error_even_with_the_default(words, tmp_path):
+    (tmp_path / "top.yaml").write_text("lr: 1.0e-4\nactor_rollout_ref: {actor: {optim: {lr: 1.0e-6}}}\n")
+    with pytest.raises(ConfigError, match=r"lr = 0\.0001\n.*which is set to 1e-06"):
+        load_ppo(words, config_dir=str(tmp_path), config_name="top")
+
+
+def test_a_later_reward_replaces_an_earlier_one(words, tmp_path):
+    kept = [word for word in words if not word.startswith("custom_reward_function")]
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text("def score(response): return 1.0\n")
+    one, two = f"{tmp_path}/one.py", f"{tmp_path}/two.py"
+    base = BASE + f"reward: {one}:score\n"
+    for words in ([*kept, f"reward={two}"], [*kept, "reward=gsm8k", f"reward={two}"]):
+        custom = _load_files(words, tmp_path, base=base, top=TOP).custom_reward_function
+        assert (custom.path, custom.name) == (two, "compute_score")
+    custom = _load_files(kept, tmp_path, base=base, top=TOP + f"reward: [gsm8k, {two}]\n").custom_reward_function
+    assert [one.path for one in custom.selected()] == [None, two]
+    custom = _load_files([*kept, f"reward=[gsm8k,{two}]"], tmp_path, base=base, top=TOP).custom_reward_function
+    assert [one.path for one in custom.selected()] == [None, two]
+    functions = BASE + f"reward: [gsm8k, {two}]\n"
+    custom = _load_files([*kept, "reward=null"], tmp_path, base=functions, top=TOP).custom_reward_function
+    assert (custom.path, custom.functions) == (None, ())
+    custom = _load_files([*kept, "reward=gsm8k"], tmp_path, base=base, top=TOP).custom_reward_function
+    assert (custom.path, custom.name) == (None, "gsm8k")
+
+
+def test_a_deleted_key_or_short_name_has_its_default(words, tmp_path):
+    base = BASE + "lr: 1.0e-4\ntrainer: {seed: 9}\n"
+    config = _load_files([*words, "~lr", "~trainer.seed"], tmp_path, base=base, top=TOP)
+    assert (config.actor_rollout_ref.actor.optim.lr, config.trainer.seed) == (1e-6, 1)
+
+
+def test_a_section_as_the_value_of_an_override_is_merged_with_a_short_name(words):
+    config = load_ppo([*words, "algorithm={gamma: 0.5}", "algorithm.adv_estimator=dapo"])
+    assert (config.algorithm.gamma, config.algorithm.adv_estimator) == (0.5, "grpo")
+
+
 def test_dict_takes_short_names(words, tmp_path):
     values: dict[str, object] = {
         key: int(value) if value.isdigit() else value for key, value in (w.split("=", 1) for w in words)
@@ -274,6 +359,11 @@ def test_names_of_other_libraries_are_answered_with_the_key(words, word, name):
 def test_options_of_other_libraries_are_answered_with_the_key(words, option):
     with pytest.raises(ConfigError, match=r"is not an option\. Write key=value with the key (model|algorithm|batch)"):
         compose([*words, option, "x=1"], PPOConfig)
+
+
+def test_an_unknown_option_is_an_error(words):
+    with pytest.raises(ConfigError, match=r"'--foo' is not an option\. Write key=value, for example trainer\.seed=7"):
+        compose([*words, "--foo"], PPOConfig)
 
 
 def test_supervised_commands_answer_with_their_keys(sft_words):

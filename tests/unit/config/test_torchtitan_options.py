@@ -68,6 +68,6 @@ def test_missing_library_error_has_the_install_command(monkeypatch: pytest.Monke
     for name in [name for name in sys.modules if name.startswith("camshaft.engine.torchtitan")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "torchtitan", None)  # as if it were not installed
-    message = "requires 'torchtitan', which is not installed: pip install 'torchtitan==0.3.0'"
+    message = "requires 'torchtitan', which is not installed: pip install --no-deps torchtitan==0.3.0"
     with pytest.raises(ConfigError, match=re.escape(message)):
         engine_class("torchtitan")

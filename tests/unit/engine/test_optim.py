@@ -109,6 +109,32 @@ def test_unrelated_arguments_of_the_same_name_keep_defaults() -> None:
     assert optimizer.defaults["lr"] == 0.5
 
 
+class Passing(torch.optim.AdamW):
+    """An optimizer that passes its arguments on."""
+
+    def __init__(self, params: Any, **kwargs: Any):
+        super().__init__(params, **kwargs)
+
+
+class Plain(torch.optim.SGD):
+    """An optimizer with a learning rate only."""
+
+    def __init__(self, params: Any, lr: float):
+        super().__init__(params, lr)
+
+
+def test_a_class_with_keyword_arguments_receives_those_of_its_base() -> None:
+    optimizer = built(optimizer=f"{__name__}:Passing", betas=(0.5, 0.6), weight_decay=0.3)
+    assert (optimizer.defaults["betas"], optimizer.defaults["weight_decay"]) == ((0.5, 0.6), 0.3)
+
+
+def test_a_setting_that_an_optimizer_does_not_accept_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    built(optimizer=f"{__name__}:Plain")
+    assert not caplog.records
+    built(optimizer=f"{__name__}:Plain", weight_decay=0.3)
+    assert "has no argument for weight_decay=0.3" in caplog.text
+
+
 def test_overrides_win_and_lists_become_tuples() -> None:
     optimizer = built(betas=(0.8, 0.9), override_optimizer_config={"betas": [0.5, 0.6], "amsgrad": True})
     assert optimizer.defaults["betas"] == (0.5, 0.6)

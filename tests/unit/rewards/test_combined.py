@@ -55,8 +55,8 @@ def test_rows_dropped_by_the_function_stay_dropped(manager):
 def test_a_model_scores_without_a_function():
     with CombinedRewards(None, weight=2.0) as rewards:
         result = rewards.score(batch_of([2.0], [1.0, 0, 3.0]).drop("data_source", "ground_truth"), decode)
-    assert result.scores.tolist() == [4.0, 8.0]  # a custom worker may score every token
-    assert [row.tolist() for row in result.token_level_scores.rows()] == [[4.0], [2.0, 0, 6.0]]
+    assert result.scores.tolist() == [2.0, 4.0]  # the weight applies only to a sum; a custom worker may score any token
+    assert [row.tolist() for row in result.token_level_scores.rows()] == [[2.0], [1.0, 0, 3.0]]
     assert result.num_failed == 0
     assert result.metrics["reward/model/mean"] == 3.0
     assert "reward/function/mean" not in result.metrics

@@ -117,6 +117,11 @@ def test_slow_scoring_is_reported(manager, score, reports):
     assert any('my_reward.py", line 2 in compute_score' in report for report in scoring_reports)
 
 
+def test_slow_scoring_by_a_single_process_is_reported(manager, score, reports):
+    score(manager("import time; time.sleep(0.2); return 1.0", num_workers=1), ["a"] * 8)
+    assert any("of 8 responses scored" in report for report in reports())
+
+
 def test_a_suspended_worker_is_named_and_replaced(manager, score, alive, reports):
     rewards = manager("return 1.0", timeout=1.0, num_workers=1)
     assert score(rewards, ["a"]).num_failed == 0

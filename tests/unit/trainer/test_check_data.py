@@ -123,6 +123,18 @@ def test_all_that_is_wrong_is_said_at_once(check: Check) -> None:
     assert output.count("\n! ") == 2
 
 
+def test_a_column_question_holds_the_prompts(check: Check) -> None:
+    rows = [{"question": text, "data_source": "s", "answer": "3"} for text in ("1+2=", "2+1=")]
+    status, output = check(rows, val=rows, reward="return 1.0")
+    assert status == 0
+    assert "question             0 missing    string" in output
+
+
+def test_parameters_with_defaults_are_no_columns(check: Check) -> None:
+    _, output = check([row("1+2=", "3")] * 2, "custom_reward_function.path=null", "custom_reward_function.name=math")
+    assert "data_source, ground truth\n" in output
+
+
 def test_the_scores_name_the_function(check: Check) -> None:
     _, output = check([row("1+2=", "3")] * 2, reward="return 1.0\n\n\ncompute_score.__name__ = 'equal'")
     assert "scores of the first 2 training prompts (reward: " in output

@@ -133,6 +133,8 @@ def test_a_step_without_a_scored_response_ends_the_run(on_error: str, tmp_path: 
     broken = {"custom_reward_function.path": reward, "custom_reward_function.on_error": on_error}
     with pytest.raises(RewardError, match=r"failed for all 8 responses of a step.*ValueError: never"):
         run_ppo(tmp_path, broken, steps=2)
+    (failed,) = tmp_path.rglob("rewards/failed.jsonl")
+    assert len(failed.read_text().splitlines()) == 8
 
 
 def test_an_absurd_score_counts_as_failed(tmp_path: Path) -> None:

@@ -47,6 +47,14 @@ def setting(tmp_path: Path) -> Iterator[tuple[PPOParts, PPOConfig]]:
         yield parts, config
 
 
+def test_batches_are_counted_in_prompts(setting: tuple[PPOParts, PPOConfig], monkeypatch: pytest.MonkeyPatch) -> None:
+    parts, config = setting
+    sizes, generate = [], parts.generate
+    monkeypatch.setattr(parts, "generate", lambda batch, **kw: sizes.append(len(batch)) or generate(batch, **kw))
+    validate(parts, config)
+    assert sizes == [6, 4]  # two responses to each of three and two prompts
+
+
 def test_every_response_counts_once_per_data_source_and_overall(setting: tuple[PPOParts, PPOConfig]) -> None:
     metrics, samples = validate(*setting)
     assert metrics["val-core/a/reward/mean"] == pytest.approx((1 + 3 + 0) / 3)
