@@ -29,6 +29,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, NoReturn, TypeVar
 
@@ -337,25 +338,26 @@ def run_in_thread(function: Callable[[], T], wait: Wait, target: Callable[[], st
 
     At the limit, the error is raised and the thread remains. It does not keep the process alive.
     """
-    results: list[T] = []
-    errors: list[BaseException] = []
+    future = start_thread(function, wait.call)
+    while not futures.wait([future], POLL_SECONDS).done:
+        wait.check(target)
+    result = future.result()
+    wait.finish()
+    return result
+
+
+def start_thread(function: Callable[[], T], name: str) -> futures.Future[T]:
+    """Run a function in a thread that does not keep the process alive, and return its future result."""
+    future: futures.Future[T] = futures.Future()
 
     def run() -> None:
         try:
-            results.append(function())
+            future.set_result(function())
         except BaseException as error:
-            errors.append(error)
+            future.set_exception(error)
 
-    thread = threading.Thread(target=run, name=wait.call, daemon=True)
-    thread.start()
-    while thread.is_alive():
-        thread.join(POLL_SECONDS)
-        if thread.is_alive():
-            wait.check(target)
-    if errors:
-        raise errors[0]
-    wait.finish()
-    return results[0]
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 # -- messages --------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ raise ConfigError(format_problems([Problem("trainer.seed", "abc", "must be an in
 """
 
 import difflib
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ NamesToType = Callable[[str, type[Section]], list[str]]
 """Function that returns the names to type instead of an unknown key, or an empty list."""
 ABSENT = object()
 """Value of a problem whose key has no value in the config."""
+_NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,11 @@ def from_validation(
             continue
         key = next((part for part in _prefixes(parts) if part in keys), ".".join(parts))
         value = get(tree, key) if has_key(tree, key) else ABSENT
-        problems[key] = Problem(key, value, f"must be {_expected(key, schema)}")
+        message = f"must be {_expected(key, schema)}"
+        if isinstance(value, str) and _NUMBER.fullmatch(value):
+            convert = f"'{key}=\"${{oc.decode:${{oc.env:NAME}}}}\"'"
+            message += f", not a text. To convert the value of an environment variable, write {convert}."
+        problems[key] = Problem(key, value, message)
     return list(problems.values())
 
 

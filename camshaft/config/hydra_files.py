@@ -12,7 +12,7 @@ import os.path
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from camshaft.config.schema.fields import Section
 from camshaft.config.short_names import REWARD, REWARD_KEYS, expand_short_names, reset_reward, short_names
@@ -20,7 +20,7 @@ from camshaft.config.tree import expand_keys, flatten, has_key, leaf_fields, put
 
 
 def keys_of_files(
-    schema: type[Section], overrides: Sequence[str], hydra_config: DictConfig, built_in: Collection[str]
+    schema: type[Section], overrides: Sequence[str], hydra_config: Any, built_in: Collection[str]
 ) -> dict[str, Any]:
     """Return the keys that config files set, with the value of the last file, even if it is the default.
 
@@ -63,9 +63,7 @@ def merge_files(
     return merged
 
 
-def _contents(
-    overrides: Sequence[str], hydra_config: DictConfig, built_in: Collection[str]
-) -> Iterator[Mapping[str, Any]]:
+def _contents(overrides: Sequence[str], hydra_config: Any, built_in: Collection[str]) -> Iterator[Mapping[str, Any]]:
     """Yield the contents of the config files in the order in which Hydra merges them."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
@@ -78,5 +76,5 @@ def _contents(
         file = None if name in built_in else next(filter(os.path.isfile, files), None)
         content = None if file is None else OmegaConf.to_container(OmegaConf.load(file), resolve=False)
         if isinstance(content, dict):
-            content.pop("defaults", None)
-            yield {f"{part.package}.{key}": value for key, value in content.items()} if part.package else content
+            prefix = f"{part.package}." if part.package else ""
+            yield {f"{prefix}{key}": value for key, value in content.items() if key != "defaults"}

@@ -53,17 +53,6 @@ def flatten(tree: Mapping[str, Any], leaves: Iterable[str], prefix: str = "") ->
     return values
 
 
-def flatten_mappings(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Map dotted keys to the values of a nested dict. Every mapping is flattened, so empty mappings are dropped."""
-    leaves: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            leaves |= flatten_mappings(value, f"{prefix}{name}.")
-        else:
-            leaves[f"{prefix}{name}"] = value
-    return leaves
-
-
 def expand_keys(tree: Mapping[Any, Any], leaves: Iterable[str], prefix: str = "") -> dict[str, Any]:
     """Return a copy in which dotted keys are expanded: `{"a.b": 1}` becomes `{"a": {"b": 1}}`.
 

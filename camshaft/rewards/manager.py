@@ -23,10 +23,9 @@ from __future__ import annotations
 import json
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import stdev
 from typing import Any, Literal
@@ -42,7 +41,7 @@ from camshaft.rewards.messages import FunctionSpec, Sample, Spec
 from camshaft.rewards.output import Output, append_rotated
 from camshaft.rewards.pool import Job, Kind, Outcome, WorkerPool
 from camshaft.stop import Stop
-from camshaft.subprocesses import NO_LIMIT, import_path, limit_waits
+from camshaft.subprocesses import NO_LIMIT, import_path, limit_waits, start_thread
 
 Decode = Callable[[list[list[int]]], list[str]]
 
@@ -131,8 +130,7 @@ class PendingScores:
     def __init__(self, pool: WorkerPool, rows: DataProto, stop_at_failure: bool):
         self._rows, self._num_missing = rows, len(rows)
         self._job = Job(len(rows), pool.functions, stop_at_failure)
-        self._done: Future[None] = Future()
-        threading.Thread(target=self._run, args=(pool,), name="rewards", daemon=True).start()
+        self._done = start_thread(partial(self._run, pool), "rewards")
 
     def add(self, first: int, texts: Sequence[str]) -> None:
         """Start the calls for consecutive rows from `first` on. Add each row once; the order does not matter."""
@@ -158,13 +156,8 @@ class PendingScores:
         self._done.exception()
 
     def _run(self, pool: WorkerPool) -> None:
-        try:
-            with limit_waits(NO_LIMIT):  # the limit of a generation in the main thread does not apply
-                pool.run(self._job)
-        except BaseException as error:
-            self._done.set_exception(error)
-        else:
-            self._done.set_result(None)
+        with limit_waits(NO_LIMIT):  # the limit of a generation in the main thread does not apply
+            pool.run(self._job)
 
 
 class RewardManager:

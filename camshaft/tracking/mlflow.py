@@ -13,12 +13,12 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.tracking import MlflowClient
 
+from camshaft.config.tree import flatten
 from camshaft.tracking.base import Ending, Row, RunInfo, Tracker
 
 LAST_STEP = "camshaft.last_step"
@@ -70,7 +70,11 @@ class MLflowTracker(Tracker):
         existing = self._client.get_experiment_by_name(run.project)
         experiment = self._client.create_experiment(run.project) if existing is None else existing.experiment_id
         run_id = self._client.create_run(experiment, run_name=run.experiment).info.run_id
-        params = [Param(name, text) for name, text in _flat(run.config)]
+        values = {metric_name(key): value for key, value in flatten(run.config, ()).items()}
+        texts = {
+            name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in values.items()
+        }
+        params = [Param(name, text) for name, text in texts.items()]
         for start in range(0, len(params), _PARAMS_PER_REQUEST):
             self._client.log_batch(run_id, params=params[start : start + _PARAMS_PER_REQUEST])
         return run_id
@@ -79,12 +83,3 @@ class MLflowTracker(Tracker):
 def metric_name(name: str) -> str:
     """Convert a metric name to a valid MLflow name: `@` becomes `_at_`, other invalid characters become `_`."""
     return re.sub(r"[^\w\-./: ]", "_", name.replace("@", "_at_"), flags=re.ASCII)
-
-
-def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
-    for key, value in config.items():
-        name = metric_name(f"{above}{key}")
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{name}.")
-        else:
-            yield name, value if isinstance(value, str) else json.dumps(value, default=str)

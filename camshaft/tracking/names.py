@@ -42,39 +42,27 @@ _PAIRS = "{train,val}"
 
 def _routing(section: str, trainer: str = "ppo") -> tuple[Metric, ...]:
     """Return the metrics of the routers of a mixture of experts, over all tokens of a mini-batch."""
-    source = "engine/routing.py"
-    return (
-        Metric(
-            f"{section}/moe/max_vio",
-            "1",
+    rows = (
+        (
+            "max_vio",
             "Load of the busiest expert of a layer above the mean load, as a fraction of the mean, averaged over "
             "layers. 0 means balanced experts.",
-            source,
-            trainer,
         ),
-        Metric(
-            f"{section}/moe/avg_vio",
-            "1",
+        (
+            "avg_vio",
             "Absolute deviation of an expert's load from the mean load of its layer, as a fraction of the mean, "
             "averaged over experts and layers.",
-            source,
-            trainer,
         ),
-        Metric(
-            f"{section}/moe/aux_loss",
-            "1",
+        (
+            "aux_loss",
             "Load-balancing loss without its coefficient (router_aux_loss_coef). It equals the number of experts "
             "per token if the experts are balanced.",
-            source,
-            trainer,
         ),
-        Metric(
-            f"{section}/moe/router_entropy",
-            "nats",
-            "Mean entropy of the router's distribution over the experts.",
-            source,
-            trainer,
-        ),
+        ("router_entropy", "Mean entropy of the router's distribution over the experts."),
+    )
+    return tuple(
+        Metric(f"{section}/moe/{name}", "nats" if "entropy" in name else "1", description, "engine/routing.py", trainer)
+        for name, description in rows
     )
 
 
@@ -186,15 +174,9 @@ METRICS = (
     ),
     Metric("baseline/score/mean", "score", "Mean score of the greedy baseline responses of ReMax.", "trainer/ppo.py"),
     Metric(
-        "baseline/{errors,invalid,timeouts,crashes,slow}",
+        "baseline/{errors,invalid,timeouts,crashes,slow,model/truncated}",
         "responses",
         "Same as reward/..., for the baseline responses.",
-        "trainer/ppo.py",
-    ),
-    Metric(
-        "baseline/model/truncated",
-        "responses",
-        "Same as reward/model/truncated, for the baseline responses.",
         "trainer/ppo.py",
     ),
     Metric("baseline/<value>/mean", "", "Same as reward/<value>/mean, for the baseline responses.", "trainer/ppo.py"),
@@ -418,7 +400,7 @@ METRICS = (
     ),
     Metric("val-aux/response_length/mean", "tokens", "Response length.", "trainer/validate.py"),
     Metric(
-        "val-aux/reward/{errors,invalid,timeouts,crashes,slow}",
+        "val-aux/reward/{errors,invalid,timeouts,crashes,slow,model/truncated}",
         "responses",
         "Same as reward/..., for the validation responses.",
         "trainer/validate.py",
@@ -427,12 +409,6 @@ METRICS = (
         "val-aux/reward/<function>/{scored,failed}",
         "responses",
         "Same as reward/<function>/..., for the validation responses.",
-        "trainer/validate.py",
-    ),
-    Metric(
-        "val-aux/reward/model/truncated",
-        "responses",
-        "Same as reward/model/truncated, for the validation responses.",
         "trainer/validate.py",
     ),
     # -- times and speed

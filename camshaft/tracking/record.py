@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from camshaft import __version__
+from camshaft.config.tree import flatten
 from camshaft.masking import mask_urls, mask_yaml
 from camshaft.tracking.base import Ending, RunInfo, Tracker
 from camshaft.tracking.run_folder import CONFIG, INFO, LOG, STATUS, process_start
@@ -70,7 +71,7 @@ class RunRecord(Tracker):
             "experiment": run.experiment,
             "total_steps": run.total_steps,
             "resumed_step": run.resumed_step,
-            "config": dict(_flatten(run.config)),
+            "config": flatten(run.config, ()),
         }
         with _disk_errors_as_warnings(self._path):
             run.path(CONFIG).write_text(yaml.safe_dump(_plain(run.config), sort_keys=False), encoding="utf-8")
@@ -212,14 +213,6 @@ def _versions() -> Iterator[tuple[str, str]]:
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield name, importlib.metadata.version(name)
-
-
-def _flatten(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _plain(value: Any) -> Any:

@@ -34,7 +34,7 @@ from camshaft.config.schema.model import AnyModelConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import GeneratorConfig, RolloutConfig, ValKwargs
 from camshaft.config.schema.supervised import SupervisedConfig
-from camshaft.config.tree import flatten_mappings, format_value
+from camshaft.config.tree import flatten, format_value
 from camshaft.errors import ConfigError
 from camshaft.plugins import list_names
 
@@ -249,7 +249,7 @@ def _requested_settings(role: Role) -> dict[str, Any]:
 
     Settings that equal their default, or that describe what every engine does, are omitted.
     """
-    default, settings = flatten_mappings(FSDPOptions().model_dump()), flatten_mappings(role.settings)
+    default, settings = flatten(FSDPOptions().model_dump(), ()), flatten(role.settings, ())
     requested = {option: value for option, value in settings.items() if option in default and value != default[option]}
     if requested.get("fsdp_size") == 1:
         del requested["fsdp_size"]

@@ -8,13 +8,15 @@ report(findings)                                               # text, one findi
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent import futures
+from functools import partial
 from typing import Literal, NamedTuple
 
 from camshaft.errors import CamshaftError
 from camshaft.masking import mask_text
+from camshaft.subprocesses import start_thread
 
 Status = Literal["OK", "WARN", "FAIL"]
 ORDER: tuple[Status, ...] = ("OK", "WARN", "FAIL")
@@ -55,41 +57,21 @@ def collect(checks: Mapping[str, Check], seconds: float, fix: str = "") -> list[
     A check that does not end within the time limit is a finding with the given fix. Its thread remains, and does not
     keep the process alive.
     """
-    running = {name: _Running(name, check) for name, check in checks.items()}
+    running = {name: start_thread(partial(_run, check), name) for name, check in checks.items()}
     deadline = time.monotonic() + seconds
     findings: list[Finding] = []
-    for name, check in running.items():
-        check.thread.join(max(0.0, deadline - time.monotonic()))
-        if check.thread.is_alive():
+    for name, future in running.items():
+        if not futures.wait([future], max(0.0, deadline - time.monotonic())).done:
             findings.append(fail(name, f"the check did not end within {seconds:g} s", fix))
+        elif isinstance(error := future.exception(), (CamshaftError, OSError)):  # an error for users is a finding
+            findings.append(fail(name, str(error), ""))
         else:
-            findings += check.result()
+            findings += future.result()
     return findings
 
 
-class _Running:
-    """A check that runs in a thread."""
-
-    def __init__(self, name: str, check: Check):
-        self._name, self._check = name, check
-        self._findings: list[Finding] = []
-        self._error: BaseException | None = None
-        self.thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self.thread.start()
-
-    def _run(self) -> None:
-        try:
-            self._findings = list(self._check())
-        except BaseException as error:
-            self._error = error
-
-    def result(self) -> list[Finding]:
-        """Return the findings. An error for users is a finding, and any other exception is raised."""
-        if isinstance(self._error, (CamshaftError, OSError)):
-            return [fail(self._name, str(self._error), "")]
-        if self._error is not None:
-            raise self._error
-        return self._findings
+def _run(check: Check) -> list[Finding]:
+    return list(check())
 
 
 def worst(findings: Iterable[Finding]) -> Status:

@@ -254,7 +254,7 @@ def test_group_estimators_need_several_responses(words, estimator):
             ["reward=[a/m.py:f,b/n.py:f]", "custom_reward_function.reward_kwargs.f.x=1"],
             "'custom_reward_function.reward_kwargs={m.f: {<argument>: <value>}}'",
         ),
-        (["trainer.default_hdfs_dir="], 'trainer.default_hdfs_dir = ""\n      must not be empty'),
+        (["trainer.default_hdfs_dir="], 'trainer.default_hdfs_dir = ""\n      must be a path'),
         (["reward=[format]", "custom_reward_function.reward_kwargs.format.pattern='(a'"], "invalid regular expression"),
         (["reward=[/nowhere/a.py,/nowhere/a.py:f]"], "file not found"),
         (

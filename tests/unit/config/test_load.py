@@ -512,5 +512,14 @@ def test_plain_overrides_are_applied_as_by_hydra(overrides: list[str], monkeypat
     arguments = load.prepare_overrides(list(overrides), [str(load.HOME)])
     direct = load.override_defaults(PPOConfig, arguments)
     monkeypatch.setattr(load, "override_defaults", lambda *_: None)
-    by_hydra = load._compose(PPOConfig, overrides)
+    by_hydra, _ = load._compose(PPOConfig, overrides)
     assert json.dumps(direct, sort_keys=True) == json.dumps(by_hydra, sort_keys=True)
+
+
+def test_an_environment_variable_is_a_text_until_it_is_decoded(words, monkeypatch):
+    monkeypatch.setenv("SEED", "7")
+    with pytest.raises(
+        ConfigError, match=r"seed = 7\n.*not a text.*'trainer\.seed=\"\$\{oc\.decode:\$\{oc\.env:NAME\}\}\"'"
+    ):
+        load_ppo([*words, "seed=${oc.env:SEED}"])
+    assert load_ppo([*words, 'seed="${oc.decode:${oc.env:SEED}}"']).trainer.seed == 7
