@@ -250,10 +250,6 @@ def test_group_estimators_need_several_responses(words, estimator):
             ["reward=[format]", "custom_reward_function.reward_kwargs.fromat.pattern=x"],
             "reward_kwargs.format.<argument>",
         ),
-        (
-            ["reward=[a/m.py:f,b/n.py:f]", "custom_reward_function.reward_kwargs.f.x=1"],
-            "'custom_reward_function.reward_kwargs={m.f: {<argument>: <value>}}'",
-        ),
         (["trainer.default_hdfs_dir="], 'trainer.default_hdfs_dir = ""\n      must be a path'),
         (["reward=[format]", "custom_reward_function.reward_kwargs.format.pattern='(a'"], "invalid regular expression"),
         (["reward=[/nowhere/a.py,/nowhere/a.py:f]"], "file not found"),
@@ -495,3 +491,12 @@ def test_unknown_checkpoint_contents_are_rejected(words, sft_words):
 
 def test_checkpoint_contents_of_an_unused_critic_are_not_checked(words):
     load_ppo([*words, "critic.checkpoint.save_contents=[]", "algorithm.adv_estimator=reinforce_plus_plus"])
+
+
+def test_arguments_of_a_function_whose_name_has_a_dot_are_a_mapping(words, tmp_path):
+    for name in ("m", "n"):
+        (tmp_path / f"{name}.py").write_text("def f(response): return 1.0\n")
+    functions = f"reward=[{tmp_path}/m.py:f,{tmp_path}/n.py:f]"
+    text = _error([*words, functions, "custom_reward_function.reward_kwargs.f.x=1"])
+    assert "'custom_reward_function.reward_kwargs={m.f: {<argument>: <value>}}'" in text
+    load_ppo([*words, functions, "custom_reward_function.reward_kwargs={m.f: {x: 1}}"])
