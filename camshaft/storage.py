@@ -133,7 +133,8 @@ def fingerprints(root: Path, paths: Iterable[Path]) -> dict[str, Any]:
 def _restore_replaced(target: Path) -> None:
     """Restore the previous `target` if a process was killed between the two renames of `finish`."""
     if not target.exists():
-        with contextlib.suppress(FileNotFoundError):  # no previous folder, or another process restored it
+        # There is no previous folder, another process restored it, or the file system is read-only.
+        with contextlib.suppress(OSError):
             os.replace(target.with_name(target.name + _REPLACED), target)
 
 

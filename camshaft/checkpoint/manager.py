@@ -167,7 +167,7 @@ class CheckpointManager:
             if step < min(complete[-count:], default=0) and step not in protected_steps:
                 for old in (folder / export_folder_name(role), folder / role):
                     if old.is_dir():
-                        storage.remove(old)
+                        _remove(old)
 
     def _remove_empty(self, newest: int) -> None:
         """Remove checkpoints before step `newest` that contain no role.
@@ -176,7 +176,7 @@ class CheckpointManager:
         """
         for step, folder in storage.step_folders(self.root):
             if step < newest and all(path.name == TRAINER or storage.is_unfinished(path) for path in folder.iterdir()):
-                storage.remove(folder)
+                _remove(folder)
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -301,6 +301,14 @@ def incomplete_reason(step: Path) -> str | None:
         if not storage.is_complete(step / role):
             return f"'{role}' is missing or incomplete"
     return None
+
+
+def _remove(folder: Path) -> None:
+    """Remove an old checkpoint. A run does not end because this fails, for example on NFS if a file is open."""
+    try:
+        storage.remove(folder)
+    except OSError as error:
+        logger.warning("%s cannot be removed: %s. The next save tries again", folder, error)
 
 
 def _was_complete(step: Path) -> bool:

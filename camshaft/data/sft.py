@@ -136,11 +136,15 @@ def _sequences(
         prompt = check_prompt(row[options.prompt_key], location, options.prompt_key)
         response = row[options.response_key]
         if not isinstance(response, str) or not response:
-            raise BatchError(f"{location}: '{options.response_key}' is {response!r}; it must be a non-empty string")
-        if isinstance(prompt, str):
+            response = check_prompt(response, location, options.response_key)
+        if isinstance(prompt, str) and isinstance(response, str):
             return [_Sequence([_Piece(prompt, False, special_tokens=True), _Piece(response, True)], location, False)]
-        turns = [*prompt, {"role": "assistant", "content": response}]
-        trained_turns = [len(prompt)]
+        before: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        after: list[Message] = [{"role": "assistant", "content": response}] if isinstance(response, str) else response
+        turns = [*before, *after]
+        trained_turns = [i for i, message in enumerate(turns) if i >= len(before) and message["role"] == "assistant"]
+        if not trained_turns:
+            raise BatchError(f"{location}: '{options.response_key}' has no assistant message")
     pieces = _pieces(turns, trained_turns, tokenizer, location, options)
     if pieces is not None:
         return [_Sequence(pieces, location, True)]

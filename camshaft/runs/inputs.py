@@ -72,8 +72,19 @@ def _json_line(row: Any, location: str) -> bytes:
         return (json.dumps(dict(row), ensure_ascii=False, default=_to_json) + "\n").encode()
     except (TypeError, ValueError, UnicodeEncodeError) as error:
         raise ConfigError(
-            f"{location} cannot be written as JSON: {error}; convert the value, or write a file"
+            f"{location} cannot be written as JSON: {_invalid_columns(row)}{error}; convert the value, or write a file"
         ) from error
+
+
+def _invalid_columns(row: Mapping[Any, Any]) -> str:
+    """Return the names of the columns with values that are not JSON types, with a colon."""
+    invalid = []
+    for name, value in row.items():
+        try:
+            json.dumps(value, default=_to_json)
+        except (TypeError, ValueError):
+            invalid.append(str(name))
+    return f"column {', '.join(invalid)}: " if invalid else ""
 
 
 def _to_json(value: Any) -> Any:

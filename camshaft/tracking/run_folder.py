@@ -98,7 +98,7 @@ class Metrics:
                     self._clear()
                     self._inode = facts.st_ino
                 return self._read(file, facts.st_size) or was_replaced
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):
             existed = bool(self._steps)
             self._clear()
             return existed

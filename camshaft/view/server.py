@@ -17,6 +17,7 @@ import math
 import os
 import re
 import secrets
+import socket
 import socketserver
 import threading
 import time
@@ -28,7 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import parse_qs, urlsplit
 
-from camshaft.errors import CamshaftError
+from camshaft.errors import CamshaftError, ConfigError
 from camshaft.tracking.run_folder import RunFolder, find_runs
 from camshaft.view import data
 from camshaft.view.ranking import ORDERS, Ranking
@@ -209,6 +210,19 @@ class _Handler(BaseHTTPRequestHandler):
         return "local"
 
 
+def _remove_unused_socket(path: Path) -> None:
+    """Remove the socket that a killed server left behind."""
+    if not path.is_socket():
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+        else:
+            raise ConfigError(f"{path} is the socket of another program; set another --socket")
+
+
 class PageServer(ThreadingHTTPServer):
     """Server of the page on a loopback port, or on a Unix socket with mode 0600."""
 
@@ -222,8 +236,7 @@ class PageServer(ThreadingHTTPServer):
         if socket_path is None:
             super().__init__(("127.0.0.1", port), _Handler)
         else:
-            import socket
-
+            _remove_unused_socket(socket_path)
             self.address_family = socket.AF_UNIX
             super().__init__(str(socket_path), _Handler, bind_and_activate=False)  # pyright: ignore
             previous = os.umask(0o177)

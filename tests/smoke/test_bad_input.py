@@ -218,8 +218,8 @@ def test_bad_validation_data_is_an_error_before_training(home: Path, tmp_path: P
 
 SFT_FILES: dict[str, tuple[Callable[[Path], Path], list[str]]] = {
     "no response column": (without("response", ANSWERED), ["no column 'response'", "data_source, prompt"]),
-    "a row without response": (rows({"response": None}, base=ANSWERED), ["row 3", "'response' is None"]),
-    "an empty response": (rows({"response": ""}, base=ANSWERED), ["row 3", "'response' is ''"]),
+    "a row without response": (rows({"response": None}, base=ANSWERED), ["row 3", "'response' is empty (None)"]),
+    "an empty response": (rows({"response": ""}, base=ANSWERED), ["row 3", "'response' is empty ('')"]),
     "a sequence too long": (
         rows({"response": "1" * 40}, base=ANSWERED),
         ["row 3", "50 tokens", "max_length=32", "truncation=left"],

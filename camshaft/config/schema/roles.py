@@ -190,7 +190,7 @@ class GeneratorConfig(Section):
         description="Number of responses to generate per prompt. auto is 8 if the responses to a prompt are compared "
         "with each other (GRPO and other group estimators, dynamic sampling), and 1 otherwise.",
     )
-    temperature: float = Field(
+    temperature: Annotated[float, Described("a number > 0 (greedy decoding: do_sample=false)")] = Field(
         gt=0,
         description="Sampling temperature. In training, logits are divided by the same temperature before log-probs "
         "are computed.",

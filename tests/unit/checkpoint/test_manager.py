@@ -354,3 +354,18 @@ def test_an_older_step_stays_until_the_newer_is_complete(tmp_path: Path) -> None
         latest = manager.latest()
         assert (latest and latest.step) == (step - 1 or None)
     assert list(contents(tmp_path)) == [2, 3]
+
+
+def test_an_old_step_that_cannot_be_removed_does_not_end_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def busy(folder: Path) -> None:
+        raise OSError(39, "Directory not empty")
+
+    manager = save(CheckpointManager(tmp_path), 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(storage, "remove", busy)
+        save(manager, 2, actor=1, critic=1)
+    assert "global_step_1/actor cannot be removed: [Errno 39] Directory not empty" in caplog.text
+    save(manager, 3, actor=1, critic=1)
+    assert list(contents(tmp_path)) == [3]

@@ -55,6 +55,13 @@ def test_the_response_and_its_end_are_trained(load, tokenizer):
     assert shown(data, tokenizer) == ["(u1+2=)(a[3)]", "(u5+5=)(a[10)]"]
 
 
+def test_a_response_may_be_a_list_of_messages(load, tokenizer):
+    data = load([{"prompt": chat("1+2="), "response": chat("", "3", "and 4?", "7")[1:]}])
+    assert shown(data, tokenizer) == ["(u1+2=)(a[3)](uand 4?)(a[7)]"]
+    with pytest.raises(BatchError, match="'response' has no assistant message"):
+        load([{"prompt": chat("1+2="), "response": chat("3")}])
+
+
 def test_sequences_match_transformers(load, tokenizer):
     turns = chat("1+2=", "3", "and 4?", "7")
     ids = load([{"messages": turns}]).batch["input_ids"].rows()[0].tolist()
@@ -133,7 +140,7 @@ def test_a_long_sequence_error_names_row_and_limit(load):
 @pytest.mark.parametrize("bad", [None, "", 5])
 def test_a_missing_response_is_an_error_that_names_the_row(load, bad):
     rows = [{"prompt": "a", "response": bad}]
-    with pytest.raises(BatchError, match=r"sft\.parquet, row 0: 'response' is"):
+    with pytest.raises(BatchError, match=r"sft\.parquet, row 0: 'response' (is|has)"):
         load(rows)
 
 

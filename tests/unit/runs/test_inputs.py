@@ -40,7 +40,7 @@ def test_equal_rows_have_one_file(tmp_path: Path) -> None:
         ((row for row in ROWS), r"data is an iterator without a length.*pass list\(data\)"),
         ({"prompt": ["a"]}, "data has type dict; pass a path, or a sequence of dicts"),
         ([{"prompt": "a"}, "b"], "data, row 1 has type str; each row must be a dict"),
-        ([{"prompt": object()}], "data, row 0 cannot be written as JSON: object is not a JSON type"),
+        ([{"prompt": object()}], "data, row 0 cannot be written as JSON: column prompt: object is not a JSON type"),
         (7, "data has type int"),
     ],
 )

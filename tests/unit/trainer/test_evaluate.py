@@ -60,14 +60,14 @@ def test_numbers_match_hand_work_for_each_data_set(tmp_path: Path) -> None:
 def test_files_are_a_folder_or_a_pattern(tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     for name, response in (("a", "1"), ("b", "2")):
-        write_parquet(tmp_path / "parts" / f"{name}.parquet", [row("s", response, "1")])
+        write_parquet(tmp_path / "parts" / f"{name}.parquet", [row("s", [response], "1")])
     for path in (tmp_path / "parts", tmp_path / "parts" / "*.parquet"):
         assert numbers(tmp_path, path)["test_score/s"] == 0.5
 
 
 def test_a_failure_counts_as_zero_even_with_drop(tmp_path: Path) -> None:
     (tmp_path / "raises.py").write_text(HEAD + "    return 1 / len(solution_str)\n")
-    path = write_parquet(tmp_path / "r.parquet", [row("a", "x", ""), row("a", "", "")])
+    path = write_parquet(tmp_path / "r.parquet", [row("a", ["x"], ""), row("a", [""], "")])
     function = {"custom_reward_function__path": tmp_path / "raises.py", "custom_reward_function__on_error": "drop"}
     run = evaluate(path, **function, custom_reward_function__name="compute_score")
     assert run.status == 0

@@ -18,6 +18,7 @@ import pytest
 from support.command_line import camshaft
 from support.run_folders import make_run, sample_rows
 
+from camshaft.errors import ConfigError
 from camshaft.view import data
 from camshaft.view.export import spread
 from camshaft.view.panels import PHASES
@@ -148,6 +149,14 @@ def test_a_socket_belongs_to_its_user(folder: Path, tmp_path: Path) -> None:
         server.shutdown()
         thread.join()
     assert not path.exists()
+
+
+def test_a_socket_of_a_killed_server_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "view.sock"
+    with socket.socket(socket.AF_UNIX) as killed:
+        killed.bind(str(path))
+    with PageServer([], socket_path=path), pytest.raises(ConfigError, match=r"view\.sock is the socket of another"):
+        PageServer([], socket_path=path)
 
 
 def test_runs_are_listed_with_their_state(server: PageServer) -> None:
