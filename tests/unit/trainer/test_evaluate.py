@@ -61,8 +61,9 @@ def test_files_are_a_folder_or_a_pattern(tmp_path: Path) -> None:
     (tmp_path / "parts").mkdir()
     for name, response in (("a", "1"), ("b", "2")):
         write_parquet(tmp_path / "parts" / f"{name}.parquet", [row("s", [response], "1")])
-    for path in (tmp_path / "parts", tmp_path / "parts" / "*.parquet"):
-        assert numbers(tmp_path, path)["test_score/s"] == 0.5
+    for name, path in (("folder", tmp_path / "parts"), ("pattern", tmp_path / "parts" / "*.parquet")):
+        (tmp_path / name).mkdir()
+        assert numbers(tmp_path / name, path)["test_score/s"] == 0.5
 
 
 def test_a_failure_counts_as_zero_even_with_drop(tmp_path: Path) -> None:
