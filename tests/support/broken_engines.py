@@ -13,7 +13,7 @@ from torch import Tensor
 
 from camshaft.dataproto import DataProto
 from camshaft.engine import micro_batches
-from camshaft.engine.base import Batch, DtypeOf, StepContext
+from camshaft.engine.base import Batch, DtypeOf, Seat, StepContext
 from camshaft.engine.micro_batches import MicroBatches, as_batch
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.models import packed
@@ -170,6 +170,50 @@ class ForgetsRandomState(SingleDeviceEngine):
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         super().load_checkpoint(*args, **kwargs)
         torch.manual_seed(12345)
+
+
+class ForgetsSchedule(SingleDeviceEngine):
+    """Restart the schedule of the learning rate after a resume."""
+
+    def _metadata(self) -> dict[str, Any]:
+        return super()._metadata() | {"update": 0}
+
+
+class ForgetsSkippedSteps(SingleDeviceEngine):
+    """Restart the count of skipped steps after a resume."""
+
+    def _metadata(self) -> dict[str, Any]:
+        return super()._metadata() | {"skipped_steps": 0}
+
+
+class IgnoresWeightDecay(SingleDeviceEngine):
+    """Train without weight decay."""
+
+    def optimizer_step(self) -> float:
+        for group in self.optimizer.param_groups:
+            group["weight_decay"] = 0.0
+        return super().optimizer_step()
+
+
+class CountsSkippedUpdates(SingleDeviceEngine):
+    """Count a skipped update in the bias correction of the moments."""
+
+    def optimizer_step(self) -> float:
+        skipped_before = self.skipped_steps
+        norm = super().optimizer_step()
+        if self.skipped_steps > skipped_before:
+            for parameter in self.module.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            self.optimizer.step()
+        return norm
+
+
+class MisstatesRanksPerRow(SingleDeviceEngine):
+    """Take the rows of two data-parallel ranks."""
+
+    @property
+    def seat(self) -> Seat:
+        return Seat(dp_rank=0, dp_size=1, world=2)
 
 
 class SkipsChecksums(SingleDeviceEngine):
@@ -429,6 +473,11 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     DropsUnknownKeys: "context",
     ForgetsOptimizer: "resume is bitwise",
     ForgetsRandomState: "resume is bitwise",
+    ForgetsSchedule: "resume is bitwise",
+    ForgetsSkippedSteps: "resume is bitwise",
+    IgnoresWeightDecay: "updates equal adamw",
+    CountsSkippedUpdates: "non finite gradient is skipped",
+    MisstatesRanksPerRow: "seat and shards",
     SkipsChecksums: "damaged checkpoints are rejected",
     IgnoresRetention: "retention",
     KeepsUnnumberedCheckpoints: "retention",

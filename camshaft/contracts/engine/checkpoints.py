@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from camshaft.config.engine import OptimConfig
 from camshaft.contracts.engine.harness import EngineHarness, expect_close, expect_equal
 from camshaft.contracts.engine.oracle import oracle_outputs
 from camshaft.contracts.rules import expect, expect_error
@@ -43,22 +44,34 @@ def weights_have_hugging_face_names(harness: EngineHarness) -> None:
 
 
 def resume_is_bitwise(harness: EngineHarness) -> None:
-    """After a checkpoint is loaded, the weights and all later steps are bitwise identical to those of the engine that
-    saved it."""
-    changes: dict[str, Any] = {"override_config": {"attention_dropout": 0.1}, "micro_batch_size": 3}
+    """After a checkpoint is loaded, the weights, the learning rate, the number of skipped steps and all later steps are
+    bitwise identical to those of the engine that saved it."""
+    optim = OptimConfig(lr=0.5, eps=1.0, lr_warmup_steps=8)
+    changes: dict[str, Any] = {
+        "override_config": {"attention_dropout": 0.1},
+        "micro_batch_size": 3,
+        "optim": optim,
+    }
     engine = harness.build(**changes)
+    engine.set_loss_fn(lambda data, outputs, ctx: (outputs["log_probs"].values.sum() * float("nan"), ctx))
+    harness.train(engine, harness.batch)
+    engine.set_loss_fn(harness.loss_fn("causal_lm"))
     for _ in range(2):
         harness.train(engine, harness.batch)
         engine.lr_scheduler_step()
     harness.infer(engine)  # inference may gather sharded weights
     path = harness.folder / "ckpt" / "global_step_2" / "actor"
     harness.save(engine, path, global_step=2)
+    state, saved_weights = (engine.learning_rate, engine.skipped_steps), harness.weights(engine)
     continued = [harness.train(engine, harness.batch) for _ in range(2)]
     loaded_engine = harness.build(**changes)
     harness.infer(loaded_engine)
     with _UnsafeLoads() as unsafe:
         loaded_engine.load_checkpoint(str(path))
     expect(not unsafe, "load_checkpoint called torch.load with weights_only=False")
+    actual = loaded_engine.learning_rate, loaded_engine.skipped_steps
+    expect(actual == state, f"(learning_rate, skipped_steps) are {actual} after loading, but {state} were saved")
+    expect_equal(harness.weights(loaded_engine), saved_weights, "weights after loading")
     resumed = [harness.train(loaded_engine, harness.batch) for _ in range(2)]
     actual, expected = ([(step.loss, step.grad_norm) for step in steps] for steps in (resumed, continued))
     expect(

@@ -30,7 +30,7 @@ from camshaft.contracts.engine.oracle import (
     oracle_outputs,
     oracle_step,
 )
-from camshaft.contracts.rules import expect
+from camshaft.contracts.rules import Violation, expect
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import BaseEngine, LossFn, PreprocessFn, StepContext, StepResult
 from camshaft.models.tiny import PAD_ID, VOCABULARY_ROWS, make_tiny_model, make_tiny_tokenizer
@@ -148,6 +148,10 @@ class EngineHarness:
         defaults = {"grad_clip": 1e9, "device": self.device, "seed": 5, "optim": None if forward_only else optim}
         path = str(self.model_folder)
         return EngineConfig(model=EngineModel(path=path, head=head, **model), **(defaults | changes))  # pyright: ignore
+
+    def heads(self, *heads: str) -> tuple[str, ...]:
+        """Return those of `heads` that the engine class supports."""
+        return tuple(head for head in heads if head in self.engine_class.capabilities.heads)
 
     def build(self, head: str = "causal_lm", set_loss: bool = True, **changes: Any) -> BaseEngine:
         """Build an engine with its model and, unless it cannot train, the loss of the contract."""
@@ -380,7 +384,14 @@ def expect_close(
     shapes = [v.lengths.tolist() if isinstance(v, Ragged) else list(v.shape) for v in (a, b)]
     expect(shapes[0] == shapes[1], f"{subject}: the shape is {shapes[0]}, expected {shapes[1]}")
     deviation = difference(a, b)
-    expect(deviation <= tolerance, f"{subject}: differs from the expected value by {deviation:.2e} > {tolerance:.2e}")
+    if deviation <= tolerance:
+        return
+    values, correct = _values(a).flatten(), _values(b).flatten()
+    worst = int(((values - correct).abs() / correct.abs().clamp(min=1)).argmax())
+    raise Violation(
+        f"{subject}: differs from the expected value by {deviation:.2e} > {tolerance:.2e}, "
+        f"{float(values[worst]):.6g} instead of {float(correct[worst]):.6g}"
+    )
 
 
 def expect_equal(result: Mapping[str, Tensor], expected: Mapping[str, Tensor], subject: str) -> None:
@@ -391,4 +402,4 @@ def expect_equal(result: Mapping[str, Tensor], expected: Mapping[str, Tensor], s
 
 
 def _values(value: Ragged | Tensor) -> Tensor:
-    return (value.values if isinstance(value, Ragged) else value).double().cpu()
+    return (value.values if isinstance(value, Ragged) else value).detach().double().cpu()

@@ -31,7 +31,7 @@ from camshaft.contracts.engine import checkpoints
 from camshaft.contracts.engine.adapters import adapter
 from camshaft.contracts.engine.exact_kl import exact_kl, inference_within_a_step
 from camshaft.contracts.engine.harness import EngineHarness, expect_close, expect_equal
-from camshaft.contracts.engine.oracle import oracle_outputs
+from camshaft.contracts.engine.oracle import oracle_outputs, oracle_step
 from camshaft.contracts.rules import Finding, Rule, expect, expect_error, find_problem, make_rules, run_rules
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import OUTPUTS_OF_HEAD, BaseEngine, StepContext
@@ -58,7 +58,8 @@ def interface(harness: EngineHarness) -> None:
 
 def predictions(harness: EngineHarness) -> None:
     """Each output of each head equals that of transformers on one row at a time, and is zero outside loss_mask."""
-    for head, outputs in OUTPUTS_OF_HEAD.items():
+    for head in harness.heads(*OUTPUTS_OF_HEAD):
+        outputs = OUTPUTS_OF_HEAD[head]
         engine = harness.build(head=head, random_init=head == "reward")
         result = harness.infer(engine, StepContext(outputs=outputs, temperature=0.7))
         expected = oracle_outputs(harness.oracle_model(engine, head), harness.batch, head, temperature=0.7)
@@ -179,7 +180,7 @@ def raw_batches(harness: EngineHarness) -> None:
 def step_equals_oracle(harness: EngineHarness) -> None:
     """The loss, the gradient norm before clipping and every gradient match those of transformers on one row at a
     time."""
-    for head in ("causal_lm", "value"):
+    for head in harness.heads("causal_lm", "value"):
         engine = harness.build(head=head)
         loss, norm, gradients = harness.oracle_gradients(engine, head)
         result = harness.step(engine, harness.batch)
@@ -187,6 +188,26 @@ def step_equals_oracle(harness: EngineHarness) -> None:
         expect_close(result.grad_norm, norm, harness.gradient_tolerance, f"gradient norm of a {head} engine")
         for name, gradient in result.gradients.items():
             expect_close(gradient, gradients[name], harness.gradient_tolerance, f"gradient of {name}")
+
+
+def updates_equal_adamw(harness: EngineHarness) -> None:
+    """Three updates during and after the warm-up, with weight decay, equal those of torch.optim.AdamW with the
+    gradients of transformers."""
+    optim = OptimConfig(lr=0.1, betas=(0.7, 0.8), eps=0.1, weight_decay=0.1, lr_warmup_steps=2)
+    engine = harness.build(optim=optim, lora=None)
+    model: Any = harness.oracle_model(engine, "causal_lm")
+    adamw = torch.optim.AdamW(model.parameters(), betas=optim.betas, eps=optim.eps, weight_decay=optim.weight_decay)
+    for rate in (0.05, 0.1, 0.1):
+        gradients = oracle_step(model, harness.batch, "causal_lm")[2]
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        adamw.param_groups[0]["lr"] = rate
+        adamw.step()
+        harness.train(engine, harness.batch)
+        engine.lr_scheduler_step()
+    expected = dict(model.named_parameters())
+    for name, weight in harness.weights(engine).items():
+        expect_close(weight, expected[name].detach(), harness.gradient_tolerance, f"{name} after three updates")
 
 
 def norm_is_before_clipping(harness: EngineHarness) -> None:
@@ -255,7 +276,7 @@ def prefix_sharing(harness: EngineHarness) -> None:
     """Rows with a common prompt have the same predictions and gradients as separate rows, whether they are in one
     micro-batch or in several."""
     batch = harness.shared_prompt_batch
-    for head in ("causal_lm", "value"):
+    for head in harness.heads("causal_lm", "value"):
         variants: list[dict[str, Any]] = [{}, {"max_tokens": 24}, {"micro_batch_size": 3}]
         engines = [harness.build(head=head, **limits) for limits in variants]
         expected = oracle_outputs(harness.oracle_model(engines[0], head), batch, head)
@@ -334,21 +355,25 @@ def padded_batch(harness: EngineHarness) -> None:
 
 
 def non_finite_gradient_is_skipped(harness: EngineHarness) -> None:
-    """A step with a non-finite gradient changes no weight, is counted, and does not affect the next step."""
+    """A step with a gradient that is not finite, on one data-parallel rank at least, changes no weight, is counted, and
+    does not affect the next step."""
     engine = harness.build()
     old_weights = harness.weights(engine)
-    engine.set_loss_fn(lambda data, outputs, ctx: (outputs["log_probs"].values.sum() * float("nan"), ctx))
+    factor = float("nan") if engine.seat.dp_rank == 0 else 1.0
+    engine.set_loss_fn(lambda data, outputs, ctx: (outputs["log_probs"].values.sum() * factor, ctx))
     with engine.train_mode():
         result = engine.train_batch(harness.batch)
     expect(result.skipped and engine.skipped_steps == 1, "a step with a NaN gradient was not reported as skipped")
     expect(not math.isfinite(result.grad_norm), f"the gradient norm of a NaN gradient is {result.grad_norm}")
     expect_equal(harness.weights(engine), old_weights, "weights after a skipped step")
     engine.set_loss_fn(harness.loss_fn("causal_lm"))
-    next_step, expected = harness.train(engine, harness.batch), harness.train(harness.build(), harness.batch)
+    fresh_engine = harness.build()
+    next_step, expected = harness.train(engine, harness.batch), harness.train(fresh_engine, harness.batch)
     expect(
         (next_step.loss, next_step.grad_norm) == (expected.loss, expected.grad_norm),
         "a skipped step changed the loss or gradient norm of the next step",
     )
+    expect_equal(harness.weights(engine), harness.weights(fresh_engine), "weights of the step after a skipped step")
 
 
 class _ScalarReads(TorchDispatchMode):
@@ -421,10 +446,20 @@ def runs_are_reproducible(harness: EngineHarness) -> None:
 
 
 def seat_and_shards(harness: EngineHarness) -> None:
-    """Each rank in `seat` is less than the size of its group, and unshard_data inverts shard_data."""
+    """Each rank in `seat` is less than the size of its group. `seat` agrees with the number of ranks and with
+    `ranks_per_row` of the options, and one rank of each data-parallel rank collects its outputs. unshard_data inverts
+    shard_data."""
     engine = harness.build()
-    seat = engine.seat
+    seat, seats = engine.seat, harness.all_gather(engine.seat)
     expect(0 <= seat.dp_rank < seat.dp_size <= seat.world, f"seat violates dp_rank < dp_size <= world: {seat}")
+    expect(seat.world == len(seats), f"seat has world={seat.world}, but the engine has {len(seats)} ranks")
+    per_row = engine.capabilities.options.from_dict(engine.config.options).ranks_per_row()
+    expect(
+        seat.dp_size * per_row == seat.world,
+        f"seat has dp_size={seat.dp_size} and world={seat.world}, but ranks_per_row of the options returns {per_row}",
+    )
+    collecting = sorted(other.dp_rank for other in seats if other.collects)
+    expect(collecting == list(range(seat.dp_size)), f"the ranks with seat.collects have the dp_ranks {collecting}")
     restored = engine.unshard_data(engine.shard_data(harness.batch))
     expect(
         torch.equal(restored["input_ids"].values, harness.batch["input_ids"].values),
@@ -515,10 +550,10 @@ def _functions() -> dict[str, Any]:
 
 RULES: tuple[Rule[EngineHarness], ...] = make_rules(
     interface, predictions, order_of_rows, token_budget_is_hard, hooks, raw_batches, step_equals_oracle,
-    norm_is_before_clipping, step_outside_train_mode, split_invariance, unread_counts_are_reported, prefix_sharing,
-    offload_changes_nothing, context, padded_batch, non_finite_gradient_is_skipped, no_wait_per_micro_batch, modes,
-    schedule, runs_are_reproducible, seat_and_shards, errors_name_the_missing_call, libraries_stay_unpatched,
-    checkpoints.weights_have_hugging_face_names, checkpoints.resume_is_bitwise,
+    updates_equal_adamw, norm_is_before_clipping, step_outside_train_mode, split_invariance, unread_counts_are_reported,
+    prefix_sharing, offload_changes_nothing, context, padded_batch, non_finite_gradient_is_skipped,
+    no_wait_per_micro_batch, modes, schedule, runs_are_reproducible, seat_and_shards, errors_name_the_missing_call,
+    libraries_stay_unpatched, checkpoints.weights_have_hugging_face_names, checkpoints.resume_is_bitwise,
     checkpoints.damaged_checkpoints_are_rejected, checkpoints.retention, checkpoints.remote_copy, adapter, exact_kl,
     inference_within_a_step,
 )  # fmt: skip
