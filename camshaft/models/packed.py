@@ -10,6 +10,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Set
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
 from camshaft.device import to_device
 from camshaft.errors import EngineError
@@ -47,8 +49,12 @@ LOGIT_FACTORS = {
     "granite": ("logits_scaling", -1),
     "granitemoe": ("logits_scaling", -1),
     "granitemoeshared": ("logits_scaling", -1),
+    "minicpm3": ("logits_scaling", -1),
 }
 """Model types that scale their logits by a config value: (config key, 1 to multiply or -1 to divide)."""
+
+SCALED_HIDDEN = ("minicpm3",)
+"""Model types that scale the hidden states, instead of the logits, by the factor in `LOGIT_FACTORS`."""
 
 LOGIT_KEYS = re.compile(r"^(final_|output_)?logits?_(soft_?cap|scal|mup)|^lm_head_mult")
 """Matches the config keys of models that change their logits after the output layer."""
@@ -206,6 +212,7 @@ class PackedModel(PackedModule):
                 f"a {head} head must have one output, but that of {type(hf).__name__} has {output.out_features}; load "
                 "the model with num_labels=1"
             )
+        _check_head_input(hf, output, head)
         self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
         self.supports_prefix_sharing = supports_prefix_sharing(hf.config)
         self.routers = find_routers(hf)
@@ -388,7 +395,62 @@ def logit_factor(config: PreTrainedConfig) -> float:
                 f"{text_config.model_type} models change their logits after the output layer ({key}={value}), which "
                 "the fused output layer does not support; choose another model family"
             )
-    return float(values[factor_key]) ** power if factor_key else 1.0
+    return float(getattr(text_config, factor_key)) ** power if factor_key else 1.0
+
+
+class _HeadReached(Exception):
+    """Ends a model call at the output layer, whose input is the argument."""
+
+
+def _check_head_input(hf: PreTrainedModel, output: nn.Module, head: Head) -> None:
+    """Raise `EngineError` if the input of the output layer is not the hidden states of the decoder."""
+    text_config = hf.config.get_text_config()
+    if head == "causal_lm" and text_config.model_type in SCALED_HIDDEN:
+        return
+    hidden = torch.zeros(1, 2, text_config.hidden_size, dtype=hf.dtype, device=hf.device)
+    head_input = None if hf.base_model is hf else _head_input(hf, output, hidden)
+    source = head_input if head_input is None or head_input._base is None else head_input._base
+    if head_input is None or source is not hidden or head_input.shape != hidden.shape:
+        raise EngineError(
+            f"{type(hf).__name__} does not pass the hidden states of its decoder unchanged to the output layer, which "
+            "packed rows require; choose another model family"
+        )
+
+
+@torch.no_grad()
+def _head_input(hf: PreTrainedModel, output: nn.Module, hidden: Tensor) -> Tensor | None:
+    """Return the input of the output layer if the decoder returns `hidden`; None if the layer is not called.
+
+    The decoder does not run, so this is fast for a large model and works on the meta device.
+    """
+    results = BaseModelOutputWithPoolingAndCrossAttentions(
+        last_hidden_state=hidden,  # pyright: ignore[reportArgumentType]
+        pooler_output=torch.zeros_like(hidden[:, 0]),  # pyright: ignore[reportArgumentType]
+    )
+
+    def replace_decoders(module: nn.Module) -> nn.Module:
+        replaced = copy.copy(module)
+        replaced.forward = lambda *_, **__: results
+        children = module._modules.items()
+        replaced._modules = {
+            name: replace_decoders(child) if isinstance(child, PreTrainedModel) else child for name, child in children
+        }
+        return replaced
+
+    def stop(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        raise _HeadReached(arguments[0])
+
+    model, was_training = copy.copy(hf), hf.training
+    model._modules = hf._modules | {hf.base_model_prefix: replace_decoders(hf.base_model)}
+    handle = output.register_forward_pre_hook(stop)
+    try:
+        model.eval()(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=hidden.device))
+    except _HeadReached as reached:
+        return reached.args[0]
+    finally:
+        handle.remove()
+        hf.train(was_training)
+    return None
 
 
 def _check_model(hf: PreTrainedModel) -> None:

@@ -33,6 +33,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "granite": {"logits_scaling": 3.0},
     "cohere": {"logit_scale": 0.5},
+    "minicpm3": {
+        "dim_model_base": 8,
+        "num_key_value_heads": 4,
+        "head_dim": None,
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "v_head_dim": 16,
+    },
     "phi": {"tie_embeddings": False},  # its output head has a bias
 }
 
@@ -267,6 +277,8 @@ def test_misshapen_inputs_are_an_error():
         ("gpt_oss", {"num_local_experts": 4}, "attention sinks"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ("hyperclovax", {"logits_scaling": 2.0}, "logits_scaling=2.0"),
+        ("modernbert-decoder", {"bos_token_id": 1}, "does not pass the hidden states of its decoder unchanged"),
+        ("bert", {"is_decoder": True}, "does not pass the hidden states"),
         ("mpt", {}, "does not use the attention interface"),
         ("falcon", {}, "do not use the attention interface"),
         ("mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}, "recurrent state"),
