@@ -124,6 +124,13 @@ def reject_unsupported(config: PreTrainedConfig) -> None:
         raise _unsupported_error(text_config.model_type, reasons)
 
 
+def layer_window(config: PreTrainedConfig, layer: int) -> int | None:
+    """Return the sliding window of a layer, or None if the layer has full attention."""
+    window = getattr(config, "sliding_window", None)
+    types = getattr(config, "layer_types", None)
+    return window if not types or types[layer] == "sliding_attention" else None
+
+
 def least_shared(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the fraction of tokens that prefix sharing must save to be faster, or None if it is not supported."""
     if is_cuda(torch.empty(0, device=device)):
@@ -171,11 +178,25 @@ def packed_attention(
         )
     if getattr(module, "is_causal", True) is False or kwargs.get("is_causal") is False:
         raise _unsupported_error(type(module).__name__, ["attention that is not causal"])
+    _check_window(module, sliding_window, kwargs["cu_seq_lens_q"])
     exchange: Exchange | None = kwargs.get("exchange")
     if exchange is None:
         return _attend_segments(query, key, value, kwargs, scaling, dropout, sliding_window), None
     query, key, value = exchange.to_heads(query, key, value)
     return exchange.to_tokens(_attend_segments(query, key, value, kwargs, scaling, dropout, sliding_window)), None
+
+
+def _check_window(module: nn.Module, window: int | None, limits: Tensor) -> None:
+    """Reject a layer that applies the sliding window of its config only by a mask, which packed calls do not have."""
+    config: Any = getattr(module, "config", None)
+    layer: Any = getattr(module, "layer_idx", None)
+    expected = None if config is None or layer is None else layer_window(config, layer)
+    if expected is not None and expected != window and (longest := int(limits.diff().max())) > expected:
+        raise EngineError(
+            f"{type(module).__name__} does not pass the sliding window of its config ({expected} tokens) to its "
+            f"attention, so a row of {longest} tokens would be computed without it; limit prompts and responses to "
+            f"{expected} tokens together, or choose another model"
+        )
 
 
 def _attend_segments(

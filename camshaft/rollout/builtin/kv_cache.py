@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from camshaft.errors import RolloutError
-from camshaft.models.attention import packed_attention, packed_kwargs
+from camshaft.models.attention import layer_window, packed_attention, packed_kwargs
 from camshaft.models.packing import Packing
 
 LENGTH_MULTIPLE = 64
@@ -46,14 +46,11 @@ class KVCache:
 
     def __init__(self, config: PretrainedConfig, max_model_len: int):
         text_config = config.get_text_config()
-        values = text_config.to_dict()
         self.name = text_config.model_type
         self.num_layers: int = text_config.num_hidden_layers
         self.max_length = _round_up(max_model_len)
-        window = values.get("sliding_window")
-        types = values.get("layer_types") or ["sliding_attention"] * self.num_layers
-        has_effect = window is not None and window < max_model_len
-        self.windows = [window if has_effect and kind == "sliding_attention" else None for kind in types]
+        windows = [layer_window(text_config, layer) for layer in range(self.num_layers)]
+        self.windows = [None if window is None or window >= max_model_len else window for window in windows]
         self.layers: dict[int, Layer] = {}
         self.position_bytes: dict[int, int] = {}
         """Bytes of one position of a slot, by layer. A layer's first use sets it, and `clear` keeps it."""

@@ -59,6 +59,14 @@ def test_a_window_over_many_blocks_of_queries():
     torch.testing.assert_close(actual, expected.transpose(1, 2))
 
 
+def test_a_row_longer_than_an_ignored_window_is_an_error():
+    folder = tiny_folder("phimoe", sliding_window=4, num_local_experts=4)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=PACKED)
+    model(torch.cat(tiny_rows([4, 3]))[None], **packed_kwargs(Packing([4, 3]), "cpu"))
+    with pytest.raises(EngineError, match=r"sliding window of its config \(4 tokens\).*a row of 5 tokens"):
+        model(torch.cat(tiny_rows([5, 3]))[None], **packed_kwargs(Packing([5, 3]), "cpu"))
+
+
 def test_dropout_reaches_the_kernel():
     query = torch.zeros(1, 1, 50, 4)
     out, _ = packed_attention(
