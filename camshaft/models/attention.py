@@ -22,7 +22,7 @@ the arguments of a call.
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,9 @@ LEAST_SHARED = 0.05
 SINK_MODELS = ("gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4")
 """Model types whose layers always have attention sinks; other models pass sinks as an argument."""
 
+ROPE_BY_MAX_POSITION = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
+"""Types of rotary embeddings that depend on the largest position of a call, with the config key of their limit."""
+
 UNSUPPORTED_ARGUMENTS = {
     "softcap": "soft-capped attention scores",
     "s_aux": "attention sinks",
@@ -53,6 +56,15 @@ UNSUPPORTED_ARGUMENTS = {
     "block_indices": "sparse attention over selected blocks",
 }
 """Arguments of `transformers` layers that request unsupported attention, with a description for errors."""
+
+
+class RopeLimit(NamedTuple):
+    """Number of tokens above which one row changes the rotary frequencies of all rows of a call."""
+
+    rope_type: str
+    tokens: int
+    key: str
+    """Config key of the limit."""
 
 
 class Slots(Protocol):
@@ -122,6 +134,17 @@ def reject_unsupported(config: PreTrainedConfig) -> None:
         reasons.append("attention that is not causal")
     if reasons:
         raise _unsupported_error(text_config.model_type, reasons)
+
+
+def rope_limit(config: PreTrainedConfig) -> RopeLimit | None:
+    """Return the limit of rows for models whose rotary frequencies depend on the longest row of a call."""
+    values = config.get_text_config().to_dict()
+    ropes = values.get("rope_parameters") or {}
+    for rope in (ropes, *ropes.values()):
+        key = ROPE_BY_MAX_POSITION.get(rope.get("rope_type")) if isinstance(rope, dict) else None
+        if key is not None:
+            return RopeLimit(rope["rope_type"], rope.get(key) or values["max_position_embeddings"], key)
+    return None
 
 
 def layer_window(config: PreTrainedConfig, layer: int) -> int | None:

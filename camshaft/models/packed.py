@@ -26,7 +26,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
-from camshaft.models.attention import PACKED, packed_kwargs, reject_unsupported
+from camshaft.models.attention import PACKED, packed_kwargs, reject_unsupported, rope_limit
 from camshaft.models.cpu import replace_norms
 from camshaft.models.flash import MAX_HEAD_DIM
 from camshaft.models.linear_logprob import VocabularyShard, linear_full_kl, linear_logprob, log_distribution
@@ -216,6 +216,7 @@ class PackedModel(PackedModule):
         self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
         self.supports_prefix_sharing = supports_prefix_sharing(hf.config)
         self.routers = find_routers(hf)
+        self.rope_limit = rope_limit(hf.config)
 
     @property
     def hidden_size(self) -> int:
@@ -239,6 +240,16 @@ class PackedModel(PackedModule):
                 "enable_gradient_checkpointing=False"
             )
         self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing_kwargs(mode))
+
+    def check_inputs(self, tokens: Tensor, packing: Packing, at: Tensor, outputs: Sequence[str]) -> None:
+        super().check_inputs(tokens, packing, at, outputs)
+        limit = self.rope_limit
+        if limit is not None and packing.longest_context > limit.tokens:
+            raise EngineError(
+                f"a row of {packing.longest_context} tokens is longer than {limit.key}={limit.tokens}, but "
+                f"{limit.rope_type} rotary frequencies change for all rows of a micro-batch when one row exceeds it; "
+                f"limit prompts and responses to {limit.tokens} tokens together, or choose another model"
+            )
 
     def hidden_states(self, tokens: Tensor, packing: Packing, rows: Tensor) -> Tensor:
         inputs = packed_kwargs(packing, tokens.device)

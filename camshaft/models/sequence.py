@@ -27,10 +27,8 @@ from transformers import PreTrainedConfig
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.device import to_device
 from camshaft.errors import EngineError
+from camshaft.models.attention import rope_limit
 from camshaft.models.packing import Packing
-
-ROPE_BY_MAX_POSITION = ("dynamic", "longrope")
-"""Types of rotary embeddings that depend on the largest position of a call, which a single chunk may not contain."""
 
 
 class SequenceSplit:
@@ -189,12 +187,10 @@ def check_heads(config: PreTrainedConfig, size: int) -> None:
         raise _indivisible_heads_error(
             f"the {text_config.num_attention_heads} query heads of this {text_config.model_type} model", size
         )
-    ropes = text_config.to_dict().get("rope_parameters") or {}
-    rope_types = [part.get("rope_type") for part in (ropes, *ropes.values()) if isinstance(part, dict)]
-    unsupported_types = [rope_type for rope_type in ROPE_BY_MAX_POSITION if rope_type in rope_types]
-    if size > 1 and unsupported_types:
+    limit = rope_limit(config)
+    if size > 1 and limit is not None:
         raise EngineError(
-            f"rope_type={unsupported_types[0]} depends on the largest position in a call, which differs between "
+            f"rope_type={limit.rope_type} depends on the largest position in a call, which differs between "
             "sequence-parallel ranks; set ulysses_sequence_parallel_size=1 for this model"
         )
 

@@ -20,7 +20,7 @@ from camshaft.config.backends import TORCH
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import memory_info
 from camshaft.errors import RolloutError
-from camshaft.models.attention import PACKED, reject_unsupported
+from camshaft.models.attention import PACKED, reject_unsupported, rope_limit
 from camshaft.models.routing import Routers, find_routers, supported_models
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
@@ -169,15 +169,10 @@ def _reject_own_attention(hf: PreTrainedModel) -> None:
 
 def _reject_dynamic_rope(config: PretrainedConfig, max_model_len: int) -> None:
     """Reject rotary frequencies that depend on the longest row of a batch if rows may become long enough."""
-    text_config = config.get_text_config()
-    values = text_config.to_dict()
-    parameters = values.get("rope_parameters") or {}
-    for rope in [parameters, *(value for value in parameters.values() if isinstance(value, dict))]:
-        kind = rope.get("rope_type")
-        max_length = rope.get("original_max_position_embeddings") or values.get("max_position_embeddings")
-        if kind in ("dynamic", "longrope") and max_length is not None and max_model_len > max_length:
-            raise RolloutError(
-                f"max_model_len={max_model_len} is unsupported: {text_config.model_type} has '{kind}' rotary "
-                "frequencies, which change for all rows when one row exceeds "
-                f"{max_length} tokens; set max_model_len={max_length} or less"
-            )
+    limit = rope_limit(config)
+    if limit is not None and max_model_len > limit.tokens:
+        raise RolloutError(
+            f"max_model_len={max_model_len} is unsupported: {config.get_text_config().model_type} has "
+            f"'{limit.rope_type}' rotary frequencies, which change for all rows when one row exceeds {limit.tokens} "
+            f"tokens ({limit.key}); set max_model_len={limit.tokens} or less"
+        )

@@ -296,6 +296,31 @@ def test_a_model_that_drops_packing_arguments_is_an_error():
         model(*inputs(), ("log_probs",))
 
 
+@pytest.mark.parametrize(
+    ("rope", "key"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, "max_position_embeddings"),
+        (
+            {
+                "rope_type": "longrope",
+                "short_factor": [1.0] * 4,
+                "long_factor": [2.0] * 4,
+                "original_max_position_embeddings": 10,
+            },
+            "original_max_position_embeddings",
+        ),
+    ],
+)
+def test_rows_that_change_the_rotary_frequencies_of_other_rows_are_an_error(rope: dict[str, Any], key: str):
+    positions = 10 if rope["rope_type"] == "dynamic" else 40
+    config = {"rope_parameters": {**rope, "rope_theta": 1e4}, "max_position_embeddings": positions}
+    folder = tiny_folder("llama", hidden=32)
+    model = load_model(EngineModel(path=str(folder), override_config=config), "float32", "cpu", 0)
+    model(torch.cat(tiny_rows([10, 3])), Packing([10, 3]), torch.tensor([1]), ("log_probs",))
+    with pytest.raises(EngineError, match=f"a row of 12 tokens is longer than {key}=10"):
+        model(*inputs(), ("log_probs",))
+
+
 def test_a_model_with_another_attention_implementation_is_rejected():
     hf_model = AutoModelForCausalLM.from_pretrained(folder_of("qwen2"), attn_implementation="sdpa")
     with pytest.raises(EngineError, match=f"built with attn_implementation='sdpa'; build it with '{PACKED}'"):
