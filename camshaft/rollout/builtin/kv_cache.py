@@ -215,6 +215,8 @@ class PrefillStep:
     ):
         self.cache = cache
         self.kwargs = packed_kwargs(Packing(lengths), device)
+        self.attended: set[int] = set()
+        """Indices of the layers that have attended."""
         self.copies: list[tuple[slice, slice]] | None = None
         if device.type == "cpu":  # on a GPU, indexed writes launch fewer kernels
             stops = list(itertools.accumulate(lengths))
@@ -240,6 +242,13 @@ class PrefillStep:
     ) -> Tensor:
         """Compute attention within each prompt; see `camshaft.models.attention.Slots`."""
         self.cache.check_window(module, sliding_window)
+        index: Any = module.layer_idx
+        if index in self.attended:
+            raise RolloutError(
+                f"layer {index} of {self.cache.name} attends twice in one model call, but the KV cache stores one pair "
+                "of keys and values per layer; set rollout.name=hf"
+            )
+        self.attended.add(index)
         keys, values = self.cache.layer(module, key, value)
         if self.copies is not None:
             for slots, span in self.copies:

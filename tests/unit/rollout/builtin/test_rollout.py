@@ -355,3 +355,9 @@ def test_a_hidden_sliding_window_is_rejected(harness: RolloutHarness) -> None:
     case = harness.case("phimoe", {"sliding_window": 8, "num_local_experts": 4})
     with pytest.raises(RolloutError, match="layer 0 of phimoe has a sliding window of 8 tokens"):
         case.rollout.generate_sequences(harness.prompts(4), SamplingParams(2))
+
+
+def test_a_layer_that_attends_twice_is_rejected(harness: RolloutHarness) -> None:
+    case = harness.case("diffllama", {})
+    with pytest.raises(RolloutError, match="layer 0 of diffllama attends twice in one model call"):
+        case.rollout.generate_sequences(harness.prompts(4), SamplingParams(2))
