@@ -35,9 +35,12 @@ def whiten(x: Tensor, mask: Tensor, eps: float = 1e-8) -> Tensor:
     """Normalize the masked-in elements to (x - mean) / sqrt(var + eps) and set the other elements to 0.
 
     A single element has no variance. Its mean counts as 0 and its variance as 1, so it is returned unchanged, like the
-    reward of a GRPO group of one response.
+    reward of a GRPO group of one response. Equal elements give exact zeros.
     """
     if mask.sum() < 2:
         return torch.where(mask, x, 0)
+    selected = x[mask]
+    if (selected == selected[0]).all():  # otherwise, the division would amplify the rounding error of the mean
+        return torch.zeros_like(x)
     centered = x - masked_mean(x, mask)
     return torch.where(mask, centered * torch.rsqrt(masked_var(x, mask) + eps), 0)
