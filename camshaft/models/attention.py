@@ -141,7 +141,7 @@ def rope_limit(config: PreTrainedConfig) -> RopeLimit | None:
     values = config.get_text_config().to_dict()
     ropes = values.get("rope_parameters") or {}
     for rope in (ropes, *ropes.values()):
-        key = ROPE_BY_MAX_POSITION.get(rope.get("rope_type")) if isinstance(rope, dict) else None
+        key = ROPE_BY_MAX_POSITION.get(str(rope.get("rope_type"))) if isinstance(rope, dict) else None
         if key is not None:
             return RopeLimit(rope["rope_type"], rope.get(key) or values["max_position_embeddings"], key)
     return None
