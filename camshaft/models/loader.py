@@ -235,7 +235,7 @@ def _cached_folder(name: str) -> Path:
 
 
 def _random_model(config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype) -> PreTrainedModel:
-    with _convert_errors(config, model.head):
+    with convert_errors(config, model.head):
         return CLASSES[model.head].from_config(
             config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=model.trust_remote_code
         )
@@ -245,7 +245,7 @@ def _pretrained_model(
     folder: Path, config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype | str, attention: str = PACKED
 ) -> PreTrainedModel:
     # transformers ignores mismatched sizes, so that the error below lists all problems with the weights at once.
-    with quiet_transformers(), _convert_errors(config, model.head):
+    with quiet_transformers(), convert_errors(config, model.head):
         hf, info = CLASSES[model.head].from_pretrained(
             folder,
             config=config,
@@ -274,7 +274,7 @@ def _pretrained_model(
 
 
 @contextmanager
-def _convert_errors(config: PreTrainedConfig, head: Head) -> Iterator[None]:
+def convert_errors(config: PreTrainedConfig, head: Head) -> Iterator[None]:
     """Convert errors that transformers raises when it builds or reads a model to `EngineError`, with a fix."""
     try:
         yield

@@ -44,6 +44,11 @@ class HFRollout(BaseRollout):
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
+        if config.dtype == "float64":
+            raise RolloutError(
+                "rollout.name=hf does not support dtype=float64, because transformers computes softmax in float32, "
+                "where a float64 mask is infinite; set rollout.dtype=float32"
+            )
         # "eager" runs the attention code of the model itself. Fast kernels are not exact for soft-capped scores.
         self.model = SharedModel(config, attention="eager")
         # The sampling settings recommended in the model folder would change the distribution.

@@ -232,7 +232,8 @@ def _set_tensor(modules: Mapping[str, nn.Module], weight: ExpectedWeight, tensor
 
 def load_stop_ids(folder: Path, config: PretrainedConfig, trust_remote_code: bool) -> tuple[int, ...]:
     """Return all end-of-sequence token ids of a model folder: from its generation config, config and tokenizer."""
-    sources = [config.eos_token_id, config.get_text_config().eos_token_id]
+    configs = (config, config.get_text_config())  # a composite config may have no id of its own
+    sources = [getattr(part, "eos_token_id", None) for part in configs]
     if (folder / "generation_config.json").is_file():
         sources.append(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
     if has_tokenizer(folder):

@@ -27,7 +27,14 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from camshaft.config.engine import LoRAConfig
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
-from camshaft.models.loader import DTYPES, import_external, load_config, model_folder, quiet_transformers
+from camshaft.models.loader import (
+    DTYPES,
+    convert_errors,
+    import_external,
+    load_config,
+    model_folder,
+    quiet_transformers,
+)
 from camshaft.models.lora import adapter_shapes
 
 
@@ -160,7 +167,7 @@ def empty_model(config: RolloutEngineConfig, attention: str) -> PreTrainedModel:
     """Build the configured model in eval mode, with parameters on the meta device and buffers on the CPU."""
     import_external(config.external_lib)
     hf_config = load_config(model_folder(config.model_path), config.trust_remote_code, config.override_config)
-    with quiet_transformers(), _parameters_on_meta():
+    with quiet_transformers(), convert_errors(hf_config, "causal_lm"), _parameters_on_meta():
         return AutoModelForCausalLM.from_config(
             hf_config,
             dtype=DTYPES[config.dtype],

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from camshaft.contracts.rollout.harness import RolloutHarness
+from camshaft.errors import RolloutError
 from camshaft.rollout import SamplingParams
 from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.hf import HFRollout
@@ -84,3 +85,8 @@ def test_non_finite_weights_are_an_error_for_greedy_too(harness: RolloutHarness)
     case.rollout.load_weights([(name, weight.detach() * float("nan")) for name, weight in case.weights()])
     with pytest.raises(Exception, match="not finite"):
         case.rollout.generate_sequences(harness.prompts(4), SamplingParams(3, temperature=0))
+
+
+def test_float64_is_rejected(harness: RolloutHarness) -> None:
+    with pytest.raises(RolloutError, match=r"does not support dtype=float64.*set rollout\.dtype=float32"):
+        harness.case(dtype="float64")

@@ -9,13 +9,13 @@ import pytest
 import torch
 from support.tiny import tiny_folder
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3Config
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import EngineError, RolloutError
 from camshaft.models.attention import PACKED
 from camshaft.models.tiny import make_tiny_model
-from camshaft.rollout.shared_model import ALIGNMENT, SharedModel
+from camshaft.rollout.shared_model import ALIGNMENT, SharedModel, load_stop_ids
 from camshaft.rollout.weights.checks import _parameters_on_meta
 
 
@@ -149,6 +149,12 @@ def test_all_end_tokens_of_the_model_folder_end_a_row(tmp_path: Path) -> None:
         file.unlink()
     (tmp_path / "generation_config.json").unlink()
     assert borrowed(tmp_path).stop_ids == (9,)
+
+
+def test_a_composite_config_may_have_no_end_token_of_its_own(tmp_path: Path) -> None:
+    config = Gemma3Config(text_config={"eos_token_id": 5})
+    assert not hasattr(config, "eos_token_id")
+    assert load_stop_ids(tmp_path, config, trust_remote_code=False) == (5,)
 
 
 def test_external_lib_is_imported_and_a_missing_one_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

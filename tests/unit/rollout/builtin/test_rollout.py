@@ -321,6 +321,7 @@ def test_without_stop_strings_no_text_is_made(harness: RolloutHarness, monkeypat
 
 REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (EngineError, "soft-capped", "gemma2", {}),
+    (EngineError, "falcon models do not use the attention interface", "falcon", {}),
     (EngineError, "sinks", "gpt_oss", {"num_local_experts": 4, "head_dim": 16}),
     (RolloutError, "recurrent state or its own attention code", "jamba", {}),
     (
