@@ -244,11 +244,11 @@ class PackedModel(PackedModule):
     def check_inputs(self, tokens: Tensor, packing: Packing, at: Tensor, outputs: Sequence[str]) -> None:
         super().check_inputs(tokens, packing, at, outputs)
         limit = self.rope_limit
-        if limit is not None and packing.longest_context > limit.tokens:
+        if limit is not None and len(packing.lengths) > 1 and packing.longest_context > limit.tokens:
             raise EngineError(
                 f"a row of {packing.longest_context} tokens is longer than {limit.key}={limit.tokens}, but "
                 f"{limit.rope_type} rotary frequencies change for all rows of a micro-batch when one row exceeds it; "
-                f"limit prompts and responses to {limit.tokens} tokens together, or choose another model"
+                f"limit prompts and responses to {limit.tokens} tokens together, or use micro-batches of one row"
             )
 
     def hidden_states(self, tokens: Tensor, packing: Packing, rows: Tensor) -> Tensor:
