@@ -205,6 +205,7 @@ class _Guard:
     """
 
     def __init__(self, script: str, arguments: Sequence[str], env: Mapping[str, str] | None = None):
+        script = f"trap '' TERM HUP USR1 INT\n{script}"  # a scheduler may signal all processes of a job
         command, silent = ["/bin/sh", "-c", script, *arguments], subprocess.DEVNULL
         shell = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=silent, stderr=silent, env=env, start_new_session=True

@@ -6,7 +6,7 @@ If there is only one pool and it has one rank, the rank runs in the driver's pro
 processes. They are forked from a server that has imported `PRELOAD`, so every start except the first takes well under a
 second. A worker process is the leader of a new session. Ctrl-C therefore reaches only the driver, and killing the
 session also kills child processes of the roles. A worker process ends on request or when the driver ends. SIGUSR1 dumps
-its stacks. It ignores SIGTERM, which tells the driver to save a checkpoint and exit.
+its stacks. It ignores SIGTERM and SIGHUP, which tell the driver to save a checkpoint and exit.
 """
 
 from __future__ import annotations
@@ -277,7 +277,7 @@ def serve(
     """Answer the requests to one rank until the driver stops it or ends."""
     os.setsid()
     dump_stacks_on_signal(_stack_file(folder, rank_info.rank))
-    ignore_stop_signals(signal.SIGTERM)
+    ignore_stop_signals(signal.SIGTERM, signal.SIGHUP)
     watcher = end_with(driver, partial(_end_session, folder))  # the fork server exits only after its worker processes
     os.environ.clear()  # remove the variables from the time at which the fork server started
     set_environment(rank_info, environment)

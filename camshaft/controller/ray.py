@@ -417,7 +417,7 @@ class ActorExecutor:
         self._guard = GroupGuard(pid, stack_file(pid))
         end_with(os.getppid())  # an actor in a collective operation would outlive its raylet
         dump_stacks_on_signal(stack_file(pid))
-        ignore_stop_signals(signal.SIGTERM)
+        ignore_stop_signals(signal.SIGTERM, signal.SIGHUP)
         os.environ.pop("PYTHONSAFEPATH", None)  # only this process needs it, not the programs that a role starts
         extend_import_path([entry for entry in path if os.path.exists(entry)])
         with contextlib.suppress(OSError):  # the folder may not exist on this machine

@@ -40,7 +40,7 @@ from camshaft.errors import RewardError, ScoringAbandoned
 from camshaft.rewards.messages import CallResult, FunctionInfo, LoadResult, Request, Sample, Spec
 from camshaft.rewards.output import Output
 from camshaft.stacks import innermost_frames, read_stacks
-from camshaft.stop import Stop
+from camshaft.stop import Stop, block_stop_signals
 from camshaft.subprocesses import (
     NO_LIMIT,
     POLL_SECONDS,
@@ -454,7 +454,9 @@ class _Worker:
         self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process runs
         stack_file, pipe = self._stack_file.fileno(), subprocess.PIPE
         command = ["-u", "-m", "camshaft.rewards.worker", str(stack_file)]
-        self._process = start_python(command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, pass_fds=[stack_file])
+        pipes = {"stdin": pipe, "stdout": pipe, "stderr": pipe}
+        with block_stop_signals():
+            self._process = start_python(command, **pipes, bufsize=0, pass_fds=[stack_file])
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None

@@ -1,5 +1,7 @@
 """Messages between processes, and children that end with their parent."""
 
+import os
+import re
 import signal
 import socket
 import subprocess
@@ -7,11 +9,12 @@ import sys
 import threading
 import time
 import uuid
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from support.processes import still_running
+from support.processes import command_line, still_running
 
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import WorkerError
@@ -136,6 +139,21 @@ def test_a_child_and_its_children_end_with_a_killed_parent(child: str, guard: st
         assert still_running(pids, 0) == pids
         process.kill()
         assert still_running(pids, 5) == []
+
+
+def test_a_guard_ignores_stop_signals():
+    command = [sys.executable, "-c", PARENT, SLEEPS, "guard"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(2)]
+        pattern = re.compile(rf"/bin/sh -c .* ({pids[0]}|{pids[1]}) ", re.DOTALL)
+        processes = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+        (guard,) = (pid for pid in processes if pattern.fullmatch(command_line(pid)))
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT):
+            os.kill(guard, number)
+        assert still_running([guard], 0.2) == [guard]
+        process.kill()
+        assert still_running([*pids, guard], 5) == []
 
 
 VARIABLE_PARENT = """

@@ -35,6 +35,7 @@ from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.weights.buckets import pack_buckets
 from camshaft.rollout.weights.transport import Sender, open_sender
 from camshaft.stacks import innermost_frames, read_stacks
+from camshaft.stop import block_stop_signals
 from camshaft.subprocesses import (
     POLL_SECONDS,
     Limit,
@@ -177,7 +178,8 @@ class _Child:
         with child_end:
             descriptors = [child_end.fileno(), self._stack_file.fileno()]
             arguments = ["-m", "camshaft.rollout.process.child", *map(str, [*descriptors, os.getpid()])]
-            self._process = start_python(arguments, pass_fds=descriptors)
+            with block_stop_signals():
+                self._process = start_python(arguments, pass_fds=descriptors)
         self._end_reason = ""
         self._owner = os.getpid()
 

@@ -98,6 +98,14 @@ def test_ranks_keep_the_folder_of_a_running_driver(monkeypatch: pytest.MonkeyPat
     shutdown(spawn(Toy, world_size=2))
 
 
+def test_ranks_ignore_the_signals_that_stop_the_driver():
+    with workers(Toy, world_size=2) as toy:
+        for pid in toy.pids():
+            os.kill(pid, signal.SIGTERM)
+            os.kill(pid, signal.SIGHUP)
+        assert toy.sum_over_ranks(1.0) == 3.0
+
+
 @pytest.mark.slow
 def test_an_interrupt_on_the_driver_ends_all_ranks(tmp_path: Path):
     driver, pids = start_driver(tmp_path, IN_A_CALL)

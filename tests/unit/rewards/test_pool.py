@@ -12,9 +12,9 @@ import torch
 
 from camshaft import subprocesses
 from camshaft.errors import RewardError, ScoringAbandoned
-from camshaft.rewards import output
+from camshaft.rewards import output, pool
 from camshaft.rewards.manager import RewardManager
-from camshaft.stop import Stop
+from camshaft.stop import STOP_SIGNALS, Stop
 
 from .conftest import batch_of, decode
 
@@ -52,6 +52,17 @@ def test_a_worker_death_while_idle_loses_no_sample(manager, score, alive):
         os.kill(pid, signal.SIGKILL)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has exited but has not been reaped
     assert score(rewards, ["a"] * 4).num_failed == 0
+
+
+def test_workers_ignore_stop_signals_from_their_start_on(manager, score, monkeypatch):
+    def start_and_stop(*arguments, **options):
+        process = subprocesses.start_python(*arguments, **options)
+        for number in STOP_SIGNALS:
+            process.send_signal(number)
+        return process
+
+    monkeypatch.setattr(pool, "start_python", start_and_stop)
+    assert score(manager("return 1.0"), ["a"] * 4).num_failed == 0
 
 
 def drive(path: str, scored: Connection) -> NoReturn:
