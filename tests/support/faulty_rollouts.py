@@ -18,7 +18,7 @@ from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
 from camshaft.rollout.builtin.rollout import TorchRollout
 
-HANGS, CRASHES, EXITS, FORGETS, STARTS = 100, 101, 102, 103, 104
+HANGS, CRASHES, EXITS, FORGETS, STARTS, PRINTS = 100, 101, 102, 103, 104, 105
 
 
 class FaultyRollout(TorchRollout):
@@ -40,6 +40,8 @@ class FaultyRollout(TorchRollout):
             time.sleep(1000)
         if first == CRASHES:
             raise ZeroDivisionError("boom")
+        if first == PRINTS:
+            raise BrokenPipeError("the reader of the output is gone")
         if first == EXITS:
             os._exit(3)
         if first == STARTS:  # a grandchild process; its id goes to the test

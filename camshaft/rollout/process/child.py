@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -62,9 +62,9 @@ class RequestHandler:
     def _received_weights(self, handle: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
         device = torch.device(self._rollout.config.device)
         receiver, assembler = open_receiver(handle, device=device), Assembler(device)
-        send(self._connection, pack(("result", None)))
+        _send(self._connection, ("result", None))
         while True:
-            message, *arguments = unpack(receive(self._connection))
+            message, *arguments = _receive(self._connection)
             if message == "abort":
                 raise RolloutError("the sender aborted the weight sync")
             if message == "end":
@@ -76,7 +76,7 @@ class RequestHandler:
             else:
                 pieces, buffer, num_bytes = arguments
                 yield from assembler.unpack(pieces, receiver.pull(buffer, num_bytes))
-            send(self._connection, pack(("result", reply)))
+            _send(self._connection, ("result", reply))
 
     def weight_digests(self) -> tuple[int, dict[str, int]]:
         return self._rollout.weights_version, dict(self._rollout.weight_digests())
@@ -103,8 +103,23 @@ class RequestHandler:
         self._rollout.wake_up()
 
 
-def serve(connection: int) -> None:
-    """Answer requests until the connection closes."""
+def _receive(connection: int) -> Any:
+    try:
+        frames = receive(connection)
+    except ConnectionError:
+        kill_own_group()  # the parent has ended; also kill the processes that the rollout started
+    return unpack(frames)
+
+
+def _send(connection: int, message: Any) -> None:
+    try:
+        send(connection, pack(message))
+    except ConnectionError:
+        kill_own_group()
+
+
+def serve(connection: int) -> NoReturn:
+    """Answer requests until the connection closes, and then kill this process."""
     handler = RequestHandler(connection)
     methods = {
         method.__name__: method
@@ -114,16 +129,14 @@ def serve(connection: int) -> None:
         )
     }  # fmt: skip
     while True:
-        request, *arguments = unpack(receive(connection))
+        request, *arguments = _receive(connection)
         try:
             reply = ("result", methods[request](*arguments))
         except CamshaftError as error:
             reply = ("error", str(error))
-        except BrokenPipeError:
-            raise
         except Exception:
             reply = ("traceback", traceback.format_exc().rstrip())
-        send(connection, pack(reply))
+        _send(connection, reply)
 
 
 def main(connection: int, stack_file: int, parent: int) -> None:
@@ -131,10 +144,7 @@ def main(connection: int, stack_file: int, parent: int) -> None:
     ignore_stop_signals()
     dump_stacks_on_signal(stack_file)
     end_with(parent)
-    try:
-        serve(connection)
-    except ConnectionError:
-        kill_own_group()  # the parent has ended; also kill the processes that the rollout started
+    serve(connection)
 
 
 if __name__ == "__main__":

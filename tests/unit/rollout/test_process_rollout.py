@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.faulty_rollouts import CRASHES, EXITS, FORGETS, HANGS, NAME, STARTS
+from support.faulty_rollouts import CRASHES, EXITS, FORGETS, HANGS, NAME, PRINTS, STARTS
 from support.processes import none_left_behind, still_running
 from support.tiny import tiny_folder, tiny_rows
 from torch import Tensor
@@ -29,7 +29,8 @@ from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
 from camshaft.rollout.process import rollout as module
 from camshaft.rollout.process.rollout import ProcessRollout
 from camshaft.rollout.weights.transport import SharedMemory
-from camshaft.subprocesses import is_running
+from camshaft.stop import STOP_SIGNALS
+from camshaft.subprocesses import is_running, start_python
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -167,7 +168,20 @@ def test_exception_in_the_child_has_its_traceback(faulty: ProcessRollout, engine
     with rollout_mode(engine, faulty):
         with pytest.raises(RolloutError, match=r'faulty_rollouts.py", line (.|\n)*ZeroDivisionError: boom'):
             generate(faulty, CRASHES)
+        with pytest.raises(RolloutError, match=r"BrokenPipeError: the reader of the output is gone"):
+            generate(faulty, PRINTS)
         generate(faulty)
+
+
+def test_child_ignores_stop_signals_from_its_start_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_and_stop(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start_python(*arguments, **options)
+        for number in STOP_SIGNALS:
+            process.send_signal(number)
+        return process
+
+    monkeypatch.setattr(module, "start_python", start_and_stop)
+    start()
 
 
 def test_weights_of_another_sync_are_rejected(faulty: ProcessRollout, engine: BaseEngine) -> None:
