@@ -218,8 +218,11 @@ class LocalProcess(WorkerProcess):
             if frames is STOP:
                 return True
             answer = receive(self._socket.fileno())
-        except OSError:
+        except ConnectionError:
             self._inbox.put((self.rank, None))
+            return False
+        except Exception as error:  # for example, there is not enough memory for the answer
+            self._inbox.put((self.rank, error))
             return False
         self._inbox.put((self.rank, answer))
         return True
@@ -283,15 +286,19 @@ def serve(
     set_environment(rank_info, environment)
     log_to_file(rank_info)
     executor = Executor(rank_info)
+    status = 0
     try:
         while (request := receive(connection.fileno())) != STOP:
             send(connection.fileno(), executor.answer(request))
-    except OSError:
+    except ConnectionError:
         watcher.join()  # the driver has ended, or it is about to kill this rank and needs its folder for other pools
+    except Exception:
+        logger.exception("rank %d cannot exchange messages with the driver and exits", rank_info.rank)
+        status = 1
     # Exit without finalizing the interpreter, because finalization sometimes aborts while gloo threads run.
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 def _stack_file(folder: Path, rank: int) -> Path:

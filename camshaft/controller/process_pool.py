@@ -46,11 +46,14 @@ MAX_STACKS = 4
 COLLECTIVE_EXTRA_SECONDS = 60.0
 """Additional time limit of collectives, so that the driver reports a timeout before a collective does."""
 
-Inbox = queue.SimpleQueue[tuple[int, Frames | None]]
+Inbox = queue.SimpleQueue[tuple[int, Frames | Exception | None]]
 
 
 class WorkerProcess(ABC):
-    """The driver's handle of one process of a pool. It puts pairs of rank and answer into the inbox of the pool."""
+    """The driver's handle of one process of a pool. It puts pairs of rank and answer into the inbox of the pool.
+
+    Instead of an answer, it puts the exception if the driver could not exchange messages with the process.
+    """
 
     rank: int
     pid: int | None = None
@@ -197,13 +200,12 @@ class ProcessPool(Pool):
 
     def shutdown(self) -> None:
         with self._lock:
-            if self._end_reason:
-                return
-            deadline = time.monotonic() + END_SECONDS
-            for process in self.processes:
-                process.stop()
-            for process in self.processes:
-                process.join(max(0.0, deadline - time.monotonic()))
+            if not self._end_reason:
+                deadline = time.monotonic() + END_SECONDS
+                for process in self.processes:
+                    process.stop()
+                for process in self.processes:
+                    process.join(max(0.0, deadline - time.monotonic()))
             self._terminate("it was shut down")
 
     def _limit(self, role: RoleSpec, method: str) -> Limit:
@@ -317,6 +319,11 @@ class ProcessPool(Pool):
             self.processes[rank].join(END_SECONDS)
             return None
         request = self._requests[rank].popleft()
+        if isinstance(frames, Exception):
+            raise WorkerError(
+                f"{request}: the driver cannot exchange messages with rank {rank} of {self.world_size}: "
+                f"{type(frames).__name__}: {frames}; check the memory and the open files of the driver"
+            ) from frames
         request.waiting.discard(rank)
         if not request.waiting:
             request.wait.finish(self._waiting_since[rank])
@@ -394,13 +401,13 @@ class ProcessPool(Pool):
         )
 
     def _terminate(self, reason: str) -> None:
-        """Kill all processes. Calling it again has no effect."""
-        if self._end_reason:
+        """Kill all processes. Calling it again has no effect, unless an interrupt ended the first call."""
+        if self._end_reason and self not in _LIVE:
             return
-        self._end_reason = reason
-        _LIVE.discard(self)
+        self._end_reason = self._end_reason or reason
         for process in self.processes:
             process.kill()
+        _LIVE.discard(self)
         for process in self.processes:
             process.join(END_SECONDS)
         self.release()

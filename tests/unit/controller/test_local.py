@@ -1,5 +1,6 @@
 """Worker processes on one machine; the controller contract covers what all backends share."""
 
+import errno
 import gc
 import logging
 import os
@@ -10,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -19,7 +21,7 @@ from support.processes import still_running
 
 from camshaft import subprocesses
 from camshaft.contracts.controller.roles import Toy
-from camshaft.controller import Dispatch, Worker, local, register, shutdown, spawn, workers
+from camshaft.controller import Dispatch, Worker, local, process_pool, register, shutdown, spawn, workers
 from camshaft.errors import RolloutError, WorkerError
 
 ROOT = Path(__file__).parents[3]
@@ -191,6 +193,19 @@ def test_the_error_names_the_process_that_a_rank_waits_for():
         role.wait()
 
 
+def test_the_exit_of_the_driver_completes_an_interrupted_end(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(process_pool, "_LIVE", set())
+    toy = spawn(Toy, world_size=2)
+    pids = toy.pids()
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "kill_group", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            toy.fail_everywhere()
+    assert still_running(pids, 0.0) == pids
+    process_pool._terminate_all()
+    assert still_running(pids, 5) == []
+
+
 def test_a_local_role_class_is_an_error():
     class Hidden(Worker):
         pass
@@ -204,6 +219,33 @@ def test_a_crash_in_native_code_shows_the_stack():
     with pytest.raises(WorkerError, match=r"died in crash \(SIGSEGV\)") as exc_info:
         toy.crash(1)
     assert "in crash" in str(exc_info.value)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), MemoryError("no memory")], ids=repr)
+def test_an_error_of_the_message_exchange_is_raised(error: Exception, monkeypatch: pytest.MonkeyPatch):
+    toy = spawn(Toy, world_size=2, timeout=60)
+    monkeypatch.setattr(local, "receive", Mock(side_effect=error))
+    message = (
+        rf"Toy.pids: the driver cannot exchange messages with rank . of 2: {type(error).__name__}: .*{error.args[-1]}"
+    )
+    with pytest.raises(WorkerError, match=message) as exc_info:
+        toy.pids()
+    assert exc_info.value.__cause__ is error
+
+
+class Unreadable(Worker):
+    """A role whose rank cannot read requests after the first one."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def read_no_more(self) -> None:
+        local.receive = Mock(side_effect=MemoryError)
+
+
+def test_a_rank_that_cannot_read_a_request_exits():
+    role = spawn(Unreadable, world_size=2, timeout=60)
+    role.read_no_more()
+    with pytest.raises(WorkerError, match=r"rank . of 2 of Unreadable .* died in read_no_more \(exit code 1\)"):
+        role.read_no_more()
 
 
 def test_several_groups_run_at_once():
