@@ -296,8 +296,9 @@ def serve(
         logger.exception("rank %d cannot exchange messages with the driver and exits", rank_info.rank)
         status = 1
     # Exit without finalizing the interpreter, because finalization sometimes aborts while gloo threads run.
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # the disk may be full
+            stream.flush()
     os._exit(status)
 
 

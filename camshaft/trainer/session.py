@@ -171,14 +171,12 @@ def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None 
                 logger.warning("%s; %s", *problem)
             try:
                 yield run
-            except Exception as error:
-                if not run.has_started:
+            except BaseException as error:
+                if run.has_started and resume_arguments(trainer):
+                    run.say_how_to_resume()
+                elif not run.has_started and isinstance(error, Exception):
                     record_failed_start(folder, error)
                 raise
-    except BaseException:
-        if run.has_started and resume_arguments(trainer):
-            run.say_how_to_resume()
-        raise
     finally:
         run.close()
         lock.close()
@@ -218,20 +216,36 @@ def log_to_console(console: Console, seed: int) -> Iterator[None]:
 
 
 class _Stream(io.FileIO):
-    """The descriptor of a standard stream. If its reader is gone, it is replaced by the file `log`."""
+    """The descriptor of a standard stream. If its reader is gone, it is replaced by the file `log`.
+
+    Text is lost while the disk of a redirected stream is full.
+    """
 
     def __init__(self, descriptor: int, log: Path):
         super().__init__(descriptor, "w", closefd=False)
         self._log = log
+        self._name = "standard output" if descriptor == 1 else "standard error"
+        self._has_lost_text = False
 
     def write(self, data: Any) -> int:
         try:
-            return super().write(data)
+            return self._write(data)
         except OSError as error:
             if error.errno not in (errno.EPIPE, errno.EIO):  # a closed pipe, a closed terminal
                 raise
         self._redirect()
-        return super().write(data)
+        return self._write(data)
+
+    def _write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            if not self._has_lost_text:
+                self._has_lost_text = True
+                log_text(f"{self._name} cannot be written: {error.strerror}. The run continues, and its output is lost")
+            return len(data)
 
     def _redirect(self) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
@@ -242,8 +256,7 @@ class _Stream(io.FileIO):
             file = os.open(os.devnull, flags)
         os.dup2(file, self.fileno())
         os.close(file)
-        name = "standard output" if self.fileno() == 1 else "standard error"
-        message = f"camshaft: {name} was closed; the run continues, and writes to {self._log}\n".encode()
+        message = f"camshaft: {self._name} was closed; the run continues, and writes to {self._log}\n".encode()
         for descriptor in {self.fileno(), 2}:
             with contextlib.suppress(OSError):  # standard error may be closed too
                 os.write(descriptor, message)
@@ -260,7 +273,8 @@ def continue_without_reader(log: Path) -> Iterator[None]:
         yield
         return
     for stream in streams:
-        stream.flush()
+        with contextlib.suppress(OSError):
+            stream.flush()
     sys.stdout, sys.stderr = (
         io.TextIOWrapper(
             io.BufferedWriter(_Stream(stream.fileno(), log)),
@@ -273,9 +287,12 @@ def continue_without_reader(log: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
-        sys.stdout, sys.stderr = streams
+        try:
+            for stream in (sys.stdout, sys.stderr):
+                with contextlib.suppress(OSError):
+                    stream.flush()
+        finally:
+            sys.stdout, sys.stderr = streams
 
 
 def _unused(folder: Path) -> Path:
@@ -297,9 +314,9 @@ def _lock_folder(folder: Path) -> IO[str]:
 
 def finish_saving(roles: Iterable[ActorRolloutRefWorker | CriticWorker | SupervisedWorker], failed: bool) -> None:
     """Wait for checkpoints that are being written in the background."""
-    # If the run failed, that error is reported, and errors of workers that ended because of it are suppressed.
-    with contextlib.suppress(CamshaftError) if failed else contextlib.nullcontext():
-        for role in roles:
+    for role in roles:
+        # If the run failed, that error is reported, and errors of workers that ended because of it are suppressed.
+        with contextlib.suppress(CamshaftError) if failed else contextlib.nullcontext():
             role.wait_for_checkpoint()
 
 

@@ -1,8 +1,10 @@
 import logging
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -11,10 +13,10 @@ from support.ppo_runs import ppo_config
 from camshaft.config import TrainerConfig
 from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
-from camshaft.errors import ConfigError
+from camshaft.errors import ConfigError, WorkerError
 from camshaft.tracking import RunInfo, Tracker
 from camshaft.tracking.run_folder import RunFolder
-from camshaft.trainer.session import check_device, run_length, session
+from camshaft.trainer.session import check_device, finish_saving, run_length, session
 from camshaft.view.advice import advise
 
 
@@ -134,6 +136,41 @@ def test_a_run_that_fails_before_its_first_step_shows_its_error(
     with pytest.raises(ConfigError, match="no reward"), session(trainer):
         raise ConfigError("no reward")
     assert RunFolder(folder).state() == "finished"  # of the run whose results the folder contains
+
+
+FULL_DISK = """
+import os, resource, sys
+from camshaft.trainer.session import continue_without_reader
+from camshaft.tracking.record import log_to_file
+from pathlib import Path
+folder = Path(sys.argv[1])
+streams = sys.stdout, sys.stderr
+try:
+    with continue_without_reader(folder / "driver.log"), log_to_file(folder):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        full = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT)
+        os.lseek(full, 10_000, os.SEEK_SET)  # further writes fail
+        for descriptor in (1, 2):
+            os.dup2(full, descriptor)
+        for _ in range(2):
+            print("lost", flush=True)
+        sys.stdout.buffer.write(b"lost at the end")
+        raise KeyError("the first error")
+except KeyError:
+    os._exit(3 if (sys.stdout, sys.stderr) == streams else 1)
+"""
+
+
+def test_a_full_disk_behind_the_output_does_not_end_a_run(tmp_path: Path) -> None:
+    assert subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], check=False).returncode == 3
+    assert (tmp_path / "log.txt").read_text().count("standard output cannot be written: File too large") == 1
+
+
+def test_a_failed_run_waits_for_the_checkpoints_of_all_roles() -> None:
+    ended, critic = Mock(), Mock()
+    ended.wait_for_checkpoint.side_effect = WorkerError("its workers have ended")
+    finish_saving([ended, critic], failed=True)
+    critic.wait_for_checkpoint.assert_called_once()
 
 
 def test_the_suggested_export_folder_does_not_exist(
