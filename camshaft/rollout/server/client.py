@@ -111,8 +111,13 @@ class ServerClient:
         self._http.post_once("/pause?mode=wait")
         try:
             self._send(expected, weights, version)
-        finally:
-            self._http.post_once("/resume")
+        except BaseException as error:
+            try:
+                self._http.post_once("/resume")
+            except RolloutError as resume_error:
+                error.add_note(f"Resuming the server also failed: {resume_error}")
+            raise
+        self._http.post_once("/resume")
 
     def _send(self, expected: ExpectedWeights, weights: Iterable[tuple[str, Tensor]], version: str) -> None:
         """Send all buckets. The workers load a bucket while the next one is gathered."""

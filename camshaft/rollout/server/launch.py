@@ -113,7 +113,12 @@ class ServerProcess:
         self._server = start_python(
             server, env=environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
         )
-        self._guard = GroupGuard(self._server.pid)
+        try:
+            self._guard = GroupGuard(self._server.pid)
+        except BaseException:
+            kill_group(self._server.pid)
+            self._server.wait()
+            raise
 
     def wait(self, timeout: float) -> None:
         """Wait until the server is ready. After `timeout` seconds, stop it and raise an error."""

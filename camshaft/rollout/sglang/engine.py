@@ -103,8 +103,13 @@ class SGLangEngine:
                 self._send(bucket, LOAD)
             # Drop cached keys and values of the old weights.
             self._send(windows, FINISH, flush_cache=True)
-        finally:
-            self._check(self._engine.end_weight_update())
+        except Exception as error:
+            try:
+                self._check(self._engine.end_weight_update())
+            except Exception as end_error:  # from SGLang
+                error.add_note(f"Ending the weight update also failed: {end_error}")
+            raise
+        self._check(self._engine.end_weight_update())
         try:
             reports = [
                 self._reports.get(timeout=REPORT_SECONDS) for _ in range(self._config.tensor_model_parallel_size)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams, build_rollout
 from camshaft.rollout.server import launch
+from camshaft.rollout.server.client import ServerClient
 from camshaft.rollout.server.http_client import HTTPClient
 from camshaft.rollout.server.launch import ServerProcess, command_line_options
 from camshaft.rollout.vllm.guard import KeyGuard
@@ -306,6 +308,17 @@ def test_server_without_weight_updates_is_rejected(answer: tuple[int, Any], mess
         build_rollout("server", config(vllm_server_base_url=fake.url, retry_timeout=0))
 
 
+def test_the_error_of_a_weight_sync_precedes_that_of_the_resumed_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServerClient, "_send", Mock(side_effect=RolloutError("no weight 'sideways'")))
+    answers = serving(lambda: (200, {}))
+    with fake_server(lambda path, body: (500, {}) if path == "/resume" else answers(path, body)) as fake:
+        client = ServerClient(HTTPClient(fake.url, LIMIT, 0), config(), None)
+        with pytest.raises(RolloutError, match="no weight 'sideways'") as exc_info:
+            client.send_weights(Mock(), (), "1")
+    assert fake.paths[-1] == "/resume"
+    assert exc_info.value.__notes__[0].startswith("Resuming the server also failed: ")
+
+
 def test_other_http_server_is_rejected() -> None:
     with fake_server(lambda path, body: (200, {})) as fake, pytest.raises(RolloutError, match="serves no model"):
         build_rollout("server", config(vllm_server_base_url=fake.url))
@@ -383,6 +396,16 @@ def test_a_started_server_gets_the_key_by_its_environment(monkeypatch: pytest.Mo
     assert arguments[-2:] == ["--middleware", "camshaft.rollout.vllm.guard.KeyGuard"]
     with pytest.raises(RolloutError, match="engine_kwargs sets api_key"):
         ServerProcess(config(), {"api_key": "visible to all users of the machine"})
+
+
+def test_a_server_without_a_guard_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with subprocess.Popen(["sleep", "60"], start_new_session=True) as server:
+        monkeypatch.setattr(launch, "start_python", lambda *_, **__: server)
+        monkeypatch.setattr(launch, "GroupGuard", Mock(side_effect=BlockingIOError))
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, *rest: name)
+        with pytest.raises(BlockingIOError):
+            ServerProcess(config(), {})
+        assert server.returncode == -signal.SIGKILL
 
 
 # -- options and starting -------------------------------------------------------------------------

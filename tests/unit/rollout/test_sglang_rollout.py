@@ -1,13 +1,19 @@
 """Errors of the SGLang rollout that need no SGLang; tests/sglang_rollout has the tests with SGLang."""
 
 import importlib.util
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
+from support.tiny import tiny_folder
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.rollout import build_rollout
+from camshaft.rollout.sglang.engine import SGLangEngine
 from camshaft.rollout.sglang.installed import TESTED, check_installed
 
 pytestmark = pytest.mark.skipif(
@@ -18,6 +24,20 @@ pytestmark = pytest.mark.skipif(
 def test_missing_sglang_error_names_the_package() -> None:
     with pytest.raises(RolloutError, match=r"pip install --no-deps sglang==0\.5\.23.*rollout.name=torch"):
         build_rollout("sglang", RolloutEngineConfig(model_path="models/none"))
+
+
+def test_the_error_of_a_weight_update_precedes_that_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker: Any = ModuleType("worker")
+    worker.BEGIN = worker.LOAD = worker.FINISH = ""
+    monkeypatch.setitem(sys.modules, "camshaft.rollout.sglang.worker", worker)
+    engine: Any = SGLangEngine.__new__(SGLangEngine)
+    engine._config, engine._engine, engine._hint = RolloutEngineConfig(model_path=str(tiny_folder())), Mock(), ""
+    engine._engine.begin_weight_update.return_value = True, ""
+    engine._engine.update_weights_from_tensor.return_value = False, "no weight 'sideways'"
+    engine._engine.end_weight_update.return_value = False, "the scheduler has ended"
+    with pytest.raises(RolloutError, match="no weight 'sideways'") as exc_info:
+        engine.load([])
+    assert exc_info.value.__notes__[0].endswith("the scheduler has ended")
 
 
 def test_untested_version_is_warned_about_once(
