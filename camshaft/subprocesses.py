@@ -185,11 +185,13 @@ def resident_memory(pid: int | None, entry: str = "VmRSS") -> int:
 
 
 def _state(pid: int) -> str:
-    """Return the state letter of a process in /proc, or X if it does not exist."""
+    """Return the state letter of a process in /proc, X if it does not exist, or R if the state cannot be read."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8")
     except (FileNotFoundError, ProcessLookupError):
         return "X"
+    except OSError:  # for example, too many files are open
+        return "R"
     return stat.rpartition(")")[2].split()[0]
 
 

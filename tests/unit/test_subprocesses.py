@@ -1,5 +1,6 @@
 """Messages between processes, and children that end with their parent."""
 
+import errno
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import threading
 import time
 import uuid
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -24,6 +26,7 @@ from camshaft.subprocesses import (
     MessageReader,
     Wait,
     describe_exit,
+    is_running,
     kill_group,
     limit_waits,
     pack,
@@ -188,6 +191,11 @@ def test_a_cancelled_guard_does_not_kill_the_group():
         guard.cancel()
         assert still_running([process.pid], 1) == [process.pid]
         process.communicate(b"\n")
+
+
+def test_a_process_whose_state_cannot_be_read_is_running(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Path, "read_text", Mock(side_effect=OSError(errno.EMFILE, "Too many open files")))
+    assert is_running(os.getpid())
 
 
 def test_a_killed_group_includes_grandchildren():
