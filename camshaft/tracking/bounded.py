@@ -32,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 class SynchronousTracker:
-    """A tracker that is called synchronously."""
+    """A tracker that is called synchronously. `errors` are the exceptions that are logged."""
 
-    def __init__(self, name: str, start: Callable[[], Tracker]):
-        self.name = name
+    def __init__(self, name: str, start: Callable[[], Tracker], errors: type[BaseException] = Exception):
+        self.name, self._errors = name, errors
         self._calls = self._failed = 0
         self._tracker = start()
 
@@ -44,7 +44,7 @@ class SynchronousTracker:
         self._calls += 1
         try:
             call(self._tracker)
-        except Exception as error:
+        except self._errors as error:
             self._failed += 1
             if self._failed == 1:
                 message = "the tracker '%s' failed at step %d: %s: %s. The run continues to log later steps"
@@ -55,7 +55,7 @@ class SynchronousTracker:
         try:
             self._tracker.on_run_end(ending)
             self._tracker.finish()
-        except Exception as error:
+        except self._errors as error:
             logger.warning("the tracker '%s' failed to close: %s: %s", self.name, type(error).__name__, error)
         if self._failed > 1:
             logger.warning("the tracker '%s' failed in %d of %d calls", self.name, self._failed, self._calls)
@@ -110,7 +110,8 @@ class ThreadedTracker:
 
     def _work(self, start: Callable[[], Tracker], started: Future[None]) -> None:
         try:
-            tracker = SynchronousTracker(self.name, start)
+            # SystemExit would end this thread without a message.
+            tracker = SynchronousTracker(self.name, start, BaseException)
         except BaseException as error:
             started.set_exception(error)
             return

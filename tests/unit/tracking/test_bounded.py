@@ -45,6 +45,15 @@ class FullDisk(Plain):
         super().log(metrics, step)
 
 
+class Exiting(Plain):
+    """A tracker that tries to end the program at odd steps."""
+
+    def log(self, metrics, step):
+        if step % 2:
+            sys.exit("the login has expired")
+        super().log(metrics, step)
+
+
 class AtOnce(FullDisk):
     synchronous = True
 
@@ -111,6 +120,12 @@ def test_a_failing_tracker_is_logged_once_and_called_again(state, log, caplog, n
         "The run continues to log later steps",
         f"the tracker 'faulty:{name}' failed in 3 of 6 calls",
     ]
+
+
+def test_a_tracker_that_exits_is_logged_and_called_again(state, log, caplog):
+    log("Exiting", 6)
+    assert state.steps == [2, 4, 6]
+    assert "failed at step 1: SystemExit: the login has expired. The run continues" in caplog.messages[0]
 
 
 def test_a_hanging_tracker_is_logged_once_and_abandoned(state, log, caplog, monkeypatch):
