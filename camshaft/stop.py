@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import signal
 import threading
 import time
@@ -53,8 +54,11 @@ class Stop:
             # Write to the descriptor directly, because the signal can interrupt a log call.
             again = "press Ctrl-C again to stop" if number == signal.SIGINT else "send the signal again to exit"
             message = f"\ncamshaft: {self.requested.name}: finishing the current step and saving; {again} immediately\n"
+            output = select.poll()
+            output.register(2, select.POLLOUT)
             with contextlib.suppress(OSError):  # the terminal may be closed
-                os.write(2, message.encode())
+                if output.poll(0):  # a write to a full pipe would block
+                    os.write(2, message.encode())
         elif now - self.request_time > SAME_SECONDS:
             if number == signal.SIGINT:
                 raise KeyboardInterrupt

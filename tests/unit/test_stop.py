@@ -1,3 +1,4 @@
+import contextlib
 import os
 import signal
 import subprocess
@@ -43,6 +44,21 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
     start = time.monotonic()
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGTERM
     assert time.monotonic() - start < 30
+
+
+def test_a_signal_does_not_wait_for_the_reader_of_the_output() -> None:
+    program = "from camshaft.stop import handle_stop_signals\nimport os\n"
+    program += "with handle_stop_signals() as stop:\n    os.kill(os.getpid(), 15)\n    os._exit(stop.requested)\n"
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(4096))
+    os.set_blocking(writer, True)
+    command = [sys.executable, "-c", program]
+    assert subprocess.run(command, check=False, stderr=writer, timeout=60).returncode == signal.SIGTERM
+    os.close(reader)
+    os.close(writer)
 
 
 def test_no_signal_handler_outside_the_main_thread() -> None:
