@@ -454,9 +454,10 @@ class _Worker:
         self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process runs
         stack_file, pipe = self._stack_file.fileno(), subprocess.PIPE
         command = ["-u", "-m", "camshaft.rewards.worker", str(stack_file)]
-        pipes = {"stdin": pipe, "stdout": pipe, "stderr": pipe}
         with block_stop_signals():
-            self._process = start_python(command, **pipes, bufsize=0, pass_fds=[stack_file])
+            self._process = start_python(
+                command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, pass_fds=[stack_file]
+            )
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None
