@@ -131,6 +131,14 @@ def read_prompts(
         check_prompt(row[options.prompt_key], location, options.prompt_key)
         for row, location in zip(table.rows, locations, strict=True)
     ]
+    num_answered = sum(not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" for prompt in prompts)
+    if num_answered:
+        logger.warning(
+            "the last message of '%s' has the role assistant in %d of %d rows (%s), so it is part of the prompt, and "
+            "the responses continue after it; unless this is intended, remove that message, or set data.prompt_key to "
+            "a column without the answer",
+            *(options.prompt_key, num_answered, len(prompts), ", ".join(map(str, table.files))),
+        )
     return TokenizedPrompts(table, prompts, tokenize(prompts, tokenizer, locations, options.workers))
 
 

@@ -105,9 +105,11 @@ def _check_prompts(
         _print_schema(files, [*options.required_columns(), *OPTIONAL], rewards, print_line)
         prompts = tokenized_prompts[name] = read_prompts(files, tokenizer, options, max_rows)
         if train:
-            text = render_prompt(prompts.prompts[0], tokenizer, prompts.table.location(0))
+            first = prompts.prompts[0]
+            text = render_prompt(first, tokenizer, prompts.table.location(0))
+            template = "" if isinstance(first, str) else " with the chat template applied"
             print_line(
-                f"  first prompt with the chat template applied:\n{_shorten(text, _MAX_CHARACTERS)}\n  "
+                f"  first prompt{template}:\n{_shorten(text, _MAX_CHARACTERS)}\n  "
                 f"({_describe_first_prompt(prompts)})"
             )
         _print_lengths(prompts, options, print_line)

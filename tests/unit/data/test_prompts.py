@@ -32,6 +32,16 @@ def test_messages_match_apply_chat_template(load, tokenizer):
         assert ids.tolist() == tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
 
 
+def test_prompts_that_end_with_an_answer_are_counted_in_a_warning(load, caplog):
+    answered = [*user("1+2="), {"role": "assistant", "content": "3"}]
+    load([row(answered), row(user("3+4=")), row(answered)])
+    [message] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "the last message of 'prompt' has the role assistant in 2 of 3 rows" in message
+    caplog.clear()
+    load([row(user("3+4="))])
+    assert not caplog.records
+
+
 def test_plain_text_matches_the_tokenizer(load, tokenizer):
     batch = load([row("1+2="), row("10+20=")]).batch
     assert [ids.tolist() for ids in batch["prompts"].rows()] == [

@@ -128,6 +128,15 @@ def test_a_column_question_holds_the_prompts(check: Check) -> None:
     status, output = check(rows, val=rows, reward="return 1.0")
     assert status == 0
     assert "question             0 missing    string" in output
+    assert "  first prompt:\n1+2=\n" in output
+
+
+def test_prompts_that_end_with_an_answer_are_reported(check: Check) -> None:
+    answered = row("1+2=", "3")
+    answered["prompt"].append({"role": "assistant", "content": "3"})
+    status, output = check([answered, row("3+4=")])
+    assert status == 0
+    assert "has the role assistant in 1 of 2 rows" in output
 
 
 def test_parameters_with_defaults_are_no_columns(check: Check) -> None:
