@@ -50,6 +50,7 @@ _CHECKPOINTING = ("enable_gradient_checkpointing", "gradient_checkpointing_mode"
 CHECKPOINTS_TO_KEEP = 2
 """Checkpoints that are kept if they are saved by time. A damaged newest one can be replaced by the one before it."""
 
+EPOCHS = "trainer.total_epochs"
 BATCH, MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
@@ -242,6 +243,13 @@ def _test_freq(settings: Settings) -> tuple[Any, str]:
     return AUTO, "up to a fifth of the time, and at the end"
 
 
+def _epochs(default: int) -> Rule:
+    def choose(settings: Settings) -> tuple[Any, str]:
+        return (default if settings.get("trainer.total_training_steps") is None else None), ""
+
+    return choose
+
+
 def _save_freq(_: Settings) -> tuple[Any, str]:
     return AUTO, "every 10 minutes, and at the end"
 
@@ -303,9 +311,10 @@ RULES: dict[type[Section], dict[str, Rule]] = {
         "trainer.test_freq": _test_freq,
         "trainer.save_freq": _save_freq,
         "trainer.max_actor_ckpt_to_keep": _checkpoints_to_keep,
+        EPOCHS: _epochs(30),
     },
-    SFTConfig: _SUPERVISED,
-    RMConfig: _SUPERVISED,
+    SFTConfig: {**_SUPERVISED, EPOCHS: _epochs(4)},
+    RMConfig: {**_SUPERVISED, EPOCHS: _epochs(1)},
     GenerateConfig: {
         **_PLACE,
         "rollout.name": _rollout,

@@ -35,6 +35,8 @@ _CHANGES = {
 class StatefulLoader:
     """Iterator over batches of `data` that covers `total_epochs` epochs and starts at the current position.
 
+    With `total_epochs=None`, it has no end.
+
     `drop_last`, which PPO requires, drops the rows at the end of an epoch that do not fill a batch. With `shuffle`,
     each epoch drops different rows. Column `uid` becomes `<epoch>/<uid>`, which is unique in the run.
     """
@@ -44,7 +46,7 @@ class StatefulLoader:
         data: DataProto,
         batch_size: int,
         *,
-        total_epochs: int = 1,
+        total_epochs: int | None = 1,
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = True,
@@ -84,12 +86,13 @@ class StatefulLoader:
 
     def __len__(self) -> int:
         """Return the number of steps in all epochs, which is an upper bound if steps use more rows."""
+        assert self.total_epochs is not None, "the loader has no end"
         return self.steps_per_epoch * self.total_epochs
 
     @property
     def exhausted(self) -> bool:
         """True after the last batch of the last epoch."""
-        return self.epoch >= self.total_epochs
+        return self.total_epochs is not None and self.epoch >= self.total_epochs
 
     def __iter__(self) -> Iterator[DataProto]:
         while not self.exhausted:

@@ -109,8 +109,7 @@ def _check_prompts(
             text = render_prompt(first, tokenizer, prompts.table.location(0))
             template = "" if isinstance(first, str) else " with the chat template applied"
             print_line(
-                f"  first prompt{template}:\n{_shorten(text, _MAX_CHARACTERS)}\n  "
-                f"({_describe_first_prompt(prompts)})"
+                f"  first prompt{template}:\n{_shorten(text, _MAX_CHARACTERS)}\n  ({_describe_first_prompt(prompts)})"
             )
         _print_lengths(prompts, options, print_line)
         try:

@@ -460,5 +460,5 @@ def run_ppo(config: PPOConfig, extensions: Extensions | None = None) -> int:
         if stop.status:
             run.say_how_to_resume()
         elif not only_validate:
-            run.say_results(parts.total_steps, from_python=extensions.from_python)
+            run.say_results(parts.total_steps, parts.loader.steps_per_epoch, from_python=extensions.from_python)
     return stop.status

@@ -100,7 +100,9 @@ class Session:
         if choices := format_choices(config):
             self.say(choices)
 
-    def say_results(self, total_steps: int, model: str | None = None, from_python: bool = False) -> None:
+    def say_results(
+        self, total_steps: int, steps_per_epoch: int, model: str | None = None, from_python: bool = False
+    ) -> None:
         """Print where the results of a finished run are, and what to do with them."""
         trainer, folder = self.trainer, Path(self.trainer.default_local_dir)
         places = {"metrics": folder / FILE_NAME, "model": model, "checkpoints": folder}
@@ -116,16 +118,23 @@ class Session:
         if has_checkpoint and from_python:
             if model is None:
                 lines["export"] = f"run.export({str(target)!r})"
-            lines["train longer"] = f"run.resume(steps={2 * total_steps})"
+            lines["train longer"] = f"run.resume({', '.join(self._twice_as_long(total_steps, steps_per_epoch))})"
         elif has_checkpoint:
             if model is None:
                 lines["export"] = f"camshaft export {shlex.quote(str(folder))} {shlex.quote(str(target))}"
-            longer = f"epochs={2 * trainer.total_epochs}"
-            if trainer.total_training_steps == total_steps:
-                longer = f"steps={2 * total_steps}"
+            longer = " ".join(self._twice_as_long(total_steps, steps_per_epoch))
             place = "" if trainer.experiment_name else f"out={shlex.quote(str(folder))} "
             lines["train longer"] = f"the same command with {place}{longer}"
         self.say("\n".join(f"{name:<14} {text}" for name, text in lines.items()))
+
+    def _twice_as_long(self, total_steps: int, steps_per_epoch: int) -> Iterator[str]:
+        """Yield the values of the keys that limit the run, for twice as many steps."""
+        by_steps = self.trainer.total_training_steps == total_steps
+        if by_steps:
+            yield f"steps={2 * total_steps}"
+        epochs = self.trainer.total_epochs
+        if epochs is not None and (not by_steps or epochs * steps_per_epoch < 2 * total_steps):
+            yield f"epochs={2 * epochs}"
 
     def tracking(
         self, config: PPOConfig | SupervisedConfig, total_steps: int, saved: SavedCheckpoint | None, subfolder: str = ""
@@ -330,12 +339,15 @@ def fit_batch(config: TrainingConfig, rows: int) -> TrainingConfig:
 
 def run_length(trainer: TrainerConfig | SupervisedTrainerConfig, loader: StatefulLoader) -> int:
     """Return the number of steps, which is `total_training_steps` or the length of the data, if that is less."""
-    configured, available = trainer.total_training_steps, len(loader)
+    configured = trainer.total_training_steps
+    if trainer.total_epochs is None and configured is not None:
+        return configured
+    available = len(loader)
     if configured is None or configured <= available:
         return configured or available
     logger.warning(
         "trainer.total_training_steps=%d: the data has only %d steps (trainer.total_epochs=%d with %d steps each); "
-        "increase trainer.total_epochs to train for more steps",
+        "increase trainer.total_epochs, or do not set it, to train for more steps",
         *(configured, available, trainer.total_epochs, loader.steps_per_epoch),
     )
     return available

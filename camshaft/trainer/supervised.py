@@ -305,5 +305,6 @@ def run_supervised(
             run.say_how_to_resume()
         else:
             run.say(f"wrote {config.export_path()}")
-            run.say_results(trainer.total_steps, config.export_path(), from_python=extensions.from_python)
+            steps_per_epoch = trainer.loader.steps_per_epoch
+            run.say_results(trainer.total_steps, steps_per_epoch, config.export_path(), extensions.from_python)
     return stop.status

@@ -44,7 +44,8 @@ from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import OptimSection
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import GeneratorConfig
-from camshaft.config.schema.supervised import SupervisedConfig
+from camshaft.config.schema.supervised import SupervisedConfig, SupervisedTrainerConfig
+from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.short_names import RECIPES
 from camshaft.config.tree import format_value
 from camshaft.plugins import TRACKERS
@@ -454,6 +455,7 @@ def _check_validation_sampling(config: PPOConfig) -> Iterator[Problem]:
 def _check_run(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
     yield from _check_training_files(config.data.train_files)
+    yield from _check_length(trainer)
     if not config.data.val_files and (trainer.val_before_train or trainer.val_only or trainer.test_freq != -1):
         related = ("trainer.val_before_train", "trainer.test_freq", "trainer.val_only")
         off = ["trainer.val_only=false"] * trainer.val_only + ["trainer.val_before_train=false", "trainer.test_freq=-1"]
@@ -491,6 +493,12 @@ def check_critic_warmup(warmup: int, total_steps: int) -> Iterator[Problem]:
             f"never be trained. Set trainer.critic_warmup to less than {total_steps}, or train longer."
         )
         yield Problem("trainer.critic_warmup", warmup, message, ("trainer.total_training_steps",))
+
+
+def _check_length(trainer: TrainerConfig | SupervisedTrainerConfig) -> Iterator[Problem]:
+    if trainer.total_epochs is None and trainer.total_training_steps is None:
+        message = "the run has no end. Set trainer.total_training_steps or trainer.total_epochs."
+        yield Problem("trainer.total_epochs", None, message, ("trainer.total_training_steps",))
 
 
 def _check_training_files(paths: Iterable[str]) -> Iterator[Problem]:
@@ -540,6 +548,7 @@ def _check_supervised(config: SupervisedConfig) -> Iterator[Problem]:
         message = f"is smaller than the longest {kind}: data.max_length={data.max_length}. Set {max_length} or more."
         yield Problem("data.max_token_len_per_gpu", data.max_token_len_per_gpu, message, ("data.max_length",))
     yield from _check_training_files(data.train_files)
+    yield from _check_length(trainer)
     if not data.val_files and trainer.test_freq != -1:
         message = "validation requires data. Set data.val_files, or trainer.test_freq=-1."
         yield Problem("data.val_files", None, message, ("trainer.test_freq",))

@@ -61,9 +61,15 @@ class SupervisedDataConfig(Section):
 class SupervisedTrainerConfig(PlacementConfig):
     """Run length, devices, logging, validation and checkpoints."""
 
-    total_epochs: int = Field(ge=1, description="Number of epochs over the training data.")
+    total_epochs: Annotated[int | None, Auto()] = Field(
+        ge=1,
+        description="Maximum number of epochs over the training data. auto is null if total_training_steps is set, "
+        "and otherwise 4 for camshaft sft and 1 for camshaft rm. null sets no limit.",
+    )
     total_training_steps: int | None = Field(
-        ge=1, description="Maximum number of optimizer steps. null trains for total_epochs."
+        ge=1,
+        description="Maximum number of optimizer steps. null trains for total_epochs. If both are set, the smaller "
+        "one counts.",
     )
     project_name: Text = Field(description="Project name in experiment trackers and in the default checkpoint folder.")
     experiment_name: Text | None = Field(

@@ -33,9 +33,15 @@ class TrainerConfig(PlacementConfig):
         description="Additional resource pools that roles can select, for example {critic_pool: {nnodes: 1, "
         "n_gpus_per_node: 4}}."
     )
-    total_epochs: int = Field(ge=1, description="Number of epochs over the training prompts.")
+    total_epochs: Annotated[int | None, Auto()] = Field(
+        ge=1,
+        description="Maximum number of epochs over the training prompts. auto is null if total_training_steps is set, "
+        "and 30 otherwise. null sets no limit.",
+    )
     total_training_steps: int | None = Field(
-        ge=1, description="Maximum number of training iterations. null trains for total_epochs."
+        ge=1,
+        description="Maximum number of training iterations. null trains for total_epochs. If both are set, the smaller "
+        "one counts.",
     )
     project_name: Text = Field(description="Project name in experiment trackers and in the default checkpoint folder.")
     experiment_name: Text | None = Field(

@@ -115,6 +115,22 @@ def test_validation_and_checkpoints_need_no_keys(
     assert (trainer.val_before_train, trainer.test_freq, trainer.save_freq, keep) == schedule
 
 
+@pytest.mark.parametrize(
+    ("keys", "epochs"), [([], 30), (["steps=1000"], None), (["epochs=2", "steps=1000"], 2), (["epochs=2"], 2)]
+)
+def test_steps_lift_the_limit_of_epochs_that_are_not_set(
+    keys: list[str], epochs: int | None, own_task: list[str]
+) -> None:
+    assert load_ppo([*own_task, *keys], machine=LAPTOP).trainer.total_epochs == epochs
+
+
+def test_a_run_has_an_end(own_task: list[str], sft_words: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"total_epochs = null\s+the run has no end. Set trainer.total_training"):
+        load_ppo([*own_task, "epochs=null"], machine=LAPTOP)
+    with pytest.raises(ConfigError, match="the run has no end"):
+        load_sft([*sft_words, "epochs=null"], machine=LAPTOP)
+
+
 def test_a_set_validation_requires_data(own_task: list[str]) -> None:
     with pytest.raises(ConfigError, match="validation requires prompts"):
         load_ppo([*own_task, "trainer.test_freq=2"])

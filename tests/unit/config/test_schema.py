@@ -152,10 +152,11 @@ DEVIATIONS = {
     "actor_rollout_ref.rollout.tensor_model_parallel_size": 1,
     "reward_model.model.input_tokenizer": None,
     "trainer.n_gpus_per_node": "auto",
+    "trainer.total_epochs": "auto",
     "trainer.save_freq": "auto",
     "trainer.test_freq": "auto",
 }
-"""Defaults that start on any machine, where those of the specification need eight GPUs and certain files."""
+"""Defaults that fit any machine and run length, where those of the specification need eight GPUs and certain files."""
 
 
 def test_keys_and_defaults_match_the_specification():

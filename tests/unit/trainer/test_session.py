@@ -41,6 +41,36 @@ def test_more_steps_than_data_is_reported(trainer: TrainerConfig, caplog: pytest
     assert "the data has only 6 steps (trainer.total_epochs=3 with 2 steps each)" in caplog.text
 
 
+def test_steps_without_a_limit_of_epochs_are_all_made(trainer: TrainerConfig) -> None:
+    unlimited = trainer.model_copy(update={"total_training_steps": 50, "total_epochs": None})
+    endless = StatefulLoader(DataProto.from_dict({"x": torch.arange(9)}), 4, total_epochs=None)
+    assert run_length(unlimited, endless) == 50
+    assert [next(iter(endless))["x"].shape[0] for _ in range(50)] == [4] * 50
+
+
+@pytest.mark.parametrize(
+    ("epochs", "limit", "total", "keys"),
+    [
+        (3, None, 6, "epochs=6"),
+        (None, 6, 6, "steps=12"),
+        (9, 6, 6, "steps=12"),
+        (3, 50, 6, "epochs=6"),
+        (3, 4, 4, "steps=8, epochs=6"),
+    ],
+)
+def test_the_keys_that_limit_the_run_are_suggested(
+    epochs: int | None, limit: int | None, total: int, keys: str, trainer: TrainerConfig, capsys: pytest.CaptureFixture
+) -> None:
+    changed = trainer.model_copy(update={"total_epochs": epochs, "total_training_steps": limit})
+    with session(changed) as run:
+        (Path(trainer.default_local_dir) / "latest_checkpointed_iteration.txt").write_text("6")
+        run.say_results(total, 2, from_python=True)
+        run.say_results(total, 2)
+    out = capsys.readouterr().out
+    assert f"run.resume({keys})" in out
+    assert out.rstrip().endswith(f" {keys.replace(',', '')}")
+
+
 def test_a_session_seeds_libraries_and_removes_its_log_handler(trainer: TrainerConfig) -> None:
     root = logging.getLogger("camshaft")
     before = list(root.handlers)
@@ -182,7 +212,7 @@ def test_the_suggested_export_folder_does_not_exist(
     def suggestion() -> str:
         with session(trainer) as run:
             (folder / "latest_checkpointed_iteration.txt").write_text("2")
-            run.say_results(2)
+            run.say_results(2, 2)
         return next(line.split()[-1] for line in capsys.readouterr().out.splitlines() if line.startswith("export"))
 
     first = suggestion()
@@ -196,8 +226,8 @@ def test_a_run_from_python_suggests_python_calls(
     monkeypatch.chdir(tmp_path)
     with session(trainer) as run:
         (Path(trainer.default_local_dir) / "latest_checkpointed_iteration.txt").write_text("2")
-        run.say_results(2, from_python=True)
+        run.say_results(2, 2, from_python=True)
     out = capsys.readouterr().out
     assert "export         run.export('models/" in out
-    assert "train longer   run.resume(steps=4)" in out
+    assert "train longer   run.resume(epochs=6)" in out
     assert "command" not in out
