@@ -32,11 +32,12 @@ from camshaft.config.short_names import (
 from camshaft.config.tree import expand_keys, flatten, get, leaf_fields
 from camshaft.errors import ConfigError
 from camshaft.machine import detect_machine
+from camshaft.runs.inputs import FOLDER as INPUTS
 from camshaft.runs.inputs import is_path, plain, save_model, save_rows, save_tokenizer
 from camshaft.runs.run import PYTHON, Launch, Run
 from camshaft.stop import ENDED_BY_SIGNAL
 from camshaft.tracking.base import Command
-from camshaft.tracking.run_folder import INFO
+from camshaft.tracking.run_folder import RunFolder
 
 SCHEMAS: dict[Command, type[PPOConfig] | type[SFTConfig] | type[RMConfig]] = {
     "ppo": PPOConfig,
@@ -140,6 +141,8 @@ def _values(command: Command, objects: Objects, keys: Mapping[str, Any], config:
     values = flat_values({**plain(config), **plain(keys), **plain(given)}, schema)
     if is_path(objects.tokenizer) and is_path(objects.model):
         values |= _tokenizer_key(command, plain(objects.tokenizer))
+    if values.get(FOLDER, "") is None:  # out=None, as without the argument
+        del values[FOLDER]
     if objects.val_data is None and "data.val_files" not in values:
         values["data.val_files"] = None
     return values
@@ -171,7 +174,7 @@ def _tokenizer_key(command: Command, path: str) -> dict[str, Any]:
 def _written_objects(launch: Launch, objects: Objects) -> Iterator[tuple[Path | None, Launch]]:
     """Write the objects to the run folder. Yield this folder, or None without objects, and the launch with their paths.
 
-    An error in the block removes the folder if this function has created it.
+    An error removes what this function has written, but nothing that another run has written to the folder meanwhile.
     """
     schema = SCHEMAS[launch.command]
     names = short_names(schema)
@@ -183,9 +186,9 @@ def _written_objects(launch: Launch, objects: Objects) -> Iterator[tuple[Path | 
         names[name]: _name(value) for name, value in objects._asdict().items() if name in unsaved & {*names}
     }
     folder = _run_folder({**placeholders, **launch.values}, schema)
-    is_new = not folder.exists()
+    is_new, existing = not folder.exists(), set(folder.glob(f"{INPUTS}/*"))
+    values = {**launch.values, FOLDER: str(folder)}
     try:
-        values = {**launch.values, FOLDER: str(folder)}
         for name, rows in {"data": objects.data, "val_data": objects.val_data}.items():
             if name in unsaved:
                 values[names[name]] = save_rows(rows, folder, name)
@@ -195,8 +198,13 @@ def _written_objects(launch: Launch, objects: Objects) -> Iterator[tuple[Path | 
             values |= _tokenizer_key(launch.command, save_tokenizer(objects.tokenizer, folder))
         yield folder, Launch(launch.command, values, launch.reward, launch.on_step)
     except BaseException:
-        if is_new:
-            shutil.rmtree(folder, ignore_errors=True)
+        keys = [*(names[name] for name in unsaved & {*names}), _TOKENIZER]
+        for path in {Path(str(values[key])) for key in keys if key in values} - existing:
+            if path.parent == folder / INPUTS:
+                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty
+            for empty in (folder / INPUTS, folder) if is_new else ():
+                empty.rmdir()
         raise
 
 
@@ -231,15 +239,21 @@ def _with_function(launch: Launch) -> dict[str, Any]:
 
 def _train(config: PPOConfig | SFTConfig | RMConfig, launch: Launch, folder: Path) -> Run:
     """Train, and return the run. Ctrl-C ends the training, and another stop signal also ends this process."""
+    earlier = _start_time(folder)
     try:
         status = _status(config, launch)
     except KeyboardInterrupt:
-        if not (folder / INFO).exists():  # interrupted before the first step
+        if _start_time(folder) == earlier:  # interrupted before the first step
             raise
         status = ENDED_BY_SIGNAL + signal.SIGINT
     if status > ENDED_BY_SIGNAL and status != ENDED_BY_SIGNAL + signal.SIGINT:
         signal.raise_signal(status - ENDED_BY_SIGNAL)  # delayed until the checkpoint was saved
     return Run(folder, launch)
+
+
+def _start_time(folder: Path) -> Any:
+    """Return the time at which the last run in a folder started, or None."""
+    return RunFolder(folder).info().get("started") if folder.expanduser().is_dir() else None
 
 
 def _status(config: PPOConfig | SFTConfig | RMConfig, launch: Launch) -> int:

@@ -11,9 +11,11 @@ import pytest
 from support.command_line import camshaft, sft_args
 
 from camshaft import load_run
+from camshaft.config import load_sft
 from camshaft.errors import ConfigError, RewardError
-from camshaft.runs.run import Text
-from camshaft.runs.start import recorded_values
+from camshaft.runs import start
+from camshaft.runs.run import Launch, Text
+from camshaft.runs.start import Objects, recorded_values
 from camshaft.tracking import RunInfo, Tracking
 from camshaft.tracking.record import RECORD, log_to_file
 from camshaft.tracking.run_folder import RunFolderError
@@ -104,6 +106,43 @@ def test_an_interrupted_run_has_no_error(tmp_path: Path) -> None:
     with suppress(KeyboardInterrupt), Tracking([RECORD], RunInfo("p", "e", tmp_path, 3)):
         raise KeyboardInterrupt
     assert (load_run(tmp_path).status, load_run(tmp_path).error) == ("stopped", None)
+
+
+def test_ctrl_c_before_a_resumed_run_has_begun_ends_the_program(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, launch = load_sft(sft_args(tmp_path)), Launch("sft", {})
+    folder = copy_of(home, tmp_path)
+
+    def interrupt(*_: object) -> int:
+        if begun:
+            copy_of(home, folder, started=1.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(start, "_status", interrupt)
+    begun = False
+    with pytest.raises(KeyboardInterrupt):
+        start._train(config, launch, folder)
+    begun = True
+    assert start._train(config, launch, folder).folder == folder
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_failed_start_removes_only_its_own_inputs(shared: bool, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    launch, rows = Launch("sft", {"trainer.default_local_dir": str(folder)}), [{"prompt": "a", "response": "b"}]
+    with suppress(ConfigError), start._written_objects(launch, Objects("m", None, rows, rows)):
+        assert len([*(folder / "inputs").iterdir()]) == 2
+        if shared:
+            (folder / "run.json").write_text("{}", encoding="utf-8")  # of another run
+        raise ConfigError("no model")
+    assert [path.name for path in folder.rglob("*")] == ["run.json"] * shared
+    assert folder.exists() == shared
+
+
+def test_out_none_is_as_without_out() -> None:
+    values = start._values("sft", Objects("m", None, [{}], None), {"out": None}, {})
+    assert "trainer.default_local_dir" not in values
 
 
 def test_what_a_run_lacks_is_named(home: Path, tmp_path: Path) -> None:
