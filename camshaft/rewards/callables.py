@@ -10,16 +10,20 @@ importable modules by name. The bytes are sent through the pipe to a worker. The
 
 from __future__ import annotations
 
+import dis
 import hashlib
 import pickle
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from types import CodeType, FunctionType, MethodType
+from functools import lru_cache, partial
+from io import BytesIO
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from camshaft.errors import RewardError
 
 Function = Callable[..., Any]
+_Cached = type(lru_cache(len))
+_MAIN = "__main__"
 
 
 class PickledFunction(NamedTuple):
@@ -61,7 +65,8 @@ def name_of(function: Function) -> str:
     """Return a name for messages and metrics."""
     while isinstance(function, partial):
         function = function.func
-    name = function.__name__ if isinstance(function, FunctionType | MethodType | type) else type(function).__name__
+    named = isinstance(function, FunctionType | MethodType | type | _Cached)
+    name = function.__name__ if named else type(function).__name__
     return name if name.isidentifier() else "reward"
 
 
@@ -90,10 +95,8 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 
 def _pickle(function: Function, name: str, label: str, weight: float) -> PickledFunction:
-    import cloudpickle
-
     try:
-        data = cloudpickle.dumps(function)
+        data = _dumps(function)
     except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
         raise RewardError(
             f"the reward function '{name}' cannot be sent to the scoring processes: {error}. Create such objects "
@@ -101,6 +104,25 @@ def _pickle(function: Function, name: str, label: str, weight: float) -> Pickled
         ) from error
     checksum = hashlib.sha256(repr(_describe(function, ())).encode()).hexdigest()
     return PickledFunction(name, data, checksum, label, weight)
+
+
+def _dumps(function: Function) -> bytes:
+    """Pickle a function. Functions of a script with `lru_cache`, which pickle would name, are pickled by value."""
+    import cloudpickle
+
+    class Pickler(cloudpickle.Pickler):
+        def reducer_override(self, obj: Any) -> Any:
+            if isinstance(obj, _Cached) and (obj.__module__ == _MAIN or "<locals>" in obj.__qualname__):
+                return _cache, (obj.__wrapped__, obj.cache_parameters())
+            return super().reducer_override(obj)
+
+    with BytesIO() as file:
+        Pickler(file).dump(function)
+        return file.getvalue()
+
+
+def _cache(function: Function, parameters: Mapping[str, Any]) -> Any:
+    return lru_cache(**parameters)(function)
 
 
 _PLAIN = (str, bytes, bool, int, float, complex, type(None))
@@ -121,7 +143,10 @@ def _describe(value: Any, parents: tuple[int, ...]) -> Any:
         return value.co_code, value.co_names, value.co_varnames, list(map(describe, value.co_consts))
     if isinstance(value, FunctionType):
         cells = [describe(cell.cell_contents) for cell in value.__closure__ or ()]
-        return describe(value.__code__), describe(value.__defaults__), describe(value.__kwdefaults__), cells
+        parts = [value.__code__, value.__defaults__, value.__kwdefaults__]
+        return *map(describe, parts), cells, *map(describe, _script_globals(value).items())
+    if isinstance(value, _Cached):
+        return describe(value.__wrapped__), repr(value.cache_parameters())
     if isinstance(value, MethodType):
         return describe(value.__func__), type(value.__self__).__qualname__, _settings(value.__self__)
     if isinstance(value, partial):
@@ -138,6 +163,25 @@ def _describe(value: Any, parents: tuple[int, ...]) -> Any:
     if isinstance(call, FunctionType):
         return type(value).__qualname__, describe(call), _settings(value)
     return type(value).__qualname__
+
+
+def _script_globals(function: FunctionType) -> dict[str, Any]:
+    """Return the values and the functions of a script that a function of the script refers to."""
+    if function.__module__ != _MAIN:
+        return {}
+    values = {name: function.__globals__.get(name) for name in sorted(_names(function.__code__))}
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and not name.startswith("__") and not isinstance(value, ModuleType | type)
+        if getattr(value, "__module__", _MAIN) == _MAIN
+    }
+
+
+def _names(code: CodeType) -> set[str]:
+    """Return the names of globals in code and in the functions that it defines."""
+    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
+    return names.union(*(_names(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
 def _settings(value: Any) -> list[tuple[str, str]]:

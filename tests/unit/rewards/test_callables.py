@@ -56,6 +56,42 @@ def test_checksums_depend_on_code_and_not_on_its_place(tmp_path: Path) -> None:
     ]
 
 
+USES_HELPERS = """
+import functools, json, math, subprocess, sys
+from camshaft.rewards.callables import pickle_reward, reward_checksum
+
+@functools.lru_cache(maxsize=9)
+def count(text, depth=2):
+    return len(text) + (count(text, depth - 1) if depth else 0){more}
+
+def half(text):
+    return count(text) / 2
+
+SCALE = {scale}
+
+def reward(response):
+    return sum(map(lambda text: SCALE * half(text), [response])) + 0 * math.pi
+
+functions = pickle_reward(reward)
+load = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read())('abcd'))"
+score = subprocess.run([sys.executable, "-c", load], input=functions[0].data, capture_output=True, check=True).stdout
+print(json.dumps([float(score), reward_checksum(functions)]))
+"""
+
+
+def test_helpers_of_a_script_are_sent_and_identified(tmp_path: Path) -> None:
+    def run(**values: str) -> tuple[float, str]:
+        script = tmp_path / "script.py"
+        script.write_text(USES_HELPERS.format(**{"scale": "10", "more": "", **values}))
+        done = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True, timeout=100)
+        return tuple(json.loads(done.stdout))
+
+    first, scaled, changed = run(), run(scale="20"), run(more=" + 1")
+    assert [score for score, _ in (first, scaled, changed)] == [60.0, 120.0, 75.0]
+    assert run() == first
+    assert len({checksum for _, checksum in (first, scaled, changed)}) == 3
+
+
 def test_checksums_depend_on_captured_values() -> None:
     def make(wanted: object) -> Any:
         return lambda response: response == wanted
