@@ -61,13 +61,13 @@ def reward_checksum(functions: Sequence[PickledFunction]) -> str:
     return hashlib.sha256(repr([(function.checksum, function.weight) for function in functions]).encode()).hexdigest()
 
 
-def name_of(function: Function) -> str:
-    """Return a name for messages and metrics."""
+def name_of(function: Function, default: str = "reward") -> str:
+    """Return a name for messages and metrics, which is `default` for a lambda."""
     while isinstance(function, partial):
         function = function.func
     named = isinstance(function, FunctionType | MethodType | type | _Cached)
     name = function.__name__ if named else type(function).__name__
-    return name if name.isidentifier() else "reward"
+    return name if name.isidentifier() else default
 
 
 def _weighted(reward: Function | Sequence[Any]) -> list[tuple[Function, float]]:

@@ -23,7 +23,7 @@ from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import BaseEngine, StepContext, build_engine
 from camshaft.engine.base import Output, PreprocessFn, RoutingMode
-from camshaft.errors import BatchError
+from camshaft.errors import BatchError, ConfigError
 from camshaft.plugins import load_function
 from camshaft.roles.base import EngineRole, TrainedRole, UpdatePlan, build_counts, select_responses
 
@@ -135,7 +135,7 @@ class ActorWorker(TrainedRole):
         actor, mode = self.actor, self.actor.loss_agg_mode
         counts = build_counts(data, ctx, horizon=self.config.data.max_response_length)
         log_probs = select_responses(predictions, "log_probs", data).values
-        loss, metrics = self.policy_loss(
+        result = self.policy_loss(
             log_probs,
             log_probs.detach() if source == "update" else data["old_log_probs"].values,
             data["advantages"].values,
@@ -144,6 +144,7 @@ class ActorWorker(TrainedRole):
             mode=mode,
             weights=data["rollout_is_weights"].values if self.correction.rollout_is else None,
         )
+        loss, metrics = _checked_loss(actor.policy_loss.loss_mode, result)
         metrics["pg_loss"] = loss
         if actor.entropy_coeff:
             entropy = entropy_loss(select_responses(predictions, "entropy", data).values, counts, mode=mode)
@@ -160,6 +161,18 @@ class ActorWorker(TrainedRole):
             metrics["kl_loss"] = divergence
         ctx["metrics"] = metrics
         return loss, ctx
+
+
+def _checked_loss(mode: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the loss and the metrics that a policy loss returned. Raise ConfigError for other values."""
+    parts = result if isinstance(result, tuple | list) else [result]
+    if len(parts) == 2 and isinstance(parts[0], Tensor) and parts[0].numel() == 1 and isinstance(parts[1], dict):
+        return parts[0], parts[1]
+    returned = [f"tensor {tuple(part.shape)}" if isinstance(part, Tensor) else type(part).__name__ for part in parts]
+    raise ConfigError(
+        f"actor_rollout_ref.actor.policy_loss.loss_mode={mode} returned {', '.join(returned)}; return the loss, a "
+        "scalar tensor, and a dict of metrics, which may be empty"
+    )
 
 
 class RefWorker(EngineRole):

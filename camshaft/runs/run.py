@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -52,6 +52,14 @@ class Launch:
     reward: Callable[..., Any] | Sequence[Any] | None = None
     """Python functions that score the responses. None if the config names the function."""
     on_step: tuple[Callable[..., Any], ...] = field(default=())
+
+
+def as_hooks(on_step: Any) -> tuple[Callable[..., Any], ...]:
+    """Return a hook, a sequence of hooks, or None as a tuple."""
+    hooks = (on_step,) if callable(on_step) or not isinstance(on_step, Iterable) else tuple(on_step)
+    if on_step is not None and not all(map(callable, hooks)):
+        raise ConfigError(f"on_step={on_step!r}; pass a function or a list of functions hook(step, batch, metrics)")
+    return () if on_step is None else hooks
 
 
 class Run:
@@ -197,7 +205,7 @@ class Run:
             self._command(),
             keys if steps is None else {**keys, "steps": steps},
             reward,
-            () if on_step is None else (on_step,) if callable(on_step) else tuple(on_step),
+            as_hooks(on_step),
         )
         return resume(self.folder, self._launch or self._recorded_launch(changed), changed)
 

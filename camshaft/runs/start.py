@@ -34,7 +34,7 @@ from camshaft.errors import ConfigError
 from camshaft.machine import detect_machine
 from camshaft.runs.inputs import FOLDER as INPUTS
 from camshaft.runs.inputs import is_path, plain, save_model, save_rows, save_tokenizer
-from camshaft.runs.run import PYTHON, Launch, Run
+from camshaft.runs.run import PYTHON, Launch, Run, as_hooks
 from camshaft.stop import ENDED_BY_SIGNAL
 from camshaft.tracking.base import Command
 from camshaft.tracking.run_folder import RunFolder
@@ -71,7 +71,7 @@ def start(
     values = _values(command, objects, keys, config or {})
     if reward is not None and not _function(reward):
         values |= flat_values({"reward": plain(reward)}, SCHEMAS[command])
-    launch = Launch(command, values, _function(reward), (on_step,) if callable(on_step) else tuple(on_step))
+    launch = Launch(command, values, _function(reward), as_hooks(on_step))
     with _written_objects(launch, objects) as (folder, launch):
         parsed = _parse(launch)
     folder = folder or Path(parsed.trainer.default_local_dir)
@@ -137,6 +137,12 @@ def _values(command: Command, objects: Objects, keys: Mapping[str, Any], config:
     twice = sorted(keys.keys() & config.keys())
     if twice:
         raise ConfigError(f"{', '.join(twice)}: set both as an argument and in config; remove one of them")
+    function = next((name for name, value in {**config, **keys}.items() if callable(value)), None)
+    if function is not None:
+        raise ConfigError(
+            f"{function} is a Python object; pass a name, or 'module:function' for a function in a file that Python "
+            "can import"
+        )
     given = {name: value for name, value in objects._asdict().items() if is_path(value) and name != "tokenizer"}
     values = flat_values({**plain(config), **plain(keys), **plain(given)}, schema)
     if is_path(objects.tokenizer) and is_path(objects.model):

@@ -29,7 +29,7 @@ from camshaft.algorithms import (
 )
 from camshaft.config import AlgorithmConfig, RolloutCorrectionConfig
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.errors import RewardError
+from camshaft.errors import ConfigError, RewardError
 from camshaft.plugins import load_function
 from camshaft.rewards.manager import RewardResult
 
@@ -121,8 +121,17 @@ def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig, estimator: 
         baselines=batch["reward_baselines"] if "reward_baselines" in batch else None,  # noqa: SIM401
     )
     options = AdvantageOptions(algorithm.gamma, algorithm.lam, algorithm.norm_adv_by_std_in_grpo)
-    row_mask = rewards.mask()
-    advantages, returns = (Ragged.from_padded(grid, row_mask) for grid in estimator(inputs, options))
+    row_mask, grids = rewards.mask(), estimator(inputs, options)
+    parts = [
+        tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
+        for part in (grids if isinstance(grids, tuple | list) else [grids])
+    ]
+    if parts != [inputs.rewards.shape] * 2:
+        raise ConfigError(
+            f"algorithm.adv_estimator={algorithm.adv_estimator} returned {parts}; return two tensors, advantages and "
+            f"returns, both of the shape (B, T) of the rewards, {tuple(inputs.rewards.shape)}"
+        )
+    advantages, returns = (Ragged.from_padded(grid, row_mask) for grid in grids)
     return DataProto.from_dict({"advantages": advantages, "returns": returns})
 
 

@@ -426,8 +426,8 @@ def call_hooks(hooks: Sequence[StepHook], step: int, batch: DataProto, metrics: 
             continue
         if not isinstance(added, Mapping) or not all(_is_metric(*item) for item in added.items()):
             raise ConfigError(
-                f"on_step: {name_of(hook)} returned {shorten(repr(added))}; return None, or a dict that maps names of "
-                "metrics to numbers"
+                f"on_step: {name_of(hook, 'the hook')} returned {shorten(repr(added))}; return None, or a dict that "
+                "maps names of metrics to numbers"
             )
         metrics = metrics | {name: float(value) for name, value in added.items()}
     return metrics

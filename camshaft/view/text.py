@@ -17,7 +17,7 @@ from typing import Any
 
 from camshaft.tracking.console import format_number
 from camshaft.tracking.run_folder import RunFolder, RunFolderError, read_samples
-from camshaft.view.panels import HEADLINES, REWARD, VALIDATION, first_logged
+from camshaft.view.panels import HEADLINES, LABELS, REWARD, VALIDATION, first_logged
 
 MACHINE_KEYS = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.validation_data_dir")
 """Config keys that differ between all runs and are left out of comparisons."""
@@ -35,9 +35,13 @@ def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
 
 def runs_table(runs: Iterable[RunFolder], now: float) -> str:
     """Return one line per run: state, step, phase and its age, reward and validation."""
-    rows = [("run", "state", "step", "phase", "for", "reward", "validation")]
+    runs = list(runs)
     for run in runs:
         run.metrics.poll()
+    progress = [first_logged(REWARD, run.metrics.names) for run in runs]
+    labels = list(dict.fromkeys(LABELS[name] for name in progress if name)) or ["reward"]
+    rows = [("run", "state", "step", "phase", "for", " or ".join(labels), "validation")]
+    for run, name in zip(runs, progress, strict=True):
         info, status, state, names = run.info(), run.status(), run.state(), run.metrics.names
         in_progress = status is not None and state in ("running", "killed")
         rows.append(
@@ -47,7 +51,7 @@ def runs_table(runs: Iterable[RunFolder], now: float) -> str:
                 f"{run.metrics.last_step}/{info.get('total_steps', '?')}",
                 printable(status.phase) if status and in_progress else "",
                 format_age(now - status.since) if status and state == "running" else "",
-                _last(run, first_logged(REWARD, names)),
+                f"{LABELS[name]} {_last(run, name)}" if name and len(labels) > 1 else _last(run, name),
                 _last(run, first_logged(VALIDATION, names)),
             )
         )

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from camshaft.config import PPOConfig, Topology
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.errors import BatchError, EngineError
+from camshaft.errors import BatchError, ConfigError, EngineError
 from camshaft.roles import ActorRolloutRefWorker, ActorWorker, CriticWorker, RefWorker
+from camshaft.roles.actor import _checked_loss
 from camshaft.roles.base import as_sequences, select_responses
 from camshaft.trainer.mini_batches import shard_rows
 
@@ -215,6 +216,14 @@ def test_values_match_transformers(home: Path) -> None:
             logits = model(torch.cat([prompt, response])[None]).logits[0, :, 0]
         # The value of a token is that of the state in which it was chosen.
         torch.testing.assert_close(values, logits[len(prompt) - 1 : -1] * mask, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("result", [torch.tensor(1.0), (torch.ones(3), {}), (torch.tensor(1.0), None), None])
+def test_a_policy_loss_that_breaks_its_contract_is_named(result: Any) -> None:
+    loss = torch.tensor(1.0)
+    assert _checked_loss("my:loss", (loss, {})) == (loss, {})
+    with pytest.raises(ConfigError, match=r"loss_mode=my:loss returned .*; return the loss, a scalar tensor"):
+        _checked_loss("my:loss", result)
 
 
 def test_a_critic_update_returns_metrics_and_reduces_the_loss(home: Path) -> None:

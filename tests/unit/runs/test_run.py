@@ -12,13 +12,15 @@ from support.command_line import camshaft, sft_args
 
 from camshaft import load_run
 from camshaft.config import load_sft
+from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError, RewardError
 from camshaft.runs import start
-from camshaft.runs.run import Launch, Text
+from camshaft.runs.run import Launch, Text, as_hooks
 from camshaft.runs.start import Objects, recorded_values
 from camshaft.tracking import RunInfo, Tracking
 from camshaft.tracking.record import RECORD, log_to_file
 from camshaft.tracking.run_folder import RunFolderError
+from camshaft.trainer.session import call_hooks
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -138,6 +140,16 @@ def test_a_failed_start_removes_only_its_own_inputs(shared: bool, tmp_path: Path
         raise ConfigError("no model")
     assert [path.name for path in folder.rglob("*")] == ["run.json"] * shared
     assert folder.exists() == shared
+
+
+def test_python_objects_that_no_key_accepts_are_named() -> None:
+    with pytest.raises(ConfigError, match="algorithm is a Python object; pass a name, or 'module:function'"):
+        start.start("ppo", Objects("m", None, "d.jsonl", None), {"algorithm": len})
+    with pytest.raises(ConfigError, match="on_step=5; pass a function or a list of functions"):
+        start.start("ppo", Objects("m", None, "d.jsonl", None), {}, on_step=5)  # pyright: ignore[reportArgumentType]
+    assert (as_hooks(None), as_hooks(len), as_hooks([len])) == ((), (len,), (len,))
+    with pytest.raises(ConfigError, match="on_step: the hook returned 7"):
+        call_hooks([lambda *_: 7], 1, DataProto(), {})  # pyright: ignore[reportArgumentType]
 
 
 def test_out_none_is_as_without_out() -> None:

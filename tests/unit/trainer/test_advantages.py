@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 
@@ -5,6 +7,7 @@ from camshaft.algorithms import AdaptiveKL, FixedKL
 from camshaft.config import AlgorithmConfig
 from camshaft.config.schema.algorithm import KLCtrlConfig
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.errors import ConfigError
 from camshaft.trainer.advantages import (
     build_kl_controller,
     compute_advantages,
@@ -117,6 +120,17 @@ def test_groups_are_the_rows_of_one_prompt_in_any_order() -> None:
     assert group_ids(batch).tolist() == [0, 1, 0, 1]
     result = estimated(batch, algorithm(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
     assert result["advantages"].values.tolist() == [-1, -1, -2, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("result", "returned"),
+    [(torch.zeros(2, 3), r"\[\(2, 3\)\]"), ((torch.zeros(2), None), r"\[\(2,\), 'NoneType'\]"), (None, "'NoneType'")],
+)
+def test_an_estimator_that_breaks_its_contract_is_named(result: Any, returned: str) -> None:
+    batch = two_rows()
+    batch = batch.with_columns(token_level_rewards=batch["token_level_scores"])
+    with pytest.raises(ConfigError, match=rf"adv_estimator=my:one returned .*{returned}.*advantages and returns"):
+        compute_advantages(batch, algorithm(adv_estimator="my:one"), lambda *_: result)
 
 
 def test_a_mean_of_rows_counts_the_tokens_of_the_mask() -> None:

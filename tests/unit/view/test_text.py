@@ -144,6 +144,17 @@ def test_the_table_of_runs_tells_a_killed_one(runs: Path, tmp_path: Path) -> Non
     assert lines[2].split()[1:] == ["killed", "20/50", "0.8784"]
 
 
+def test_the_table_of_runs_names_the_metric_of_each_run(runs: Path, tmp_path: Path) -> None:
+    sft = tmp_path / "sft"
+    sft.mkdir()
+    (sft / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.5}\n', encoding="utf-8")
+    header, line = runs_table([RunFolder(sft)], now=0.0).splitlines()
+    assert (header.split()[5:], line.split()[-1]) == (["loss", "validation"], "2.5")
+    header, *lines = runs_table([RunFolder(sft), RunFolder(runs / "first")], now=0.0).splitlines()
+    assert "loss or reward" in header
+    assert [line.split()[-2:] for line in lines] == [["loss", "2.5"], ["reward", "0.8784"]]
+
+
 def test_a_plot_has_a_chart_per_panel_and_a_curve_per_run(runs: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     out = tmp_path / "curves.png"
