@@ -99,7 +99,7 @@ PHASES = (
 
 REWARD = ("critic/score/mean", "train/accuracy", "train/loss")
 """Metrics that stand for the progress of a run. The first of them that a run has logged is shown in tables."""
-LABELS = dict(zip(REWARD, ("reward", "accuracy", "loss"), strict=True))
+LABELS: dict[str, str] = dict(zip(REWARD, ("reward", "accuracy", "loss"), strict=True))
 VALIDATION = ("val/reward/mean", "val/accuracy", "val/loss")
 HEADLINES = (
     *(*REWARD, *VALIDATION, "groups/same_share", "response_length/mean", "response_length/clip_ratio"),
