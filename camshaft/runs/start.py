@@ -192,7 +192,8 @@ def _written_objects(launch: Launch, objects: Objects) -> Iterator[tuple[Path | 
         names[name]: _name(value) for name, value in objects._asdict().items() if name in unsaved & {*names}
     }
     folder = _run_folder({**placeholders, **launch.values}, schema)
-    is_new, existing = not folder.exists(), set(folder.glob(f"{INPUTS}/*"))
+    existing = set(folder.glob(f"{INPUTS}/*"))
+    new_folders = [path for path in (folder / INPUTS, folder, *folder.parents) if not path.exists()]
     values = {**launch.values, FOLDER: str(folder)}
     try:
         for name, rows in {"data": objects.data, "val_data": objects.val_data}.items():
@@ -209,7 +210,7 @@ def _written_objects(launch: Launch, objects: Objects) -> Iterator[tuple[Path | 
             if path.parent == folder / INPUTS:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty
-            for empty in (folder / INPUTS, folder) if is_new else ():
+            for empty in new_folders:
                 empty.rmdir()
         raise
 
