@@ -27,7 +27,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+from camshaft.subprocesses import STOP_SIGNALS
+
 SAME_SECONDS = 1.0
 """Signals within this time after the first one are ignored. `timeout` signals its child and then its process group."""
 ENDED_BY_SIGNAL = 128
@@ -94,16 +95,6 @@ def handle_stop_signals(stop: Stop | None = None, ctrl_c: bool = False) -> Itera
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler or signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def block_stop_signals() -> Iterator[None]:
-    """Block stop signals in processes that are started within the block, until they call `ignore_stop_signals`."""
-    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def ignore_stop_signals(*numbers: signal.Signals) -> None:

@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 """Interval at which a wait checks the process that it waits for. An answer ends the wait immediately."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that stop a run after its current step; see `stop.py`."""
 REPORT_SECONDS = 10.0
 """Time after which a wait is first reported. It doubles for each further report."""
 REPORT_FACTOR = 1.5
@@ -76,6 +78,16 @@ exec 3<&0
 ) <&3 &
 """
 """Shell script that waits for the end of its input and then kills the processes with a variable, such as `name=1`."""
+
+
+@contextlib.contextmanager
+def block_stop_signals() -> Iterator[None]:
+    """Block stop signals in processes that are started within the block, until they call `ignore_stop_signals`."""
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)
 
 
 def start_python(

@@ -39,9 +39,10 @@ from camshaft.controller.worker import RankInfo
 from camshaft.errors import ConfigError
 from camshaft.machine import omp_threads
 from camshaft.stacks import dump_stacks_on_signal, read_stacks
-from camshaft.stop import block_stop_signals, ignore_stop_signals
+from camshaft.stop import ignore_stop_signals
 from camshaft.subprocesses import (
     Frames,
+    block_stop_signals,
     describe_exit,
     end_with,
     kill_group,

@@ -40,7 +40,7 @@ from camshaft.errors import RewardError, ScoringAbandoned
 from camshaft.rewards.messages import CallResult, FunctionInfo, LoadResult, Request, Sample, Spec
 from camshaft.rewards.output import Output
 from camshaft.stacks import innermost_frames, read_stacks
-from camshaft.stop import Stop, block_stop_signals
+from camshaft.stop import Stop
 from camshaft.subprocesses import (
     NO_LIMIT,
     POLL_SECONDS,
@@ -48,6 +48,7 @@ from camshaft.subprocesses import (
     Limit,
     MessageReader,
     Wait,
+    block_stop_signals,
     describe_process,
     kill_group,
     pack,

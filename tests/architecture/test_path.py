@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MAX_FRAMES = 12
-MAX_FILES = 46
+MAX_FILES = 45
 
 
 @pytest.mark.timeout(300)

@@ -9,7 +9,8 @@ import time
 import pytest
 
 from camshaft import stop as stop_module
-from camshaft.stop import STOP_SIGNALS, block_stop_signals, handle_stop_signals
+from camshaft.stop import STOP_SIGNALS, handle_stop_signals
+from camshaft.subprocesses import block_stop_signals
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

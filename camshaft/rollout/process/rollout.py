@@ -35,11 +35,11 @@ from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 from camshaft.rollout.weights.buckets import pack_buckets
 from camshaft.rollout.weights.transport import Sender, open_sender
 from camshaft.stacks import innermost_frames, read_stacks
-from camshaft.stop import block_stop_signals
 from camshaft.subprocesses import (
     POLL_SECONDS,
     Limit,
     Wait,
+    block_stop_signals,
     describe_exit,
     describe_process,
     import_path,
