@@ -17,8 +17,8 @@ usage: camshaft eval key=value ...       score responses: mean@n, best@k, maj@k 
 {short_name_table(EvalConfig)}
 
 Usual keys:
-  data.path=FILE                       responses, by default ~/data/generated.parquet of camshaft generate
-  custom_reward_function.path=FILE     or custom_reward_function.name=gsm8k; by default a built-in function
+  data.path=FILE                       responses (default: ~/data/generated.parquet, from camshaft generate)
+  custom_reward_function.path=FILE     or custom_reward_function.name=gsm8k (default: chosen by data_source)
 Optional outputs:
   data.metrics_path=FILE.json          metrics
   data.output_path=FILE.parquet        all rows with their scores

@@ -44,7 +44,15 @@ _PRINTS = ("--cfg", "-c", "--package", "-p")
 _TAKES_VALUE = (*_FOLDERS, *_PRINTS, "--config-name", "-cn", "--info", "-i", "--experimental-rerun")
 _OPTIONS = (
     *_TAKES_VALUE,
-    *("--hydra-help", "--help", "-h", "--resolve", "--multirun", "-m", "--run", "-r", "--version"),
+    "--hydra-help",
+    "--help",
+    "-h",
+    "--resolve",
+    "--multirun",
+    "-m",
+    "--run",
+    "-r",
+    "--version",
 )
 """Options of Hydra that the commands accept."""
 
@@ -74,7 +82,7 @@ def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
         return [from_container(tree, schema, overridden_keys(overrides))]
     arguments_without_printing = _without_printing(arguments)
     only_print = arguments_without_printing != arguments
-    printed: io.StringIO = io.StringIO()
+    printed = io.StringIO()
     composed: list[Composed] = []
     try:
         with contextlib.redirect_stdout(printed):
@@ -187,7 +195,7 @@ def _run_hydra(argv: list[str], config_name: str, schema: type[Section]) -> list
             )
         settings = HydraConfig.get()
         overrides = list(settings.overrides.task)
-        of_files = keys_of_files(schema, overrides, settings, DEFAULTS.values())
+        of_files = keys_of_files(schema, [*overrides, *settings.overrides.hydra], settings, HOME)
         configs.append(Composed(to_dict(composed), overrides, of_files))
 
     main = hydra.main(version_base="1.3", config_path=str(HOME), config_name=config_name)(collect)

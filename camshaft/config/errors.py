@@ -116,10 +116,15 @@ def from_validation(
             continue
         key = next((part for part in _prefixes(parts) if part in keys), ".".join(parts))
         value = get(tree, key) if has_key(tree, key) else ABSENT
-        message = f"must be {_expected(key, schema)}"
-        if isinstance(value, str) and _NUMBER.fullmatch(value):
+        expected = _expected(key, schema)
+        message = f"must be {expected}"
+        if value == "":
+            message += ", not an empty string"
+        elif (
+            isinstance(value, str) and _NUMBER.fullmatch(value) and ("an integer" in expected or "a number" in expected)
+        ):
             convert = f"'{key}=\"${{oc.decode:${{oc.env:NAME}}}}\"'"
-            message += f", not a text. To convert the value of an environment variable, write {convert}."
+            message += f", but is a string. To convert an environment variable, write {convert}."
         problems[key] = Problem(key, value, message)
     return list(problems.values())
 

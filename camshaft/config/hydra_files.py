@@ -1,6 +1,6 @@
 """Read the config files that Hydra composes: the file of `--config-name`, and the files in its defaults list.
 
-    keys_of_files(PPOConfig, overrides, hydra_config)
+    keys_of_files(PPOConfig, overrides, hydra_config, defaults)
     # {"algorithm.adv_estimator": "dapo", "actor_rollout_ref.actor.optim.lr": 1e-5}
 
 Hydra merges short names, such as `lr`, separately from the keys that they set. It also replaces `algorithm: dapo` by
@@ -10,6 +10,7 @@ each file before the files are merged.
 
 import os.path
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -19,20 +20,18 @@ from camshaft.config.short_names import REWARD, REWARD_KEYS, expand_short_names,
 from camshaft.config.tree import expand_keys, flatten, has_key, leaf_fields, put
 
 
-def keys_of_files(
-    schema: type[Section], overrides: Sequence[str], hydra_config: Any, built_in: Collection[str]
-) -> dict[str, Any]:
+def keys_of_files(schema: type[Section], overrides: Sequence[str], hydra_config: Any, defaults: Path) -> dict[str, Any]:
     """Return the keys that config files set, with the value of the last file, even if it is the default.
 
     Args:
         schema: Schema of the config.
         overrides: Overrides from which Hydra composed the config. A key that they delete is omitted.
         hydra_config: Section `hydra` of the composed config.
-        built_in: Names of config files that contain only defaults.
+        defaults: Folder of the config files that contain only defaults.
     """
     leaves = leaf_fields(schema)
     keys: dict[str, Any] = {}
-    for content in _contents(overrides, hydra_config, built_in):
+    for content in _contents(overrides, hydra_config, defaults):
         if REWARD in content:
             keys |= reset_reward()
         keys |= flatten(expand_keys(expand_short_names(content, schema), leaves), leaves)
@@ -63,7 +62,7 @@ def merge_files(
     return merged
 
 
-def _contents(overrides: Sequence[str], hydra_config: Any, built_in: Collection[str]) -> Iterator[Mapping[str, Any]]:
+def _contents(overrides: Sequence[str], hydra_config: Any, defaults: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the contents of the config files in the order in which Hydra merges them."""
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
@@ -73,8 +72,9 @@ def _contents(overrides: Sequence[str], hydra_config: Any, built_in: Collection[
     for part in loader.compute_defaults_list(hydra_config.job.config_name, list(overrides), RunMode.RUN).defaults:
         name = str(part.config_path).removesuffix(".yaml")
         files = (os.path.join(folder, f"{name}.yaml") for folder in folders)
-        file = None if name in built_in else next(filter(os.path.isfile, files), None)
-        content = None if file is None else OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        file = next(filter(os.path.isfile, files), None)
+        is_read = file is not None and not Path(file).is_relative_to(defaults)
+        content = None if not is_read else OmegaConf.to_container(OmegaConf.load(file), resolve=False)
         if isinstance(content, dict):
             prefix = f"{part.package}." if part.package else ""
             yield {f"{prefix}{key}": value for key, value in content.items() if key != "defaults"}

@@ -488,7 +488,7 @@ def _compose(
         hydra.initialize_config_dir(str(folder), version_base="1.3", job_name="camshaft"),
     ):
         composed = hydra.compose(name, arguments, return_hydra_config=True)
-        of_files = keys_of_files(schema, arguments, composed.hydra, DEFAULTS.values())
+        of_files = keys_of_files(schema, arguments, composed.hydra, HOME)
         return {key: value for key, value in to_dict(composed).items() if key != "hydra"}, of_files
 
 

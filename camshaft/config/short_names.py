@@ -321,6 +321,8 @@ def split_reward(value: Any) -> dict[str, Any]:
         return {REWARD_FUNCTIONS: list(value)}
     if isinstance(value, str) and value.startswith("["):  # an override that Hydra has not parsed yet
         return {REWARD_FUNCTIONS: value}
+    if value is None:
+        return {REWARD_PATH: None, REWARD_NAME: None}
     if not isinstance(value, str):
         return {REWARD_PATH: value}
     path, name = split_function(value)

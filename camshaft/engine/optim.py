@@ -61,10 +61,11 @@ def build_optimizer(parameters: Iterable[torch.nn.Parameter], optim: OptimConfig
     arguments = {
         name: value for name, value in values.items() if name in signature and _same_type(value, signature[name])
     }
-    for name in values.keys() - arguments.keys():
-        if values[name] != OptimConfig.model_fields[name].default:
+    is_external = "." in optim.optimizer or ":" in optim.optimizer  # the config checks cover those of torch
+    for name in ("betas", "eps", "weight_decay") if is_external else ():
+        if name not in arguments and values[name] != OptimConfig.model_fields[name].default:
             logger.warning(
-                "optimizer=%s has no argument for %s=%s, which has no effect", optim.optimizer, name, values[name]
+                "optimizer=%s does not accept %s=%s, which has no effect", optim.optimizer, name, values[name]
             )
     arguments |= _overrides(optim, cls.__name__, signature)
     if not {"fused", "foreach"} & arguments.keys():

@@ -246,8 +246,8 @@ class PackedModel(PackedModule):
         limit = self.rope_limit
         if limit is not None and len(packing.lengths) > 1 and packing.longest_context > limit.tokens:
             raise EngineError(
-                f"a row of {packing.longest_context} tokens is longer than {limit.key}={limit.tokens}, but "
-                f"{limit.rope_type} rotary frequencies change for all rows of a micro-batch when one row exceeds it; "
+                f"a row of {packing.longest_context} tokens is longer than {limit.key}={limit.tokens}, which changes "
+                f"the {limit.rope_type} rotary frequencies of all rows of the micro-batch; "
                 f"limit prompts and responses to {limit.tokens} tokens together, or use micro-batches of one row"
             )
 

@@ -16,7 +16,7 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from io import BytesIO
-from types import CodeType, FunctionType, MethodType, ModuleType
+from types import CodeType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 from camshaft.errors import RewardError
@@ -66,7 +66,7 @@ def name_of(function: Function, default: str = "reward") -> str:
     while isinstance(function, partial):
         function = function.func
     named = isinstance(function, FunctionType | MethodType | type | _Cached)
-    name = function.__name__ if named else type(function).__name__
+    name = getattr(function, "__name__", "") if named else type(function).__name__
     return name if name.isidentifier() else default
 
 
@@ -166,22 +166,28 @@ def _describe(value: Any, parents: tuple[int, ...]) -> Any:
 
 
 def _script_globals(function: FunctionType) -> dict[str, Any]:
-    """Return the values and the functions of a script that a function of the script refers to."""
+    """Return the functions and the constants of a script that a function of the script refers to.
+
+    Containers that calls may change, such as caches, and globals that the function sets are omitted.
+    """
     if function.__module__ != _MAIN:
         return {}
     values = {name: function.__globals__.get(name) for name in sorted(_names(function.__code__))}
     return {
         name: value
         for name, value in values.items()
-        if value is not None and not name.startswith("__") and not isinstance(value, ModuleType | type)
+        if isinstance(value, (FunctionType, _Cached, partial, tuple, frozenset, *_PLAIN)) and value is not None
         if getattr(value, "__module__", _MAIN) == _MAIN
     }
 
 
 def _names(code: CodeType) -> set[str]:
-    """Return the names of globals in code and in the functions that it defines."""
-    names = {step.argval for step in dis.get_instructions(code) if step.opname == "LOAD_GLOBAL"}
-    return names.union(*(_names(part) for part in code.co_consts if isinstance(part, CodeType)))
+    """Return the names of globals that code and the functions in it read but do not set."""
+    steps = list(dis.get_instructions(code))
+    loaded, stored = (
+        {step.argval for step in steps if step.opname == kind} for kind in ("LOAD_GLOBAL", "STORE_GLOBAL")
+    )
+    return (loaded - stored).union(*(_names(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
 def _settings(value: Any) -> list[tuple[str, str]]:

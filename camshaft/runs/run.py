@@ -56,10 +56,12 @@ class Launch:
 
 def as_hooks(on_step: Any) -> tuple[Callable[..., Any], ...]:
     """Return a hook, a sequence of hooks, or None as a tuple."""
+    if on_step is None:
+        return ()
     hooks = (on_step,) if callable(on_step) or not isinstance(on_step, Iterable) else tuple(on_step)
-    if on_step is not None and not all(map(callable, hooks)):
+    if not all(map(callable, hooks)):
         raise ConfigError(f"on_step={on_step!r}; pass a function or a list of functions hook(step, batch, metrics)")
-    return () if on_step is None else hooks
+    return hooks
 
 
 class Run:

@@ -147,7 +147,7 @@ def _values(command: Command, objects: Objects, keys: Mapping[str, Any], config:
     values = flat_values({**plain(config), **plain(keys), **plain(given)}, schema)
     if is_path(objects.tokenizer) and is_path(objects.model):
         values |= _tokenizer_key(command, plain(objects.tokenizer))
-    if values.get(FOLDER, "") is None:  # out=None, as without the argument
+    if FOLDER in values and values[FOLDER] is None:  # out=None, as without the argument
         del values[FOLDER]
     if objects.val_data is None and "data.val_files" not in values:
         values["data.val_files"] = None
@@ -208,7 +208,7 @@ def _written_objects(launch: Launch, objects: Objects) -> Iterator[tuple[Path | 
         keys = [*(names[name] for name in unsaved & {*names}), _TOKENIZER]
         for path in {Path(str(values[key])) for key in keys if key in values} - existing:
             if path.parent == folder / INPUTS:
-                shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty
             for empty in new_folders:
                 empty.rmdir()

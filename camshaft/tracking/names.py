@@ -117,8 +117,8 @@ METRICS = (
     Metric(
         "reward/{errors,invalid,timeouts,crashes}",
         "responses",
-        "Responses with a failed call of a reward function, by the kind of the first failure: exceptions, results "
-        "that are not a valid score (no finite number, or above max_abs_score), timeouts, and crashes of the scoring "
+        "Responses with a failed call of a reward function, by the kind of the first failure: exceptions, "
+        "invalid scores (not finite, or above max_abs_score in absolute value), timeouts, and crashes of the scoring "
         "process.",
         "rewards/manager.py",
     ),
@@ -200,8 +200,8 @@ METRICS = (
     Metric(
         "filter_groups/given_back",
         "prompts",
-        "Unused prompts after the last one that the step uses. The next step uses them first, unless they and the "
-        "remaining rows of the epoch do not fill a batch.",
+        "Unused prompts after the last one that the step uses. The next step uses them first if they fill a "
+        "batch together with the remaining rows of the epoch.",
         "trainer/dynamic_sampling.py",
     ),
     Metric(
@@ -269,7 +269,7 @@ METRICS = (
     Metric(
         "rollout/prompt_tokens_computed",
         "tokens",
-        "Prompt tokens that the rollout computed, including the padding of the rollout hf.",
+        "Prompt tokens that the rollout computed, including padding (hf only).",
         "rollout/builtin/scheduler.py",
     ),
     Metric(
@@ -454,14 +454,14 @@ METRICS = (
     Metric(
         "perf/rollout_tokens_per_second",
         "tokens/second",
-        "Generated tokens per second of weight sync and generation, summed over the data-parallel ranks.",
+        "Generated tokens divided by the time of weight sync and generation, summed over the data-parallel ranks.",
         "roles/rollout.py",
     ),
     Metric(
         "perf/sync_peak_memory_bytes",
         "bytes",
-        "Peak memory since the start of the process, read after the weight sync: of tensors on the device or, on a "
-        "CPU, of the whole process. Maximum over all ranks.",
+        "Peak memory of a process up to the end of the weight sync: of device tensors or, on a CPU, resident memory. "
+        "Maximum over ranks.",
         "reshard/hybrid.py",
     ),
     # -- supervised
@@ -545,7 +545,7 @@ METRICS = (
 LEGEND = """\
 `{mean,max}` lists alternatives. `<source>` is a data source, `<value>` is `reward`, `score` or a number that the reward
 function returns, `<function>` is the name of one of several reward functions, `<n>` is
-`actor_rollout_ref.rollout.val_kwargs.n`, and `<k>` is 2, 4, 8, ... below n, and n.
+`actor_rollout_ref.rollout.val_kwargs.n`, and `<k>` are the powers of 2 below n, and n.
 """
 
 _PLACEHOLDERS = {"source": ".+", "value": "[^/]+(/[^/]+)?", "function": "[^/]+", "n": r"\d+", "k": r"\d+"}

@@ -347,7 +347,7 @@ def run_length(trainer: TrainerConfig | SupervisedTrainerConfig, loader: Statefu
         return configured or available
     logger.warning(
         "trainer.total_training_steps=%d: the data has only %d steps (trainer.total_epochs=%d with %d steps each); "
-        "increase trainer.total_epochs, or do not set it, to train for more steps",
+        "increase or omit trainer.total_epochs to train for more steps",
         *(configured, available, trainer.total_epochs, loader.steps_per_epoch),
     )
     return available

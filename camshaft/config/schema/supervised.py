@@ -68,8 +68,8 @@ class SupervisedTrainerConfig(PlacementConfig):
     )
     total_training_steps: int | None = Field(
         ge=1,
-        description="Maximum number of optimizer steps. null trains for total_epochs. If both are set, the smaller "
-        "one counts.",
+        description="Maximum number of optimizer steps. null trains for total_epochs. If both are set, the "
+        "run ends at the first limit.",
     )
     project_name: Text = Field(description="Project name in experiment trackers and in the default checkpoint folder.")
     experiment_name: Text | None = Field(

@@ -40,8 +40,8 @@ class TrainerConfig(PlacementConfig):
     )
     total_training_steps: int | None = Field(
         ge=1,
-        description="Maximum number of training iterations. null trains for total_epochs. If both are set, the smaller "
-        "one counts.",
+        description="Maximum number of training iterations. null trains for total_epochs. If both are set, the "
+        "run ends at the first limit.",
     )
     project_name: Text = Field(description="Project name in experiment trackers and in the default checkpoint folder.")
     experiment_name: Text | None = Field(

@@ -355,8 +355,8 @@ def padded_batch(harness: EngineHarness) -> None:
 
 
 def non_finite_gradient_is_skipped(harness: EngineHarness) -> None:
-    """A step with a gradient that is not finite, on one data-parallel rank at least, changes no weight, is counted, and
-    does not affect the next step."""
+    """If a gradient is not finite on any data-parallel rank, the step changes no weight, is counted, and does not
+    affect the next step."""
     engine = harness.build()
     old_weights = harness.weights(engine)
     factor = float("nan") if engine.seat.dp_rank == 0 else 1.0
@@ -447,8 +447,8 @@ def runs_are_reproducible(harness: EngineHarness) -> None:
 
 def seat_and_shards(harness: EngineHarness) -> None:
     """Each rank in `seat` is less than the size of its group. `seat` agrees with the number of ranks and with
-    `ranks_per_row` of the options, and one rank of each data-parallel rank collects its outputs. unshard_data inverts
-    shard_data."""
+    `ranks_per_row` of the options. Exactly one process of each data-parallel rank collects outputs. unshard_data
+    inverts shard_data."""
     engine = harness.build()
     seat, seats = engine.seat, harness.all_gather(engine.seat)
     expect(0 <= seat.dp_rank < seat.dp_size <= seat.world, f"seat violates dp_rank < dp_size <= world: {seat}")

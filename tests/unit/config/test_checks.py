@@ -250,7 +250,10 @@ def test_group_estimators_need_several_responses(words, estimator):
             ["reward=[format]", "custom_reward_function.reward_kwargs.fromat.pattern=x"],
             "reward_kwargs.format.<argument>",
         ),
-        (["trainer.default_hdfs_dir="], 'trainer.default_hdfs_dir = ""\n      must be a path'),
+        (
+            ["trainer.default_hdfs_dir="],
+            'trainer.default_hdfs_dir = ""\n      must be a path, or null, not an empty string',
+        ),
         (["reward=[format]", "custom_reward_function.reward_kwargs.format.pattern='(a'"], "invalid regular expression"),
         (["reward=[/nowhere/a.py,/nowhere/a.py:f]"], "file not found"),
         (

@@ -519,7 +519,7 @@ def test_plain_overrides_are_applied_as_by_hydra(overrides: list[str], monkeypat
 def test_an_environment_variable_is_a_text_until_it_is_decoded(words, monkeypatch):
     monkeypatch.setenv("SEED", "7")
     with pytest.raises(
-        ConfigError, match=r"seed = 7\n.*not a text.*'trainer\.seed=\"\$\{oc\.decode:\$\{oc\.env:NAME\}\}\"'"
+        ConfigError, match=r"seed = 7\n.*but is a string.*'trainer\.seed=\"\$\{oc\.decode:\$\{oc\.env:NAME\}\}\"'"
     ):
         load_ppo([*words, "seed=${oc.env:SEED}"])
     assert load_ppo([*words, 'seed="${oc.decode:${oc.env:SEED}}"']).trainer.seed == 7

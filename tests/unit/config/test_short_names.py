@@ -244,9 +244,21 @@ def test_a_later_reward_replaces_an_earlier_one(words, tmp_path):
     assert [one.path for one in custom.selected()] == [None, two]
     functions = BASE + f"reward: [gsm8k, {two}]\n"
     custom = _load_files([*kept, "reward=null"], tmp_path, base=functions, top=TOP).custom_reward_function
-    assert (custom.path, custom.functions) == (None, ())
+    assert (custom.path, custom.name, custom.functions) == (None, None, ())
     custom = _load_files([*kept, "reward=gsm8k"], tmp_path, base=base, top=TOP).custom_reward_function
     assert (custom.path, custom.name) == (None, "gsm8k")
+
+
+def test_files_with_the_name_of_a_default_and_on_the_search_path_are_read(words, tmp_path):
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared" / "base.yaml").write_text(BASE + "lr: 1.0e-4\n")
+    place = f"hydra.searchpath=[file://{tmp_path}/shared]"
+    argv = [*words, place, "trainer.experiment_name=x", "--config-dir", str(tmp_path), "--config-name", "top"]
+    (tmp_path / "top.yaml").write_text(TOP + "algorithm: rloo\n")
+    config = compose(argv, PPOConfig)[0]
+    assert (config.actor_rollout_ref.actor.optim.lr, config.algorithm.adv_estimator) == (1e-4, "rloo")
+    (tmp_path / "ppo_trainer.yaml").write_text("lr: 1.0e-4\n")
+    assert load_ppo(words, config_dir=str(tmp_path)).actor_rollout_ref.actor.optim.lr == 1e-4
 
 
 def test_a_deleted_key_or_short_name_has_its_default(words, tmp_path):

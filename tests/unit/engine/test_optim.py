@@ -132,7 +132,7 @@ def test_a_setting_that_an_optimizer_does_not_accept_is_reported(caplog: pytest.
     built(optimizer=f"{__name__}:Plain")
     assert not caplog.records
     built(optimizer=f"{__name__}:Plain", weight_decay=0.3)
-    assert "has no argument for weight_decay=0.3" in caplog.text
+    assert "does not accept weight_decay=0.3" in caplog.text
 
 
 def test_overrides_win_and_lists_become_tuples() -> None:

@@ -152,7 +152,7 @@ def test_python_objects_that_no_key_accepts_are_named() -> None:
         call_hooks([lambda *_: 7], 1, DataProto(), {})  # pyright: ignore[reportArgumentType]
 
 
-def test_out_none_is_as_without_out() -> None:
+def test_out_none_uses_the_default_folder() -> None:
     values = start._values("sft", Objects("m", None, [{}], None), {"out": None}, {})
     assert "trainer.default_local_dir" not in values
 

@@ -139,7 +139,7 @@ def test_prompts_that_end_with_an_answer_are_reported(check: Check) -> None:
     assert "has the role assistant in 1 of 2 rows" in output
 
 
-def test_parameters_with_defaults_are_no_columns(check: Check) -> None:
+def test_parameters_with_defaults_are_not_columns(check: Check) -> None:
     _, output = check([row("1+2=", "3")] * 2, "custom_reward_function.path=null", "custom_reward_function.name=math")
     assert "data_source, ground truth\n" in output
 
