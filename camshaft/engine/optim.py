@@ -88,9 +88,9 @@ def _parameters(cls: type[torch.optim.Optimizer]) -> dict[str, inspect.Parameter
     parameters: dict[str, inspect.Parameter] = {}
     for base in cls.__mro__:
         if "__init__" in vars(base):
-            own = inspect.signature(vars(base)["__init__"]).parameters
-            parameters = {**own, **parameters}
-            if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in own.values()):
+            _, *own = inspect.signature(vars(base)["__init__"]).parameters.values()
+            parameters = {p.name: p for p in own} | parameters
+            if not any(p.kind is inspect.Parameter.VAR_KEYWORD for p in own):
                 break
     return parameters
 

@@ -64,7 +64,8 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         "data.val_max_samples": 2,
         "trainer.test_freq": 1,
     }
-    greedy = {"algorithm.adv_estimator": "remax", **functions}
+    model = {key: value for key, value in everything.items() if key.startswith("reward_model.") and "over" not in key}
+    greedy = {"algorithm.adv_estimator": "remax", **functions, **model}
     experts = str(make_tiny_model(folder / "experts", family="mixtral", num_local_experts=4))
     routed = {
         "actor_rollout_ref.model.path": experts,
