@@ -73,8 +73,9 @@ def _contents(overrides: Sequence[str], hydra_config: Any, defaults: Path) -> It
         name = str(part.config_path).removesuffix(".yaml")
         files = (os.path.join(folder, f"{name}.yaml") for folder in folders)
         file = next(filter(os.path.isfile, files), None)
-        is_read = file is not None and not Path(file).is_relative_to(defaults)
-        content = None if not is_read else OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+        if file is None or Path(file).is_relative_to(defaults):
+            continue
+        content = OmegaConf.to_container(OmegaConf.load(file), resolve=False)
         if isinstance(content, dict):
             prefix = f"{part.package}." if part.package else ""
             yield {f"{prefix}{key}": value for key, value in content.items() if key != "defaults"}
