@@ -22,6 +22,7 @@ from camshaft.config.load import (
     DEFAULTS,
     HOME,
     Config,
+    as_override,
     from_container,
     overridden_keys,
     override_defaults,
@@ -32,7 +33,7 @@ from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.supervised import SupervisedConfig
-from camshaft.config.short_names import expand_overrides, suggest_names
+from camshaft.config.short_names import expand_overrides, short_names, suggest_names
 from camshaft.config.tree import flatten, get, has_key, leaf_fields
 from camshaft.errors import ConfigError
 from camshaft.masking import mask_text, mask_yaml, secret_values
@@ -42,18 +43,8 @@ _FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp")
 _PRINTS = ("--cfg", "-c", "--package", "-p")
 """Options of Hydra that print the config. Each of them takes a value."""
 _TAKES_VALUE = (*_FOLDERS, *_PRINTS, "--config-name", "-cn", "--info", "-i", "--experimental-rerun")
-_OPTIONS = (
-    *_TAKES_VALUE,
-    "--hydra-help",
-    "--help",
-    "-h",
-    "--resolve",
-    "--multirun",
-    "-m",
-    "--run",
-    "-r",
-    "--version",
-)
+_FLAGS = ("--hydra-help", "--help", "-h", "--resolve", "--multirun", "-m", "--run", "-r", "--version")
+_OPTIONS = (*_TAKES_VALUE, *_FLAGS)
 """Options of Hydra that the commands accept."""
 
 
@@ -63,7 +54,7 @@ class Composed(NamedTuple):
     tree: dict[str, Any]
     """The config before `${...}` is resolved."""
     overrides: list[str]
-    of_files: dict[str, Any]
+    file_keys: dict[str, Any]
     """Keys that config files set."""
 
 
@@ -85,17 +76,28 @@ def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
     printed = io.StringIO()
     composed: list[Composed] = []
     try:
-        with contextlib.redirect_stdout(printed):
-            composed = _run_hydra(arguments, config_name, schema)
         if only_print:
             composed = _run_hydra(arguments_without_printing, config_name, schema)
+            arguments = [*_overrides_of_files(composed, schema), *arguments]
+        with contextlib.redirect_stdout(printed):
+            composed = _run_hydra(arguments, config_name, schema) or composed
     finally:
         _print_masked(printed.getvalue(), schema, [job.tree for job in composed])
     configs = [
-        from_container(job.tree, schema, overridden_keys(job.overrides), of_files=job.of_files) for job in composed
+        from_container(job.tree, schema, overridden_keys(job.overrides), file_keys=job.file_keys) for job in composed
     ]
     _check_folders(configs, composed)
     return [] if only_print else configs
+
+
+def _overrides_of_files(composed: Sequence[Composed], schema: type[Config]) -> list[str]:
+    """Return the keys that short names of config files set, as overrides, so that Hydra prints their values."""
+    return [
+        as_override(key, job.file_keys[key])
+        for job in composed[:1]
+        for key in short_names(schema).values()
+        if key in job.file_keys and key not in overridden_keys(job.overrides)
+    ]
 
 
 def _print_masked(text: str, schema: type[Config], trees: Sequence[dict[str, Any]]) -> None:
@@ -195,8 +197,8 @@ def _run_hydra(argv: list[str], config_name: str, schema: type[Section]) -> list
             )
         settings = HydraConfig.get()
         overrides = list(settings.overrides.task)
-        of_files = keys_of_files(schema, [*overrides, *settings.overrides.hydra], settings, HOME)
-        configs.append(Composed(to_dict(composed), overrides, of_files))
+        file_keys = keys_of_files(schema, [*overrides, *settings.overrides.hydra], settings, HOME)
+        configs.append(Composed(to_dict(composed), overrides, file_keys))
 
     main = hydra.main(version_base="1.3", config_path=str(HOME), config_name=config_name)(collect)
     with tempfile.TemporaryDirectory() as scratch:

@@ -31,7 +31,7 @@ NamesToType = Callable[[str, type[Section]], list[str]]
 """Function that returns the names to type instead of an unknown key, or an empty list."""
 ABSENT = object()
 """Value of a problem whose key has no value in the config."""
-_NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?|true|false", re.IGNORECASE)
+_NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,7 @@ def from_validation(
         message = f"must be {expected}"
         if value == "":
             message += ", not an empty string"
-        elif (
-            isinstance(value, str) and _NUMBER.fullmatch(value) and ("an integer" in expected or "a number" in expected)
-        ):
+        elif isinstance(value, str) and _NUMBER.fullmatch(value) and re.search("an integer|a number", expected):
             convert = f"'{key}=\"${{oc.decode:${{oc.env:NAME}}}}\"'"
             message += f", but is a string. To convert an environment variable, write {convert}."
         problems[key] = Problem(key, value, message)

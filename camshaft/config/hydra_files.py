@@ -40,7 +40,7 @@ def keys_of_files(schema: type[Section], overrides: Sequence[str], hydra_config:
 
 
 def merge_files(
-    tree: Mapping[str, Any], of_files: Mapping[str, Any], schema: type[Section], set_keys: Collection[str]
+    tree: Mapping[str, Any], file_keys: Mapping[str, Any], schema: type[Section], set_keys: Collection[str]
 ) -> dict[str, Any]:
     """Replace the short names of config files in a composed config with the keys that they set.
 
@@ -55,7 +55,7 @@ def merge_files(
     }
     merged = expand_keys(merged, leaf_fields(schema))
     short_keys = {*names.values(), *(REWARD_KEYS if REWARD in names else ())}
-    for key, value in of_files.items():
+    for key, value in file_keys.items():
         is_lost = key.partition(".")[0] in names and not has_key(merged, key)
         if key not in set_keys and (key in short_keys or is_lost):
             put(merged, key, value)

@@ -132,8 +132,8 @@ def _load(
 ) -> Config:
     folder = str(HOME) if config_dir is None else config_dir
     overrides = expand_overrides(overrides, schema, [folder])
-    composed, of_files = _compose(schema, overrides, config_dir, config_name)
-    return from_container(composed, schema, overridden_keys(overrides), machine, of_files)
+    composed, file_keys = _compose(schema, overrides, config_dir, config_name)
+    return from_container(composed, schema, overridden_keys(overrides), machine, file_keys)
 
 
 def from_container(
@@ -141,24 +141,24 @@ def from_container(
     schema: type[Config],
     set_keys: Collection[str] | None = None,
     machine: Machine | None = None,
-    of_files: Mapping[str, Any] | None = None,
+    file_keys: Mapping[str, Any] | None = None,
 ) -> Config:
     """Validate a nested dict and return the config. Missing keys have their default values.
 
-    `set_keys` lists the keys that the user set. None means that the user set all keys in the dict. `of_files` contains
+    `set_keys` lists the keys that the user set. None means that the user set all keys in the dict. `file_keys` contains
     those of config files, which take precedence over a recipe even if their values are the defaults; None means that
     there are no files. The values of keys that are `auto` depend on `machine`, by default this machine.
     """
     leaves, defaults = leaf_fields(schema), raw_defaults(schema)
-    if of_files is not None:
-        container = merge_files(container, of_files, schema, set_keys or ())
+    if file_keys is not None:
+        container = merge_files(container, file_keys, schema, set_keys or ())
     expanded = expand_keys(expand_short_names(container, schema, set_keys), leaves)
     if set_keys is not None and REWARD in set_keys:
         set_keys = {*set_keys, *REWARD_KEYS}
     user_keys = flatten(expanded, leaves).keys() if set_keys is None else set_keys
     tree, problems = rename_aliases(expanded, defaults, user_keys, leaves)
     changes = changed_keys(_merge(defaults, tree), schema) | set(set_keys or ())
-    for key, value in expand_recipe(tree, {*changes, *user_keys, *(of_files or ())}).items():
+    for key, value in expand_recipe(tree, {*changes, *user_keys, *(file_keys or ())}).items():
         put(tree, key, value)
     tree, choices = choose_automatic(tree, schema, detect_machine() if machine is None else machine)
     values, unresolved = _resolve_with_name(tree, schema)
@@ -488,8 +488,8 @@ def _compose(
         hydra.initialize_config_dir(str(folder), version_base="1.3", job_name="camshaft"),
     ):
         composed = hydra.compose(name, arguments, return_hydra_config=True)
-        of_files = keys_of_files(schema, arguments, composed.hydra, HOME)
-        return {key: value for key, value in to_dict(composed).items() if key != "hydra"}, of_files
+        file_keys = keys_of_files(schema, arguments, composed.hydra, HOME)
+        return {key: value for key, value in to_dict(composed).items() if key != "hydra"}, file_keys
 
 
 def override_defaults(schema: type[Section], overrides: Iterable[str]) -> dict[str, Any] | None:

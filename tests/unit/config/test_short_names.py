@@ -261,6 +261,17 @@ def test_files_with_the_name_of_a_default_and_on_the_search_path_are_read(words,
     assert load_ppo(words, config_dir=str(tmp_path)).actor_rollout_ref.actor.optim.lr == 1e-4
 
 
+def test_the_printed_config_contains_the_keys_of_files(words, tmp_path, capsys):
+    (tmp_path / "base.yaml").write_text(BASE + "algorithm: rloo\nlr: 1.0e-4\nn: 3\n")
+    (tmp_path / "top.yaml").write_text(TOP + "n: 2\n")
+    argv = [*words, "--config-dir", str(tmp_path), "--config-name", "top", "algorithm.gamma=0.9", "lr=1e-3"]
+    assert compose([*argv, "--cfg", "job"], PPOConfig) == []
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["algorithm"]["adv_estimator"], printed["algorithm"]["gamma"]) == ("rloo", 0.9)
+    assert printed["actor_rollout_ref"]["rollout"]["n"] == 2
+    assert printed["actor_rollout_ref"]["actor"]["optim"]["lr"] == 1e-3
+
+
 def test_a_deleted_key_or_short_name_has_its_default(words, tmp_path):
     base = BASE + "lr: 1.0e-4\ntrainer: {seed: 9}\n"
     config = _load_files([*words, "~lr", "~trainer.seed"], tmp_path, base=base, top=TOP)
