@@ -7,8 +7,6 @@ A device is any device type of PyTorch or of a registered backend, such as `cpu`
 module depends on the device type, for example to select a communication backend. The rest of the package does not.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import functools

@@ -6,8 +6,6 @@
 `file` is a path, or the descriptor of an open file that both processes share.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import os

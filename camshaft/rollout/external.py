@@ -10,8 +10,6 @@ These rollouts validate the weights and then copy them into the library. Each pr
 limit and a seed. Each response contains tokens and log-probs.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass

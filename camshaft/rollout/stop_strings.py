@@ -7,8 +7,6 @@ The decoded text excludes the prompt and special tokens, so a stop string that b
 response. The check after each token decodes only the tail of the response.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -6,8 +6,6 @@
 The fast forwards of `cpu/` and `cuda/` use this module.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

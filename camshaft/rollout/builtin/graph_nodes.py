@@ -9,8 +9,6 @@ A match looks at operators and their arguments, not at model families. An operat
 as a method.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

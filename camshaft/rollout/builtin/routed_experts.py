@@ -8,8 +8,6 @@
 The scheduler records the choices of every model call. Each choice takes one byte, or two with 256 experts or more.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -9,8 +9,6 @@ tensor values, if a tensor is neither an input nor a weight, or if an operator w
 this module and verifies the result.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -12,8 +12,6 @@ reply other than "result" ends the sequence.
 The process exits when the connection closes or the parent dies, and kills every process that it started.
 """
 
-from __future__ import annotations
-
 import sys
 import traceback
 from collections.abc import Iterator, Sequence

@@ -10,8 +10,6 @@ accepts the options of the inner rollout, `rollout` (its name), and `timeout` (t
 run, calls are also limited by `trainer.worker_timeout`. `child.py` runs in the child process.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -6,8 +6,6 @@ client.send_weights(expected, weights, version)     # in buckets, to all workers
 client.check_version(version)                       # raises an error if the server restarted or holds other weights
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -6,8 +6,6 @@ process.url
 process.end()
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import json

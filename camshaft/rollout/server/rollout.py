@@ -11,8 +11,6 @@ first request and after the last response, and raises an error if the server res
 between.
 """
 
-from __future__ import annotations
-
 import queue
 import secrets
 import threading

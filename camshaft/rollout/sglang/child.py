@@ -3,8 +3,6 @@
 Do not build it in any other process, because an SGLang engine may kill its process and all children of the process.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterable, Mapping
 

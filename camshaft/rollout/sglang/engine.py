@@ -7,8 +7,6 @@ responses = engine.generate(requests, sampling, stop_ids)
 The engine requires a separate process; see `rollout.py`.
 """
 
-from __future__ import annotations
-
 import functools
 import json
 import multiprocessing

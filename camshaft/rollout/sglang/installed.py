@@ -3,8 +3,6 @@
 version = check_installed()            # raises a RolloutError with install instructions if SGLang is missing
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import importlib.util
 import logging

@@ -9,8 +9,6 @@ and kills the process itself if one of these children fails. `SGLangRollout` the
 a child process, as `rollout.name=process` does. All of these processes end when the trainer ends.
 """
 
-from __future__ import annotations
-
 from camshaft.config.backends import SGLANG
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import world_size

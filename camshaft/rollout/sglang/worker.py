@@ -10,8 +10,6 @@ These are public extension points of SGLang. SGLang's own sampler is unsuitable:
 random state, except in a mode that CPUs do not support, and it returns log-probs before top_k and top_p are applied.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection

@@ -10,8 +10,6 @@ has read it. The sender has already multiplied B by the scaling, and the folder 
 values unchanged, so the checksums on both sides can be compared. This module relies on vLLM internals.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any

@@ -1,7 +1,5 @@
 """Base class of the rollouts that generate with vLLM, either in the trainer's processes or over HTTP."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig

@@ -9,8 +9,6 @@ Importing and starting vLLM sets environment variables, reseeds all random gener
 inherit the variables, and the trainer's results and number of threads would change.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

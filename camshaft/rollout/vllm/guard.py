@@ -6,8 +6,6 @@ The key of vLLM itself protects the routes under /v1 and a few others, but not t
 methods of the workers. vLLM imports this module by name.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 from collections.abc import Awaitable, Callable, Mapping

@@ -4,8 +4,6 @@ vllm = import_vllm()                   # raises a RolloutError with install inst
 vllm.__version__ in TESTED
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.metadata
 import logging

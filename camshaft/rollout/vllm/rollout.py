@@ -10,8 +10,6 @@ each rank keeps the responses to its own prompts. If `config.lora` is set, `load
 `load_adapter` loads an adapter in each weight sync.
 """
 
-from __future__ import annotations
-
 import time
 import weakref
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,6 @@ without it. Functions with a `model` argument are passed to `LLM.apply_model`, f
 `LLM.collective_rpc`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Callable, Iterator, Mapping

@@ -8,8 +8,6 @@ arguments as JSON. The response is {"result": ...}, {"error": message} for a `Ro
 any other exception. The workers of a restarted server have a new identity.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -11,8 +11,6 @@ memory, so a buffer can be refilled. Both sides synchronize the device before th
 process does not share the CUDA stream. `transport.py` moves the bytes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 

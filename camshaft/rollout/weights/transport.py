@@ -16,8 +16,6 @@ NCCL. A sender has two buffers, so it gathers a bucket while the receivers read 
 they have read a bucket before it refills the buffer of that bucket. All waits in this module have a time limit.
 """
 
-from __future__ import annotations
-
 import base64
 import contextlib
 import mmap

@@ -6,8 +6,6 @@ Values that all layers share are computed once. RMS norms and rotary embeddings 
 are in float32 and equal up to rounding. Operators that match no fusion (`graph_nodes.py`) are unchanged.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

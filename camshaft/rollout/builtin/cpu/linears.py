@@ -14,8 +14,6 @@ results. Layers on other devices or with other dtypes use `F.linear` with the un
 few rows, which take no longer than reading the weight.
 """
 
-from __future__ import annotations
-
 import functools
 import platform
 from collections.abc import Callable, Iterator

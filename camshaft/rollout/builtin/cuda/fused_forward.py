@@ -17,8 +17,6 @@ the logits differ from those of the model's own forward, `reason` contains the r
 own forward.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import defaultdict
 from collections.abc import Callable, Sequence
