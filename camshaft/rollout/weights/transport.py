@@ -66,23 +66,18 @@ class Sender(ABC):
         """Release the resources of this end."""
 
 
-class Receiver(ABC):
-    """The receiving end of a transport."""
+class Receiver:
+    """The receiving end of a transport, with the memory of the sender, which this process has opened on `device`."""
 
-    device: torch.device
-    """Device of the buckets."""
+    def __init__(self, device: torch.device, memory: Tensor):
+        self.device, self._buffers = device, memory.chunk(BUFFERS)
 
-    @abstractmethod
     def pull(self, number: int, num_bytes: int) -> Tensor:
         """Return the bucket in buffer `number` as a uint8 tensor of shape (num_bytes,).
 
         It is valid until the sender refills this buffer.
         """
-
-
-def _split_buffers(memory: Tensor) -> tuple[Tensor, ...]:
-    """Split memory into `BUFFERS` buffers of equal size."""
-    return memory.chunk(BUFFERS)
+        return self._buffers[number][:num_bytes]
 
 
 # -- one machine, CPU -----------------------------------------------------------------------------
@@ -101,7 +96,7 @@ class SharedMemory(Sender):
             )
         self._file = os.memfd_create("camshaft-weights")
         os.ftruncate(self._file, BUFFERS * size)
-        self.buffers = _split_buffers(_map_file(self._file, BUFFERS * size))
+        self.buffers = _map_file(self._file, BUFFERS * size).chunk(BUFFERS)
 
     def handle(self) -> dict[str, Any]:
         inode = os.fstat(self._file).st_ino
@@ -114,33 +109,26 @@ class SharedMemory(Sender):
             self._file = -1
 
 
-class SharedMemoryReceiver(Receiver):
-    """The memory of a `SharedMemory` sender, mapped into this process."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, handle: Mapping[str, Any]):
-        path = f"/proc/{handle['process']}/fd/{handle['file']}"
-        try:
-            file = os.open(path, os.O_RDWR)
-        except OSError as error:
+def _open_shared_memory(handle: Mapping[str, Any]) -> Receiver:
+    """Map the memory of a `SharedMemory` sender into this process."""
+    path = f"/proc/{handle['process']}/fd/{handle['file']}"
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError as error:
+        raise RolloutError(
+            f"cannot open the shared weights of process {handle['process']} ({error}); that process must be alive "
+            "and run on this machine, in the same container and as the same user"
+        ) from error
+    try:
+        status = os.fstat(file)
+        if status.st_ino != handle["inode"]:
             raise RolloutError(
-                f"cannot open the shared weights of process {handle['process']} ({error}); that process must be alive "
-                "and run on this machine, in the same container and as the same user"
-            ) from error
-        try:
-            status = os.fstat(file)
-            if status.st_ino != handle["inode"]:
-                raise RolloutError(
-                    f"{path} is not the memory that the sender announced, because the sender has ended; send the "
-                    "weights again"
-                )
-            self._buffers = _split_buffers(_map_file(file, status.st_size))
-        finally:
-            os.close(file)
-
-    def pull(self, number: int, num_bytes: int) -> Tensor:
-        return self._buffers[number][:num_bytes]
+                f"{path} is not the memory that the sender announced, because the sender has ended; send the weights "
+                "again"
+            )
+        return Receiver(torch.device("cpu"), _map_file(file, status.st_size))
+    finally:
+        os.close(file)
 
 
 def _map_file(file: int, size: int) -> Tensor:
@@ -161,7 +149,7 @@ class DeviceMemory(Sender):
             )
         with _without_expandable_segments(device):
             self._memory = torch.empty(BUFFERS * size, dtype=torch.uint8, device=device)
-        self.buffers = _split_buffers(self._memory)
+        self.buffers = self._memory.chunk(BUFFERS)
 
     def handle(self) -> dict[str, Any]:
         _, arguments = reduce_tensor(self._memory)
@@ -188,28 +176,21 @@ def _without_expandable_segments(device: torch.device) -> Iterator[None]:
         memory._set_allocator_settings(settings)
 
 
-class DeviceMemoryReceiver(Receiver):
-    """The tensor of a `DeviceMemory` sender, opened in this process.
+def _open_device_memory(handle: Mapping[str, Any], device: torch.device) -> Receiver:
+    """Open the tensor of a `DeviceMemory` sender in this process.
 
     `device` is the device of the sender in this process, which can have another index there: a server sees only its own
     devices.
     """
-
-    def __init__(self, handle: Mapping[str, Any], device: torch.device):
-        self.device = device
-        number = handle.get("device") if device.index is None else device.index
-        arguments = decode_device_handle({**handle, "device": number})
-        try:
-            memory: Tensor = rebuild_cuda_tensor(*arguments)
-        except RuntimeError as error:
-            raise RolloutError(
-                f"cannot open the shared device memory of the trainer on {device} ({error}); both processes must run "
-                "on this machine, as the same user, and see the same device"
-            ) from error
-        self._buffers = _split_buffers(memory)
-
-    def pull(self, number: int, num_bytes: int) -> Tensor:
-        return self._buffers[number][:num_bytes]
+    number = handle.get("device") if device.index is None else device.index
+    arguments = decode_device_handle({**handle, "device": number})
+    try:
+        return Receiver(device, rebuild_cuda_tensor(*arguments))
+    except RuntimeError as error:
+        raise RolloutError(
+            f"cannot open the shared device memory of the trainer on {device} ({error}); both processes must run "
+            "on this machine, as the same user, and see the same device"
+        ) from error
 
 
 _DEVICE_NUMBERS = (
@@ -258,8 +239,7 @@ class Broadcast(Sender):
     def __init__(self, device: torch.device, size: int, host: str, receivers: int = 1, seconds: float = BUCKET_SECONDS):
         self.buffers = tuple(torch.empty(size, dtype=torch.uint8, device=device) for _ in range(BUFFERS))
         self._host, self._world, self._seconds = host, receivers + 1, seconds
-        wait = timedelta(seconds=seconds)
-        self._store: Any = create_store(host, None, wait)
+        self._store: Any = create_store(host, None, timedelta(seconds=seconds))
         self._group: Any = None
 
     def handle(self) -> dict[str, Any]:
@@ -311,18 +291,14 @@ class BroadcastReceiver(Receiver):
 
 def _create_group(store: Any, rank: int, world: int, device: torch.device, seconds: float) -> Any:
     """Create a process group without `init_process_group`, because both sides already have a default group."""
-    classes = {"gloo": "ProcessGroupGloo", "nccl": "ProcessGroupNCCL"}
     backend = dist.get_default_backend_for_device(device)
-    if backend not in classes:
-        raise RolloutError(f"a weight broadcast requires {' or '.join(classes)}, but device={device} uses {backend}")
+    if backend not in ("gloo", "nccl"):
+        raise RolloutError(f"a weight broadcast requires gloo or nccl, but device={device} uses {backend}")
     prefixed = PrefixStore("weights", store)
-    if backend == "gloo":
-        make: Any = lambda: dist.ProcessGroupGloo(prefixed, rank, world, timedelta(seconds=seconds))  # noqa: E731
-    else:
-        nccl: Any = vars(dist)[classes[backend]]
-        make = lambda: nccl(prefixed, rank, world)  # noqa: E731
     try:
-        return make()
+        if backend == "gloo":
+            return dist.ProcessGroupGloo(prefixed, rank, world, timedelta(seconds=seconds))
+        return dist.ProcessGroupNCCL(prefixed, rank, world)  # pyright: ignore[reportCallIssue]
     except RuntimeError as error:
         raise RolloutError(
             f"the {world} processes of the weight broadcast did not connect: {error}; check that they can reach "
@@ -354,9 +330,9 @@ def open_receiver(handle: Mapping[str, Any], rank: int = 1, device: torch.device
     """
     means = handle["means"]
     if means == "shared_memory":
-        return SharedMemoryReceiver(handle)
+        return _open_shared_memory(handle)
     if means == "device_memory":
-        return DeviceMemoryReceiver(handle, torch.device(device))
+        return _open_device_memory(handle, torch.device(device))
     if means == "broadcast":
         return BroadcastReceiver(handle, rank, torch.device(device))
     raise RolloutError(f"unknown weight transport '{means}'; install the same version of camshaft on both sides")

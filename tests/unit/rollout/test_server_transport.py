@@ -21,7 +21,6 @@ from camshaft.rollout import build_rollout
 from camshaft.rollout.server import client
 from camshaft.rollout.server.client import ServerClient
 from camshaft.rollout.weights import transport
-from camshaft.rollout.weights.transport import DeviceMemoryReceiver
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -203,4 +202,4 @@ def test_memory_that_cannot_be_opened_is_an_error(monkeypatch: pytest.MonkeyPatc
     arguments = (torch.Tensor, torch.Size([8]), (1,), 0, *types, 1, b"h", 8, 0, False, b"r", 0, b"e", True)
     handle = transport.encode_device_handle(arguments)
     with pytest.raises(RolloutError, match=r"shared device memory of the trainer on cuda:1 \(CUDA error: invalid"):
-        DeviceMemoryReceiver(handle, torch.device("cuda", 1))
+        transport.open_receiver(handle, device=torch.device("cuda", 1))
