@@ -107,17 +107,14 @@ class Assembler:
     def _tensor_of(self, piece: Piece) -> Tensor:
         if self._incomplete is None and piece.start == 0:
             return torch.empty(piece.shape, dtype=getattr(torch, piece.dtype), device=self._device)
+        expected = "a new weight at byte 0"
         if self._incomplete is not None:
             previous, tensor = self._incomplete
             if (piece.name, piece.start) == (previous.name, previous.start + previous.size):
                 return tensor
-            raise RolloutError(
-                f"received weight '{piece.name}' at byte {piece.start}, expected '{previous.name}' at byte "
-                f"{previous.start + previous.size}; send the weights again"
-            )
+            expected = f"'{previous.name}' at byte {previous.start + previous.size}"
         raise RolloutError(
-            f"received weight '{piece.name}' at byte {piece.start}, expected a new weight at byte 0; send the weights "
-            "again"
+            f"received weight '{piece.name}' at byte {piece.start}, expected {expected}; send the weights again"
         )
 
 

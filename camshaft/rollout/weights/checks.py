@@ -201,15 +201,12 @@ def _parameters_on_meta() -> Iterator[None]:
 def _weights_of(hf: PreTrainedModel) -> dict[str, ExpectedWeight]:
     """Map every weight name to its `ExpectedWeight`. The names of a tied weight share one object."""
     expected: dict[str, ExpectedWeight] = {}
-    names: dict[int, list[str]] = {}
+    names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in hf.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    parameters = dict(hf.named_parameters(remove_duplicate=False))
-    for tied_names in names.values():
-        weight = ExpectedWeight(
-            tuple(tied_names), _with_model_dtype(hf, tied_names[0], parameters[tied_names[0]].data), True
-        )
-        expected.update(dict.fromkeys(tied_names, weight))
+        names.setdefault(parameter, []).append(name)
+    for parameter, tied_names in names.items():
+        meta = _with_model_dtype(hf, tied_names[0], parameter.data)
+        expected.update(dict.fromkeys(tied_names, ExpectedWeight(tuple(tied_names), meta, True)))
     for name, tensor in hf.state_dict().items():
         if name not in expected:
             expected[name] = ExpectedWeight((name,), _with_model_dtype(hf, name, tensor.to("meta")), False)
