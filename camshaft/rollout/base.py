@@ -57,19 +57,17 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         rules = {
-            "max_tokens must be at least 1": self.max_tokens < 1 and self.max_tokens,
-            "temperature must be 0 (greedy) or more": not self.temperature >= 0 and self.temperature,
-            "top_k must be a number of tokens, or 0 or -1 for all tokens": self.top_k < -1 and self.top_k,
-            "top_p must be above 0 and at most 1": not 0 < self.top_p <= 1 and self.top_p,
-            "min_p must be at least 0 and at most 1": not 0 <= self.min_p <= 1 and self.min_p,
-            "repetition_penalty must be above 0": not self.repetition_penalty > 0 and self.repetition_penalty,
-            "presence_penalty must be between -2 and 2": not -2 <= self.presence_penalty <= 2 and self.presence_penalty,
-            "frequency_penalty must be between -2 and 2": (
-                not -2 <= self.frequency_penalty <= 2 and self.frequency_penalty
-            ),
+            "max_tokens must be at least 1": (self.max_tokens, self.max_tokens >= 1),
+            "temperature must be 0 (greedy) or more": (self.temperature, self.temperature >= 0),
+            "top_k must be a number of tokens, or 0 or -1 for all tokens": (self.top_k, self.top_k >= -1),
+            "top_p must be above 0 and at most 1": (self.top_p, 0 < self.top_p <= 1),
+            "min_p must be at least 0 and at most 1": (self.min_p, 0 <= self.min_p <= 1),
+            "repetition_penalty must be above 0": (self.repetition_penalty, self.repetition_penalty > 0),
+            "presence_penalty must be between -2 and 2": (self.presence_penalty, -2 <= self.presence_penalty <= 2),
+            "frequency_penalty must be between -2 and 2": (self.frequency_penalty, -2 <= self.frequency_penalty <= 2),
         }
-        for rule, value in rules.items():
-            if value is not False:
+        for rule, (value, is_valid) in rules.items():
+            if not is_valid:
                 raise RolloutError(f"SamplingParams: {rule}, got {value}")
         if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
             raise RolloutError(f"SamplingParams: stop must be a tuple of non-empty strings, got {self.stop!r}")
@@ -264,7 +262,7 @@ class BaseRollout(ABC):
         return seeds
 
 
-# -- state checks shared by all rollouts ----------------------------------------------------------
+# -- checks shared by all rollouts ----------------------------------------------------------------
 
 
 def check_can_load(asleep: bool) -> None:
@@ -281,4 +279,14 @@ def check_can_generate(asleep: bool, has_weights: bool) -> None:
         raise RolloutError(
             "the rollout has no weights: call load_weights(engine.named_weights()) before generate_sequences(), "
             "once at the start and again after each sleep()"
+        )
+
+
+def check_finite(log_probs: Ragged) -> None:
+    """Raise `RolloutError` if a log-prob is NaN or infinite."""
+    invalid_rows = log_probs.row_ids()[~log_probs.values.isfinite()]
+    if len(invalid_rows):
+        raise RolloutError(
+            f"the model's logits are not finite for row {int(invalid_rows[0])}; check the weights for NaN or infinite "
+            "values, or lower actor_rollout_ref.actor.optim.lr if this happens during training"
         )

@@ -21,7 +21,14 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.models.loader import load_config, model_folder
 from camshaft.ragged import Ragged
-from camshaft.rollout.base import BaseRollout, Generation, SamplingParams, check_can_generate, check_can_load
+from camshaft.rollout.base import (
+    BaseRollout,
+    Generation,
+    SamplingParams,
+    check_can_generate,
+    check_can_load,
+    check_finite,
+)
 from camshaft.rollout.shared_model import load_stop_ids
 from camshaft.rollout.weights.checks import ExpectedWeights
 
@@ -98,12 +105,7 @@ class ExternalRollout(BaseRollout):
         device = prompts.values.device
         responses = Ragged.from_rows([row.tokens for row in rows], torch.int64).to(device)
         log_probs = Ragged.from_rows([row.log_probs for row in rows], torch.float32).to(device)
-        invalid_rows = log_probs.row_ids()[~log_probs.values.isfinite()]
-        if len(invalid_rows):
-            raise RolloutError(
-                f"the model's logits are not finite for row {int(invalid_rows[0])}; check the weights for NaN or "
-                "infinite values, or lower actor_rollout_ref.actor.optim.lr if this happens during training"
-            )
+        check_finite(log_probs)
         num_cached = sum(row.num_cached for row in rows)
         metrics = {
             "prompt_tokens_computed": float(len(prompts.values) - num_cached),

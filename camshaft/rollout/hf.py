@@ -31,7 +31,7 @@ from camshaft.config.backends import HF
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
-from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
+from camshaft.rollout.base import BaseRollout, Generation, SamplingParams, check_finite
 from camshaft.rollout.sampling import draw, sample_greedy, uniform_numbers
 from camshaft.rollout.shared_model import SharedModel
 from camshaft.rollout.stop_strings import StopStrings
@@ -82,6 +82,7 @@ class HFRollout(BaseRollout):
             "seconds": time.perf_counter() - start,
         }
         log_probs = Ragged.concat([batch.log_probs for batch in batches])
+        check_finite(log_probs)
         finished = torch.cat([batch.finished for batch in batches])
         return Generation(responses, log_probs, finished, metrics).to(prompts.values.device)
 
@@ -141,13 +142,8 @@ class HFRollout(BaseRollout):
             "decode_steps": float(steps),
             "rows_decoded": float(steps * len(prompts)),
         }
-        row_log_probs = Ragged.from_padded(log_probs, mask)
-        if not bool(row_log_probs.values.isfinite().all()):
-            raise RolloutError(
-                "the model's logits are not finite; check the weights for NaN or infinite values, or lower "
-                "actor_rollout_ref.actor.optim.lr if this happens during training"
-            )
-        return Generation(Ragged.from_padded(tokens, mask), row_log_probs, is_stop.any(dim=1), metrics)
+        responses, row_log_probs = Ragged.from_padded(tokens, mask), Ragged.from_padded(log_probs, mask)
+        return Generation(responses, row_log_probs, is_stop.any(dim=1), metrics)
 
 
 class _Sampler(LogitsProcessor):

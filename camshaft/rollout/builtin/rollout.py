@@ -23,7 +23,7 @@ from camshaft.errors import RolloutError
 from camshaft.models.attention import PACKED, reject_unsupported, rope_limit
 from camshaft.models.routing import Routers, find_routers, supported_models
 from camshaft.ragged import Ragged
-from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
+from camshaft.rollout.base import BaseRollout, Generation, SamplingParams, check_finite
 from camshaft.rollout.builtin.cpu.linears import use_packable_linears
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
 from camshaft.rollout.builtin.cuda.graphs import build_graph_decoder
@@ -85,13 +85,11 @@ class TorchRollout(BaseRollout):
         request = GenerationRequest(prompts, limits, seeds, sampling, stop_ids, num_slots, strings)
         recorder = None if self.routers is None else RoutingRecorder(self.routers, len(prompts))
         generation = Scheduler(self.graphs or self.decoder, self.cache, request, self.config, recorder).generate()
-        invalid_rows = generation.log_probs.row_ids()[~generation.log_probs.values.isfinite()]
-        if len(invalid_rows):
+        try:
+            check_finite(generation.log_probs)
+        except RolloutError:
             self.cache.clear()  # masked positions must not contain NaN
-            raise RolloutError(
-                f"the model's logits are not finite for row {int(invalid_rows[0])}; check the weights for NaN or "
-                "infinite values, or lower actor_rollout_ref.actor.optim.lr if this happens during training"
-            )
+            raise
         return generation.to(prompts.values.device)
 
     def cache_budget(self) -> int | None:
