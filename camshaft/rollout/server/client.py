@@ -11,7 +11,7 @@ import functools
 import json
 import logging
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from urllib.parse import urlsplit
@@ -107,36 +107,27 @@ class ServerClient:
         """Send all weights. The server is paused for all clients during the transfer."""
         self.handshake()
         self._http.post_once("/pause?mode=wait")
-        try:
+        with _undo_after_error(lambda: self._http.post_once("/resume"), "Resuming the server"):
             self._send(expected, weights, version)
-        except BaseException as error:
-            try:
-                self._http.post_once("/resume")
-            except RolloutError as resume_error:
-                error.add_note(f"Resuming the server also failed: {resume_error}")
-            raise
         self._http.post_once("/resume")
 
     def _send(self, expected: ExpectedWeights, weights: Iterable[tuple[str, Tensor]], version: str) -> None:
         """Send all buckets. The workers load a bucket while the next one is gathered."""
-        try:
-            # The workers must run each call while this process executes its side of the transfer.
-            with contextlib.ExitStack() as senders, ThreadPoolExecutor(1) as executor:
-                sender = self._begin(executor, expected, senders)
-                loading: Future[Any] | None = None
-                for bucket in pack_buckets(expected.validate(weights), sender.buffers):
-                    if loading is not None:
-                        loading.result()
-                    pieces, number, num_bytes = [vars(p) for p in bucket.pieces], bucket.buffer, bucket.num_bytes
-                    transfer = functools.partial(sender.push, number, num_bytes)
-                    arguments = {"pieces": pieces, "buffer": number, "num_bytes": num_bytes}
-                    loading = self._call_workers_during(executor, transfer, "bucket", **arguments)
+        abort = _undo_after_error(lambda: self._call_workers("abort"), "Cancelling the weight sync")
+        # The workers must run each call while this process executes its side of the transfer.
+        with abort, contextlib.ExitStack() as senders, ThreadPoolExecutor(1) as executor:
+            sender = self._begin(executor, expected, senders)
+            loading: Future[Any] | None = None
+            for bucket in pack_buckets(expected.validate(weights), sender.buffers):
                 if loading is not None:
                     loading.result()
-                self._call_workers("end", version=version)
-        except BaseException as error:
-            self._abort(error)
-            raise
+                pieces, number, num_bytes = [vars(p) for p in bucket.pieces], bucket.buffer, bucket.num_bytes
+                transfer = functools.partial(sender.push, number, num_bytes)
+                arguments = {"pieces": pieces, "buffer": number, "num_bytes": num_bytes}
+                loading = self._call_workers_during(executor, transfer, "bucket", **arguments)
+            if loading is not None:
+                loading.result()
+            self._call_workers("end", version=version)
 
     def _begin(self, executor: ThreadPoolExecutor, expected: ExpectedWeights, senders: contextlib.ExitStack) -> Sender:
         """Open a sender, which `senders` closes, and connect the workers to it.
@@ -205,13 +196,6 @@ class ServerClient:
         device = self._device if transfer == "device_broadcast" else torch.device("cpu")
         return Broadcast(device, size, _local_address_towards(self._http.url), len(self._identity))
 
-    def _abort(self, error: BaseException) -> None:
-        """Cancel the weight sync on the server. If that fails too, attach the second error to `error` as a note."""
-        try:
-            self._call_workers("abort")
-        except RolloutError as abort_error:
-            error.add_note(f"Cancelling the weight sync also failed: {abort_error}")
-
     def _call_workers_during(
         self, executor: ThreadPoolExecutor, transfer: Callable[[], None], method: str, **payload: Any
     ) -> Future[list[Any]]:
@@ -245,7 +229,7 @@ class ServerClient:
 
     def sleep(self) -> None:
         """Free the KV cache and, on a GPU, the weights."""
-        if torch.device(self._config.device).type == "cpu":
+        if self._device.type == "cpu":
             self._http.post_once("/reset_prefix_cache")
             self._call_workers("free_kv_cache")
         else:
@@ -253,7 +237,7 @@ class ServerClient:
 
     def wake_up(self) -> None:
         """Allocate the KV cache and, on a GPU, memory for the weights."""
-        if torch.device(self._config.device).type == "cpu":
+        if self._device.type == "cpu":
             self._call_workers("restore_kv_cache")
         else:
             self._http.post_once("/wake_up")
@@ -263,11 +247,9 @@ class ServerClient:
     def _call_workers(self, method: str, **payload: Any) -> list[Any]:
         """Call a method of `WorkerWeights` in every worker and return one result per worker."""
         body = {"method": "camshaft", "args": [method, json.dumps(payload)]}
+        post = functools.partial(self._http.request, "POST") if method in IDEMPOTENT else self._http.post_once
         try:
-            if method in IDEMPOTENT:
-                results = self._http.request("POST", "/collective_rpc", body)["results"]
-            else:
-                results = self._http.post_once("/collective_rpc", body)["results"]
+            results = post("/collective_rpc", body)["results"]
         except RolloutError as error:
             if "HTTP 404" in str(error):
                 raise RolloutError(
@@ -286,6 +268,19 @@ class ServerClient:
             if "traceback" in result:
                 raise RolloutError(f"{method} failed in {self._http.url}:\n{result['traceback']}")
         return [result["result"] for result in results]
+
+
+@contextlib.contextmanager
+def _undo_after_error(undo: Callable[[], object], name: str) -> Iterator[None]:
+    """Call `undo` after an error in the block. If that fails too, attach the second error to the first as a note."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            undo()
+        except RolloutError as undo_error:
+            error.add_note(f"{name} also failed: {undo_error}")
+        raise
 
 
 def _is_loopback(url: str) -> bool:

@@ -98,15 +98,11 @@ class ServerProcess:
         self._lock = threading.Lock()
         self._owner = os.getpid()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - open while the server runs
-        server = ["-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(port)]
-        server += [
-            "--served-model-name",
-            self._name,
-            "--disable-uvicorn-access-log",
-            *command_line_options(config, arguments),
-            "--middleware",
-            GUARD,
-        ]
+        server = [
+            "-m", "vllm.entrypoints.openai.api_server", "--host", HOST, "--port", str(port),
+            "--served-model-name", self._name, "--disable-uvicorn-access-log",
+            *command_line_options(config, arguments), "--middleware", GUARD,
+        ]  # fmt: skip
         environment = _environment(config.device) | {API_KEY: self.key}
         self._server = start_python(
             server, env=environment, stdin=subprocess.DEVNULL, stdout=self._log, stderr=subprocess.STDOUT
