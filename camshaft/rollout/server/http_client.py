@@ -18,7 +18,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from http.client import HTTPConnection, HTTPException, HTTPSConnection
 from typing import Any
 from urllib.parse import urlsplit
@@ -31,7 +31,6 @@ INITIAL_PAUSE_SECONDS, MAX_PAUSE_SECONDS = 0.1, 2.0
 """Seconds between two attempts; the pause doubles after each attempt."""
 MAX_ERROR_BODY = 2000
 """Maximum number of characters of a response body in an error message."""
-
 
 REJECTED = (400, 401, 403, 404, 405, 422)
 """Statuses of requests that the server would reject again."""
@@ -74,30 +73,24 @@ class HTTPClient:
 
     def request(self, method: str, path: str, body: Any = None) -> Any:
         """Send an idempotent request on a new connection and retry it if it fails."""
-        with self.connection() as connection:
-            return self._run(connection, path, lambda: connection.request(method, path, body))
+        return self._run(path, lambda connection: connection.request(method, path, body))
 
     def post_once(self, path: str, body: Any = None) -> Any:
         """Send a POST request that changes state on the server. It is not retried."""
-        with self.connection() as connection:
-            return self._run(connection, path, lambda: connection.request_once("POST", path, body))
+        return self._run(path, lambda connection: connection.request_once("POST", path, body))
 
-    def _run(self, connection: RetryingConnection, path: str, send: Callable[[], Any]) -> Any:
+    def _run(self, path: str, send: Callable[[RetryingConnection], Any]) -> Any:
         """Send a request in a thread, report the wait for its response, and close the connection at the limit."""
-        try:
-            return run_in_thread(send, Wait(path, RolloutError, self.limit), self.describe)
-        except BaseException:
-            connection.abort()
-            raise
+        with self.connection() as connection:
+            try:
+                return run_in_thread(lambda: send(connection), Wait(path, RolloutError, self.limit), self.describe)
+            except BaseException:
+                connection.abort()
+                raise
 
-    @contextlib.contextmanager
-    def connection(self, stop_event: threading.Event | None = None) -> Iterator[RetryingConnection]:
+    def connection(self, stop_event: threading.Event | None = None) -> contextlib.closing[RetryingConnection]:
         """Open a connection that reconnects after a failure. Setting `stop_event` ends the retries."""
-        connection = RetryingConnection(self, stop_event or threading.Event())
-        try:
-            yield connection
-        finally:
-            connection.close()
+        return contextlib.closing(RetryingConnection(self, stop_event or threading.Event()))
 
 
 class RetryingConnection:

@@ -11,7 +11,6 @@ first request and after the last response, and raises an error if the server res
 between.
 """
 
-import queue
 import secrets
 import threading
 import time
@@ -77,8 +76,6 @@ class ServerRollout(BaseVLLMRollout):
         process.wait(options.vllm_server_timeout)
         return HTTPClient(process.url, limit, options.retry_timeout, process.exit_report, process.describe, process.key)
 
-    # -- weights --------------------------------------------------------------------------------------
-
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.check_ready_to_load()
         self._loaded_version = None
@@ -98,8 +95,6 @@ class ServerRollout(BaseVLLMRollout):
         assert self._loaded_version is not None
         return self._loaded_version
 
-    # -- memory ---------------------------------------------------------------------------------------
-
     def sleep(self) -> None:
         """Free the memory of a server that this rollout started. Other servers may have other clients, so they stay."""
         if self._process is not None and not self._asleep and self.config.free_cache_engine:
@@ -110,8 +105,6 @@ class ServerRollout(BaseVLLMRollout):
         if self._process is not None and self._asleep and self.config.free_cache_engine:
             self._client.wake_up()
         self._asleep = False
-
-    # -- tokens ---------------------------------------------------------------------------------------
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         start, retries = time.perf_counter(), self.http.retries
@@ -148,29 +141,24 @@ class ServerRollout(BaseVLLMRollout):
 
         The first error cancels the remaining requests.
         """
-        pending: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for number in range(len(bodies)):
-            pending.put(number)
+        numbers = iter(range(len(bodies)))  # the threads share it; `next` is atomic
         count = min(len(bodies), self.config.max_num_seqs, MAX_CONNECTIONS)
-        responses: list[RowResponse | None] = [None] * len(bodies)
+        responses: dict[int, RowResponse] = {}
         stop_event, connections = threading.Event(), list[RetryingConnection]()
 
         def send_requests() -> None:
             with self.http.connection(stop_event) as connection:
                 connections.append(connection)
-                while not stop_event.is_set():
-                    try:
-                        number = pending.get_nowait()
-                    except queue.Empty:
+                for number in numbers:
+                    if stop_event.is_set():
                         return
                     reply = connection.request("POST", COMPLETIONS, bodies[number])
                     responses[number] = _to_response(reply, requests[number], self.http.url)
 
         progress = Wait(COMPLETIONS, RolloutError, self.http.limit)
 
-        def check_progress(since: float) -> None:
-            num_received = len(responses) - responses.count(None)
-            progress.check(lambda: f"{self.http.describe()} ({num_received} of {len(bodies)} responses)", since=since)
+        def describe() -> str:
+            return f"{self.http.describe()} ({len(responses)} of {len(bodies)} responses)"
 
         with ThreadPoolExecutor(count) as pool:
             try:
@@ -180,16 +168,16 @@ class ServerRollout(BaseVLLMRollout):
                     done, running = wait(running, POLL_SECONDS, FIRST_COMPLETED)
                     for future in done:
                         future.result()
-                    if len(responses) - responses.count(None) != num_received:
+                    if len(responses) != num_received:
                         progress.finish(since)
-                        num_received, since = len(responses) - responses.count(None), time.monotonic()
-                    check_progress(since)
+                        num_received, since = len(responses), time.monotonic()
+                    progress.check(describe, since=since)
             except BaseException:
                 stop_event.set()
                 for connection in list(connections):
                     connection.abort()
                 raise
-        return [response for response in responses if response is not None]
+        return [responses[number] for number in range(len(bodies))]
 
 
 def _to_response(reply: Any, request: RowRequest, url: str) -> RowResponse:
