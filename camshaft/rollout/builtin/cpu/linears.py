@@ -19,7 +19,7 @@ import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -64,14 +64,6 @@ MAX_TRIED_OUTPUTS = 8192
 """Maximum number of outputs in a test of a layout. Testing all outputs of a large vocabulary would take seconds."""
 
 Product = Callable[[Tensor], Tensor]
-
-
-class PackedWeight(Protocol):
-    """A packed copy of a layer's weight."""
-
-    def product(self, rows: int) -> Product:
-        """Return a function that computes the layer for at least `rows` rows."""
-        ...
 
 
 class Transposed:
@@ -145,6 +137,11 @@ class OneDNNPacked:
         return lambda input: product(input, packed, bias, "none", [], "")
 
 
+PackedWeight = Transposed | SplitByThread | MKLPacked | OneDNNPacked
+"""A packed copy of a weight. `product(rows)` returns a function that computes the layer for at least `rows` rows."""
+Layout = Callable[[Tensor, Tensor | None], PackedWeight]
+
+
 class PackableLinear(nn.Linear):
     """A linear layer that multiplies by `packed` inside a `packed_linears` context."""
 
@@ -171,9 +168,6 @@ def _make_packable(layer: nn.Linear) -> PackableLinear:
     packable = PackableLinear(layer.in_features, layer.out_features, layer.bias is not None, device="meta")
     packable.weight, packable.bias = layer.weight, layer.bias
     return packable.train(layer.training)
-
-
-Layout = Callable[[Tensor, Tensor | None], PackedWeight]
 
 
 def choose_layout(layer: PackableLinear) -> Layout | None:

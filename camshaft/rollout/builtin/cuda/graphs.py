@@ -19,7 +19,7 @@ import functools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -46,18 +46,6 @@ MakeStep = Callable[[KVCache, Tensor], Slots]
 """Function that builds the decode step of rows at the given positions. It must not read their values on the host."""
 
 
-class GraphCapture(Protocol):
-    """Interface for capturing the kernels that a function launches."""
-
-    def capture(self, function: Callable[[], None]) -> Replay:
-        """Call `function` once or more and return a function that replays its kernels on the same memory."""
-        ...
-
-    def release(self) -> None:
-        """Free the memory that the captures share. None of them may be replayed afterwards."""
-        ...
-
-
 class CUDAGraphCapture:
     """Capture in CUDA graphs whose intermediate tensors share one memory pool."""
 
@@ -68,6 +56,7 @@ class CUDAGraphCapture:
         self._pool: Any = None
 
     def capture(self, function: Callable[[], None]) -> Replay:
+        """Call `function` once or more and return a function that replays its kernels on the same memory."""
         backend = self._backend
         with backend.device(self.device):
             if self._stream is None:  # the only one, because CUDA libraries keep a workspace per stream
@@ -87,6 +76,7 @@ class CUDAGraphCapture:
         return graph.replay
 
     def release(self) -> None:
+        """Free the memory that the captures share. None of them may be replayed afterwards."""
         if self._pool is not None:
             self._pool = None  # a pool cannot be reused once all of its graphs are freed
             self._backend.empty_cache()
@@ -99,7 +89,7 @@ class CUDAGraphDecoder:
         self,
         decoder: Decoder,
         cache: KVCache,
-        capture: GraphCapture,
+        capture: CUDAGraphCapture,
         make_step: MakeStep,
         model: SharedModel | None = None,
     ):
