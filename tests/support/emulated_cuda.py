@@ -451,8 +451,9 @@ def _patches() -> Iterator[Any]:
         _launch_triton(kernel, grid, logits, *rest, **constants, BLOCK=block, num_warps=linear_logprob.WARPS)
 
     yield fixed_dot()
-    for module in (digest_kernel, kernels, fused_kernels, sampling):
-        yield mock.patch.object(module, "_launch", _launch_triton)
+    yield mock.patch.object(digest_kernel, "_launch", _launch_triton)
+    for module in (kernels, fused_kernels, sampling):
+        yield mock.patch.object(module, "launch", _launch_triton)
     yield mock.patch.object(linear_logprob, "_launch", launch_on_tile)
 
 

@@ -8,12 +8,12 @@ They round intermediate results to the dtype of the input, as the operators of t
 last dimension of each tensor is contiguous. Import this module lazily, because it imports Triton.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from camshaft.rollout.builtin.cuda.kernels import launch
 
 BLOCK_SIZE = 1024
 """Elements per program of an elementwise kernel."""
@@ -34,7 +34,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tup
     out = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
     block = 1 << (width - 1).bit_length()
-    _launch(
+    launch(
         _norm_kernel, (x.numel() // width,), x, x if residual is None else residual.contiguous(), weight, total, out,
         width, eps, ADD=residual is not None, BLOCK=block, num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
@@ -47,15 +47,11 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     rows = gate.numel() // width
     out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
     gate, up = gate.reshape(rows, width), up.reshape(rows, width)
-    _launch(
+    launch(
         _silu_mul_kernel, (rows, -(-width // BLOCK_SIZE)), gate, up, out, gate.stride(0), up.stride(0), width,
         BLOCK=BLOCK_SIZE,
     )  # fmt: skip
     return out
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    kernel[grid](*args, **options)
 
 
 @triton.jit

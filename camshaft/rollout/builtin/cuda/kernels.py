@@ -76,7 +76,7 @@ class TritonDecodeStep:
         num_positions = keys.shape[2]
         cos, sin = rotation or (query, query)
         rotated = query if rotation is None else query.new_empty(query.shape)
-        _launch(
+        launch(
             _store, (num_rows, key_heads if rotation is None else key_heads + num_heads), query, key, value, cos, sin,
             rotated, keys, values, self.positions, num_positions, query.stride(0), key.stride(0), value.stride(0),
             _row_stride(cos, num_rows), _row_stride(sin, num_rows), KEY_HEADS=key_heads, ROTATE=rotation is not None,
@@ -90,13 +90,13 @@ class TritonDecodeStep:
         if splits > 1:
             parts = torch.empty(num_rows, num_heads, splits, value_dim, dtype=torch.float32, device=out.device)
             log_sums = torch.empty(num_rows, num_heads, splits, dtype=torch.float32, device=out.device)
-        _launch(
+        launch(
             _attend, (num_rows, key_heads, splits), query, keys, values, self.positions, parts, log_sums, num_positions,
             scaling * LOG2E, WINDOW=sliding_window or 0, GROUP=num_heads // key_heads,
             PADDED_GROUP=_tile_size(num_heads // key_heads), NUM_SPLITS=splits, **dims, **shape,
         )  # fmt: skip
         if splits > 1:
-            _launch(
+            launch(
                 _merge, (num_rows, num_heads), parts, log_sums, out, VALUE_DIM=value_dim,
                 VALUE_DIMS=_tile_size(value_dim), NUM_SPLITS=splits, PADDED_SPLITS=1 << (splits - 1).bit_length(),
             )  # fmt: skip
@@ -141,7 +141,7 @@ def _tile_size(size: int) -> int:
     return max(MIN_TILE, 1 << (size - 1).bit_length())
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
     kernel[grid](*args, **options)
 
 
@@ -255,14 +255,9 @@ def _attend(
 
 @triton.jit
 def _merge(
-    parts,
-    log_sums,
-    out,
-    VALUE_DIM: tl.constexpr,
-    VALUE_DIMS: tl.constexpr,
-    NUM_SPLITS: tl.constexpr,
+    parts, log_sums, out, VALUE_DIM: tl.constexpr, VALUE_DIMS: tl.constexpr, NUM_SPLITS: tl.constexpr,
     PADDED_SPLITS: tl.constexpr,
-):
+):  # fmt: skip
     """Combine the splits of one row and query head. The first split is never empty."""
     head = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     split, offsets = tl.arange(0, PADDED_SPLITS), tl.arange(0, VALUE_DIMS)

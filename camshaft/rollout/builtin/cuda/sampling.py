@@ -7,12 +7,12 @@ that block, by inverting the CDF. `camshaft.rollout.sampling.draw` computes the 
 the probabilities several times. Import this module lazily, because it imports Triton.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from camshaft.rollout.builtin.cuda.kernels import launch
 
 BLOCK_SIZE = 2048
 """Tokens per block."""
@@ -32,16 +32,12 @@ def draw(scores: Tensor, uniforms: Tensor, temperature: float = 1.0) -> tuple[Te
     tokens = torch.empty(rows, dtype=torch.int64, device=scores.device)
     log_probs = torch.empty(rows, dtype=torch.float32, device=scores.device)
     padded = 1 << (blocks - 1).bit_length()
-    _launch(_sum_blocks, (rows, blocks), scores, sums, rows, size, temperature, BLOCK=BLOCK_SIZE)
-    _launch(
+    launch(_sum_blocks, (rows, blocks), scores, sums, rows, size, temperature, BLOCK=BLOCK_SIZE)
+    launch(
         _select, (rows,), scores, sums, uniforms.contiguous(), tokens, log_probs, rows, size, blocks, temperature,
         SCALE, BLOCK=BLOCK_SIZE, BLOCKS=padded,
     )  # fmt: skip
     return tokens, log_probs
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-    kernel[grid](*args, **options)
 
 
 @triton.jit
