@@ -12,7 +12,7 @@ this module and verifies the result.
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,12 +31,6 @@ METADATA = {"size", "dim", "ndimension", "stride", "numel", "nelement", "__len__
 
 class TraceError(Exception):
     """The forward cannot be traced. The message contains the reason."""
-
-
-class Inputs(Protocol):
-    """Function that returns the keyword arguments of a run for a batch size. The names must not depend on it."""
-
-    def __call__(self, rows: int) -> Mapping[str, Any]: ...
 
 
 @dataclass(frozen=True)
@@ -127,8 +121,8 @@ class CallRecorder(TorchFunctionMode):
         return map_aggregate(arguments, replace)
 
 
-def trace(hf: nn.Module, inputs: Inputs, run: Callable[..., Tensor]) -> Graph:
-    """Trace `run(**inputs(rows))` into a graph.
+def trace(hf: nn.Module, inputs: Callable[[int], Mapping[str, Any]], run: Callable[..., Tensor]) -> Graph:
+    """Trace `run(**inputs(rows))` into a graph. The names of the inputs must not depend on the batch size `rows`.
 
     The placeholders of the graph are the inputs and `rows`. Its attributes are names of modules and weights of `hf`.
     """
@@ -182,18 +176,16 @@ class _GraphMerger:
                 raise TraceError(
                     f"an operator is {_name(call.func)} or {_name(second_call.func)}, depending on the batch size"
                 )
-            arguments = (call.args, call.kwargs), (second_call.args, second_call.kwargs)
-            args, kwargs = self._merge_arguments(*arguments)
-            node = self._call(call.func, args, kwargs)
+            args = self._merge_arguments(call.args, second_call.args)
+            kwargs = self._merge_arguments(call.kwargs, second_call.kwargs)
+            if _name(call.func) == "__get__":  # a property that returns a tensor
+                node = self.fx.call_function(getattr, (args[0], call.func.__self__.__name__))
+            else:
+                node = self.fx.call_function(call.func, args, kwargs)
             node.meta["shape"] = call.shape
             self.nodes[Ref(number)] = node
         self.fx.output(self._node(output))
         return self.fx
-
-    def _call(self, func: Any, args: Any, kwargs: Any) -> Node:
-        if _name(func) == "__get__":  # a property that returns a tensor
-            return self.fx.call_function(getattr, (args[0], func.__self__.__name__))
-        return self.fx.call_function(func, args, kwargs)
 
     def _node(self, ref: Ref) -> Node:
         if ref not in self.nodes:

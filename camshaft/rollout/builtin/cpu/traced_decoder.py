@@ -11,8 +11,6 @@ generation uses the model's own forward and `decoder.reason` contains the reason
 forward. The graph contains no weights; each generation binds the model's current weights.
 """
 
-from __future__ import annotations
-
 import bisect
 import logging
 from collections.abc import Iterator
@@ -43,7 +41,6 @@ CPU = torch.device("cpu")
 
 TOLERANCE = 1e-4
 """Maximum difference of logits, relative to the largest absolute logit."""
-
 
 logger = logging.getLogger(__name__)
 
@@ -77,20 +74,14 @@ class Decoder:
             self.reason = "traced decoding requires float32 on a CPU"
             return
         try:
-            self._traced = self._trace_checked()
+            graph = trace_decode_step(self.hf, CPU)
+            fuse(graph)
+            traced = _TracedForward(graph, self.hf)
+            if verify(traced.bind(self.hf), self.eager, CPU, TOLERANCE):
+                self._traced = traced
         except TraceError as error:
             self.reason = str(error)
             logger.info("%s generates with its own forward, which cannot be traced: %s", type(self.hf).__name__, error)
-
-    def _trace_checked(self) -> _TracedForward | None:
-        """Trace the forward, fuse operators and compare the result with the model.
-
-        Return None if the model's logits are not finite.
-        """
-        graph = trace_decode_step(self.hf, CPU)
-        fuse(graph)
-        traced = _TracedForward(graph, self.hf)
-        return traced if verify(traced.bind(self.hf), self.eager, CPU, TOLERANCE) else None
 
 
 def has_hooks(hf: nn.Module) -> bool:
@@ -122,13 +113,10 @@ class _TracedForward:
     def bind(self, hf: nn.Module) -> Forward:
         """Return a forward that uses the current weights of `hf` and their packed copies."""
         members, mask = named_members(hf), no_mask("cpu")
-        members_by_attribute = {attribute: members[name] for attribute, name in self.members.items()}
+        weights = {attribute: members[name] for attribute, name in self.members.items()}
         layers: dict[str, Any] = {attribute: hf.get_submodule(name) for attribute, name in self.linears.items()}
         namespaces = [
-            SimpleNamespace(
-                **members_by_attribute,
-                **{attribute: select_product(layer, rows) for attribute, layer in layers.items()},
-            )
+            SimpleNamespace(**weights, **{name: select_product(layer, rows) for name, layer in layers.items()})
             for rows in ROW_THRESHOLDS
         ]
 

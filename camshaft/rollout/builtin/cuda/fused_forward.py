@@ -18,6 +18,7 @@ own forward.
 """
 
 import logging
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -167,15 +168,11 @@ def _fuse_norm(node: Node) -> None:
         graph = node.graph
         with graph.inserting_before(x):
             both = graph.call_function(add_rms_norm, (*terms, graph.create_node("get_attr", weight.target), eps))
-            total, result = (graph.call_function(_item, (both, index)) for index in (0, 1))
+            total, result = (graph.call_function(operator.getitem, (both, index)) for index in (0, 1))
             total.meta["shape"] = result.meta["shape"] = _shape(x)
         x.replace_all_uses_with(total)
         node.replace_all_uses_with(result)
         return
-
-
-def _item(values: tuple[Tensor, ...], index: int) -> Tensor:
-    return values[index]
 
 
 def _shape(node: Node) -> Any:
