@@ -11,6 +11,7 @@ is copied; with `copy=True`, every tensor is. The rollouts that run a transforme
 module.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,6 @@ class SharedModel:
         for buffer in self.hf.buffers():
             buffer.data = buffer.data.to(self.device)
         self._folder, self._trust = model_folder(config.model_path), config.trust_remote_code
-        self._tokenizer: PreTrainedTokenizerBase | None = None
         self.stop_ids = load_stop_ids(self._folder, self.hf.config, self._trust)
         self.expected = ExpectedWeights.from_model(self.hf)
         self._loaded_names: set[str] | None = None
@@ -55,7 +55,8 @@ class SharedModel:
         """For each weight in a group, the names of all weights of the group in order."""
         self._joined: dict[str, Tensor] = {}
         """Tensors of groups, by the first name of the group."""
-        self._pools: dict[torch.dtype, _Pool] = {}
+        self._pools: dict[torch.dtype, Tensor] = {}
+        """Memory for further copies, by dtype."""
         self._asleep = False
 
     @property
@@ -69,12 +70,10 @@ class SharedModel:
         """Size of the weights in bytes. Weights that the training engine shares are included."""
         return sum(parameter.nbytes for parameter in self.hf.parameters())
 
-    @property
+    @functools.cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer of the model folder, loaded on first use."""
-        if self._tokenizer is None:
-            self._tokenizer = load_tokenizer(str(self._folder), self._trust)
-        return self._tokenizer
+        return load_tokenizer(str(self._folder), self._trust)
 
     def load(self, weights: Iterable[tuple[str, Tensor]], copy: bool = False) -> None:
         """Load all weights. If this raises, the model has no weights.
@@ -115,8 +114,10 @@ class SharedModel:
         if dtype not in self._pools:
             metas = [weight.meta for weight in set(self.expected.weights.values())]
             total = sum(meta.numel() + ALIGNMENT for meta in metas if meta.dtype == dtype)
-            self._pools[dtype] = _Pool(torch.empty(total, dtype=dtype, device=self.device))
-        return self._pools[dtype].take(size)
+            self._pools[dtype] = torch.empty(total, dtype=dtype, device=self.device)
+        pool = self._pools[dtype]
+        self._pools[dtype] = pool[math.ceil(size / ALIGNMENT) * ALIGNMENT :]
+        return pool[:size]
 
     def _place(self, group: list[str], memory: Tensor) -> None:
         """Place the weights of a group next to each other in a vector."""
@@ -183,18 +184,6 @@ class SharedModel:
     def _modules(self) -> dict[str, nn.Module]:
         """Return the modules by name; those of shared modules by each of their names."""
         return dict(self.hf.named_modules(remove_duplicate=False))
-
-
-class _Pool:
-    """A tensor that is handed out in parts."""
-
-    def __init__(self, memory: Tensor):
-        self.memory, self.used = memory, 0
-
-    def take(self, size: int) -> Tensor:
-        part = self.memory[self.used : self.used + size]
-        self.used += math.ceil(size / ALIGNMENT) * ALIGNMENT
-        return part
 
 
 class _Copies:
