@@ -47,7 +47,7 @@ class RequestHandler:
         self._rollout = build_rollout(name, rollout_config)
 
     def load_weights(self, version: int, handle: dict[str, Any]) -> None:
-        """Receive all buckets of one weight sync. `serve` sends the reply to the last message."""
+        """Receive all buckets of one weight sync. `main` sends the reply to the last message."""
         self._rollout.weights_version = version
         stream = self._received_weights(handle)
         self._rollout.load_weights(stream)
@@ -116,8 +116,11 @@ def _send(connection: int, message: Any) -> None:
         kill_own_group()
 
 
-def serve(connection: int) -> NoReturn:
-    """Answer requests until the connection closes, and then kill this process."""
+def main(connection: int, stack_file: int, parent: int) -> NoReturn:
+    """Answer requests on the descriptor `connection`. Kill this process when it closes or the process `parent` ends."""
+    ignore_stop_signals()
+    dump_stacks_on_signal(stack_file)
+    end_with(parent)
     handler = RequestHandler(connection)
     methods = {
         method.__name__: method
@@ -135,14 +138,6 @@ def serve(connection: int) -> NoReturn:
         except Exception:
             reply = ("traceback", traceback.format_exc().rstrip())
         _send(connection, reply)
-
-
-def main(connection: int, stack_file: int, parent: int) -> None:
-    """Serve requests on the descriptor `connection` until the connection or the process `parent` ends."""
-    ignore_stop_signals()
-    dump_stacks_on_signal(stack_file)
-    end_with(parent)
-    serve(connection)
 
 
 if __name__ == "__main__":

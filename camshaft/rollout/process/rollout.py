@@ -78,8 +78,6 @@ class ProcessRollout(BaseRollout):
             self._child.end("the rollout could not be built")
             raise
 
-    # -- weights ----------------------------------------------------------------------------------
-
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         sender = open_sender(self._device, self.config.update_weights_bucket_megabytes * 2**20)
         try:
@@ -130,8 +128,6 @@ class ProcessRollout(BaseRollout):
             self._dtypes[name] = self._call("sync_dtype", name, tensor.dtype)
         return self._dtypes[name]
 
-    # -- tokens -----------------------------------------------------------------------------------
-
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         row_seeds = None if seeds is None else seeds.cpu().numpy()
         rows = prompts.values.cpu().numpy(), prompts.lengths.cpu().numpy()
@@ -140,15 +136,11 @@ class ProcessRollout(BaseRollout):
         responses = Ragged(tokens, lengths)
         return Generation(responses, responses.like(log_probs), finished, metrics).to(prompts.values.device)
 
-    # -- memory -----------------------------------------------------------------------------------
-
     def sleep(self) -> None:
         self._call("sleep")
 
     def wake_up(self) -> None:
         self._call("wake_up")
-
-    # -- the child process ------------------------------------------------------------------------
 
     def _call(self, request: str, *arguments: Any, limit: Limit | None = None) -> Any:
         self._child.send(request, *arguments)
@@ -169,9 +161,10 @@ class _Child:
     def __init__(self, limit: Limit | None) -> None:
         self._limit = limit
         self._socket, child_end = socket.socketpair()
-        # Sends and receives return after this time, so that the process can be checked.
+        # Sends and receives return after this time (a `struct timeval`), so that the process can be checked.
+        poll_time = struct.pack("@ll", *divmod(int(POLL_SECONDS * 1e6), 10**6))
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
-            self._socket.setsockopt(socket.SOL_SOCKET, option, _timeval(POLL_SECONDS))
+            self._socket.setsockopt(socket.SOL_SOCKET, option, poll_time)
         self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process runs
         with child_end:
             descriptors = [child_end.fileno(), self._stack_file.fileno()]
@@ -236,8 +229,3 @@ class _Child:
         kill_group(self._process.pid)
         self._process.wait()
         self._stack_file.close()
-
-
-def _timeval(seconds: float) -> bytes:
-    """Pack a `struct timeval`. It is never zero, because zero means that there is no timeout."""
-    return struct.pack("@ll", int(seconds), max(1, int(seconds % 1 * 1e6)))

@@ -26,8 +26,6 @@ class SGLangChildRollout(ExternalRollout):
         self._digests: dict[str, int] | None = None
         self.engine = SGLangEngine(config)
 
-    # -- weights --------------------------------------------------------------------------------------
-
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.check_ready_to_load()
         self._digests = None
@@ -53,8 +51,6 @@ class SGLangChildRollout(ExternalRollout):
     def has_weights(self) -> bool:
         return self._digests is not None
 
-    # -- memory ---------------------------------------------------------------------------------------
-
     def sleep(self) -> None:
         self.engine.sleep()
         self._asleep, self._digests = True, None
@@ -62,8 +58,6 @@ class SGLangChildRollout(ExternalRollout):
     def wake_up(self) -> None:
         self.engine.wake_up()
         self._asleep = False
-
-    # -- tokens ---------------------------------------------------------------------------------------
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         start = time.perf_counter()
