@@ -29,18 +29,15 @@ def check_installed() -> str:
     version = importlib.metadata.version("sglang")
     if version not in TESTED and version not in _warned:
         _warned.add(version)
-        logger.warning("%s", untested_warning(version))
+        logger.warning("%s", hint(version).strip())
     return version
-
-
-def untested_warning(version: str) -> str:
-    """Return the warning about an untested version."""
-    return (
-        f"SGLang {version} is not a tested version; this rollout is tested with {', '.join(TESTED)}. "
-        "If you see errors, install a tested version"
-    )
 
 
 def hint(version: str) -> str:
     """Return a suffix for error messages that warns about an untested version, or "" for a tested version."""
-    return "" if version in TESTED else f"\n{untested_warning(version)}"
+    if version in TESTED:
+        return ""
+    return (
+        f"\nSGLang {version} is not a tested version; this rollout is tested with {', '.join(TESTED)}. "
+        "If you see errors, install a tested version"
+    )

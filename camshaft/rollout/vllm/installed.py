@@ -39,21 +39,8 @@ def import_vllm() -> Any:
         raise RolloutError(f"rollout.name=vllm requires vLLM, which is not installed: {MISSING}") from error
     if vllm.__version__ not in TESTED and vllm.__version__ not in _warned:
         _warned.add(vllm.__version__)
-        logger.warning("%s", _untested_warning(vllm.__version__))
+        logger.warning("%s", hint(vllm.__version__).strip())
     return vllm
-
-
-def _untested_warning(version: str) -> str:
-    installed = {name: importlib.metadata.version(name) for name in DISTRIBUTIONS if _is_installed(name)}
-    names = ", ".join(f"{name}=={number}" for name, number in installed.items()) or "vllm"
-    return (
-        f"vLLM {version} ({names}) is not a tested version; this rollout is tested with {', '.join(TESTED)}. "
-        "If you see errors, install a tested version"
-    )
-
-
-def _is_installed(distribution: str) -> bool:
-    return any(True for _ in importlib.metadata.distributions(name=distribution))
 
 
 def check_platform(device: str) -> None:
@@ -71,4 +58,11 @@ def check_platform(device: str) -> None:
 
 def hint(version: str) -> str:
     """Return a suffix for error messages that warns about an untested version, or "" for a tested version."""
-    return "" if version in TESTED else f"\n{_untested_warning(version)}"
+    if version in TESTED:
+        return ""
+    installed = {name: found.version for name in DISTRIBUTIONS for found in importlib.metadata.distributions(name=name)}
+    names = ", ".join(f"{name}=={number}" for name, number in installed.items()) or "vllm"
+    return (
+        f"\nvLLM {version} ({names}) is not a tested version; this rollout is tested with {', '.join(TESTED)}. "
+        "If you see errors, install a tested version"
+    )
