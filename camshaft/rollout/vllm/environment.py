@@ -22,35 +22,17 @@ from camshaft.device import join_group, rank, with_device_index, world_size
 
 @contextlib.contextmanager
 def startup_environment(device: str) -> Iterator[None]:
-    """Prepare the process for importing vLLM and building an engine, and restore it on exit."""
-    with _restore_process(device), _environment(device):
-        join_group(torch.device(device))  # a process group that vLLM creates on a GPU does not support CPU tensors
-        yield
+    """Prepare the process for importing vLLM and building an engine.
 
-
-@contextlib.contextmanager
-def _environment(device: str) -> Iterator[None]:
-    """Set the environment variables that vLLM reads at startup. Values set by the user take precedence."""
-    if torch.device(device).type == "cpu":
-        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # binding would take cores away from the trainer
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    os.environ["PYTHONSAFEPATH"] = "1"  # processes that vLLM starts do not import files of the working directory
-    if world_size() > 1:
-        local_rank = with_device_index(device).index or 0
-        os.environ |= {"RANK": str(rank()), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size())}
-    yield
-
-
-@contextlib.contextmanager
-def _restore_process(device: str) -> Iterator[None]:
-    """Restore environment variables, random states and torch's thread settings on exit."""
+    On exit, restore environment variables, random states and torch's thread settings.
+    """
     environment = dict(os.environ)
     python_state, numpy_state = random.getstate(), np.random.get_state()
     set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     try:
         with preserve_random_state(device):
+            _set_environment(device)
+            join_group(torch.device(device))  # a process group that vLLM creates on a GPU does not support CPU tensors
             yield
     finally:
         random.setstate(python_state)
@@ -62,13 +44,23 @@ def _restore_process(device: str) -> Iterator[None]:
         os.environ.update(environment)
 
 
+def _set_environment(device: str) -> None:
+    """Set the environment variables that vLLM reads at startup. Values set by the user take precedence."""
+    if torch.device(device).type == "cpu":
+        os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # binding would take cores away from the trainer
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ["PYTHONSAFEPATH"] = "1"  # processes that vLLM starts do not import files of the working directory
+    if world_size() > 1:
+        local_rank = with_device_index(device).index or 0
+        os.environ |= {"RANK": str(rank()), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size())}
+
+
 @contextlib.contextmanager
 def preserve_random_state(device: str) -> Iterator[None]:
     """Restore torch's random states of the CPU and of `device` on exit."""
     torch_device = torch.device(device)
-    if torch_device.type == "cpu" or not torch.accelerator.is_available():
-        with torch.random.fork_rng(devices=[]):
-            yield
-        return
-    with torch.random.fork_rng(devices=[torch_device], device_type=torch_device.type):
+    devices = [torch_device] if torch_device.type != "cpu" and torch.accelerator.is_available() else []
+    with torch.random.fork_rng(devices, device_type=torch_device.type):
         yield
