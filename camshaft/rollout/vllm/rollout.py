@@ -51,8 +51,6 @@ class VLLMRollout(BaseVLLMRollout):
         self.engine.wake_up()
         weakref.finalize(self, self.engine.release).atexit = False
 
-    # -- weights --------------------------------------------------------------------------------------
-
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.check_ready_to_load()
         self._loaded_digests, self._adapter_loaded = None, False
@@ -99,8 +97,6 @@ class VLLMRollout(BaseVLLMRollout):
     def has_weights(self) -> bool:
         return self._loaded_digests is not None and (self._adapter is None or self._adapter_loaded)
 
-    # -- memory ---------------------------------------------------------------------------------------
-
     def sleep(self) -> None:
         keep = self._adapter is not None and self._loaded_digests is not None
         self.engine.sleep(keep_weights=keep)
@@ -110,11 +106,14 @@ class VLLMRollout(BaseVLLMRollout):
         self.engine.wake_up()
         self._asleep = False
 
-    # -- tokens ---------------------------------------------------------------------------------------
-
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         start = time.perf_counter()
-        requests, error = _catch_rollout_error(lambda: self.build_requests(prompts, sampling, seeds))
+        requests: list[RowRequest] = []
+        error: RolloutError | None = None
+        try:
+            requests = self.build_requests(prompts, sampling, seeds)
+        except RolloutError as caught:  # all ranks must learn about an error before it is raised
+            error = caught
         all_requests, local_rows = self._gather(requests, error)
         stop_ids = self.all_stop_ids(sampling)
         responses = self.engine.generate(all_requests, sampling, stop_ids)[local_rows] if all_requests else []
@@ -140,14 +139,6 @@ class VLLMRollout(BaseVLLMRollout):
         counts = [len(rows) for rows, _ in gathered]
         start = sum(counts[: dist.get_rank(group)])
         return [row for rows, _ in gathered for row in rows], slice(start, start + len(requests))
-
-
-def _catch_rollout_error(build: Any) -> tuple[list[RowRequest], RolloutError | None]:
-    """Return the requests or the error. All ranks must learn about an error before it is raised."""
-    try:
-        return build(), None
-    except RolloutError as error:
-        return [], error
 
 
 def _check_ranks(tensor_parallel_size: int) -> None:

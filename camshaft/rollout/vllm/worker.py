@@ -67,11 +67,8 @@ class WorkerWeights:
 
     def hello(self) -> dict[str, Any]:
         """Return the worker's identity, its weight version, and the settings that the trainer checks."""
-        import vllm  # pyright: ignore[reportMissingImports]
-
         config = self._worker.vllm_config.model_config
         return self.state() | {
-            "vllm": vllm.__version__,  # pyright: ignore[reportAttributeAccessIssue]
             "logprobs_mode": str(config.logprobs_mode),
             "generation_config": str(config.generation_config),
             "max_model_len": int(config.max_model_len),
@@ -81,8 +78,6 @@ class WorkerWeights:
 
     def state(self) -> dict[str, Any]:
         return {"identity": self._identity, "version": self._version}
-
-    # -- weights ----------------------------------------------------------------------------------
 
     def begin(self, handle: dict[str, Any], canonical_names: dict[str, str], shapes: dict[str, Any]) -> None:
         """Begin a weight sync. The worker has no valid weights until `end`.
@@ -142,8 +137,6 @@ class WorkerWeights:
         }
         return self.state() | {"digests": digests}
 
-    # -- memory -----------------------------------------------------------------------------------
-
     def free_kv_cache(self) -> None:
         self._cache_sizes = workarounds.free_kv_cache(SimpleNamespace(worker=self._worker))
 
@@ -174,13 +167,11 @@ class _WeightUpdate:
             self._missing_names -= self._model.load_weights(record(weights)) or set()
 
     def end(self) -> None:
-        is_complete = False
         try:
             self._assembler.finish()
-            is_complete = True
         finally:
             self.abort()
-        if is_complete and self._missing_names:
+        if self._missing_names:
             names = ", ".join(sorted(self._missing_names)[:8])
             raise RolloutError(f"vLLM did not load all weights: missing {names}")
 
