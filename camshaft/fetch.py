@@ -127,7 +127,7 @@ def _download_changes(files: Any, root: str, url: str, target: Path) -> None:
         return
     record.unlink(missing_ok=True)
     if target.is_dir() != ("" not in remote):  # a file was replaced by a folder, or a folder by a file
-        _remove(target)
+        shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
         recorded = {}
     size = sum(entry["bytes"] or 0 for name, entry in remote.items() if name not in up_to_date)
     logger.info("downloading %s (%.1f MB) to %s", url, size / 1e6, target)
@@ -193,10 +193,3 @@ def _copy(files: Any, path: str, url: str, expected: dict[str, Any], target: Pat
                 digest = hashlib.file_digest(content, "md5").hexdigest()
             if digest != expected["md5"]:
                 raise StorageError(f"{url}: the MD5 of {path} differs from that of the source; try again")
-
-
-def _remove(target: Path) -> None:
-    if target.is_dir():
-        shutil.rmtree(target)
-    else:
-        target.unlink(missing_ok=True)

@@ -232,15 +232,13 @@ def prune(target: str | Path, keep: int) -> list[Path]:
             shutil.rmtree(folder)
         return removed
     root, rest = Path(*target.parts[:index]), target.parts[index + 1 :]
-    folders = sorted((step, folder) for step, folder in step_folders(root) if (folder / Path(*rest)).is_dir())
-    removed = []
-    for _, folder in folders[: max(0, len(folders) - keep)]:
-        outdated = folder.joinpath(*rest)
-        shutil.rmtree(outdated)
-        removed.append(outdated)
-        if outdated != folder and not any(folder.iterdir()):
+    folders = [folder for _, folder in step_folders(root) if folder.joinpath(*rest).is_dir()]
+    outdated = folders[: max(0, len(folders) - keep)]
+    for folder in outdated:
+        shutil.rmtree(folder.joinpath(*rest))
+        if rest and not any(folder.iterdir()):
             folder.rmdir()
-    return removed
+    return [folder.joinpath(*rest) for folder in outdated]
 
 
 def _series(target: Path) -> list[Path]:
@@ -264,10 +262,8 @@ def step_folders(root: str | Path) -> list[tuple[int, Path]]:
 
 
 def _fingerprint(path: Path) -> dict[str, Any]:
-    digest = hashlib.sha256()
     with open(path, "rb") as handle:
-        while block := handle.read(1 << 22):
-            digest.update(block)
+        digest = hashlib.file_digest(handle, "sha256")
     return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
