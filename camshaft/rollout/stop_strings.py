@@ -31,8 +31,6 @@ class StopStrings:
 
         The caller must have checked all shorter prefixes: without its last token, `response` contains no stop string.
         """
-        if not self._strings:
-            return False
         count = self._tail_length
         while True:
             text = self._text(response[-count:])
