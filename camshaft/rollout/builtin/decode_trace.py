@@ -26,10 +26,10 @@ CHECKED_ROWS = (1, 2, 7)
 
 def trace_decode_step(hf: PreTrainedModel, device: torch.device) -> Graph:
     """Trace the model's own forward on one token per row; raise `TraceError` if this is not possible."""
-    names = ("tokens", "positions", "mask", "slots")
 
     def inputs(rows: int) -> dict[str, Any]:
-        return dict(zip(names, (*_sample_inputs(rows, device), no_mask(device), _NoCache()), strict=True))
+        tokens, positions = _sample_inputs(rows, device)
+        return {"tokens": tokens, "positions": positions, "mask": no_mask(device), "slots": _NoCache()}
 
     def run(tokens: Tensor, positions: Tensor, mask: Tensor, slots: Slots) -> Tensor:
         kwargs: dict[str, Any] = {"attention_mask": mask, "slots": TracedSlots(slots), "use_cache": False}

@@ -16,7 +16,6 @@ from torch.fx import Graph, Node
 
 
 def name_of(node: Node) -> str:
-    """Return the name of the operator."""
     return getattr(node.target, "__name__", "")
 
 

@@ -26,7 +26,6 @@ class RoutingRecorder:
         self._steps: list[tuple[Tensor, Tensor]] = []
 
     def start(self) -> None:
-        """Record the next model call."""
         self.routers.start()
 
     def add_prompts(self, prompts: Sequence[tuple[Sequence[int], int]]) -> None:

@@ -134,7 +134,6 @@ class ServerProcess:
             raise
 
     def describe(self) -> str:
-        """Return a description of the server for messages."""
         return f"the server started at {self.url} ({describe_process(self._server.pid)})"
 
     def exit_report(self) -> str:

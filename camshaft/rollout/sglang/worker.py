@@ -44,9 +44,6 @@ def run(report: Connection, writing: Lock, *arguments: Any, **kwargs: Any) -> No
     run_scheduler_process(*arguments, **kwargs)
 
 
-# -- tokens ---------------------------------------------------------------------------------------
-
-
 def register_sampler() -> None:
     """Register `RowSampler` as SGLang's sampling backend in this process."""
     register_sampler_backend(SAMPLER, RowSampler)
@@ -84,9 +81,6 @@ class RowSampler(Sampler):
         logits_output.next_token_logprobs = log_probs
         self._sync_token_ids_across_tp(tokens, sampling_info)
         return tokens.to(torch.int32)
-
-
-# -- weights --------------------------------------------------------------------------------------
 
 
 @dataclass

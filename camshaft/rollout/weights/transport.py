@@ -80,9 +80,6 @@ class Receiver:
         return self._buffers[number][:num_bytes]
 
 
-# -- one machine, CPU -----------------------------------------------------------------------------
-
-
 class SharedMemory(Sender):
     """Anonymous memory (memfd) that a receiver opens through the sender's directory in /proc.
 
@@ -133,9 +130,6 @@ def _open_shared_memory(handle: Mapping[str, Any]) -> Receiver:
 
 def _map_file(file: int, size: int) -> Tensor:
     return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
-
-
-# -- one machine, accelerator ---------------------------------------------------------------------
 
 
 class DeviceMemory(Sender):
@@ -230,9 +224,6 @@ def decode_device_handle(handle: Mapping[str, Any]) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-# -- several machines -----------------------------------------------------------------------------
-
-
 class Broadcast(Sender):
     """Broadcast in a separate process group, in which the sender is rank 0 and the receivers are ranks 1 and up."""
 
@@ -313,9 +304,6 @@ def _broadcast(group: Any, data: Tensor, seconds: float) -> None:
         synchronize(data.device)
     except RuntimeError as error:
         raise RolloutError(f"the weight broadcast failed: {error}; check that all its processes are alive") from error
-
-
-# -- selection ------------------------------------------------------------------------------------
 
 
 def open_sender(device: torch.device, size: int) -> Sender:

@@ -35,9 +35,6 @@ def fuse(graph: Graph) -> None:
     graph.eliminate_dead_code()
 
 
-# -- x * rsqrt(mean(x^2) + eps) -------------------------------------------------------------------
-
-
 def scale_by_rms(x: Tensor, eps: float) -> Tensor:
     """Return x / sqrt(mean(x^2) + eps) over the last dimension."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
@@ -52,13 +49,9 @@ def _scalar(value: float) -> Tensor:
 
 
 def _fuse_rms(node: Node) -> None:
-    """Replace `node` with a call of `scale_by_rms` if it matches."""
     match = match_rms_scale(node)
     if match is not None:
         replace(node, scale_by_rms, *match)
-
-
-# -- x * cos + cat(-x[half:], x[:half]) * sin -----------------------------------------------------
 
 
 def negate_first_half(sin: Tensor) -> Tensor:
@@ -73,16 +66,12 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 
 def _fuse_rotation(node: Node) -> None:
-    """Replace `node` with a call of `rotate` if it matches."""
     match = match_rotation(node)
     if match is not None:
         x, cos, sin = match
         with node.graph.inserting_before(node):
             signed_sin = node.graph.call_function(negate_first_half, (sin,))
         replace(node, rotate, x, cos, signed_sin)
-
-
-# -- one token per row ------------------------------------------------------------------------------
 
 
 def _fuse_head_view(node: Node) -> None:

@@ -108,8 +108,6 @@ class SplitByThread:
 
 
 class MKLPacked:
-    """A copy of the weight in MKL's layout."""
-
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.weight, self.bias = weight, bias
         self.packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, MKL_ROWS)
@@ -124,8 +122,6 @@ class MKLPacked:
 
 
 class OneDNNPacked:
-    """A copy of the weight in oneDNN's layout."""
-
     def __init__(self, weight: Tensor, bias: Tensor | None):
         self.weight, self.bias = weight, bias
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, ONEDNN_ROWS)

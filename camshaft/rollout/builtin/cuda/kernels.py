@@ -120,7 +120,6 @@ def block_config(dtype: torch.dtype, dims: int) -> dict[str, int]:
 
 
 def count_multiprocessors(device: torch.device) -> int:
-    """Return the number of multiprocessors of `device`."""
     backend: Any = torch.get_device_module(device)
     return backend.get_device_properties(device).multi_processor_count
 
