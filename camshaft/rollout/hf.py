@@ -10,7 +10,7 @@ the distribution. `sampling.py` samples from it, so a row's samples depend only 
 """
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -31,13 +31,13 @@ from camshaft.config.backends import HF
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
-from camshaft.rollout.base import BaseRollout, Generation, SamplingParams, check_finite
+from camshaft.rollout.base import Generation, SamplingParams, check_finite
 from camshaft.rollout.sampling import draw, sample_greedy, uniform_numbers
-from camshaft.rollout.shared_model import SharedModel
+from camshaft.rollout.shared_model import SharedModel, SharedModelRollout
 from camshaft.rollout.stop_strings import StopStrings
 
 
-class HFRollout(BaseRollout):
+class HFRollout(SharedModelRollout):
     """Rollout with `transformers.generate`. A row's samples depend on its seed and prompt, not on other rows."""
 
     capabilities = HF
@@ -53,15 +53,6 @@ class HFRollout(BaseRollout):
         self.model = SharedModel(config, attention="eager")
         # The sampling settings recommended in the model folder would change the distribution.
         self.model.hf.generation_config = GenerationConfig()
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.model.load(weights)
-
-    def weight_digests(self) -> Mapping[str, int]:
-        return self.model.digests()
-
-    def sync_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        return self.model.expected.dtype_of(name) or super().sync_dtype(name, tensor)
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         hf = self.model.require_model()
@@ -85,12 +76,6 @@ class HFRollout(BaseRollout):
         check_finite(log_probs)
         finished = torch.cat([batch.finished for batch in batches])
         return Generation(responses, log_probs, finished, metrics).to(prompts.values.device)
-
-    def sleep(self) -> None:
-        self.model.sleep()
-
-    def wake_up(self) -> None:
-        self.model.wake_up()
 
     def _batches(self, lengths: list[int]) -> Iterator[slice]:
         """Split the rows into batches of consecutive rows within the limits of the config."""

@@ -25,7 +25,7 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.digest import QUEUE_BYTES, Digests
 from camshaft.errors import RolloutError
 from camshaft.models.loader import has_tokenizer, load_tokenizer, model_folder
-from camshaft.rollout.base import check_can_generate, check_can_load
+from camshaft.rollout.base import BaseRollout, check_can_generate, check_can_load
 from camshaft.rollout.weights.checks import ExpectedWeight, ExpectedWeights, empty_model
 
 ALIGNMENT = 256
@@ -206,6 +206,27 @@ class _Copies:
         if self._targets:
             torch._foreach_copy_(self._targets, self._sources)  # pyright: ignore[reportPrivateImportUsage]
         self._targets, self._sources, self._num_bytes = [], [], 0
+
+
+class SharedModelRollout(BaseRollout):
+    """Base class of rollouts that run a `SharedModel`."""
+
+    model: SharedModel
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.model.load(weights, copy=self.casts_weights)
+
+    def weight_digests(self) -> Mapping[str, int]:
+        return self.model.digests()
+
+    def sync_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
+        return self.model.expected.dtype_of(name) or super().sync_dtype(name, tensor)
+
+    def sleep(self) -> None:
+        self.model.sleep()
+
+    def wake_up(self) -> None:
+        self.model.wake_up()
 
 
 def _set_tensor(modules: Mapping[str, nn.Module], weight: ExpectedWeight, tensor: Tensor) -> None:

@@ -10,8 +10,6 @@ KV cache of `kv_cache.py`. Weights that have the right dtype and device are shar
 `enforce_eager=false`, `cuda/graphs.py` computes them.
 """
 
-from collections.abc import Iterable, Mapping
-
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -23,14 +21,14 @@ from camshaft.errors import RolloutError
 from camshaft.models.attention import PACKED, reject_unsupported, rope_limit
 from camshaft.models.routing import Routers, find_routers, supported_models
 from camshaft.ragged import Ragged
-from camshaft.rollout.base import BaseRollout, Generation, SamplingParams, check_finite
+from camshaft.rollout.base import Generation, SamplingParams, check_finite
 from camshaft.rollout.builtin.cpu.linears import use_packable_linears
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
 from camshaft.rollout.builtin.cuda.graphs import build_graph_decoder
 from camshaft.rollout.builtin.kv_cache import KVCache, PrefillStep
 from camshaft.rollout.builtin.routed_experts import RoutingRecorder
 from camshaft.rollout.builtin.scheduler import GenerationRequest, Scheduler
-from camshaft.rollout.shared_model import SharedModel
+from camshaft.rollout.shared_model import SharedModel, SharedModelRollout
 from camshaft.rollout.stop_strings import StopStrings
 
 FREE_SHARE = 0.9
@@ -40,7 +38,7 @@ SAMPLING_BYTES = 40
 """Bytes per row and vocabulary entry for logits and sampling. Sampling with `top_p` allocates 33 bytes, counted."""
 
 
-class TorchRollout(BaseRollout):
+class TorchRollout(SharedModelRollout):
     """Generate with continuous batching. A row's samples depend on its seed and prompt, not on other rows."""
 
     capabilities = TORCH
@@ -63,15 +61,6 @@ class TorchRollout(BaseRollout):
         # Fused decode steps read joined copies of the weights. Graphs that outlive `sleep` read the memory that
         # they have captured. Otherwise, weights are shared.
         return self.graphs is not None and (self.graphs.fused is not None or not self.config.free_cache_engine)
-
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.model.load(weights, copy=self.casts_weights)
-
-    def weight_digests(self) -> Mapping[str, int]:
-        return self.model.digests()
-
-    def sync_dtype(self, name: str, tensor: Tensor) -> torch.dtype:
-        return self.model.expected.dtype_of(name) or super().sync_dtype(name, tensor)
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         self.model.require_model()
@@ -142,9 +131,6 @@ class TorchRollout(BaseRollout):
             self.cache.clear()
             if self.graphs is not None:
                 self.graphs.release()
-
-    def wake_up(self) -> None:
-        self.model.wake_up()
 
 
 def cache_budget(free: int, total: int, utilization: float, model_bytes: int) -> int:
