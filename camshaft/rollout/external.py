@@ -65,9 +65,8 @@ class ExternalRollout(BaseRollout):
         super().__init__(config)
         self.expected = ExpectedWeights.from_config(config)
         self.folder = model_folder(config.model_path)
-        hf_config = load_config(self.folder, config.trust_remote_code, config.override_config)
-        self.stop_ids = load_stop_ids(self.folder, hf_config, config.trust_remote_code)
-        self._num_embeddings: int = hf_config.get_text_config().vocab_size
+        self.hf_config = load_config(self.folder, config.trust_remote_code, config.override_config)
+        self.stop_ids = load_stop_ids(self.folder, self.hf_config, config.trust_remote_code)
         self._asleep = False
 
     @abstractmethod
@@ -93,7 +92,7 @@ class ExternalRollout(BaseRollout):
     def build_requests(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None) -> list[RowRequest]:
         """Return one request per prompt row. Raise an error if the rollout cannot generate."""
         self.check_ready()
-        limits = self.limits(prompts, sampling, self._num_embeddings).tolist()
+        limits = self.limits(prompts, sampling, self.hf_config.get_text_config().vocab_size).tolist()
         row_seeds = self.seeds_of_call(len(prompts), seeds).tolist()
         rows = [row.tolist() for row in prompts.rows()]
         return [RowRequest(*row) for row in zip(rows, limits, row_seeds, strict=True)]

@@ -24,7 +24,7 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import with_device_index, world_size
 from camshaft.digest import record_digests
 from camshaft.errors import RolloutError
-from camshaft.models.loader import file_layout, load_config
+from camshaft.models.loader import file_layout
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
 from camshaft.rollout.external import RowRequest
@@ -43,8 +43,7 @@ class VLLMRollout(BaseVLLMRollout):
         _check_ranks(config.tensor_model_parallel_size)
         _check_device(config.device)
         self._loaded_digests: dict[str, int] | None = None
-        hf_config = load_config(self.folder, config.trust_remote_code, config.override_config)
-        self._layout = file_layout(hf_config, config.trust_remote_code)
+        self._layout = file_layout(self.hf_config, config.trust_remote_code)
         self._adapter = None if config.lora is None else ExpectedWeights.adapter_from_config(config, config.lora)
         self._adapter_loaded = False
         self.engine = VLLMEngine.acquire(config)
