@@ -124,7 +124,7 @@ class KVCache:
             self.layers[index] = self._grow(keys, kept_slots), self._grow(values, kept_slots)
 
     def _grow(self, old: Tensor, kept_slots: list[slice]) -> Tensor:
-        new = _zeros((self.num_slots, old.shape[1], self.length, old.shape[3]), old)
+        new = _zeros(self.num_slots, self.length, old)
         for slots in kept_slots:
             new[: len(old)][slots, :, : old.shape[2]] = old[slots]
         return new
@@ -134,10 +134,7 @@ class KVCache:
         index: Any = module.layer_idx
         if index not in self.layers:
             self.position_bytes[index] = sum(x.shape[1] * x.shape[3] * x.element_size() for x in (key, value))
-            self.layers[index] = (
-                _zeros((self.num_slots, key.shape[1], self.length, key.shape[3]), key),
-                _zeros((self.num_slots, value.shape[1], self.length, value.shape[3]), value),
-            )
+            self.layers[index] = _zeros(self.num_slots, self.length, key), _zeros(self.num_slots, self.length, value)
         return self.layers[index]
 
     def check_window(self, module: nn.Module, window: int | None) -> None:
@@ -193,11 +190,13 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.3g} GiB"
 
 
-def _zeros(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Allocate zeros, because masked positions must not contain NaN. Large tensors on a CPU use huge pages.
+def _zeros(num_slots: int, length: int, like: Tensor) -> Tensor:
+    """Allocate keys or values of a layer, with the heads and dim of `like` (..., heads, positions, dim).
 
-    Attention reads the entire cache in each step and would spend much of its time on TLB misses with small pages.
+    They are zeros, because masked positions must not contain NaN. Large tensors on a CPU use huge pages. Attention
+    reads the entire cache in each step and would spend much of its time on TLB misses with small pages.
     """
+    shape = num_slots, like.shape[1], length, like.shape[3]
     count = math.prod(shape)
     size = count * like.element_size()
     if like.device.type != "cpu" or size < PAGE or LARGE_PAGES is None:
