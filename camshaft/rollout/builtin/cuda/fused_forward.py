@@ -184,11 +184,9 @@ def _fuse_rotation(node: Node) -> None:
     if not is_call(node, "attend") or node.kwargs:
         return
     slots, module, query, key, value, *options = node.args
-    rotations = [match_rotation(query), match_rotation(key)]
-    if None in rotations or rotations[0][1:] != rotations[1][1:]:  # pyright: ignore[reportOptionalSubscript]
-        return
-    (query, cos, sin), (key, *_) = rotations  # pyright: ignore[reportGeneralTypeIssues]
-    replace(node, attend_rotated, slots, module, query, key, value, (cos, sin), *options)
+    query_match, key_match = match_rotation(query), match_rotation(key)
+    if query_match is not None and key_match is not None and query_match[1:] == key_match[1:]:
+        replace(node, attend_rotated, slots, module, query_match[0], key_match[0], value, query_match[1:], *options)
 
 
 def attend_rotated(
