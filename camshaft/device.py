@@ -16,7 +16,6 @@ import ipaddress
 import os
 import resource
 import socket
-import sys
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -249,8 +248,7 @@ def peak_memory(device: torch.device | str) -> int:
     resolved = torch.device(device)
     if resolved.type != "cpu":
         return torch.accelerator.max_memory_allocated(resolved)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024  # Linux reports KiB
 
 
 def _module(device: torch.device) -> Any:
