@@ -10,8 +10,6 @@ Connection errors and HTTP 5xx responses are retried until `retry_timeout` has p
 raise at once. Every error reports the URL. A server that does not answer is reported in the log (`Wait`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -79,7 +77,7 @@ class HTTPClient:
         """Send a POST request that changes state on the server. It is not retried."""
         return self._run(path, lambda connection: connection.request_once("POST", path, body))
 
-    def _run(self, path: str, send: Callable[[RetryingConnection], Any]) -> Any:
+    def _run(self, path: str, send: Callable[["RetryingConnection"], Any]) -> Any:
         """Send a request in a thread, report the wait for its response, and close the connection at the limit."""
         with self.connection() as connection:
             try:
@@ -88,7 +86,7 @@ class HTTPClient:
                 connection.abort()
                 raise
 
-    def connection(self, stop_event: threading.Event | None = None) -> contextlib.closing[RetryingConnection]:
+    def connection(self, stop_event: threading.Event | None = None) -> contextlib.closing["RetryingConnection"]:
         """Open a connection that reconnects after a failure. Setting `stop_event` ends the retries."""
         return contextlib.closing(RetryingConnection(self, stop_event or threading.Event()))
 

@@ -52,8 +52,7 @@ class SGLangEngine:
             cores = ",".join(str(core) for core in sorted(os.sched_getaffinity(0)))
             binding = "|".join([cores] * config.tensor_model_parallel_size)
             os.environ.setdefault("SGLANG_CPU_OMP_THREADS_BIND", binding)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
+        with warnings.catch_warnings(action="ignore", category=UserWarning):
             arguments = engine_arguments(config)
             reject_reserved(config.engine_kwargs, arguments)
             self._start(default_arguments(config) | arguments | config.engine_kwargs)

@@ -7,8 +7,6 @@ responses = engine.generate(requests, sampling, stop_ids)
 engine.release()
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -35,10 +33,10 @@ class VLLMEngine:
     the trainer and of other engines. A released engine sleeps until a rollout with the same config acquires it.
     """
 
-    _idle: dict[str, list[VLLMEngine]] = {}  # noqa: RUF012
+    _idle: dict[str, list["VLLMEngine"]] = {}  # noqa: RUF012
 
     @classmethod
-    def acquire(cls, config: RolloutEngineConfig) -> VLLMEngine:
+    def acquire(cls, config: RolloutEngineConfig) -> "VLLMEngine":
         """Return an idle engine with this config, or start a new one."""
         idle = cls._idle.get(config.model_dump_json(), [])
         return idle.pop() if idle else cls(config)

@@ -9,15 +9,13 @@ raises a `RolloutError` that contains the name of the weight. Rollouts validate 
 because the library would ignore such errors.
 """
 
-from __future__ import annotations
-
 import contextlib
 import difflib
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -60,16 +58,16 @@ class ExpectedWeights:
     """Call of the engine that yields all weights, for error messages."""
 
     @classmethod
-    def from_model(cls, hf: PreTrainedModel) -> ExpectedWeights:
+    def from_model(cls, hf: PreTrainedModel) -> Self:
         return cls(type(hf).__name__, _weights_of(hf))
 
     @classmethod
-    def from_config(cls, config: RolloutEngineConfig) -> ExpectedWeights:
+    def from_config(cls, config: RolloutEngineConfig) -> Self:
         """Return the expected weights of the model in `config.model_path`."""
         return cls.from_model(empty_model(config, attention="eager"))
 
     @classmethod
-    def adapter_from_config(cls, config: RolloutEngineConfig, lora: LoRAConfig) -> ExpectedWeights:
+    def adapter_from_config(cls, config: RolloutEngineConfig, lora: LoRAConfig) -> Self:
         """Return the expected weights of a LoRA adapter for that model, without the base weights."""
         shapes = adapter_shapes(empty_model(config, attention="eager"), lora)
         meta = {name: torch.empty(shape, dtype=DTYPES[config.dtype], device="meta") for name, shape in shapes.items()}

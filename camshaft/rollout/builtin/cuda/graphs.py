@@ -13,8 +13,6 @@ kernels of `kernels.py` or, without Triton, through masks over entire slots. If 
 warning and runs all further steps eagerly.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Callable, Iterator
@@ -108,7 +106,7 @@ class CUDAGraphDecoder:
         self._capture_key: tuple[Any, ...] = ()
 
     @functools.cached_property
-    def fused(self) -> FusedForward | None:
+    def fused(self) -> "FusedForward | None":
         """The fused forward, or None without Triton."""
         if self.model is None or not supports_triton(torch.empty(0, device=self.model.device)):
             return None
