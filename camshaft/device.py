@@ -152,10 +152,16 @@ def _group_backends() -> dict[str, str]:
 def join_group(device: torch.device) -> None:
     """Initialize the default process group unless it exists.
 
-    The group is created from the variables of torchrun (RANK, WORLD_SIZE), or consists of this process only.
+    The group is created from the variables of torchrun (RANK, WORLD_SIZE), or consists of this process only. Raise
+    EngineError if an existing group does not support the device or the CPU.
     """
     if dist.is_initialized():
-        _check_group(device)
+        missing = [kind for kind in ("cpu", device.type) if kind not in _group_backends()]
+        if missing:
+            raise EngineError(
+                f"the existing process group ({dist.get_backend_config()}) does not support {missing[0]}; create it "
+                f"with torch.distributed.init_process_group('{backend_for(device)}'), or let the engine create it"
+            )
         return
     backend = backend_for(device)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
@@ -163,17 +169,6 @@ def join_group(device: torch.device) -> None:
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)  # pyright: ignore
     atexit.register(leave_group)
-
-
-def _check_group(device: torch.device) -> None:
-    """Raise EngineError if the existing process group does not support the device or the CPU."""
-    backends = _group_backends()
-    for kind in ("cpu", device.type):
-        if kind not in backends:
-            raise EngineError(
-                f"the existing process group ({dist.get_backend_config()}) does not support {kind}; create it with "
-                f"torch.distributed.init_process_group('{backend_for(device)}'), or let the engine create it"
-            )
 
 
 def create_store(host: str, world: int | None, timeout: timedelta) -> TCPStore:

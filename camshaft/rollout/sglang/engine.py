@@ -86,8 +86,6 @@ class SGLangEngine:
             except EOFError:
                 return
 
-    # -- weights --------------------------------------------------------------------------------------
-
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> dict[str, int]:
         """Replace all weights and return their checksums, which the processes that hold the model compute."""
         from camshaft.rollout.sglang.worker import BEGIN, FINISH, LOAD
@@ -136,8 +134,6 @@ class SGLangEngine:
         if not success:
             raise RolloutError(f"SGLang failed to update weights: {message}{self._hint}")
 
-    # -- memory ---------------------------------------------------------------------------------------
-
     def sleep(self) -> None:
         """Free the weights and the KV cache on a GPU, or clear the prefix cache on a CPU."""
         if self._asleep:
@@ -152,8 +148,6 @@ class SGLangEngine:
         if self._asleep and self._has_memory_saver:
             self._engine.resume_memory_occupation()
         self._asleep = False
-
-    # -- tokens ---------------------------------------------------------------------------------------
 
     def generate(
         self, requests: Sequence[RowRequest], sampling: SamplingParams, stop_ids: Sequence[int]

@@ -74,8 +74,6 @@ class VLLMEngine:
 
         return get_tp_group().cpu_group
 
-    # -- weights --------------------------------------------------------------------------------------
-
     def load(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Replace all weights. Raise an error if vLLM leaves a parameter unset."""
         self._check_usable()
@@ -137,8 +135,6 @@ class VLLMEngine:
         (digests,) = self._llm.apply_model(adapter_digests(expected, self._adapters))
         return digests
 
-    # -- memory ---------------------------------------------------------------------------------------
-
     def sleep(self, keep_weights: bool = False) -> None:
         """Free the KV cache and, on a GPU, the weights. `keep_weights` moves the weights to host memory instead."""
         if self._asleep or self._failed:
@@ -162,8 +158,6 @@ class VLLMEngine:
         elif self._config.free_cache_engine:
             self._llm.collective_rpc(workarounds.restore_kv_cache, args=(self._cache_sizes,))
         self._asleep = False
-
-    # -- tokens ---------------------------------------------------------------------------------------
 
     def generate(
         self, requests: Sequence[RowRequest], sampling: SamplingParams, stop_ids: Sequence[int]
