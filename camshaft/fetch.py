@@ -127,7 +127,10 @@ def _download_changes(files: Any, root: str, url: str, target: Path) -> None:
         return
     record.unlink(missing_ok=True)
     if target.is_dir() != ("" not in remote):  # a file was replaced by a folder, or a folder by a file
-        shutil.rmtree(target) if target.is_dir() else target.unlink(missing_ok=True)
+        if target.is_dir():
+            shutil.rmtree(target)
+        else:
+            target.unlink(missing_ok=True)
         recorded = {}
     size = sum(entry["bytes"] or 0 for name, entry in remote.items() if name not in up_to_date)
     logger.info("downloading %s (%.1f MB) to %s", url, size / 1e6, target)
@@ -167,9 +170,9 @@ def _read_record(record: Path, url: str) -> dict[str, Any]:
     """Return the file entries of a record. Empty if the record is missing, unreadable, or describes another URL."""
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        return content["files"] if content["url"] == url else {}
+    except (OSError, ValueError, KeyError, TypeError):
         return {}
-    return content["files"] if content["url"] == url else {}
 
 
 def _is_current(remote: dict[str, Any], recorded: dict[str, Any] | None, path: Path) -> bool:

@@ -75,7 +75,7 @@ def test_a_file_is_copied_once_and_again_when_it_changed(remote: CountingFileSys
     assert len(remote.read) == 2
 
 
-@pytest.mark.parametrize("damage", ["shorter", "other bytes", "gone", "record gone", "record cut off"])
+@pytest.mark.parametrize("damage", ["shorter", "other bytes", "gone", "record gone", "record cut off", "record emptied"])
 def test_a_modified_copy_is_downloaded_again(remote: CountingFileSystem, damage: str) -> None:
     remote.pipe_file("/bucket/data/train.parquet", b"hello")
     path = fetch(URL)
@@ -86,6 +86,8 @@ def test_a_modified_copy_is_downloaded_again(remote: CountingFileSystem, damage:
         record.unlink()
     elif damage == "record cut off":
         record.write_text(record.read_text()[:20])
+    elif damage == "record emptied":
+        record.write_text("{}")
     else:
         path.write_bytes(b"hell" if damage == "shorter" else b"jello")
     assert fetch(URL).read_bytes() == b"hello"
