@@ -1,4 +1,4 @@
-"""Checks of lengths and tokenizers against the config.json of the models, and notices about the models.
+"""Checks of lengths and tokenizers against the config.json of the models, and notices about models and stop strings.
 
     problems = [*check_models(config)]
     notices = [*find_model_notices(config)]
@@ -15,7 +15,7 @@ from camshaft.config.model_settings import ModelSettings, read_json, read_settin
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.roles import GeneratorConfig
+from camshaft.config.schema.roles import GeneratorConfig, RolloutConfig
 from camshaft.config.schema.supervised import SupervisedConfig
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -141,7 +141,7 @@ def _largest_id(content: Mapping[str, Any]) -> int:
 
 
 def find_model_notices(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> Iterator[str]:
-    """Yield notices about dropout in training, and about models without an end-of-sequence token."""
+    """Yield notices about dropout in training, models without an end-of-sequence token, and stop strings."""
     if isinstance(config, PPOConfig):
         yield from _dropout_notice(MODEL, config.actor_rollout_ref.model)
         if config.needs_critic():
@@ -155,6 +155,7 @@ def find_model_notices(config: PPOConfig | SupervisedConfig | GenerateConfig | E
     else:
         return
     yield from _eos_notice(*generates)
+    yield from _newline_notice(generates[2], "rollout" if isinstance(config, GenerateConfig) else ROLLOUT)
 
 
 def _dropout_notice(section: str, model: Any) -> Iterator[str]:
@@ -184,6 +185,20 @@ def _eos_notice(section: str, model: Any, rollout: GeneratorConfig) -> Iterator[
     prefix = section.rpartition(".")[0]
     key = f"{prefix}.rollout.stop_token_ids" if prefix else "rollout.stop_token_ids"
     yield f"{section}.path={model.path}: {problem}, so every response has the maximum length; set {key}=[ID]"
+
+
+def _newline_notice(rollout: GeneratorConfig, section: str) -> Iterator[str]:
+    """Report a stop string with a backslash and the letter n, because overrides have no escape sequences."""
+    stops = {f"{section}.stop": rollout.stop}
+    if isinstance(rollout, RolloutConfig) and rollout.val_kwargs.stop != rollout.stop:
+        stops[f"{section}.val_kwargs.stop"] = rollout.val_kwargs.stop
+    for key, strings in stops.items():
+        text = next((text for text in strings if r"\n" in text), None)
+        if text is not None:
+            yield (
+                rf"{key} contains '{text}', where \n is a backslash and a letter; for a newline, write "
+                rf"""$'{key}=["\n"]' on the command line (bash, zsh), or ["\n"] with double quotes in YAML and Python"""
+            )
 
 
 def _as_list(value: Any) -> list[int]:

@@ -178,6 +178,19 @@ def test_dropout_is_reported_with_the_settings_that_disable_it(
     assert "model.override_config.attention_dropout=0.0" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("stop", "is_reported"), [(r"['\n\n']", True), ("['\n\n']", False), (r"[END,'\n']", True), ("[END]", False)]
+)
+def test_stop_string_with_a_backslash_is_reported(
+    stop: str, is_reported: bool, words: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for key in ("actor_rollout_ref.rollout.stop", "actor_rollout_ref.rollout.val_kwargs.stop"):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "camshaft.config"):
+            load_ppo([*words, f"{key}={stop}"])
+        assert len([message for message in caplog.messages if f"""$'{key}=["\\n"]'""" in message]) == is_reported
+
+
 def test_default_dropout_matches_transformers() -> None:
     for kind, expected in DEFAULT_DROPOUT.items():
         assert ModelSettings({"model_type": kind}).dropout() == expected
