@@ -141,12 +141,13 @@ def _largest_id(content: Mapping[str, Any]) -> int:
 
 
 def find_model_notices(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> Iterator[str]:
-    """Yield notices about dropout in training, models without an end-of-sequence token, and stop strings."""
+    """Yield notices about dropout in training, models without an end-of-sequence token, lengths and stop strings."""
     if isinstance(config, PPOConfig):
         yield from _dropout_notice(MODEL, config.actor_rollout_ref.model)
         if config.needs_critic():
             yield from _dropout_notice("critic.model", config.critic.model)
         generates = (MODEL, config.actor_rollout_ref.model, config.actor_rollout_ref.rollout)
+        yield from _prompt_length_notice(config)
     elif isinstance(config, SupervisedConfig):
         yield from _dropout_notice("model", config.model)
         return
@@ -165,6 +166,16 @@ def _dropout_notice(section: str, model: Any) -> Iterator[str]:
         values = ", ".join(f"{key}={value:g}" for key, value in dropout.items())
         fix = " ".join(f"{section}.override_config.{key}=0.0" for key in dropout)
         yield f"{section}.path={model.path}: training uses dropout ({values}); to train without dropout, set {fix}"
+
+
+def _prompt_length_notice(config: PPOConfig) -> Iterator[str]:
+    """Report a limit of the generator that no prompt reaches. A smaller limit is an error."""
+    length, limit = config.actor_rollout_ref.rollout.prompt_length, config.data.max_prompt_length
+    if length > limit:
+        yield (
+            f"{ROLLOUT}.prompt_length={length} does not admit longer prompts, because data.max_prompt_length={limit} "
+            f"limits them; set data.max_prompt_length={length}, or omit the key"
+        )
 
 
 def _eos_notice(section: str, model: Any, rollout: GeneratorConfig) -> Iterator[str]:

@@ -178,6 +178,18 @@ def test_dropout_is_reported_with_the_settings_that_disable_it(
     assert "model.override_config.attention_dropout=0.0" in caplog.text
 
 
+def test_prompt_length_of_the_rollout_that_no_prompt_reaches_is_reported(
+    words: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "actor_rollout_ref.rollout.prompt_length"
+    with caplog.at_level(logging.WARNING, "camshaft.config"):
+        load_ppo([*words, "data.max_prompt_length=16", f"{key}=16"])
+        assert caplog.messages == []
+        load_ppo([*words, "data.max_prompt_length=16", f"{key}=17"])
+    (message,) = caplog.messages
+    assert f"{key}=17 does not admit longer prompts, because data.max_prompt_length=16 limits them" in message
+
+
 @pytest.mark.parametrize(
     ("stop", "is_reported"), [(r"['\n\n']", True), ("['\n\n']", False), (r"[END,'\n']", True), ("[END]", False)]
 )
