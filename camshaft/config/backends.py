@@ -81,10 +81,9 @@ _ALL_SAMPLING = frozenset(OPTIONAL_SAMPLING)
 
 HF = RolloutCapabilities(OneDeviceOptions, reads=frozenset(), sampling=_ALL_SAMPLING)
 PROCESS = RolloutCapabilities(reads=frozenset({"update_weights_bucket_megabytes"}), wraps="torch")
-SERVER = RolloutCapabilities(ServerOptions, library="vllm", sampling=_ALL_SAMPLING)
-SGLANG = RolloutCapabilities(
-    SGLangOptions, library="sglang", accelerator_keys=frozenset({"gpu_memory_utilization", "free_cache_engine"})
-)
+_GPU_MEMORY = frozenset({"gpu_memory_utilization"})
+SERVER = RolloutCapabilities(ServerOptions, library="vllm", accelerator_keys=_GPU_MEMORY, sampling=_ALL_SAMPLING)
+SGLANG = RolloutCapabilities(SGLangOptions, library="sglang", accelerator_keys=_GPU_MEMORY | {"free_cache_engine"})
 TORCH = RolloutCapabilities(
     OneDeviceOptions,
     reads=frozenset({"enforce_eager", "free_cache_engine", "gpu_memory_utilization"}),
@@ -93,7 +92,12 @@ TORCH = RolloutCapabilities(
     supports_routed_experts=True,
 )
 VLLM = RolloutCapabilities(
-    VLLMOptions, library="vllm", reads=_LIBRARY_KEYS, sampling=_ALL_SAMPLING, supports_adapter=True
+    VLLMOptions,
+    library="vllm",
+    reads=_LIBRARY_KEYS,
+    accelerator_keys=_GPU_MEMORY,
+    sampling=_ALL_SAMPLING,
+    supports_adapter=True,
 )
 
 ROLLOUTS = {

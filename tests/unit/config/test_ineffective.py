@@ -112,7 +112,9 @@ def rollout_cases(section: str) -> list[Case]:
         (f"{section}.tensor_model_parallel_size=2", [f"{name}=torch"], [f"{name}=sglang"]),
         (f"{section}.gpu_memory_utilization=0.4", [f"{name}=torch"], [f"{name}=torch", *ON_GPU]),
         (f"{section}.gpu_memory_utilization=0.4", [f"{name}=sglang"], [f"{name}=sglang", *ON_GPU]),
-        (f"{section}.gpu_memory_utilization=0.4", [f"{name}=process"], [*vllm]),
+        (f"{section}.gpu_memory_utilization=0.4", [f"{name}=process"], [*vllm, *ON_GPU]),
+        (f"{section}.gpu_memory_utilization=0.4", vllm, [*vllm, *ON_GPU]),
+        (f"{section}.gpu_memory_utilization=0.4", [f"{name}=server", vllm[1]], [f"{name}=server", vllm[1], *ON_GPU]),
         (f"{section}.enforce_eager=false", [f"{name}=hf"], vllm),
         (f"{section}.enforce_eager=false", [f"{name}=torch"], [f"{name}=torch", *ON_GPU]),
         (f"{section}.enforce_eager=false", [f"{name}=process"], [f"{name}=process", *ON_GPU]),
@@ -120,7 +122,7 @@ def rollout_cases(section: str) -> list[Case]:
         (f"{section}.enable_prefix_caching=false", [f"{name}=hf"], vllm),
         (f"{section}.update_weights_bucket_megabytes=8", [f"{name}=torch"], [f"{name}=process"]),
         (f"{section}.free_cache_engine=false", [f"{name}=hf"], [f"{name}=torch"]),
-        *((f"{section}.{leaf}", [f"{name}=server", server], [f"{name}=server", vllm[1]])
+        *((f"{section}.{leaf}", [f"{name}=server", server], [f"{name}=server", vllm[1], *ON_GPU])
           for leaf in ("gpu_memory_utilization=0.4", "enforce_eager=false", "load_format=auto",
                        "enable_prefix_caching=false", "max_num_batched_tokens=99")),
         (f"{section}.tensor_model_parallel_size=2", [f"{name}=server", server], [f"{name}=sglang"]),
