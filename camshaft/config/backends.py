@@ -171,10 +171,18 @@ def supports_mixed_precision(strategy: str) -> bool:
 def unread_keys(rollout: str, engine_kwargs: Mapping[str, Any]) -> frozenset[str]:
     """Return the keys of the section `rollout` that the given rollout ignores."""
     capabilities = rollout_capabilities(rollout)
-    ignored = capabilities.options.ignored_keys(engine_kwargs)
     inner = capabilities.inner_rollout(engine_kwargs)
     unread = frozenset(OPTIONAL_KEYS) - capabilities.reads
-    return unread | ignored if inner is None else unread & unread_keys(inner, {})
+    if inner is not None:
+        return (unread & unread_keys(*inner)) | ignored_keys(*inner)
+    return unread | ignored_keys(rollout, engine_kwargs)
+
+
+def ignored_keys(rollout: str, engine_kwargs: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys of the section `rollout` that the given rollout ignores because of its options."""
+    capabilities = rollout_capabilities(rollout)
+    inner = capabilities.inner_rollout(engine_kwargs)
+    return capabilities.options.ignored_keys(engine_kwargs) if inner is None else ignored_keys(*inner)
 
 
 def required_library(rollout: str, engine_kwargs: Mapping[str, Any]) -> str | None:
@@ -182,7 +190,7 @@ def required_library(rollout: str, engine_kwargs: Mapping[str, Any]) -> str | No
     capabilities = rollout_capabilities(rollout)
     inner = capabilities.inner_rollout(engine_kwargs)
     if inner is not None:
-        return required_library(inner, {})
+        return required_library(*inner)
     return capabilities.library if capabilities.options.uses_library(engine_kwargs) else None
 
 
@@ -190,7 +198,7 @@ def accelerator_keys(rollout: str, engine_kwargs: Mapping[str, Any]) -> frozense
     """Return the keys of the section `rollout` that the given rollout ignores on a CPU."""
     capabilities = rollout_capabilities(rollout)
     inner = capabilities.inner_rollout(engine_kwargs)
-    return capabilities.accelerator_keys if inner is None else accelerator_keys(inner, {})
+    return capabilities.accelerator_keys if inner is None else accelerator_keys(*inner)
 
 
 def rollouts_that_read(key: str) -> tuple[str, ...]:

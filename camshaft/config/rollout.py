@@ -131,6 +131,9 @@ class RolloutCapabilities:
     supports_routed_experts: bool = False
     """True if the rollout supports `RolloutEngineConfig.enable_return_routed_experts`."""
 
-    def inner_rollout(self, engine_kwargs: Mapping[str, Any]) -> str | None:
-        """Return the name of the rollout to which this one passes its config, if there is one."""
-        return None if self.wraps is None else str(engine_kwargs.get("rollout", self.wraps))
+    def inner_rollout(self, engine_kwargs: Mapping[str, Any]) -> tuple[str, dict[str, Any]] | None:
+        """Return the name and the options of the rollout to which this one passes its config, if there is one."""
+        if self.wraps is None:
+            return None
+        options = {name: value for name, value in engine_kwargs.items() if name not in ("rollout", "timeout")}
+        return str(engine_kwargs.get("rollout", self.wraps)), options

@@ -15,7 +15,7 @@ from typing import Any
 
 from camshaft.config.backends import (
     accelerator_keys,
-    rollout_capabilities,
+    ignored_keys,
     rollouts_that_read,
     unread_keys,
 )
@@ -277,7 +277,7 @@ def _rollout_rules(section: str) -> tuple[Rule, ...]:
 
 def _is_ignored(section: str, leaf: str, config: Any) -> bool:
     rollout = _value(config, section)
-    return leaf in rollout_capabilities(rollout.name).options.ignored_keys(rollout.engine_kwargs)
+    return leaf in ignored_keys(rollout.name, rollout.engine_kwargs)
 
 
 def _is_unread(section: str, leaf: str, config: Any) -> bool:

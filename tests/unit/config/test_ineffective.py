@@ -108,6 +108,7 @@ def batch_cases(dynamic: str, size: str, tokens: str, overall: str | None = None
 def rollout_cases(section: str) -> list[Case]:
     name, server = f"{section}.name", f"+{section}.engine_kwargs.vllm_server_base_url=http://127.0.0.1:8000"
     vllm = [f"{name}=vllm", f"{section}.tensor_model_parallel_size=1"]
+    in_process = [f"{name}=process", f"+{section}.engine_kwargs.rollout=server"]
     return [
         (f"{section}.tensor_model_parallel_size=2", [f"{name}=torch"], [f"{name}=sglang"]),
         (f"{section}.gpu_memory_utilization=0.4", [f"{name}=torch"], [f"{name}=torch", *ON_GPU]),
@@ -126,6 +127,7 @@ def rollout_cases(section: str) -> list[Case]:
           for leaf in ("gpu_memory_utilization=0.4", "enforce_eager=false", "load_format=auto",
                        "enable_prefix_caching=false", "max_num_batched_tokens=99")),
         (f"{section}.tensor_model_parallel_size=2", [f"{name}=server", server], [f"{name}=sglang"]),
+        (f"{section}.enable_prefix_caching=false", [*in_process, server], in_process),
         (f"{section}.top_k=5", [f"{section}.do_sample=false"], []),
         (f"{section}.top_p=0.5", [f"{section}.do_sample=false"], []),
         (f"{section}.min_p=0.1", [f"{section}.do_sample=false"], []),
