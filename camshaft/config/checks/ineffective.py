@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from camshaft.config.backends import (
+    ROLLOUTS,
     accelerator_keys,
     ignored_keys,
     rollouts_that_read,
@@ -26,6 +27,7 @@ from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.roles import GeneratorConfig
 from camshaft.config.schema.supervised import RMConfig, SFTConfig
 from camshaft.config.tree import flatten, format_value, get, leaf_fields
 from camshaft.masking import mask_value
@@ -141,6 +143,30 @@ def _on_cpu(config: Any) -> bool:
 
 def _without_ray(config: Any) -> bool:
     return config.trainer.backend() != "ray"
+
+
+def _calls_no_process(config: Any) -> bool:
+    """Return True if all models are in this process, so that there are no calls with a time limit."""
+    rollouts, checkpoints, is_single = [], [], config.trainer.world_size == 1
+    if isinstance(config, PPOConfig):
+        rollouts = [config.actor_rollout_ref.rollout]
+        checkpoints = [config.actor_rollout_ref.actor.checkpoint]
+        checkpoints += [config.critic.checkpoint] if config.needs_critic() else []
+        is_single = config.topology().world_size == len(set(config.pools().values())) == 1
+        is_single = is_single and not _custom_sections(config)
+    elif isinstance(config, GenerateConfig):
+        rollouts = [config.rollout]
+    else:
+        checkpoints = [config.checkpoint]
+    is_local = isinstance(config, GenerateConfig) or config.trainer.default_hdfs_dir is None
+    saves_here = is_local and not any(checkpoint.async_save for checkpoint in checkpoints)
+    return _without_ray(config) and is_single and saves_here and all(map(_generates_here, rollouts))
+
+
+def _generates_here(rollout: GeneratorConfig) -> bool:
+    """Return True for a built-in rollout that runs the model in the process of its rank."""
+    backend = ROLLOUTS.get(rollout.name)
+    return backend is not None and backend.capabilities.library is None and backend.capabilities.wraps is None
 
 
 def _without_validation(config: PPOConfig) -> bool:
@@ -301,6 +327,10 @@ CONTROLLER_RULES = (
     Rule(
         ("trainer.cpus_per_rank", "ray_kwargs"), _without_ray, "{trainer.controller}, because the run does not use Ray",
         "set trainer.controller=ray, or omit the key",
+    ),
+    Rule(
+        ("trainer.worker_timeout", "trainer.worker_timeouts"), _calls_no_process,
+        "because all models of this run are in a single process",
     ),
 )  # fmt: skip
 

@@ -138,6 +138,7 @@ VALIDATED = ["trainer.test_freq=1", "data.val_files={folder}/val.parquet"]
 CONTROLLER_CASES: list[Case] = [
     ("trainer.cpus_per_rank=2", [], ["trainer.controller=ray"]),
     ("+ray_kwargs.ray_init.num_cpus=2", [], ["trainer.controller=ray"]),
+    ("trainer.worker_timeout=9", [], ["trainer.controller=ray"]),
 ]
 OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload", "offload_policy")
 FORWARD_OFFLOADS = ("param_offload", "offload_policy")
@@ -190,6 +191,9 @@ PPO_CASES: list[Case] = [
     (f"{ACTOR}.kl_loss_coef=0.1", [], KL_LOSS),
     (f"{ACTOR}.kl_loss_type=mse", [], KL_LOSS),
     *rollout_cases(ROLLOUT),
+    *(("trainer.worker_timeout=9", [], live) for live in (
+        [f"{ROLLOUT}.name=process"], ["trainer.default_hdfs_dir={folder}/copies"],
+        [f"{ACTOR}.strategy=fsdp", f"{ACTOR}.checkpoint.async_save=true"])),
     ("algorithm.gamma=0.9", GRPO, ["algorithm.adv_estimator=reinforce_plus_plus"]),
     ("algorithm.lam=0.9", ["algorithm.adv_estimator=reinforce_plus_plus"], []),
     ("algorithm.norm_adv_by_std_in_grpo=false", [], GRPO),
