@@ -66,6 +66,14 @@ def list_names(built_in: Mapping[str, str], group: str) -> list[str]:
     return sorted({*built_in, *(point.name for point in _entry_points(group))})
 
 
+def list_entry_points(group: str) -> list[tuple[str, str, str]]:
+    """Return name, import path and description of each entry point. The description is that of its package."""
+    return sorted(
+        (point.name, point.value, f"{point.dist.metadata.get('Summary') or 'no description'} ({point.dist.name})")
+        for point in _entry_points(group)
+    )
+
+
 def _entry_points(group: str) -> Iterable[Any]:
     """Return the entry points of a group. The import is slow, and most reward workers do not need it."""
     from importlib.metadata import entry_points

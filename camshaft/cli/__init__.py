@@ -10,7 +10,7 @@
     export.py, checkpoints.py     export a model from a checkpoint, and list the checkpoints of a run
     view.py, runs.py              show runs on a page, in the terminal and as an image
     config.py                     explain config keys
-    explain.py                    explain metrics and the features of engines
+    explain.py                    explain metrics, and list engines and rollouts
     check.py, parity.py           check a backend against its contract, and compare an engine with a rollout
     completion.py                 print completion scripts of shells
     usage.py                      help text that several commands share
@@ -66,7 +66,8 @@ COMMANDS = (
     Command("plot", "plot the metrics of runs", "camshaft.cli.runs:plot"),
     Command("config", "explain or list config keys", "camshaft.cli.config:main"),
     Command("metrics", "explain or list logged metrics", "camshaft.cli.explain:metrics"),
-    Command("engines", "explain the features of training engines", "camshaft.cli.explain:engines"),
+    Command("engines", "list training engines, and explain their features", "camshaft.cli.explain:engines"),
+    Command("rollouts", "list rollouts", "camshaft.cli.explain:rollouts"),
     Command("check-engine", "check a training engine against the engine contract", "camshaft.cli.check:engine"),
     Command("check-rollout", "check a rollout backend against the rollout contract", "camshaft.cli.check:rollout"),
     Command("parity", "compare the log-probs of an engine and a rollout", "camshaft.cli.parity:main"),

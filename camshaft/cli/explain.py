@@ -1,9 +1,11 @@
-"""`camshaft metrics` and `camshaft engines`: explain the logged metrics, and the features of training engines.
+"""`camshaft metrics`, `camshaft engines` and `camshaft rollouts`: explain metrics, and list and explain backends.
 
 camshaft metrics explain actor/ppo_kl
 camshaft metrics docs --out docs/metrics.md
+camshaft engines
 camshaft engines explain fsdp
 camshaft engines docs --out docs/engine-features.md
+camshaft rollouts
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 
@@ -26,22 +29,39 @@ def metrics(argv: Sequence[str]) -> int:
 
 
 def engines(argv: Sequence[str]) -> int:
-    """List the features of an engine, or write the page of the features of all built-in engines."""
+    """List the engines or the features of an engine, or write the page of the features of all built-in engines."""
+    from camshaft.config.backends import ENGINES, list_backends
     from camshaft.config.engine_features import explain, features_page
 
     page = "page of the features of all built-in engines"
-    description = "Explain the features of training engines."
-    parser, name = _parser("engines", description, "list the features of an engine", page)
+    description = "List training engines, and explain their features. Without an action, list the engines."
+    parser, name = _parser("engines", description, "list the features of an engine", page, "list all engines")
     name.add_argument("name", metavar="NAME|pkg.module:Class", help="name of the engine, or import path")
-    return _run(parser, argv, explain, features_page)
+    return _run(parser, argv, explain, features_page, partial(list_backends, ENGINES, "camshaft.engines"))
+
+
+def rollouts(argv: Sequence[str]) -> int:
+    """List the rollouts."""
+    from camshaft.config.backends import ROLLOUTS, list_backends
+
+    argparse.ArgumentParser(
+        prog="camshaft rollouts", description="List the rollouts: built-in ones, and those of installed packages."
+    ).parse_args(argv)
+    sys.stdout.write(list_backends(ROLLOUTS, "camshaft.rollouts") + "\n")
+    return 0
 
 
 def _parser(
-    command: str, description: str, help_of_explain: str, page: str
+    command: str, description: str, help_of_explain: str, page: str, help_of_list: str | None = None
 ) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
-    """Return the parser of a command, and that of its action `explain`, to which the caller adds `name`."""
+    """Return the parser of a command, and that of its action `explain`, to which the caller adds `name`.
+
+    With `help_of_list`, the command has an action `list`, which is the default.
+    """
     parser = argparse.ArgumentParser(prog=f"camshaft {command}", description=description)
-    actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
+    actions = parser.add_subparsers(required=help_of_list is None, metavar="ACTION", dest="action")
+    if help_of_list is not None:
+        actions.add_parser("list", help=help_of_list)
     explain = actions.add_parser("explain", help=help_of_explain)
     docs = actions.add_parser("docs", help=f"write the {page}")
     docs.add_argument("--out", required=True, help="Markdown file to write")
@@ -49,12 +69,18 @@ def _parser(
 
 
 def _run(
-    parser: argparse.ArgumentParser, argv: Sequence[str], explain: Callable[[str], str], page: Callable[[], str]
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str],
+    explain: Callable[[str], str],
+    page: Callable[[], str],
+    list_all: Callable[[], str] | None = None,
 ) -> int:
     """Run the selected action, and return the exit status."""
     options = parser.parse_args(argv)
     if options.action == "docs":
         Path(options.out).write_text(page(), encoding="utf-8")
-    else:
+    elif options.action == "explain" or list_all is None:
         sys.stdout.write(explain(options.name) + "\n")
+    else:
+        sys.stdout.write(list_all() + "\n")
     return 0

@@ -10,6 +10,7 @@ group `camshaft.engines` or `camshaft.rollouts`.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
 
 from camshaft.config.engine import EngineCapabilities, EngineOptions
@@ -20,17 +21,20 @@ from camshaft.config.schema.rollouts import OneDeviceOptions, ServerOptions, SGL
 from camshaft.config.schema.single import SingleDeviceOptions
 from camshaft.config.schema.torchtitan import TorchtitanOptions
 from camshaft.errors import ConfigError
-from camshaft.plugins import import_attribute, resolve_target
+from camshaft.plugins import import_attribute, install_command, list_entry_points, resolve_target
 
 Capabilities = TypeVar("Capabilities")
 
 
 @dataclass(frozen=True)
 class Backend(Generic[Capabilities]):
-    """A built-in backend: its import path `module:Class`, and the `capabilities` of that class."""
+    """A built-in backend."""
 
     target: str
+    """Import path `module:Class`."""
     capabilities: Capabilities
+    """The `capabilities` of the class."""
+    description: str
 
 
 SINGLE_DEVICE = EngineCapabilities(
@@ -67,12 +71,16 @@ TORCHTITAN = EngineCapabilities(
 )
 
 ENGINES = {
-    "reference": Backend("camshaft.engine.single:SingleDeviceEngine", SINGLE_DEVICE),
-    "fsdp": Backend("camshaft.engine.fsdp:FSDPEngine", FSDP),
-    "fsdp2": Backend("camshaft.engine.fsdp:FSDPEngine", FSDP),
-    "fsdp1": Backend("camshaft.engine.fsdp:FSDP1Engine", FSDP1),
-    "megatron": Backend("camshaft.engine.megatron:MegatronEngine", MEGATRON),
-    "torchtitan": Backend("camshaft.engine.torchtitan:TorchtitanEngine", TORCHTITAN),
+    "reference": Backend(
+        "camshaft.engine.single:SingleDeviceEngine", SINGLE_DEVICE, "one process, with models of transformers"
+    ),
+    "fsdp": Backend("camshaft.engine.fsdp:FSDPEngine", FSDP, "FSDP2 of PyTorch, with models of transformers"),
+    "fsdp2": Backend("camshaft.engine.fsdp:FSDPEngine", FSDP, "the same as fsdp"),
+    "fsdp1": Backend(
+        "camshaft.engine.fsdp:FSDP1Engine", FSDP1, "the older FSDP of PyTorch, with models of transformers"
+    ),
+    "megatron": Backend("camshaft.engine.megatron:MegatronEngine", MEGATRON, "Megatron-Core, with its own models"),
+    "torchtitan": Backend("camshaft.engine.torchtitan:TorchtitanEngine", TORCHTITAN, "torchtitan, with its own models"),
 }
 
 _LIBRARY_KEYS = frozenset(OPTIONAL_KEYS) - {"update_weights_bucket_megabytes"}
@@ -101,12 +109,16 @@ VLLM = RolloutCapabilities(
 )
 
 ROLLOUTS = {
-    "hf": Backend("camshaft.rollout.hf:HFRollout", HF),
-    "process": Backend("camshaft.rollout.process.rollout:ProcessRollout", PROCESS),
-    "server": Backend("camshaft.rollout.server:ServerRollout", SERVER),
-    "sglang": Backend("camshaft.rollout.sglang:SGLangRollout", SGLANG),
-    "torch": Backend("camshaft.rollout.builtin.rollout:TorchRollout", TORCH),
-    "vllm": Backend("camshaft.rollout.vllm:VLLMRollout", VLLM),
+    "hf": Backend("camshaft.rollout.hf:HFRollout", HF, "generate() of transformers, for comparison"),
+    "process": Backend(
+        "camshaft.rollout.process.rollout:ProcessRollout", PROCESS, "another rollout in a child process"
+    ),
+    "server": Backend("camshaft.rollout.server:ServerRollout", SERVER, "vLLM's server over HTTP, which may run elsewhere"),
+    "sglang": Backend("camshaft.rollout.sglang:SGLangRollout", SGLANG, "SGLang in child processes of the ranks"),
+    "torch": Backend(
+        "camshaft.rollout.builtin.rollout:TorchRollout", TORCH, "continuous batching with the model of transformers"
+    ),
+    "vllm": Backend("camshaft.rollout.vllm:VLLMRollout", VLLM, "vLLM in the processes of the ranks"),
 }
 
 SINGLE_PROCESS_ENGINE, SHARDED_ENGINE = "reference", "fsdp"
@@ -120,6 +132,20 @@ BUILT_IN_ROLLOUT = "torch"
 def targets(backends: Mapping[str, Backend[Any]]) -> dict[str, str]:
     """Map names of backends to import paths, as `camshaft.plugins` expects."""
     return {name: backend.target for name, backend in backends.items()}
+
+
+def list_backends(backends: Mapping[str, Backend[Any]], group: str) -> str:
+    """Return a table of the built-in backends and the entry points of a group. It imports none of them."""
+    rows = [("name", "installed", "class", "description")]
+    for name, backend in backends.items():
+        library = backend.capabilities.library
+        is_installed = library is None or find_spec(library) is not None
+        hint = "" if is_installed or library is None else f" ({install_command(library)})"
+        rows.append((name, "yes" if is_installed else "no", backend.target, backend.description + hint))
+    rows += [(name, "yes", *rest) for name, *rest in list_entry_points(group) if name not in backends]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+    return "\n".join(lines)
 
 
 def engine_capabilities(strategy: str) -> EngineCapabilities:

@@ -11,9 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic import BaseModel
+
 from camshaft.config.backends import ENGINES, engine_capabilities
 from camshaft.config.engine import EngineCapabilities, EngineConfig, EngineModel, LoRAConfig, OptimConfig
 from camshaft.config.schema.fsdp import FSDPOptions
+from camshaft.config.tree import format_value
 from camshaft.errors import EngineError
 
 Status = Literal["supported", "rejected", "not yet"]
@@ -177,13 +180,22 @@ def find_support(feature: Feature, capabilities: EngineCapabilities) -> Support:
 
 
 def explain(strategy: str) -> str:
-    """Describe the features of an engine, which can be a class of another package."""
+    """Describe the features and the other options of an engine, which can be a class of another package."""
     capabilities = engine_capabilities(strategy)
     lines = []
     for feature in FEATURES.values():
         support = find_support(feature, capabilities)
         lines.append(f"{feature.name}: {support}" + (f" ({support.reason})" if support.reason else ""))
+    known = {name for feature in FEATURES.values() for options in feature.options for name in options}
+    others = {name: field for name, field in capabilities.options.model_fields.items() if name not in known}
+    if others:
+        settings = (f"{name}={format_value(_plain(field.get_default()))}" for name, field in others.items())
+        lines.append(f"other options: {', '.join(settings)}")
     return "\n".join(lines).replace("`", "")
+
+
+def _plain(value: Any) -> Any:
+    return value.model_dump() if isinstance(value, BaseModel) else value
 
 
 INTRODUCTION = """# Features of the engines

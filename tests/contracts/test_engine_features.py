@@ -15,7 +15,7 @@ from support.tiny import tiny_folder
 
 from camshaft.cli import main
 from camshaft.config import load_ppo
-from camshaft.config.backends import ENGINES, engine_capabilities
+from camshaft.config.backends import ENGINES, engine_capabilities, list_backends
 from camshaft.config.engine import EngineCapabilities, EngineConfig, EngineModel, EngineOptions, LoRAConfig, OptimConfig
 from camshaft.config.engine_features import FEATURES, Feature, Support, explain, features_page, find_support
 from camshaft.contracts.engine.ranks import RuleRanks
@@ -73,6 +73,13 @@ def test_features_of_an_engine_of_another_package_are_explained(capsys: pytest.C
         in lines
     )
     assert "pipeline parallelism: not yet" in lines
+    assert lines[-1] == "other options: pipeline_stages=1"
+
+
+@pytest.mark.parametrize("argv", [["engines"], ["engines", "list"]])
+def test_engines_are_listed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 0
+    assert capsys.readouterr().out.rstrip("\n") == list_backends(ENGINES, "camshaft.engines")
 
 
 def test_an_unsupported_head_is_rejected() -> None:

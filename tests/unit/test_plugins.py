@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from camshaft import plugins
+from camshaft.config.backends import ENGINES, Backend, list_backends
+from camshaft.config.engine import EngineCapabilities
 from camshaft.errors import ConfigError
 
 GROUP = "camshaft.test_things"
@@ -41,6 +43,23 @@ def test_an_entry_point_of_an_installed_package(package):
     (info / "entry_points.txt").write_text(f"[{GROUP}]\ntheirs = their_things:Theirs\n")
     assert plugins.list_names(KNOWN, GROUP) == ["decoder", "encoder", "theirs"]
     assert plugins.load("theirs", KNOWN, GROUP, json.JSONDecoder).__name__ == "Theirs"
+
+
+def test_list_contains_built_in_backends_and_installed_packages(package):
+    info = package / "their_things-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\nSummary: An engine of theirs\n")
+    points = "[camshaft.engines]\nmine = nowhere:Mine\nfsdp = nowhere:Nothing\n"
+    (info / "entry_points.txt").write_text(points)
+    absent = Backend("nowhere:Absent", EngineCapabilities(library="torchtitan_absent"), "absent")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(plugins.PROVIDED_BY, "torchtitan_absent", "absent")
+        lines = list_backends({**ENGINES, "absent": absent}, "camshaft.engines").splitlines()
+    rows = {line.split()[0]: line for line in lines}
+    assert len(rows) == len(lines)
+    assert re.fullmatch(r"mine +yes +nowhere:Mine +An engine of theirs \(theirs\)", rows["mine"])
+    assert re.fullmatch(r"absent +no +nowhere:Absent +absent \(pip install absent\)", rows["absent"])
+    assert "camshaft.engine.fsdp:FSDPEngine" in rows["fsdp"]
 
 
 def test_built_in_names_precede_entry_points(package):
