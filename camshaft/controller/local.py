@@ -24,7 +24,7 @@ import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from functools import partial
-from multiprocessing import resource_tracker
+from multiprocessing import resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -296,6 +296,8 @@ def serve(
     except Exception:
         logger.exception("rank %d cannot exchange messages with the driver and exits", rank_info.rank)
         status = 1
+    # Remove semaphores, such as that of tqdm, which the resource tracker would report as leaked.
+    util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]
     # Exit without finalizing the interpreter, because finalization sometimes aborts while gloo threads run.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the disk may be full

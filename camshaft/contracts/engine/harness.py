@@ -33,6 +33,7 @@ from camshaft.contracts.engine.oracle import (
 from camshaft.contracts.rules import Violation, expect
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import BaseEngine, LossFn, PreprocessFn, StepContext, StepResult
+from camshaft.models.loader import quiet_transformers
 from camshaft.models.tiny import PAD_ID, VOCABULARY_ROWS, make_tiny_model, make_tiny_tokenizer
 
 _MODEL_FIELDS = frozenset(EngineModel.model_fields)
@@ -359,7 +360,7 @@ def _oracle_models(folder: Path) -> dict[str, Any]:
     """Load the tiny model with a causal_lm and with a value head. The global random state does not change."""
     from transformers import AutoConfig
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), quiet_transformers():
         causal = HEAD_CLASSES["causal_lm"].from_pretrained(folder, attn_implementation="eager")
         config = AutoConfig.from_pretrained(folder, num_labels=1)
         value = HEAD_CLASSES["value"].from_config(config, attn_implementation="eager")

@@ -300,3 +300,25 @@ def test_ranks_do_not_run_a_script_without_a_main_guard_again(tmp_path: Path) ->
     command = [sys.executable, str(tmp_path / "script.py")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
     assert done.stdout.split() == ["started", "pids", "2"]
+
+
+OWN_ROLE = """
+import multiprocessing
+from camshaft.contracts.controller import roles
+
+class Toy(roles.Toy):
+    def __init__(self):
+        super().__init__()
+        self.lock = multiprocessing.RLock()
+"""
+
+
+@pytest.mark.timeout(200)
+def test_semaphores_of_ranks_are_removed(tmp_path: Path) -> None:
+    (tmp_path / "own_role.py").write_text(OWN_ROLE, encoding="utf-8")
+    script = UNGUARDED.replace("camshaft.contracts.controller.roles", "own_role")
+    (tmp_path / "script.py").write_text(script, encoding="utf-8")
+    command = [sys.executable, str(tmp_path / "script.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=True)
+    assert "pids 2" in done.stdout
+    assert "leaked" not in done.stderr
