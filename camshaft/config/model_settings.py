@@ -16,7 +16,7 @@ from camshaft import hub
 from camshaft.storage import is_url
 
 POSITION_KEYS = ("n_positions", "max_position_embeddings")
-"""Keys of the number of positions."""
+"""Keys of the number of positions. transformers accepts both names for a model with the first one."""
 LEARNED_POSITIONS = ("gpt2", "gpt_bigcode", "gpt_neo", "openai-gpt", "opt", "biogpt")
 """Model types with a learned embedding for each position."""
 
@@ -112,6 +112,7 @@ def read_settings(path: str, override: Mapping[str, Any]) -> ModelSettings | Non
     values = read_json(path, "config.json")
     if values is None:
         return None
-    values |= override
+    aliased = POSITION_KEYS if set(POSITION_KEYS) & override.keys() else ()
+    values = {key: value for key, value in values.items() if key not in aliased} | dict(override)
     text = values.get("text_config")
     return ModelSettings({**values, **text} if isinstance(text, Mapping) else values)

@@ -78,6 +78,13 @@ def test_unscaled_positions_are_limited(words: list[str], tmp_path: Path, unscal
     load_ppo([*words, *LENGTHS, *more])
 
 
+def test_positions_can_be_overridden_under_both_names(words: list[str], tmp_path: Path) -> None:
+    write(tmp_path, {"model_type": "gpt2", "vocab_size": 8, "eos_token_id": 1, "n_positions": 24})
+    for key in ("n_positions", "max_position_embeddings"):
+        more = [f"{section}.override_config.{key}=25" for section in ("actor_rollout_ref.model", "critic.model")]
+        load_ppo([*words, *LENGTHS, *more])
+
+
 def test_critic_and_reward_model_have_positions_too(words: list[str], tmp_path: Path) -> None:
     write(tmp_path, {**DECODER, "max_position_embeddings": 99})
     for name, section in {"critic": "critic.model", "rm": "reward_model.model"}.items():
