@@ -144,21 +144,24 @@ def _model(role: RoleCheckpoint, options: ExportOptions) -> EngineModel:
     if (model.trust_remote_code or model.external_lib) and not options.trust_remote_code:
         raise ConfigError(
             f"{role.folder}: the run executed custom Python code (external_lib={model.external_lib}, "
-            f"trust_remote_code={model.trust_remote_code}); if you trust this code, add --trust-remote-code"
+            f"trust_remote_code={model.trust_remote_code}); if you trust this code, add --trust-remote-code "
+            "to camshaft export"
         )
     if options.model is not None:
         model = model.model_copy(update={"path": options.model})
     elif not _is_available(model.path, weights=model.lora is not None):
         raise CheckpointError(
             f"{role.folder} requires the config and the tokenizer (with an adapter, also the weights) of the model "
-            f"{model.path}, but this folder does not exist; set its path with --model FOLDER"
+            f"{model.path}, but this folder does not exist; set its path with --model FOLDER of camshaft export"
         )
     if options.adapter and model.lora is None:
-        raise ConfigError(f"{role.folder} was trained without a LoRA adapter; remove --adapter")
+        raise ConfigError(
+            f"{role.folder} was trained without a LoRA adapter; remove --adapter (in Python adapter=True)"
+        )
     if options.adapter and model.random_init:
         raise ConfigError(
             f"{role.folder}: the adapter cannot be exported without its base weights, which were initialized from a "
-            "seed and are not in a model folder; remove --adapter to export the merged weights"
+            "seed and are not in a model folder; remove --adapter (in Python adapter=True) to export the merged weights"
         )
     return model
 
@@ -178,7 +181,7 @@ def _tokenizer(role: RoleCheckpoint, options: ExportOptions) -> str | None:
         return None
     raise CheckpointError(
         f"{role.folder} belongs to a run with the tokenizer {role.tokenizer}, but this folder does not exist; set "
-        "another folder for both config and tokenizer with --model FOLDER"
+        "another folder for both config and tokenizer with --model FOLDER of camshaft export"
     )
 
 

@@ -440,7 +440,7 @@ def run_ppo(config: PPOConfig, extensions: Extensions | None = None) -> int:
     check_libraries(config)
     ranks = sum(spec.world_size for spec in pool_specs(config))
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(session(config.trainer, ranks))
+        run = stack.enter_context(session(config.trainer, ranks, extensions.from_python))
         run.say_choices(config)
         parts = stack.enter_context(PPOParts(config, extensions.reward))
         config = parts.config
@@ -460,5 +460,5 @@ def run_ppo(config: PPOConfig, extensions: Extensions | None = None) -> int:
         if stop.status:
             run.say_how_to_resume()
         elif not only_validate:
-            run.say_results(parts.total_steps, parts.loader.steps_per_epoch, from_python=extensions.from_python)
+            run.say_results(parts.total_steps, parts.loader.steps_per_epoch)
     return stop.status

@@ -77,8 +77,8 @@ logger = logging.getLogger(__name__)
 class Session:
     """Console, trackers and signal handlers of a run."""
 
-    def __init__(self, trainer: TrainerConfig | SupervisedTrainerConfig):
-        self.trainer = trainer
+    def __init__(self, trainer: TrainerConfig | SupervisedTrainerConfig, from_python: bool = False):
+        self.trainer, self.from_python = trainer, from_python
         self.console = shared_console()
         self.has_started = False
         """True once the run has state to save."""
@@ -93,16 +93,17 @@ class Session:
         """Print how to resume a run that has stopped or failed, if it has saved a checkpoint."""
         if (Path(self.trainer.default_local_dir).expanduser() / LATEST).exists():
             arguments = resume_arguments(self.trainer)
-            self.say(f"Run the same command{' with ' if arguments else ''}{arguments} to resume.")
+            if self.from_python:
+                self.say(f"Call camshaft.load_run({self.trainer.default_local_dir!r}).resume() to resume.")
+            else:
+                self.say(f"Run the same command{' with ' if arguments else ''}{arguments} to resume.")
 
     def say_choices(self, config: PPOConfig | SupervisedConfig) -> None:
         """Print the values that were chosen automatically."""
         if choices := format_choices(config):
             self.say(choices)
 
-    def say_results(
-        self, total_steps: int, steps_per_epoch: int, model: str | None = None, from_python: bool = False
-    ) -> None:
+    def say_results(self, total_steps: int, steps_per_epoch: int, model: str | None = None) -> None:
         """Print where the results of a finished run are, and what to do with them."""
         trainer, folder = self.trainer, Path(self.trainer.default_local_dir)
         places = {"metrics": folder / FILE_NAME, "model": model, "checkpoints": folder}
@@ -115,7 +116,7 @@ class Session:
             del places["checkpoints"]
         lines = {name: str(path) for name, path in places.items() if path and Path(path).expanduser().exists()}
         target = _unused(Path("models") / Path(run_name(trainer)).name)
-        if has_checkpoint and from_python:
+        if has_checkpoint and self.from_python:
             if model is None:
                 lines["export"] = f"run.export({str(target)!r})"
             lines["train longer"] = f"run.resume({', '.join(self._twice_as_long(total_steps, steps_per_epoch))})"
@@ -162,14 +163,16 @@ class Session:
 
 
 @contextlib.contextmanager
-def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None = None) -> Iterator[Session]:
+def session(
+    trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None = None, from_python: bool = False
+) -> Iterator[Session]:
     """Check the machine, lock the output folder and set up logging for a run of `ranks` processes."""
     _check_machine(trainer, trainer.world_size if ranks is None else ranks)
     check_trackers(trainer.logger)
     remove_leftovers()
     folder = Path(trainer.default_local_dir).expanduser()
     lock = _lock_folder(folder)
-    run = Session(trainer)
+    run = Session(trainer, from_python)
     try:
         streams = continue_without_reader(folder / "logs" / "driver.log")
         with streams, log_to_file(folder), log_to_console(run.console, trainer.seed):
@@ -181,7 +184,7 @@ def session(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None 
             try:
                 yield run
             except BaseException as error:
-                if run.has_started and resume_arguments(trainer):
+                if run.has_started and (from_python or resume_arguments(trainer)):
                     run.say_how_to_resume()
                 elif not run.has_started and isinstance(error, Exception):
                     record_failed_start(folder, error)

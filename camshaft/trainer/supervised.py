@@ -291,7 +291,7 @@ def run_supervised(
     extensions = extensions or Extensions()
     check_libraries(config)
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(session(config.trainer))
+        run = stack.enter_context(session(config.trainer, from_python=extensions.from_python))
         run.say_choices(config)
         trainer = stack.enter_context(trainer_class(config))
         trainer.on_step = extensions.on_step
@@ -307,5 +307,5 @@ def run_supervised(
         else:
             run.say(f"wrote {config.export_path()}")
             steps_per_epoch = trainer.loader.steps_per_epoch
-            run.say_results(trainer.total_steps, steps_per_epoch, config.export_path(), extensions.from_python)
+            run.say_results(trainer.total_steps, steps_per_epoch, config.export_path())
     return stop.status

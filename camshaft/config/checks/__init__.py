@@ -122,7 +122,7 @@ def _check_placement(
         if name != GLOBAL_POOL and name not in pools:
             message = (
                 f"unknown resource pool; the pools are {', '.join((GLOBAL_POOL, *pools))}. Set {key}={GLOBAL_POOL}, or "
-                f"add the pool with '+trainer.resource_pools.{name}.n_gpus_per_node=1'."
+                f"add the pool with trainer.resource_pools.{name}.n_gpus_per_node=1."
             )
             yield Problem(key, name, message)
     for name in pools:

@@ -423,8 +423,7 @@ def check_rollout(section: str, rollout: GeneratorConfig, world_size: int) -> It
         return
     for conflict in options.conflicts(rollout.tensor_model_parallel_size, world_size):
         name = f"{section}.{conflict.option}"
-        fixes = [f"+{section}.{fix[1:]}" if fix.startswith("+") else f"{section}.{fix}" for fix in conflict.fixes]
-        message = f"{conflict.message}. Set {', or '.join(fixes)}."
+        message = f"{conflict.message}. Set {', or '.join(f'{section}.{fix}' for fix in conflict.fixes)}."
         yield Problem(name, getattr(rollout, conflict.option), message, (*WORLD, key))
 
 

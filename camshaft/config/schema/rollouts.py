@@ -147,5 +147,5 @@ class ServerOptions(RolloutOptions):
                 TENSOR_PARALLEL,
                 "a server that a rank starts runs on the device of that rank only. Start a tensor-parallel server "
                 "manually and set its URL",
-                (f"{TENSOR_PARALLEL}=1", "+engine_kwargs.vllm_server_base_url=http://HOST:PORT"),
+                (f"{TENSOR_PARALLEL}=1", "engine_kwargs.vllm_server_base_url=http://HOST:PORT"),
             )

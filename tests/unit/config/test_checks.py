@@ -196,7 +196,7 @@ def test_group_estimators_need_several_responses(words, estimator):
         ),
         (
             [f"{ROLLOUT}.name=server", f"{ROLLOUT}.tensor_model_parallel_size=2"],
-            f"Set {ROLLOUT}.tensor_model_parallel_size=1, or +{ROLLOUT}.engine_kwargs.vllm_server_base_url=http",
+            f"Set {ROLLOUT}.tensor_model_parallel_size=1, or {ROLLOUT}.engine_kwargs.vllm_server_base_url=http",
         ),
         (
             [f"{ROLLOUT}.name=server", f"{ROLLOUT}.engine_kwargs={{vllm_server_base_url: localhost}}"],

@@ -62,10 +62,10 @@ def test_the_keys_that_limit_the_run_are_suggested(
     epochs: int | None, limit: int | None, total: int, keys: str, trainer: TrainerConfig, capsys: pytest.CaptureFixture
 ) -> None:
     changed = trainer.model_copy(update={"total_epochs": epochs, "total_training_steps": limit})
-    with session(changed) as run:
-        (Path(trainer.default_local_dir) / "latest_checkpointed_iteration.txt").write_text("6")
-        run.say_results(total, 2, from_python=True)
-        run.say_results(total, 2)
+    for from_python in (True, False):
+        with session(changed, from_python=from_python) as run:
+            (Path(trainer.default_local_dir) / "latest_checkpointed_iteration.txt").write_text("6")
+            run.say_results(total, 2)
     out = capsys.readouterr().out
     assert f"run.resume({keys})" in out
     assert out.rstrip().endswith(f" {keys.replace(',', '')}")
@@ -224,10 +224,12 @@ def test_a_run_from_python_suggests_python_calls(
     trainer: TrainerConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with session(trainer) as run:
+    with session(trainer, from_python=True) as run:
         (Path(trainer.default_local_dir) / "latest_checkpointed_iteration.txt").write_text("2")
-        run.say_results(2, 2, from_python=True)
+        run.say_results(2, 2)
+        run.say_how_to_resume()
     out = capsys.readouterr().out
     assert "export         run.export('models/" in out
     assert "train longer   run.resume(epochs=6)" in out
+    assert f"Call camshaft.load_run({trainer.default_local_dir!r}).resume() to resume." in out
     assert "command" not in out
