@@ -87,9 +87,13 @@ class _Sequence:
 
 
 def load_preferences(
-    paths: Paths, tokenizer: PreTrainedTokenizerBase, options: PreferenceOptions, max_samples: int | None = None
+    paths: Paths,
+    tokenizer: PreTrainedTokenizerBase,
+    options: PreferenceOptions,
+    max_samples: int | None = None,
+    label: str = "data",
 ) -> PreferenceSet:
-    """Read, validate, tokenize and truncate preference pairs."""
+    """Read, validate, tokenize and truncate preference pairs. `label` names the data in the log."""
     table = _read_table(paths, options, max_samples)
     sequences: list[_Sequence] = []
     for index in track_progress(range(len(table)), "chat template", len(table)):
@@ -114,7 +118,7 @@ def load_preferences(
     is_overlong = [len(row) > options.max_length for row in ids]
     num_truncated = sum(map(any, zip(is_overlong[::2], is_overlong[1::2], strict=True)))
     pairs = PreferenceSet(DataProto.from_dict(columns), len(table), num_truncated, len(table) - len(unequal_rows))
-    logger.info("%s from %s", pairs, ", ".join(map(str, table.files)))
+    logger.info("%s: %s from %s", label, pairs, ", ".join(map(str, table.files)))
     return pairs
 
 

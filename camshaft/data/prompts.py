@@ -109,12 +109,19 @@ class PromptSet:
 
 
 def load_prompts(
-    paths: Paths, tokenizer: PreTrainedTokenizerBase, options: PromptOptions, max_samples: int | None = None
+    paths: Paths,
+    tokenizer: PreTrainedTokenizerBase,
+    options: PromptOptions,
+    max_samples: int | None = None,
+    label: str = "data",
 ) -> PromptSet:
-    """Read, validate and tokenize prompts, and truncate or filter overlong ones. Column `uid` is the row number."""
+    """Read, validate and tokenize prompts, and truncate or filter overlong ones. Column `uid` is the row number.
+
+    `label` names the data in the log.
+    """
     tokenized = read_prompts(paths, tokenizer, options, max_samples)
     prompts = build_prompt_set(tokenized, tokenizer, options)
-    logger.info("%s from %s", prompts, ", ".join(map(str, tokenized.table.files)))
+    logger.info("%s: %s from %s", label, prompts, ", ".join(map(str, tokenized.table.files)))
     return prompts
 
 

@@ -83,9 +83,16 @@ class _Sequence:
 
 
 def load_sft(
-    paths: Paths, tokenizer: PreTrainedTokenizerBase, options: SFTOptions, max_samples: int | None = None
+    paths: Paths,
+    tokenizer: PreTrainedTokenizerBase,
+    options: SFTOptions,
+    max_samples: int | None = None,
+    label: str = "data",
 ) -> SFTSet:
-    """Read, validate, tokenize and truncate sequences. `loss_mask` is False at the first token of a sequence."""
+    """Read, validate, tokenize and truncate sequences. `loss_mask` is False at the first token of a sequence.
+
+    `label` names the data in the log.
+    """
     available = read_columns(paths)
     conversations = options.messages_key in available and options.response_key not in available
     columns_to_read = [options.messages_key] if conversations else [options.prompt_key, options.response_key]
@@ -112,7 +119,7 @@ def load_sft(
         "loss_mask": Ragged.from_rows(masks),
     }
     rows = SFTSet(DataProto.from_dict(columns), len(table), num_truncated, len(tokenized) - len(ids))
-    logger.info("%s from %s", rows, ", ".join(map(str, table.files)))
+    logger.info("%s: %s from %s", label, rows, ", ".join(map(str, table.files)))
     return rows
 
 

@@ -164,7 +164,8 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
     def _prompts(self, config: PPOConfig, train: bool) -> DataProto:
         paths, max_rows = prompt_files(config, train)
         options = prompt_options(config, self.rewards.columns)
-        return load_prompts(data_files(paths), self.tokenizer, options, max_rows).batch
+        label = "training data" if train else "validation data"
+        return load_prompts(data_files(paths), self.tokenizer, options, max_rows, label).batch
 
 
 def role_classes(

@@ -66,7 +66,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         check_export_path(config.export_path())
         self.tokenizer: Any = load_tokenizer(config.model.source(), config.model.trust_remote_code)
         max_rows = config.data.train_max_samples
-        rows = self.rows(data_files(config.data.train_files), None if max_rows == -1 else max_rows)
+        rows = self.rows(data_files(config.data.train_files), "training data", None if max_rows == -1 else max_rows)
         self.config = fit_batch(config, len(rows))
         self.loader = StatefulLoader(
             rows,
@@ -75,7 +75,8 @@ class SupervisedTrainer(ABC, Generic[W]):
             shuffle=config.data.shuffle,
             seed=config.data_seed(),
         )
-        self.val_rows = self.rows(data_files(config.data.val_files), None) if config.data.val_files else None
+        val_files = config.data.val_files
+        self.val_rows = self.rows(data_files(val_files), "validation data") if val_files else None
         self.total_steps = run_length(config.trainer, self.loader)
         ranks = config.trainer.world_size
         self.dp_size = Topology(ranks).dp_size(config.ranks_per_row())
@@ -110,8 +111,8 @@ class SupervisedTrainer(ABC, Generic[W]):
     # -- methods of subclasses ---------------------------------------------------------------------------------
 
     @abstractmethod
-    def rows(self, files: list[Path], max_rows: int | None) -> DataProto:
-        """Load at most `max_rows` rows of the files; None loads all rows."""
+    def rows(self, files: list[Path], label: str, max_rows: int | None = None) -> DataProto:
+        """Load at most `max_rows` rows of the files; None loads all rows. `label` names the data in the log."""
 
     @abstractmethod
     def validate(self, rows: DataProto) -> dict[str, float]:
@@ -215,14 +216,14 @@ class SFTTrainer(SupervisedTrainer[SFTWorker]):
         self.data = config.data
         super().__init__(config, SFTWorker)
 
-    def rows(self, files: list[Path], max_rows: int | None) -> DataProto:
+    def rows(self, files: list[Path], label: str, max_rows: int | None = None) -> DataProto:
         options = SFTOptions(
             max_length=self.data.max_length,
             truncation=self.data.truncation,
             prompt_key=self.data.prompt_key,
             response_key=self.data.response_key,
         )
-        return load_sft(files, self.tokenizer, options, max_rows).batch
+        return load_sft(files, self.tokenizer, options, max_rows, label).batch
 
     def validate(self, rows: DataProto) -> dict[str, float]:
         """Compute the mean cross-entropy per trained token on held-out rows."""
@@ -245,7 +246,7 @@ class RMTrainer(SupervisedTrainer[RMWorker]):
         self.pad = settings.get_text_config().pad_token_id
         super().__init__(config, RMWorker)
 
-    def rows(self, files: list[Path], max_rows: int | None) -> DataProto:
+    def rows(self, files: list[Path], label: str, max_rows: int | None = None) -> DataProto:
         options = PreferenceOptions(
             max_length=self.data.max_length,
             truncation=self.data.truncation,
@@ -255,7 +256,7 @@ class RMTrainer(SupervisedTrainer[RMWorker]):
             margin_key=self.data.margin_key,
             pad=self.pad,
         )
-        return load_preferences(files, self.tokenizer, options, max_rows).batch
+        return load_preferences(files, self.tokenizer, options, max_rows, label).batch
 
     def validate(self, rows: DataProto) -> dict[str, float]:
         """Compute the loss and the metrics of `preference_loss` on held-out pairs."""

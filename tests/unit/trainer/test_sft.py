@@ -1,3 +1,4 @@
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,16 @@ def test_a_step_trains_and_reports_its_learning_rate(tmp_path: Path) -> None:
     assert [step["train/lr"] for step in steps] == [0.005, 0.01, 0.01]
     assert steps[0]["train/skipped_steps"] == 0
     assert all(math.isfinite(step["train/grad_norm"]) and step["train/grad_norm"] > 0 for step in steps)
+
+
+def test_the_log_tells_training_data_from_validation_data(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "camshaft.data"):
+        trainer = trainer_of(tmp_path)
+    assert trainer.val_rows is not None
+    files = {"training": len(trainer.loader.data), "validation": len(trainer.val_rows)}
+    for message, (kind, count) in zip(caplog.messages, files.items(), strict=True):
+        assert message.startswith(f"{kind} data: {count} sequences, ")
+    assert caplog.messages[1].endswith(f"from {tmp_path}/data/sft_heldout.parquet")
 
 
 def test_a_taken_export_folder_is_an_error_before_training(tmp_path: Path) -> None:
