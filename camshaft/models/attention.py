@@ -130,6 +130,9 @@ def reject_unsupported(config: PreTrainedConfig) -> None:
         reasons.append(
             f"layers with neither full nor sliding-window attention (layer_types contains {', '.join(other_types)})"
         )
+    if values.get("attn_temperature_tuning") and 0 in (values.get("no_rope_layers") or ()):
+        # transformers counts positions from the start of a call, so those of packed rows and of decoding are wrong.
+        reasons.append(f"scaled queries (attn_temperature_tuning={values['attn_temperature_tuning']})")
     if values.get("is_causal") is False or values.get("use_bidirectional_attention") in (True, "all"):
         reasons.append("attention that is not causal")
     if reasons:

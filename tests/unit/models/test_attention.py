@@ -216,6 +216,7 @@ def test_unsupported_layer_arguments_are_named(argument: str, message: str):
         ("gpt_oss", {}, "attention sinks"),
         ("qwen3_next", {}, "layer_types contains linear_attention"),
         ("llama4_text", {}, "layer_types contains chunked_attention"),
+        ("llama4_text", {"layer_types": ["full_attention"] * 48}, r"scaled queries \(attn_temperature_tuning=True"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "not causal"),
     ],
 )
@@ -227,3 +228,8 @@ def test_unsupported_attention_configs_are_rejected(family: str, extra: dict[str
 @pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "mistral", "mixtral", "gemma3_text", "gpt_neox"])
 def test_supported_configs_are_not_rejected(family: str):
     reject_unsupported(AutoConfig.for_model(family))
+
+
+@pytest.mark.parametrize("changes", [{"attn_temperature_tuning": False}, {"no_rope_layers": [1] * 48}])
+def test_queries_that_are_not_scaled_are_not_rejected(changes: dict[str, Any]):
+    reject_unsupported(AutoConfig.for_model("llama4_text", layer_types=["full_attention"] * 48, **changes))
