@@ -47,12 +47,15 @@ SINGLE_DEVICE = EngineCapabilities(
 )
 FSDP = EngineCapabilities(
     FSDPOptions,
+    shards_weights=True,
     supports_router_aux_loss=True,
     supports_router_replay=True,
     supports_forecast=True,
     tested_devices=("cpu", "cuda"),
 )
-FSDP1 = EngineCapabilities(FSDP1Options, supports_router_aux_loss=True, supports_router_replay=True)
+FSDP1 = EngineCapabilities(
+    FSDP1Options, shards_weights=True, supports_router_aux_loss=True, supports_router_replay=True
+)
 MEGATRON = EngineCapabilities(
     MegatronOptions,
     library="megatron",
@@ -68,6 +71,7 @@ TORCHTITAN = EngineCapabilities(
     families=("llama", "qwen2", "qwen3"),
     dtypes=("float32", "bfloat16"),
     training_dtypes=("float32",),
+    shards_weights=True,
 )
 
 ENGINES = {
@@ -113,7 +117,9 @@ ROLLOUTS = {
     "process": Backend(
         "camshaft.rollout.process.rollout:ProcessRollout", PROCESS, "another rollout in a child process"
     ),
-    "server": Backend("camshaft.rollout.server:ServerRollout", SERVER, "vLLM's server over HTTP, which may run elsewhere"),
+    "server": Backend(
+        "camshaft.rollout.server:ServerRollout", SERVER, "vLLM's server over HTTP, which may run elsewhere"
+    ),
     "sglang": Backend("camshaft.rollout.sglang:SGLangRollout", SGLANG, "SGLang in child processes of the ranks"),
     "torch": Backend(
         "camshaft.rollout.builtin.rollout:TorchRollout", TORCH, "continuous batching with the model of transformers"

@@ -217,7 +217,7 @@ def _check_group(group: list[Role], capabilities: EngineCapabilities, world_size
     yield from _check_lora(group[0], capabilities)
     yield from _check_router_aux_loss(group[0], capabilities)
     yield from _check_dtypes(group, capabilities)
-    yield from _check_unsupported(group, capabilities)
+    yield from _check_unsupported(group, capabilities, world_size)
     reported: set[str] = set()
     for role in group:
         for problem in _check_options(role, capabilities, world_size):
@@ -226,12 +226,12 @@ def _check_group(group: list[Role], capabilities: EngineCapabilities, world_size
             reported.add(problem.message)
 
 
-def _check_unsupported(group: list[Role], capabilities: EngineCapabilities) -> Iterator[Problem]:
+def _check_unsupported(group: list[Role], capabilities: EngineCapabilities, world_size: int) -> Iterator[Problem]:
     """Report settings that the engine does not support. The same setting in several roles is one problem."""
     options = capabilities.options.model_fields
     settings: dict[str, list[tuple[str, Any]]] = {}
     for role in group:
-        for option, value in _requested_settings(role).items():
+        for option, value in _requested_settings(role, capabilities.shards_weights and world_size > 1).items():
             if option.partition(".")[0] not in options:
                 settings.setdefault(option, []).append((role.setting_key(option), value))
     for option, uses in settings.items():
@@ -244,14 +244,14 @@ def _check_unsupported(group: list[Role], capabilities: EngineCapabilities) -> I
         yield group_problems([key for key, _ in uses], uses[0][1], message)
 
 
-def _requested_settings(role: Role) -> dict[str, Any]:
+def _requested_settings(role: Role, shards_weights: bool) -> dict[str, Any]:
     """Return the settings that require support by the engine, by dotted option.
 
-    Settings that equal their default, or that describe what every engine does, are omitted.
+    Settings that equal their default, or that describe what the engine does, are omitted.
     """
     default, settings = flatten(FSDPOptions().model_dump(), ()), flatten(role.settings, ())
     requested = {option: value for option, value in settings.items() if option in default and value != default[option]}
-    if requested.get("fsdp_size") == 1:
+    if requested.get("fsdp_size") == 1 and not shards_weights:
         del requested["fsdp_size"]
     if requested.get("mixed_precision.param_dtype") == settings["model_dtype"]:
         del requested["mixed_precision.param_dtype"]

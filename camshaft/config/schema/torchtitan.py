@@ -50,7 +50,8 @@ class TorchtitanOptions(EngineOptions):
     """Degrees of torchtitan that are rejected above 1, with the reason (`UNSUPPORTED`)."""
     mixed_precision: MixedPrecision = MixedPrecision()
     reshard_after_forward: bool = True
-    """Free the gathered weights of each layer after its forward pass."""
+    """Free the gathered weights of each layer after its forward pass. Pipeline stages keep them for further
+    micro-batches, as in torchtitan."""
     param_offload: bool = False
     grad_offload: bool = False
     optimizer_offload: bool = False

@@ -96,6 +96,16 @@ def test_setting_inherited_by_the_reference_is_one_problem(words):
     assert f"{REF}.fsdp_config.param_offload" in _error([*words, f"{REF}.fsdp_config.param_offload=true"])
 
 
+@pytest.mark.parametrize(("strategy", "ranks", "is_valid"), [("torchtitan", 2, False), ("megatron", 2, True),
+                                                              ("torchtitan", 1, True), ("fsdp", 2, True)])  # fmt: skip
+def test_replicas_require_support_by_an_engine_that_shards(words, strategy, ranks, is_valid):
+    settings = [*_on(words, ranks), f"{ACTOR}.strategy={strategy}", f"{ACTOR}.fsdp_config.fsdp_size=1"]
+    if is_valid:
+        load_ppo(settings)
+    else:
+        assert f"strategy=torchtitan does not support this key. Set {ACTOR}.strategy=fsdp" in _error(settings)
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_reference_engine_computes_in_the_configured_dtype(words, sft_words, dtype):
     key = f"fsdp_config.mixed_precision.param_dtype={dtype}"
