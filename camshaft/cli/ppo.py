@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from camshaft.cli.usage import CONFIG_OPTIONS, algorithm_names, asks_for_help, short_name_table
-from camshaft.config import PPOConfig, claimed_config, compose
+from camshaft.config import PPOConfig, compose
 from camshaft.stop import ENDED_BY_SIGNAL
 
 USAGE = f"""\
@@ -42,8 +42,8 @@ def main(argv: Sequence[str]) -> int:
         from camshaft.planning.memory_error import explain_memory_errors
         from camshaft.trainer.ppo import run_ppo
 
-        with claimed_config(config) as claimed, explain_memory_errors(claimed, argv):
-            status = max(status, run_ppo(claimed))
+        with explain_memory_errors(config, argv):
+            status = max(status, run_ppo(config))
         if status > ENDED_BY_SIGNAL:
             break
     return status

@@ -52,7 +52,7 @@ from camshaft.config.layout import GLOBAL_POOL, PlacementConfig, Topology, micro
 from camshaft.config.load import from_container, load_eval, load_generate, load_ppo, load_rm, load_sft
 from camshaft.config.render import batch_table, explain, reference_page, render_batch_table, show, without_secrets
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.config.run_folder import claimed_config, resume_arguments, run_name
+from camshaft.config.run_folder import resume_arguments, run_name
 from camshaft.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
@@ -84,7 +84,6 @@ __all__ = [
     "TrainerConfig",
     "actor_engine",
     "batch_table",
-    "claimed_config",
     "compose",
     "critic_engine",
     "expand_short_names",

@@ -1,7 +1,6 @@
 """Names and folders of runs.
 
     generated_name("checkpoints/demo/*", "models/tiny", "data/sums/train.parquet")     # tiny-sums-20260131-235959
-    with claimed_config(config) as config: ...      # creates the run folder
     run_name(config.trainer)                # in experiment trackers
     resume_arguments(config.trainer)        # "" if the same command resumes the run
 
@@ -9,33 +8,26 @@ A run without `trainer.experiment_name` gets a folder of its own, named after th
 it neither resumes nor overwrites another run.
 """
 
-import contextlib
 import os.path
 import re
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import Any
 
 from camshaft.config.errors import Problem
-from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.supervised import SupervisedConfig, SupervisedTrainerConfig
+from camshaft.config.schema.supervised import SupervisedTrainerConfig
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.tree import format_value
 
 NAME, FOLDER = "trainer.experiment_name", "trainer.default_local_dir"
-C = TypeVar("C", bound=PPOConfig | SupervisedConfig)
 _generated: set[str] = set()
-"""Names of this process without a folder. A sweep loads all its configs before the first run creates a folder."""
+"""Names of the runs of this process. A sweep loads all its configs before the first run creates a folder."""
 
 
 def generated_name(folder: str, model: str, data: str) -> str:
     """Return an unused name of a run. In `folder`, which is the folder of the run, `*` stands for the name."""
-    return _unused(f"{_short_name(model)}-{_data_name(data)}-{time.strftime('%Y%m%d-%H%M%S')}", folder)
-
-
-def _unused(name: str, folder: str) -> str:
-    """Return the first of name, name-2, name-3, ... that is unused, and reserve it in this process."""
+    name = f"{_short_name(model)}-{_data_name(data)}-{time.strftime('%Y%m%d-%H%M%S')}"
     candidates = (name, *(f"{name}-{count}" for count in range(2, 10_000)))
     unused = next(
         name
@@ -44,65 +36,6 @@ def _unused(name: str, folder: str) -> str:
     )
     _generated.add(unused)
     return unused
-
-
-@contextlib.contextmanager
-def claimed_folder(folder: str) -> Iterator[str]:
-    """Create a run folder with a generated name, and yield it; under another name if another process has created it.
-
-    An error in the block removes what is created here, if it is empty. Other folders are not created.
-    """
-    name = next((part for part in PurePosixPath(folder).parts if part in _generated), None)
-    if name is None:
-        yield folder
-        return
-    claimed, path = name, Path(folder).expanduser()
-    created = [path, *(parent for parent in path.parents if not parent.exists())]
-    while not _create(path):
-        _generated.discard(claimed)
-        claimed = _unused(name, folder.replace(name, "*"))
-        path = Path(folder.replace(name, claimed)).expanduser()
-        created[0] = path
-    _generated.discard(claimed)
-    try:
-        yield folder.replace(name, claimed)
-    except BaseException:
-        with contextlib.suppress(OSError):  # not empty
-            for empty in created:
-                empty.rmdir()
-        raise
-
-
-def _create(path: Path) -> bool:
-    """Create a folder, and return False if it exists. The run reports other errors."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir()
-    except OSError:
-        return not path.is_dir()
-    return True
-
-
-@contextlib.contextmanager
-def claimed_config(config: C) -> Iterator[C]:
-    """Create the run folder with `claimed_folder`, and yield the config with its name."""
-    folder = config.trainer.default_local_dir
-    with claimed_folder(folder) as claimed:
-        if claimed == folder:
-            yield config
-        else:
-            parts = zip(PurePosixPath(folder).parts, PurePosixPath(claimed).parts, strict=True)
-            old, new = next((old, new) for old, new in parts if old != new)
-            yield type(config).model_validate(_renamed(config.model_dump(), old, new)).with_choices(config.choices())
-
-
-def _renamed(value: Any, old: str, new: str) -> Any:
-    """Replace the name of the run in all strings of a config."""
-    if isinstance(value, str):
-        return value.replace(old, new)
-    if isinstance(value, dict):
-        return {key: _renamed(item, old, new) for key, item in value.items()}
-    return type(value)(_renamed(item, old, new) for item in value) if isinstance(value, list | tuple) else value
 
 
 def _short_name(path: str) -> str:

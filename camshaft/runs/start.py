@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from camshaft.config import PPOConfig, SFTConfig, from_container
 from camshaft.config.auto import AUTO, RULES
 from camshaft.config.load import as_override, choose_automatic, raw_defaults, resolve
-from camshaft.config.run_folder import FOLDER, NAME, claimed_config, claimed_folder, generated_name
+from camshaft.config.run_folder import FOLDER, NAME, generated_name
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.supervised import RMConfig
 from camshaft.config.short_names import (
@@ -74,11 +74,10 @@ def start(
     launch = Launch(command, values, _function(reward), as_hooks(on_step))
     with _written_objects(launch, objects) as (folder, launch):
         parsed = _parse(launch)
-    with claimed_config(parsed) as claimed:
-        folder = folder or Path(claimed.trainer.default_local_dir)
-        if isinstance(claimed, PPOConfig) and claimed.trainer.val_only:
-            folder /= "validation"  # a validation does not replace the metrics of the training
-        return _train(claimed, launch, folder)
+    folder = folder or Path(parsed.trainer.default_local_dir)
+    if isinstance(parsed, PPOConfig) and parsed.trainer.val_only:
+        folder /= "validation"  # a validation does not replace the metrics of the training
+    return _train(parsed, launch, folder)
 
 
 def resume(folder: Path, launch: Launch, changed: Launch) -> Run:
@@ -192,29 +191,28 @@ def _written_objects(launch: Launch, objects: Objects) -> Iterator[tuple[Path | 
     placeholders = {
         names[name]: _name(value) for name, value in objects._asdict().items() if name in unsaved & {*names}
     }
-    with claimed_folder(str(_run_folder({**placeholders, **launch.values}, schema))) as claimed:
-        folder = Path(claimed)
-        existing = set(folder.glob(f"{INPUTS}/*"))
-        new_folders = [path for path in (folder / INPUTS, folder, *folder.parents) if not path.exists()]
-        values = {**launch.values, FOLDER: str(folder)}
-        try:
-            for name, rows in {"data": objects.data, "val_data": objects.val_data}.items():
-                if name in unsaved:
-                    values[names[name]] = save_rows(rows, folder, name)
-            if "model" in unsaved:
-                values[names["model"]] = save_model(objects.model, objects.tokenizer, folder)
-            elif "tokenizer" in unsaved:
-                values |= _tokenizer_key(launch.command, save_tokenizer(objects.tokenizer, folder))
-            yield folder, Launch(launch.command, values, launch.reward, launch.on_step)
-        except BaseException:
-            keys = [*(names[name] for name in unsaved & {*names}), _TOKENIZER]
-            for path in {Path(str(values[key])) for key in keys if key in values} - existing:
-                if path.parent == folder / INPUTS:
-                    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # not empty
-                for empty in new_folders:
-                    empty.rmdir()
-            raise
+    folder = _run_folder({**placeholders, **launch.values}, schema)
+    existing = set(folder.glob(f"{INPUTS}/*"))
+    new_folders = [path for path in (folder / INPUTS, folder, *folder.parents) if not path.exists()]
+    values = {**launch.values, FOLDER: str(folder)}
+    try:
+        for name, rows in {"data": objects.data, "val_data": objects.val_data}.items():
+            if name in unsaved:
+                values[names[name]] = save_rows(rows, folder, name)
+        if "model" in unsaved:
+            values[names["model"]] = save_model(objects.model, objects.tokenizer, folder)
+        elif "tokenizer" in unsaved:
+            values |= _tokenizer_key(launch.command, save_tokenizer(objects.tokenizer, folder))
+        yield folder, Launch(launch.command, values, launch.reward, launch.on_step)
+    except BaseException:
+        keys = [*(names[name] for name in unsaved & {*names}), _TOKENIZER]
+        for path in {Path(str(values[key])) for key in keys if key in values} - existing:
+            if path.parent == folder / INPUTS:
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # not empty
+            for empty in new_folders:
+                empty.rmdir()
+        raise
 
 
 def _name(value: Any) -> str:

@@ -25,7 +25,7 @@ import torch
 
 from camshaft.algorithms import preference_loss
 from camshaft.checkpoint import BestStep, CheckpointManager, SavedCheckpoint, check_export_path
-from camshaft.config import GLOBAL_POOL, RMConfig, SFTConfig, SupervisedConfig, Topology, claimed_config
+from camshaft.config import GLOBAL_POOL, RMConfig, SFTConfig, SupervisedConfig, Topology
 from camshaft.controller import spawn
 from camshaft.data import PreferenceOptions, SFTOptions, StatefulLoader, data_files, load_preferences, load_sft
 from camshaft.dataproto import DataProto
@@ -278,8 +278,7 @@ def train_all(configs: Sequence[C], trainer_class: Callable[[C], SupervisedTrain
     """Train with one config after the other and return the largest exit status. A stop signal ends the sweep."""
     status = 0
     for config in configs:
-        with claimed_config(config) as claimed:
-            status = max(status, run_supervised(claimed, trainer_class))
+        status = max(status, run_supervised(config, trainer_class))
         if status > ENDED_BY_SIGNAL:
             break
     return status

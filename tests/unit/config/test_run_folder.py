@@ -5,17 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from camshaft.config import (
-    PPOConfig,
-    claimed_config,
-    compose,
-    from_container,
-    load_ppo,
-    load_rm,
-    load_sft,
-    resume_arguments,
-    run_name,
-)
+from camshaft.config import PPOConfig, compose, from_container, load_ppo, load_rm, load_sft, resume_arguments, run_name
 from camshaft.config.run_folder import generated_name
 from camshaft.errors import ConfigError
 
@@ -97,32 +87,3 @@ def test_name_outside_the_run_folder_is_rejected(words: list[str], sft_words: li
 
 def test_name_may_have_several_parts(words: list[str]) -> None:
     assert load_ppo([*words, "trainer.experiment_name=a/b..c"]).trainer.experiment_name == "a/b..c"
-
-
-def test_name_that_another_process_has_taken_is_replaced(words: list[str]) -> None:
-    config = load_ppo([*words, "trainer.default_hdfs_dir=copies/${trainer.experiment_name}"])
-    folder = Path(config.trainer.default_local_dir)
-    folder.mkdir(parents=True)
-    with claimed_config(config) as claimed:
-        trainer = claimed.trainer
-        assert Path(trainer.default_local_dir).is_dir()
-        assert trainer.default_local_dir.startswith(f"{folder}-")
-        assert trainer.validation_data_dir == f"{trainer.default_local_dir}/validation"
-        assert trainer.default_hdfs_dir == f"copies/{run_name(trainer)}"
-        assert claimed.choices() == config.choices()
-        with claimed_config(claimed) as again:
-            assert again is claimed
-
-
-def test_run_that_does_not_start_leaves_no_folder(words: list[str], tmp_path: Path) -> None:
-    with pytest.raises(KeyError), claimed_config(load_ppo(words)):
-        raise KeyError
-    assert not (tmp_path / "checkpoints").exists()
-
-
-def test_given_folder_is_not_claimed(words: list[str], tmp_path: Path) -> None:
-    for setting in ("trainer.experiment_name=x", f"trainer.default_local_dir={tmp_path}/y"):
-        config = load_ppo([*words, setting])
-        with claimed_config(config) as claimed:
-            assert claimed is config
-            assert not Path(config.trainer.default_local_dir).exists()
