@@ -242,7 +242,7 @@ def _resolve_with_name(tree: dict[str, Any], schema: type[Section]) -> tuple[dic
             files = files if isinstance(files, str) else files[0]
         except (TypeError, LookupError):  # an invalid section, which the validation reports
             model = files = ""
-        put(named, NAME, generated_name(folder, str(model), str(files)))
+        put(named, NAME, generated_name(str(model), str(files)))
     else:
         put(named, NAME, os.path.basename(folder.rstrip("/")))
     values, problems = resolve(named, schema)

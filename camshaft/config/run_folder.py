@@ -1,6 +1,6 @@
 """Names and folders of runs.
 
-    generated_name("checkpoints/demo/*", "models/tiny", "data/sums/train.parquet")     # tiny-sums-20260131-235959
+    generated_name("models/tiny", "data/sums/train.parquet")     # tiny-sums-20260131-235959-7f3a
     run_name(config.trainer)                # in experiment trackers
     resume_arguments(config.trainer)        # "" if the same command resumes the run
 
@@ -8,8 +8,8 @@ A run without `trainer.experiment_name` gets a folder of its own, named after th
 it neither resumes nor overwrites another run.
 """
 
-import os.path
 import re
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
@@ -21,21 +21,11 @@ from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.tree import format_value
 
 NAME, FOLDER = "trainer.experiment_name", "trainer.default_local_dir"
-_generated: set[str] = set()
-"""Names of the runs of this process. A sweep loads all its configs before the first run creates a folder."""
 
 
-def generated_name(folder: str, model: str, data: str) -> str:
-    """Return an unused name of a run. In `folder`, which is the folder of the run, `*` stands for the name."""
-    name = f"{_short_name(model)}-{_data_name(data)}-{time.strftime('%Y%m%d-%H%M%S')}"
-    candidates = (name, *(f"{name}-{count}" for count in range(2, 10_000)))
-    unused = next(
-        name
-        for name in candidates
-        if name not in _generated and not os.path.exists(os.path.expanduser(folder.replace("*", name)))
-    )
-    _generated.add(unused)
-    return unused
+def generated_name(model: str, data: str) -> str:
+    """Return a name of a run. It contains random digits, because several runs can start at the same time."""
+    return f"{_short_name(model)}-{_data_name(data)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def _short_name(path: str) -> str:

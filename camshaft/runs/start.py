@@ -166,7 +166,7 @@ def _run_folder(values: Mapping[str, Any], schema: type[Section]) -> Path:
     resolved, _ = resolve(expand_keys(named, leaf_fields(schema)), schema)
     folder, names = str(get(resolved, FOLDER)), short_names(schema)
     if "*" in folder:
-        folder = folder.replace("*", generated_name(folder, str(values[names["model"]]), str(values[names["data"]])))
+        folder = folder.replace("*", generated_name(str(values[names["model"]]), str(values[names["data"]])))
     return Path(folder).expanduser()
 
 
