@@ -15,8 +15,6 @@ unfinished run. A second signal ends the driver immediately. A scheduler can sen
 and to some of them twice. Workers therefore ignore the signal, and signals within one second count as one.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

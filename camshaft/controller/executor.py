@@ -8,8 +8,6 @@ exception is returned as a `Failure`. Each line of the log contains the name and
 (`log_to_file`).
 """
 
-from __future__ import annotations
-
 import gc
 import logging
 import os

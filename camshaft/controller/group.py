@@ -17,8 +17,6 @@ the driver's own process. `process_pool.py` contains the base class of all other
 the backends that start them.
 """
 
-from __future__ import annotations
-
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -221,7 +219,7 @@ class WorkerGroup:
         self._seats: dict[str, list[Seat]] = {}
         self._key = pool.build(role)
 
-    def __getattr__(self, name: str) -> GroupMethod:
+    def __getattr__(self, name: str) -> "GroupMethod":
         if name not in self._modes:
             raise AttributeError(_not_registered(self._role.role_class, name, list(self._modes)))
         return GroupMethod(self, name, self._modes[name])

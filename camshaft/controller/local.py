@@ -9,8 +9,6 @@ session also kills child processes of the roles. A worker process ends on reques
 its stacks. It ignores SIGTERM and SIGHUP, which tell the driver to save a checkpoint and exit.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import multiprocessing
@@ -117,7 +115,7 @@ def _start_pool(spec: PoolSpec, options: Options, first_device: int, other_ranks
     return pool
 
 
-def process_pool(spec: PoolSpec, options: Options | None = None) -> LocalPool:
+def process_pool(spec: PoolSpec, options: Options | None = None) -> "LocalPool":
     """Start a pool whose ranks are worker processes in a process group, even for a single rank."""
     pool = LocalPool(spec, options)
     pool.start()

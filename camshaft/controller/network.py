@@ -8,8 +8,6 @@ A thread of the monitor connects to each port at short intervals, which detects 
 seconds. Ray itself declares a machine dead after fifteen seconds and does not detect the death of its head.
 """
 
-from __future__ import annotations
-
 import fcntl
 import socket
 import struct

@@ -11,8 +11,6 @@ then raises one `WorkerError` that contains the rank, the method and the stack. 
 calls.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import os
@@ -90,7 +88,7 @@ class WorkerProcess(ABC):
 class Request:
     """A request to some ranks and the answers received so far. Iterating over it waits for the answers."""
 
-    def __init__(self, pool: ProcessPool, role: str, method: str, limit: Limit, ranks: set[int]):
+    def __init__(self, pool: "ProcessPool", role: str, method: str, limit: Limit, ranks: set[int]):
         self._pool, self.role, self.method = pool, role, method
         self.num_ranks, self.waiting = len(ranks), ranks
         self.answers: dict[int, Any] = {}

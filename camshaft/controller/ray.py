@@ -12,8 +12,6 @@ to the daemons of the cluster, which detects a dead machine within seconds. Ray 
 least as many CPUs as the pools request, so on a small machine the ranks share the cores.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import logging

@@ -8,8 +8,6 @@ interface, because no other machine has to reach it, and its clients need Ray's 
 show them, Ray collects no metrics. Ray reads these settings when it is imported and when its daemons start.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence

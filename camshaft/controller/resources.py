@@ -7,8 +7,6 @@ A scheduler waits silently if no machine can hold a pool. This module instead re
 pools with their roles, all machines, and the first pool that does not fit.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

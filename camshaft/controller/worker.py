@@ -19,8 +19,6 @@ training backend requires an additional mode. A call through a `WorkerGroup` ret
 except with ALL_TO_ALL, which takes and returns one entry per rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum

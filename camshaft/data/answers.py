@@ -9,8 +9,6 @@ A row of a file contains either a list of all responses to a prompt or a single 
 responses belong to the same prompt if they have the same prompt and data source.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -7,8 +7,6 @@
 `trainer/check_data.py` prints these statistics. `prompts`, `val` and `train` are results of `read_prompts`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path

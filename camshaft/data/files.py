@@ -7,8 +7,6 @@ split that the `datasets` library saved. Remote files are downloaded first (`cam
 `data_files` at startup.
 """
 
-from __future__ import annotations
-
 import glob
 import posixpath
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ The content of a file determines its format, except for CSV, which is recognized
 of CSV files are strings; empty cells are None. JSON and CSV files may be compressed with gzip.
 """
 
-from __future__ import annotations
-
 import csv
 import gzip
 import io

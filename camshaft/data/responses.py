@@ -12,8 +12,6 @@ values that affect the responses; a run with different settings rejects the exis
 uses this module.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
@@ -90,7 +88,7 @@ class ResponseFile:
             pyarrow.unify_schemas(schemas, promote_options=_PROMOTE)
 
     @contextlib.contextmanager
-    def parts(self) -> Iterator[Parts]:
+    def parts(self) -> Iterator["Parts"]:
         """Lock the folder of the parts and yield the existing parts, to which the caller appends."""
         folder = self._folder
         try:
@@ -111,7 +109,7 @@ class ResponseFile:
                 self._compare(parts.saved_settings, "was started", fix)
             yield parts
 
-    def write(self, sources: Paths, rows: Sequence[int], parts: Parts) -> None:
+    def write(self, sources: Paths, rows: Sequence[int], parts: "Parts") -> None:
         """Write the selected rows of the sources with the responses of all parts, then delete the parts."""
         responses = parts.table()
         table = read_table(sources).take(pyarrow.array(rows, pyarrow.int64()))

@@ -9,11 +9,9 @@ the function has a parameter for the response and none for `extra_info`. Otherwi
 data source, response, ground truth and extra info.
 """
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from camshaft.rewards.messages import Sample
 
@@ -35,7 +33,7 @@ class Arguments(NamedTuple):
     """Parameters without a default that are columns of the data file."""
 
     @classmethod
-    def of(cls, function: Callable[..., Any], batched: bool | None, kwargs: Mapping[str, Any]) -> Arguments:
+    def of(cls, function: Callable[..., Any], batched: bool | None, kwargs: Mapping[str, Any]) -> Self:
         """Read the parameters of a function. Raise TypeError if it cannot be called with these arguments by name.
 
         `batched` None means detect it from the parameters. `kwargs` are further arguments of every call.

@@ -8,8 +8,6 @@ Functions of `__main__`, of a notebook, and closures and lambdas are pickled by 
 importable modules by name. The bytes are sent through the pipe to a worker. They are never written to a file.
 """
 
-from __future__ import annotations
-
 import dis
 import hashlib
 import pickle

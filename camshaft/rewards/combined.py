@@ -10,9 +10,8 @@ weight, are the metrics `reward/function/mean` and `reward/model/mean`. For vali
 both scores of each row as `function` and `model`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
+from typing import Self
 
 from torch import Tensor
 
@@ -75,7 +74,7 @@ class CombinedRewards:
         if self.function is not None:
             self.function.close()
 
-    def __enter__(self) -> CombinedRewards:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -18,8 +18,6 @@ from the update: the result lists the row, and the trainer clears its mask. With
 Scores do not depend on `num_workers`.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import math
@@ -28,7 +26,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from statistics import stdev
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -340,7 +338,7 @@ class RewardManager:
             self._pending.cancel()
             self._pending = None
 
-    def __enter__(self) -> RewardManager:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,8 +8,6 @@ is the soft overlong punishment of Yu et al., arXiv:2503.14476. The penalty is a
 training uses, but not to `scores`, which validation uses.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from torch import Tensor

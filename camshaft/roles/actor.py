@@ -8,8 +8,6 @@
 correction `rollout_is_weights` and `rollout_rs_mask`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial

@@ -14,8 +14,6 @@ the response. A trained role loops over mini-batches:
 checkpoint is saved. The trainer uses both to stop a run that has diverged.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping

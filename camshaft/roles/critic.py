@@ -4,8 +4,6 @@
 reads `values` and `returns`.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -10,8 +10,6 @@ column `log_q`. Only the distributions of one micro-batch are therefore in memor
 its LoRA adapter, the adapter is enabled again before the forward pass of the actor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

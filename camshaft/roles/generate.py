@@ -7,8 +7,6 @@
 Each rank builds a rollout. The weights are synced once, with the same checks as in training.
 """
 
-from __future__ import annotations
-
 import time
 
 from camshaft.config import GenerateConfig, generate_engine, generate_model, generate_sampling

@@ -4,8 +4,6 @@ The reference is optional: its weights are loaded only if the reward or the loss
 a different parallel layout than the actor, in which case batches are split differently for its calls.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from typing import ClassVar
 

@@ -12,8 +12,6 @@ A custom class (`reward_model.worker_cls`) derives from `RewardModelWorker` or i
 methods in `REWARD_METHODS`. Its constructor receives the config and the topology.
 """
 
-from __future__ import annotations
-
 from camshaft.config import PPOConfig, Topology, reward_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto

@@ -7,8 +7,6 @@ A pair is passed to the engine as one row that joins both sequences, so that mic
 Hooks of the engine split the pairs before the forward pass and pair the scores after it.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

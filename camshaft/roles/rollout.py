@@ -4,8 +4,6 @@
 `response_mask`, `rollout_log_probs` and `finished`, and with `enable_return_routed_experts` also `routed_experts`.
 """
 
-from __future__ import annotations
-
 import time
 from dataclasses import replace
 from itertools import product

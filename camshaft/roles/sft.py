@@ -3,8 +3,6 @@
 The methods read the columns `input_ids` and `loss_mask`, which is True at trained tokens.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 The loss is a mean over the whole batch and does not depend on the number of micro-batches or ranks.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import replace
 

@@ -12,8 +12,6 @@ replace only the actor or the reference, derive from `ActorRolloutRefWorker` and
         actor_class = MyActor
 """
 
-from __future__ import annotations
-
 from typing import TypeVar, cast
 
 from camshaft.controller import Worker

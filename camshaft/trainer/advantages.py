@@ -10,8 +10,6 @@
 The package `algorithms` contains the formulas. This module converts ragged columns to the (B, T) grids that they use.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

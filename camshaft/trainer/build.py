@@ -9,8 +9,6 @@ reference, and also the critic and the reward model unless these have separate p
 process. When the `with` block exits, pending checkpoints are completed and all worker processes are ended.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ same. No model is loaded. The exit status is 0 if a run can start. It is 1 if a 
 function fails. The last line of the output states the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace

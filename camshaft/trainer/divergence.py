@@ -9,8 +9,6 @@ trainer waits for the next good one before it saves a checkpoint. `check_outputs
 are not finite from replacing a good checkpoint.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 

@@ -11,8 +11,6 @@ therefore comes from the current policy, and a checkpoint needs to store only th
 a gradient are drawn again in the next epoch.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

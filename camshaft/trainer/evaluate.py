@@ -5,8 +5,6 @@
 The metrics are those of validation (`validate.py`) and `pass@k`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from statistics import fmean

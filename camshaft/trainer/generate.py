@@ -9,15 +9,13 @@ the end, the parts are merged into the output file. The seed of a row depends on
 Responses therefore do not depend on interruptions, and they equal those of validation with the same seed and sampling.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
 import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from camshaft.config import GLOBAL_POOL, GenerateConfig, unread_keys, without_secrets
 from camshaft.controller import spawn
@@ -74,7 +72,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         self.file.check_columns(self.sources)
         self._exit = contextlib.ExitStack()
 
-    def __enter__(self) -> GenerateRun:
+    def __enter__(self) -> Self:
         config = self.config
         with self._exit as stack:  # closes what was already opened if a later line raises
             self.parts = stack.enter_context(self.file.parts())

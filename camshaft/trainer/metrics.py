@@ -9,8 +9,6 @@ The most common metrics have the names that verl uses: `critic/score/mean`, `res
 `timing_s/gen`, `perf/throughput`, ...
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import time

@@ -14,8 +14,6 @@ same seeds in step 11 as an uninterrupted run, without saving a generator state.
 the rank that generates them.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -11,8 +11,6 @@
 on the ranks, and the functions of `advantages.py` compute on the driver.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import time

@@ -10,8 +10,6 @@ rejects different rows, engines reject a different architecture or optimizer, an
 other initial weights and another reward function (`input_checksums`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence

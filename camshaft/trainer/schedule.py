@@ -8,8 +8,6 @@
 With the frequency `auto`, the schedule adapts to the cost of the action: it takes up to a fifth of the time of the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable, Iterator

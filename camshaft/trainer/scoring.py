@@ -7,8 +7,6 @@
 `check_scorable` checks the data before a run.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -8,8 +8,6 @@ with session(config.trainer) as run:
             stop = run.listen()
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import importlib.util

@@ -11,8 +11,6 @@ micro-batches or ranks. At the end, the model is exported in Hugging Face format
 Several ranks run in worker processes, which end when the `with` block exits.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from abc import ABC, abstractmethod

@@ -8,8 +8,6 @@ results differ only by the weights. `at_n_metrics` aggregates several responses 
 `algorithms/at_n.py`.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
