@@ -84,9 +84,10 @@ class Executor:
         return os.getpid()
 
     def open_rendezvous(self) -> str:
-        """Start a rendezvous store on a free port and return its address."""
-        self._store, address = open_store(self._rank_info)
-        return address
+        """Start the rendezvous store of the pool on a free port of this process and return its address."""
+        rank_info = self._rank_info
+        self._store = create_store(rank_info.address, rank_info.world, timedelta(seconds=rank_info.timeout))
+        return f"tcp://{rank_info.address}:{self._store.port}"
 
     def join(self, rendezvous: str) -> None:
         """Join the process group of the pool."""
@@ -148,11 +149,11 @@ class _RoleFilter(logging.Filter):
 
 
 def log_to_file(rank_info: RankInfo) -> None:
-    """Redirect the output of this process and its child processes to the log file of its rank."""
-    file = log_file(rank_info)
+    """Redirect the output of this process and its child processes to the log file of its rank, if it has one."""
     _RoleFilter.role = f"{rank_info.pool}/{rank_info.rank}"
-    if file is None:
+    if rank_info.log_folder is None:
         return
+    file = Path(rank_info.log_folder) / f"{rank_info.pool}_rank{rank_info.rank}.log"
     file.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -164,13 +165,6 @@ def log_to_file(rank_info: RankInfo) -> None:
     handler.addFilter(_RoleFilter())
     handler.setFormatter(logging.Formatter(LOG_FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-
-
-def log_file(rank_info: RankInfo) -> Path | None:
-    """Return the log file of a rank, or None if its output goes to that of the driver."""
-    if rank_info.log_folder is None:
-        return None
-    return Path(rank_info.log_folder) / f"{rank_info.pool}_rank{rank_info.rank}.log"
 
 
 def set_environment(rank_info: RankInfo, environment: dict[str, str]) -> None:
@@ -190,12 +184,6 @@ def set_environment(rank_info: RankInfo, environment: dict[str, str]) -> None:
 
 
 # -- process group ---------------------------------------------------------------------------------
-
-
-def open_store(rank_info: RankInfo) -> tuple[TCPStore, str]:
-    """Start the rendezvous store of a pool in this process on a free port; return the store and its address."""
-    store = create_store(rank_info.address, rank_info.world, timedelta(seconds=rank_info.timeout))
-    return store, f"tcp://{rank_info.address}:{store.port}"
 
 
 def init_process_group(rank_info: RankInfo, rendezvous: str, store: TCPStore | None = None) -> None:

@@ -31,7 +31,7 @@ import torch
 
 from camshaft.controller.executor import Executor, log_to_file, set_environment
 from camshaft.controller.group import InProcessPool, Options, Pool
-from camshaft.controller.process_pool import COLLECTIVE_EXTRA_SECONDS, Inbox, ProcessPool, WorkerProcess
+from camshaft.controller.process_pool import Inbox, ProcessPool, WorkerProcess
 from camshaft.controller.resources import PoolSpec
 from camshaft.controller.worker import RankInfo
 from camshaft.errors import ConfigError
@@ -54,13 +54,7 @@ from camshaft.temporary import process_folder
 
 logger = logging.getLogger(__name__)
 
-PRELOAD = [
-    "torch",
-    "torch._dynamo",
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor",
-    "camshaft.controller.local",
-]
+PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "camshaft.controller.local"]
 """Modules that the fork server imports. A program can extend the list before it starts the first worker process."""
 SOCKET_NAME_LENGTH = len("/pymp-12345678/listener-12345678")
 MAX_SOCKET_LENGTH = 107
@@ -90,8 +84,7 @@ def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
 
 
 def _warn_of_threads(ranks: int, cores: int, variable: str) -> None:
-    """Warn if OMP_NUM_THREADS gives the ranks more threads than there are cores, because threads then wait for each
-    other."""
+    """Warn if OMP_NUM_THREADS gives the ranks more threads than there are cores; threads then wait for each other."""
     threads = omp_threads(variable)
     if ranks > 1 and threads > 1 and ranks * threads > cores:
         logger.warning(
@@ -127,8 +120,8 @@ class LocalPool(ProcessPool):
     """A pool of worker processes on this machine."""
 
     def __init__(self, spec: PoolSpec, options: Options | None = None, first_device: int = 0, other_ranks: int = 0):
-        super().__init__(spec, options or Options())
-        self._first_device, self._other_ranks = first_device, other_ranks
+        super().__init__(spec, options or Options(), other_ranks)
+        self._first_device = first_device
         self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=process_folder()))
 
     def hint_at_start(self) -> str:
@@ -137,17 +130,7 @@ class LocalPool(ProcessPool):
     def create_processes(self) -> None:
         devices = self._first_device + self.world_size
         for rank in range(self.world_size):
-            rank_info = RankInfo(
-                rank,
-                self.world_size,
-                device_of(self._first_device + rank, devices, self.spec.device),
-                self.options.longest_timeout() + COLLECTIVE_EXTRA_SECONDS,
-                local_rank=rank,
-                local_world=self.world_size,
-                other_ranks=self._other_ranks,
-                pool=self.spec.name,
-                log_folder=self.options.log_folder,
-            )
+            rank_info = self.rank_info(rank, device_of(self._first_device + rank, devices, self.spec.device))
             self.processes.append(LocalProcess(rank_info, self._folder, self.inbox, self.options))
 
     def rendezvous(self) -> str:

@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 from camshaft.controller.executor import Failure
 from camshaft.controller.group import Options, Pool, RoleSpec
 from camshaft.controller.resources import PoolSpec
-from camshaft.controller.worker import Call, Worker
+from camshaft.controller.worker import Call, RankInfo, Worker
 from camshaft.errors import WorkerError
 from camshaft.seat import Seat
 from camshaft.stacks import innermost_frames
@@ -105,9 +105,10 @@ class Request:
 class ProcessPool(Pool):
     """A pool whose ranks are processes in one process group."""
 
-    def __init__(self, spec: PoolSpec, options: Options):
+    def __init__(self, spec: PoolSpec, options: Options, other_ranks: int):
+        """Create a pool without processes. `other_ranks` is that of the `RankInfo` of its ranks."""
         super().__init__(spec)
-        self.options = options
+        self.options, self._other_ranks = options, other_ranks
         self.inbox: Inbox = queue.SimpleQueue()
         self.processes: list[WorkerProcess] = []
         self._end_reason = ""
@@ -126,6 +127,20 @@ class ProcessPool(Pool):
         except BaseException:
             self._terminate("it could not be started")
             raise
+
+    def rank_info(self, rank: int, device: str) -> RankInfo:
+        """Return the placement of a rank, whose machine has `ranks_per_node` consecutive ranks of the pool."""
+        return RankInfo(
+            rank,
+            self.world_size,
+            device,
+            self.options.longest_timeout() + COLLECTIVE_EXTRA_SECONDS,
+            local_rank=rank % self.spec.ranks_per_node,
+            local_world=self.spec.ranks_per_node,
+            other_ranks=self._other_ranks,
+            pool=self.spec.name,
+            log_folder=self.options.log_folder,
+        )
 
     def join_ranks(self) -> None:
         """Wait until all processes have joined the process group."""
@@ -169,19 +184,20 @@ class ProcessPool(Pool):
         self._next_key += 1
         key = self._next_key
         message = ("build", key, role.name, self.portable_class(role.role_class), role.args, role.kwargs)
-        self._wait(self._send(role.name, "__init__", self._limit(role, "__init__"), [message] * self.world_size))
+        limit = role.limit("__init__", self.options)
+        self._wait(self._send(role.name, "__init__", limit, [message] * self.world_size))
         self._roles[key] = role
         return key
 
     def seats(self, key: int, method: str) -> list[Seat]:
         role = self._role(key, method)
         message = ("seat_for", key, method)
-        limit = self._limit(role, "seat_for")
+        limit = role.limit("seat_for", self.options)
         return self._wait(self._send(role.name, f"seat_for({method})", limit, [message] * self.world_size))
 
     def submit(self, key: int, method: str, calls: Sequence[Call | None], send_result: Sequence[bool]) -> Request:
         role = self._role(key, method)
-        limit = self._limit(role, method)
+        limit = role.limit(method, self.options)
         # Ranks with the same call share one message, so that it is pickled once.
         messages_by_call: dict[tuple[int, bool], tuple[Any, ...]] = {}
         messages: list[tuple[Any, ...] | None] = []
@@ -194,7 +210,8 @@ class ProcessPool(Pool):
     def drop(self, key: int) -> None:
         role = self._roles.pop(key, None)
         if role is not None and not self._end_reason:
-            self._wait(self._send(role.name, "drop", self._limit(role, "drop"), [("drop", key)] * self.world_size))
+            limit = role.limit("drop", self.options)
+            self._wait(self._send(role.name, "drop", limit, [("drop", key)] * self.world_size))
 
     def shutdown(self) -> None:
         with self._lock:
@@ -205,9 +222,6 @@ class ProcessPool(Pool):
                 for process in self.processes:
                     process.join(max(0.0, deadline - time.monotonic()))
             self._terminate("it was shut down")
-
-    def _limit(self, role: RoleSpec, method: str) -> Limit:
-        return role.limit(method, self.options)
 
     def _role(self, key: int, method: str) -> RoleSpec:
         if key not in self._roles:
@@ -394,9 +408,8 @@ class ProcessPool(Pool):
     def _growth(self) -> int | None:
         """Return the largest growth of memory of the ranks that are alive on this machine, in bytes, or None."""
         pairs = zip(self.processes, self._resident, strict=True)
-        return (
-            max((resident_memory(process.local_pid(), "VmHWM") - start for process, start in pairs), default=0) or None
-        )
+        growths = [resident_memory(process.local_pid(), "VmHWM") - start for process, start in pairs]
+        return max(growths, default=0) or None
 
     def _terminate(self, reason: str) -> None:
         """Kill all processes. Calling it again has no effect, unless an interrupt ended the first call."""

@@ -40,7 +40,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from camshaft.controller.executor import Executor, log_to_file, set_environment
 from camshaft.controller.group import Options, Pool
 from camshaft.controller.network import PortMonitor, accepts_connections, interface_of
-from camshaft.controller.process_pool import COLLECTIVE_EXTRA_SECONDS, Inbox, ProcessPool, WorkerProcess
+from camshaft.controller.process_pool import Inbox, ProcessPool, WorkerProcess
 from camshaft.controller.ray_cluster import cluster_address, head_may_answer
 from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.controller.worker import RankInfo, Worker
@@ -86,20 +86,15 @@ FORWARDED = re.compile(
 def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
     """Start all pools or none. Raise `ConfigError` if the cluster is too small."""
     connect(specs, options.ray_init)
-    problem = shortage(specs, _nodes())
     deadline = time.monotonic() + RELEASE_SECONDS
-    while (
-        problem is not None
-        and time.monotonic() < deadline
-        and shortage(specs, _with_all_resources_free(_nodes())) is None
-    ):
+    while (problem := shortage(specs, _nodes())) is not None:
+        free_nodes = [replace(node, free=node.total) for node in _nodes()]
+        if time.monotonic() >= deadline or shortage(specs, free_nodes) is not None:
+            raise ConfigError(
+                f"{problem}\n\nReduce trainer.nnodes, trainer.n_gpus_per_node (or those of the pool in "
+                "trainer.resource_pools) or trainer.cpus_per_rank, or wait until the resources are free"
+            )
         time.sleep(0.2)
-        problem = shortage(specs, _nodes())
-    if problem is not None:
-        raise ConfigError(
-            f"{problem}\n\nReduce trainer.nnodes, trainer.n_gpus_per_node (or those of the pool in "
-            "trainer.resource_pools) or trainer.cpus_per_rank, or wait until the resources are free"
-        )
     pools: list[RayPool] = []
     ranks = sum(spec.world_size for spec in specs)
     try:
@@ -228,11 +223,6 @@ def _nodes() -> list[Node]:
     ]
 
 
-def _with_all_resources_free(nodes: Sequence[Node]) -> list[Node]:
-    """Return copies of the machines in which all resources are free."""
-    return [replace(node, free=node.total) for node in nodes]
-
-
 def _head() -> tuple[str, int]:
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
     return host, int(port)
@@ -260,9 +250,8 @@ class RayPool(ProcessPool):
     """A pool of actors in a placement group with one bundle per machine."""
 
     def __init__(self, spec: PoolSpec, options: Options, other_ranks: int):
-        super().__init__(spec, options)
         # With several machines, it is unknown which pools share a machine.
-        self._other_ranks = other_ranks if len(_nodes()) == 1 else 0
+        super().__init__(spec, options, other_ranks if len(_nodes()) == 1 else 0)
         self._group: PlacementGroup | None = None
         self._monitor = PortMonitor()
 
@@ -276,9 +265,10 @@ class RayPool(ProcessPool):
                 f"pool '{spec.name}': Ray did not create a placement group within {PLACEMENT_SECONDS:g} s, although "
                 "the resources were free; another job may have taken them, so check `ray status`"
             )
+        device = "cpu" if spec.device in (None, "cpu") else f"{spec.device}:0"  # Ray makes only this device visible
         for rank in range(self.world_size):
-            process = ActorProcess(self._rank_info(rank), self._options(rank), self.inbox, self._monitor)
-            self.processes.append(process)
+            rank_info = self.rank_info(rank, device)
+            self.processes.append(ActorProcess(rank_info, self._options(rank), self.inbox, self._monitor))
 
     def join_ranks(self) -> None:
         super().join_ranks()
@@ -303,20 +293,6 @@ class RayPool(ProcessPool):
         if self._group is not None and ray.is_initialized() and not self.cluster_error() and _head_answers():
             remove_placement_group(self._group)
         self._monitor.stop()
-
-    def _rank_info(self, rank: int) -> RankInfo:
-        spec = self.spec
-        return RankInfo(
-            rank,
-            self.world_size,
-            "cpu" if spec.device in (None, "cpu") else f"{spec.device}:0",  # Ray makes only this device visible
-            self.options.longest_timeout() + COLLECTIVE_EXTRA_SECONDS,
-            local_rank=rank % spec.ranks_per_node,
-            local_world=spec.ranks_per_node,
-            other_ranks=self._other_ranks,
-            pool=spec.name,
-            log_folder=self.options.log_folder,
-        )
 
     def _options(self, rank: int) -> dict[str, Any]:
         spec = self.spec
