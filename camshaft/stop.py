@@ -68,10 +68,8 @@ class Stop:
         """Set the exit status after the run saved its checkpoint and stopped at `step`."""
         assert self.requested is not None
         self.status = ENDED_BY_SIGNAL + self.requested
-        logger.info(
-            "%s: stopped after step %d of %d (exit status %d)",
-            *(self.requested.name, step, total, self.status),
-        )
+        name, status = self.requested.name, self.status
+        logger.info("%s: stopped after step %d of %d (exit status %d)", name, step, total, status)
 
 
 @contextlib.contextmanager

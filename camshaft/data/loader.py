@@ -125,9 +125,8 @@ class StatefulLoader:
             if name in state and state[name] != expected:
                 raise BatchError(
                     f"the checkpoint was saved with {name}={state[name]}, but this run has {name}={expected}: "
-                    f"{_CHANGES[name]}. "
-                    "Resume with the same data, lengths, tokenizer and seed, or start a new run with "
-                    "trainer.resume_mode=disable or another trainer.experiment_name"
+                    f"{_CHANGES[name]}. Resume with the same data, lengths, tokenizer and seed, or start a new run "
+                    "with trainer.resume_mode=disable or another trainer.experiment_name"
                 )
         self.epoch, self.position = int(state["epoch"]), int(state["position"])
         self._advance(0)  # with a larger batch size, the remaining rows may not fill a batch

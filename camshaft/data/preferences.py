@@ -198,9 +198,8 @@ def _check_lengths(ids: list[list[int]], table: Table, options: PreferenceOption
         raise BatchError(
             f"{table.location(row)}: the sequence with '{key}' has {len(ids[overlong[0]])} tokens, but "
             f"data.max_length={options.max_length} ({num_pairs} of {len(table)} pairs are too long; the longest "
-            "sequence "
-            f"has {max(map(len, ids))} tokens). Increase data.max_length, or use data.truncation=left, which keeps the "
-            "end, where the model reads the score"
+            f"sequence has {max(map(len, ids))} tokens). Increase data.max_length, or use data.truncation=left, which "
+            "keeps the end, where the model reads the score"
         )
 
 

@@ -215,10 +215,9 @@ def _select_rows(tokenized: TokenizedPrompts, options: PromptOptions) -> list[in
         index = overlong[0]
         raise BatchError(
             f"{tokenized.table.location(index)}: the prompt has {int(lengths[index])} tokens, but "
-            f"{options.length_key}={limit} "
-            f"({len(overlong)} of {len(lengths)} prompts are too long; the longest has {int(lengths.max())} tokens). "
-            f"Increase {options.length_key}, drop these rows with data.filter_overlong_prompts=true, "
-            "or truncate them with data.truncation=left, right or middle"
+            f"{options.length_key}={limit} ({len(overlong)} of {len(lengths)} prompts are too long; the longest has "
+            f"{int(lengths.max())} tokens). Increase {options.length_key}, drop these rows with "
+            "data.filter_overlong_prompts=true, or truncate them with data.truncation=left, right or middle"
         )
     return list(range(len(lengths)))
 
@@ -243,8 +242,8 @@ def _prompt_ids(
     if limit is not None and ids.lengths[longest_row] > limit:
         raise BatchError(
             f"{table.location(indices[longest_row])}: the id {values[longest_row]!r} of '{key}' has "
-            f"{int(ids.lengths[longest_row])} "
-            f"tokens, but data.max_prompt_id_length={limit}; increase the limit, because ids are never truncated"
+            f"{int(ids.lengths[longest_row])} tokens, but data.max_prompt_id_length={limit}; increase the limit, "
+            "because ids are never truncated"
         )
     with_ids = [{**extra, "prompt_id": value} for extra, value in zip(extras, values, strict=True)]
     return {"prompt_id": ids, "extra_info": with_ids}

@@ -114,10 +114,7 @@ def load_sft(
     if not ids:
         raise BatchError(f"max_length={options.max_length} truncates all trained tokens of all sequences; increase it")
     num_truncated = sum(len(tokens) > options.max_length for tokens, _ in tokenized)
-    columns = {
-        "input_ids": Ragged.from_rows(ids),
-        "loss_mask": Ragged.from_rows(masks),
-    }
+    columns = {"input_ids": Ragged.from_rows(ids), "loss_mask": Ragged.from_rows(masks)}
     rows = SFTSet(DataProto.from_dict(columns), len(table), num_truncated, len(tokenized) - len(ids))
     logger.info("%s: %s from %s", label, rows, ", ".join(map(str, table.files)))
     return rows
@@ -234,6 +231,6 @@ def _check_lengths(
         raise BatchError(
             f"{sequences[overlong[0]].location}: the sequence has {lengths[overlong[0]]} tokens, but "
             f"max_length={options.max_length} ({len(overlong)} of {len(lengths)} sequences are too long; the longest "
-            "has "
-            f"{max(lengths)} tokens). Increase max_length, or truncate these sequences with truncation=left or right"
+            f"has {max(lengths)} tokens). Increase max_length, or truncate these sequences with truncation=left or "
+            "right"
         )

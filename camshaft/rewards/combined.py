@@ -88,9 +88,8 @@ def _finite_scores(model_scores: Ragged) -> Tensor:
     if rows:
         raise RewardError(
             f"the score of the reward model for row {rows[0]} is {float(scores[rows[0]])} ({len(rows)} of "
-            f"{len(scores)} "
-            "scores are not finite). Check the weights of the model; if it computes in low precision, use "
-            "reward_model.model.fsdp_config.model_dtype=float32 "
+            f"{len(scores)} scores are not finite). Check the weights of the model; if it computes in low precision, "
+            "use reward_model.model.fsdp_config.model_dtype=float32 "
             "reward_model.model.fsdp_config.mixed_precision.param_dtype=null"
         )
     return scores

@@ -204,7 +204,5 @@ def _rejection_metrics(mask: Ragged, accepted_mask: Ragged) -> dict[str, float]:
     has_tokens, has_rejected = counts > 0, accepted_counts < counts
     return {
         "rollout_rs_masked_fraction": 1 - float(accepted_counts.sum() / counts.sum().clamp(min=1)),
-        "rollout_rs_seq_masked_fraction": float(has_rejected[has_tokens].double().mean())
-        if bool(has_tokens.any())
-        else 0.0,
+        "rollout_rs_seq_masked_fraction": float(has_rejected[has_tokens].double().mean()) if has_tokens.any() else 0.0,
     }

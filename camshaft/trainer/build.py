@@ -4,9 +4,9 @@
         trainer = PPOTrainer(parts.config, parts)
 
 Components that are cheap to check are built first, so that errors are reported early: tokenizer, reward function and
-data, then the worker pools and their roles. One worker process per device hosts actor, rollout and
-reference, and also the critic and the reward model unless these have separate pools. A single rank runs in this
-process. When the `with` block exits, pending checkpoints are completed and all worker processes are ended.
+data, then the worker pools and their roles. One worker process per device hosts actor, rollout and reference, and also
+the critic and the reward model unless these have separate pools. A single rank runs in this process. When the `with`
+block exits, pending checkpoints are completed and all worker processes are ended.
 """
 
 import contextlib
@@ -166,9 +166,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         return load_prompts(data_files(paths), self.tokenizer, options, max_rows, label).batch
 
 
-def role_classes(
-    config: PPOConfig,
-) -> tuple[type[ActorRolloutRefWorker], type[CriticWorker], type[RewardModelWorker]]:
+def role_classes(config: PPOConfig) -> tuple[type[ActorRolloutRefWorker], type[CriticWorker], type[RewardModelWorker]]:
     """Return the role classes: the built-in ones or those that `worker_cls` names."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     group = "camshaft.reward_models"

@@ -18,12 +18,7 @@ from camshaft.roles.base import SkippedSteps, TrainedRole
 
 MAX_UPDATES_WITHOUT_STEP = 3
 """Number of consecutive updates without an applied optimizer step after which a run ends."""
-_LEARNING_RATES = {
-    "actor": "actor_rollout_ref.actor.optim.lr",
-    "critic": "critic.optim.lr",
-    "model": "optim.lr",
-}
-
+_LEARNING_RATES = {"actor": "actor_rollout_ref.actor.optim.lr", "critic": "critic.optim.lr", "model": "optim.lr"}
 
 logger = logging.getLogger(__name__)
 

@@ -96,9 +96,8 @@ def filter_values(scored: RewardResult, metric: str) -> Tensor:
         names = sorted({name for part in scored.parts for name in part})
         raise RewardError(
             f"algorithm.filter_groups.metric={metric}: the results of the reward function contain no number "
-            f"'{metric}', "
-            f"only {', '.join(names) or 'the score'}; use algorithm.filter_groups.metric=score, or return a dict with "
-            f"'{metric}'"
+            f"'{metric}', only {', '.join(names) or 'the score'}; use algorithm.filter_groups.metric=score, or return "
+            f"a dict with '{metric}'"
         )
     return torch.tensor([part.get(metric, 0.0) for part in scored.parts])
 

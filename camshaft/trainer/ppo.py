@@ -55,7 +55,6 @@ logger = logging.getLogger(__name__)
 SEQUENCES = ("prompts", "responses", "response_mask")
 """Columns that roles read for a forward pass over the batch."""
 
-
 DRIVER_ONLY = (
     *("uid", "data_source", "ground_truth", "extra_info", "data_row", "sampling_seed"),
     *("prompt_id", "raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated", "reward_baselines"),
