@@ -9,7 +9,6 @@ correction `rollout_is_weights` and `rollout_rs_mask`.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -23,7 +22,7 @@ from camshaft.engine import BaseEngine, StepContext, build_engine
 from camshaft.engine.base import Output, PreprocessFn, RoutingMode
 from camshaft.errors import BatchError, ConfigError
 from camshaft.plugins import load_function
-from camshaft.roles.base import EngineRole, TrainedRole, UpdatePlan, build_counts, select_responses
+from camshaft.roles.base import EngineRole, TrainedRole, build_counts, mini_batches, select_responses
 
 OldLogProbs = Literal["actor", "update", "rollout"]
 """Source of the old log-probs, as returned by `PPOConfig.old_log_prob_source`."""
@@ -93,18 +92,13 @@ class ActorWorker(TrainedRole):
         if self.correction.rollout_rs:  # rejected tokens are excluded from the loss and from its denominators
             accepted, mask = data.ragged("rollout_rs_mask"), data.ragged("response_mask")
             rows = rows.with_columns(response_mask=mask.like(mask.values & accepted.values))
-        plan = UpdatePlan(
-            mini_batch_size=self.mini_batch_size,
-            epochs=self.actor.ppo_epochs,
-            seed=seed if self.actor.shuffle else None,
-        )
-        if in_update:
-            if len(data) > plan.mini_batch_size:
-                raise BatchError(
-                    f"the batch of {len(data)} rows exceeds one mini-batch of {plan.mini_batch_size} rows, the limit "
-                    "with old_log_probs='update'; call compute_log_prob before the update"
-                )
-            plan = replace(plan, seed=None)  # returns the columns in the order of the rows
+        if in_update and len(data) > self.mini_batch_size:
+            raise BatchError(
+                f"the batch of {len(data)} rows exceeds one mini-batch of {self.mini_batch_size} rows, the limit with "
+                "old_log_probs='update'; call compute_log_prob before the update"
+            )
+        # If the update computes the old log-probs, it returns them in the order of the rows.
+        order = seed if self.actor.shuffle and not in_update else None
         outputs: list[Output] = ["log_probs"]
         if self.actor.entropy_coeff or old_log_probs != "actor":
             outputs.append("entropy")
@@ -113,7 +107,7 @@ class ActorWorker(TrainedRole):
         ctx = self._context(*outputs, routing=routing)
         loss, result = partial(self._loss, old_log_probs), DataProto({})
         with self.update() as metrics:
-            for mini_batch in plan.mini_batches(rows, presharded):
+            for mini_batch in mini_batches(rows, self.mini_batch_size, self.actor.ppo_epochs, order, presharded):
                 step = self.engine.train_batch(mini_batch, ctx, loss, preprocess)
                 metrics.add(step)
                 if in_update:

@@ -4,9 +4,8 @@ A role has a batch with `prompts` and `responses`. `as_sequences` adds the colum
 the engine reads. The engine returns predictions for all tokens of a sequence, and `select_responses` selects those of
 the response. A trained role loops over mini-batches:
 
-    plan = UpdatePlan(mini_batch_size=8, epochs=1, seed=0)
     with self.update() as metrics:
-        for mini_batch in plan.mini_batches(data):
+        for mini_batch in mini_batches(data, size=8, epochs=1, seed=0):
             metrics.add(self.engine.train_batch(mini_batch, ctx, self._loss))
     return metrics.result("actor")
 
@@ -52,22 +51,16 @@ def build_counts(data: DataProto, ctx: StepContext, horizon: float | None = None
     return Counts(mask.values, lengths, ctx["num_tokens"], ctx["num_sequences"], horizon)
 
 
-@dataclass(frozen=True)
-class UpdatePlan:
-    """Order of the mini-batches of an update. `mini_batch_size` is the number of rows per rank."""
+def mini_batches(
+    data: DataProto, size: int, epochs: int, seed: int | None, presharded: bool = False
+) -> Iterator[DataProto]:
+    """Yield the mini-batches of all epochs, of `size` rows on each rank, with the columns that the engine reads.
 
-    mini_batch_size: int
-    epochs: int
-    seed: int | None
-    """Seed for shuffling each epoch; None disables shuffling."""
-
-    def mini_batches(self, data: DataProto, presharded: bool = False) -> Iterator[DataProto]:
-        """Yield the mini-batches of all epochs with the columns that the engine reads.
-
-        If `presharded` is True, `data` already contains the rows of all epochs in order (`trainer/mini_batches.py`).
-        """
-        epochs, seed = (1, None) if presharded else (self.epochs, self.seed)
-        return as_sequences(data).make_iterator(self.mini_batch_size, epochs, seed)
+    `seed` shuffles each epoch; None disables shuffling. If `presharded` is True, `data` already contains the rows of
+    all epochs in order (`trainer/mini_batches.py`).
+    """
+    epochs, seed = (1, None) if presharded else (epochs, seed)
+    return as_sequences(data).make_iterator(size, epochs, seed)
 
 
 @dataclass(frozen=True)

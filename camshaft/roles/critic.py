@@ -13,7 +13,7 @@ from camshaft.config import PPOConfig, Topology, critic_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext, build_engine
-from camshaft.roles.base import TrainedRole, UpdatePlan, build_counts, select_responses
+from camshaft.roles.base import TrainedRole, build_counts, mini_batches, select_responses
 
 
 class CriticWorker(TrainedRole):
@@ -36,14 +36,10 @@ class CriticWorker(TrainedRole):
     def update_critic(self, data: DataProto, seed: int = 0, presharded: bool = False) -> DataProto:
         """Regress the values on `returns`. `seed` and `presharded` have the meaning of `ActorWorker.update_actor`."""
         rows = data.select("prompts", "responses", "response_mask", "values", "returns")
-        plan = UpdatePlan(
-            mini_batch_size=self.mini_batch_size,
-            epochs=self.critic.ppo_epochs,
-            seed=seed if self.critic.shuffle else None,
-        )
+        order = seed if self.critic.shuffle else None
         ctx = StepContext(outputs=("values",))
         with self.update() as metrics:
-            for mini_batch in plan.mini_batches(rows, presharded):
+            for mini_batch in mini_batches(rows, self.mini_batch_size, self.critic.ppo_epochs, order, presharded):
                 metrics.add(self.engine.train_batch(mini_batch, ctx, self._loss))
         return DataProto({}, {"metrics": metrics.result("critic")})
 

@@ -1,8 +1,8 @@
 """Inputs of the reward model: token ids of the policy, or conversations formatted with its own chat template.
 
-    to_input = SameTokens(max_length, pad)                                           # input_tokenizer=null
-    to_input = OtherTemplate(max_length, pad, policy_tokenizer, reward_tokenizer)
-    inputs = to_input(batch)                                                         # inputs.ids, inputs.truncated
+    to_input = RewardInput(max_length, pad, policy_tokenizer)                        # input_tokenizer=null
+    to_input = RewardInput(max_length, pad, policy_tokenizer, reward_tokenizer)
+    ids, truncated = to_input(batch)
 
 As in `AutoModelForSequenceClassification`, the model reads the score at the last token that is not `pad_token_id` of
 its config. Batches have no padding, so a sequence ends with pad tokens only if its text does, for example if a model
@@ -16,8 +16,6 @@ is kept. `truncated` marks the truncated rows.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,69 +26,46 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, EngineError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
-@dataclass(frozen=True)
-class RewardInputs:
-    """Input sequences of the reward model for the rows of a batch."""
+class RewardInput:
+    """Conversion from prompts and responses to inputs of the reward model.
 
-    ids: Ragged
-    truncated: Tensor
-    """(B,) bool: True for rows that were truncated."""
-
-
-class RewardInput(ABC):
-    """Base class of conversions from prompts and responses to inputs of the reward model."""
-
-    def __init__(self, max_length: int, pad: int | None, bos: int | None = None):
-        self.max_length, self.pad, self.bos = max_length, pad, bos
-
-    def __call__(self, data: DataProto) -> RewardInputs:
-        rows = [strip_padding(row, self.pad) for row in self.rows(data)]
-        truncated = torch.tensor([len(ids) > self.max_length for ids in rows], dtype=torch.bool)
-        inputs = [truncate_left(ids, self.max_length, self.bos) for ids in rows]
-        return RewardInputs(Ragged.from_rows(inputs, torch.int64), truncated)
-
-    @abstractmethod
-    def rows(self, data: DataProto) -> list[list[int]]:
-        """Return the token ids of each row before truncation."""
-
-
-class SameTokens(RewardInput):
-    """Input for a reward model with the tokenizer and chat template of the policy: the token ids of the policy."""
-
-    def rows(self, data: DataProto) -> list[list[int]]:
-        return [row.tolist() for row in Ragged.join(data.ragged("prompts"), data.ragged("responses")).rows()]
-
-
-class OtherTemplate(RewardInput):
-    """Input for a reward model with a different tokenizer or chat template: the conversation in its own template.
-
-    Responses are decoded without special tokens, because the template adds those of the reward model. The messages of
-    the prompt come from `raw_prompt`. If the prompt is plain text, or only `raw_input_ids` exists, the prompt becomes
-    one user message.
+    Without the tokenizer `reward`, the model reads the token ids of the policy. With it, the model reads the
+    conversation in its own chat template. Responses are then decoded without special tokens, because the template adds
+    those of the reward model. The messages of the prompt come from `raw_prompt`. If the prompt is plain text, or only
+    `raw_input_ids` exists, the prompt becomes one user message.
     """
 
-    def __init__(
-        self, max_length: int, pad: int | None, policy: PreTrainedTokenizerBase, reward: PreTrainedTokenizerBase
-    ):
-        super().__init__(max_length, pad, get_bos_token_id(reward))
-        self.policy, self.reward = policy, reward
-        if not reward.chat_template:
+    def __init__(self, max_length: int, pad: int | None, policy: Tokenizer, reward: Tokenizer | None = None):
+        self.max_length, self.pad, self.policy, self.reward = max_length, pad, policy, reward
+        self.bos: Any = (policy if reward is None else reward).bos_token_id
+        if reward is not None and not reward.chat_template:
             raise EngineError(
                 f"the tokenizer of the reward model ({reward.name_or_path or 'unnamed'}) has no chat template; add one "
                 "to its folder, or set reward_model.model.input_tokenizer=null if the model reads the token ids of the "
                 "policy"
             )
 
-    def rows(self, data: DataProto) -> list[list[int]]:
+    def __call__(self, data: DataProto) -> tuple[Ragged, Tensor]:
+        """Return the token ids of each row, and a mask, (B,) bool, of the rows that were truncated."""
+        rows = self._policy_rows(data) if self.reward is None else self._formatted_rows(data, self.reward)
+        rows = [strip_padding(row, self.pad) for row in rows]
+        truncated = torch.tensor([len(ids) > self.max_length for ids in rows], dtype=torch.bool)
+        inputs = [truncate_left(ids, self.max_length, self.bos) for ids in rows]
+        return Ragged.from_rows(inputs, torch.int64), truncated
+
+    def _policy_rows(self, data: DataProto) -> list[list[int]]:
+        return [row.tolist() for row in Ragged.join(data.ragged("prompts"), data.ragged("responses")).rows()]
+
+    def _formatted_rows(self, data: DataProto, tokenizer: Tokenizer) -> list[list[int]]:
         responses = self._texts(data.ragged("responses"))
         texts = [
-            render([*messages, {"role": "assistant", "content": response}], self.reward, f"row {row}", False)
+            render([*messages, {"role": "assistant", "content": response}], tokenizer, f"row {row}", False)
             for row, (messages, response) in enumerate(zip(self._prompts(data), responses, strict=True))
         ]
-        ids = encode(texts, self.reward, special_tokens=False)
+        ids = encode(texts, tokenizer, special_tokens=False)
         empty = next((row for row, tokens in enumerate(ids) if not tokens), None)
         if empty is not None:
             raise BatchError(
@@ -108,11 +83,6 @@ class OtherTemplate(RewardInput):
     def _texts(self, ids: Ragged) -> list[str]:
         texts: Any = self.policy.batch_decode([row.tolist() for row in ids.rows()], skip_special_tokens=True)
         return texts
-
-
-def get_bos_token_id(tokenizer: Any) -> int | None:
-    """Return the beginning-of-sequence token of a tokenizer, or None."""
-    return tokenizer.bos_token_id
 
 
 def _as_messages(prompt: str | list[Message]) -> list[Message]:

@@ -19,7 +19,7 @@ from camshaft.engine import StepContext, build_engine
 from camshaft.models.loader import import_external, load_config, load_tokenizer, model_folder
 from camshaft.ragged import on_last_token
 from camshaft.roles.base import EngineRole
-from camshaft.roles.reward_input import OtherTemplate, RewardInput, SameTokens, get_bos_token_id
+from camshaft.roles.reward_input import RewardInput
 
 REWARD_METHODS = ("init_model", "compute_rm_score")
 """Methods of the reward model that a PPO run calls."""
@@ -45,15 +45,13 @@ class RewardModelWorker(EngineRole):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """Compute `rm_scores`, with the score at the last masked-in response token, and `rm_truncated`."""
-        inputs = self.to_input(data)
+        ids, truncated = self.to_input(data)
+        rows = DataProto.from_dict({"input_ids": ids})
         with self.engine.eval_mode():
-            predictions = self.engine.infer_batch(
-                DataProto.from_dict({"input_ids": inputs.ids}), StepContext(outputs=("scores",))
-            )
+            predictions = self.engine.infer_batch(rows, StepContext(outputs=("scores",)))
         scores = predictions["scores"].float().cpu()
-        return DataProto.from_dict(
-            {"rm_scores": on_last_token(scores, data.ragged("response_mask")), "rm_truncated": inputs.truncated}
-        )
+        token_scores = on_last_token(scores, data.ragged("response_mask"))
+        return DataProto.from_dict({"rm_scores": token_scores, "rm_truncated": truncated})
 
 
 def build_reward_input(config: PPOConfig) -> RewardInput:
@@ -64,6 +62,6 @@ def build_reward_input(config: PPOConfig) -> RewardInput:
     pad = settings.get_text_config().pad_token_id
     if model.input_tokenizer is None:
         policy_tokenizer = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
-        return SameTokens(max_length, pad, get_bos_token_id(policy_tokenizer))
+        return RewardInput(max_length, pad, policy_tokenizer)
     policy_tokenizer = load_tokenizer(model.source(model.input_tokenizer), config.data.trust_remote_code)
-    return OtherTemplate(max_length, pad, policy_tokenizer, load_tokenizer(model.source(), model.trust_remote_code))
+    return RewardInput(max_length, pad, policy_tokenizer, load_tokenizer(model.source(), model.trust_remote_code))
