@@ -1,7 +1,7 @@
 """Add the scores of a reward model to those of an optional scoring function.
 
-    with CombinedRewards(manager, weight=1.0) as rewards:       # manager=None uses only the reward model
-        result = rewards.score(batch, decode)                   # requires column `rm_scores`
+    rewards = CombinedRewards(manager, weight=1.0)      # manager=None uses only the reward model
+    result = rewards.score(batch, decode)               # requires column `rm_scores`
 
     score = function score + weight * model score
 
@@ -11,7 +11,6 @@ both scores of each row as `function` and `model`.
 """
 
 from dataclasses import replace
-from typing import Self
 
 from torch import Tensor
 
@@ -22,25 +21,38 @@ from camshaft.rewards.manager import COUNTS, Decode, PendingScores, RewardManage
 FUNCTION, MODEL = "function", "model"
 
 
-class CombinedRewards:
-    """Scoring with a reward model and an optional scoring function."""
+class RewardsWrapper:
+    """The interface of `RewardManager`, except `score`, for a class that changes the scores of `rewards`, if any."""
 
-    def __init__(self, function: RewardManager | None, weight: float = 1.0):
-        self.function, self.weight = function, 1.0 if function is None else weight
+    def __init__(self, rewards: "RewardManager | CombinedRewards | None"):
+        self.rewards = rewards
 
     @property
     def columns(self) -> tuple[str, ...] | None:
         """Columns of the data file that the scoring function reads; see `RewardManager.columns`."""
-        return () if self.function is None else self.function.columns
+        return () if self.rewards is None else self.rewards.columns
 
     def check_rows(self, rows: DataProto) -> None:
         """Check that the scoring function can be called; see `RewardManager.check_rows`."""
-        if self.function is not None:
-            self.function.check_rows(rows)
+        if self.rewards is not None:
+            self.rewards.check_rows(rows)
 
     def begin(self, rows: DataProto) -> PendingScores | None:
-        """Start the calls of the scoring function before model scores are available; see `RewardManager.begin`."""
-        return None if self.function is None else self.function.begin(rows)
+        """Start the calls of the scoring function while responses are generated; see `RewardManager.begin`."""
+        return None if self.rewards is None else self.rewards.begin(rows)
+
+    def close(self) -> None:
+        """Stop the worker processes of the scoring function."""
+        if self.rewards is not None:
+            self.rewards.close()
+
+
+class CombinedRewards(RewardsWrapper):
+    """Scoring with a reward model and an optional scoring function."""
+
+    def __init__(self, function: RewardManager | None, weight: float = 1.0):
+        super().__init__(function)
+        self.weight = 1.0 if function is None else weight
 
     def score(self, batch: DataProto, decode: Decode, pending: PendingScores | None = None) -> RewardResult:
         """Score a batch with the function as `RewardManager.score` does, and add the weighted column `rm_scores`."""
@@ -50,11 +62,11 @@ class CombinedRewards:
         if "rm_truncated" in batch:  # custom reward workers may omit it
             metrics[f"reward/{MODEL}/truncated"] = float(batch["rm_truncated"].sum())
         weighted = model_scores.map(lambda values: self.weight * values)
-        if self.function is None:
+        if self.rewards is None:
             counts = {f"reward/{name}": 0.0 for name in (*COUNTS.values(), "slow")}
             parts = tuple({MODEL: score} for score in scores.tolist())
             return RewardResult(self.weight * scores, counts | metrics, (), parts, (None,) * len(batch), weighted)
-        result = self.function.score(batch, decode, pending)
+        result = self.rewards.score(batch, decode, pending)
         metrics[f"reward/{FUNCTION}/mean"] = float(result.scores.mean())
         return replace(
             result,
@@ -68,17 +80,6 @@ class CombinedRewards:
                 )
             ),
         )
-
-    def close(self) -> None:
-        """Stop the worker processes of the scoring function."""
-        if self.function is not None:
-            self.function.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def _finite_scores(model_scores: Ragged) -> Tensor:

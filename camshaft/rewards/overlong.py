@@ -14,7 +14,7 @@ from torch import Tensor
 
 from camshaft.dataproto import DataProto
 from camshaft.ragged import on_last_token
-from camshaft.rewards.combined import CombinedRewards
+from camshaft.rewards.combined import CombinedRewards, RewardsWrapper
 from camshaft.rewards.manager import Decode, PendingScores, RewardManager, RewardResult
 
 
@@ -23,29 +23,18 @@ def penalty(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
     return -factor * ((lengths - (limit - buffer)) / buffer).clamp(0, 1)
 
 
-class OverlongPenalty:
+class OverlongPenalty(RewardsWrapper):
     """Scoring with `rewards` and the overlong penalty."""
 
     def __init__(
         self, rewards: RewardManager | CombinedRewards, *, limit: int, buffer: int, factor: float, log: bool = False
     ):
-        self.rewards, self.limit, self.buffer, self.factor, self.log = rewards, limit, buffer, factor, log
-
-    @property
-    def columns(self) -> tuple[str, ...] | None:
-        """Columns of the data file that the scoring function reads; see `RewardManager.columns`."""
-        return self.rewards.columns
-
-    def check_rows(self, rows: DataProto) -> None:
-        """Check that the scoring function can be called; see `RewardManager.check_rows`."""
-        self.rewards.check_rows(rows)
-
-    def begin(self, rows: DataProto) -> PendingScores | None:
-        """Start scoring while responses are still being generated; see `RewardManager.begin`."""
-        return self.rewards.begin(rows)
+        super().__init__(rewards)
+        self.limit, self.buffer, self.factor, self.log = limit, buffer, factor, log
 
     def score(self, batch: DataProto, decode: Decode, pending: PendingScores | None = None) -> RewardResult:
         """Score a batch. With `log`, the metrics include the mean penalty and the fraction of penalized responses."""
+        assert self.rewards is not None
         result = self.rewards.score(batch, decode, pending)
         responses = batch.ragged("responses")
         penalties = penalty(responses.lengths, self.limit, self.buffer, self.factor)
@@ -59,7 +48,3 @@ class OverlongPenalty:
             token_level_scores=result.token_level_scores.like(penalized),
             metrics=result.metrics | (metrics if self.log else {}),
         )
-
-    def close(self) -> None:
-        """Stop the worker processes of the scoring function."""
-        self.rewards.close()

@@ -53,8 +53,8 @@ def test_rows_dropped_by_the_function_stay_dropped(manager):
 
 
 def test_a_model_scores_without_a_function():
-    with CombinedRewards(None, weight=2.0) as rewards:
-        result = rewards.score(batch_of([2.0], [1.0, 0, 3.0]).drop("data_source", "ground_truth"), decode)
+    batch = batch_of([2.0], [1.0, 0, 3.0]).drop("data_source", "ground_truth")
+    result = CombinedRewards(None, weight=2.0).score(batch, decode)
     assert result.scores.tolist() == [2.0, 4.0]  # the weight applies only to a sum; a custom worker may score any token
     assert [row.tolist() for row in result.token_level_scores.rows()] == [[2.0], [1.0, 0, 3.0]]
     assert result.num_failed == 0
