@@ -1,4 +1,4 @@
-"""Call reward functions in a worker process, and convert their results and exceptions to replies.
+"""Call reward functions in a worker process, and convert their results and exceptions to outcomes.
 
     call(function, request, spec)                                 # a function, or a batched function
     loop.run_until_complete(call_concurrently(...))               # coroutine functions, many calls at a time
@@ -16,14 +16,13 @@ import signal
 import time
 import traceback
 from collections.abc import Awaitable, Callable, Sequence, Sized
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from camshaft import plugins
 from camshaft.masking import mask_text
 from camshaft.rewards import loading
 from camshaft.rewards.loading import RewardFunction
-from camshaft.rewards.messages import CallResult, Reply, Request, Spec
+from camshaft.rewards.messages import CallResult, Outcome, Request, Spec
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
@@ -46,7 +45,7 @@ _LOADERS = (
 
 
 def call(function: RewardFunction, request: Request, spec: Spec) -> CallResult:
-    """Call a reward function and return its replies."""
+    """Call a reward function and return its outcomes."""
     start = time.perf_counter()
     _set_alarm(spec)
     try:
@@ -55,12 +54,12 @@ def call(function: RewardFunction, request: Request, spec: Spec) -> CallResult:
             result = event_loop().run_until_complete(_await_result(result))
         limit = spec.max_abs_score
         batched, num_samples = function.arguments.batched, len(request.samples)
-        replies = _replies(result, num_samples, limit) if batched else [_reply(result, limit)]
+        outcomes = _outcomes(result, num_samples, limit) if batched else [_outcome(result, limit)]
     except BaseException as error:  # includes SystemExit, so `sys.exit` in a reward function fails only its sample
-        replies = [_error(error)]
+        outcomes = [_error(error)]
     finally:
         _set_alarm(None)
-    return CallResult(request.id, replies, time.perf_counter() - start)
+    return CallResult(request.id, outcomes, time.perf_counter() - start)
 
 
 async def call_concurrently(
@@ -84,12 +83,12 @@ async def call_concurrently(
         limit = asyncio.timeout(spec.timeout)
         try:
             async with limit:
-                replies = [_reply(await functions[request.function].call(_unpickle(request)), spec.max_abs_score)]
+                outcomes = [_outcome(await functions[request.function].call(_unpickle(request)), spec.max_abs_score)]
         except BaseException as error:
-            replies = [_error(error)]
+            outcomes = [_error(error)]
         if limit.expired():  # also if the function suppressed the cancellation
-            replies = [Reply("timeout", 0.0, {}, f"no result within {spec.timeout:g} s; the call was cancelled")]
-        send(CallResult(request.id, replies, time.perf_counter() - start))
+            outcomes = [Outcome("timeout", message=f"no result within {spec.timeout:g} s; the call was cancelled")]
+        send(CallResult(request.id, outcomes, time.perf_counter() - start))
 
     def discard(task: "asyncio.Task[None]") -> None:
         tasks.discard(task)
@@ -132,21 +131,18 @@ async def _await_result(result: Any) -> Any:
     return await result
 
 
-def _replies(result: Any, num_samples: int, max_abs_score: float) -> list[Reply]:
-    """Return one reply for each result of a batch, or a single reply if the batch result is invalid."""
+def _outcomes(result: Any, num_samples: int, max_abs_score: float) -> list[Outcome]:
+    """Return one outcome for each result of a batch, or a single outcome if the batch result is invalid."""
     if isinstance(result, (str, bytes, dict)) or not isinstance(result, Sized):
         return [_invalid(f"the batched function returned {_abbreviate(result)}; it must return a list")]
     results: list[Any] = list(result)  # pyright: ignore[reportArgumentType]
     if len(results) != num_samples:
-        return [
-            _invalid(
-                f"the function returned {len(results)} results for {num_samples} samples; it must return one per sample"
-            )
-        ]
-    return [_reply(item, max_abs_score) for item in results]
+        counts = f"{len(results)} results for {num_samples} samples"
+        return [_invalid(f"the function returned {counts}; it must return one per sample")]
+    return [_outcome(item, max_abs_score) for item in results]
 
 
-def _reply(result: Any, max_abs_score: float) -> Reply:
+def _outcome(result: Any, max_abs_score: float) -> Outcome:
     parts: dict[str, float] = {}
     answer = None
     if isinstance(result, dict):
@@ -160,7 +156,7 @@ def _reply(result: Any, max_abs_score: float) -> Reply:
             return _invalid(f"the dict has {len(parts)} numbers besides the score; return at most {_MAX_PARTS}")
         result = result["score"]
     if result is None:
-        return Reply("unscored", 0.0, {}, "the function returned None", answer=answer)
+        return Outcome("unscored", message="the function returned None", answer=answer)
     score = _to_float(result)
     if score is None:
         return _invalid(f"the score is not a number: {_abbreviate(result)}")
@@ -169,15 +165,16 @@ def _reply(result: Any, max_abs_score: float) -> Reply:
     if abs(score) > max_abs_score:
         limit = f"custom_reward_function.max_abs_score={max_abs_score:g}"
         return _invalid(f"the score {_abbreviate(result)} exceeds {limit}")
-    return Reply("ok", score, parts, answer=answer)
+    return Outcome("ok", score, parts, answer=answer)
 
 
-def _invalid(message: str) -> Reply:
-    return Reply("invalid", 0.0, {}, message)
+def _invalid(message: str) -> Outcome:
+    return Outcome("invalid", message=message)
 
 
-def _error(error: BaseException) -> Reply:
-    return Reply("error", 0.0, {}, _format_message(error), format_traceback(error))
+def _error(error: BaseException) -> Outcome:
+    message = to_message("".join(traceback.format_exception_only(error))).strip()[-500:]
+    return Outcome("error", message=message, trace=format_traceback(error))
 
 
 def _to_float(value: Any) -> float | None:
@@ -206,19 +203,10 @@ def _abbreviate(value: Any) -> str:
     return text if len(text) <= 200 else text[:200] + "..."
 
 
-def _user_traceback(error: BaseException) -> TracebackType | None:
-    """Return the traceback from the first frame of user code on. Return None if user code did not run."""
+def format_traceback(error: BaseException) -> str:
+    """Format the traceback from the first frame of user code on, if it ran, and return its last characters."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_LOADERS):
         trace = trace.tb_next
-    return trace
-
-
-def _format_message(error: BaseException) -> str:
-    return to_message("".join(traceback.format_exception_only(error))).strip()[-500:]
-
-
-def format_traceback(error: BaseException) -> str:
-    """Format the traceback from the first frame of user code on, and return its last characters."""
-    lines = traceback.format_exception(type(error), error, _user_traceback(error))
+    lines = traceback.format_exception(type(error), error, trace)
     return to_message("".join(lines))[-_TRACE_CHARACTERS:].strip()

@@ -35,9 +35,9 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RewardError
 from camshaft.ragged import on_last_token
 from camshaft.rewards.arguments import RESPONSE
-from camshaft.rewards.messages import FunctionSpec, Sample, Spec
+from camshaft.rewards.messages import FunctionSpec, Kind, Outcome, Sample, Spec
 from camshaft.rewards.output import Output, append_rotated
-from camshaft.rewards.pool import Job, Kind, Outcome, WorkerPool
+from camshaft.rewards.pool import Job, WorkerPool
 from camshaft.stop import Stop
 from camshaft.subprocesses import NO_LIMIT, import_path, limit_waits, start_thread
 
@@ -45,6 +45,9 @@ Decode = Callable[[list[list[int]]], list[str]]
 
 COUNTS = {"error": "errors", "invalid": "invalid", "timeout": "timeouts", "crash": "crashes"}
 """Kind of failure -> name of the metric that counts it."""
+
+FAILED_REWARDS = Path("rewards", "failed.jsonl")
+"""Log of failed reward calls, relative to the folder of a run."""
 
 SLOW = 0.5
 """Calls that take longer than this fraction of the time limit are reported as slow."""
@@ -206,9 +209,8 @@ class RewardManager:
         single = FunctionSpec(path, name or ("compute_score" if path else "auto"), dict(reward_kwargs or {}), batched)
         spec = Spec(tuple(functions) or (single,), timeout, import_path(), max_abs_score)
         self._functions = spec.functions
-        self._pool = WorkerPool(
-            spec, num_workers, max_concurrency, load_timeout, Output(output), stop or Stop(), stop_timeout
-        )
+        stop = stop or Stop()
+        self._pool = WorkerPool(spec, num_workers, max_concurrency, load_timeout, Output(output), stop, stop_timeout)
         self._pool.check()
         self._pending: PendingScores | None = None
 
@@ -376,9 +378,7 @@ def _combine(functions: Sequence[FunctionSpec], outcomes: Sequence[Outcome | Non
 def _failure(row: int, sample: Sample, outcome: Outcome, function: str) -> RewardFailure:
     kind = outcome.kind if outcome.failed else "slow"
     end = sample.solution_str[-_RESPONSE_CHARACTERS:]
-    return RewardFailure(
-        *(row, kind, sample.data_source, outcome.message, outcome.trace, outcome.seconds, end), function=function
-    )
+    return RewardFailure(row, kind, sample.data_source, outcome.message, outcome.trace, outcome.seconds, end, function)
 
 
 def _metrics(rows: Sequence[Outcome]) -> dict[str, float]:
@@ -398,10 +398,8 @@ def _function_metrics(label: str, outcomes: Sequence[Outcome | None]) -> dict[st
     failed = float(sum(outcome is not None and outcome.failed for outcome in outcomes))
     metrics = {f"reward/{label}/scored": float(len(scores)), f"reward/{label}/failed": failed}
     if scores:
-        spread = stdev(scores) if len(scores) > 1 else 0.0
-        metrics |= {f"reward/{label}/{name}": value for name, value in (
-            ("std", spread), ("min", min(scores)), ("max", max(scores)),
-        )}  # fmt: skip
+        statistics = {"std": stdev(scores) if len(scores) > 1 else 0.0, "min": min(scores), "max": max(scores)}
+        metrics |= {f"reward/{label}/{name}": value for name, value in statistics.items()}
     return metrics
 
 
@@ -417,30 +415,16 @@ def _warn(failures: Sequence[RewardFailure], num_failed: int, num_rows: int, con
         )
 
 
-# -- log of failed samples ------------------------------------------------------------------------
+def log_failures(failures: Iterable[RewardFailure], folder: Path, when: str) -> None:
+    """Append samples with failed or slow reward calls to the log in the folder of a run, as JSON lines.
 
-FAILED_REWARDS = Path("rewards", "failed.jsonl")
-"""Log of failed reward calls, relative to the folder of a run."""
-
-
-class FailedSamples:
-    """Log of samples with failed or slow reward calls, as JSON lines.
-
-        FailedSamples(folder / FAILED_REWARDS).add(result.failures, "step 12")
-
-    The first failure creates the file. A full file is renamed to `failed.1.jsonl`, which replaces an older one. A full
-    disk causes a warning, and the run continues.
+    `when` describes the step. The first failure creates the file. A full file is renamed to `failed.1.jsonl`, which
+    replaces an older one. A full disk causes a warning, and the run continues.
     """
-
-    def __init__(self, path: Path):
-        self.path = path.expanduser()
-
-    def add(self, failures: Iterable[RewardFailure], when: str) -> None:
-        """Append one line per failure; `when` describes the step."""
-        lines = [json.dumps({"when": when} | asdict(failure), default=str) + "\n" for failure in failures]
-        if not lines:
-            return
-        try:
-            append_rotated(self.path, "".join(lines).encode())
-        except OSError as error:
-            logger.warning("failed samples cannot be written to %s: %s", self.path, error.strerror or error)
+    lines = [json.dumps({"when": when} | asdict(failure), default=str) + "\n" for failure in failures]
+    path = folder.expanduser() / FAILED_REWARDS
+    try:
+        if lines:
+            append_rotated(path, "".join(lines).encode())
+    except OSError as error:
+        logger.warning("failed samples cannot be written to %s: %s", path, error.strerror or error)

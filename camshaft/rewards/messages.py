@@ -9,7 +9,9 @@ camshaft as the same user, so pickle adds no risk to that of running the reward 
 this module, so it uses only the standard library.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+Kind = Literal["ok", "unscored", "error", "invalid", "timeout", "crash"]
 
 DEFAULT_NAME = "compute_score"
 """Name of a function if none is configured."""
@@ -90,23 +92,29 @@ class Request(NamedTuple):
     """Pickled samples: a single one, or a batch for a batched function."""
 
 
-class Reply(NamedTuple):
-    """Result of one sample."""
+class Outcome(NamedTuple):
+    """Result of one sample. `score`, `parts` and `answer` are valid only if `kind` is "ok"."""
 
-    kind: str
-    """`ok`, `unscored` (the function returned None), `error` (it raised), `timeout`, or `invalid` (the result is not a
-    finite number)."""
-    score: float
-    parts: dict[str, float]
+    kind: Kind
+    """`unscored` (the function returned None), `error` (it raised), `invalid` (the result is not a finite number),
+    `timeout`, `crash` (the process ended), or `ok`."""
+    score: float = 0.0
+    parts: dict[str, float] = {}  # noqa: RUF012
     message: str = ""
     trace: str = ""
     answer: str | None = None
     """Extracted answer, the entry `pred` of a dict result, as a string."""
+    seconds: float = 0.0
+    """Duration in seconds of the call that produced this outcome. The pool sets it."""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind not in ("ok", "unscored")
 
 
 class CallResult(NamedTuple):
-    """Result of one call: one reply per sample, or a single reply if the whole call failed."""
+    """Result of one call: one outcome per sample, or a single outcome if the whole call failed."""
 
     id: int
-    replies: list[Reply]
+    outcomes: list[Outcome]
     seconds: float

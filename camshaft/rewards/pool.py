@@ -31,13 +31,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Pipe, wait
 from typing import Literal, NamedTuple
 
 from camshaft.errors import RewardError, ScoringAbandoned
-from camshaft.rewards.messages import CallResult, FunctionInfo, LoadResult, Request, Sample, Spec
+from camshaft.rewards.messages import CallResult, FunctionInfo, Kind, LoadResult, Outcome, Request, Sample, Spec
 from camshaft.rewards.output import Output
 from camshaft.stacks import innermost_frames, read_stacks
 from camshaft.stop import Stop
@@ -56,8 +55,6 @@ from camshaft.subprocesses import (
     start_python,
 )
 
-Kind = Literal["ok", "unscored", "error", "invalid", "timeout", "crash"]
-
 TIMEOUTS_TO_REJECT = 8
 """Number of timeouts without any result after which the function is rejected."""
 
@@ -67,25 +64,6 @@ _CANCEL_SECONDS = 1.0
 """Time that a worker has to cancel a concurrent call after its time limit."""
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Result of one sample. `score`, `parts` and `answer` are valid only if `kind` is "ok"."""
-
-    kind: Kind
-    """`unscored` means that the function returned None."""
-    score: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)
-    message: str = ""
-    trace: str = ""
-    answer: str | None = None
-    seconds: float = 0.0
-    """Duration in seconds of the call that produced this outcome."""
-
-    @property
-    def failed(self) -> bool:
-        return self.kind not in ("ok", "unscored")
 
 
 class Call(NamedTuple):
@@ -143,7 +121,7 @@ class WorkerPool:
         wait = Wait("scoring", RewardError, NO_LIMIT)  # the time limit of each call bounds the job
         busy_since: float | None = None
         with self._all_stopped_on_error():
-            while not job.done:
+            while job.num_open:
                 is_busy = job.num_queued > 0 or any(worker.calls for worker in self._workers)
                 busy_since = (busy_since or time.monotonic()) if is_busy else None
                 if busy_since is not None:
@@ -181,7 +159,8 @@ class WorkerPool:
                 worker.assign(job, job.pop_concurrent_calls(share), concurrent=True)
             return
         num_concurrent = sum(other.is_concurrent for other in busy)
-        if job.num_queued_blocking and (not job.num_queued_concurrent or num_concurrent > len(busy) - num_concurrent):
+        only_blocking = not (job.concurrent or job.suspects)
+        if job.blocking and (only_blocking or num_concurrent > len(busy) - num_concurrent):
             worker.assign(job, job.pop_calls(self.num_workers))
         elif suspects := job.pop_suspects(num_free):
             worker.assign(job, suspects, concurrent=True, isolated=True)
@@ -244,7 +223,7 @@ class WorkerPool:
             worker.functions = message.functions
             return
         call = worker.end_call(message.id)
-        if any(reply.kind != "timeout" for reply in message.replies):
+        if any(outcome.kind != "timeout" for outcome in message.outcomes):
             self._num_timeouts[call.function] = None
         else:
             self._count_timeout(call.function)
@@ -300,14 +279,15 @@ class Job:
         self._put: queue.SimpleQueue[tuple[int, Sequence[Sample]] | None] = queue.SimpleQueue()
         self.wakeup_receiver, self._wakeup_sender = Pipe(duplex=False)
         """Pipe that becomes readable when samples are added or the job is cancelled."""
-        self._queue: deque[Call] = deque()
-        self._concurrent: deque[Call] = deque()
-        self._suspects: deque[tuple[Call, ...]] = deque()
+        self.blocking: deque[Call] = deque()
+        """Queued calls of functions that are not coroutine functions."""
+        self.concurrent: deque[Call] = deque()
+        self.suspects: deque[tuple[Call, ...]] = deque()
         """Concurrent calls of workers that crashed or stopped answering. Each group needs a worker of its own."""
         self._stop_at_failure = stop_at_failure
         self._end = num_rows
         """Index of the first row that is ignored; all later rows are ignored as well."""
-        self._num_open = num_rows * len(functions)
+        self.num_open = num_rows * len(functions)
         """Number of outcomes before row `_end` that are missing."""
 
     def put(self, first: int, samples: Sequence[Sample]) -> None:
@@ -333,25 +313,13 @@ class Job:
         for function, info in enumerate(self._functions):
             if not info.batched:
                 calls = [Call(function, (row,)) for row in range(first_row, first_row + len(samples))]
-                (self._concurrent if info.concurrent else self._queue).extend(self._drop_ignored_rows(calls))
+                (self.concurrent if info.concurrent else self.blocking).extend(self._drop_ignored_rows(calls))
             elif len(samples) and len(self.samples) == len(self.outcomes[function]):
-                self._queue.extend(self._drop_ignored_rows([Call(function, tuple(range(len(self.samples))))]))
-
-    @property
-    def done(self) -> bool:
-        return self._num_open == 0
-
-    @property
-    def num_queued_blocking(self) -> int:
-        return len(self._queue)
-
-    @property
-    def num_queued_concurrent(self) -> int:
-        return len(self._concurrent) + len(self._suspects)
+                self.blocking.extend(self._drop_ignored_rows([Call(function, tuple(range(len(self.samples))))]))
 
     @property
     def num_queued(self) -> int:
-        return self.num_queued_blocking + self.num_queued_concurrent
+        return len(self.blocking) + len(self.concurrent) + len(self.suspects)
 
     def progress(self) -> str:
         """Describe how many samples have an outcome, for example "12 of 32 responses scored, 3 timed out"."""
@@ -365,26 +333,26 @@ class Job:
 
         The shorter the queue, the fewer calls are returned, so that all workers finish at about the same time.
         """
-        count = min(_MAX_CHUNK, math.ceil(len(self._queue) / (4 * num_workers)))
-        return [self._queue.popleft() for _ in range(count)]
+        count = min(_MAX_CHUNK, math.ceil(len(self.blocking) / (4 * num_workers)))
+        return [self.blocking.popleft() for _ in range(count)]
 
     def pop_concurrent_calls(self, count: int) -> list[Call]:
         """Remove and return up to `count` concurrent calls."""
-        return [self._concurrent.popleft() for _ in range(min(count, len(self._concurrent)))]
+        return [self.concurrent.popleft() for _ in range(min(count, len(self.concurrent)))]
 
     def pop_suspects(self, max_count: int) -> list[Call]:
         """Remove and return the next group of suspects, or no calls if it has more than `max_count`."""
-        if not self._suspects or len(self._suspects[0]) > max_count:
+        if not self.suspects or len(self.suspects[0]) > max_count:
             return []
-        return list(self._suspects.popleft())
+        return list(self.suspects.popleft())
 
     def requeue(self, calls: Iterable[Call]) -> None:
         """Insert calls at the head of the queue in the given order, without ignored rows."""
-        self._queue.extendleft(reversed(self._drop_ignored_rows(calls)))
+        self.blocking.extendleft(reversed(self._drop_ignored_rows(calls)))
 
     def record_result(self, call: Call, result: CallResult) -> None:
         """Record the result of a call."""
-        outcomes = [Outcome(**reply._asdict(), seconds=result.seconds) for reply in result.replies]
+        outcomes = [outcome._replace(seconds=result.seconds) for outcome in result.outcomes]
         if len(outcomes) == len(call.rows):
             for row, outcome in zip(call.rows, outcomes, strict=True):
                 self.record_outcome(call.function, row, outcome)
@@ -404,7 +372,7 @@ class Job:
         middle = count // 2
         if len(calls) > 1:
             groups = [tuple(self._drop_ignored_rows(half)) for half in (calls[:middle], calls[middle:])]
-            self._suspects.extend(group for group in groups if group)
+            self.suspects.extend(group for group in groups if group)
         else:
             self.requeue([Call(function, rows[:middle]), Call(function, rows[middle:])])
 
@@ -413,13 +381,13 @@ class Job:
         if self._stop_at_failure and outcome.failed and row < self._end:
             # The first failure is reported. Calls for earlier rows continue, because these rows may fail too.
             self._end = row
-            self._queue = deque(self._drop_ignored_rows(self._queue))
-            self._concurrent = deque(self._drop_ignored_rows(self._concurrent))
-            groups = [tuple(self._drop_ignored_rows(group)) for group in self._suspects]
-            self._suspects = deque(group for group in groups if group)
-            self._num_open = sum(outcomes[:row].count(None) for outcomes in self.outcomes)
+            self.blocking = deque(self._drop_ignored_rows(self.blocking))
+            self.concurrent = deque(self._drop_ignored_rows(self.concurrent))
+            groups = [tuple(self._drop_ignored_rows(group)) for group in self.suspects]
+            self.suspects = deque(group for group in groups if group)
+            self.num_open = sum(outcomes[:row].count(None) for outcomes in self.outcomes)
         elif row < self._end:
-            self._num_open -= 1
+            self.num_open -= 1
 
     def _drop_ignored_rows(self, calls: Iterable[Call]) -> list[Call]:
         active_calls = (Call(call.function, tuple(row for row in call.rows if row < self._end)) for call in calls)
@@ -454,11 +422,9 @@ class _Worker:
         self.deadline = self.since + load_timeout
         self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process runs
         stack_file, pipe = self._stack_file.fileno(), subprocess.PIPE
-        command = ["-u", "-m", "camshaft.rewards.worker", str(stack_file)]
+        args = ["-u", "-m", "camshaft.rewards.worker", str(stack_file)]
         with block_stop_signals():
-            self._process = start_python(
-                command, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, pass_fds=[stack_file]
-            )
+            self._process = start_python(args, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, pass_fds=[stack_file])
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         assert self._process.stderr is not None

@@ -26,7 +26,7 @@ from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError, RewardError
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.callables import PickledFunction
-from camshaft.rewards.manager import FAILED_REWARDS, FailedSamples, PendingScores
+from camshaft.rewards.manager import PendingScores
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
 from camshaft.stop import Stop
 from camshaft.tracking.record import RunStatus
@@ -51,6 +51,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         self._exit = contextlib.ExitStack()
         self.config = config
         """Config of the run, with the batch size that fits the data."""
+        self.folder = Path(config.trainer.default_local_dir)
         self.tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
         self.estimator = load_estimator(config.algorithm)
         topology = config.topology()
@@ -72,11 +73,9 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             self.checkpoints = CheckpointManager(
                 config.trainer.default_local_dir, config.trainer.default_hdfs_dir, config.trainer.worker_limit("save")
             )
-            self.samples = SampleWriter(Path(config.trainer.default_local_dir), config.trainer.samples, self.decode)
-            self.failed = FailedSamples(Path(config.trainer.default_local_dir) / FAILED_REWARDS)
-            logs = Path(config.trainer.default_local_dir) / "logs"
-            pools_context = run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, logs)
-            pools = stack.enter_context(pools_context)
+            self.samples = SampleWriter(self.folder, config.trainer.samples, self.decode)
+            specs, logs = pool_specs(config), self.folder / "logs"
+            pools = stack.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, logs))
             pool_of = {role: pools[name] for role, name in config.pools().items()}
             policy_class, critic_class, reward_class = role_classes(config)
             arguments, name = (self.config, topology, self.total_steps), "actor_rollout_ref"

@@ -29,7 +29,7 @@ from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, ScoringAbandoned
 from camshaft.garbage import frozen_objects
-from camshaft.rewards.manager import PendingScores, RewardResult
+from camshaft.rewards.manager import PendingScores, RewardResult, log_failures
 from camshaft.stop import Stop
 from camshaft.tracking import Tracking
 from camshaft.trainer.advantages import (
@@ -189,7 +189,7 @@ class PPOTrainer:
         with metrics.phase("reward"):
             batch = self.parts.add_model_scores(batch)
             result = self.rewards.score(batch, self.parts.decode, scoring)
-            self.parts.failed.add(result.failures, f"step {self.global_step}")
+            log_failures(result.failures, self.parts.folder, f"step {self.global_step}")
             check_scored(result, len(batch), "responses")
             metrics.add(result.metrics)
         return add_scores(batch, result), result
@@ -212,7 +212,7 @@ class PPOTrainer:
         with metrics.phase("reward_max"):
             greedy = self.parts.add_model_scores(prompts.union(DataProto(generated.columns)))
             result = self.rewards.score(greedy, self.parts.decode, scoring)
-        self.parts.failed.add(result.failures, f"step {self.global_step}, greedy responses")
+        log_failures(result.failures, self.parts.folder, f"step {self.global_step}, greedy responses")
         check_scored(result, len(greedy), "greedy responses")
         baselines = torch.where(result.keep_mask, result.token_level_scores.sum(), torch.nan)
         baseline_metrics = {name.replace("reward/", "baseline/", 1): value for name, value in result.metrics.items()}

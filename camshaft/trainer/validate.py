@@ -21,6 +21,7 @@ from torch import Tensor
 from camshaft.algorithms.at_n import at_n
 from camshaft.config import PPOConfig
 from camshaft.dataproto import DataProto
+from camshaft.rewards.manager import COUNTS, log_failures
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.mini_batches import VALIDATION, sampling_seeds
 
@@ -50,11 +51,7 @@ CORE = ("reward", "acc")
 """Values whose mean@n, best@n and maj@n over all n responses are in section `val-core`. All other metrics are in
 section `val-aux`."""
 
-
-COUNTED = (
-    *("reward/errors", "reward/invalid", "reward/timeouts", "reward/crashes", "reward/slow"),
-    "reward/model/truncated",
-)
+COUNTED = tuple(f"reward/{name}" for name in (*COUNTS.values(), "slow", "model/truncated"))
 """Counters of the reward function and the reward model that are summed over batches, if they exist."""
 
 
@@ -71,7 +68,7 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
         generated, pending = parts.generate(batch, validate=True)
         batch = parts.add_model_scores(batch.union(DataProto(generated.columns)))
         result = parts.rewards.score(batch, parts.decode, pending)
-        parts.failed.add(result.failures, "validation")
+        log_failures(result.failures, parts.folder, "validation")
         lengths += batch["responses"].lengths.tolist()
         columns = (batch["data_source"], batch["uid"], result.scores.tolist(), result.answers, result.parts)
         rows += [ScoredResponse(*row) for row in zip(*columns, strict=True)]
