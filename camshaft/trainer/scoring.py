@@ -71,25 +71,17 @@ def build_run_rewards(
     Scoring ends if it takes longer than `trainer.stop_timeout` after a request of `stop`. `pickled` replaces the
     reward functions that the config names.
     """
-    overlong, limit = config.reward_model.overlong_buffer, config.actor_rollout_ref.rollout.response_length
-    rewards = _rewards(config, stop, pickled)
+    custom, trainer, model = config.custom_reward_function, config.trainer, config.reward_model
+    overlong, limit = model.overlong_buffer, config.actor_rollout_ref.rollout.response_length
+    rewards = None
+    if config.needs_function():
+        output = Path(trainer.default_local_dir) / "rewards" / "output.log"
+        rewards = build_rewards(custom, output, stop, trainer.stop_timeout, pickled)
+    if rewards is None or model.enable:
+        rewards = CombinedRewards(rewards, model.weight)
     if not overlong.enable:
         return rewards
     return OverlongPenalty(rewards, limit=limit, buffer=overlong.len, factor=overlong.penalty_factor, log=overlong.log)
-
-
-def _rewards(
-    config: PPOConfig, stop: Stop | None, pickled: Sequence[PickledFunction]
-) -> RewardManager | CombinedRewards:
-    """Build the scoring without the overlong penalty."""
-    custom, trainer = config.custom_reward_function, config.trainer
-    output = Path(trainer.default_local_dir) / "rewards" / "output.log"
-    if not config.reward_model.enable:
-        return build_rewards(custom, output, stop, trainer.stop_timeout, pickled)
-    function = None
-    if config.needs_function():
-        function = build_rewards(custom, output, stop, trainer.stop_timeout, pickled)
-    return CombinedRewards(function, config.reward_model.weight)
 
 
 def check_scorable(prompts: DataProto, custom: CustomRewardConfig, has_reward_model: bool = False) -> None:
