@@ -22,7 +22,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -80,7 +80,7 @@ class Session:
         self.console = shared_console()
         self.has_started = False
         """True once the run has state to save."""
-        self._exit_stack = contextlib.ExitStack()
+        self.exit_stack = contextlib.ExitStack()
 
     def say(self, text: str) -> None:
         """Print a message, and write it to the log of the run."""
@@ -154,10 +154,7 @@ class Session:
     def listen(self, stop: Stop | None = None, ctrl_c: bool = False) -> Stop:
         """Handle stop signals until the session ends. Call this when the run has state to save."""
         self.has_started = True
-        return self._exit_stack.enter_context(handle_stop_signals(stop, ctrl_c))
-
-    def close(self) -> None:
-        self._exit_stack.close()
+        return self.exit_stack.enter_context(handle_stop_signals(stop, ctrl_c))
 
 
 @contextlib.contextmanager
@@ -165,19 +162,23 @@ def session(
     trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None = None, from_python: bool = False
 ) -> Iterator[Session]:
     """Check the machine, lock the output folder and set up logging for a run of `ranks` processes."""
-    _check_machine(trainer, trainer.world_size if ranks is None else ranks)
+    ranks = trainer.world_size if ranks is None else ranks
+    _check_machine(trainer, ranks)
     check_trackers(trainer.logger)
     remove_leftovers()
     folder = Path(trainer.default_local_dir).expanduser()
-    lock = _lock_folder(folder)
+    lock = storage.lock_folder(folder)
+    if lock is None:
+        raise ConfigError(
+            f"trainer.default_local_dir={folder}: another run is writing to this folder; wait for it, or use another "
+            "folder (trainer.experiment_name=...)"
+        )
     run = Session(trainer, from_python)
-    try:
+    with lock, run.exit_stack:
         streams = continue_without_reader(folder / "logs" / "driver.log")
         with streams, log_to_file(folder), log_to_console(run.console, trainer.seed):
             run.say(f"run folder: {trainer.default_local_dir}")
-            if trainer.device == CPU and (
-                problem := describe_contention(trainer.world_size if ranks is None else ranks)
-            ):
+            if trainer.device == CPU and (problem := describe_contention(ranks)):
                 logger.warning("%s; %s", *problem)
             try:
                 yield run
@@ -187,9 +188,6 @@ def session(
                 elif not run.has_started and isinstance(error, Exception):
                     record_failed_start(folder, error)
                 raise
-    finally:
-        run.close()
-        lock.close()
 
 
 class _ConsoleHandler(logging.Handler):
@@ -310,16 +308,6 @@ def _unused(folder: Path) -> Path:
     others = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     names = itertools.chain([folder], others)
     return next(path for path in names if not path.exists())
-
-
-def _lock_folder(folder: Path) -> IO[str]:
-    lock = storage.lock_folder(folder)
-    if lock is None:
-        raise ConfigError(
-            f"trainer.default_local_dir={folder}: another run is writing to this folder; wait for it, or use another "
-            "folder (trainer.experiment_name=...)"
-        )
-    return lock
 
 
 def finish_saving(roles: Iterable[ActorRolloutRefWorker | CriticWorker | SupervisedWorker], failed: bool) -> None:
@@ -470,9 +458,8 @@ def pool_specs(config: PPOConfig) -> list[PoolSpec]:
 
 def global_pool(trainer: PlacementConfig, role: str) -> PoolSpec:
     """Return the pool of a run with a single role."""
-    return PoolSpec(
-        GLOBAL_POOL, trainer.nnodes, trainer.n_gpus_per_node, trainer.device, trainer.cpus_per_rank, roles=(role,)
-    )
+    ranks = trainer.nnodes, trainer.n_gpus_per_node, trainer.device, trainer.cpus_per_rank
+    return PoolSpec(GLOBAL_POOL, *ranks, roles=(role,))
 
 
 @contextlib.contextmanager
