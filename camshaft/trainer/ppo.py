@@ -25,6 +25,7 @@ from torch import Tensor
 
 from camshaft.checkpoint import BestStep, SavedCheckpoint
 from camshaft.config import PPOConfig, batch_table, render_batch_table
+from camshaft.config.schema.engine import PPOUpdateSection
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, ScoringAbandoned
@@ -117,11 +118,13 @@ class PPOTrainer:
         inputs, critic_update = batch.drop(*DRIVER_ONLY), None
         if self.critic is not None:
             with metrics.phase("update_critic"):
-                critic_rows = inputs.drop("routed_experts").reorder(self._critic_rows(len(inputs)))
+                rows = self._update_rows(len(inputs), config.critic, self.critic_mini_batch, self.parts.critic_dp_size)
+                critic_rows = inputs.drop("routed_experts").reorder(rows)
                 critic_update = submit(self.critic.update_critic, critic_rows, presharded=True)
         if self._updates_actor():
             with metrics.phase("update_actor"):
-                rows, source = self._actor_rows(len(inputs)), self._old_log_prob_source()
+                actor, source = config.actor_rollout_ref.actor, self._old_log_prob_source()
+                rows = self._update_rows(len(inputs), actor, self.actor_mini_batch, self.parts.actor_dp_size)
                 update = submit(
                     self.actor.update_actor, inputs.reorder(rows), presharded=True, old_log_probs=source
                 ).result()
@@ -236,20 +239,10 @@ class PPOTrainer:
             return "actor"
         return self.old_log_prob_source
 
-    def _actor_rows(self, count: int) -> Tensor:
-        """Return the row order for `presharded` actor updates."""
-        actor, dp_size = self.config.actor_rollout_ref.actor, self.parts.actor_dp_size
-        seed = self._shuffle_seed(actor.shuffle)
-        return shard_rows(count, self.actor_mini_batch, actor.ppo_epochs, seed, dp_size)
-
-    def _critic_rows(self, count: int) -> Tensor:
-        """Return the row order for `presharded` critic updates."""
-        critic, dp_size = self.config.critic, self.parts.critic_dp_size
-        seed = self._shuffle_seed(critic.shuffle)
-        return shard_rows(count, self.critic_mini_batch, critic.ppo_epochs, seed, dp_size)
-
-    def _shuffle_seed(self, shuffle: bool) -> int | None:
-        return shuffle_seed(self.config.trainer.seed, self.global_step) if shuffle else None
+    def _update_rows(self, count: int, section: PPOUpdateSection, mini_batch: int, dp_size: int) -> Tensor:
+        """Return the row order for the `presharded` update of a role."""
+        seed = shuffle_seed(self.config.trainer.seed, self.global_step) if section.shuffle else None
+        return shard_rows(count, mini_batch, section.ppo_epochs, seed, dp_size)
 
     # -- training loop ---------------------------------------------------------------------------------
 
@@ -302,7 +295,7 @@ class PPOTrainer:
             try:
                 metrics = self.step(prompts)
             except ScoringAbandoned as error:
-                self._abandon(f"step {self.global_step}", error)
+                logger.warning("abandoned step %d: %s", self.global_step, error)
                 self.global_step -= 1
                 self.parts.loader.load_state_dict(loader_state)
                 if self.global_step > saved_step:
@@ -341,7 +334,7 @@ class PPOTrainer:
             with tests.measure():
                 metrics = self.validate(tracking)
         except ScoringAbandoned as error:
-            self._abandon(f"the validation before step {self.global_step + 1}", error)
+            logger.warning("abandoned the validation before step %d: %s", self.global_step + 1, error)
             return {}, False
         tracking.log(metrics, step=self.global_step)
         if not self.config.trainer.val_only:
@@ -360,7 +353,7 @@ class PPOTrainer:
                 self.divergence.check_outputs(self.global_step)
                 return self.validate(tracking)
         except ScoringAbandoned as error:
-            self._abandon(f"the validation after step {self.global_step}", error)
+            logger.warning("abandoned the validation after step %d: %s", self.global_step, error)
             return None
         except CamshaftError:
             tracking.log(metrics, step=self.global_step)
@@ -373,9 +366,6 @@ class PPOTrainer:
         if self.config.trainer.samples.enable:
             self.parts.status.enter("samples")
             self.parts.samples.write(batch, self.global_step)
-
-    def _abandon(self, action: str, error: ScoringAbandoned) -> None:
-        logger.warning("abandoned %s: %s", action, error)
 
     def validate(self, tracking: Tracking) -> dict[str, float]:
         """Score and write responses to the validation prompts, and log the first `log_val_generations` of them."""
