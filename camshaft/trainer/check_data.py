@@ -31,10 +31,10 @@ from camshaft.data import (
 )
 from camshaft.data.chat import render_prompt
 from camshaft.data.prompts import find_prompt_key
-from camshaft.dataproto import DataProto, Ragged
+from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, RewardError
 from camshaft.models.loader import load_tokenizer
-from camshaft.rewards.manager import RewardManager, RewardResult
+from camshaft.rewards.manager import RewardManager, Scores
 from camshaft.trainer.build import prompt_files, prompt_options
 from camshaft.trainer.scoring import build_rewards, check_scorable
 from camshaft.trainer.session import fit_batch, log_to_console
@@ -49,11 +49,8 @@ Print = Callable[[str], None]
 
 def check_data(config: PPOConfig) -> int:
     """Check the data of a config, print a report and return the exit status."""
-    console = Console(highlight=False)
-
-    def print_line(text: str) -> None:
-        console.print(text, markup=False, soft_wrap=True)
-
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    print_line: Print = console.print
     problems: list[str] = []
     with log_to_console(console, config.trainer.seed):
         try:
@@ -106,9 +103,8 @@ def _check_prompts(
             first = prompts.prompts[0]
             text = render_prompt(first, tokenizer, prompts.table.location(0))
             template = "" if isinstance(first, str) else " with the chat template applied"
-            print_line(
-                f"  first prompt{template}:\n{_shorten(text, _MAX_CHARACTERS)}\n  ({_describe_first_prompt(prompts)})"
-            )
+            print_line(f"  first prompt{template}:\n{_shorten(text, _MAX_CHARACTERS)}")
+            print_line(f"  ({_describe_first_prompt(prompts)})")
         _print_lengths(prompts, options, print_line)
         try:
             batches[name] = build_prompt_set(prompts, tokenizer, options).batch
@@ -116,9 +112,7 @@ def _check_prompts(
                 fitted = fit_batch(config, len(batches[name]))
                 StatefulLoader(batches[name], fitted.prompts_per_generation_batch())
             if rewards is not None:
-                check_scorable(
-                    batches[name], config.custom_reward_function, has_reward_model=config.reward_model.enable
-                )
+                check_scorable(batches[name], config.custom_reward_function, config.reward_model.enable)
                 rewards.check_rows(batches[name])
         except RewardError as error:
             del batches[name]  # which the function cannot score
@@ -190,15 +184,12 @@ def _print_duplicates(tokenized_prompts: dict[str, TokenizedPrompts], print_line
 def _check_reward_function(prompts: DataProto, rewards: RewardManager, print_line: Print) -> Iterator[str]:
     """Score an empty response and, if the data has ground truths, the ground truth for each of the first rows."""
     rows = prompts.reorder(slice(0, _NUM_SCORED))
-    truths = [
-        truth if isinstance(truth, str) else "" if truth is None else repr(truth) for truth in rows["ground_truth"]
-    ]
+    values = ["" if truth is None else truth for truth in rows["ground_truth"]]
+    truths = [value if isinstance(value, str) else repr(value) for value in values]
     print_line(f"\nscores of the first {len(rows)} training prompts (reward: {', '.join(rewards.names)})")
     responses = {"ground truth": truths} if any(truths) else {}
     responses["empty"] = [""] * len(rows)
-    results = {
-        name: rewards.score(_with_responses(rows), lambda _, texts=texts: texts) for name, texts in responses.items()
-    }
+    results = {name: rewards.score_texts(rows, texts) for name, texts in responses.items()}
     columns = [name for name in rewards.columns or () if name != "prompt" and name in rows["data_row"][0]]
     titles = ["data_source", *["ground truth"] * any(truths), *columns]
     print_line(f"  {' '.join(f'{name:>12}' for name in results)}   {', '.join(titles)}")
@@ -218,12 +209,7 @@ def _check_reward_function(prompts: DataProto, rewards: RewardManager, print_lin
         )
 
 
-def _with_responses(rows: DataProto) -> DataProto:
-    """Add a placeholder response of one token to each row; the decoder supplies the text."""
-    return rows.with_columns(responses=Ragged.from_rows([[0]] * len(rows)))
-
-
-def _format_scores(result: RewardResult) -> list[str]:
+def _format_scores(result: Scores) -> list[str]:
     return [result.failed.get(row, f"{score:g}") for row, score in enumerate(result.scores.tolist())]
 
 

@@ -142,27 +142,25 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         """Generate one part. Return its columns by suffix, with a value per row, and metrics for the progress line."""
         assert self.generator is not None
         start = time.perf_counter()
-        padded, num_padding_rows = batch.select("prompts", "sampling_seed").pad_to_divisor(
-            self.config.trainer.world_size
-        )
-        generated = DataProto(self.generator.generate_sequences(padded).unpad(num_padding_rows).columns)
+        inputs = batch.select("prompts", "sampling_seed")
+        padded, num_padding_rows = inputs.pad_to_divisor(self.config.trainer.world_size)
+        generated = self.generator.generate_sequences(padded).unpad(num_padding_rows)
         seconds = time.perf_counter() - start
         lengths = generated["responses"].lengths
+        ids = [row.tolist() for row in generated["responses"].rows()]
+        texts: list[str] = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
         columns: dict[str, list[Any]] = {
-            "": self._decode([row.tolist() for row in generated["responses"].rows()]),
+            "": texts,
             "_tokens": lengths.tolist(),
             "_finished": generated["finished"].tolist(),
             "_log_prob": generated["rollout_log_probs"].sum().tolist(),
         }
         metrics = {"perf/throughput": float(lengths.sum()) / seconds, "timing_s/gen": seconds}
         if self.rewards is not None:
-            result = self.rewards.score(batch.union(generated), self._decode)
+            result = self.rewards.score_texts(batch, texts)
             columns |= {"_score": result.scores.tolist(), "_pred": list(result.answers)}
             metrics["reward/mean"] = float(result.scores.mean())
         return columns, metrics
-
-    def _decode(self, ids: list[list[int]]) -> list[str]:
-        return self.tokenizer.batch_decode(ids, skip_special_tokens=True)
 
 
 def collect_settings(config: GenerateConfig, prompts: DataProto) -> dict[str, Any]:
