@@ -38,7 +38,9 @@ def sample_informative_prompts(
     metrics: StepMetrics,
 ) -> DataProto:
     """Return scored responses to `data.train_batch_size` informative prompts from `prompts` and the loader."""
-    target, n, metric = config.data.train_batch_size, config.actor_rollout_ref.rollout.n, _metric(config)
+    target, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    metric = config.algorithm.filter_groups.metric
+    metric = "seq_reward" if metric == "seq_final_reward" else metric
     batches: list[DataProto] = []
     call_metrics: list[dict[str, float]] = []
     values: list[Tensor] = []
@@ -52,26 +54,22 @@ def sample_informative_prompts(
         informative_rows = is_informative.nonzero().flatten()[:num_missing]
         call_metrics.append(batch_metrics.values)
         batches.append(batch.reorder((informative_rows[:, None] * n + torch.arange(n)).flatten()))
-        num_missing, num_drawn, num_equal = (
-            num_missing - len(informative_rows),
-            num_drawn + len(prompts),
-            num_equal + int((~is_informative).sum()),
-        )
+        num_missing -= len(informative_rows)
+        num_drawn += len(prompts)
+        num_equal += int((~is_informative).sum())
         if not num_missing:
             num_unused = len(prompts) - 1 - int(informative_rows[-1])
             break
         _check_progress(config, len(call_metrics), target - num_missing, num_drawn >= len(loader.data))
         prompts = loader.next_batch()
     loader.return_rows(num_unused)
-    metrics.add(reduce_calls(call_metrics))
-    metrics.add(
-        {
-            "train/num_gen_batches": float(len(call_metrics)),
-            "filter_groups/same_share": num_equal / num_drawn,
-            "filter_groups/given_back": float(num_unused),
-            f"filter_groups/{metric}/mean": float(torch.cat(values).mean()),
-        }
-    )
+    sampling_metrics = {
+        "train/num_gen_batches": float(len(call_metrics)),
+        "filter_groups/same_share": num_equal / num_drawn,
+        "filter_groups/given_back": float(num_unused),
+        f"filter_groups/{metric}/mean": float(torch.cat(values).mean()),
+    }
+    metrics.add(reduce_calls(call_metrics) | sampling_metrics)
     return DataProto.concat(batches)
 
 
@@ -79,11 +77,6 @@ def _find_informative(values: Tensor, keep_mask: Tensor, n: int) -> Tensor:
     """Return a mask, (B / n,) bool, of the prompts whose responses have different values. Dropped rows are ignored."""
     maxima, minima = (torch.where(keep_mask, values, end).view(-1, n) for end in (-torch.inf, torch.inf))
     return maxima.amax(1) > minima.amin(1)
-
-
-def _metric(config: PPOConfig) -> str:
-    metric = config.algorithm.filter_groups.metric
-    return "seq_reward" if metric == "seq_final_reward" else metric
 
 
 def filter_values(scored: RewardResult, metric: str) -> Tensor:
@@ -114,9 +107,5 @@ def _check_progress(config: PPOConfig, calls: int, num_informative: int, epoch_f
         "other prompts; increase data.gen_batch_size or actor_rollout_ref.rollout.n, or use other data"
     )
     limit = "algorithm.filter_groups.max_num_gen_batches"
-    reason = (
-        f". {limit}={filtering.max_num_gen_batches} is reached; {limit}=0 removes the limit"
-        if limit_reached
-        else ". All prompts of the data were tried"
-    )
-    raise BatchError(problem + reason)
+    reason = f"{limit}={filtering.max_num_gen_batches} is reached; {limit}=0 removes the limit"
+    raise BatchError(f"{problem}. {reason if limit_reached else 'All prompts of the data were tried'}")

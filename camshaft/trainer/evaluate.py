@@ -26,17 +26,19 @@ def evaluate(config: EvalConfig) -> dict[str, float]:
     data, custom = config.data, config.custom_reward_function
     columns = AnswerColumns(data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key)
     answers = read_answers(data_files(data.path), columns)
-    check_scorable(answers.batch, custom)
+    batch = answers.batch
+    check_scorable(batch, custom)
     if data.output_path is not None:
         answers.check_columns(data.score_key)
-    batch = answers.batch
     _check_response_counts([ScoredResponse(*row, 0.0) for row in zip(batch["data_source"], batch["uid"], strict=True)])
     with build_answer_rewards(custom) as rewards:
-        rewards.check_rows(answers.batch)
+        rewards.check_rows(batch)
         result = rewards.score_texts(batch, answers.texts)
     columns_of_rows = (batch["data_source"], batch["uid"], result.scores.tolist(), result.answers, result.parts)
     rows = [ScoredResponse(*row) for row in zip(*columns_of_rows, strict=True)]
-    metrics = _mean_scores(rows) | at_n_metrics(rows) | pass_metrics(rows, data.pass_score)
+    groups = group_by_prompt(rows)
+    metrics = {f"test_score/{name}": fmean(row.score for group in groups[name] for row in group) for name in groups}
+    metrics |= at_n_metrics(rows) | pass_metrics(rows, data.pass_score)
     metrics |= {name: value for name, value in result.metrics.items() if not name.endswith("/mean")}
     if data.output_path is not None:
         answers.write(data.output_path, data.score_key, result.scores.tolist(), result.answers)
@@ -56,12 +58,6 @@ def pass_metrics(rows: Sequence[ScoredResponse], threshold: float) -> dict[str, 
             probabilities = [pass_at([row.score for row in group], k, threshold) for group in groups]
             metrics[f"{section}/{source}/reward/pass@{k}/mean"] = fmean(probabilities)
     return metrics
-
-
-def _mean_scores(rows: Sequence[ScoredResponse]) -> dict[str, float]:
-    """Return the mean score of each data source."""
-    groups = group_by_prompt(rows)
-    return {f"test_score/{name}": fmean(row.score for group in groups[name] for row in group) for name in groups}
 
 
 def _check_response_counts(rows: Sequence[ScoredResponse]) -> None:

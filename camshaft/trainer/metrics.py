@@ -130,10 +130,9 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     }
     metrics |= score_metrics(batch["token_level_scores"].sum(), has_score, batch["data_source"], batch["uid"])
     if "values" in batch:
-        metrics |= _mean_max_min("critic/values", batch["values"].values[mask])
-        metrics["critic/vf_explained_var"] = _compute_explained_variance(
-            batch["values"].values[mask], batch["returns"].values[mask]
-        )
+        values, returns = batch["values"].values[mask], batch["returns"].values[mask]
+        metrics |= _mean_max_min("critic/values", values)
+        metrics["critic/vf_explained_var"] = _compute_explained_variance(values, returns)
     if "entropy" in batch:
         metrics["actor/entropy"] = float(batch["entropy"].values[mask].mean())
     return metrics
@@ -178,11 +177,8 @@ def mismatch(batch: DataProto) -> dict[str, float]:
 
 def _mean_max_min(name: str, values: Tensor) -> dict[str, float]:
     values = values.float()
-    return {
-        f"{name}/mean": float(values.mean()),
-        f"{name}/max": float(values.max()),
-        f"{name}/min": float(values.min()),
-    }
+    statistics = {"mean": values.mean(), "max": values.max(), "min": values.min()}
+    return {f"{name}/{key}": float(value) for key, value in statistics.items()}
 
 
 def _compute_explained_variance(values: Tensor, returns: Tensor) -> float:

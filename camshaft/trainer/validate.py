@@ -81,10 +81,8 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
         scores[row.data_source].append(row.score)
     all_scores = [score for values in scores.values() for score in values]
     metrics = {f"val-core/{source}/reward/mean": sum(values) / len(values) for source, values in scores.items()}
-    metrics |= {
-        "val/reward/mean": sum(all_scores) / len(all_scores),
-        "val-aux/response_length/mean": sum(lengths) / len(lengths),
-    }
+    metrics["val/reward/mean"] = sum(all_scores) / len(all_scores)
+    metrics["val-aux/response_length/mean"] = sum(lengths) / len(lengths)
     return metrics | at_n_metrics(rows) | counts, samples
 
 
@@ -131,8 +129,7 @@ def decode_samples(parts: PPOParts, batch: DataProto, scores: Tensor) -> list[Sa
     """Decode the prompts and responses of a batch."""
     prompts = parts.decode([row.tolist() for row in batch["prompts"].rows()])
     responses = parts.decode([row.tolist() for row in batch["responses"].rows()])
-    rows = zip(prompts, responses, batch["ground_truth"], scores.tolist(), strict=True)
-    return [Sample(*row) for row in rows]
+    return [Sample(*row) for row in zip(prompts, responses, batch["ground_truth"], scores.tolist(), strict=True)]
 
 
 def best_and_worst(parts: PPOParts, batch: DataProto) -> list[Sample]:
