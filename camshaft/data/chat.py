@@ -8,19 +8,15 @@
 `location`, the file and row number of the text.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import jinja2
 from rich.console import Console
 from rich.progress import track
+from transformers import PreTrainedTokenizerBase
 
 from camshaft.errors import BatchError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
 Prompt = str | list[Message]

@@ -11,16 +11,15 @@ keeps the end and a beginning-of-sequence token. Trailing pad tokens are removed
 truncates and strips sequences in the same way when it scores responses.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from camshaft.data.chat import (
     Message,
@@ -38,9 +37,6 @@ from camshaft.data.chat import (
 from camshaft.data.tables import Paths, Table, read_columns, read_rows
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 

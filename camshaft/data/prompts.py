@@ -10,24 +10,20 @@ are tokenized before training starts, so invalid rows are reported immediately. 
 two separately.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from camshaft.data.chat import Prompt, Truncation, check_prompt, encode
 from camshaft.data.tables import Paths, Table, read_columns, read_rows
 from camshaft.data.tokens import tokenize
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 

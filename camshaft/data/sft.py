@@ -9,12 +9,12 @@ and response are tokenized separately, because in generation the response follow
 the last trained token are removed.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from camshaft.data.chat import (
     Message,
@@ -29,9 +29,6 @@ from camshaft.data.chat import (
 from camshaft.data.tables import Paths, read_columns, read_rows
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 

@@ -8,8 +8,6 @@ versions. The checksum does not cover length limits, so the cache stays valid wh
 `tokenize`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -23,7 +21,7 @@ from concurrent.futures.process import BrokenProcessPool
 from datetime import date
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -31,15 +29,13 @@ import torch
 import transformers
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedTokenizerBase
 
 from camshaft.data.chat import Prompt, encode_prompts, track_progress
 from camshaft.dataproto import Ragged
 from camshaft.errors import BatchError
 from camshaft.fetch import cache_folder
 from camshaft.subprocesses import end_with
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _MIN_PARALLEL_ROWS = 10_000
 """Minimum number of rows for which processes and the cache are used (`benchmarks/results/tokenising.md`)."""

@@ -14,19 +14,15 @@ A sequence that is too long is truncated on the left, because the response is at
 is kept. `truncated` marks the truncated rows.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase as Tokenizer
 
 from camshaft.data.chat import Message, encode, render, strip_padding, truncate_left
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, EngineError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
 class RewardInput:
