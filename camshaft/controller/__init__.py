@@ -41,20 +41,6 @@ from camshaft.controller.resources import PoolSpec
 from camshaft.controller.worker import Dispatch, RankInfo, Worker, register
 
 __all__ = [
-    "Dispatch",
-    "Options",
-    "Pending",
-    "Pool",
-    "PoolSpec",
-    "RankInfo",
-    "Worker",
-    "WorkerGroup",
-    "pool",
-    "pools",
-    "register",
-    "shutdown",
-    "spawn",
-    "start_pools",
-    "submit",
-    "workers",
-]
+    "Dispatch", "Options", "Pending", "Pool", "PoolSpec", "RankInfo", "Worker", "WorkerGroup", "pool", "pools",
+    "register", "shutdown", "spawn", "start_pools", "submit", "workers",
+]  # fmt: skip

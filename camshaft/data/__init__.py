@@ -44,26 +44,8 @@ from camshaft.data.sft import SFTOptions, SFTSet, load_sft
 from camshaft.data.tasks import ArithmeticPaths, write_arithmetic
 
 __all__ = [
-    "OPTIONAL",
-    "ArithmeticPaths",
-    "PreferenceOptions",
-    "PreferenceSet",
-    "PromptOptions",
-    "PromptSet",
-    "TokenizedPrompts",
-    "ResponseFile",
-    "SFTOptions",
-    "SFTSet",
-    "StatefulLoader",
-    "build_prompt_set",
-    "data_files",
-    "summarize_files",
-    "summarize_lengths",
-    "load_preferences",
-    "load_prompts",
-    "load_sft",
-    "count_repeated",
-    "count_shared",
-    "read_prompts",
-    "write_arithmetic",
-]
+    "OPTIONAL", "ArithmeticPaths", "PreferenceOptions", "PreferenceSet", "PromptOptions", "PromptSet",
+    "TokenizedPrompts", "ResponseFile", "SFTOptions", "SFTSet", "StatefulLoader", "build_prompt_set", "data_files",
+    "summarize_files", "summarize_lengths", "load_preferences", "load_prompts", "load_sft", "count_repeated",
+    "count_shared", "read_prompts", "write_arithmetic",
+]  # fmt: skip

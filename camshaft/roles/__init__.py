@@ -30,16 +30,6 @@ from camshaft.roles.supervised import SupervisedWorker
 from camshaft.roles.worker_class import load_worker_class
 
 __all__ = [
-    "REWARD_METHODS",
-    "ActorRolloutRefWorker",
-    "ActorWorker",
-    "CriticWorker",
-    "GenerateWorker",
-    "RMWorker",
-    "RefWorker",
-    "RewardModelWorker",
-    "RolloutWorker",
-    "SFTWorker",
-    "SupervisedWorker",
-    "load_worker_class",
-]
+    "REWARD_METHODS", "ActorRolloutRefWorker", "ActorWorker", "CriticWorker", "GenerateWorker", "RMWorker", "RefWorker",
+    "RewardModelWorker", "RolloutWorker", "SFTWorker", "SupervisedWorker", "load_worker_class",
+]  # fmt: skip
