@@ -83,17 +83,14 @@ def _concatenate(parts: Sequence[tuple[np.ndarray, np.ndarray]]) -> Ragged:
     return Ragged(torch.from_numpy(values), torch.from_numpy(lengths))
 
 
-# -- processes ------------------------------------------------------------------------------------
-
-
 def _usable_cpus() -> int:
-    return len(os.sched_getaffinity(0)) if "sched_getaffinity" in dir(os) else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0))
 
 
 def _tokenize(job: _Job, workers: int) -> Ragged:
     count = len(job.prompts)
     spans = [(start, min(start + _CHUNK, count)) for start in range(0, count, _CHUNK)]
-    if workers == 1 or "fork" not in multiprocessing.get_all_start_methods():
+    if workers == 1:
         return _concatenate([job.tokenize(*span) for span in track_progress(spans, "tokenizing", count)])
     # Forking shares the prompts and the tokenizer. It is safe because the processes use neither devices nor threads
     # of this process.
@@ -126,9 +123,6 @@ def _initialize_process(job: _Job, driver_pid: int) -> None:
 def _tokenize_span(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
     assert _JOB is not None
     return _JOB.tokenize(start, stop)
-
-
-# -- cache ----------------------------------------------------------------------------------------
 
 
 def _cache_path(job: _Job) -> Path | None:
