@@ -49,11 +49,9 @@ class Answers:
     def check_columns(self, name: str) -> None:
         """Raise ConfigError if the files already contain a column that `write` adds."""
         columns = read_table(self.sources).column_names
-        conflicts = [column for column in _score_columns(name) if column in columns]
-        if conflicts:
-            raise ConfigError(
-                f"data.score_key={name}: data.path already has a column '{conflicts[0]}'; use another name"
-            )
+        taken = [column for column in _score_columns(name) if column in columns]
+        if taken:
+            raise ConfigError(f"data.score_key={name}: data.path already has a column '{taken[0]}'; use another name")
 
     def write(self, path: str | Path, name: str, scores: Sequence[float], answers: Sequence[str | None]) -> None:
         """Write the rows of the files with two more columns: the score and the extracted answer of each response."""
@@ -61,10 +59,8 @@ class Answers:
         table = read_table(self.sources).replace_schema_metadata(None)
         lists = any(count is not None for count in self.counts)
         for (column, kind), values in zip(_score_columns(name).items(), (scores, answers), strict=True):
-            iterator = iter(values)
-            cells = [
-                next(iterator) if count is None else [next(iterator) for _ in range(count)] for count in self.counts
-            ]
+            rest = iter(values)
+            cells = [next(rest) if count is None else [next(rest) for _ in range(count)] for count in self.counts]
             table = table.append_column(column, pyarrow.array(cells, pyarrow.list_(kind) if lists else kind))
         with storage.new_file(path) as target:
             parquet.write_table(table, target)

@@ -56,17 +56,12 @@ def summarize_files(paths: Sequence[Path], counted_columns: Collection[str] | No
     files = []
     for path, source in zip(paths, open_files(paths), strict=True):
         with convert_read_errors(path):
-            columns = tuple(
-                ColumnSummary(
-                    field.name,
-                    str(field.type),
-                    source.count_missing(field.name)
-                    if counted_columns is None or field.name in counted_columns
-                    else None,
-                )
-                for field in source.schema
-            )
-            files.append(FileSummary(path, source.num_rows, columns))
+            columns = []
+            for field in source.schema:
+                is_counted = counted_columns is None or field.name in counted_columns
+                missing = source.count_missing(field.name) if is_counted else None
+                columns.append(ColumnSummary(field.name, str(field.type), missing))
+            files.append(FileSummary(path, source.num_rows, tuple(columns)))
     return files
 
 

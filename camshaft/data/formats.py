@@ -36,9 +36,9 @@ class DataFile(ABC):
         self.path, self.columns, self.num_rows = path, list(columns), num_rows
 
     @property
-    @abstractmethod
     def schema(self) -> pyarrow.Schema:
         """Names and types of the columns. Raise BatchError if a column has values of different types."""
+        return self.table().schema
 
     @abstractmethod
     def batches(self, columns: Sequence[str]) -> Iterator[list[Row]]:
@@ -91,10 +91,6 @@ class ArrowData(DataFile):
         self._table = (ipc.open_stream(source) if is_stream else ipc.open_file(source)).read_all()
         super().__init__(path, self._table.column_names, self._table.num_rows)
 
-    @property
-    def schema(self) -> pyarrow.Schema:
-        return self._table.schema
-
     def batches(self, columns: Sequence[str]) -> Iterator[list[Row]]:
         for record_batch in self._table.select(list(columns)).to_batches(max_chunksize=1 << 16):
             yield record_batch.to_pylist()
@@ -113,10 +109,6 @@ class TextData(DataFile):
         """`lines` are the line numbers of the rows; None numbers the rows instead."""
         self._rows, self._lines = rows, lines
         super().__init__(path, list(dict.fromkeys(name for row in rows for name in row)), len(rows))
-
-    @property
-    def schema(self) -> pyarrow.Schema:
-        return self.table().schema
 
     def batches(self, columns: Sequence[str]) -> Iterator[list[Row]]:
         yield [{name: row.get(name) for name in columns} for row in self._rows]

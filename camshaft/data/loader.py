@@ -63,12 +63,8 @@ class StatefulLoader:
                 f"the data has {len(data)} rows, but one batch needs {batch_size}. "
                 f"Lower {key} to at most {len(data)}, or add at least {batch_size - len(data)} rows"
             )
-        self.data = data
-        self.batch_size = batch_size
-        self.total_epochs = total_epochs
-        self.shuffle = shuffle
-        self.seed = seed
-        self.drop_last = drop_last
+        self.data, self.batch_size, self.total_epochs = data, batch_size, total_epochs
+        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.rows_per_step = rows_per_step or batch_size
         self.epoch = 0
         """Epoch of the next batch, starting from 0."""

@@ -167,9 +167,7 @@ def _tokenize(
 ) -> list[list[int]]:
     """Tokenize sequences up to the token at which the model reads the score."""
     # The tokenizer adds special tokens to the first part of plain text. Templates include special tokens.
-    special = [
-        not sequence.templated and not number for sequence in sequences for number, _ in enumerate(sequence.texts)
-    ]
+    special = [not sequence.templated and i == 0 for sequence in sequences for i, _ in enumerate(sequence.texts)]
     pieces = iter(encode_each([text for sequence in sequences for text in sequence.texts], special, tokenizer))
     rows = []
     for index, sequence in enumerate(sequences):

@@ -31,10 +31,8 @@ def read_splits(folder: str | Path, required: Sequence[str], optional: Sequence[
             f"{folder} contains no files of a split, such as train.jsonl, train.jsonl.gz, test.parquet or "
             f"test-00000-of-00001.parquet (found: {names})"
         )
-    rows_by_split = {
-        split: [row for path in paths for row in _rows(path, required, optional)] for split, paths in files.items()
-    }
-    return {split: rows for split, rows in rows_by_split.items() if rows}
+    rows = {split: [row for path in paths for row in _rows(path, required, optional)] for split, paths in files.items()}
+    return {split: rows[split] for split in SPLITS if rows[split]}
 
 
 def _files(folder: Path, split: str) -> list[Path]:

@@ -50,101 +50,6 @@ Columns = Mapping[str, Sequence[Sequence[Any]]]
 """Column suffix -> for each prompt, the list of values of its responses."""
 
 
-class ResponseFile:
-    """Output file of a generation run."""
-
-    def __init__(self, path: Path, name: str, settings: Mapping[str, Any]):
-        """`name` is the name of the response column and the prefix of the other new columns."""
-        self.path = path.expanduser().absolute()
-        self.name = name
-        self.settings = _normalize(settings)
-        self._folder = self.path.with_name(f"{self.path.name}.parts")
-
-    def exists(self) -> bool:
-        """Return True if the file exists. Raise ConfigError unless a run with the same settings wrote it."""
-        if not self.path.exists():
-            return False
-        saved_settings = _read_settings(self.path)
-        if saved_settings is None:
-            raise ConfigError(f"data.output_path={self.path}: the file already exists; use another path, or delete it")
-        self._compare(saved_settings, "already exists", "use another path, or delete it")
-        return True
-
-    def check_columns(self, sources: Paths) -> None:
-        """Check the prompt files.
-
-        Raise ConfigError if a file has a column that `write` adds, and BatchError if the schemas are incompatible.
-        """
-        schemas = []
-        for source in open_files(sources):
-            schemas.append(source.schema)
-            conflicts = [f"{self.name}{suffix}" for suffix in TYPES if f"{self.name}{suffix}" in schemas[-1].names]
-            if conflicts:
-                raise ConfigError(
-                    f"data.response_key={self.name}: data.path already has a column '{conflicts[0]}'; use another "
-                    f"name, for example data.response_key={self.name}_2"
-                )
-        with _schema_errors():
-            pyarrow.unify_schemas(schemas, promote_options=_PROMOTE)
-
-    @contextlib.contextmanager
-    def parts(self) -> Iterator["Parts"]:
-        """Lock the folder of the parts and yield the existing parts, to which the caller appends."""
-        folder = self._folder
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = storage.lock_folder(folder)
-        except OSError as error:
-            raise ConfigError(
-                f"data.output_path={self.path} is not writable ({error.strerror}); use another path"
-            ) from error
-        if lock is None:
-            raise ConfigError(
-                f"data.output_path={self.path}: another run is writing this file; wait for it, or use another path"
-            )
-        with lock:
-            parts = Parts(folder, self.name, self.settings)
-            if parts.saved_settings is not None:
-                fix = f"use another path, or delete {folder} to start again"
-                self._compare(parts.saved_settings, "was started", fix)
-            yield parts
-
-    def write(self, sources: Paths, rows: Sequence[int], parts: "Parts") -> None:
-        """Write the selected rows of the sources with the responses of all parts, then delete the parts."""
-        responses = parts.table()
-        table = read_table(sources).take(pyarrow.array(rows, pyarrow.int64()))
-        for name in responses.column_names:
-            table = table.append_column(name, responses.column(name))
-        metadata = dict(table.schema.metadata or {}) | {_METADATA: json.dumps(self.settings).encode()}
-        with storage.new_file(self.path) as path:
-            parquet.write_table(table.replace_schema_metadata(metadata), path)
-        self.remove_parts()
-
-    def remove_parts(self) -> None:
-        """Delete the parts, which are unused once the file is written."""
-        if self._folder.exists():
-            shutil.rmtree(self._folder)
-
-    def read(self, column: str) -> list[Any]:
-        """Read a column of the written file as Python objects."""
-        with parquet.ParquetFile(self.path) as source:
-            return source.read([column]).column(column).to_pylist()
-
-    def _compare(self, saved_settings: Mapping[str, Any], state: str, fix: str) -> None:
-        changed_keys = [
-            key for key in {**saved_settings, **self.settings} if saved_settings.get(key) != self.settings.get(key)
-        ]
-        if changed_keys:
-            changes = "; ".join(
-                f"{key}: {_abbreviate(saved_settings, key)} before, {_abbreviate(self.settings, key)} now"
-                for key in changed_keys
-            )
-            raise ConfigError(
-                f"data.output_path={self.path} {state} with different settings ({changes}); "
-                f"use the previous settings, or {fix}"
-            )
-
-
 class Parts:
     """Responses that are already written; they belong to the first `num_done` prompts."""
 
@@ -191,6 +96,99 @@ class Parts:
             return None
 
 
+class ResponseFile:
+    """Output file of a generation run."""
+
+    def __init__(self, path: Path, name: str, settings: Mapping[str, Any]):
+        """`name` is the name of the response column and the prefix of the other new columns."""
+        self.path = path.expanduser().absolute()
+        self.name = name
+        self.settings: dict[str, Any] = json.loads(json.dumps(settings, default=str))  # comparable with stored settings
+        self._folder = self.path.with_name(f"{self.path.name}.parts")
+
+    def exists(self) -> bool:
+        """Return True if the file exists. Raise ConfigError unless a run with the same settings wrote it."""
+        if not self.path.exists():
+            return False
+        saved_settings = _read_settings(self.path)
+        if saved_settings is None:
+            raise ConfigError(f"data.output_path={self.path}: the file already exists; use another path, or delete it")
+        self._compare(saved_settings, "already exists", "use another path, or delete it")
+        return True
+
+    def check_columns(self, sources: Paths) -> None:
+        """Check the prompt files.
+
+        Raise ConfigError if a file has a column that `write` adds, and BatchError if the schemas are incompatible.
+        """
+        schemas = []
+        for source in open_files(sources):
+            schemas.append(source.schema)
+            conflicts = [f"{self.name}{suffix}" for suffix in TYPES if f"{self.name}{suffix}" in schemas[-1].names]
+            if conflicts:
+                raise ConfigError(
+                    f"data.response_key={self.name}: data.path already has a column '{conflicts[0]}'; use another "
+                    f"name, for example data.response_key={self.name}_2"
+                )
+        with _schema_errors():
+            pyarrow.unify_schemas(schemas, promote_options=_PROMOTE)
+
+    @contextlib.contextmanager
+    def parts(self) -> Iterator[Parts]:
+        """Lock the folder of the parts and yield the existing parts, to which the caller appends."""
+        folder = self._folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = storage.lock_folder(folder)
+        except OSError as error:
+            raise ConfigError(
+                f"data.output_path={self.path} is not writable ({error.strerror}); use another path"
+            ) from error
+        if lock is None:
+            raise ConfigError(
+                f"data.output_path={self.path}: another run is writing this file; wait for it, or use another path"
+            )
+        with lock:
+            parts = Parts(folder, self.name, self.settings)
+            if parts.saved_settings is not None:
+                fix = f"use another path, or delete {folder} to start again"
+                self._compare(parts.saved_settings, "was started", fix)
+            yield parts
+
+    def write(self, sources: Paths, rows: Sequence[int], parts: Parts) -> None:
+        """Write the selected rows of the sources with the responses of all parts, then delete the parts."""
+        responses = parts.table()
+        table = read_table(sources).take(pyarrow.array(rows, pyarrow.int64()))
+        for name in responses.column_names:
+            table = table.append_column(name, responses.column(name))
+        metadata = dict(table.schema.metadata or {}) | {_METADATA: json.dumps(self.settings).encode()}
+        with storage.new_file(self.path) as path:
+            parquet.write_table(table.replace_schema_metadata(metadata), path)
+        self.remove_parts()
+
+    def remove_parts(self) -> None:
+        """Delete the parts, which are unused once the file is written."""
+        if self._folder.exists():
+            shutil.rmtree(self._folder)
+
+    def read(self, column: str) -> list[Any]:
+        """Read a column of the written file as Python objects."""
+        with parquet.ParquetFile(self.path) as source:
+            return source.read([column]).column(column).to_pylist()
+
+    def _compare(self, saved: Mapping[str, Any], state: str, fix: str) -> None:
+        changes = [
+            f"{key}: {_abbreviate(saved, key)} before, {_abbreviate(self.settings, key)} now"
+            for key in {**saved, **self.settings}
+            if saved.get(key) != self.settings.get(key)
+        ]
+        if changes:
+            raise ConfigError(
+                f"data.output_path={self.path} {state} with different settings ({'; '.join(changes)}); "
+                f"use the previous settings, or {fix}"
+            )
+
+
 def read_table(sources: Paths) -> pyarrow.Table:
     """Read all rows and columns of the files into one table; raise BatchError if their schemas are incompatible."""
     tables = [source.table() for source in open_files(sources)]
@@ -216,11 +214,6 @@ def _read_settings(path: Path) -> Mapping[str, Any] | None:
     except (pyarrow.ArrowInvalid, OSError):
         return None
     return json.loads(metadata[_METADATA]) if _METADATA in metadata else None
-
-
-def _normalize(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert settings to JSON and back, so that they are comparable with stored settings."""
-    return json.loads(json.dumps(settings, default=str))
 
 
 def _abbreviate(settings: Mapping[str, Any], key: str) -> str:

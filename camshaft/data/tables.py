@@ -97,7 +97,10 @@ def read_columns(paths: Paths) -> frozenset[str]:
 
 def open_files(paths: Paths) -> list[DataFile]:
     """Open the files. Raise BatchError if a file is missing or empty."""
-    return [_open(file) for file in _file_list(paths)]
+    files = [Path(path).expanduser() for path in ([paths] if isinstance(paths, (str, Path)) else paths)]
+    if not files:
+        raise BatchError("the list of data files is empty; add at least one file")
+    return [_open(file) for file in files]
 
 
 def write_parquet(path: str | Path, rows: Sequence[dict[str, Any]]) -> Path:
@@ -106,13 +109,6 @@ def write_parquet(path: str | Path, rows: Sequence[dict[str, Any]]) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
     return path
-
-
-def _file_list(paths: Paths) -> list[Path]:
-    files = [Path(p).expanduser() for p in ([paths] if isinstance(paths, (str, Path)) else paths)]
-    if not files:
-        raise BatchError("the list of data files is empty; add at least one file")
-    return files
 
 
 def _open(file: Path) -> DataFile:

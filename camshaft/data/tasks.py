@@ -70,18 +70,11 @@ def write_arithmetic(
     files = {}
     for split, problems in (("train", train), ("heldout", heldout)):
         rows = [_row(problem, split, index) for index, problem in enumerate(problems)]
-        sft_rows = [
-            {
-                "data_source": row["data_source"],
-                "prompt": row["prompt"],
-                "response": (
-                    str(_without_carry(left, right))
-                    if careless_rng.random() < careless
-                    else row["reward_model"]["ground_truth"]
-                ),
-            }
-            for row, (_, left, right) in zip(rows, problems, strict=True)
-        ]
+        sft_rows: list[dict[str, Any]] = []
+        for row, (_, a, b) in zip(rows, problems, strict=True):
+            is_careless = careless_rng.random() < careless
+            response = str(_without_carry(a, b)) if is_careless else row["reward_model"]["ground_truth"]
+            sft_rows.append({"data_source": DATA_SOURCE, "prompt": row["prompt"], "response": response})
         pairs = [
             {"prompt": row["prompt"], "chosen": str(result), "rejected": str(_wrong_result(result, wrong_rng))}
             for row, result in zip(rows, map(_result, problems), strict=True)
