@@ -35,7 +35,7 @@ class DataProto:
     def __init__(self, columns: Mapping[str, Column] | None = None, meta_info: Mapping[str, Any] | None = None):
         self.columns: dict[str, Column] = dict(columns or {})
         self.meta_info: dict[str, Any] = dict(meta_info or {})
-        counts = {name: _rows(column) for name, column in self.columns.items()}
+        counts = {name: len(column) for name, column in self.columns.items()}
         if len(set(counts.values())) > 1:
             raise BatchError(f"the columns have different numbers of rows: {counts}")
         self._length = next(iter(counts.values()), 0)
@@ -202,10 +202,6 @@ class DataProto:
 # -- one column -----------------------------------------------------------------------------------
 
 
-def _rows(column: Column) -> int:
-    return len(column)
-
-
 def _objects(values: Sequence[Any]) -> np.ndarray:
     column = np.empty(len(values), dtype=object)
     for i, value in enumerate(values):
@@ -267,8 +263,6 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _rebuild(
-    other_columns: dict[str, Column], buffers: dict[str, Buffer], order: list[str], meta_info: Any
-) -> DataProto:
-    columns = other_columns | {name: from_buffer(buffer) for name, buffer in buffers.items()}
+def _rebuild(others: dict[str, Column], buffers: dict[str, Buffer], order: list[str], meta_info: Any) -> DataProto:
+    columns = others | {name: from_buffer(buffer) for name, buffer in buffers.items()}
     return DataProto({name: columns[name] for name in order}, meta_info)

@@ -97,10 +97,9 @@ def _mask_pairs(line: str, public_names: Collection[str]) -> str:
 
 def secret_values(*sources: Mapping[str, Any], public_names: Collection[str] = ()) -> list[str]:
     """Return the secrets in configs or environment variables, the longest first."""
-    values = {
-        value for source in sources for value in _secrets_in(source, "", public_names) if len(value) >= MIN_LENGTH
-    }
-    return sorted((value for value in values if value.lower() not in _NO_SECRETS), key=len, reverse=True)
+    found = {value for source in sources for value in _secrets_in(source, "", public_names)}
+    secrets = [value for value in found if len(value) >= MIN_LENGTH and value.lower() not in _NO_SECRETS]
+    return sorted(secrets, key=len, reverse=True)
 
 
 def _secrets_in(value: Any, name: str, public_names: Collection[str]) -> Iterator[str]:

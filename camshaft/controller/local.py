@@ -256,16 +256,14 @@ def device_of(index: int, count: int, kind: str | None) -> str:
 # -- in the worker process ------------------------------------------------------------------------
 
 
-def serve(
-    connection: socket.socket, rank_info: RankInfo, folder: Path, driver: int, environment: dict[str, str]
-) -> None:
+def serve(connection: socket.socket, rank_info: RankInfo, folder: Path, driver: int, variables: dict[str, str]) -> None:
     """Answer the requests to one rank until the driver stops it or ends."""
     os.setsid()
     dump_stacks_on_signal(_stack_file(folder, rank_info.rank))
     ignore_stop_signals(signal.SIGTERM, signal.SIGHUP)
     watcher = end_with(driver, partial(_end_session, folder))  # the fork server exits only after its worker processes
     os.environ.clear()  # remove the variables from the time at which the fork server started
-    set_environment(rank_info, environment)
+    set_environment(rank_info, variables)
     log_to_file(rank_info)
     executor = Executor(rank_info)
     status = 0

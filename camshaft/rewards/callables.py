@@ -86,10 +86,7 @@ def _weighted(reward: Function | Sequence[Any]) -> list[tuple[Function, float]]:
 
 def _unique(names: Sequence[str]) -> list[str]:
     """Number names that occur more than once: reward, reward_2."""
-    return [
-        f"{name}_{names[: index + 1].count(name)}" if name in names[:index] else name
-        for index, name in enumerate(names)
-    ]
+    return [f"{name}_{names[: i + 1].count(name)}" if name in names[:i] else name for i, name in enumerate(names)]
 
 
 def _pickle(function: Function, name: str, label: str, weight: float) -> PickledFunction:
@@ -182,9 +179,8 @@ def _script_globals(function: FunctionType) -> dict[str, Any]:
 def _names(code: CodeType) -> set[str]:
     """Return the names of globals that code and the functions in it read but do not set."""
     steps = list(dis.get_instructions(code))
-    loaded, stored = (
-        {step.argval for step in steps if step.opname == kind} for kind in ("LOAD_GLOBAL", "STORE_GLOBAL")
-    )
+    loaded = {step.argval for step in steps if step.opname == "LOAD_GLOBAL"}
+    stored = {step.argval for step in steps if step.opname == "STORE_GLOBAL"}
     return (loaded - stored).union(*(_names(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 

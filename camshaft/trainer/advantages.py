@@ -141,9 +141,7 @@ def group_ids(batch: DataProto) -> Tensor:
     """
     has_tokens = (batch.ragged("response_mask").sum() > 0).tolist()
     group_of_key: dict[str | int, int] = {}
-    keys = (
-        uid if is_scored else row for row, (uid, is_scored) in enumerate(zip(batch["uid"], has_tokens, strict=True))
-    )
+    keys = (uid if scored else row for row, (uid, scored) in enumerate(zip(batch["uid"], has_tokens, strict=True)))
     return torch.tensor([group_of_key.setdefault(key, len(group_of_key)) for key in keys])
 
 

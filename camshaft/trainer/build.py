@@ -66,9 +66,8 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             self.status = stack.enter_context(RunStatus(config.trainer.default_local_dir))
             self._load_prompts(config)
             self.total_steps = run_length(config.trainer, self.loader)
-            if not config.trainer.val_only and (
-                problems := [*check_critic_warmup(config.trainer.critic_warmup, self.total_steps)]
-            ):
+            problems = list(check_critic_warmup(config.trainer.critic_warmup, self.total_steps))
+            if problems and not config.trainer.val_only:
                 raise ConfigError(format_problems(problems))
             self.checkpoints = CheckpointManager(
                 config.trainer.default_local_dir, config.trainer.default_hdfs_dir, config.trainer.worker_limit("save")

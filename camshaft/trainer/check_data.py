@@ -50,25 +50,25 @@ Print = Callable[[str], None]
 def check_data(config: PPOConfig) -> int:
     """Check the data of a config, print a report and return the exit status."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    print_line: Print = console.print
+    say: Print = console.print
     problems: list[str] = []
     with log_to_console(console, config.trainer.seed):
         try:
-            for problem in _find_problems(config, print_line):
-                print_line(f"! {problem}")
+            for problem in _find_problems(config, say):
+                say(f"! {problem}")
                 problems.append(problem)
         except CamshaftError as error:
-            print_line(f"! {error}")
+            say(f"! {error}")
             problems.append(str(error))
     if not problems:
-        print_line("\nOK: a run would start with this data")
+        say("\nOK: a run would start with this data")
         return 0
     suffix = f" (and {len(problems) - 1} more above)" if len(problems) > 1 else ""
-    print_line(f"\nFAILED: {problems[0].splitlines()[0]}{suffix}")
+    say(f"\nFAILED: {problems[0].splitlines()[0]}{suffix}")
     return 1
 
 
-def _find_problems(config: PPOConfig, print_line: Print) -> Iterator[str]:
+def _find_problems(config: PPOConfig, say: Print) -> Iterator[str]:
     """Print the report and yield problems. Raise CamshaftError for a problem that prevents further checks."""
     with ExitStack() as stack:
         rewards: RewardManager | None = None
@@ -77,13 +77,13 @@ def _find_problems(config: PPOConfig, print_line: Print) -> Iterator[str]:
                 rewards = stack.enter_context(build_rewards(config.custom_reward_function))
             except CamshaftError as error:
                 yield str(error)
-        batches = yield from _check_prompts(config, rewards, print_line)
+        batches = yield from _check_prompts(config, rewards, say)
         if rewards is not None and "training" in batches:
-            yield from _check_reward_function(batches["training"], rewards, print_line)
+            yield from _check_reward_function(batches["training"], rewards, say)
 
 
 def _check_prompts(
-    config: PPOConfig, rewards: RewardManager | None, print_line: Print
+    config: PPOConfig, rewards: RewardManager | None, say: Print
 ) -> Generator[str, None, dict[str, DataProto]]:
     """Print the report on the data files, yield problems, and return the prompts."""
     tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
@@ -94,18 +94,18 @@ def _check_prompts(
         paths, max_rows = prompt_files(config, train)
         if not paths:
             continue
-        print_line(f"\n{name} prompts")
+        say(f"\n{name} prompts")
         files = data_files(paths)
         options = replace(options, prompt_key=find_prompt_key(files, config.data.prompt_key))
-        _print_schema(files, [*options.required_columns(), *OPTIONAL], rewards, print_line)
+        _print_schema(files, [*options.required_columns(), *OPTIONAL], rewards, say)
         prompts = tokenized_prompts[name] = read_prompts(files, tokenizer, options, max_rows)
         if train:
             first = prompts.prompts[0]
             text = render_prompt(first, tokenizer, prompts.table.location(0))
             template = "" if isinstance(first, str) else " with the chat template applied"
-            print_line(f"  first prompt{template}:\n{_shorten(text, _MAX_CHARACTERS)}")
-            print_line(f"  ({_describe_first_prompt(prompts)})")
-        _print_lengths(prompts, options, print_line)
+            say(f"  first prompt{template}:\n{_shorten(text, _MAX_CHARACTERS)}")
+            say(f"  ({_describe_first_prompt(prompts)})")
+        _print_lengths(prompts, options, say)
         try:
             batches[name] = build_prompt_set(prompts, tokenizer, options).batch
             if train:
@@ -119,25 +119,23 @@ def _check_prompts(
             yield str(error)
         except CamshaftError as error:
             yield str(error)
-    _print_duplicates(tokenized_prompts, print_line)
+    _print_duplicates(tokenized_prompts, say)
     if not config.needs_function():
-        print_line("\nno reward function: the run uses only the reward model")
+        say("\nno reward function: the run uses only the reward model")
     return batches
 
 
 # -- files and prompts ----------------------------------------------------------------------------
 
 
-def _print_schema(
-    paths: Sequence[Path], columns: Sequence[str], rewards: RewardManager | None, print_line: Print
-) -> None:
+def _print_schema(paths: Sequence[Path], columns: Sequence[str], rewards: RewardManager | None, say: Print) -> None:
     """Print the columns of the data files. `columns` are those that the run reads, besides those for the reward."""
     for_reward = () if rewards is None else rewards.columns
     for file in summarize_files(paths, None if for_reward is None else [*columns, *for_reward]):
-        print_line(f"  {file.path}: {file.num_rows} rows")
+        say(f"  {file.path}: {file.num_rows} rows")
         for column in file.columns:
             missing = "not read" if column.missing is None else f"{column.missing} missing"
-            print_line(f"    {column.name:<20} {missing:<12} {_shorten(column.type, 80)}")
+            say(f"    {column.name:<20} {missing:<12} {_shorten(column.type, 80)}")
 
 
 def _describe_first_prompt(prompts: TokenizedPrompts) -> str:
@@ -145,13 +143,13 @@ def _describe_first_prompt(prompts: TokenizedPrompts) -> str:
     return f"{int(prompts.ids.lengths[0])} tokens; the prompts in these files are {' and '.join(kinds)}"
 
 
-def _print_lengths(prompts: TokenizedPrompts, options: PromptOptions, print_line: Print) -> None:
+def _print_lengths(prompts: TokenizedPrompts, options: PromptOptions, say: Print) -> None:
     summary, count = summarize_lengths(prompts.ids.lengths), len(prompts.ids)
     percentiles = ", ".join(f"p{percent} {length}" for percent, length in summary.percentiles.items())
-    print_line(f"  tokens of a prompt: {percentiles}, max {summary.max_length}")
+    say(f"  tokens of a prompt: {percentiles}, max {summary.max_length}")
     max_count, width = max(num_rows for _, _, num_rows in summary.bars), len(str(summary.max_length))
     for low, high, num_rows in summary.bars:
-        print_line(
+        say(
             f"    {low:>{width}}-{high:<{width}} {'#' * -(-_BAR_WIDTH * num_rows // max_count):<{_BAR_WIDTH}} "
             f"{num_rows}"
         )
@@ -162,48 +160,48 @@ def _print_lengths(prompts: TokenizedPrompts, options: PromptOptions, print_line
     else:
         verb = "rejected" if options.truncation == "error" else "truncated"
         effect = f"{verb} by data.truncation={options.truncation}"
-    print_line(
+    say(
         f"  longer than {limit}: {num_overlong} of {count} ({num_overlong / count:.1%})"
         + (f"; {effect}" if num_overlong else "")
     )
 
 
-def _print_duplicates(tokenized_prompts: dict[str, TokenizedPrompts], print_line: Print) -> None:
-    print_line("")
+def _print_duplicates(tokenized_prompts: dict[str, TokenizedPrompts], say: Print) -> None:
+    say("")
     for name, prompts in tokenized_prompts.items():
-        print_line(f"duplicate {name} prompts: {count_repeated(prompts.ids)} of {len(prompts.ids)}")
+        say(f"duplicate {name} prompts: {count_repeated(prompts.ids)} of {len(prompts.ids)}")
     if len(tokenized_prompts) == 2:
         validation_ids = tokenized_prompts["validation"].ids
         num_shared = count_shared(validation_ids, tokenized_prompts["training"].ids)
-        print_line(f"validation prompts that are also training prompts: {num_shared} of {len(validation_ids)}")
+        say(f"validation prompts that are also training prompts: {num_shared} of {len(validation_ids)}")
 
 
 # -- reward function --------------------------------------------------------------------------
 
 
-def _check_reward_function(prompts: DataProto, rewards: RewardManager, print_line: Print) -> Iterator[str]:
+def _check_reward_function(prompts: DataProto, rewards: RewardManager, say: Print) -> Iterator[str]:
     """Score an empty response and, if the data has ground truths, the ground truth for each of the first rows."""
     rows = prompts.reorder(slice(0, _NUM_SCORED))
     values = ["" if truth is None else truth for truth in rows["ground_truth"]]
     truths = [value if isinstance(value, str) else repr(value) for value in values]
-    print_line(f"\nscores of the first {len(rows)} training prompts (reward: {', '.join(rewards.names)})")
+    say(f"\nscores of the first {len(rows)} training prompts (reward: {', '.join(rewards.names)})")
     responses = {"ground truth": truths} if any(truths) else {}
     responses["empty"] = [""] * len(rows)
     results = {name: rewards.score_texts(rows, texts) for name, texts in responses.items()}
     columns = [name for name in rewards.columns or () if name != "prompt" and name in rows["data_row"][0]]
     titles = ["data_source", *["ground truth"] * any(truths), *columns]
-    print_line(f"  {' '.join(f'{name:>12}' for name in results)}   {', '.join(titles)}")
+    say(f"  {' '.join(f'{name:>12}' for name in results)}   {', '.join(titles)}")
     for row, scores in enumerate(zip(*(_format_scores(result) for result in results.values()), strict=True)):
         values = [truths[row]] * any(truths) + [rows["data_row"][row].get(name) for name in columns]
         texts = [str(rows["data_source"][row]), *(_shorten(repr(value), 40) for value in values)]
-        print_line(f"  {' '.join(f'{score:>12}' for score in scores)}   {', '.join(texts)}")
+        say(f"  {' '.join(f'{score:>12}' for score in scores)}   {', '.join(texts)}")
     num_failed = sum(result.num_failed for result in results.values())
     if num_failed:
         failure = next(result.failures[0] for result in results.values() if result.failed)
         num_calls = len(results) * len(rows)
         yield f"the reward function failed in {num_failed} of {num_calls} calls; the first failure is {failure}"
     elif any(truths) and all(results["ground truth"].scores <= results["empty"].scores):
-        print_line(
+        say(
             "  note: no ground truth scores higher than an empty response; the function may expect a different answer "
             "format"
         )
