@@ -90,7 +90,6 @@ class Executor:
         return f"tcp://{rank_info.address}:{self._store.port}"
 
     def join(self, rendezvous: str) -> None:
-        """Join the process group of the pool."""
         init_process_group(self._rank_info, rendezvous, self._store)
 
     def build(

@@ -25,7 +25,6 @@ _SIOCGIFADDR = 0x8915
 
 
 def accepts_connections(host: str, port: int) -> bool:
-    """Return True if the port accepts a connection."""
     try:
         with socket.create_connection((host, port), timeout=PROBE_SECONDS):
             return True
@@ -35,8 +34,6 @@ def accepts_connections(host: str, port: int) -> bool:
 
 @dataclass
 class _Daemon:
-    """A monitored daemon with its port and its failed connections."""
-
     name: str
     host: str
     port: int
@@ -55,7 +52,6 @@ class PortMonitor:
         self._thread: threading.Thread | None = None
 
     def add(self, name: str, host: str, port: int) -> None:
-        """Monitor an additional port."""
         self._daemons.append(_Daemon(name, host, port))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="port-monitor", daemon=True)

@@ -112,6 +112,5 @@ def _format_amounts(amounts: Amounts) -> str:
 def _table(rows: Sequence[Sequence[str]]) -> str:
     """Format rows of cells as a table with aligned columns."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join(
-        "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(f"  {line}" for line in lines)

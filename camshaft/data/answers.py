@@ -67,7 +67,6 @@ class Answers:
 
 
 def read_answers(paths: Paths, columns: AnswerColumns) -> Answers:
-    """Read and validate the responses of data files."""
     required = [columns.response_key]
     if columns.data_source_key != DATA_SOURCE:
         required.append(columns.data_source_key)

@@ -23,8 +23,6 @@ PERCENTILES = (50, 90, 99)
 
 @dataclass(frozen=True)
 class ColumnSummary:
-    """Name and type of a column, and its number of missing values."""
-
     name: str
     type: str
     missing: int | None
@@ -33,8 +31,6 @@ class ColumnSummary:
 
 @dataclass(frozen=True)
 class FileSummary:
-    """Number of rows and columns of a file."""
-
     path: Path
     num_rows: int
     columns: tuple[ColumnSummary, ...]
@@ -42,8 +38,6 @@ class FileSummary:
 
 @dataclass(frozen=True)
 class LengthSummary:
-    """Distribution of row lengths."""
-
     percentiles: dict[int, int]
     """Percentile p -> smallest length L such that at least p percent of the rows have at most L tokens."""
     max_length: int

@@ -24,8 +24,6 @@ MAX_DRAWS = 20
 
 @dataclass(frozen=True)
 class TaskPaths:
-    """Files of a task."""
-
     train: Path
     test: Path
 

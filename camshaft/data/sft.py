@@ -98,7 +98,8 @@ def load_sft(
     for index in track_progress(range(len(table)), "chat template", len(table)):
         sequences += _sequences(table.rows[index], table.location(index), tokenizer, options)
     tokenized = _tokenize(sequences, tokenizer)
-    _check_lengths(sequences, tokenized, options)
+    lengths = [len(tokens) for tokens, _ in tokenized]
+    _check_lengths(sequences, lengths, options)
     ids: list[list[int]] = []
     masks: list[list[bool]] = []
     for tokens, mask in tokenized:
@@ -110,7 +111,7 @@ def load_sft(
             masks.append(mask)
     if not ids:
         raise BatchError(f"max_length={options.max_length} truncates all trained tokens of all sequences; increase it")
-    num_truncated = sum(len(tokens) > options.max_length for tokens, _ in tokenized)
+    num_truncated = sum(length > options.max_length for length in lengths)
     columns = {"input_ids": Ragged.from_rows(ids), "loss_mask": Ragged.from_rows(masks)}
     rows = SFTSet(DataProto.from_dict(columns), len(table), num_truncated, len(tokenized) - len(ids))
     logger.info("%s: %s from %s", label, rows, ", ".join(map(str, table.files)))
@@ -187,7 +188,8 @@ def _tokenize(sequences: Sequence[_Sequence], tokenizer: PreTrainedTokenizerBase
     """Return the ids and the loss mask of each sequence up to its last trained token."""
     flat = [piece for sequence in sequences for piece in sequence.pieces]
     ids = encode_each([piece.text for piece in flat], [piece.special_tokens for piece in flat], tokenizer)
-    end_ids = _special_ids(tokenizer)
+    special_ids = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
+    end_ids = frozenset([*tokenizer.all_special_ids, *special_ids])
     rows, index = [], 0
     for sequence in sequences:
         tokens: list[int] = []
@@ -214,15 +216,7 @@ def _num_generated_tokens(ids: list[int], end_ids: frozenset[int]) -> int:
     return positions[-1] + 1 if positions else len(ids)
 
 
-def _special_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
-    added_ids = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
-    return frozenset([*tokenizer.all_special_ids, *added_ids])
-
-
-def _check_lengths(
-    sequences: Sequence[_Sequence], tokenized: Sequence[tuple[list[int], list[bool]]], options: SFTOptions
-) -> None:
-    lengths = [len(tokens) for tokens, _ in tokenized]
+def _check_lengths(sequences: Sequence[_Sequence], lengths: Sequence[int], options: SFTOptions) -> None:
     overlong = [i for i, length in enumerate(lengths) if length > options.max_length]
     if overlong and options.truncation == "error":
         raise BatchError(

@@ -23,8 +23,6 @@ RESPONSE, RESPONSES = ("solution_str", "response", "completion"), ("solution_str
 
 
 class Arguments(NamedTuple):
-    """Arguments that a reward function accepts."""
-
     batched: bool
     parameters: tuple[str, ...]
     takes_all: bool
@@ -76,7 +74,6 @@ class Arguments(NamedTuple):
         return tuple(dict.fromkeys([*(name for name in names if name != "prompts"), *["prompt"] * needs_prompt]))
 
     def single(self, sample: Sample) -> dict[str, Any]:
-        """Return the arguments for one sample."""
         values = sample.row | dict(zip(SINGLE, sample[:4], strict=True)) | dict.fromkeys(RESPONSE, sample.solution_str)
         return self._select(values)
 

@@ -50,7 +50,8 @@ class RewardFunction(NamedTuple):
 
 def load_functions(spec: Spec) -> list[RewardFunction]:
     """Load the functions of `spec` and validate them. Raise CamshaftError on failure."""
-    folders = [folder for function in spec.functions for folder in _file_folder(function.path)]
+    files = [Path(function.path or "").expanduser() for function in spec.functions]
+    folders = [str(file.resolve().parent) for file in files if file.is_file()]  # a file can import modules beside it
     extend_import_path([*folders, *spec.sys_path])
     return [_load_function(function) for function in spec.functions]
 
@@ -65,12 +66,6 @@ def _load_function(spec: FunctionSpec) -> RewardFunction:
     if not callable(function):
         raise CamshaftError(f"{spec.text} has type {type(function).__name__}; it must be callable")
     return RewardFunction(function, spec.kwargs, _arguments(function, spec))
-
-
-def _file_folder(path: str | None) -> list[str]:
-    """Return the folder of a reward file, so that the file can import other modules of its folder."""
-    file = Path(path or "").expanduser()
-    return [str(file.resolve().parent)] if file.is_file() else []
 
 
 def _find_function(spec: FunctionSpec) -> Any:

@@ -62,8 +62,6 @@ class Sample(NamedTuple):
 
 
 class FunctionInfo(NamedTuple):
-    """Properties of a loaded function."""
-
     name: str
     """Name of the function in its file or module."""
     batched: bool

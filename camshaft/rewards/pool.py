@@ -337,7 +337,6 @@ class Job:
         return [self.blocking.popleft() for _ in range(count)]
 
     def pop_concurrent_calls(self, count: int) -> list[Call]:
-        """Remove and return up to `count` concurrent calls."""
         return [self.concurrent.popleft() for _ in range(min(count, len(self.concurrent)))]
 
     def pop_suspects(self, max_count: int) -> list[Call]:
@@ -351,7 +350,6 @@ class Job:
         self.blocking.extendleft(reversed(self._drop_ignored_rows(calls)))
 
     def record_result(self, call: Call, result: CallResult) -> None:
-        """Record the result of a call."""
         outcomes = [outcome._replace(seconds=result.seconds) for outcome in result.outcomes]
         if len(outcomes) == len(call.rows):
             for row, outcome in zip(call.rows, outcomes, strict=True):

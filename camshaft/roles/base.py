@@ -5,7 +5,7 @@ the engine reads. The engine returns predictions for all tokens of a sequence, a
 the response. A trained role loops over mini-batches:
 
     with self.update() as metrics:
-        for mini_batch in mini_batches(data, size=8, epochs=1, seed=0):
+        for mini_batch in mini_batches(data, size=8, epochs=1, seed=0, presharded=False):
             metrics.add(self.engine.train_batch(mini_batch, ctx, self._loss))
     return metrics.result("actor")
 
@@ -51,9 +51,7 @@ def build_counts(data: DataProto, ctx: StepContext, horizon: float | None = None
     return Counts(mask.values, lengths, ctx["num_tokens"], ctx["num_sequences"], horizon)
 
 
-def mini_batches(
-    data: DataProto, size: int, epochs: int, seed: int | None, presharded: bool = False
-) -> Iterator[DataProto]:
+def mini_batches(data: DataProto, size: int, epochs: int, seed: int | None, presharded: bool) -> Iterator[DataProto]:
     """Yield the mini-batches of all epochs, of `size` rows on each rank, with the columns that the engine reads.
 
     `seed` shuffles each epoch; None disables shuffling. If `presharded` is True, `data` already contains the rows of
@@ -84,7 +82,6 @@ class UpdateMetrics:
         self._before, self._in_a_row, self._cause = skipped, skipped.steps, skipped.cause
 
     def add(self, step: StepResult) -> None:
-        """Add the metrics of one optimizer step."""
         self._steps, self._skipped = self._steps + 1, self._skipped + step.skipped
         self._in_a_row = self._in_a_row + 1 if step.skipped else 0
         if step.skipped:
@@ -117,7 +114,6 @@ class EngineRole(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
-        """Build the model of the engine."""
         self.engine.init_model()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -55,7 +55,6 @@ class RewardModelWorker(EngineRole):
 
 
 def build_reward_input(config: PPOConfig) -> RewardInput:
-    """Build the conversion from rows to inputs of the reward model."""
     model, max_length = config.reward_model.model, config.max_scored_length()
     import_external(model.external_lib)
     settings = load_config(model_folder(model.source()), model.trust_remote_code, model.override_config)

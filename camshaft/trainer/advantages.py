@@ -104,7 +104,6 @@ def row_means(column: Ragged, mask: Ragged) -> Tensor:
 
 
 def load_estimator(algorithm: AlgorithmConfig) -> Estimator:
-    """Load the configured advantage estimator."""
     return load_function(algorithm.adv_estimator, ESTIMATORS, "camshaft.estimators")
 
 

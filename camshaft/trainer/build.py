@@ -94,11 +94,9 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             self.finish_saving(failed=kind is not None)
 
     def finish_saving(self, failed: bool = False) -> None:
-        """Wait for checkpoints that are being written in the background."""
         finish_saving([self.actor, *([] if self.critic is None else [self.critic])], failed)
 
     def roles(self) -> list[ActorRolloutRefWorker | CriticWorker | RewardModelWorker]:
-        """Return the roles of the run."""
         return [role for role in (self.actor, self.critic, self.reward_model) if role is not None]
 
     def generate(

@@ -186,7 +186,6 @@ def collect_settings(config: GenerateConfig, prompts: DataProto) -> dict[str, An
 
 
 def _folder_checksum(folder: Path) -> str:
-    """Return a checksum of all files in a folder."""
     paths = sorted(path for path in folder.iterdir() if path.is_file())
     return _checksum(json.dumps(fingerprints(folder, paths)).encode())
 

@@ -14,7 +14,7 @@ on the ranks, and the functions of `advantages.py` compute on the driver.
 import contextlib
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -341,9 +341,7 @@ class PPOTrainer:
             self.best.update(metrics, step=0)
         return metrics, True
 
-    def _validate_step(
-        self, tracking: Tracking, tests: Schedule, metrics: Mapping[str, float]
-    ) -> dict[str, float] | None:
+    def _validate_step(self, tracking: Tracking, tests: Schedule, metrics: dict[str, float]) -> dict[str, float] | None:
         """Validate after a step. Return the metrics, or None if a stop signal ended the validation.
 
         If the validation fails, log `metrics`, those of the step, first.

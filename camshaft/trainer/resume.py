@@ -123,7 +123,6 @@ def _model_files(path: str) -> list[Path]:
 
 
 def _start_and_end(file: Path) -> bytes:
-    """Return the start and the end of a file."""
     with open(file, "rb") as handle:
         start = handle.read(SAMPLE_BYTES)
         handle.seek(max(len(start), file.stat().st_size - SAMPLE_BYTES))

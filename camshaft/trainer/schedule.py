@@ -33,7 +33,6 @@ class Schedule:
         self._end, self._cost = clock(), 0.0
 
     def is_due(self, step: int, is_last: bool) -> bool:
-        """Return True if the action is due after `step`."""
         if self._frequency == -1 or is_last:
             return self._frequency != -1
         if isinstance(self._frequency, str):

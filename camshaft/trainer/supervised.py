@@ -103,7 +103,6 @@ class SupervisedTrainer(ABC, Generic[W]):
             self.finish_saving(failed=kind is not None)
 
     def finish_saving(self, failed: bool = False) -> None:
-        """Wait for checkpoints that are written in the background."""
         finish_saving([self.model], failed)
 
     # -- methods of subclasses ---------------------------------------------------------------------------------
@@ -174,7 +173,6 @@ class SupervisedTrainer(ABC, Generic[W]):
         return metrics
 
     def step(self, batch: DataProto) -> dict[str, float]:
-        """Run one optimizer step."""
         start = time.perf_counter()
         tokens = torch.stack([batch.ragged(name).lengths for name in self.tokens]).sum(0)
         metrics = self.model.train_batch(balance_ranks(batch, tokens, self.dp_size)).meta_info["metrics"]

@@ -28,8 +28,6 @@ from camshaft.trainer.mini_batches import VALIDATION, sampling_seeds
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt with a response and its score."""
-
     prompt: str
     response: str
     ground_truth: Any
@@ -38,8 +36,6 @@ class Sample:
 
 @dataclass(frozen=True)
 class ScoredResponse:
-    """Score of a response, with the data source and uid of its prompt."""
-
     data_source: str
     uid: str
     score: float
@@ -107,7 +103,6 @@ def at_n_metrics(rows: Sequence[ScoredResponse]) -> dict[str, float]:
 
 
 def group_by_prompt(rows: Iterable[ScoredResponse]) -> dict[str, list[list[ScoredResponse]]]:
-    """Group the responses by data source and prompt."""
     prompts: dict[str, dict[str, list[ScoredResponse]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
         prompts[row.data_source][row.uid].append(row)
@@ -140,7 +135,6 @@ def best_and_worst(parts: PPOParts, batch: DataProto) -> list[Sample]:
 
 
 def save_samples(samples: list[Sample], path: Path) -> None:
-    """Write the samples as JSON lines."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "w", encoding="utf-8", errors="backslashreplace") as out:
         for sample in samples:
