@@ -1,6 +1,6 @@
 """Read existing responses from data files for `camshaft eval`, which scores them.
 
-    responses = read_answers(["responses.parquet"], AnswerColumns())
+    responses = read_answers(["responses.parquet"], config.data)
     responses.batch                          # columns uid, data_source, ground_truth, extra_info; one row per response
     responses.texts                          # the text of each response
     responses.write("scored.parquet", "score", scores, answers)
@@ -19,21 +19,12 @@ import pyarrow
 from pyarrow import parquet
 
 from camshaft import storage
+from camshaft.config.schema.evaluation import EvalDataConfig
 from camshaft.data.prompts import DATA_SOURCE, ground_truth
 from camshaft.data.responses import read_table
 from camshaft.data.tables import Paths, Table, read_rows
 from camshaft.dataproto import DataProto
 from camshaft.errors import BatchError, ConfigError
-
-
-@dataclass(frozen=True)
-class AnswerColumns:
-    """Column names of the files, from the config section `data`."""
-
-    prompt_key: str = "prompt"
-    response_key: str = "responses"
-    data_source_key: str = "data_source"
-    reward_model_key: str = "reward_model"
 
 
 @dataclass(frozen=True)
@@ -66,7 +57,7 @@ class Answers:
             parquet.write_table(table, target)
 
 
-def read_answers(paths: Paths, columns: AnswerColumns) -> Answers:
+def read_answers(paths: Paths, columns: EvalDataConfig) -> Answers:
     required = [columns.response_key]
     if columns.data_source_key != DATA_SOURCE:
         required.append(columns.data_source_key)
@@ -106,7 +97,7 @@ def _texts(cell: Any, location: str, key: str) -> list[str]:
     return responses
 
 
-def _prompt_key(table: Table, index: int, columns: AnswerColumns) -> str:
+def _prompt_key(table: Table, index: int, columns: EvalDataConfig) -> str:
     """Return a key that identifies the prompt of a row that holds a single response."""
     row = table.rows[index]
     if columns.prompt_key not in row:

@@ -15,7 +15,7 @@ from camshaft import storage
 from camshaft.algorithms.at_n import draw_sizes, pass_at
 from camshaft.config import EvalConfig
 from camshaft.data import data_files
-from camshaft.data.answers import AnswerColumns, read_answers
+from camshaft.data.answers import read_answers
 from camshaft.errors import BatchError
 from camshaft.trainer.scoring import build_answer_rewards, check_scorable
 from camshaft.trainer.validate import ScoredResponse, at_n_metrics, group_by_prompt
@@ -24,8 +24,7 @@ from camshaft.trainer.validate import ScoredResponse, at_n_metrics, group_by_pro
 def evaluate(config: EvalConfig) -> dict[str, float]:
     """Score the responses, write the requested files and return the metrics."""
     data, custom = config.data, config.custom_reward_function
-    columns = AnswerColumns(data.prompt_key, data.response_key, data.data_source_key, data.reward_model_key)
-    answers = read_answers(data_files(data.path), columns)
+    answers = read_answers(data_files(data.path), data)
     batch = answers.batch
     check_scorable(batch, custom)
     if data.output_path is not None:
