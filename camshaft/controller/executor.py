@@ -182,9 +182,6 @@ def set_environment(rank_info: RankInfo, environment: dict[str, str]) -> None:
     torch.set_num_threads(threads)
 
 
-# -- process group ---------------------------------------------------------------------------------
-
-
 def init_process_group(rank_info: RankInfo, rendezvous: str, store: TCPStore | None = None) -> None:
     """Join the default process group, which connects the ranks of a pool.
 

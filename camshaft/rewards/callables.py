@@ -15,28 +15,17 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from io import BytesIO
 from types import CodeType, FunctionType, MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 from camshaft.errors import RewardError
+from camshaft.rewards.messages import FunctionSpec
 
 Function = Callable[..., Any]
 _Cached = type(lru_cache(len))
 _MAIN = "__main__"
 
 
-class PickledFunction(NamedTuple):
-    """A reward function as bytes, with its name and a checksum of its code."""
-
-    name: str
-    data: bytes
-    checksum: str
-    """Identifies the code of the function and the values that it captures. It is the same in every process."""
-    label: str = ""
-    """Name of the metrics of a function in a list."""
-    weight: float = 1.0
-
-
-def pickle_reward(reward: Function | Sequence[Any]) -> tuple[PickledFunction, ...]:
+def pickle_reward(reward: Function | Sequence[Any]) -> tuple[FunctionSpec, ...]:
     """Pickle a function, or a list of functions and (function, weight) pairs, for the worker processes.
 
     Raise RewardError if a function captures an object that cannot be pickled.
@@ -54,7 +43,7 @@ def reward_name(reward: Function | Sequence[Any]) -> str:
     return "_".join(_unique([name_of(function) for function, _ in _weighted(reward)]))
 
 
-def reward_checksum(functions: Sequence[PickledFunction]) -> str:
+def reward_checksum(functions: Sequence[FunctionSpec]) -> str:
     """Return a checksum of the code and the weights of functions."""
     return hashlib.sha256(repr([(function.checksum, function.weight) for function in functions]).encode()).hexdigest()
 
@@ -89,7 +78,7 @@ def _unique(names: Sequence[str]) -> list[str]:
     return [f"{name}_{names[: i + 1].count(name)}" if name in names[:i] else name for i, name in enumerate(names)]
 
 
-def _pickle(function: Function, name: str, label: str, weight: float) -> PickledFunction:
+def _pickle(function: Function, name: str, label: str, weight: float) -> FunctionSpec:
     try:
         data = _dumps(function)
     except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
@@ -98,7 +87,7 @@ def _pickle(function: Function, name: str, label: str, weight: float) -> Pickled
             "inside the function, or pass the path of a Python file as the reward"
         ) from error
     checksum = hashlib.sha256(repr(_describe(function, ())).encode()).hexdigest()
-    return PickledFunction(name, data, checksum, label, weight)
+    return FunctionSpec(None, name, label=label, weight=weight, pickled=data, checksum=checksum)
 
 
 def _dumps(function: Function) -> bytes:

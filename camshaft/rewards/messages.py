@@ -31,6 +31,8 @@ class FunctionSpec(NamedTuple):
     weight: float = 1.0
     pickled: bytes | None = None
     """The function itself, for a function that was passed from Python. `path` is None, and `name` is its name."""
+    checksum: str = ""
+    """Checksum of the code of `pickled` and of the values that it captures. It is the same in every process."""
 
     @property
     def text(self) -> str:

@@ -25,8 +25,8 @@ from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompt
 from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError, RewardError
 from camshaft.models.loader import load_tokenizer
-from camshaft.rewards.callables import PickledFunction
 from camshaft.rewards.manager import PendingScores
+from camshaft.rewards.messages import FunctionSpec
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
 from camshaft.stop import Stop
 from camshaft.tracking.record import RunStatus
@@ -45,7 +45,7 @@ REWARD_MODEL_COLUMNS = (
 class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
     """Tokenizer, data, rewards, roles and checkpoints of a run."""
 
-    def __init__(self, config: PPOConfig, reward: Sequence[PickledFunction] = ()):
+    def __init__(self, config: PPOConfig, reward: Sequence[FunctionSpec] = ()):
         """Build the parts. The functions in `reward` replace those that the config names."""
         self.reward = reward
         self._exit = contextlib.ExitStack()

@@ -125,9 +125,6 @@ def _check_prompts(
     return batches
 
 
-# -- files and prompts ----------------------------------------------------------------------------
-
-
 def _print_schema(paths: Sequence[Path], columns: Sequence[str], rewards: RewardManager | None, say: Print) -> None:
     """Print the columns of the data files. `columns` are those that the run reads, besides those for the reward."""
     for_reward = () if rewards is None else rewards.columns
@@ -174,9 +171,6 @@ def _print_duplicates(tokenized_prompts: dict[str, TokenizedPrompts], say: Print
         validation_ids = tokenized_prompts["validation"].ids
         num_shared = count_shared(validation_ids, tokenized_prompts["training"].ids)
         say(f"validation prompts that are also training prompts: {num_shared} of {len(validation_ids)}")
-
-
-# -- reward function --------------------------------------------------------------------------
 
 
 def _check_reward_function(prompts: DataProto, rewards: RewardManager, say: Print) -> Iterator[str]:

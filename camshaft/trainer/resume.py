@@ -21,7 +21,8 @@ from camshaft.config import PPOConfig, SupervisedConfig, without_secrets
 from camshaft.config.tree import flatten, format_value, leaf_fields
 from camshaft.errors import CamshaftError, CheckpointError
 from camshaft.models.loader import model_folder
-from camshaft.rewards.callables import PickledFunction, reward_checksum
+from camshaft.rewards.callables import reward_checksum
+from camshaft.rewards.messages import FunctionSpec
 
 SAMPLE_BYTES = 1 << 20
 """Number of bytes at the start and at the end of a weight file that `input_checksums` reads."""
@@ -85,7 +86,7 @@ def check_resume(
         )
 
 
-def input_checksums(config: PPOConfig | SupervisedConfig, reward: Sequence[PickledFunction] = ()) -> dict[str, str]:
+def input_checksums(config: PPOConfig | SupervisedConfig, reward: Sequence[FunctionSpec] = ()) -> dict[str, str]:
     """Return a checksum for each config key that names the files of a model or of a reward function.
 
     Of each file, only the size, the start and the end are read. `reward` contains functions from Python.

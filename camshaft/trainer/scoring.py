@@ -15,7 +15,6 @@ from camshaft.dataproto import DataProto
 from camshaft.errors import RewardError
 from camshaft.plugins import REWARDS, import_attribute
 from camshaft.rewards.auto import SOURCES, reward_for
-from camshaft.rewards.callables import PickledFunction
 from camshaft.rewards.combined import CombinedRewards
 from camshaft.rewards.manager import RewardManager
 from camshaft.rewards.messages import FunctionSpec
@@ -28,7 +27,7 @@ def build_rewards(
     output: Path | None = None,
     stop: Stop | None = None,
     stop_timeout: float = 0.0,
-    pickled: Sequence[PickledFunction] = (),
+    pickled: Sequence[FunctionSpec] = (),
 ) -> RewardManager:
     """Load the reward functions in worker processes. The arguments are those of `RewardManager`.
 
@@ -38,10 +37,7 @@ def build_rewards(
         FunctionSpec(function.path, function.name, function.kwargs, custom.batched, function.label, function.weight)
         for function in custom.selected()
     ]
-    passed = [
-        FunctionSpec(None, name, custom.reward_kwargs, custom.batched, label, weight, data)
-        for name, data, _, label, weight in pickled
-    ]
+    passed = [function._replace(kwargs=custom.reward_kwargs, batched=custom.batched) for function in pickled]
     return RewardManager(
         functions=passed or selected,
         timeout=custom.timeout,
@@ -64,7 +60,7 @@ def build_answer_rewards(custom: CustomRewardConfig) -> RewardManager:
 
 
 def build_run_rewards(
-    config: PPOConfig, stop: Stop | None = None, pickled: Sequence[PickledFunction] = ()
+    config: PPOConfig, stop: Stop | None = None, pickled: Sequence[FunctionSpec] = ()
 ) -> RewardManager | CombinedRewards | OverlongPenalty:
     """Build the scoring of a PPO run from reward function, reward model and overlong penalty.
 

@@ -55,8 +55,9 @@ from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.machine import CPU, describe_contention
 from camshaft.plugins import install_command
-from camshaft.rewards.callables import PickledFunction, name_of
+from camshaft.rewards.callables import name_of
 from camshaft.rewards.manager import FAILED_REWARDS
+from camshaft.rewards.messages import FunctionSpec
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SupervisedWorker
 from camshaft.stop import Stop, handle_stop_signals
 from camshaft.temporary import remove_leftovers
@@ -399,7 +400,7 @@ StepHook = Callable[[int, DataProto, dict[str, float]], Mapping[str, float] | No
 class Extensions:
     """Python objects of a run, and settings that apply only to runs from Python."""
 
-    reward: tuple[PickledFunction, ...] = ()
+    reward: tuple[FunctionSpec, ...] = ()
     """Reward functions, instead of those that the config names."""
     on_step: tuple[StepHook, ...] = ()
     """Hooks that are called after each step."""

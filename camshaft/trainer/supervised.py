@@ -105,8 +105,6 @@ class SupervisedTrainer(ABC, Generic[W]):
     def finish_saving(self, failed: bool = False) -> None:
         finish_saving([self.model], failed)
 
-    # -- methods of subclasses ---------------------------------------------------------------------------------
-
     @abstractmethod
     def rows(self, files: list[Path], label: str, max_rows: int | None = None) -> DataProto:
         """Load at most `max_rows` rows of the files; None loads all rows. `label` names the data in the log."""
@@ -114,8 +112,6 @@ class SupervisedTrainer(ABC, Generic[W]):
     @abstractmethod
     def validate(self, rows: DataProto) -> dict[str, float]:
         """Compute metrics on held-out rows."""
-
-    # -- training loop ---------------------------------------------------------------------------------
 
     def prepare(self) -> SavedCheckpoint | None:
         """Build the model. If the run resumes from a checkpoint, load and return it."""

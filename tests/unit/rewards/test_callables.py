@@ -74,7 +74,7 @@ def reward(response):
 
 functions = pickle_reward(reward)
 load = "import pickle, sys; print(pickle.loads(sys.stdin.buffer.read())('abcd'))"
-score = subprocess.run([sys.executable, "-c", load], input=functions[0].data, capture_output=True, check=True).stdout
+score = subprocess.run([sys.executable, "-c", load], input=functions[0].pickled, capture_output=True, check=True).stdout
 print(json.dumps([float(score), reward_checksum(functions)]))
 """
 
@@ -133,7 +133,7 @@ def test_a_function_may_capture_itself() -> None:
 
     (pickled,) = pickle_reward(count)
     assert pickled.name == "count"
-    assert pickle.loads(pickled.data)("abc") == 3
+    assert pickle.loads(pickled.pickled)("abc") == 3
 
 
 def test_names_are_identifiers() -> None:
