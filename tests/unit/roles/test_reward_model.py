@@ -200,11 +200,11 @@ def test_left_truncation_keeps_the_bos_token(home: Path, tmp_path: Path) -> None
     tokenizer.bos_token = "0"
     tokenizer.save_pretrained(folder)
     worker = built(config_of(home, "other", reward_model__model__path=folder, reward_model__max_length=20))
-    read = worker.to_input(conversations(home, raw_prompt=chats()))
-    assert read.truncated.all()
-    assert [row[0].item() for row in read.ids.rows()] == [tokenizer.bos_token_id] * 4
+    read, truncated = worker.to_input(conversations(home, raw_prompt=chats()))
+    assert truncated.all()
+    assert [row[0].item() for row in read.rows()] == [tokenizer.bos_token_id] * 4
     ids = templated(folder)
-    assert [row[1:].tolist() for row in read.ids.rows()] == [row[-19:] for row in ids]
+    assert [row[1:].tolist() for row in read.rows()] == [row[-19:] for row in ids]
 
 
 # -- ranks ----------------------------------------------------------------------------------------
