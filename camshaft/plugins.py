@@ -3,8 +3,7 @@
     load("reference", ENGINES, "camshaft.engines", BaseEngine)
     load_function("my_package.losses:mine", POLICY_LOSSES, "camshaft.policy_losses")
 
-Modules are imported only when one of their classes is loaded. If a library is not installed, the error contains the
-command that installs it.
+Modules are imported only when one of their classes is loaded. Errors name the command that installs a missing library.
 """
 
 import difflib

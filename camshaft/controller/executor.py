@@ -4,8 +4,7 @@
     answer = executor.answer(request)       # both are frames of a message, see `camshaft.subprocesses`
 
 Every worker process has one executor. A request consists of the name of a method of `Executor` and its arguments. An
-exception is returned as a `Failure`. Each line of the log contains the name and rank of the role that runs
-(`log_to_file`).
+exception is returned as a `Failure`. Each line of the log names the role and rank that runs (`log_to_file`).
 """
 
 import gc

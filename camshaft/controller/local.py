@@ -214,8 +214,7 @@ class LocalProcess(WorkerProcess):
 def _hidden_main_module() -> Iterator[None]:
     """Keep `multiprocessing` from running the program of this process again in a process that it starts.
 
-    It would do so to make the classes of `__main__` available there, which runs a script without
-    `if __name__ == "__main__"` twice.
+    It would do so for the classes of `__main__`, and run a script without `if __name__ == "__main__"` twice.
     """
     main_module = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")

@@ -7,8 +7,7 @@
 Each rank answers its requests in order. All waits have a time limit. If a rank raises an exception, dies or does not
 answer, the entire pool ends, because the other ranks are in an undefined state after a broken collective. The driver
 then raises one `WorkerError` that contains the rank, the method and the stack. If the rank raised an exception,
-`__cause__` is this exception. While the driver waits for one pool, it also monitors the others that have pending
-calls.
+`__cause__` is this exception. While the driver waits for one pool, it monitors all pools with pending calls.
 """
 
 import atexit

@@ -11,8 +11,7 @@
     calls = scatter(mode, seats, args, kwargs)     # (args, kwargs) for each rank, or None for ranks that do not run
     result = gather(mode, seats, results)
 
-A role that is constructed directly, without a controller, is rank 0 of 1. The backends of the controller construct
-roles with `build_worker`.
+A role that is constructed directly, without a controller, is rank 0 of 1. Backends use `build_worker`.
 
 `scatter` and `gather` are pure functions of the ranks' seats. All backends of the controller share them, and no
 training backend requires an additional mode. A call through a `WorkerGroup` returns the type that the method declares,

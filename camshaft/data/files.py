@@ -3,8 +3,7 @@
     data_files(["train.jsonl", "more/", "parts/*.parquet", "s3://bucket/train.parquet"])
 
 A folder resolves to its data files, a pattern to the matching files, both in alphabetical order. A folder may also be a
-split that the `datasets` library saved. Remote files are downloaded first (`camshaft/fetch.py`). The trainers call
-`data_files` at startup.
+split that the `datasets` library saved. Remote files are downloaded first (`camshaft/fetch.py`).
 """
 
 import glob

@@ -6,8 +6,7 @@
 
 `StatefulLoader` splits the result into batches, whose columns are the initial columns of a training step. All prompts
 are tokenized before training starts, so invalid rows are reported immediately. `load_prompts` calls `read_prompts`
-(read and tokenize) and then `build_prompt_set` (filter, truncate and build columns). `camshaft check-data` calls the
-two separately.
+(read and tokenize) and then `build_prompt_set` (filter, truncate and build columns). `camshaft check-data` calls both.
 """
 
 import logging

@@ -8,8 +8,7 @@
 
 The file contains the columns of the prompts and those of the responses. Parts are folders in `out.parquet.parts`, which
 are written atomically with checksums (`storage.py`). The file is written atomically as well. `settings` contains all
-values that affect the responses; a run with different settings rejects the existing parts and file. `camshaft generate`
-uses this module.
+values that affect the responses; a run with different settings rejects the existing parts and file.
 """
 
 import contextlib

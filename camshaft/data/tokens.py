@@ -4,8 +4,7 @@
 
 Data sets with at least `_MIN_PARALLEL_ROWS` rows are tokenized in several processes. Their token ids are cached in
 `cache_folder("prompts")` under a checksum of the prompts, the tokenizer with its chat template, and the library
-versions. The checksum does not cover length limits, so the cache stays valid when they change. `prompts.py` calls
-`tokenize`.
+versions. The checksum does not cover length limits, so the cache stays valid when they change.
 """
 
 import contextlib

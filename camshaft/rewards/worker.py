@@ -3,10 +3,9 @@
     python -m camshaft.rewards.worker STACK_FILE        # a file descriptor
 
 The pool (`pool.py`) starts it, and exchanges messages (`messages.py`) through stdin and stdout. For user code, stdin is
-empty and stdout is redirected to stderr, so that user code cannot corrupt the messages; the pool reads stderr. If user
-code forks and the child returns to this module, the child exits silently. User code runs in the main thread, where
-signal handlers can be set. A second thread reads the messages. If the driver exits during a call, this thread kills the
-process and its children.
+empty and stdout is redirected to stderr, so that user code cannot corrupt the messages; the pool reads stderr. A child
+that user code forks exits silently if it returns to this module. User code runs in the main thread, where signal
+handlers can be set. A second thread reads the messages. It kills the process group if the driver exits during a call.
 """
 
 import contextlib
@@ -116,8 +115,7 @@ def _read_messages(pipe: int, inbox: Inbox) -> None:
             inbox.put(unpack(receive(pipe)))
     inbox.put(None)
     time.sleep(_EXIT_DELAY_SECONDS)
-    # The main thread is still running a call. If the pool started this process, the process group contains only this
-    # process and its children.
+    # The main thread still runs a call. If the pool started this process, its group has only its children besides it.
     if os.getpgrp() == os.getpid():
         kill_own_group()
     os._exit(1)

@@ -3,8 +3,7 @@
     batch = sample_informative_prompts(prompts, generate_and_score, loader, config, metrics)
 
 A prompt that the policy always or never solves has zero group-relative advantages and thus no gradient. This module
-draws batches of prompts from the loader until enough prompts have responses with different scores (Yu et al.,
-arXiv:2503.14476).
+draws batches of prompts until enough of them have responses with different scores (Yu et al., arXiv:2503.14476).
 
 Surplus prompts are returned to the loader for the next step, and their responses are discarded. Every response
 therefore comes from the current policy, and a checkpoint needs to store only the position in the data. Prompts without

@@ -5,8 +5,7 @@
         batch = metrics.union(batch, actor.generate_sequences(batch))
     metrics.add(batch_metrics(batch))
 
-The most common metrics have the names that verl uses: `critic/score/mean`, `response_length/mean`, `actor/grad_norm`,
-`timing_s/gen`, `perf/throughput`, ...
+Common metrics have the names of verl: `critic/score/mean`, `response_length/mean`, `actor/grad_norm`, `timing_s/gen`, ...
 """
 
 import contextlib
@@ -146,8 +145,7 @@ def score_metrics(
 ) -> dict[str, float]:
     """Compute quantiles of the scores, their mean per data source, and the share of groups without a signal.
 
-    Rows without `has_score` are ignored. A group has no signal if all its scores are equal; groups of one row are not
-    counted.
+    Rows without `has_score` are ignored. A group has no signal if its scores are equal; groups of one row do not count.
     """
     kept = scores.float()[has_score]
     metrics = {f"critic/score/{name}": float(torch.quantile(kept, level)) for name, level in QUANTILES.items()}

@@ -4,8 +4,7 @@
     save_samples(samples, folder / "step_20.jsonl")
 
 All validations of a run use the same prompts, sampling parameters (`val_kwargs`, greedy by default) and seeds, so their
-results differ only by the weights. `at_n_metrics` aggregates several responses to one prompt with the formulas of
-`algorithms/at_n.py`.
+results differ only by the weights. `at_n_metrics` aggregates several responses to one prompt (`algorithms/at_n.py`).
 """
 
 import json
@@ -44,8 +43,7 @@ class ScoredResponse:
 
 
 CORE = ("reward", "acc")
-"""Values whose mean@n, best@n and maj@n over all n responses are in section `val-core`. All other metrics are in
-section `val-aux`."""
+"""Values whose mean@n, best@n and maj@n over all n responses are in `val-core`. Other metrics are in `val-aux`."""
 
 COUNTED = tuple(f"reward/{name}" for name in (*COUNTS.values(), "slow", "model/truncated"))
 """Counters of the reward function and the reward model that are summed over batches, if they exist."""
