@@ -80,8 +80,11 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             arguments, name = (self.config, topology, self.total_steps), "actor_rollout_ref"
             self.actor = spawn(policy_class, *arguments, pool=pool_of[name], name=name)
             self.critic: CriticWorker | None = None
+            self.trained: dict[str, ActorRolloutRefWorker | CriticWorker] = {"actor": self.actor}
+            """Trained roles by the name of their checkpoint."""
             if config.needs_critic():
                 self.critic = spawn(critic_class, *arguments, pool=pool_of["critic"], name="critic")
+                self.trained["critic"] = self.critic
             self.reward_model: RewardModelWorker | None = None
             self.reward_model_ranks = topology.reward_model_topology().world_size
             if config.reward_model.enable:
@@ -94,10 +97,10 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             self.finish_saving(failed=kind is not None)
 
     def finish_saving(self, failed: bool = False) -> None:
-        finish_saving([self.actor, *([] if self.critic is None else [self.critic])], failed)
+        finish_saving(self.trained.values(), failed)
 
     def roles(self) -> list[ActorRolloutRefWorker | CriticWorker | RewardModelWorker]:
-        return [role for role in (self.actor, self.critic, self.reward_model) if role is not None]
+        return [*self.trained.values(), *([] if self.reward_model is None else [self.reward_model])]
 
     def generate(
         self, batch: DataProto, *, validate: bool = False, greedy: bool = False

@@ -5,7 +5,7 @@
         batch = metrics.union(batch, actor.generate_sequences(batch))
     metrics.add(batch_metrics(batch))
 
-Common metrics have the names of verl: `critic/score/mean`, `response_length/mean`, `actor/grad_norm`, `timing_s/gen`, ...
+The common metrics have the names of verl: `critic/score/mean`, `response_length/mean`, `actor/grad_norm`, ...
 """
 
 import contextlib

@@ -73,17 +73,11 @@ class PPOTrainer:
         self.config, self.parts, self.on_step = config, parts, on_step
         self.actor, self.critic, self.rewards = parts.actor, parts.critic, parts.rewards
         self.kl = build_kl_controller(config.algorithm)
-        self.is_routed = config.routing_mode() is not None
         self.old_log_prob_source: Literal["actor", "update", "rollout"] = config.old_log_prob_source()
-        self.actor_mini_batch, self.critic_mini_batch = config.actor_mini_batch(), config.critic_mini_batch()
-        self.needs_greedy, self.needs_ref_log_prob = config.needs_greedy(), config.needs_ref_log_prob()
         correction = config.algorithm.rollout_correction
         self.correction = correction if correction.is_enabled() else None
         self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
-        self.divergence = DivergenceCheck(
-            {"actor": parts.actor, **({} if parts.critic is None else {"critic": parts.critic})},
-            config.trainer.max_skipped_steps,
-        )
+        self.divergence = DivergenceCheck(parts.trained, config.trainer.max_skipped_steps)
         self.input_checksums = input_checksums(config, parts.reward)
         self.global_step = 0
         self._batch = DataProto()
@@ -96,19 +90,19 @@ class PPOTrainer:
 
     def step(self, prompts: DataProto) -> dict[str, float]:
         """Run one training step: generate, score, evaluate, compute advantages, update critic and actor."""
-        config, metrics = self.config, StepMetrics(self.parts.status)
-        if self.needs_greedy:
+        config, parts, metrics = self.config, self.parts, StepMetrics(self.parts.status)
+        if config.needs_greedy():
             prompts = self._add_baselines(prompts, metrics)
         scoring: PendingScores | None = None
         if config.algorithm.filter_groups.enable:
-            batch = sample_informative_prompts(prompts, self._generate_and_score, self.parts.loader, config, metrics)
+            batch = sample_informative_prompts(prompts, self._generate_and_score, parts.loader, config, metrics)
         else:
             batch, scoring = self._generate(prompts, metrics)
         batch = self._evaluate(batch, scoring, metrics)
         with metrics.phase("adv"):
             rewards, penalty = compute_token_rewards(batch, config.algorithm, self.kl)
             batch = batch.union(rewards)
-            batch = batch.union(compute_advantages(batch, config.algorithm, self.parts.estimator))
+            batch = batch.union(compute_advantages(batch, config.algorithm, parts.estimator))
             metrics.add(penalty)
             if self.correction is not None:
                 corrections, correction_metrics = compute_corrections(batch, self.correction)
@@ -118,13 +112,13 @@ class PPOTrainer:
         inputs, critic_update = batch.drop(*DRIVER_ONLY), None
         if self.critic is not None:
             with metrics.phase("update_critic"):
-                rows = self._update_rows(len(inputs), config.critic, self.critic_mini_batch, self.parts.critic_dp_size)
+                rows = self._update_rows(len(inputs), config.critic, config.critic_mini_batch(), parts.critic_dp_size)
                 critic_rows = inputs.drop("routed_experts").reorder(rows)
                 critic_update = submit(self.critic.update_critic, critic_rows, presharded=True)
         if self._updates_actor():
             with metrics.phase("update_actor"):
                 actor, source = config.actor_rollout_ref.actor, self._old_log_prob_source()
-                rows = self._update_rows(len(inputs), actor, self.actor_mini_batch, self.parts.actor_dp_size)
+                rows = self._update_rows(len(inputs), actor, config.actor_mini_batch(), parts.actor_dp_size)
                 update = submit(
                     self.actor.update_actor, inputs.reorder(rows), presharded=True, old_log_probs=source
                 ).result()
@@ -138,8 +132,7 @@ class PPOTrainer:
         if self._old_log_prob_source() != "rollout":
             metrics.add(mismatch(batch))
         self._batch = batch
-        values = metrics.finished(batch)
-        return call_hooks(self.on_step, self.global_step, batch, values) if self.on_step else values
+        return call_hooks(self.on_step, self.global_step, batch, metrics.finished(batch))
 
     def _evaluate(self, batch: DataProto, scoring: PendingScores | None, metrics: StepMetrics) -> DataProto:
         """Add scores, reference log-probs, values and, unless the update computes them, old log-probs.
@@ -148,14 +141,14 @@ class PPOTrainer:
         worker processes. The time of a phase is the time that the driver waits for its result.
         """
         sequences = batch.select(*SEQUENCES)
-        routed = batch.select(*SEQUENCES, "routed_experts") if self.is_routed else sequences
+        routed = batch.select(*SEQUENCES, "routed_experts") if self.config.routing_mode() else sequences
         pending: dict[str, Pending[DataProto]] = {}
         if self._old_log_prob_source() == "rollout":
             batch = batch.with_columns(old_log_probs=batch["rollout_log_probs"])
         elif self._old_log_prob_source() == "actor":
             with metrics.phase("old_log_prob"):
                 pending["old_log_prob"] = submit(self.actor.compute_log_prob, routed)
-        if self.needs_ref_log_prob:
+        if self.config.needs_ref_log_prob():
             with metrics.phase("ref"):
                 pending["ref"] = submit(self.actor.compute_ref_log_prob, sequences)
         if self.critic is not None:
@@ -251,14 +244,13 @@ class PPOTrainer:
         self.parts.status.enter("load")
         saved = self._checkpoint_to_resume()
         if saved is not None:
-            check_resume(saved, self.config, list(self.divergence.roles), self.input_checksums)
+            check_resume(saved, self.config, self.parts.trained, self.input_checksums)
         pending = [submit(role.init_model) for role in self.parts.roles()]
         for init in pending:
             init.result()
         if saved is not None:
-            self.actor.load_checkpoint(saved.role("actor"))
-            if self.critic is not None:
-                self.critic.load_checkpoint(saved.role("critic"))
+            for name, role in self.parts.trained.items():
+                role.load_checkpoint(saved.role(name))
             self.parts.loader.load_state_dict(saved.state["loader"])
             self.kl.load_state_dict(saved.state["kl"])
             self.best.load_state_dict(saved.state["best"])
@@ -285,8 +277,8 @@ class PPOTrainer:
                 stop.acknowledge(self.global_step, total)
             if trainer.val_only or not is_validated:
                 return metrics
-        saved_step, is_good, loader_state = self.global_step, True, self.parts.loader.state_dict()
-        should_save = False
+        saved_step, is_good, should_save = self.global_step, True, False
+        loader_state = self.parts.loader.state_dict()
         for prompts in self.parts.loader:
             if self.global_step >= total:
                 break
@@ -389,9 +381,8 @@ class PPOTrainer:
         trainer, step = self.config.trainer, self.global_step
         self.parts.status.enter("save")
         self.divergence.check_outputs(step)
-        roles = {"actor": partial(self.actor.save_checkpoint, global_step=step)}
-        if self.critic is not None:
-            roles["critic"] = partial(self.critic.save_checkpoint, global_step=step)
+        trained = self.parts.trained
+        roles = {name: partial(role.save_checkpoint, global_step=step) for name, role in trained.items()}
         state = {
             "loader": self.parts.loader.state_dict(),
             "kl": self.kl.state_dict(),
@@ -404,8 +395,8 @@ class PPOTrainer:
         contents = {"actor": self.config.actor_rollout_ref.actor.checkpoint, "critic": self.config.critic.checkpoint}
         exports = {
             name: partial(role.export, tokenizer=self.config.tokenizer_path())
-            for name, role in (("actor", self.actor), ("critic", self.critic))
-            if role is not None and contents[name].saves_hf_model()
+            for name, role in trained.items()
+            if contents[name].saves_hf_model()
         }
         self.parts.checkpoints.save(step, roles, state, keep, exports, self.best.step)
 
