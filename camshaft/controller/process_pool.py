@@ -381,10 +381,8 @@ class ProcessPool(Pool):
             if answer is not None and answer[1] is request and not answer[2][0]:
                 failures[answer[0]] = answer[2][1]
         rank, failure = min(failures.items(), key=lambda item: item[1].at)
-        error = WorkerError(
-            f"{request} raised on rank {rank} of {self.world_size}: {failure.summary}\n\n"
-            f"On rank {rank}:\n{failure.traceback}"
-        )
+        summary = f"{request} raised on rank {rank} of {self.world_size}: {failure.summary}"
+        error = WorkerError(f"{summary}\n\nOn rank {rank}:\n{failure.traceback}")
         error.peak_memory = failure.device_peak or self._growth()
         raise error from failure.original()
 

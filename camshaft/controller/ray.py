@@ -216,11 +216,8 @@ def _check_address(address: str | None) -> None:
 
 def _nodes() -> list[Node]:
     free = available_resources_per_node()
-    return [
-        Node(node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {}))
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    return [Node(node["NodeManagerAddress"], node["Resources"], free.get(node["NodeID"], {})) for node in alive]
 
 
 def _head() -> tuple[str, int]:

@@ -73,31 +73,20 @@ def _shortage_message(pool: PoolSpec, num_fitting: int, specs: Sequence[PoolSpec
         f"the cluster is too small for pool '{pool.name}': it needs {pool.nnodes} machine(s) with "
         f"{_format_amounts(request)} free on each, but {num_fitting} have that much free{reason}."
     )
-    rows = [
-        (
-            spec.name,
-            ", ".join(spec.roles),
-            f"{spec.nnodes} x {spec.ranks_per_node}",
-            _format_amounts(_total_request(spec)),
-        )
-        for spec in specs
-    ]
+    rows = [("pool", "roles", "nodes x ranks", "needs")]
     sums: dict[str, float] = {}
     for spec in specs:
-        for kind, amount in _total_request(spec).items():
-            sums[kind] = sums.get(kind, 0.0) + amount
-    requested = _table([("pool", "roles", "nodes x ranks", "needs"), *rows, ("sum", "", "", _format_amounts(sums))])
+        total = {kind: amount * spec.nnodes for kind, amount in spec.per_node().items()}
+        sums |= {kind: sums.get(kind, 0.0) + amount for kind, amount in total.items()}
+        size = f"{spec.nnodes} x {spec.ranks_per_node}"
+        rows.append((spec.name, ", ".join(spec.roles), size, _format_amounts(total)))
+    requested = _table([*rows, ("sum", "", "", _format_amounts(sums))])
     machines = [
         (node.name, _format_amounts(_select(node.free, sums)), _format_amounts(_select(node.total, sums)))
         for node in nodes
     ]
     available = _table([("machine", "free", "total"), *machines])
     return f"{head}\n\n{requested}\n\n{available}"
-
-
-def _total_request(spec: PoolSpec) -> dict[str, float]:
-    """Return the amount of each resource that the pool needs on all machines together."""
-    return {kind: amount * spec.nnodes for kind, amount in spec.per_node().items()}
 
 
 def _select(amounts: Amounts, kinds: Amounts) -> dict[str, float]:

@@ -124,22 +124,19 @@ def read_prompts(
     paths: Paths, tokenizer: PreTrainedTokenizerBase, options: PromptOptions, max_samples: int | None = None
 ) -> TokenizedPrompts:
     """Read, validate and tokenize prompts. Errors report the file and the row."""
-    if (prompt_key := find_prompt_key(paths, options.prompt_key)) != options.prompt_key:
-        logger.info("prompts are in the column '%s'; set data.prompt_key to use another one", prompt_key)
-        options = replace(options, prompt_key=prompt_key)
+    if (key := find_prompt_key(paths, options.prompt_key)) != options.prompt_key:
+        logger.info("prompts are in the column '%s'; set data.prompt_key to use another one", key)
+        options = replace(options, prompt_key=key)
     table = read_rows(paths, options.required_columns(), options.optional_columns(), max_samples)
     locations = [table.location(i) for i in range(len(table))]
-    prompts = [
-        check_prompt(row[options.prompt_key], location, options.prompt_key)
-        for row, location in zip(table.rows, locations, strict=True)
-    ]
+    prompts = [check_prompt(row[key], location, key) for row, location in zip(table.rows, locations, strict=True)]
     num_answered = sum(not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" for prompt in prompts)
     if num_answered:
         logger.warning(
             "the last message of '%s' has the role assistant in %d of %d rows (%s), so it is part of the prompt, and "
             "the responses continue after it; unless this is intended, remove that message, or set data.prompt_key to "
             "a column without the answer",
-            *(options.prompt_key, num_answered, len(prompts), ", ".join(map(str, table.files))),
+            *(key, num_answered, len(prompts), ", ".join(map(str, table.files))),
         )
     return TokenizedPrompts(table, prompts, tokenize(prompts, tokenizer, locations, options.workers))
 

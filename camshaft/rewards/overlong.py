@@ -43,8 +43,5 @@ class OverlongPenalty(RewardsWrapper):
             "reward/overlong_reward/mean": float(penalties.mean()),
             "reward/overlong/mean": float((penalties < 0).float().mean()),
         }
-        return replace(
-            result,
-            token_level_scores=result.token_level_scores.like(penalized),
-            metrics=result.metrics | (metrics if self.log else {}),
-        )
+        scores = result.token_level_scores.like(penalized)
+        return replace(result, token_level_scores=scores, metrics=result.metrics | (metrics if self.log else {}))

@@ -201,10 +201,6 @@ class AdapterlessRef(RefWorker):
 def _policy_columns(predictions: Mapping[str, Any], data: DataProto) -> DataProto:
     """Return the columns `old_log_probs` and `entropy` of the responses, and `routing_mismatch` if it is predicted."""
     names = {"old_log_probs": "log_probs", "entropy": "entropy", "routing_mismatch": "routing_mismatch"}
-    return DataProto.from_dict(
-        {
-            column: select_responses(predictions, name, data).to("cpu")
-            for column, name in names.items()
-            if name in predictions
-        }
-    )
+    predicted = {column: name for column, name in names.items() if name in predictions}
+    columns = {column: select_responses(predictions, name, data).to("cpu") for column, name in predicted.items()}
+    return DataProto.from_dict(columns)

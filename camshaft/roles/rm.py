@@ -47,13 +47,9 @@ class RMWorker(SupervisedWorker):
         return self.engine.train_batch(add_pair_ids(data), None, self._loss, split_pairs, pair_scores)
 
     def _loss(self, data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
-        loss, ctx["metrics"] = preference_loss(
-            predictions["chosen_scores"],
-            predictions["rejected_scores"],
-            data["margin"],
-            ctx["num_sequences"],
-            center=self.config.center_rewards_coefficient,
-        )
+        chosen, rejected = predictions["chosen_scores"], predictions["rejected_scores"]
+        center = self.config.center_rewards_coefficient
+        loss, ctx["metrics"] = preference_loss(chosen, rejected, data["margin"], ctx["num_sequences"], center=center)
         return loss, ctx
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

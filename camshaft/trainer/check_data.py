@@ -157,10 +157,8 @@ def _print_lengths(prompts: TokenizedPrompts, options: PromptOptions, say: Print
     else:
         verb = "rejected" if options.truncation == "error" else "truncated"
         effect = f"{verb} by data.truncation={options.truncation}"
-    say(
-        f"  longer than {limit}: {num_overlong} of {count} ({num_overlong / count:.1%})"
-        + (f"; {effect}" if num_overlong else "")
-    )
+    suffix = f"; {effect}" if num_overlong else ""
+    say(f"  longer than {limit}: {num_overlong} of {count} ({num_overlong / count:.1%}){suffix}")
 
 
 def _print_duplicates(tokenized_prompts: dict[str, TokenizedPrompts], say: Print) -> None:

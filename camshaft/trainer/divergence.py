@@ -83,7 +83,5 @@ class DivergenceCheck:
                 )
 
     def _advice(self, name: str) -> str:
-        return (
-            f"lower {_LEARNING_RATES[name]} or check the rewards and the data, then start the run again to resume from "
-            "its last checkpoint"
-        )
+        fix = f"lower {_LEARNING_RATES[name]} or check the rewards and the data"
+        return f"{fix}, then start the run again to resume from its last checkpoint"

@@ -67,11 +67,9 @@ def check_resume(
         inputs = ["the reward functions" if key == REWARD else f"the files of {key}" for key in changed_inputs]
         message = f"{' and '.join(inputs)} differ from those that {saved.folder} was saved with"
         if config.trainer.resume_mode == "auto":
-            fix = (
-                f"trainer.resume_mode=resume_path trainer.resume_from_path={saved.folder}"
-                if isinstance(config, PPOConfig)
-                else "the previous files"
-            )
+            fix = "the previous files"
+            if isinstance(config, PPOConfig):
+                fix = f"trainer.resume_mode=resume_path trainer.resume_from_path={saved.folder}"
             raise CheckpointError(
                 f"{message}; to continue this run, use {fix}; to start a new run, use another folder (out=...) or "
                 "trainer.resume_mode=disable"

@@ -33,10 +33,7 @@ def build_rewards(
 
     `pickled` replaces the functions that the config names.
     """
-    selected = [
-        FunctionSpec(function.path, function.name, function.kwargs, custom.batched, function.label, function.weight)
-        for function in custom.selected()
-    ]
+    selected = [FunctionSpec(f.path, f.name, f.kwargs, custom.batched, f.label, f.weight) for f in custom.selected()]
     passed = [function._replace(kwargs=custom.reward_kwargs, batched=custom.batched) for function in pickled]
     return RewardManager(
         functions=passed or selected,

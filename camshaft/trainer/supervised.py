@@ -253,13 +253,8 @@ class RMTrainer(SupervisedTrainer[RMWorker]):
     def validate(self, rows: DataProto) -> dict[str, float]:
         """Compute the loss and the metrics of `preference_loss` on held-out pairs."""
         scores = self.infer(rows, self.model.compute_scores)
-        loss, metrics = preference_loss(
-            scores["chosen_scores"].double(),
-            scores["rejected_scores"].double(),
-            rows["margin"],
-            len(rows),
-            center=self.center,
-        )
+        chosen, rejected = scores["chosen_scores"].double(), scores["rejected_scores"].double()
+        loss, metrics = preference_loss(chosen, rejected, rows["margin"], len(rows), center=self.center)
         return {f"val/{name}": float(value) for name, value in {"loss": loss, **metrics}.items()}
 
 
