@@ -112,11 +112,9 @@ class DataProto:
         for name in self.columns.keys() & other.columns.keys():
             if not _equal(self.columns[name], other.columns[name]):
                 raise BatchError(f"union: column '{name}' is in both batches with different values; drop or rename one")
-        for key in self.meta_info.keys() & other.meta_info.keys():
-            if not _equal(self.meta_info[key], other.meta_info[key]):
-                raise BatchError(
-                    f"union: meta_info '{key}' is in both batches with different values; drop or rename one"
-                )
+        for k in self.meta_info.keys() & other.meta_info.keys():
+            if not _equal(self.meta_info[k], other.meta_info[k]):
+                raise BatchError(f"union: meta_info '{k}' is in both batches with different values; drop or rename one")
         return DataProto(self.columns | other.columns, self.meta_info | other.meta_info)
 
     # -- rows -------------------------------------------------------------------------------------

@@ -46,11 +46,10 @@ def register_reward(name: str) -> Callable[[Function], Function]:
     """Register the decorated function, so that `custom_reward_function.name=name` selects it."""
 
     def register(function: Function) -> Function:
-        registered_function = REGISTERED.setdefault(name, function)
-        if registered_function is not function:
+        first = REGISTERED.setdefault(name, function)
+        if first is not function:
             raise RewardError(
-                f"two functions are registered as '{name}': {registered_function.__qualname__} in "
-                f"{registered_function.__module__} and "
+                f"two functions are registered as '{name}': {first.__qualname__} in {first.__module__} and "
                 f"{function.__qualname__} in {function.__module__}; rename one of them"
             )
         return function

@@ -140,10 +140,8 @@ class PendingScores:
 
     def wait(self) -> Job:
         """Wait for all calls and return the job with their outcomes."""
-        if self._num_missing:
-            raise RewardError(
-                f"{self._num_missing} of {len(self._rows)} responses are missing; add them before `score`"
-            )
+        if missing := self._num_missing:
+            raise RewardError(f"{missing} of {len(self._rows)} responses are missing; add them before `score`")
         try:
             self._done.result()
         except BaseException:  # an error from the thread, or KeyboardInterrupt while waiting

@@ -126,11 +126,10 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         if not self.config.custom_reward_function.is_named():
             return {}
         scores, answers = (self.file.read(f"{self.file.name}{suffix}") for suffix in ("_score", "_pred"))
+        columns = self.prompts["data_source"], self.prompts["uid"], scores, answers
         rows = [
             ScoredResponse(source, uid, score, answer)
-            for source, uid, *values in zip(
-                self.prompts["data_source"], self.prompts["uid"], scores, answers, strict=True
-            )
+            for source, uid, *values in zip(*columns, strict=True)
             for score, answer in zip(*values, strict=True)
         ]
         return at_n_metrics(rows)
