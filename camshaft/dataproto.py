@@ -192,9 +192,8 @@ class DataProto:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle tensors as numpy buffers (`ragged.to_buffer`). Restored tensors are on the CPU, without gradient."""
-        buffers = {name: to_buffer(column) for name, column in self.columns.items() if isinstance(column, Tensor)}
-        other_columns = {name: column for name, column in self.columns.items() if name not in buffers}
-        return _rebuild, (other_columns, buffers, list(self.columns), self.meta_info)
+        columns = {n: to_buffer(c) if isinstance(c, Tensor) else c for n, c in self.columns.items()}
+        return _rebuild, (columns, self.meta_info)
 
 
 # -- one column -----------------------------------------------------------------------------------
@@ -261,6 +260,5 @@ def _equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
-def _rebuild(others: dict[str, Column], buffers: dict[str, Buffer], order: list[str], meta_info: Any) -> DataProto:
-    columns = others | {name: from_buffer(buffer) for name, buffer in buffers.items()}
-    return DataProto({name: columns[name] for name in order}, meta_info)
+def _rebuild(columns: dict[str, Ragged | np.ndarray | Buffer], meta_info: dict[str, Any]) -> DataProto:
+    return DataProto({n: from_buffer(c) if isinstance(c, tuple) else c for n, c in columns.items()}, meta_info)
