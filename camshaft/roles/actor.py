@@ -43,10 +43,7 @@ class ActorWorker(TrainedRole):
         self.engine = build_engine(self.actor.strategy, actor_engine(config, topology, total_steps))
         self.compute_dtype = self.actor.fsdp_config.compute_dtype()
         self.routing: RoutingMode | None = config.routing_mode()
-
-    @property
-    def temperature(self) -> float:
-        return self.config.actor_rollout_ref.rollout.temperature
+        self.temperature = config.actor_rollout_ref.rollout.temperature
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
