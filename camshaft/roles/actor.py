@@ -122,7 +122,7 @@ class ActorWorker(TrainedRole):
     ) -> tuple[Tensor, StepContext]:
         """Compute the policy loss minus the entropy bonus plus the KL loss, all with the same aggregation."""
         actor, mode = self.actor, self.actor.loss_agg_mode
-        counts = build_counts(data, ctx, horizon=self.config.data.max_response_length)
+        counts = build_counts(data.ragged("response_mask"), ctx, horizon=self.config.data.max_response_length)
         log_probs = select_responses(predictions, "log_probs", data).values
         result = self.policy_loss(
             log_probs,

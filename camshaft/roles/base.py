@@ -44,9 +44,8 @@ def select_responses(predictions: Mapping[str, Any], name: str, data: DataProto)
     return predictions[name].suffix(data.ragged("responses").lengths)
 
 
-def build_counts(data: DataProto, ctx: StepContext, horizon: float | None = None) -> Counts:
-    """Return the mask of this micro-batch with the token and row counts of the mini-batch, for the loss functions."""
-    mask = data.ragged("response_mask")
+def build_counts(mask: Ragged, ctx: StepContext, horizon: float | None = None) -> Counts:
+    """Return the mask of a micro-batch with the token and row counts of the mini-batch, for the loss functions."""
     lengths = to_device(mask.lengths, mask.values.device)
     return Counts(mask.values, lengths, ctx["num_tokens"], ctx["num_sequences"], horizon)
 

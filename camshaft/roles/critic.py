@@ -48,7 +48,7 @@ class CriticWorker(TrainedRole):
             select_responses(predictions, "values", data).values,
             data["values"].values,
             data["returns"].values,
-            build_counts(data, ctx, horizon=self.config.data.max_response_length),
+            build_counts(data.ragged("response_mask"), ctx, horizon=self.config.data.max_response_length),
             cliprange=self.critic.cliprange_value,
             mode=self.critic.loss_agg_mode,
         )
