@@ -22,27 +22,23 @@ FUNCTION, MODEL = "function", "model"
 
 
 class RewardsWrapper:
-    """The interface of `RewardManager`, except `score`, for a class that changes the scores of `rewards`, if any."""
+    """The methods of `RewardManager`, except `score`, for a class that changes the scores of `rewards`, if any."""
 
     def __init__(self, rewards: "RewardManager | CombinedRewards | None"):
         self.rewards = rewards
 
     @property
     def columns(self) -> tuple[str, ...] | None:
-        """Columns of the data file that the scoring function reads; see `RewardManager.columns`."""
         return () if self.rewards is None else self.rewards.columns
 
     def check_rows(self, rows: DataProto) -> None:
-        """Check that the scoring function can be called; see `RewardManager.check_rows`."""
         if self.rewards is not None:
             self.rewards.check_rows(rows)
 
     def begin(self, rows: DataProto) -> PendingScores | None:
-        """Start the calls of the scoring function while responses are generated; see `RewardManager.begin`."""
         return None if self.rewards is None else self.rewards.begin(rows)
 
     def close(self) -> None:
-        """Stop the worker processes of the scoring function."""
         if self.rewards is not None:
             self.rewards.close()
 

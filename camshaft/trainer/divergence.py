@@ -26,10 +26,8 @@ logger = logging.getLogger(__name__)
 class DivergenceCheck:
     """Ends a run whose model has diverged, and keeps such a model from replacing a good checkpoint.
 
-    Args:
-        roles: Trained roles by name.
-        max_skipped_steps: Number of consecutive skipped optimizer steps that ends the run. None sets no limit.
-        prefix: Prefix of the metrics of a role. None uses its name.
+    `max_skipped_steps` is the number of consecutive skipped optimizer steps that ends the run; None sets no limit.
+    `prefix` is the prefix of the metrics of a role; None uses its name.
     """
 
     def __init__(
