@@ -391,10 +391,9 @@ class ProcessPool(Pool):
         role, method = (requests[0].role, requests[0].method) if requests else (self.spec.name, "between two calls")
         hint = self.hint_at_start() if method == "__init__" else ""
         stacks = process.stacks()
-        error = WorkerError(
-            f"rank {process.rank} of {self.world_size} of {role} (process {process.pid}) "
-            f"died in {method} ({exit_status}){hint}" + (f"\n\nOn rank {process.rank}:\n{stacks}" if stacks else "")
-        )
+        name = f"rank {process.rank} of {self.world_size} of {role} (process {process.pid})"
+        trace = f"\n\nOn rank {process.rank}:\n{stacks}" if stacks else ""
+        error = WorkerError(f"{name} died in {method} ({exit_status}){hint}{trace}")
         error.peak_memory = self._growth()
         return error
 

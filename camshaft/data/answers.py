@@ -91,9 +91,7 @@ def _texts(cell: Any, location: str, key: str) -> list[str]:
     responses = cell if isinstance(cell, list) else [cell]
     if not responses or not all(isinstance(text, str) for text in responses):
         value = "an empty list" if not responses else f"{next(r for r in responses if not isinstance(r, str))!r}"
-        raise BatchError(
-            f"{location}: column '{key}' contains {value}; it must contain a string or a non-empty list of strings"
-        )
+        raise BatchError(f"{location}: column '{key}' contains {value}; use a string or a non-empty list of strings")
     return responses
 
 

@@ -100,8 +100,8 @@ class ResponseFile:
 
     def __init__(self, path: Path, name: str, settings: Mapping[str, Any]):
         """`name` is the name of the response column and the prefix of the other new columns."""
-        self.path = path.expanduser().absolute()
-        self.name = name
+        self.path, self.name = path.expanduser().absolute(), name
+        self._setting = f"data.output_path={self.path}"
         self.settings: dict[str, Any] = json.loads(json.dumps(settings, default=str))  # comparable with stored settings
         self._folder = self.path.with_name(f"{self.path.name}.parts")
 
@@ -111,7 +111,7 @@ class ResponseFile:
             return False
         saved_settings = _read_settings(self.path)
         if saved_settings is None:
-            raise ConfigError(f"data.output_path={self.path}: the file already exists; use another path, or delete it")
+            raise ConfigError(f"{self._setting}: the file already exists; use another path, or delete it")
         self._compare(saved_settings, "already exists", "use another path, or delete it")
         return True
 
@@ -140,13 +140,9 @@ class ResponseFile:
             folder.mkdir(parents=True, exist_ok=True)
             lock = storage.lock_folder(folder)
         except OSError as error:
-            raise ConfigError(
-                f"data.output_path={self.path} is not writable ({error.strerror}); use another path"
-            ) from error
+            raise ConfigError(f"{self._setting} is not writable ({error.strerror}); use another path") from error
         if lock is None:
-            raise ConfigError(
-                f"data.output_path={self.path}: another run is writing this file; wait for it, or use another path"
-            )
+            raise ConfigError(f"{self._setting}: another run is writing this file; wait for it, or use another path")
         with lock:
             parts = Parts(folder, self.name, self.settings)
             if parts.saved_settings is not None:
@@ -183,7 +179,7 @@ class ResponseFile:
         ]
         if changes:
             raise ConfigError(
-                f"data.output_path={self.path} {state} with different settings ({'; '.join(changes)}); "
+                f"{self._setting} {state} with different settings ({'; '.join(changes)}); "
                 f"use the previous settings, or {fix}"
             )
 

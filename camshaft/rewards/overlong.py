@@ -26,9 +26,7 @@ def penalty(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
 class OverlongPenalty(RewardsWrapper):
     """Scoring with `rewards` and the overlong penalty."""
 
-    def __init__(
-        self, rewards: RewardManager | CombinedRewards, *, limit: int, buffer: int, factor: float, log: bool = False
-    ):
+    def __init__(self, rewards: RewardManager | CombinedRewards, *, limit: int, buffer: int, factor: float, log: bool):
         super().__init__(rewards)
         self.limit, self.buffer, self.factor, self.log = limit, buffer, factor, log
 
