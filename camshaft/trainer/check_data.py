@@ -104,7 +104,8 @@ def _check_prompts(
             text = render_prompt(first, tokenizer, prompts.table.location(0))
             template = "" if isinstance(first, str) else " with the chat template applied"
             say(f"  first prompt{template}:\n{_shorten(text, _MAX_CHARACTERS)}")
-            say(f"  ({_describe_first_prompt(prompts)})")
+            kinds = sorted({"text" if isinstance(prompt, str) else "messages" for prompt in prompts.prompts})
+            say(f"  ({int(prompts.ids.lengths[0])} tokens; the prompts in these files are {' and '.join(kinds)})")
         _print_lengths(prompts, options, say)
         try:
             batches[name] = build_prompt_set(prompts, tokenizer, options).batch
@@ -133,11 +134,6 @@ def _print_schema(paths: Sequence[Path], columns: Sequence[str], rewards: Reward
         for column in file.columns:
             missing = "not read" if column.missing is None else f"{column.missing} missing"
             say(f"    {column.name:<20} {missing:<12} {_shorten(column.type, 80)}")
-
-
-def _describe_first_prompt(prompts: TokenizedPrompts) -> str:
-    kinds = sorted({"text" if isinstance(prompt, str) else "messages" for prompt in prompts.prompts})
-    return f"{int(prompts.ids.lengths[0])} tokens; the prompts in these files are {' and '.join(kinds)}"
 
 
 def _print_lengths(prompts: TokenizedPrompts, options: PromptOptions, say: Print) -> None:
