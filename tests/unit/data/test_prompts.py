@@ -39,7 +39,7 @@ def test_prompts_that_end_with_an_answer_are_counted_in_a_warning(load, caplog):
     assert "the last message of 'prompt' has the role assistant in 2 of 3 rows" in message
     caplog.clear()
     load([row(user("3+4="))])
-    assert not caplog.records
+    assert not [record for record in caplog.records if record.levelname == "WARNING"]
 
 
 def test_plain_text_matches_the_tokenizer(load, tokenizer):
