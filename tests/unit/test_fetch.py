@@ -75,7 +75,9 @@ def test_a_file_is_copied_once_and_again_when_it_changed(remote: CountingFileSys
     assert len(remote.read) == 2
 
 
-@pytest.mark.parametrize("damage", ["shorter", "other bytes", "gone", "record gone", "record cut off", "record emptied"])
+@pytest.mark.parametrize(
+    "damage", ["shorter", "other bytes", "gone", "record gone", "record cut off", "record emptied"]
+)
 def test_a_modified_copy_is_downloaded_again(remote: CountingFileSystem, damage: str) -> None:
     remote.pipe_file("/bucket/data/train.parquet", b"hello")
     path = fetch(URL)
