@@ -20,7 +20,6 @@ Unsupported kinds of attention raise `EngineError`. `reject_unsupported` checks 
 the arguments of a call.
 """
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -255,11 +254,11 @@ def _attend_segments(
             "prefix sharing requires full attention without dropout, on a CPU or in half precision on a GPU; for this "
             "model and device, use a Packing without prefix_of"
         )
-    runs = [(length, len(list(run))) for length, run in itertools.groupby(packing.lengths)]
     # A single split for all runs: for separate slices, autograd would write one gradient of all N tokens per slice.
-    parts = [tensor[0].split([length * count for length, count in runs], dim=1) for tensor in (query, key, value)]
+    sizes = [count * length for count, length in packing.runs]
+    parts = [tensor[0].split(sizes, dim=1) for tensor in (query, key, value)]
     outputs = []
-    for (_, count), q, k, v in zip(runs, *parts, strict=True):
+    for (count, _), q, k, v in zip(packing.runs, *parts, strict=True):
         out = _attend_equal_lengths(
             _as_rows(q, count), _as_rows(k, count), _as_rows(v, count), scaling, dropout, window
         )

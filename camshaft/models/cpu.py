@@ -20,10 +20,8 @@ forward pass and six in the backward pass.
 
 from __future__ import annotations
 
-import functools
-import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from camshaft.device import is_cuda
-from camshaft.models.packing import Packing, PrefixSpan
+from camshaft.models.packing import Packing
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 
@@ -40,22 +38,6 @@ KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 """Backward kernel: (grad, query, key, value, output, logsumexp, dropout, causal) -> grads of query, key and value."""
-
-
-class SegmentRun(NamedTuple):
-    """A run of adjacent segments of equal length, which one kernel call processes as a batch."""
-
-    count: int
-    length: int
-
-
-class KernelCalls(NamedTuple):
-    """Kernel calls for one packing."""
-
-    runs: list[SegmentRun]
-    """Runs in packed order; together they cover all tokens."""
-    prefixes: list[PrefixSpan]
-    """A call for each prefix."""
 
 
 def supports_cpu_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:
@@ -69,41 +51,34 @@ def packed_cpu_attention(
     query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None = None
 ) -> Tensor:
     """Compute attention within packed segments: query (H, N, D), key and value (Hkv, N, D) -> output (N, H, D)."""
-    outputs: Any = _PackedAttention.apply(query[None], key[None], value[None], kernel_calls(packing), scale)
+    outputs: Any = _PackedAttention.apply(query[None], key[None], value[None], packing, scale)
     return outputs[0]
-
-
-@functools.lru_cache(maxsize=8)  # all layers of a forward pass use the same packing
-def kernel_calls(packing: Packing) -> KernelCalls:
-    """Return the kernel calls that compute attention for a packing."""
-    runs = [SegmentRun(len(list(run)), length) for length, run in itertools.groupby(packing.lengths)]
-    return KernelCalls(runs, packing.prefix_spans)
 
 
 class _PackedAttention(torch.autograd.Function):
     """Autograd function of `packed_cpu_attention`. Tensors are (1, H, N, ...) in token-major memory order."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, calls: KernelCalls, scale: float | None) -> Tensor:
-        parts = (_split(tensor, calls.runs) for tensor in (query, key, value))
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None) -> Tensor:
+        parts = (_split(tensor, packing.runs) for tensor in (query, key, value))
         results = [KERNEL(*inputs, 0.0, True, scale=scale) for inputs in zip(*parts, strict=True)]
-        out, lse = (_concat(tensors, calls.runs) for tensors in zip(*results, strict=True))
-        for children, prefix in calls.prefixes:
+        out, lse = (_concat(tensors, packing.runs) for tensors in zip(*results, strict=True))
+        for children, prefix in packing.prefix_spans:
             inputs = query[:, :, children], key[:, :, prefix], value[:, :, prefix]
             _merge(out[:, :, children], lse[:, :, children], *KERNEL(*inputs, 0.0, False, scale=scale))
         ctx.save_for_backward(query, key, value, out, lse)
-        ctx.calls, ctx.scale = calls, scale
+        ctx.packing, ctx.scale = packing, scale
         return out.transpose(1, 2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        calls, scale = ctx.calls, ctx.scale
+        packing, scale = ctx.packing, ctx.scale
         tensors = (grad.transpose(1, 2), *ctx.saved_tensors)
-        parts = (_split(tensor, calls.runs) for tensor in tensors)
+        parts = (_split(tensor, packing.runs) for tensor in tensors)
         results = [BACKWARD(*inputs, 0.0, True, scale=scale) for inputs in zip(*parts, strict=True)]
-        gradients = [_concat(column, calls.runs) for column in zip(*results, strict=True)]
-        for children, prefix in calls.prefixes:
+        gradients = [_concat(column, packing.runs) for column in zip(*results, strict=True)]
+        for children, prefix in packing.prefix_spans:
             spans = (children, children, prefix, prefix, children, children)
             inputs = [tensor[:, :, span] for tensor, span in zip(tensors, spans, strict=True)]
             shares = BACKWARD(*inputs, 0.0, False, scale=scale)
@@ -112,23 +87,23 @@ class _PackedAttention(torch.autograd.Function):
         return (*gradients, None, None)
 
 
-def _split(tensor: Tensor, runs: Sequence[SegmentRun]) -> list[Tensor]:
+def _split(tensor: Tensor, runs: Sequence[tuple[int, int]]) -> list[Tensor]:
     """Split (1, H, N, ...) into one view (count, H, L, ...) per run.
 
     A single `split` replaces one slice per run, because with many runs the overhead of operator calls dominates.
     """
-    parts = tensor.split([run.count * run.length for run in runs], 2)
+    parts = tensor.split([count * length for count, length in runs], 2)
     return [
-        part if run.count == 1 else part[0].unflatten(1, (run.count, -1)).transpose(0, 1)
-        for part, run in zip(parts, runs, strict=True)
+        part if count == 1 else part[0].unflatten(1, (count, -1)).transpose(0, 1)
+        for part, (count, _) in zip(parts, runs, strict=True)
     ]
 
 
-def _concat(parts: Sequence[Tensor], runs: Sequence[SegmentRun]) -> Tensor:
+def _concat(parts: Sequence[Tensor], runs: Sequence[tuple[int, int]]) -> Tensor:
     """Invert `_split`. The result is token-major in memory, the order that projections read and write."""
     rows = [
-        part.transpose(1, 2) if run.count == 1 else part.transpose(1, 2).flatten(0, 1)[None]
-        for part, run in zip(parts, runs, strict=True)
+        part.transpose(1, 2) if count == 1 else part.transpose(1, 2).flatten(0, 1)[None]
+        for part, (count, _) in zip(parts, runs, strict=True)
     ]
     return torch.cat(rows, dim=1).transpose(1, 2)
 

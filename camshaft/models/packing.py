@@ -77,6 +77,11 @@ class Packing:
         return max(length + prefix for length, prefix in zip(self.lengths, prefixes, strict=True))
 
     @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """Runs of adjacent segments of equal length, which one kernel call processes as a batch: (count, length)."""
+        return [(len(list(run)), length) for length, run in itertools.groupby(self.lengths)]
+
+    @cached_property
     def prefix_spans(self) -> list[PrefixSpan]:
         """Prefixes that segments continue, in packed order."""
         if self.prefix_of is None:

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from support.dense_attention import dense_attention
 from torch import Tensor
 
-from camshaft.models.cpu import kernel_calls, packed_cpu_attention, supports_cpu_kernel
+from camshaft.models.cpu import packed_cpu_attention, supports_cpu_kernel
 from camshaft.models.packing import Packing
 
 Parents = list[int | None]
@@ -64,9 +64,9 @@ def test_any_families_of_documents(families: list[tuple[int, list[int]]]) -> Non
 
 
 def test_equal_lengths_and_shared_prefixes_use_one_call() -> None:
-    runs, prefixes = kernel_calls(Packing((4, 2, 2, 3, 4, 5), (None, 0, 0, 0, None, 4)))
-    assert runs == [(1, 4), (2, 2), (1, 3), (1, 4), (1, 5)]
-    assert prefixes == [(slice(4, 11), slice(0, 4)), (slice(15, 20), slice(11, 15))]
+    packing = Packing((4, 2, 2, 3, 4, 5), (None, 0, 0, 0, None, 4))
+    assert packing.runs == [(1, 4), (2, 2), (1, 3), (1, 4), (1, 5)]
+    assert packing.prefix_spans == [(slice(4, 11), slice(0, 4)), (slice(15, 20), slice(11, 15))]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
