@@ -238,7 +238,7 @@ def _attend_segments(
     shares_prefixes = packing is not None and packing.prefix_of is not None
     if _supports_flash(query, value, dropout) and not (shares_prefixes and window is not None):
         limits, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
-        bounds = Bounds(limits, limits, (longest, longest))
+        bounds = Bounds(limits, limits, longest, longest)
         return packed_flash_attention(query[0], key[0], value[0], bounds, packing, scaling, window)[None]
     if packing is None:  # the caller passed the arguments of `transformers` for packed rows, not `packed_kwargs`
         packing = Packing([length for length in kwargs["cu_seq_lens_q"].diff().tolist() if length])

@@ -42,8 +42,9 @@ class Bounds(NamedTuple):
     queries: Tensor
     """Start offsets of the groups and their end, int32 on the device."""
     keys: Tensor
-    longest: tuple[int, int]
-    """Number of tokens of the longest group of queries and of keys."""
+    longest_queries: int
+    """Number of tokens of the longest group of queries."""
+    longest_keys: int
 
 
 class PrefixAttention(NamedTuple):
@@ -84,7 +85,7 @@ def prefix_attention(packing: Packing, device: torch.device) -> PrefixAttention 
     (children, queries, longest), (prefixes, keys, longest_prefix) = (
         _concatenate(spans, device) for spans in zip(*packing.prefix_spans, strict=True)
     )
-    return PrefixAttention(children, prefixes, Bounds(queries, keys, (longest, longest_prefix)))
+    return PrefixAttention(children, prefixes, Bounds(queries, keys, longest, longest_prefix))
 
 
 def _concatenate(spans: Sequence[slice], device: torch.device) -> tuple[Tensor, Tensor, int]:
@@ -110,11 +111,11 @@ class _FlashAttention(torch.autograd.Function):
         window: int | None,
     ) -> Tensor:
         options = _options(scale, window)
-        out, lse, random, unused, _ = KERNEL(query, key, value, *_arguments(bounds), 0.0, True, False, **options)
+        out, lse, random, unused, _ = KERNEL(query, key, value, *bounds, 0.0, True, False, **options)
         if prefix is not None:
             children, prefixes = prefix.children, prefix.prefixes
             inputs = query[children], key[prefixes], value[prefixes]
-            other_out, other_lse, *_ = KERNEL(*inputs, *_arguments(prefix.bounds), 0.0, False, False, scale=scale)
+            other_out, other_lse, *_ = KERNEL(*inputs, *prefix.bounds, 0.0, False, False, scale=scale)
             own_lse = lse[:, children]
             weight = (other_lse - own_lse).sigmoid_().t()[..., None]
             merged = out[children].float().lerp_(other_out.float(), weight).to(out.dtype)
@@ -132,19 +133,14 @@ class _FlashAttention(torch.autograd.Function):
         prefix: PrefixAttention | None = ctx.prefix
         grad, rest = grad.contiguous(), (random, unused)
         options, inputs = _options(ctx.scale, ctx.window), (query, key, value, out, lse)
-        gradients = BACKWARD(grad, *inputs, *_arguments(ctx.bounds), 0.0, True, *rest, **options)
+        gradients = BACKWARD(grad, *inputs, *ctx.bounds, 0.0, True, *rest, **options)
         if prefix is not None:
             children, prefixes = prefix.children, prefix.prefixes
             inputs = query[children], key[prefixes], value[prefixes], out[children], lse[:, children].contiguous()
-            arguments = _arguments(prefix.bounds)
-            shares = BACKWARD(grad[children], *inputs, *arguments, 0.0, False, *rest, scale=ctx.scale)
+            shares = BACKWARD(grad[children], *inputs, *prefix.bounds, 0.0, False, *rest, scale=ctx.scale)
             for gradient, share, rows in zip(gradients, shares, (children, prefixes, prefixes), strict=True):
                 gradient.index_copy_(0, rows, gradient[rows] + share)
         return (*gradients, None, None, None, None)
-
-
-def _arguments(bounds: Bounds) -> tuple[Any, ...]:
-    return bounds.queries, bounds.keys, *bounds.longest
 
 
 def _options(scale: float | None, window: int | None) -> dict[str, Any]:

@@ -37,7 +37,7 @@ def test_outputs_and_gradients_equal_those_of_float64(packing: Packing, dim: int
     inputs = [torch.randn(shape, device="cuda").bfloat16() for shape in shapes]
     grad = torch.randn(packing.size, heads[0], dim, device="cuda").bfloat16()
     ends = torch.tensor([0, *packing.ends.tolist()], dtype=torch.int32, device="cuda")
-    bounds = Bounds(ends, ends, (max(packing.lengths), max(packing.lengths)))
+    bounds = Bounds(ends, ends, max(packing.lengths), max(packing.lengths))
     leaves: Any = [tensor.clone().requires_grad_() for tensor in inputs]
     out = packed_flash_attention(*leaves, bounds, packing)
     actual = [out, *torch.autograd.grad(out, leaves, grad)]

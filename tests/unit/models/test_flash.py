@@ -27,7 +27,7 @@ TOLERANCE = 3 * 2**-8
 
 def bounds_of(packing: Packing, device: str) -> Bounds:
     ends = torch.tensor([0, *packing.ends.tolist()], dtype=torch.int32, device=device)
-    return Bounds(ends, ends, (max(packing.lengths), max(packing.lengths)))
+    return Bounds(ends, ends, max(packing.lengths), max(packing.lengths))
 
 
 def attend(packing: Packing, inputs: list[Tensor], grad: Tensor, device: str) -> list[Tensor]:
@@ -80,5 +80,5 @@ def test_groups_of_a_packing() -> None:
     assert call.children.tolist() == [4, 5, 6, 7, 8, 9, 10, 21]
     assert call.prefixes.tolist() == [0, 1, 2, 3, 15, 16, 17, 18, 19, 20]
     assert (call.bounds.queries.tolist(), call.bounds.keys.tolist()) == ([0, 7, 8], [0, 4, 10])
-    assert call.bounds.longest == (7, 6)
+    assert call.bounds[2:] == (7, 6)
     assert prefix_attention(PACKINGS["segments"], torch.device("cpu")) is None
