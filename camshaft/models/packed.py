@@ -81,11 +81,8 @@ class PackedModule(nn.Module, ABC):
     routers: Routers | None = None
     """Routers of a mixture of experts; None for a dense model."""
     supports_prefix_sharing: bool
-
-    @property
-    @abstractmethod
-    def hidden_size(self) -> int:
-        """Width of the hidden states."""
+    hidden_size: int
+    """Width of the hidden states."""
 
     @abstractmethod
     def weight_parameters(self) -> dict[str, nn.Parameter]:
@@ -216,11 +213,8 @@ class PackedModel(PackedModule):
         self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
         self.supports_prefix_sharing = supports_prefix_sharing(hf.config)
         self.routers = find_routers(hf)
+        self.hidden_size = hf.config.get_text_config().hidden_size
         self.rope_limit = rope_limit(hf.config)
-
-    @property
-    def hidden_size(self) -> int:
-        return self.hf.config.get_text_config().hidden_size
 
     def weight_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.hf.named_parameters())

@@ -52,12 +52,8 @@ class TitanModel(PackedModule):
         self.shared_name: str | None = None
         """Name in transformers of a weight that this pipeline stage shares with another one; None if there is none."""
         self.vocabulary_size: int = hf.vocab_size
-        self._hidden_size = hf.hidden_size
+        self.hidden_size = hf.hidden_size
         self._last_output: Tensor | None = None
-
-    @property
-    def hidden_size(self) -> int:
-        return self._hidden_size
 
     def weight_parameters(self) -> dict[str, nn.Parameter]:
         parameters = {name.replace(WRAPPED, ""): p for name, p in self.decoder.named_parameters()}
