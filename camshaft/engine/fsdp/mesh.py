@@ -74,27 +74,20 @@ class Meshes:
         """
         return _create_meshes(dist.group.WORLD, layout, device.type)
 
-    @classmethod
-    def _new(cls, layout: Layout, device_type: str) -> Meshes:
-        sizes = {"replicas": layout.replicas, "shards": layout.shards, "tensor": layout.tensor}
-        axis_sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
-        mesh = init_device_mesh(device_type, tuple(axis_sizes.values()), mesh_dim_names=tuple(axis_sizes))
-        weight_axes = tuple(name for name in ("replicas", "shards") if name in axis_sizes)
-        tokens = init_device_mesh(
-            device_type,
-            (layout.data, layout.sequence, layout.tensor),
-            mesh_dim_names=("data", "sequence", "tensor"),
-        )
-        return cls(
-            layout,
-            weights=mesh[weight_axes] if len(axis_sizes) > len(weight_axes) else mesh,
-            tensor=mesh["tensor"] if layout.tensor > 1 else None,
-            sequence=tokens.get_group("sequence") if layout.sequence > 1 else None,
-            data=tokens.get_group("data") if layout.data > 1 else None,
-        )
-
 
 @functools.lru_cache(maxsize=4)
 def _create_meshes(world: dist.ProcessGroup, layout: Layout, device_type: str) -> Meshes:
     """Create the meshes of `layout`, cached by `world` too, because it may be destroyed and created again."""
-    return Meshes._new(layout, device_type)
+    sizes = {"replicas": layout.replicas, "shards": layout.shards, "tensor": layout.tensor}
+    axis_sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
+    mesh = init_device_mesh(device_type, tuple(axis_sizes.values()), mesh_dim_names=tuple(axis_sizes))
+    weight_axes = tuple(name for name in ("replicas", "shards") if name in axis_sizes)
+    shape = (layout.data, layout.sequence, layout.tensor)
+    tokens = init_device_mesh(device_type, shape, mesh_dim_names=("data", "sequence", "tensor"))
+    return Meshes(
+        layout,
+        weights=mesh[weight_axes] if len(axis_sizes) > len(weight_axes) else mesh,
+        tensor=mesh["tensor"] if layout.tensor > 1 else None,
+        sequence=tokens.get_group("sequence") if layout.sequence > 1 else None,
+        data=tokens.get_group("data") if layout.data > 1 else None,
+    )

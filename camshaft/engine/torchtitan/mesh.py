@@ -11,9 +11,7 @@ Sequence-parallel ranks hold different shards of the weights.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-import contextlib
 import functools
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -93,42 +91,28 @@ class Meshes:
         set_spmd_backend(SPMD_BACKEND)
         return _create_meshes(dist.group.WORLD, layout, device.type)
 
-    @classmethod
-    def _new(cls, layout: Layout, device_type: str) -> Meshes:
-        sizes = {"pp": layout.pipeline, "dp_replicate": layout.replicas, "dp_shard": layout.shards, "tp": layout.tensor}
-        dims = ParallelDims(**sizes, cp=1, ep=1, world_size=layout.world, spmd_backend=SPMD_BACKEND)
-        with _device_type_of_torchtitan(device_type):
-            dims.build_mesh()
-        shape = (layout.pipeline, layout.data, layout.sequence, layout.tensor)
-        tokens = init_device_mesh(device_type, shape, mesh_dim_names=("pipeline", "data", "sequence", "tensor"))
-        pipeline = ends = tokens.get_group("pipeline") if layout.pipeline > 1 else None
-        if layout.pipeline > 2:
-            ends = cast("dist.ProcessGroup | None", dist.new_subgroups_by_enumeration(layout.end_stages())[0])
-        return cls(
-            layout,
-            dims,
-            pipeline=pipeline,
-            end_stages=ends,
-            sequence=tokens.get_group("sequence") if layout.sequence > 1 else None,
-            data=tokens.get_group("data") if layout.data > 1 else None,
-        )
-
 
 @functools.lru_cache(maxsize=4)
 def _create_meshes(world: dist.ProcessGroup, layout: Layout, device_type: str) -> Meshes:
     """Create the meshes of `layout`, cached by `world` too, because it may be destroyed and created again."""
-    return Meshes._new(layout, device_type)
-
-
-@contextlib.contextmanager
-def _device_type_of_torchtitan(device_type: str) -> Iterator[None]:
-    """Build meshes of torchtitan on `device_type`.
-
-    torchtitan selects the device type when it is imported, and assumes CUDA on a machine without an accelerator.
-    """
-    default = parallel_dims.device_type
-    parallel_dims.device_type = device_type
+    sizes = {"pp": layout.pipeline, "dp_replicate": layout.replicas, "dp_shard": layout.shards, "tp": layout.tensor}
+    dims = ParallelDims(**sizes, cp=1, ep=1, world_size=layout.world, spmd_backend=SPMD_BACKEND)
+    # torchtitan selects the device type when it is imported, and assumes CUDA on a machine without an accelerator.
+    default, parallel_dims.device_type = parallel_dims.device_type, device_type
     try:
-        yield
+        dims.build_mesh()
     finally:
         parallel_dims.device_type = default
+    shape = (layout.pipeline, layout.data, layout.sequence, layout.tensor)
+    tokens = init_device_mesh(device_type, shape, mesh_dim_names=("pipeline", "data", "sequence", "tensor"))
+    pipeline = ends = tokens.get_group("pipeline") if layout.pipeline > 1 else None
+    if layout.pipeline > 2:
+        ends = cast("dist.ProcessGroup | None", dist.new_subgroups_by_enumeration(layout.end_stages())[0])
+    return Meshes(
+        layout,
+        dims,
+        pipeline=pipeline,
+        end_stages=ends,
+        sequence=tokens.get_group("sequence") if layout.sequence > 1 else None,
+        data=tokens.get_group("data") if layout.data > 1 else None,
+    )
