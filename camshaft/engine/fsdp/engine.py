@@ -15,9 +15,10 @@ import torch.distributed as dist
 from camshaft.config.backends import FSDP
 from camshaft.config.schema.fsdp import FSDPOptions
 from camshaft.device import seed_ranks
-from camshaft.engine.fsdp import parallelize, weights
+from camshaft.engine.fsdp import parallelize
 from camshaft.engine.fsdp.mesh import Layout, Meshes
 from camshaft.engine.fsdp.tensor_parallel import apply_tensor_parallel
+from camshaft.engine.fsdp.weights import allocate, broadcast_weights, load_full_model
 from camshaft.engine.offload import HOST
 from camshaft.engine.sharded import ShardedEngine
 from camshaft.models.packed import PackedModel
@@ -42,7 +43,10 @@ class FSDPEngine(ShardedEngine):
 
     def _build_sharded(self, group: dist.ProcessGroup) -> PackedModel:
         """Build the sharded model with its weights; `group` exchanges errors."""
-        return weights.build(self.config, self.device, self.home_device, group, self._parallelize)
+        full_model = load_full_model(self.config, group)
+        packed = allocate(self.config, self.home_device, self._parallelize)
+        broadcast_weights(packed, full_model, self.device)
+        return packed.eval()
 
     def _parallelize(self, packed: PackedModel) -> None:
         """Apply tensor parallelism, then FSDP, then sequence parallelism to a model on the meta device."""
@@ -50,9 +54,13 @@ class FSDPEngine(ShardedEngine):
         if meshes.tensor is not None:
             apply_tensor_parallel(packed, meshes.tensor)
         parallelize.shard(packed, meshes.weights, self.options, self.device)
-        if meshes.sequence is not None:
-            check_heads(packed.hf.config, meshes.layout.sequence)
-            packed.sequence = SequenceSplit(meshes.sequence, self.device)
+        self._split_sequences(packed)
+
+    def _split_sequences(self, packed: PackedModel) -> None:
+        """Apply sequence parallelism."""
+        if self.meshes.sequence is not None:
+            check_heads(packed.hf.config, self.meshes.layout.sequence)
+            packed.sequence = SequenceSplit(self.meshes.sequence, self.device)
 
     @property
     def seat(self) -> Seat:

@@ -39,7 +39,6 @@ from camshaft.engine.optim import build_optimizer, clip_and_step
 from camshaft.errors import EngineError
 from camshaft.models.loader import skeleton
 from camshaft.models.packed import PackedModel
-from camshaft.models.sequence import SequenceSplit, check_heads
 
 PREFIX = "hf."
 """Prefix of parameter names in a `PackedModel`, before the Hugging Face names."""
@@ -51,9 +50,8 @@ class FSDP1Engine(FSDPEngine):
     capabilities = FSDP1
 
     def _build_sharded(self, group: dist.ProcessGroup) -> PackedModel:
-        config, meshes = self.config, self.meshes
-        full_model = load_full_model(config, group)
-        packed = skeleton(config.model, config.dtype)
+        full_model = load_full_model(self.config, group)
+        packed = skeleton(self.config.model, self.config.dtype)
         # Names are recorded before wrapping, which changes them. Tied parameters count once.
         self._parameter_names = [name for name, _ in packed.hf.named_parameters()]
         buffers = dict(packed.hf.named_buffers())
@@ -61,10 +59,8 @@ class FSDP1Engine(FSDPEngine):
         entries = packed.hf.state_dict(keep_vars=True).items()
         self._tied_names = {name: name_of[id(p)] for name, p in entries if name_of.get(id(p), name) != name}
         self._weight_names = [*self._parameter_names, *(name for name in packed.hf.state_dict() if name in buffers)]
-        if meshes.sequence is not None:
-            check_heads(packed.hf.config, meshes.layout.sequence)
-            packed.sequence = SequenceSplit(meshes.sequence, self.device)
-        wrapped = wrap(packed, meshes, self.options, self.device)
+        self._split_sequences(packed)
+        wrapped = wrap(packed, self.meshes, self.options, self.device)
         broadcast_weights(wrapped, full_model, self.device)
         return cast(PackedModel, wrapped.eval())
 

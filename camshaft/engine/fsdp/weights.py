@@ -1,6 +1,8 @@
 """Loads the weights of a model folder into a sharded model.
 
-    packed = build(config, device, device, group, parallelize)   # parallelize(packed) shards it on the meta device
+    full_model = load_full_model(config, group)
+    packed = allocate(config, device, parallelize)      # parallelize(packed) shards it on the meta device
+    broadcast_weights(packed, full_model, device)
 
 Only rank 0 reads the folder (or initializes the weights) and holds the full model in host memory. Every rank builds and
 shards the model on the meta device, allocates its shards, and receives their values from rank 0.
@@ -24,27 +26,10 @@ WRAPPED = "_fsdp_wrapped_module."
 """Prefix that `FullyShardedDataParallel` inserts into parameter names."""
 
 
-def build(
-    config: EngineConfig,
-    device: torch.device,
-    home_device: torch.device,
-    group: dist.ProcessGroup,
-    parallelize: Callable[[PackedModel], None],
-) -> PackedModel:
-    """Build the model of `config` and shard it with `parallelize`.
-
-    Parameters are allocated on `home_device` and buffers on `device`. `group` exchanges errors.
-    """
-    full_model = load_full_model(config, group)
-    packed = allocate(config, home_device, parallelize)
-    broadcast_weights(packed, full_model, device)
-    return packed.eval()
-
-
 def allocate(
     config: EngineConfig, home_device: torch.device, parallelize: Callable[[PackedModel], None]
 ) -> PackedModel:
-    """Build the model of `config` and shard it with `parallelize`. Its weights are uninitialized."""
+    """Build the model of `config` and shard it with `parallelize`. Its weights, on `home_device`, are uninitialized."""
     packed = skeleton(config.model, config.dtype)
     parallelize(packed)
     packed.to_empty(device=home_device)
