@@ -21,15 +21,13 @@ def cast_parameters(module: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     A backward pass inside the block adds the gradient of a cast to the gradient of its parameter, in the dtype of the
     parameter. It must not run outside of the block, because activation checkpointing computes layers again.
     """
-    owners = [(owner, name) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
-    parameters = [owner._parameters[name] for owner, name in owners]
-    casts = {p: p.to(dtype) for p in parameters if p is not None}  # tied parameters share one cast
+    owners = [(owner, name, p) for owner in module.modules() for name, p in owner._parameters.items() if p is not None]
+    casts = {parameter: parameter.to(dtype) for _, _, parameter in owners}  # tied parameters share one cast
     try:
-        for (owner, name), parameter in zip(owners, parameters, strict=True):
-            assert parameter is not None
+        for owner, name, parameter in owners:
             # As torch.func.functional_call does, whose block would end before the backward pass.
             owner._parameters[name] = casts[parameter]  # pyright: ignore[reportArgumentType]
         yield
     finally:
-        for (owner, name), parameter in zip(owners, parameters, strict=True):
+        for owner, name, parameter in owners:
             owner._parameters[name] = parameter
