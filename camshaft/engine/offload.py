@@ -42,7 +42,7 @@ class Parts:
         self._offloaded = offloaded
         self._in_use: set[Part] = set()
         self._offloaded_gradients: dict[nn.Parameter, Tensor] = {}
-        self._restore(dict.fromkeys(self._offloaded))
+        self._move_to(dict.fromkeys(offloaded, HOST))
 
     @contextlib.contextmanager
     def on_device(self, *parts: Part) -> Iterator[None]:
@@ -51,25 +51,20 @@ class Parts:
         previous_devices: dict[Part, torch.device | None] = {part: self.device_of(part) for part in unused}
         self._in_use.update(unused)
         try:
-            self.move((part for part, device in previous_devices.items() if self._moves(device)), self._device)
+            self._move_to(dict.fromkeys(unused, self._device))
             yield
         finally:
             self._in_use.difference_update(unused)
-            self._restore(previous_devices)
+            self._move_to({p: HOST if p in self._offloaded else device for p, device in previous_devices.items()})
 
-    def _moves(self, device: torch.device | None) -> bool:
-        """Return True if a part on `device` must be moved to be on the compute device."""
-        return device is not None and device.type != self._device.type
-
-    def _restore(self, previous_devices: Mapping[Part, torch.device | None]) -> None:
-        """Move each part in `offloaded` to host memory, and the others to `previous_devices`."""
-        targets: dict[torch.device, list[Part]] = {}
-        for part, previous_device in previous_devices.items():
-            target = HOST if part in self._offloaded else previous_device
+    def _move_to(self, targets: Mapping[Part, torch.device | None]) -> None:
+        """Move each part to its target, unless it has none, has no tensors, or is on a device of this type."""
+        parts_of: dict[torch.device, list[Part]] = {}
+        for part, target in targets.items():
             device = self.device_of(part)
             if target is not None and device is not None and device.type != target.type:
-                targets.setdefault(target, []).append(part)
-        for target, parts in targets.items():
+                parts_of.setdefault(target, []).append(part)
+        for target, parts in parts_of.items():
             self.move(parts, target)
 
     def device_of(self, part: Part) -> torch.device | None:
