@@ -251,7 +251,7 @@ class TorchEngine(BaseEngine):
             batch, call = preprocess_fn(batch, call)
             preprocess_fn = None
         data = as_batch(batch)
-        call = self._count(data, call)
+        self._count(data, call)
         self._routing = self._start_routing(call, forward_only)
         groups = self._prefix_groups(data, call.get("routing") is not None)
         plan = self._plan(data, forward_only, groups)
@@ -282,9 +282,8 @@ class TorchEngine(BaseEngine):
         A pipeline overrides this method with its schedule. If the rows are in host memory, this method never waits for
         an accelerator, so the host can queue several micro-batches.
         """
-        routing = self._routing
-        if routing is not None:
-            self._run_routed(micro_batches, routing)
+        if self._routing is not None:
+            self._run_routed(micro_batches, self._routing)
             return
         for index in range(len(micro_batches)):
             inputs = micro_batches.prepare(index)
@@ -344,19 +343,16 @@ class TorchEngine(BaseEngine):
         config, ids = self.config, data.ragged("input_ids")
         size = config.infer_micro_batch_size if forward_only else config.micro_batch_size
         max_tokens = config.infer_max_tokens if forward_only else config.max_tokens
-        # The plan keeps prefix groups together, because a prefix is shared only within a micro-batch.
-        if max_tokens is None:
-            return plan_micro_batches(ids.lengths, size, None, self.max_over_ranks, prefix_groups=groups)
         pivot = attention_pivot(self.module.hidden_size)
+        # The plan keeps prefix groups together, because a prefix is shared only within a micro-batch.
         return plan_micro_batches(ids.lengths, size, max_tokens, self.max_over_ranks, pivot, groups)
 
-    def _count(self, data: DataProto, ctx: StepContext) -> StepContext:
+    def _count(self, data: DataProto, ctx: StepContext) -> None:
         """Store `num_tokens` and `num_sequences` of the mini-batch, over all data-parallel ranks, in `ctx`."""
         mask = data.ragged("loss_mask").map(Tensor.double)
         local_counts = torch.stack([mask.values.sum(), (mask.sum() > 0).sum().double()])
         tokens, sequences = self.sum_over_ranks(to_device(local_counts, self.device)).tolist()
         ctx["num_tokens"], ctx["num_sequences"] = max(tokens, 1.0), max(sequences, 1.0)
-        return ctx
 
     def _warn_of_unread_counts(self, ctx: Mapping[str, Any], micro_batches: int) -> None:
         """Warn once if the mini-batch is split but the loss function does not read its counts."""
@@ -483,7 +479,7 @@ class TorchEngine(BaseEngine):
         if path.is_dir():
             model["path"] = str(path.absolute())
         record = {"update": update, "skipped_steps": self._skipped_steps, "model": model, "seed": self.config.seed}
-        return {**record, "series": self._series}
+        return record | {"series": self._series}
 
     def named_parameters(self) -> dict[str, Tensor]:
         """Return the parameters by the names under which a checkpoint stores their optimizer state."""

@@ -1,9 +1,7 @@
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 from camshaft.config.engine import EngineConfig, EngineModel
 from camshaft.dataproto import DataProto, Ragged
@@ -24,12 +22,11 @@ def batch_of(*lengths: int, mask: list[int] | None = None) -> DataProto:
 class LinearModel(torch.nn.Module):
     """A model of one weight, w = 2: the log-prob of a token is w times its id."""
 
-    supports_prefix_sharing, sequence, routers = False, None, None
+    supports_prefix_sharing, sequence, routers, hidden_size = False, None, None, 32
 
     def __init__(self) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.tensor(2.0))
-        self.hf = SimpleNamespace(config=LlamaConfig(hidden_size=32))
 
     def forward(self, tokens: torch.Tensor, packing: Any, at: Any, *_: Any) -> dict[str, torch.Tensor]:
         return {"log_probs": self.weight * tokens[at.tensor]}
