@@ -14,8 +14,7 @@ import copy
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Set
-from dataclasses import dataclass
-from typing import Literal
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 
+from camshaft.config.engine import Head
 from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
@@ -33,8 +33,6 @@ from camshaft.models.linear_logprob import VocabularyShard, linear_full_kl, line
 from camshaft.models.packing import Packing
 from camshaft.models.routing import Routers, find_routers
 from camshaft.models.sequence import SequenceSplit
-
-Head = Literal["causal_lm", "value", "reward"]
 
 OUTPUTS: dict[Head, tuple[str, ...]] = {
     "causal_lm": ("log_probs", "entropy", "distribution", "full_kl"),
@@ -263,21 +261,22 @@ class PackedModel(PackedModule):
         temperature: float,
         log_q: Tensor | None,
     ) -> dict[str, Tensor]:
-        output = output_layer(self.hf, self.head)
-        return head_outputs(output, self.head, hidden, tokens, at, outputs, temperature / self.logit_factor, log_q)
+        inputs = HeadInputs(tokens, at, outputs, temperature / self.logit_factor, log_q)
+        return head_outputs(output_layer(self.hf, self.head), self.head, hidden, inputs)
 
 
-def head_outputs(
-    output: nn.Module,
-    head: Head,
-    hidden: Tensor,
-    tokens: Tensor,
-    at: Tensor,
-    outputs: Sequence[str],
-    temperature: float,
-    log_q: Tensor | None,
-) -> dict[str, Tensor]:
-    """Compute `outputs` from `hidden` with the output layer `output`; the arguments are those of `apply_head`.
+class HeadInputs(NamedTuple):
+    """Arguments of `apply_head`, except the hidden states."""
+
+    tokens: Tensor
+    at: Tensor
+    outputs: Sequence[str]
+    temperature: float
+    log_q: Tensor | None
+
+
+def head_outputs(output: nn.Module, head: Head, hidden: Tensor, inputs: HeadInputs) -> dict[str, Tensor]:
+    """Compute the outputs of a head from `hidden` with the output layer `output`.
 
     Even if `hidden` has no rows, all parameters of the layer are part of the autograd graph, so that all ranks reduce
     gradients of the same parameters.
@@ -289,49 +288,37 @@ def head_outputs(
             f"the output layer is a {type(output).__name__}, not an nn.Linear; exclude lm_head from the layers "
             "that an adapter or a quantizer replaces"
         )
-    rows = VocabularyRows(*_local_rows(output), count=len(output.weight))
-    return rows.outputs(hidden, tokens, at, outputs, temperature, log_q)
+    return vocabulary_outputs(hidden, inputs, *_local_rows(output), vocabulary_size=len(output.weight))
 
 
-@dataclass(frozen=True)
-class VocabularyRows:
-    """This rank's rows of the output layer of a causal language model."""
-
-    weight: Tensor
-    bias: Tensor | None
-    shard: VocabularyShard | None
-    count: int
-    """Number of rows on all ranks, the size of the vocabulary."""
-
-    def outputs(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        at: Tensor,
-        outputs: Sequence[str],
-        temperature: float,
-        log_q: Tensor | None,
-    ) -> dict[str, Tensor]:
-        """Compute `outputs` from `hidden`; the arguments are those of `apply_head`."""
-        weight, bias, shard = self.weight, self.bias, self.shard
-        results: dict[str, Tensor | None] = {}
-        if "distribution" in outputs:
-            results["distribution"] = log_distribution(hidden, weight, bias, temperature, shard)
-        at = to_device(at, tokens.device)
-        if "full_kl" in outputs:
-            shape = (len(tokens), self.count)
-            if log_q is None or log_q.shape != shape:
-                actual = None if log_q is None else tuple(log_q.shape)
-                raise EngineError(
-                    f"full_kl requires `log_q` of shape {shape} (tokens, vocabulary), got {actual}; pass the "
-                    "'distribution' of another model for the same batch"
-                )
-            results["full_kl"] = linear_full_kl(hidden, weight, log_q, at, bias, temperature, shard=shard)
-        if results.keys() != set(outputs):
-            results["log_probs"], results["entropy"] = linear_logprob(
-                hidden, weight, tokens[at], bias, temperature, need_entropy="entropy" in outputs, shard=shard
+def vocabulary_outputs(
+    hidden: Tensor,
+    inputs: HeadInputs,
+    weight: Tensor,
+    bias: Tensor | None,
+    shard: VocabularyShard | None,
+    vocabulary_size: int,
+) -> dict[str, Tensor]:
+    """Compute the outputs of a causal language model from `hidden` with this rank's rows of the output layer."""
+    tokens, at, outputs, temperature, log_q = inputs
+    results: dict[str, Tensor | None] = {}
+    if "distribution" in outputs:
+        results["distribution"] = log_distribution(hidden, weight, bias, temperature, shard)
+    at = to_device(at, tokens.device)
+    if "full_kl" in outputs:
+        shape = (len(tokens), vocabulary_size)
+        if log_q is None or log_q.shape != shape:
+            actual = None if log_q is None else tuple(log_q.shape)
+            raise EngineError(
+                f"full_kl requires `log_q` of shape {shape} (tokens, vocabulary), got {actual}; pass the "
+                "'distribution' of another model for the same batch"
             )
-        return {name: tensor for name in outputs if (tensor := results[name]) is not None}
+        results["full_kl"] = linear_full_kl(hidden, weight, log_q, at, bias, temperature, shard=shard)
+    if results.keys() != set(outputs):
+        results["log_probs"], results["entropy"] = linear_logprob(
+            hidden, weight, tokens[at], bias, temperature, need_entropy="entropy" in outputs, shard=shard
+        )
+    return {name: tensor for name in outputs if (tensor := results[name]) is not None}
 
 
 def supports_prefix_sharing(config: PreTrainedConfig) -> bool:

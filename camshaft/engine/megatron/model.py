@@ -31,13 +31,14 @@ from camshaft.models.attention import packed_kwargs
 from camshaft.models.linear_logprob import VocabularyShard
 from camshaft.models.packed import (
     Head,
+    HeadInputs,
     OpaqueTensor,
-    VocabularyRows,
     check_inputs,
     head_outputs,
     logit_factor,
     output_layer,
     unwrap,
+    vocabulary_outputs,
 )
 from camshaft.models.packing import Packing
 from camshaft.models.sequence import SequenceSplit
@@ -196,11 +197,11 @@ class MegatronModel(nn.Module):
     def _outputs(self, rows: Tensor, call: Call, at: Tensor) -> dict[str, Tensor]:
         """Compute the outputs of the tokens `at` from the hidden states (M, H) before them."""
         stage: Any = self.stages[-1]
-        arguments = (rows, call.tokens, at, call.outputs, call.temperature / self.logit_factor, call.log_q)
+        inputs = HeadInputs(call.tokens, at, call.outputs, call.temperature / self.logit_factor, call.log_q)
         if self.head != "causal_lm":
-            return head_outputs(stage.output_layer, self.head, *arguments)
+            return head_outputs(stage.output_layer, self.head, rows, inputs)
         weight, shard = stage.shared_embedding_or_output_weight() if self.tied else stage.output_layer.weight, None
         if self.groups.tp.size() > 1:
             first = self.groups.tp.rank() * self.rows_per_rank
             weight, shard = weight[: self.vocabulary_size - first], VocabularyShard(self.groups.tp, first)
-        return VocabularyRows(weight, None, shard, self.vocabulary_size).outputs(*arguments)
+        return vocabulary_outputs(rows, inputs, weight, None, shard, self.vocabulary_size)

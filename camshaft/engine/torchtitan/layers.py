@@ -10,7 +10,6 @@ materialize the logits.
 # pyright: reportMissingImports=false
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +20,7 @@ from torchtitan.models.common import Linear
 from torchtitan.protocols.module import Module
 
 from camshaft.models.attention import packed_attention
-from camshaft.models.packed import Head, head_outputs
+from camshaft.models.packed import Head, HeadInputs, head_outputs
 
 
 class PackedAttention(Module):
@@ -110,13 +109,5 @@ class OutputHead(Linear):
         super().__init__(config)
         self.head: Head = config.head
 
-    def forward(
-        self,
-        hidden: Tensor,
-        tokens: Tensor,
-        at: Tensor,
-        outputs: Sequence[str],
-        temperature: float,
-        log_q: Tensor | None,
-    ) -> dict[str, Tensor]:
-        return head_outputs(self, self.head, hidden, tokens, at, outputs, temperature, log_q)
+    def forward(self, hidden: Tensor, inputs: HeadInputs) -> dict[str, Tensor]:
+        return head_outputs(self, self.head, hidden, inputs)

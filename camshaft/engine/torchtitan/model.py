@@ -19,7 +19,7 @@ from camshaft.device import to_device
 from camshaft.engine.micro_batches import ModelInputs
 from camshaft.engine.torchtitan.families import PackedDecoder
 from camshaft.models.attention import packed_kwargs
-from camshaft.models.packed import Head, PackedModule, supports_prefix_sharing
+from camshaft.models.packed import Head, HeadInputs, PackedModule, supports_prefix_sharing
 from camshaft.models.packing import Packing
 
 WRAPPED = "_checkpoint_wrapped_module."
@@ -104,4 +104,4 @@ class TitanModel(PackedModule):
         temperature: float,
         log_q: Tensor | None,
     ) -> dict[str, Tensor]:
-        return self.decoder.lm_head(hidden, tokens, at, outputs, temperature, log_q)
+        return self.decoder.lm_head(hidden, HeadInputs(tokens, at, outputs, temperature, log_q))
