@@ -70,12 +70,8 @@ class Stage(GPTModel):
 class Call:
     """Arguments of `MegatronModel.forward`, checked, and the padded tokens that the stages receive."""
 
-    tokens: Tensor
     packing: Packing
-    at: Tensor
-    outputs: Sequence[str]
-    temperature: float
-    log_q: Tensor | None
+    head_inputs: HeadInputs
     padded: Tensor
     """Tokens that this rank's stages receive: the packed tokens with padding, or this rank's chunk of them."""
     angles: Tensor
@@ -173,8 +169,8 @@ class MegatronModel(nn.Module):
         chunk = slice(None) if self.sequence is None else self.sequence.chunk(size)
         angles = self.angles(inputs.pop("position_ids")[0, chunk])
         local_tokens = F.pad(tokens, (0, extra))[chunk]
-        rows = PackedRows(inputs=inputs)
-        return Call(tokens, packing, at, outputs, temperature, log_q, local_tokens, angles, rows, size)
+        head_inputs = HeadInputs(tokens, at, outputs, temperature / self.logit_factor, log_q)
+        return Call(packing, head_inputs, local_tokens, angles, PackedRows(inputs=inputs), size)
 
     def apply_head(self, hidden: Tensor, call: Call) -> dict[str, Tensor]:
         """Compute the outputs from the hidden states of the last stage."""
@@ -183,21 +179,21 @@ class MegatronModel(nn.Module):
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.groups.tp
             )
-        previous = call.packing.ends - 1 if self.head == "reward" else call.packing.previous(call.at)
-        split = self.sequence
+        inputs, split = call.head_inputs, self.sequence
+        previous = call.packing.ends - 1 if self.head == "reward" else call.packing.previous(inputs.at)
         if split is None:
-            return self._outputs(hidden[:, 0].index_select(0, to_device(previous, hidden.device)), call, call.at)
+            return self._outputs(hidden[:, 0].index_select(0, to_device(previous, hidden.device)), inputs)
         share = split.share(previous, call.size)
         rows = hidden[:, 0].index_select(0, to_device(share.offsets, hidden.device))
-        local_outputs = self._outputs(rows, call, call.at if self.head == "reward" else call.at[share.indices])
+        local_at = inputs.at if self.head == "reward" else inputs.at[share.indices]
+        local_outputs = self._outputs(rows, inputs._replace(at=local_at))
         outputs = {name: split.gather(share, local_outputs.pop(name))[0] for name in WIDE if name in local_outputs}
         gathered = split.gather(share, *local_outputs.values()) if local_outputs else []
         return outputs | dict(zip(local_outputs, gathered, strict=True))
 
-    def _outputs(self, rows: Tensor, call: Call, at: Tensor) -> dict[str, Tensor]:
-        """Compute the outputs of the tokens `at` from the hidden states (M, H) before them."""
+    def _outputs(self, rows: Tensor, inputs: HeadInputs) -> dict[str, Tensor]:
+        """Compute the outputs of the tokens `inputs.at` from the hidden states (M, H) before them."""
         stage: Any = self.stages[-1]
-        inputs = HeadInputs(call.tokens, at, call.outputs, call.temperature / self.logit_factor, call.log_q)
         if self.head != "causal_lm":
             return head_outputs(stage.output_layer, self.head, rows, inputs)
         weight, shard = stage.shared_embedding_or_output_weight() if self.tied else stage.output_layer.weight, None
