@@ -142,12 +142,7 @@ class PackedModule(nn.Module, ABC):
         share = split.share(previous_offsets, len(tokens))
         hidden = self.hidden_states(*split.pad(tokens, packing), share.offsets)
         local_at = at if self.head == "reward" else at[share.indices]
-        local_outputs = self.apply_head(hidden, tokens, local_at, outputs, temperature, log_q)
-        distributions = {
-            name: split.gather(share, local_outputs.pop(name))[0] for name in outputs if name == "distribution"
-        }
-        gathered = split.gather(share, *local_outputs.values()) if local_outputs else []
-        return dict(zip(local_outputs, gathered, strict=True)) | distributions
+        return split.gather_outputs(share, self.apply_head(hidden, tokens, local_at, outputs, temperature, log_q))
 
     def check_inputs(self, tokens: Tensor, packing: Packing, at: Tensor, outputs: Sequence[str]) -> None:
         """Raise `EngineError` if arguments of `forward` contradict each other or the head."""

@@ -119,6 +119,13 @@ class SequenceSplit:
         inverse = to_device(share.inverse, tensors[0].device)
         return [tensor.index_select(0, inverse) for tensor in gathered]  # pyright: ignore
 
+    def gather_outputs(self, share: "Share", outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Gather the outputs of a head, the wide "distribution" apart from those with one value per token or row."""
+        wide = {name: self.gather(share, output)[0] for name, output in outputs.items() if name == "distribution"}
+        narrow = {name: output for name, output in outputs.items() if name not in wide}
+        gathered = self.gather(share, *narrow.values()) if narrow else []
+        return dict(zip(narrow, gathered, strict=True)) | wide
+
     def all_gather(self, local: Tensor, counts: Sequence[int]) -> Tensor:
         """Gather `counts[r]` entries from each rank r, without gradient; returns shape (sum(counts), ...).
 

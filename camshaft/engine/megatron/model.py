@@ -43,9 +43,6 @@ from camshaft.models.packed import (
 from camshaft.models.packing import Packing
 from camshaft.models.sequence import SequenceSplit
 
-WIDE = ("distribution",)
-"""Outputs with one value per entry of the vocabulary; the others have one value per token or row."""
-
 
 class Stage(GPTModel):
     """Consecutive layers of the model."""
@@ -186,10 +183,7 @@ class MegatronModel(nn.Module):
         share = split.share(previous, call.size)
         rows = hidden[:, 0].index_select(0, to_device(share.offsets, hidden.device))
         local_at = inputs.at if self.head == "reward" else inputs.at[share.indices]
-        local_outputs = self._outputs(rows, inputs._replace(at=local_at))
-        outputs = {name: split.gather(share, local_outputs.pop(name))[0] for name in WIDE if name in local_outputs}
-        gathered = split.gather(share, *local_outputs.values()) if local_outputs else []
-        return outputs | dict(zip(local_outputs, gathered, strict=True))
+        return split.gather_outputs(share, self._outputs(rows, inputs._replace(at=local_at)))
 
     def _outputs(self, rows: Tensor, inputs: HeadInputs) -> dict[str, Tensor]:
         """Compute the outputs of the tokens `inputs.at` from the hidden states (M, H) before them."""
