@@ -56,10 +56,6 @@ def _set_rng_state(state: Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(state)
 
 
-def _manual_seed(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-
-
 def _do_nothing(*_: Any) -> None:
     pass
 
@@ -85,17 +81,15 @@ class _Stream:
         pass
 
 
-_STREAM = _Stream()
-
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, Any] = {
     "current_device": _current_device,
     "synchronize": _do_nothing,
     "get_rng_state": _get_rng_state,
     "set_rng_state": _set_rng_state,
-    "manual_seed": _manual_seed,
+    "manual_seed": torch.default_generator.manual_seed,
     "Stream": _Stream,
-    "current_stream": lambda: _STREAM,
-    "stream": lambda _: contextlib.nullcontext(),
+    "current_stream": _Stream,
+    "stream": contextlib.nullcontext,
 }
 """Replacements of functions of torch's CUDA module."""
 
@@ -106,14 +100,13 @@ def on_device(device: torch.device) -> Iterator[None]:
     if device.type != "cpu":
         yield
         return
-    with contextlib.ExitStack() as stack:
-        for name, function in _FUNCTIONS.items():
-            stack.enter_context(mock.patch.object(torch.get_device_module("cuda"), name, function))
-        stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", _get_rng_state))
-        stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", _set_rng_state))
-        name = "maybe_move_tensor_to_cpu"  # converts GPU tensors only
-        stack.enter_context(mock.patch.object(token_dispatcher, name, _maybe_move_tensor_to_cpu))
+    with (
+        mock.patch.multiple(torch.get_device_module("cuda"), **_FUNCTIONS),
+        mock.patch.multiple(random, _get_cuda_rng_state=_get_rng_state, _set_cuda_rng_state=_set_rng_state),
+        # The function converts GPU tensors only.
+        mock.patch.object(token_dispatcher, "maybe_move_tensor_to_cpu", _maybe_move_tensor_to_cpu),
         # The module warns if the state of the CPU changes while Megatron uses that of the GPU; here they are one.
-        stack.enter_context(mock.patch.object(logging.getLogger(random.__name__), "disabled", True))
-        stack.enter_context(_CudaToCPU())
+        mock.patch.object(logging.getLogger(random.__name__), "disabled", True),
+        _CudaToCPU(),
+    ):
         yield
