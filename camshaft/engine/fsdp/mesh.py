@@ -26,12 +26,16 @@ from camshaft.seat import Seat
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of the mesh axes. Both `replicas * shards * tensor` and `data * sequence * tensor` equal `world`."""
+    """Sizes of the mesh axes.
+
+    Both `pipeline * replicas * shards * tensor` and `pipeline * data * sequence * tensor` equal `world`.
+    """
 
     world: int
     shards: int
     sequence: int = 1
     tensor: int = 1
+    pipeline: int = 1
 
     @classmethod
     def from_options(cls, options: FSDPOptions, world: int) -> Layout:
@@ -41,18 +45,23 @@ class Layout:
         return cls(world, options.shards(world), sequence, tensor)
 
     @property
+    def ranks_per_stage(self) -> int:
+        return self.world // self.pipeline
+
+    @property
     def replicas(self) -> int:
         """Number of replicas of the weights. More than one replica is hybrid sharding."""
-        return self.world // (self.shards * self.tensor)
+        return self.ranks_per_stage // (self.shards * self.tensor)
 
     @property
     def data(self) -> int:
-        """Data-parallel size: the number of groups of sequence- and tensor-parallel ranks."""
-        return self.world // (self.sequence * self.tensor)
+        """Data-parallel size: the number of groups of sequence- and tensor-parallel ranks of a stage."""
+        return self.ranks_per_stage // (self.sequence * self.tensor)
 
     def seat(self, rank: int) -> Seat:
-        group = self.sequence * self.tensor
-        return Seat(rank, self.world, rank // group, self.data, collects=rank % group == 0)
+        group, rank_in_stage = self.sequence * self.tensor, rank % self.ranks_per_stage
+        collects = rank < self.ranks_per_stage and rank % group == 0
+        return Seat(rank, self.world, rank_in_stage // group, self.data, collects)
 
 
 @dataclass(frozen=True)

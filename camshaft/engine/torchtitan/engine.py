@@ -26,7 +26,7 @@ from camshaft.engine.optim import clip_and_step, gradient_norm
 from camshaft.engine.pipeline import locate_weights, weights_of_all_stages
 from camshaft.engine.sharded import ShardedEngine
 from camshaft.engine.torchtitan import weights
-from camshaft.engine.torchtitan.mesh import Layout, Meshes
+from camshaft.engine.torchtitan.mesh import Meshes, layout_of
 from camshaft.engine.torchtitan.model import TitanModel
 from camshaft.engine.torchtitan.pipeline import run_pipeline
 from camshaft.models.loader import DTYPES
@@ -42,7 +42,7 @@ class TorchtitanEngine(ShardedEngine):
 
     def build_model(self) -> TitanModel:
         group = self.join_ranks()
-        self.meshes = Meshes.create(Layout.from_options(self.options, dist.get_world_size()), self.device)
+        self.meshes = Meshes.create(layout_of(self.options, dist.get_world_size()), self.device)
         self.data_group = self.meshes.data
         module = weights.build(self.config, self.options, self.meshes, self.device, group)
         if self.meshes.pipeline is not None:

@@ -1,6 +1,6 @@
 """Assignment of an engine's ranks to pipeline, data, sequence and tensor parallelism.
 
-    layout = Layout.from_options(options, world=8)      # axis sizes only
+    layout = layout_of(options, world=8)                # axis sizes only
     meshes = Meshes.create(layout, device)              # process groups; a collective
 
 Consecutive ranks are tensor-parallel, then sequence-parallel, then data-parallel; the stages of a pipeline are farthest
@@ -22,51 +22,17 @@ from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed.utils import set_spmd_backend
 
 from camshaft.config.schema.torchtitan import TorchtitanOptions
-from camshaft.seat import Seat
+from camshaft.engine.fsdp.mesh import Layout
 
 SPMD_BACKEND = "partial_dtensor"
 """Represents only tensor-parallel weights as DTensors before FSDP. FSDP of torch 2.13 supports no other backend."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Sizes of the mesh axes. The product of `pipeline`, `replicas`, `shards` and `tensor` is the world size."""
-
-    pipeline: int
-    replicas: int
-    shards: int
-    sequence: int
-    tensor: int
-
-    @classmethod
-    def from_options(cls, options: TorchtitanOptions, world: int) -> Layout:
-        """Compute the axis sizes for `world` ranks; raise an error if the options do not fit `world`."""
-        options.check_layout(world)
-        sequence, tensor = options.ulysses_sequence_parallel_size, options.tensor_parallel_size
-        replicas, pipeline = options.data_parallel_replicate_degree, options.pipeline_parallel_degree
-        return cls(pipeline, replicas, options.shards(world), sequence, tensor)
-
-    @property
-    def data(self) -> int:
-        """Data-parallel size: the number of groups of sequence- and tensor-parallel ranks of a stage."""
-        return self.replicas * self.shards // self.sequence
-
-    @property
-    def ranks_per_stage(self) -> int:
-        return self.replicas * self.shards * self.tensor
-
-    @property
-    def world(self) -> int:
-        return self.pipeline * self.ranks_per_stage
-
-    def seat(self, rank: int) -> Seat:
-        group, rank_in_stage = self.sequence * self.tensor, rank % self.ranks_per_stage
-        collects = rank < self.ranks_per_stage and rank % group == 0
-        return Seat(rank, self.world, rank_in_stage // group, self.data, collects)
-
-    def end_stages(self) -> list[list[int]]:
-        """Return the ranks of the first and the last stage of each pipeline."""
-        return [[rank, rank + self.world - self.ranks_per_stage] for rank in range(self.ranks_per_stage)]
+def layout_of(options: TorchtitanOptions, world: int) -> Layout:
+    """Compute the axis sizes for `world` ranks; raise an error if the options do not fit `world`."""
+    options.check_layout(world)
+    sequence, tensor = options.ulysses_sequence_parallel_size, options.tensor_parallel_size
+    return Layout(world, options.shards(world), sequence, tensor, options.pipeline_parallel_degree)
 
 
 @dataclass(frozen=True)
@@ -107,7 +73,9 @@ def _create_meshes(world: dist.ProcessGroup, layout: Layout, device_type: str) -
     tokens = init_device_mesh(device_type, shape, mesh_dim_names=("pipeline", "data", "sequence", "tensor"))
     pipeline = ends = tokens.get_group("pipeline") if layout.pipeline > 1 else None
     if layout.pipeline > 2:
-        ends = cast("dist.ProcessGroup | None", dist.new_subgroups_by_enumeration(layout.end_stages())[0])
+        last = layout.world - layout.ranks_per_stage
+        ranks_of_ends = [[rank, last + rank] for rank in range(layout.ranks_per_stage)]
+        ends = cast("dist.ProcessGroup | None", dist.new_subgroups_by_enumeration(ranks_of_ends)[0])
     return Meshes(
         layout,
         dims,
