@@ -10,11 +10,11 @@ shards the model on the meta device, allocates its shards, and receives their va
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 
 from camshaft.config.engine import EngineConfig
@@ -42,6 +42,17 @@ def load_full_model(config: EngineConfig, group: dist.ProcessGroup) -> PackedMod
     models: list[PackedModel] = []
     on_rank_zero(group, lambda: models.append(load_model(config.model, config.dtype, "cpu", config.seed)))
     return models[0] if models else None
+
+
+def broadcast_each(
+    templates: Mapping[str, Tensor], full_model: PackedModel | None, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of rank 0's `full_model` on every rank, one at a time, in the order of `templates`."""
+    weights = {} if full_model is None else dict(full_model.weights())
+    for name, template in templates.items():
+        full = weights[name].to(device) if weights else torch.empty_like(template, device=device)
+        dist.broadcast(full, src=0)
+        yield name, full
 
 
 def broadcast_weights(packed: nn.Module, full_model: nn.Module | None, device: torch.device) -> None:

@@ -12,7 +12,7 @@ other engines (`ShardedEngine`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,7 +27,7 @@ from camshaft.config.schema.megatron import MegatronOptions
 from camshaft.device import random_states, seed_ranks
 from camshaft.engine import checkpoint
 from camshaft.engine.base import DtypeOf, cast_weight
-from camshaft.engine.fsdp.weights import load_full_model
+from camshaft.engine.fsdp.weights import broadcast_each, load_full_model
 from camshaft.engine.megatron.architecture import transformer_config
 from camshaft.engine.megatron.cpu import on_device
 from camshaft.engine.megatron.data_parallel import DataParallel, ShardedDataParallel
@@ -105,17 +105,9 @@ class MegatronEngine(ShardedEngine):
     def init_model(self) -> None:
         super().init_model()
         full_model = load_full_model(self.config, self.checkpoint_group)  # pyright: ignore[reportArgumentType]
-        weights = dict(full_model.hf.named_parameters()) if full_model is not None else {}
         with self.parts.on_device("model"):
-            load_weights(self._blocks, self._store, self._broadcast(weights))
+            load_weights(self._blocks, self._store, broadcast_each(self._templates, full_model, self.device))
         seed_ranks(self.device, self.config.seed, dist.get_rank())
-
-    def _broadcast(self, weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield all weights, one at a time, from rank 0, the only rank whose `weights` are not empty."""
-        for name, template in self._templates.items():
-            full = weights[name].detach().to(self.device) if weights else torch.empty_like(template, device=self.device)
-            dist.broadcast(full, src=0)
-            yield name, full
 
     @property
     def data_parallel(self) -> DataParallel:

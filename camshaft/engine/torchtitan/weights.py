@@ -21,14 +21,8 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
 from camshaft.config.engine import EngineConfig
 from camshaft.config.schema.torchtitan import TorchtitanOptions
-from camshaft.engine.fsdp.weights import load_full_model
-from camshaft.engine.torchtitan.families import (
-    Family,
-    PackedDecoder,
-    check_pipeline,
-    check_tensor_parallel,
-    family_of,
-)
+from camshaft.engine.fsdp.weights import broadcast_each, load_full_model
+from camshaft.engine.torchtitan.families import Family, PackedDecoder, check_pipeline, check_tensor_parallel, family_of
 from camshaft.engine.torchtitan.mesh import SPMD_BACKEND, Meshes
 from camshaft.engine.torchtitan.model import TitanModel
 from camshaft.errors import EngineError
@@ -151,11 +145,8 @@ def _parallelize(
 @torch.no_grad()
 def _load(packed: TitanModel, full_model: PackedModel | None, device: torch.device) -> None:
     """Copy the weights of rank 0's `full_model` into the shards of every rank, one weight at a time."""
-    weights = {} if full_model is None else dict(full_model.weights())
     parameters = packed.weight_parameters()
-    for name, template in packed.template.items():
-        full = weights[name].to(device) if weights else torch.empty_like(template, device=device)
-        dist.broadcast(full, src=0)
+    for name, full in broadcast_each(packed.template, full_model, device):
         if name in parameters:
             parameter: Any = parameters[name]
             mesh, placements = parameter.device_mesh, parameter.placements
