@@ -14,7 +14,7 @@ dropout between layers, they also need the same random state.
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -95,9 +95,8 @@ def _styles(packed: PackedModel) -> dict[str, str]:
             styles[name] = "embedding_rowwise"
         elif module is hf.get_output_embeddings():
             styles[name] = "colwise_gather_output"
-        else:
-            style = hf.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-            styles |= {name: style} if style is not None else {}
+        elif (style := hf.tp_plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))) is not None:
+            styles[name] = style
     return styles
 
 
@@ -140,21 +139,14 @@ def _check_supported(hf: PreTrainedModel, styles: dict[str, str], size: int) -> 
         raise _unsupported_error(
             hf, f"its vocabulary of {rows} tokens leaves at least one of {size} tensor-parallel ranks without a token"
         )
-    parameter = next(_unplanned_parameters(hf, styles), None)
-    if parameter is not None:
-        raise _unsupported_error(
-            hf,
-            f"the tensor-parallel plan of transformers has no style for {parameter}, which shares its input with "
-            "sharded matrices",
-        )
-
-
-def _unplanned_parameters(hf: PreTrainedModel, styles: dict[str, str]) -> Iterator[str]:
-    """Yield parameters without a style in modules with sharded matrices; their gradients would be partial sums."""
     parents = tuple(f"{parent}." for parent in _parents(styles))
     for name, _ in hf.named_parameters():
-        if name.startswith(parents) and name.rpartition(".")[0] not in styles:
-            yield name
+        if name.startswith(parents) and name.rpartition(".")[0] not in styles:  # its gradient would be a partial sum
+            raise _unsupported_error(
+                hf,
+                f"the tensor-parallel plan of transformers has no style for {name}, which shares its input with "
+                "sharded matrices",
+            )
 
 
 def _unsupported_error(hf: PreTrainedModel, why: str) -> EngineError:
