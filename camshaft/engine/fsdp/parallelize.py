@@ -40,10 +40,11 @@ def shard(packed: PackedModel, mesh: DeviceMesh, options: FSDPOptions, device: t
         fully_shard(unit, **arguments, reshard_after_forward=options.reshard_after_forward)
     # By default the root unit stays gathered after a forward pass. Optimizers, exports and checkpoints need shards.
     fully_shard(packed, **arguments, reshard_after_forward=True)
-    for module in fsdp_modules(packed):
-        # Gloo does not support the reduction with a factor that FSDP would use otherwise.
-        module.set_force_sum_reduction_for_comms(True)
-        module.set_gradient_divide_factor(1.0)
+    for module in packed.modules():
+        if isinstance(module, FSDPModule):
+            # Gloo does not support the reduction with a factor that FSDP would use otherwise.
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
     if options.forward_prefetch:
         units_in_order = [unit for unit in packed.modules() if unit in set(units)]
         for unit, next_unit in itertools.pairwise(units_in_order):
@@ -52,10 +53,6 @@ def shard(packed: PackedModel, mesh: DeviceMesh, options: FSDPOptions, device: t
 
 def dtype_of(name: str | None) -> torch.dtype | None:
     return None if name is None else DTYPES[name]
-
-
-def fsdp_modules(packed: nn.Module) -> list[FSDPModule]:
-    return [module for module in packed.modules() if isinstance(module, FSDPModule)]
 
 
 def units_of(packed: PackedModel, policy: WrapPolicy) -> Iterator[nn.Module]:
