@@ -180,7 +180,16 @@ def local_folder(path: str, weights: bool = True) -> Path:
     A download from the Hugging Face hub includes the weights unless `weights` is False.
     """
     folder = fetch(path, weights)
-    return folder if folder.is_dir() else _cached_folder(path)
+    if folder.is_dir():
+        return folder
+    cached = hub.cached_folder(path, weights=False)  # a model with random weights requires only its config
+    if cached is None:
+        hint = f", or to {hub.SCHEME}{path} to download it" if hub.is_model_name(path) else ""
+        raise EngineError(
+            f"'{path}' is neither a folder nor a model in the local Hugging Face cache ({hub.cache_path()}); set the "
+            f"path to a folder with config.json{hint}"
+        )
+    return cached
 
 
 def model_folder(path: str) -> Path:
@@ -220,18 +229,6 @@ def load_config(folder: Path, trust_remote_code: bool, override: Mapping[str, An
         raise EngineError(
             f"override_config={dict(override)} is invalid for a {config.model_type} model: {error}"
         ) from error
-
-
-def _cached_folder(name: str) -> Path:
-    """Return the folder of a model in the local Hugging Face cache."""
-    folder = hub.cached_folder(name, weights=False)  # a model with random weights requires only its config
-    if folder is None:
-        hint = f", or to {hub.SCHEME}{name} to download it" if hub.is_model_name(name) else ""
-        raise EngineError(
-            f"'{name}' is neither a folder nor a model in the local Hugging Face cache ({hub.cache_path()}); set the "
-            f"path to a folder with config.json{hint}"
-        )
-    return folder
 
 
 def _random_model(config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype) -> PreTrainedModel:
