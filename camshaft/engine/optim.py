@@ -27,12 +27,8 @@ logger = logging.getLogger(__name__)
 
 P = TypeVar("P", bound=Tensor)
 
-UNSUPPORTED = {
-    "LBFGS": "it evaluates the loss several times per step",
-    "SparseAdam": "it requires sparse gradients",
-}
+UNSUPPORTED = {"LBFGS": "it evaluates the loss several times per step", "SparseAdam": "it requires sparse gradients"}
 """Optimizers of torch.optim that engines do not support, with the reason."""
-
 
 UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
 """Optimizers whose steps fail with DTensor parameters."""
@@ -239,8 +235,12 @@ def gradient_norm(gradients: list[Tensor]) -> Tensor:
     """Return the norm of gradients that are DTensors, or that every rank holds completely."""
     groups = _group_by_mesh(gradients, lambda gradient: gradient)
     norms = [_full_norm(torch.nn.utils.get_total_norm(group)) for group in groups]
-    on_one_axis = len(norms) == 1 and not _has_several_axes(groups[0][0])
-    return norms[0] if on_one_axis else _mean_over_ranks(_combine_norms(norms), groups)
+    first = groups[0][0]
+    # The ranks of a mesh with several axes may sum the norm in different orders.
+    has_several_axes = isinstance(first, DTensor) and first.device_mesh.ndim > 1
+    if len(norms) == 1 and not has_several_axes:
+        return norms[0]
+    return _mean_over_ranks(_combine_norms(norms), groups)
 
 
 def _group_by_mesh(tensors: Iterable[P], tensor_of: Callable[[P], Tensor | None]) -> list[list[P]]:
@@ -250,11 +250,6 @@ def _group_by_mesh(tensors: Iterable[P], tensor_of: Callable[[P], Tensor | None]
         key = tensor_of(tensor)
         groups.setdefault(key.device_mesh if isinstance(key, DTensor) else None, []).append(tensor)
     return list(groups.values())
-
-
-def _has_several_axes(gradient: Tensor) -> bool:
-    """Return True if the mesh has several axes, whose ranks may sum the norm in different orders."""
-    return isinstance(gradient, DTensor) and gradient.device_mesh.ndim > 1
 
 
 def _full_norm(norm: Tensor) -> Tensor:
