@@ -31,11 +31,6 @@ def preference_loss(
     per_pair = -F.logsigmoid(difference - margin)
     if center:
         per_pair = per_pair + center * (chosen + rejected).square()
-    values = {
-        "accuracy": difference > 0,
-        "margin": difference,
-        "chosen_reward": chosen,
-        "rejected_reward": rejected,
-    }
+    values = {"accuracy": difference > 0, "margin": difference, "chosen_reward": chosen, "rejected_reward": rejected}
     metrics = {name: value.detach().float().sum() / num_pairs for name, value in values.items()}
     return per_pair.sum() / num_pairs, metrics

@@ -45,7 +45,6 @@ from camshaft.models.packing import Packing
 PIVOT = attention_pivot(hidden_size=4096)
 """Default pivot: that of a model with about eight billion parameters."""
 
-
 EXPECTED_BATCH = (
     "a DataProto with a Ragged column 'input_ids', or a mapping with tensors 'input_ids' and 'attention_mask' of shape "
     "(B, S); other data needs a preprocess_fn that builds one of these"
@@ -207,7 +206,6 @@ def restore_order(plan: Sequence[Sequence[int]], parts: Sequence[Any]) -> Any:
 
 # -- running the micro-batches ---------------------------------------------------------------------
 
-
 PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "full_kl", "values", "routing_mismatch"})
 """Model outputs with one entry per token. The other outputs have one entry per row."""
 
@@ -291,8 +289,7 @@ class MicroBatches:
             inputs, ctx = self._hooks.preprocess(data, ctx)
             inputs = as_batch(inputs)
         self.ctx = ctx
-        missing = object()
-        ctx_changes = {key: value for key, value in dict(ctx).items() if ctx_before.get(key, missing) is not value}
+        ctx_changes = {k: value for k, value in dict(ctx).items() if k not in ctx_before or ctx_before[k] is not value}
         ids, mask = inputs.ragged("input_ids"), inputs.ragged("loss_mask")
         positions = mask.values.nonzero().squeeze(-1).cpu()
         routed = inputs.ragged("routed_experts") if ctx.get("routing") is not None else None

@@ -305,9 +305,7 @@ class _Head(NamedTuple):
         return logits if self.options.temperature == 1.0 else logits.div_(self.options.temperature)
 
     def reduce_vocabulary(
-        self,
-        reduce: Callable[[Tensor, slice, slice], list[Tensor]],
-        combine: Callable[[Tensor, Tensor], list[Tensor]],
+        self, reduce: Callable[[Tensor, slice, slice], list[Tensor]], combine: Callable[[Tensor, Tensor], list[Tensor]]
     ) -> list[Tensor]:
         """Reduce the logits of each token over the vocabulary of all ranks; the first result is the logsumexp.
 
