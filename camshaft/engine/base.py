@@ -15,8 +15,6 @@ log-prob of token j. `scores` hold one value per sequence.
 `camshaft check-engine my_pkg.my_engine:MyEngine`.
 """
 
-from __future__ import annotations
-
 import difflib
 import functools
 from abc import ABC, abstractmethod

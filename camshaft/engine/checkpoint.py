@@ -22,8 +22,6 @@ Optimizer tensors are stored bitwise, under the Hugging Face names of their para
 of Python numbers or strings goes to `state.json`. Config settings (lr, betas, weight decay) are not stored.
 """
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import functools
@@ -78,13 +76,13 @@ class State:
         parameters: Mapping[str, Tensor],
         metadata: Mapping[str, Any],
         random: Mapping[str, Tensor],
-    ) -> State:
+    ) -> "State":
         """Collect the state of an engine; `parameters` maps the names of `model` to the optimizer's parameters."""
         tensors, values = ({}, {}) if optimizer is None else optimizer_state(optimizer, parameters)
         name = None if optimizer is None else type(optimizer).__name__
         return cls(model, tensors, random, metadata, name, values)
 
-    def copy_to_cpu(self) -> State:
+    def copy_to_cpu(self) -> "State":
         """Return a copy with all tensors in host memory. Further training does not change it."""
 
         def copy_tensors(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

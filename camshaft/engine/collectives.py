@@ -8,8 +8,6 @@ instead and raise it on every rank. `group` is a process group with a CPU backen
 without torch.distributed. Results and errors are pickled.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from typing import Any, TypeVar

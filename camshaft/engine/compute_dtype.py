@@ -5,8 +5,6 @@ with cast_parameters(module, torch.bfloat16):
     loss.backward()                     # accumulates gradients in the dtype of the parameters
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

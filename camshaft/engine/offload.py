@@ -12,8 +12,6 @@ copy from pinned memory to the device is asynchronous too. The host waits once, 
 memory. Copies to the device need no wait, because kernels that use them are queued behind them.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal

@@ -9,8 +9,6 @@ that the last stage broadcasts, so that every rank returns the same results. An 
 on all stages.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 

@@ -17,8 +17,6 @@ first backward pass. With one micro-batch, the ranks sum n between its forward a
 micro-batches first run forward without gradients and without the output layer, to count n.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -10,8 +10,6 @@ subclass builds and shards the model. Its options have the fields `activation_of
 `param_offload`, `grad_offload` and `optimizer_offload` that the engine supports.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

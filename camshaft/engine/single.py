@@ -10,8 +10,6 @@ With `mixed_precision.param_dtype` in the options, a step computes with casts of
 keep their dtype, so optimizer, checkpoints and weight sync do not depend on the option.
 """
 
-from __future__ import annotations
-
 from camshaft.config.backends import SINGLE_DEVICE
 from camshaft.engine.torch_engine import TorchEngine
 from camshaft.models.loader import load_model

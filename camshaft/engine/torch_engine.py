@@ -17,8 +17,6 @@ step consists of
       -> predictions in the order of the rows; loss and metrics summed over micro-batches and ranks
 """
 
-from __future__ import annotations
-
 import contextlib
 import secrets
 import warnings

@@ -18,8 +18,6 @@ twelve in the backward pass, each of which reads and writes all activations. Thi
 forward pass and six in the backward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

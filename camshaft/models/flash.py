@@ -9,8 +9,6 @@ each kernel call receives the combined logsumexp and output, and returns its sha
 (`cpu.py`). The kernels are those of torch, which read each key head once for all query heads that share it.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Sequence

@@ -8,8 +8,6 @@
 `transformers`, those of `model.hf.named_parameters()`.
 """
 
-from __future__ import annotations
-
 import copy
 import re
 from abc import ABC, abstractmethod

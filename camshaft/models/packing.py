@@ -7,8 +7,6 @@
 Engines build one `Packing` per micro-batch. `PackedModel`, packed attention and its CPU kernel read it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from functools import cached_property

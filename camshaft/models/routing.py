@@ -11,8 +11,6 @@ softmax probabilities of the chosen experts, normalized to sum 1 or not. `engine
 auxiliary loss; the built-in generator returns recorded choices.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ implements the training step (micro-batches, counts, losses), and `ShardedEngine
 code that all sharded engines share.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 

@@ -7,8 +7,6 @@ tensor, and each rank keeps a slice of it. Exports and checkpoints need names an
 wrapper's state dict (`_Mirror`). The constructor rejects unsupported options.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from pathlib import Path
@@ -133,7 +131,7 @@ class FSDP1Engine(FSDPEngine):
             set_optimizer_state_dict(self.module, self.optimizer, state_dict | {"state": state})
         return loaded_state
 
-    def _mirror(self, shards: dict[str, Tensor]) -> _Mirror:
+    def _mirror(self, shards: dict[str, Tensor]) -> "_Mirror":
         """Build an optimizer of the same class for the parameters in `shards`; checkpoints save and load its state."""
         if self._optimizer is None or self.config.optim is None:
             return _Mirror({}, None)

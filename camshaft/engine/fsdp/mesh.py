@@ -11,8 +11,6 @@ Consecutive ranks are tensor-parallel, then sequence-parallel, then data-paralle
 Sequence-parallel ranks process the same rows, but hold different shards of the weights.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 
@@ -38,7 +36,7 @@ class Layout:
     pipeline: int = 1
 
     @classmethod
-    def from_options(cls, options: FSDPOptions, world: int) -> Layout:
+    def from_options(cls, options: FSDPOptions, world: int) -> "Layout":
         """Compute the axis sizes for `world` ranks; raise an error if the options do not fit `world`."""
         options.check_layout(world)
         sequence, tensor = options.ulysses_sequence_parallel_size, options.tensor_parallel_size
@@ -76,7 +74,7 @@ class Meshes:
     data: dist.ProcessGroup | None
 
     @classmethod
-    def create(cls, layout: Layout, device: torch.device) -> Meshes:
+    def create(cls, layout: Layout, device: torch.device) -> "Meshes":
         """Create the meshes, or return those that an earlier engine of this process created for the same layout.
 
         Engines share meshes because each process group costs memory and start-up time.

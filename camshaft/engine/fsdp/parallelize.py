@@ -6,8 +6,6 @@ Gradients are summed over ranks, not averaged, because losses are already divide
 mini-batch.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from typing import Any, cast

@@ -8,8 +8,6 @@ Only rank 0 reads the folder (or initializes the weights) and holds the full mod
 shards the model on the meta device, allocates its shards, and receives their values from rank 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 
 import torch

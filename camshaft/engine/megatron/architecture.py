@@ -6,8 +6,6 @@ angles = RotaryAngles(hf)(position_ids)          # (N, 1, 1, D)
 
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -9,8 +9,6 @@ and the functions of torch's CUDA module that Megatron calls refer to the CPU. T
 
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 import contextlib
 import logging
 from collections.abc import Iterator
@@ -71,10 +69,10 @@ def _maybe_move_tensor_to_cpu(tensor: Any, as_numpy: bool = False, record_stream
 class _Stream:
     """A stream on which work is finished at once."""
 
-    def wait_stream(self, stream: _Stream) -> None:
+    def wait_stream(self, stream: "_Stream") -> None:
         pass
 
-    def record_event(self) -> _Stream:
+    def record_event(self) -> "_Stream":
         return self
 
     def synchronize(self) -> None:

@@ -15,8 +15,6 @@ rounded to the parameters after each update. Gradients are then accumulated and 
 
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, cast

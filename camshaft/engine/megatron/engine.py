@@ -9,8 +9,6 @@ other engines (`ShardedEngine`).
 
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path

@@ -12,8 +12,6 @@ one process.
 
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Sequence
@@ -45,7 +43,7 @@ class Layout:
     expert: int = 1
 
     @classmethod
-    def from_options(cls, options: MegatronOptions, world: int) -> Layout:
+    def from_options(cls, options: MegatronOptions, world: int) -> "Layout":
         options.check_layout(world)
         return cls(
             world,

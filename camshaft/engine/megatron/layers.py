@@ -8,8 +8,6 @@ parallelism, which Megatron's norm without Transformer Engine does not. Matrices
 
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass, field
 from typing import Any

@@ -9,8 +9,6 @@ tensor-parallel group passes the same tokens and gets the same outputs.
 
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -7,8 +7,6 @@ Without virtual stages, the schedule is 1F1B; with them, it is interleaved 1F1B.
 
 # pyright: reportMissingImports=false
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any

@@ -9,8 +9,6 @@ layout can load it. The mirror holds this rank's parts of them as DTensors, whic
 loads.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

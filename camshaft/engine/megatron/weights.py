@@ -11,8 +11,6 @@ range of its rows or columns, so it can be described by a DTensor. The conversio
 A `WeightStore` reads and writes the weights of parameters. `data_parallel.py` contains those with master weights.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ tensor parallelism, FSDP units and activation checkpointing. Optimizer, checkpoi
 of the other engines (`ShardedEngine`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import cast
 

@@ -9,8 +9,6 @@ matrices, and the rotary embedding has the layout of transformers (`layers.py`).
 """
 
 # pyright: reportMissingImports=false
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace

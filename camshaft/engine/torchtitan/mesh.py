@@ -9,8 +9,6 @@ Sequence-parallel ranks hold different shards of the weights.
 """
 
 # pyright: reportMissingImports=false
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 from typing import cast
@@ -49,7 +47,7 @@ class Meshes:
     data: dist.ProcessGroup | None
 
     @classmethod
-    def create(cls, layout: Layout, device: torch.device) -> Meshes:
+    def create(cls, layout: Layout, device: torch.device) -> "Meshes":
         """Create the meshes, or return those that an earlier engine of this process created for the same layout.
 
         Engines share meshes because each process group costs memory and start-up time.

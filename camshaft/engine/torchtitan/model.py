@@ -5,8 +5,6 @@ packed(tokens, packing, at, ("values",))                     # as `PackedModel`
 """
 
 # pyright: reportMissingImports=false
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 

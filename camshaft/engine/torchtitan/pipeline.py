@@ -4,8 +4,6 @@ run_pipeline(module, micro_batches, meshes, dtype, engine.forward_context)   # c
 """
 
 # pyright: reportMissingImports=false
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any

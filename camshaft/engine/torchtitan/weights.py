@@ -7,8 +7,6 @@ memory. Every rank builds and shards the model on the meta device, and receives 
 """
 
 # pyright: reportMissingImports=false
-from __future__ import annotations
-
 from typing import Any
 
 import torch
