@@ -176,7 +176,7 @@ class MegatronEngine(ShardedEngine):
         self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
     ) -> Iterator[tuple[str, Tensor]]:
         if adapter_only:
-            raise EngineError("the model has no adapter, because strategy=megatron does not support LoRA")
+            return super().named_weights(adapter_only)  # raises an error
         weights = {weight.name: weight for block in self._blocks for weight in block.weights}
         shards = shards_by_name(self._blocks, self._store)
 
@@ -187,9 +187,6 @@ class MegatronEngine(ShardedEngine):
         return weights_of_all_stages(
             self._stage_of, full_weight, self._templates, dtype_of, self.groups.pp, self.device
         )
-
-    def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
-        raise EngineError("the model has no adapter, because strategy=megatron does not support LoRA")
 
     def _mirror(self) -> Mirror:
         return Mirror(self._blocks, self._store, self.config.optim)
