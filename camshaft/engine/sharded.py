@@ -5,8 +5,8 @@
             group = self.join_ranks()           # for errors and checkpoints
             self.data_group = ...               # data-parallel ranks
 
-It contains what such engines share: background saves, offloading, full tensors of shards and sequence parallelism. A
-subclass builds and shards the model. Its options have the fields `activation_offload` and `async_save`, and those of
+It contains what such engines share: background saves, offloading and full tensors of shards. A subclass builds and
+shards the model. Its options have the fields `activation_offload` and `async_save`, and those of
 `param_offload`, `grad_offload` and `optimizer_offload` that the engine supports.
 """
 
@@ -20,12 +20,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from camshaft.config.engine import EngineConfig
-from camshaft.dataproto import DataProto
 from camshaft.engine import checkpoint
 from camshaft.engine.offload import Part
 from camshaft.engine.torch_engine import TorchEngine
 from camshaft.models.activations import offload_activations
-from camshaft.models.sequence import join_columns, split_columns
 
 OFFLOADS: dict[Part, str] = {"model": "param_offload", "gradients": "grad_offload", "optimizer": "optimizer_offload"}
 """Options that offload a part to host memory while the engine is idle."""
@@ -55,14 +53,6 @@ class ShardedEngine(TorchEngine):
         for module in self.module.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # exports and checkpoints require sharded parameters
-
-    def shard_data(self, data: DataProto) -> DataProto:
-        split = self.module.sequence
-        return data if split is None else split_columns(data, split)
-
-    def unshard_data(self, data: DataProto) -> DataProto:
-        split = self.module.sequence
-        return data if split is None else join_columns(data, split)
 
     # -- weights and checkpoints ------------------------------------------------------------------
 

@@ -68,6 +68,7 @@ from camshaft.models.loader import DTYPES
 from camshaft.models.lora import adapter_weights, disable_adapter, merged_weights
 from camshaft.models.packed import PackedModel, PackedModule
 from camshaft.models.routing import supported_models
+from camshaft.models.sequence import join_columns, split_columns
 from camshaft.seat import ONLY_RANK, Seat
 
 SAVE_TIMEOUT = timedelta(hours=12)
@@ -165,10 +166,12 @@ class TorchEngine(BaseEngine):
         return clip_and_step(self.optimizer, self.config.grad_clip)
 
     def shard_data(self, data: DataProto) -> DataProto:
-        return data
+        split = self.module.sequence
+        return data if split is None else split_columns(data, split)
 
     def unshard_data(self, data: DataProto) -> DataProto:
-        return data
+        split = self.module.sequence
+        return data if split is None else join_columns(data, split)
 
     # -- model, optimizer, schedule ---------------------------------------------------------------
 
