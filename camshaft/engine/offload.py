@@ -79,20 +79,16 @@ class Parts:
     def move(self, parts: Iterable[Part], device: torch.device) -> None:
         """Move `parts` to `device`. Moving "model" also moves the gradients attached to its parameters."""
         for part in parts:
-            self._move(part, device)
+            if part == "model":
+                self._module.to(device, non_blocking=True)
+            elif part == "gradients":
+                self._move_gradients(device)
+            elif self._optimizer is not None:
+                for state in self._optimizer.state.values():
+                    state.update({n: v.to(device, non_blocking=True) for n, v in state.items() if _is_movable(n, v)})
         if device.type != self._device.type:
             synchronize(self._device)
             release_cache(self._device)
-
-    def _move(self, part: Part, device: torch.device) -> None:
-        """Queue the copies of a part to `device`."""
-        if part == "model":
-            self._module.to(device, non_blocking=True)
-        elif part == "gradients":
-            self._move_gradients(device)
-        elif self._optimizer is not None:
-            for state in self._optimizer.state.values():
-                state.update({n: v.to(device, non_blocking=True) for n, v in state.items() if _is_movable(n, v)})
 
     def clear_gradients(self) -> None:
         """Clear all gradients, including offloaded ones."""
