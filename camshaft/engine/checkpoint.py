@@ -378,7 +378,7 @@ def _select_local(
 ) -> dict[str, TensorInfo]:
     """Drop the stored optimizer tensors whose parameters are held by other ranks only."""
     remote_parameters = _merge_over_ranks(group, dict.fromkeys(parameters)).keys() - parameters.keys()
-    return {entry: info for entry, info in stored.items() if _split_key(entry)[0] not in remote_parameters}
+    return {entry: info for entry, info in stored.items() if entry.rpartition("/")[0] not in remote_parameters}
 
 
 def _has_optimizer_state(optimizer: torch.optim.Optimizer, saved_state: Mapping[str, Any], folder: Path) -> bool:
@@ -476,7 +476,7 @@ def optimizer_targets(
     groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
     targets = {}
     for entry, (shape, dtype) in stored.items():
-        name, key = _split_key(entry)
+        name, _, key = entry.rpartition("/")
         parameter = parameters.get(name)
         if parameter is None or id(parameter) not in groups:
             raise CheckpointError(
@@ -502,12 +502,6 @@ def restore_optimizer(
     """Replace the state of `optimizer` with those `tensors` and `values` that belong to `parameters`."""
     optimizer.state.clear()
     for entry, value in {**tensors, **values}.items():
-        name, key = _split_key(entry)
+        name, _, key = entry.rpartition("/")
         if name in parameters:
             optimizer.state[parameters[name]][key] = value
-
-
-def _split_key(entry: str) -> tuple[str, str]:
-    """Split `<parameter>/<key>` into (parameter, key)."""
-    name, _, key = entry.rpartition("/")
-    return name, key
