@@ -4,13 +4,13 @@
 
 It derives from `FSDPEngine` and replaces the sharding. The wrapper flattens all parameters of an FSDP unit into one
 tensor, and each rank keeps a slice of it. Exports and checkpoints need names and shapes, so they use copies from the
-wrapper's state dict (`_Mirror`). The constructor rejects unsupported options.
+wrapper's state dict. The constructor rejects unsupported options.
 """
 
 import functools
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -108,42 +108,35 @@ class FSDP1Engine(FSDPEngine):
 
     def _state(self) -> checkpoint.State:
         shards = self._shards()
-        mirror = self._mirror(shards)
+        parameters, optimizer = self._mirror(shards)
         # Without this check, torch would run an optimizer step to create missing state.
-        if mirror.optimizer is not None and self.optimizer.state:
+        if optimizer is not None and self.optimizer.state:
             state: Any = get_optimizer_state_dict(self.module, self.optimizer)["state"]
-            for name, parameter in mirror.parameters.items():
-                mirror.optimizer.state[parameter] = dict(state[PREFIX + name])
-        random = random_states(self.device)
-        return checkpoint.State.collect(shards, mirror.optimizer, mirror.parameters, self._metadata(), random)
+            for name, parameter in parameters.items():
+                optimizer.state[parameter] = dict(state[PREFIX + name])
+        return checkpoint.State.collect(shards, optimizer, parameters, self._metadata(), random_states(self.device))
 
     def _load_state(self, folder: Path) -> checkpoint.LoadedState:
         shards = self._shards()
-        mirror = self._mirror(shards)
-        loaded_state = checkpoint.load_into(
-            folder, shards, mirror.optimizer, mirror.parameters, group=self.checkpoint_group
-        )
+        parameters, optimizer = self._mirror(shards)
+        loaded_state = checkpoint.load_into(folder, shards, optimizer, parameters, group=self.checkpoint_group)
         weights = shards | {name: shards[parameter_name] for name, parameter_name in self._tied_names.items()}
         set_model_state_dict(self.module, {PREFIX + name: tensor for name, tensor in weights.items()})
-        if mirror.optimizer is not None and mirror.optimizer.state:
+        if optimizer is not None and optimizer.state:
             state_dict: Any = get_optimizer_state_dict(self.module, self.optimizer)
-            state = {PREFIX + name: mirror.optimizer.state[p] for name, p in mirror.parameters.items()}
+            state = {PREFIX + name: optimizer.state[p] for name, p in parameters.items()}
             set_optimizer_state_dict(self.module, self.optimizer, state_dict | {"state": state})
         return loaded_state
 
-    def _mirror(self, shards: dict[str, Tensor]) -> "_Mirror":
-        """Build an optimizer of the same class for the parameters in `shards`; checkpoints save and load its state."""
+    def _mirror(self, shards: dict[str, Tensor]) -> tuple[dict[str, nn.Parameter], torch.optim.Optimizer | None]:
+        """Return the parameters in `shards` by Hugging Face name, and an optimizer of the same class for them.
+
+        Checkpoints save and load the state of this optimizer.
+        """
         if self._optimizer is None or self.config.optim is None:
-            return _Mirror({}, None)
+            return {}, None
         parameters = {name: nn.Parameter(shards[name]) for name in self._parameter_names}
-        return _Mirror(parameters, build_optimizer(parameters.values(), self.config.optim))
-
-
-class _Mirror(NamedTuple):
-    """Unflattened parameters by Hugging Face name, and an optimizer for them."""
-
-    parameters: dict[str, nn.Parameter]
-    optimizer: torch.optim.Optimizer | None
+        return parameters, build_optimizer(parameters.values(), self.config.optim)
 
 
 def wrap(packed: PackedModel, meshes: Meshes, options: FSDPOptions, device: torch.device) -> nn.Module:
