@@ -188,18 +188,15 @@ class MegatronEngine(ShardedEngine):
             self._stage_of, full_weight, self._templates, dtype_of, self.groups.pp, self.device
         )
 
-    def _mirror(self) -> Mirror:
-        return Mirror(self._blocks, self._store, self.config.optim)
-
     def _state(self) -> checkpoint.State:
-        mirror = self._mirror()
+        mirror = Mirror(self._blocks, self._store, self.config.optim)
         mirror.read()
         return checkpoint.State.collect(
             mirror.weights, mirror.optimizer, mirror.parameters, self._metadata(), random_states(self.device)
         )
 
     def _load_state(self, folder: Path) -> checkpoint.LoadedState:
-        mirror = self._mirror()
+        mirror = Mirror(self._blocks, self._store, self.config.optim)
         loaded_state = checkpoint.load_into(
             folder, mirror.weights, mirror.optimizer, mirror.parameters, group=self.checkpoint_group
         )
