@@ -1,7 +1,7 @@
 """The model of a Megatron engine: GPT stages that are called on packed rows.
 
     model = MegatronModel(hf, "causal_lm", config, groups, device)
-    out = model(tokens, packing, at, ("log_probs",))          # the interface of `PackedModule`
+    out = model(*inputs)                                      # `ModelInputs`, as for `PackedModule`
 
 A stage holds consecutive layers. The first one embeds tokens, and the last one computes outputs. Every rank of a
 tensor-parallel group passes the same tokens and gets the same outputs.
@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from camshaft.device import to_device
 from camshaft.engine.megatron.architecture import RotaryAngles
 from camshaft.engine.megatron.layers import PackedRows, block_spec
+from camshaft.engine.micro_batches import ModelInputs
 from camshaft.models.attention import packed_kwargs
 from camshaft.models.linear_logprob import VocabularyShard
 from camshaft.models.packed import (
@@ -134,38 +135,30 @@ class MegatronModel(nn.Module):
         self,
         tokens: Tensor,
         packing: Packing,
-        at: Tensor | OpaqueTensor,
+        at: OpaqueTensor,
         outputs: Sequence[str],
-        temperature: float = 1.0,
-        log_q: Tensor | OpaqueTensor | None = None,
+        temperature: float,
+        log_q: OpaqueTensor | None,
     ) -> dict[str, Tensor]:
         """Compute `outputs` for the tokens at offsets `at`, as `PackedModule.forward` does."""
-        call = self.prepare(tokens, packing, at, outputs, temperature, log_q)
+        call = self.prepare(ModelInputs(tokens, packing, at, outputs, temperature, log_q))
         return self.apply_head(self.stages[0](call.padded, call.angles, call.rows), call)
 
-    def prepare(
-        self,
-        tokens: Tensor,
-        packing: Packing,
-        at: Tensor | OpaqueTensor,
-        outputs: Sequence[str],
-        temperature: float = 1.0,
-        log_q: Tensor | OpaqueTensor | None = None,
-        length: int = 0,
-    ) -> Call:
-        """Check the arguments and pad the packed tokens to `length` and to a multiple of the ranks that split them."""
-        at, log_q = unwrap(at), None if log_q is None else unwrap(log_q)
+    def prepare(self, inputs: ModelInputs, length: int = 0) -> Call:
+        """Check the inputs and pad the packed tokens to `length` and to a multiple of the ranks that split them."""
+        tokens, packing, outputs = inputs.tokens, inputs.packing, inputs.outputs
+        at, log_q = unwrap(inputs.at), None if inputs.log_q is None else unwrap(inputs.log_q)
         check_inputs(self.head, tokens, packing, at, outputs, {tokens.device, torch.device("cpu")})
         size = max(length, len(tokens))
         size += -size % (self.groups.cp.size() * (self.groups.tp.size() if self.config.sequence_parallel else 1))
         extra = size - len(tokens)
         # The padding is a row of its own, to which no other token attends.
-        inputs = packed_kwargs(Packing([*packing.lengths, extra]) if extra else packing, tokens.device)
+        kwargs = packed_kwargs(Packing([*packing.lengths, extra]) if extra else packing, tokens.device)
         chunk = slice(None) if self.sequence is None else self.sequence.chunk(size)
-        angles = self.angles(inputs.pop("position_ids")[0, chunk])
+        angles = self.angles(kwargs.pop("position_ids")[0, chunk])
         local_tokens = F.pad(tokens, (0, extra))[chunk]
-        head_inputs = HeadInputs(tokens, at, outputs, temperature / self.logit_factor, log_q)
-        return Call(packing, head_inputs, local_tokens, angles, PackedRows(inputs=inputs), size)
+        head_inputs = HeadInputs(tokens, at, outputs, inputs.temperature / self.logit_factor, log_q)
+        return Call(packing, head_inputs, local_tokens, angles, PackedRows(inputs=kwargs), size)
 
     def apply_head(self, hidden: Tensor, call: Call) -> dict[str, Tensor]:
         """Compute the outputs from the hidden states of the last stage."""

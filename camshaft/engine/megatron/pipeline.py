@@ -30,7 +30,7 @@ def run_pipeline(
     # The interleaved schedule exchanges both directions between the same ranks at the same time. Megatron would confuse
     # the sizes of the two messages, so all micro-batches get the same size.
     length = max(len(each.tokens) for each in run.inputs) if virtual else 0
-    calls = [model.prepare(*each, length=length) for each in run.inputs]
+    calls = [model.prepare(each, length) for each in run.inputs]
 
     def forward_step(indices: Iterator[int], stage: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
         index = next(indices)
