@@ -14,7 +14,7 @@ from camshaft.config.backends import FSDP
 from camshaft.config.schema.fsdp import FSDPOptions
 from camshaft.device import seed_ranks
 from camshaft.engine.fsdp import parallelize
-from camshaft.engine.fsdp.mesh import Layout, Meshes
+from camshaft.engine.fsdp.mesh import Layout, create_meshes
 from camshaft.engine.fsdp.tensor_parallel import apply_tensor_parallel
 from camshaft.engine.fsdp.weights import allocate, broadcast_weights, load_full_model
 from camshaft.engine.offload import HOST
@@ -32,7 +32,8 @@ class FSDPEngine(ShardedEngine):
 
     def build_model(self) -> PackedModel:
         group = self.join_ranks()
-        self.meshes = Meshes.create(Layout.from_options(self.options, dist.get_world_size()), self.device)
+        layout = Layout.from_options(self.options, dist.get_world_size())
+        self.meshes = create_meshes(dist.group.WORLD, layout, self.device.type)
         self.data_group = self.meshes.data
         module = self._build_sharded(group)
         # Tensor-parallel ranks need equal dropout masks. All other ranks process different rows or tokens.

@@ -1,7 +1,7 @@
 """Assignment of an engine's ranks to data, sequence, tensor and weight parallelism.
 
-    layout = Layout.from_options(options, world=8)      # axis sizes only
-    meshes = Meshes.create(layout, device)              # process groups; a collective
+    layout = Layout.from_options(options, world=8)              # axis sizes only
+    meshes = create_meshes(dist.group.WORLD, layout, "cpu")     # process groups; a collective
 
 Consecutive ranks are tensor-parallel, then sequence-parallel, then data-parallel. The same ranks form two meshes:
 
@@ -14,7 +14,6 @@ Sequence-parallel ranks process the same rows, but hold different shards of the 
 import functools
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -73,18 +72,13 @@ class Meshes:
     sequence: dist.ProcessGroup | None
     data: dist.ProcessGroup | None
 
-    @classmethod
-    def create(cls, layout: Layout, device: torch.device) -> "Meshes":
-        """Create the meshes, or return those that an earlier engine of this process created for the same layout.
-
-        Engines share meshes because each process group costs memory and start-up time.
-        """
-        return _create_meshes(dist.group.WORLD, layout, device.type)
-
 
 @functools.lru_cache(maxsize=4)
-def _create_meshes(world: dist.ProcessGroup, layout: Layout, device_type: str) -> Meshes:
-    """Create the meshes of `layout`, cached by `world` too, because it may be destroyed and created again."""
+def create_meshes(world: dist.ProcessGroup, layout: Layout, device_type: str) -> Meshes:
+    """Create the meshes of a layout. Engines share them, because each process group costs memory and start-up time.
+
+    They are cached by `world` too, the default process group, because it may be destroyed and created again.
+    """
     sizes = {"replicas": layout.replicas, "shards": layout.shards, "tensor": layout.tensor}
     axis_sizes = {name: size for name, size in sizes.items() if size > 1 or name == "shards"}
     mesh = init_device_mesh(device_type, tuple(axis_sizes.values()), mesh_dim_names=tuple(axis_sizes))
