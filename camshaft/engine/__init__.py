@@ -28,18 +28,9 @@ from camshaft.engine.base import BaseEngine, Output, Predictions, StepContext, S
 from camshaft.plugins import load
 
 __all__ = [
-    "ENGINES",
-    "BaseEngine",
-    "EngineCapabilities",
-    "EngineConfig",
-    "EngineOptions",
-    "Output",
-    "Predictions",
-    "StepContext",
-    "StepResult",
-    "build_engine",
-    "engine_class",
-]
+    "ENGINES", "BaseEngine", "EngineCapabilities", "EngineConfig", "EngineOptions", "Output", "Predictions",
+    "StepContext", "StepResult", "build_engine", "engine_class",
+]  # fmt: skip
 
 ENGINES = targets(backends.ENGINES)
 """Built-in names and their classes; the registry is `camshaft/config/backends.py`."""

@@ -23,23 +23,13 @@ from camshaft.device import is_cuda
 
 Mode = Literal["full", "selective"]
 
-EXPENSIVE = frozenset(
-    {
-        "aten::mm",
-        "aten::addmm",
-        "aten::bmm",
-        "aten::baddbmm",
-        "aten::_grouped_mm",
-        "aten::_scaled_mm",
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_fused_attention_overrideable",
-        "aten::_flash_attention_forward",
-        "aten::_efficient_attention_forward",
-    }
-)
+EXPENSIVE = frozenset({
+    "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::_grouped_mm", "aten::_scaled_mm",
+    "aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_flash_attention_for_cpu",
+    "aten::_scaled_dot_product_efficient_attention", "aten::_scaled_dot_product_cudnn_attention",
+    "aten::_scaled_dot_product_fused_attention_overrideable", "aten::_flash_attention_forward",
+    "aten::_efficient_attention_forward",
+})  # fmt: skip
 """Names of the torch operators for matrix products and attention, which account for most of the compute of a layer."""
 
 MIN_OFFLOAD_BYTES = 1 << 16
