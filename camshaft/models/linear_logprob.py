@@ -245,7 +245,6 @@ class _LinearFullKL(torch.autograd.Function):
     ) -> Tensor:
         if options.shard is not None:
             log_q = log_q[:, options.shard.first_row : options.shard.first_row + len(weight)]
-
         head = _Head(hidden, weight, bias, options)
 
         def reduce(logits: Tensor, tokens: slice, vocabulary: slice) -> list[Tensor]:

@@ -78,13 +78,10 @@ def transformer_config(hf: PreTrainedConfig, config: EngineConfig, options: Mega
 
 def _check_supported(text_config: PreTrainedConfig, options: MegatronOptions) -> None:
     """Raise `EngineError` with all reasons if the model is not supported."""
-    problems = (
-        list(_unsupported_features(text_config))
-        if text_config.model_type in FAMILIES
-        else [f"model_type={text_config.model_type}"]
-    )
-    if not problems:
-        problems += _indivisible_sizes(text_config, options)
+    if text_config.model_type in FAMILIES:
+        problems = [*_unsupported_features(text_config)] or [*_indivisible_sizes(text_config, options)]
+    else:
+        problems = [f"model_type={text_config.model_type}"]
     if problems:
         raise EngineError(
             f"strategy=megatron does not support this model: {'; '.join(problems)}. It supports models of the types "
