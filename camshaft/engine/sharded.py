@@ -71,7 +71,3 @@ class ShardedEngine(TorchEngine):
     def wait_for_checkpoint(self) -> None:
         if self._background_save is not None:
             self._background_save.wait()
-
-    def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
-        self.wait_for_checkpoint()
-        super().load_checkpoint(local_path, hdfs_path, del_local_after_load)

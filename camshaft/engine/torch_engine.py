@@ -450,6 +450,7 @@ class TorchEngine(BaseEngine):
         checkpoint.save(state, local_path, group=self.checkpoint_group, **options)
 
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
+        self.wait_for_checkpoint()
         folder_context = checkpoint.fetch_folder(local_path, hdfs_path, del_local_after_load, self.checkpoint_group)
         # State is loaded on the compute device; offloaded parts return to host memory when the block ends.
         with folder_context as folder, self.parts.on_device("model", "optimizer"):
