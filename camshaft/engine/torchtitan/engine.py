@@ -27,7 +27,6 @@ from camshaft.engine.torchtitan import weights
 from camshaft.engine.torchtitan.mesh import Meshes, layout_of
 from camshaft.engine.torchtitan.model import TitanModel
 from camshaft.engine.torchtitan.pipeline import run_pipeline
-from camshaft.models.loader import DTYPES
 from camshaft.seat import Seat
 
 
@@ -69,8 +68,7 @@ class TorchtitanEngine(ShardedEngine):
         if self.meshes.pipeline is None:
             super().run_micro_batches(micro_batches)
         else:
-            dtype = DTYPES[self.options.mixed_precision.param_dtype or self.config.dtype]
-            run_pipeline(self.module, micro_batches, self.meshes, dtype, self.forward_context)
+            run_pipeline(self.module, micro_batches, self.meshes, self.compute_dtype, self.forward_context)
 
     def clip_and_step(self) -> tuple[float, bool]:
         pipeline = self.meshes.pipeline
