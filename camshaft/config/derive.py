@@ -7,8 +7,9 @@
 several optimizer steps), and optimizer steps in supervised runs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from camshaft.config.backends import engine_capabilities, select_options
 from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig, OptimConfig
@@ -18,8 +19,8 @@ from camshaft.config.schema.fields import DType
 from camshaft.config.schema.generate import GenerateConfig, GenerateModelConfig, GenerateTrainerConfig
 from camshaft.config.schema.model import AnyModelConfig, OptimSection, ResponsesModelConfig
 from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.reward import RewardModelConfig
-from camshaft.config.schema.roles import ActorConfig, CriticConfig, GeneratorConfig, RefConfig, ValKwargs
+from camshaft.config.schema.reward import RewardModelConfig, RewardModelModelConfig
+from camshaft.config.schema.roles import ActorConfig, CriticConfig, GeneratorConfig, RefConfig, RolloutConfig, ValKwargs
 from camshaft.config.schema.supervised import RMConfig, SFTConfig, SupervisedConfig
 from camshaft.config.schema.trainer import TrainerConfig
 
@@ -37,89 +38,80 @@ class MicroBatch:
     tokens: int | None = None
 
 
-def actor_train(config: PPOConfig, topology: Topology) -> MicroBatch:
-    """Return the micro-batch size of the actor's updates."""
-    actor = config.actor_rollout_ref.actor
-    if actor.use_dynamic_bsz:
-        return MicroBatch(tokens=actor.ppo_max_token_len_per_gpu)
-    return MicroBatch(
-        micro_batch_per_rank(
-            actor.ppo_micro_batch_size_per_gpu, actor.ppo_micro_batch_size, config.actor_dp_size(topology)
-        )
-    )
+Pass = Literal["actor", "old_log_prob", "ref", "critic", "values", "reward"]
+"""Kind of pass with a separate micro-batch size: updates of actor and critic, and forward passes for the others."""
 
 
-def log_prob(config: PPOConfig, topology: Topology, key: Literal["rollout", "ref"]) -> MicroBatch:
-    """Return the micro-batch size for computing log-probs.
+class PassLimit(NamedTuple):
+    """Keys that limit the micro-batches of a kind of pass, and their values."""
 
-    `rollout` selects the old log-probs, which the actor computes, and `ref` the log-probs of the reference model. Each
-    is configured in the section of that name. If the actor computes no log-probs outside of updates, the size of its
-    updates also limits other forward passes.
+    key: str
+    """Key of the deprecated count of sequences over all ranks. That of each rank has the suffix `_per_gpu`."""
+    count_global: int | None
+    per_gpu: int | None
+    tokens_key: str
+    tokens: int
+    is_dynamic: bool
+    """Limit micro-batches by tokens instead of by sequences."""
+    dp_size: Callable[[Topology], int]
+
+
+def pass_limits(config: PPOConfig) -> dict[Pass, PassLimit]:
+    """Return the limits of all kinds of passes. Those of a role that the run does not have may be invalid."""
+    section, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
+    return {
+        "actor": _update_limit("actor_rollout_ref.actor", section.actor, config.actor_dp_size),
+        "old_log_prob": _log_prob_limit("actor_rollout_ref.rollout", section.rollout, config.actor_dp_size),
+        "ref": _log_prob_limit("actor_rollout_ref.ref", section.ref, config.ref_dp_size),
+        "critic": _update_limit("critic", critic, config.critic_dp_size),
+        "values": PassLimit(
+            "critic.forward_micro_batch_size", critic.forward_micro_batch_size, critic.forward_micro_batch_size_per_gpu,
+            "critic.forward_max_token_len_per_gpu", critic.forward_max_token_len_per_gpu, critic.use_dynamic_bsz,
+            config.critic_dp_size,
+        ),
+        "reward": PassLimit(
+            "reward_model.micro_batch_size", reward.micro_batch_size, reward.micro_batch_size_per_gpu,
+            "reward_model.forward_max_token_len_per_gpu", reward.forward_max_token_len_per_gpu, reward.use_dynamic_bsz,
+            config.reward_dp_size,
+        ),
+    }  # fmt: skip
+
+
+def _update_limit(key: str, section: ActorConfig | CriticConfig, dp_size: Callable[[Topology], int]) -> PassLimit:
+    return PassLimit(
+        f"{key}.ppo_micro_batch_size", section.ppo_micro_batch_size, section.ppo_micro_batch_size_per_gpu,
+        f"{key}.ppo_max_token_len_per_gpu", section.ppo_max_token_len_per_gpu, section.use_dynamic_bsz, dp_size,
+    )  # fmt: skip
+
+
+def _log_prob_limit(key: str, section: RolloutConfig | RefConfig, dp_size: Callable[[Topology], int]) -> PassLimit:
+    return PassLimit(
+        f"{key}.log_prob_micro_batch_size", section.log_prob_micro_batch_size,
+        section.log_prob_micro_batch_size_per_gpu, f"{key}.log_prob_max_token_len_per_gpu",
+        section.log_prob_max_token_len_per_gpu, section.log_prob_use_dynamic_bsz, dp_size,
+    )  # fmt: skip
+
+
+def micro_batch(config: PPOConfig, topology: Topology, kind: Pass) -> MicroBatch:
+    """Return the micro-batch size of a kind of pass.
+
+    If the actor computes no log-probs outside of updates, the size of its updates also limits other forward passes.
     """
-    if key == "rollout" and not config.needs_log_prob_passes():
-        return actor_train(config, topology)
-    section = config.actor_rollout_ref.rollout if key == "rollout" else config.actor_rollout_ref.ref
-    if section.log_prob_use_dynamic_bsz:
-        return MicroBatch(tokens=section.log_prob_max_token_len_per_gpu)
-    per_gpu, count_global = section.log_prob_micro_batch_size_per_gpu, section.log_prob_micro_batch_size
-    dp_size = config.actor_dp_size(topology) if key == "rollout" else config.ref_dp_size(topology)
-    return MicroBatch(micro_batch_per_rank(per_gpu, count_global, dp_size))
-
-
-def critic_train(config: PPOConfig, topology: Topology) -> MicroBatch:
-    """Return the micro-batch size of the critic's updates."""
-    critic = config.critic
-    if critic.use_dynamic_bsz:
-        return MicroBatch(tokens=critic.ppo_max_token_len_per_gpu)
-    return MicroBatch(
-        micro_batch_per_rank(
-            critic.ppo_micro_batch_size_per_gpu, critic.ppo_micro_batch_size, config.critic_dp_size(topology)
-        )
-    )
-
-
-def critic_infer(config: PPOConfig, topology: Topology) -> MicroBatch:
-    """Return the micro-batch size for computing values with the critic."""
-    critic = config.critic
-    if critic.use_dynamic_bsz:
-        return MicroBatch(tokens=critic.forward_max_token_len_per_gpu)
-    per_gpu, count_global = critic.forward_micro_batch_size_per_gpu, critic.forward_micro_batch_size
-    return MicroBatch(micro_batch_per_rank(per_gpu, count_global, config.critic_dp_size(topology)))
-
-
-def reward_infer(config: PPOConfig, topology: Topology) -> MicroBatch:
-    """Return the micro-batch size for computing scores with the reward model."""
-    reward = config.reward_model
-    if reward.use_dynamic_bsz:
-        return MicroBatch(tokens=reward.forward_max_token_len_per_gpu)
-    per_gpu, count_global = reward.micro_batch_size_per_gpu, reward.micro_batch_size
-    return MicroBatch(micro_batch_per_rank(per_gpu, count_global, config.reward_dp_size(topology)))
-
-
-def supervised_train(config: SupervisedConfig) -> MicroBatch:
-    """Return the micro-batch size of a supervised run."""
-    if config.data.use_dynamic_bsz:
-        return MicroBatch(tokens=config.data.max_token_len_per_gpu)
-    return MicroBatch(config.data.micro_batch_size_per_gpu)
+    limits = pass_limits(config)
+    limit = limits["actor" if kind == "old_log_prob" and not config.needs_log_prob_passes() else kind]
+    if limit.is_dynamic:
+        return MicroBatch(tokens=limit.tokens)
+    return MicroBatch(micro_batch_per_rank(limit.per_gpu, limit.count_global, limit.dp_size(topology)))
 
 
 def actor_engine(config: PPOConfig, topology: Topology, total_steps: int) -> EngineConfig:
     """Return the engine config of the actor. Its learning-rate schedule starts after the critic warm-up."""
     section = config.actor_rollout_ref
-    actor, model = section.actor, section.model
-    train, infer = actor_train(config, topology), log_prob(config, topology, "rollout")
-    optim = _optim(actor.optim, max(1, total_steps - config.trainer.critic_warmup))
-    options = _options(actor.strategy, actor_engine_keys(config), actor)
-    return _engine(
-        config,
-        multi_response_engine_model(model, model.random_init),
-        actor.fsdp_config.model_dtype,
-        options,
-        infer,
-        train,
-        optim,
-        actor.grad_clip,
-    )
+    optim = _optim(section.actor.optim, max(1, total_steps - config.trainer.critic_warmup))
+    train, infer = micro_batch(config, topology, "actor"), micro_batch(config, topology, "old_log_prob")
+    options = _options(section.actor.strategy, actor_engine_keys(config), section.actor)
+    model, dtype = engine_model(section.model, section.model.random_init), section.actor.fsdp_config.model_dtype
+    return _engine(config, model, dtype, options, infer, train, optim, section.actor.grad_clip)
 
 
 def actor_engine_keys(config: PPOConfig) -> dict[str, Any]:
@@ -131,40 +123,30 @@ def actor_engine_keys(config: PPOConfig) -> dict[str, Any]:
 def ref_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
     """Return the engine config of the reference model: the model config of the actor, without an optimizer."""
     section = config.actor_rollout_ref
-    infer = log_prob(config, topology, "ref")
-    model = multi_response_engine_model(section.model, section.model.random_init)
     options = _options(section.actor.strategy, section.ref.engine_keys(), section.ref)
-    return _engine(config, model, section.ref.fsdp_config.model_dtype, options, infer)
+    model, dtype = engine_model(section.model, section.model.random_init), section.ref.fsdp_config.model_dtype
+    return _engine(config, model, dtype, options, micro_batch(config, topology, "ref"))
 
 
 def critic_engine(config: PPOConfig, topology: Topology, total_steps: int) -> EngineConfig:
     """Return the engine config of the critic."""
-    critic, fsdp = config.critic, config.critic.model.fsdp_config
-    train, infer = critic_train(config, topology), critic_infer(config, topology)
-    optim = _optim(critic.optim, total_steps)
+    critic, dtype = config.critic, config.critic.model.fsdp_config.model_dtype
+    train, infer = micro_batch(config, topology, "critic"), micro_batch(config, topology, "values")
     options = _options(critic.strategy, critic.engine_keys(), critic)
-    model = multi_response_engine_model(critic.model, head="value")
-    return _engine(config, model, fsdp.model_dtype, options, infer, train, optim, critic.grad_clip)
+    model, optim = engine_model(critic.model, head="value"), _optim(critic.optim, total_steps)
+    return _engine(config, model, dtype, options, infer, train, optim, critic.grad_clip)
 
 
 def reward_engine(config: PPOConfig, topology: Topology) -> EngineConfig:
     """Return the engine config of the reward model, without an optimizer."""
-    reward, fsdp = config.reward_model, config.reward_model.model.fsdp_config
-    model = reward_engine_model(config)
+    reward, dtype = config.reward_model, config.reward_model.model.fsdp_config.model_dtype
     options = _options(reward.strategy, reward.engine_keys(), reward)
-    return _engine(config, model, fsdp.model_dtype, options, reward_infer(config, topology))
+    return _engine(config, reward_engine_model(config), dtype, options, micro_batch(config, topology, "reward"))
 
 
 def reward_engine_model(config: PPOConfig) -> EngineModel:
     """Return the model of the engine that runs the reward model."""
-    model = config.reward_model.model
-    return EngineModel(
-        path=model.source(),
-        head="reward",
-        override_config=model.override_config,
-        external_lib=model.external_lib,
-        trust_remote_code=model.trust_remote_code,
-    )
+    return EngineModel(head="reward", **_model_source(config.reward_model.model))
 
 
 def rollout_engine(config: PPOConfig) -> RolloutEngineConfig:
@@ -242,13 +224,7 @@ def _sampling(rollout: GeneratorConfig, section: GeneratorConfig | ValKwargs) ->
 
 def generate_model(config: GenerateConfig) -> EngineModel:
     """Return the model whose weights `camshaft generate` syncs to its rollout."""
-    model = config.model
-    return EngineModel(
-        path=model.source(),
-        override_config=model.override_config,
-        external_lib=model.external_lib,
-        trust_remote_code=model.trust_remote_code,
-    )
+    return EngineModel(**_model_source(config.model))
 
 
 def sft_engine(config: SFTConfig, total_steps: int) -> EngineConfig:
@@ -267,10 +243,12 @@ def rm_engine(config: RMConfig, total_steps: int) -> EngineConfig:
 
 def _supervised_engine(config: SupervisedConfig, model: EngineModel, total_steps: int) -> EngineConfig:
     """Return the engine config of a supervised run. Its batch sizes apply to each rank."""
-    train, fsdp = supervised_train(config), config.fsdp_config
-    optim = _optim(config.optim, total_steps)
+    data, dtype, optim = config.data, config.fsdp_config.model_dtype, _optim(config.optim, total_steps)
+    train = MicroBatch(data.micro_batch_size_per_gpu)
+    if data.use_dynamic_bsz:
+        train = MicroBatch(tokens=data.max_token_len_per_gpu)
     options = _options(config.strategy, config.engine_keys(), config)
-    return _engine(config, model, fsdp.model_dtype, options, train, train, optim, config.grad_clip)
+    return _engine(config, model, dtype, options, train, train, optim, config.grad_clip)
 
 
 def _engine(
@@ -312,29 +290,30 @@ def shares_prompts(config: PPOConfig, section: ActorConfig | CriticConfig) -> bo
     return engine_capabilities(section.strategy).shares_prefixes and (on_cpu or in_half) and not is_split
 
 
-def multi_response_engine_model(
-    model: ResponsesModelConfig, random_init: bool = False, head: Literal["causal_lm", "value"] = "causal_lm"
-) -> EngineModel:
-    """Return the engine model of a role that processes several responses per prompt."""
-    return engine_model(model, random_init, head).model_copy(update={"use_prefix_grouper": model.use_prefix_grouper})
-
-
 def engine_model(
     model: AnyModelConfig, random_init: bool = False, head: Literal["causal_lm", "value", "reward"] = "causal_lm"
 ) -> EngineModel:
     """Return the engine model of a trained role or of the reference model."""
     return EngineModel(
-        path=model.source(),
         head=head,
         random_init=random_init,
-        override_config=model.override_config,
-        external_lib=model.external_lib,
-        trust_remote_code=model.trust_remote_code,
         enable_gradient_checkpointing=model.enable_gradient_checkpointing,
         gradient_checkpointing_mode=model.gradient_checkpointing_mode,
+        use_prefix_grouper=model.use_prefix_grouper if isinstance(model, ResponsesModelConfig) else True,
         router_aux_loss_coef=model.router_aux_loss_coef,
         lora=_lora(model),
+        **_model_source(model),
     )
+
+
+def _model_source(model: AnyModelConfig | GenerateModelConfig | RewardModelModelConfig) -> dict[str, Any]:
+    """Return the fields of `EngineModel` that the models of all commands have."""
+    return {
+        "path": model.source(),
+        "override_config": model.override_config,
+        "external_lib": model.external_lib,
+        "trust_remote_code": model.trust_remote_code,
+    }
 
 
 def _lora(model: AnyModelConfig) -> LoRAConfig | None:

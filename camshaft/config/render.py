@@ -17,14 +17,15 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from camshaft.config.derive import MicroBatch, actor_train, critic_infer, critic_train, log_prob, reward_infer
-from camshaft.config.layout import Topology
+from camshaft.config.derive import MicroBatch, Pass, micro_batch, pass_limits
+from camshaft.config.layout import Topology, divide_evenly
 from camshaft.config.load import DEFAULTS, HOME, NOT_IMPLEMENTED, raw_defaults, resolved_defaults
 from camshaft.config.schema.aliases import ALIASES
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section, describe
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.roles import ActorConfig, CriticConfig
 from camshaft.config.schema.supervised import RMConfig, SFTConfig
 from camshaft.config.short_names import SHORT_NAMES, short_names
 from camshaft.config.tree import fields, flatten, format_value, get, leaf_fields, nearest_keys, put, section_class
@@ -205,28 +206,16 @@ def batch_table(config: PPOConfig, topology: Topology) -> list[BatchRow]:
     step, and each rank splits its share of a mini-batch into micro-batches, one per forward pass. The columns of the
     reference and the reward model are empty if the run has no separate engine for them. `config` must be valid.
     """
-    actor: dict[str, int | str] = {RANKS: config.actor_dp_size(topology)} | _column(
-        config,
-        config.actor_rollout_ref.actor.ppo_mini_batch_size,
-        config.actor_mini_batch_per_rank(topology),
-        config.actor_rollout_ref.actor.ppo_epochs,
-        (actor_train(config, topology), log_prob(config, topology, "rollout")),
-    )
+    actor = _column(config, topology, config.actor_rollout_ref.actor, "actor", "old_log_prob")
     ref: dict[str, int | str] = {}
     if config.needs_reference_model():
-        ref = {RANKS: config.ref_dp_size(topology), FORWARD: _size(log_prob(config, topology, "ref"))}
+        ref = {RANKS: config.ref_dp_size(topology), FORWARD: _size(micro_batch(config, topology, "ref"))}
     critic: dict[str, int | str] = {}
     if config.needs_critic():
-        critic = {RANKS: config.critic_dp_size(topology)} | _column(
-            config,
-            config.critic.ppo_mini_batch_size,
-            config.critic_mini_batch_per_rank(topology),
-            config.critic.ppo_epochs,
-            (critic_train(config, topology), critic_infer(config, topology)),
-        )
+        critic = _column(config, topology, config.critic, "critic", "values")
     reward: dict[str, int | str] = {}
     if config.needs_reward_engine():
-        reward = {RANKS: config.reward_dp_size(topology), FORWARD: _size(reward_infer(config, topology))}
+        reward = {RANKS: config.reward_dp_size(topology), FORWARD: _size(micro_batch(config, topology, "reward"))}
     return [
         BatchRow(name, actor[name], ref.get(name), critic.get(name), reward.get(name), formula)
         for name, formula in _ROWS.items()
@@ -254,24 +243,31 @@ def _cell(number: int | str | None) -> str:
 
 
 def _column(
-    config: PPOConfig, mini_prompts: int, mini_per_rank: int, epochs: int, passes: tuple[MicroBatch, MicroBatch]
+    config: PPOConfig, topology: Topology, section: ActorConfig | CriticConfig, train: Pass, infer: Pass
 ) -> dict[str, int | str]:
-    n, prompts = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
-    train, infer = passes
+    """Return the rows of a trained role."""
+    n, prompts, mini_prompts = (
+        config.actor_rollout_ref.rollout.n,
+        config.data.train_batch_size,
+        section.ppo_mini_batch_size,
+    )
+    dp_size, size = pass_limits(config)[train].dp_size(topology), micro_batch(config, topology, train)
+    mini_per_rank = divide_evenly(mini_prompts * n, dp_size, "mini-batch")
     mini_batches = prompts // mini_prompts
     values = [
+        dp_size,
         prompts,
         prompts * n,
         mini_prompts * n,
         mini_batches,
         mini_per_rank,
-        _size(train),
-        "by tokens" if train.sequences is None else -(-mini_per_rank // train.sequences),
-        _size(infer),
-        epochs,
-        mini_batches * epochs,
+        _size(size),
+        "by tokens" if size.sequences is None else -(-mini_per_rank // size.sequences),
+        _size(micro_batch(config, topology, infer)),
+        section.ppo_epochs,
+        mini_batches * section.ppo_epochs,
     ]
-    return dict(zip((name for name in _ROWS if name != RANKS), values, strict=True))
+    return dict(zip(_ROWS, values, strict=True))
 
 
 def _size(micro: MicroBatch) -> int | str:

@@ -227,18 +227,18 @@ def phase_costs(config: PPOConfig, load: Load) -> dict[str, float]:
         costs |= {"gen_max": actor.generation(one, slots), "reward_max": float(one.rows)}
     costs["reward"] = float(load.rows)
     if config.old_log_prob_source() == "actor":
-        costs["old_log_prob"] = actor.forward(derive.log_prob(config, topology, "rollout"))
+        costs["old_log_prob"] = actor.forward(derive.micro_batch(config, topology, "old_log_prob"))
     if config.needs_ref_log_prob():
-        costs["ref"] = actor.forward(derive.log_prob(config, topology, "ref"))
+        costs["ref"] = actor.forward(derive.micro_batch(config, topology, "ref"))
     costs["adv"] = load.tokens
     if config.needs_critic():
-        critic, size = config.critic, derive.critic_train(config, topology)
+        critic, size = config.critic, derive.micro_batch(config, topology, "critic")
         ranks = config.trainer.nnodes if is_cpu else topology.critic_topology().world_size
         shares = critic.model.use_prefix_grouper and derive.shares_prompts(config, critic)
         model = _Model(critic.model, load, shares, ranks, "critic")
-        costs["values"] = model.forward(derive.critic_infer(config, topology))
+        costs["values"] = model.forward(derive.micro_batch(config, topology, "values"))
         costs["update_critic"] = model.update(size, critic.ppo_epochs, critic.ppo_mini_batch_size)
-    size = derive.actor_train(config, topology)
+    size = derive.micro_batch(config, topology, "actor")
     costs["update_actor"] = actor.update(size, policy.actor.ppo_epochs, policy.actor.ppo_mini_batch_size)
     return costs | {"other": load.tokens}
 

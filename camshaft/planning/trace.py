@@ -22,9 +22,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from camshaft.config import EngineConfig, PPOConfig, Topology
+from camshaft.config import EngineConfig, PPOConfig, Topology, derive
 from camshaft.config.backends import engine_capabilities
-from camshaft.config.derive import multi_response_engine_model, reward_engine_model
 from camshaft.config.engine import EngineModel
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.device import simulate_cuda
@@ -103,10 +102,10 @@ def trace_layers(
 def engine_model(config: PPOConfig, group: str) -> EngineModel:
     """Return the model of a group of roles."""
     if group == REWARD:
-        return reward_engine_model(config)
+        return derive.reward_engine_model(config)
     if group == CRITIC:
-        return multi_response_engine_model(config.critic.model, head="value")
-    return multi_response_engine_model(config.actor_rollout_ref.model)
+        return derive.engine_model(config.critic.model, head="value")
+    return derive.engine_model(config.actor_rollout_ref.model)
 
 
 def with_layers(config: PPOConfig, group: str, count: int, types: Sequence[str] | None) -> PPOConfig:

@@ -27,6 +27,7 @@ from camshaft.config.checks.backends import (
 )
 from camshaft.config.checks.model import check_models
 from camshaft.config.checks.rewards import check_scores, check_scoring_function
+from camshaft.config.derive import Pass, PassLimit, pass_limits
 from camshaft.config.engine import largest_divisor
 from camshaft.config.errors import Problem, check_name
 from camshaft.config.files import (
@@ -50,7 +51,7 @@ from camshaft.config.short_names import RECIPES
 from camshaft.config.tree import format_value
 from camshaft.plugins import TRACKERS
 
-ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REWARD, CORRECTION = "reward_model", "algorithm.rollout_correction"
 WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
 
@@ -168,15 +169,14 @@ def _check_generator(section: str, rollout: GeneratorConfig, world_size: int) ->
 
 def _check_batches(config: PPOConfig) -> Iterator[Problem]:
     topology, actor = config.topology(), config.actor_rollout_ref.actor.ppo_mini_batch_size
-    actor_dp, critic_dp = config.actor_dp_size(topology), config.critic_dp_size(topology)
-    world_size = topology.world_size
-    yield from _check_mini_batches(config, f"{ACTOR}.ppo_mini_batch_size", actor, actor_dp, world_size)
-    critic = config.critic.ppo_mini_batch_size
-    if config.needs_critic() and (critic, critic_dp) != (actor, actor_dp):
-        critic_ranks = topology.critic_topology().world_size
-        yield from _check_mini_batches(config, "critic.ppo_mini_batch_size", critic, critic_dp, critic_ranks)
-    ref_dp = config.ref_dp_size(topology)
-    if config.needs_reference() and ref_dp != actor_dp:
+    actor_dp = config.actor_dp_size(topology)
+    yield from _check_mini_batches(config, f"{ACTOR}.ppo_mini_batch_size", actor, actor_dp, topology.world_size)
+    if config.needs_critic():
+        critic, critic_dp = config.critic.ppo_mini_batch_size, config.critic_dp_size(topology)
+        if (critic, critic_dp) != (actor, actor_dp):
+            critic_ranks = topology.critic_topology().world_size
+            yield from _check_mini_batches(config, "critic.ppo_mini_batch_size", critic, critic_dp, critic_ranks)
+    if config.needs_reference() and (ref_dp := config.ref_dp_size(topology)) != actor_dp:
         yield from _check_iteration_of_reference(config, ref_dp)
     prompts, limit = config.prompts_per_generation_batch(), config.data.train_max_samples
     is_automatic = config.is_automatic("data.train_batch_size")  # the run then chooses a size that fits the data
@@ -238,32 +238,29 @@ def _check_mini_batches(config: PPOConfig, key: str, mini: int, dp_size: int, wo
         yield Problem(key, mini, message, (*WORLD, *related))
 
 
+def _used_limits(config: PPOConfig) -> dict[Pass, PassLimit]:
+    """Return the limits of the micro-batches that the run has."""
+    uses: dict[Pass, bool] = {
+        "old_log_prob": config.needs_log_prob_passes(),
+        "ref": config.needs_reference_model(),
+        "critic": config.needs_critic(),
+        "values": config.needs_critic(),
+        "reward": config.needs_reward_engine(),
+    }
+    return {kind: limit for kind, limit in pass_limits(config).items() if uses.get(kind, True)}
+
+
 def _check_global_micro_batches(config: PPOConfig) -> Iterator[Problem]:
     """Check that the micro-batch sizes in use are set, and divisible by the data-parallel size if they are global."""
-    section, critic, topology = config.actor_rollout_ref, config.critic, config.topology()
-    actor, rollout, ref, reward = section.actor, section.rollout, section.ref, config.reward_model
-    actor_dp, critic_dp = config.actor_dp_size(topology), config.critic_dp_size(topology)
-    used: dict[str, tuple[int | None, int]] = {}
-    if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu is None:
-        used[f"{ACTOR}.ppo_micro_batch_size"] = actor.ppo_micro_batch_size, actor_dp
-    by_count = not rollout.log_prob_use_dynamic_bsz and rollout.log_prob_micro_batch_size_per_gpu is None
-    if config.needs_log_prob_passes() and by_count:
-        used[f"{ROLLOUT}.log_prob_micro_batch_size"] = rollout.log_prob_micro_batch_size, actor_dp
-    by_count = not ref.log_prob_use_dynamic_bsz and ref.log_prob_micro_batch_size_per_gpu is None
-    if config.needs_reference_model() and by_count:
-        used[f"{REF}.log_prob_micro_batch_size"] = ref.log_prob_micro_batch_size, config.ref_dp_size(topology)
-    if config.needs_critic() and not critic.use_dynamic_bsz:
-        if critic.ppo_micro_batch_size_per_gpu is None:
-            used["critic.ppo_micro_batch_size"] = critic.ppo_micro_batch_size, critic_dp
-        if critic.forward_micro_batch_size_per_gpu is None:
-            used["critic.forward_micro_batch_size"] = critic.forward_micro_batch_size, critic_dp
-    if config.needs_reward_engine() and not reward.use_dynamic_bsz and reward.micro_batch_size_per_gpu is None:
-        used[f"{REWARD}.micro_batch_size"] = reward.micro_batch_size, config.reward_dp_size(topology)
+    topology = config.topology()
     worlds = {"critic": topology.critic_topology().world_size, REWARD: topology.reward_model_topology().world_size}
-    for key, (size, dp_size) in used.items():
+    for limit in _used_limits(config).values():
+        key, size = limit.key, limit.count_global
+        if limit.is_dynamic or limit.per_gpu is not None:
+            continue
         if size is None:
             yield Problem(f"{key}_per_gpu", None, "sets no micro-batch size. Set a number of sequences, for example 8.")
-        elif size % dp_size:
+        elif size % (dp_size := limit.dp_size(topology)):
             world_size = worlds.get(key.partition(".")[0], topology.world_size)
             message = (
                 "counts sequences over all ranks and is not divisible by the data-parallel size: "
@@ -274,26 +271,17 @@ def _check_global_micro_batches(config: PPOConfig) -> Iterator[Problem]:
 
 
 def _check_token_budgets(config: PPOConfig) -> Iterator[Problem]:
-    """Check that no token budget of a micro-batch is smaller than the longest sequence."""
-    section, critic = config.actor_rollout_ref, config.critic
-    prompt, response = config.data.max_prompt_length, section.rollout.response_length
-    budgets: dict[str, int] = {}
-    if section.actor.use_dynamic_bsz:
-        budgets[f"{ACTOR}.ppo_max_token_len_per_gpu"] = section.actor.ppo_max_token_len_per_gpu
-    if config.needs_log_prob_passes() and section.rollout.log_prob_use_dynamic_bsz:
-        budgets[f"{ROLLOUT}.log_prob_max_token_len_per_gpu"] = section.rollout.log_prob_max_token_len_per_gpu
-    if config.needs_reference_model() and section.ref.log_prob_use_dynamic_bsz:
-        budgets[f"{REF}.log_prob_max_token_len_per_gpu"] = section.ref.log_prob_max_token_len_per_gpu
-    if config.needs_critic() and critic.use_dynamic_bsz:
-        budgets["critic.ppo_max_token_len_per_gpu"] = critic.ppo_max_token_len_per_gpu
-        budgets["critic.forward_max_token_len_per_gpu"] = critic.forward_max_token_len_per_gpu
-    for key, budget in budgets.items():
-        if budget < prompt + response:
+    """Check that no token budget of a micro-batch is smaller than the longest sequence. `rewards.py` checks scores."""
+    prompt, response = config.data.max_prompt_length, config.actor_rollout_ref.rollout.response_length
+    for kind, limit in _used_limits(config).items():
+        if kind != "reward" and limit.is_dynamic and limit.tokens < prompt + response:
             message = (
                 f"is smaller than the longest sequence: data.max_prompt_length={prompt} + rollout.response_length="
-                f"{response} = {prompt + response}. Set {key}={prompt + response} or more."
+                f"{response} = {prompt + response}. Set {limit.tokens_key}={prompt + response} or more."
             )
-            yield Problem(key, budget, message, ("data.max_prompt_length", f"{ROLLOUT}.response_length"))
+            yield Problem(
+                limit.tokens_key, limit.tokens, message, ("data.max_prompt_length", f"{ROLLOUT}.response_length")
+            )
 
 
 def _check_lengths(config: PPOConfig) -> Iterator[Problem]:

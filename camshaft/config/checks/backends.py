@@ -23,7 +23,7 @@ from camshaft.config.backends import (
     targets,
     unread_keys,
 )
-from camshaft.config.derive import actor_engine_keys, engine_model, multi_response_engine_model, reward_engine_model
+from camshaft.config.derive import actor_engine_keys, engine_model, reward_engine_model
 from camshaft.config.engine import Conflict, EngineCapabilities, EngineModel, invalid_options
 from camshaft.config.errors import ABSENT, Problem, group_problems, unknown_name
 from camshaft.config.layout import PlacementConfig
@@ -116,7 +116,7 @@ def _supervised_role(config: SupervisedConfig) -> Role:
 def _ppo_roles(config: PPOConfig) -> list[tuple[list[Role], int]]:
     """Return the roles with an engine, and their number of ranks. Actor and reference form one group."""
     roles, critic, topology = config.actor_rollout_ref, config.critic, config.topology()
-    strategy, model = roles.actor.strategy, multi_response_engine_model(roles.model)
+    strategy, model = roles.actor.strategy, engine_model(roles.model)
     policy = [
         Role(
             strategy, f"{ACTOR}.strategy", f"{ACTOR}.", f"{ACTOR}.fsdp_config", actor_engine_keys(config),
@@ -134,7 +134,7 @@ def _ppo_roles(config: PPOConfig) -> list[tuple[list[Role], int]]:
     if config.needs_critic():
         role = Role(
             critic.strategy, "critic.strategy", "critic.", "critic.model.fsdp_config", critic.engine_keys(),
-            critic.engine_kwargs, multi_response_engine_model(critic.model), "critic.model", critic.model,
+            critic.engine_kwargs, engine_model(critic.model), "critic.model", critic.model,
         )  # fmt: skip
         groups.append(([role], topology.critic_topology().world_size))
     if config.needs_reward_engine():
@@ -150,19 +150,15 @@ def _ppo_roles(config: PPOConfig) -> list[tuple[list[Role], int]]:
 def layouts_are_valid(config: PPOConfig | SupervisedConfig) -> bool:
     """Return True if the options of every engine are valid, so that `ranks_per_row` can be computed."""
     if isinstance(config, SupervisedConfig):
-        sections = [(config.strategy, config)]
+        roles = [_supervised_role(config)]
     else:
-        roles = config.actor_rollout_ref
-        sections = [(roles.actor.strategy, roles.actor)]
-        sections += [(roles.actor.strategy, roles.ref)] if config.needs_reference() else []
-        sections += [(config.critic.strategy, config.critic)] if config.needs_critic() else []
-        sections += [(config.reward_model.strategy, config.reward_model)] if config.needs_reward_engine() else []
-    for strategy, section in sections:
+        roles = [role for group, _ in _ppo_roles(config) for role in group]
+    for role in roles:
         try:
-            schema = engine_capabilities(strategy).options
+            schema = engine_capabilities(role.strategy).options
         except ConfigError:
             return False
-        if invalid_options(schema, select_options(schema, section.engine_keys(), section.engine_kwargs)):
+        if invalid_options(schema, select_options(schema, role.settings, role.engine_kwargs)):
             return False
     return True
 

@@ -416,6 +416,10 @@ def test_folder_without_a_model_is_rejected(words, tmp_path):
     assert "config.json" in _error([*words, f"actor_rollout_ref.model.path={tmp_path}"])
 
 
+def test_engine_of_an_unused_critic_is_not_checked(words):
+    load_ppo([*words, "algorithm.adv_estimator=reinforce_plus_plus", "+critic.engine_kwargs.unknown=1"])
+
+
 def test_files_of_an_unused_critic_are_not_checked(words):
     load_ppo([*words, "critic.model.path=/nowhere", "algorithm.adv_estimator=reinforce_plus_plus"])
 
