@@ -16,10 +16,10 @@ from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig, OptimC
 from camshaft.config.layout import Topology, micro_batch_per_rank
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.schema.fields import DType
-from camshaft.config.schema.generate import GenerateConfig, GenerateModelConfig, GenerateTrainerConfig
-from camshaft.config.schema.model import AnyModelConfig, OptimSection, ResponsesModelConfig
+from camshaft.config.schema.generate import GenerateConfig, GenerateTrainerConfig
+from camshaft.config.schema.model import AnyModelConfig, LoadedModel, OptimSection, ResponsesModelConfig
 from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.reward import RewardModelConfig, RewardModelModelConfig
+from camshaft.config.schema.reward import RewardModelConfig
 from camshaft.config.schema.roles import ActorConfig, CriticConfig, GeneratorConfig, RefConfig, RolloutConfig, ValKwargs
 from camshaft.config.schema.supervised import RMConfig, SFTConfig, SupervisedConfig
 from camshaft.config.schema.trainer import TrainerConfig
@@ -166,7 +166,7 @@ def generate_engine(config: GenerateConfig) -> RolloutEngineConfig:
 
 
 def _rollout_engine_config(
-    model: AnyModelConfig | GenerateModelConfig,
+    model: LoadedModel,
     rollout: GeneratorConfig,
     trainer: TrainerConfig | GenerateTrainerConfig,
 ) -> RolloutEngineConfig:
@@ -306,7 +306,7 @@ def engine_model(
     )
 
 
-def _model_source(model: AnyModelConfig | GenerateModelConfig | RewardModelModelConfig) -> dict[str, Any]:
+def _model_source(model: LoadedModel) -> dict[str, Any]:
     """Return the fields of `EngineModel` that the models of all commands have."""
     return {
         "path": model.source(),

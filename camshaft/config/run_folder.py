@@ -16,8 +16,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from camshaft.config.errors import Problem
-from camshaft.config.schema.supervised import SupervisedTrainerConfig
-from camshaft.config.schema.trainer import TrainerConfig
+from camshaft.config.schema.trainer import RunConfig
 from camshaft.config.tree import format_value
 
 NAME, FOLDER = "trainer.experiment_name", "trainer.default_local_dir"
@@ -39,17 +38,17 @@ def _data_name(path: str) -> str:
     return _short_name(file.parent.name if file.stem == "train" and file.parent.name else file.stem)
 
 
-def run_name(trainer: TrainerConfig | SupervisedTrainerConfig) -> str:
+def run_name(trainer: RunConfig) -> str:
     """Return the name of a run in experiment trackers."""
     return trainer.experiment_name or Path(trainer.default_local_dir).name
 
 
-def resume_arguments(trainer: TrainerConfig | SupervisedTrainerConfig) -> str:
+def resume_arguments(trainer: RunConfig) -> str:
     """Return the argument with which the command of a run resumes it. A run with a name does not need one."""
     return "" if trainer.experiment_name else f"trainer.default_local_dir={trainer.default_local_dir}"
 
 
-def check_run_name(trainer: TrainerConfig | SupervisedTrainerConfig) -> Iterator[Problem]:
+def check_run_name(trainer: RunConfig) -> Iterator[Problem]:
     """Check that the names of project and run are paths inside the default folder."""
     for leaf, name in {"project_name": trainer.project_name, "experiment_name": trainer.experiment_name}.items():
         if name is not None and not _is_inside(name):

@@ -11,6 +11,32 @@ from camshaft.config.schema.fsdp import ForwardFSDPConfig, FSDPConfig
 from camshaft.config.schema.model import CheckpointConfig
 
 
+def global_size_field(passes: str) -> Any:
+    """Return the field of a deprecated micro-batch size, which counts the sequences of all ranks."""
+    return Field(
+        ge=1,
+        description="Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu. Number of "
+        f"sequences per {passes}, summed over all ranks.",
+    )
+
+
+def size_field(passes: str, global_key: str) -> Any:
+    """Return the field of a micro-batch size in sequences."""
+    ranks = _on_each_rank(passes).removesuffix(",")
+    return Field(ge=1, description=f"Number of sequences per {ranks}. Takes precedence over {global_key}.")
+
+
+def tokens_field(passes: str, dynamic_key: str = "use_dynamic_bsz") -> Any:
+    """Return the field of a micro-batch size in tokens."""
+    ranks = _on_each_rank(passes)
+    return Field(ge=1, description=f"Maximum number of tokens per {ranks} with {dynamic_key}=true.")
+
+
+def _on_each_rank(passes: str) -> str:
+    """Describe passes on each rank, with commas around a relative clause."""
+    return f"{passes}, on each rank," if " that " in passes else f"{passes} on each rank"
+
+
 class PooledSection(Section):
     """Keys of a role that runs in a resource pool."""
 
@@ -75,16 +101,8 @@ class TrainedSection(SelectedEngineSection):
 class PPOUpdateSection(TrainedSection):
     """Keys of the updates of actor and critic."""
 
-    ppo_micro_batch_size: int | None = Field(
-        ge=1,
-        description="Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu. Number of "
-        "sequences per forward and backward pass, summed over all ranks.",
-    )
-    ppo_micro_batch_size_per_gpu: int | None = Field(
-        ge=1,
-        description="Number of sequences per forward and backward pass on each rank. Takes precedence over "
-        "ppo_micro_batch_size.",
-    )
+    ppo_micro_batch_size: int | None = global_size_field("forward and backward pass")
+    ppo_micro_batch_size_per_gpu: int | None = size_field("forward and backward pass", "ppo_micro_batch_size")
     ppo_max_token_len_per_gpu: int = Field(
         ge=1,
         description="Maximum number of tokens per forward and backward pass on each rank with use_dynamic_bsz=true. "

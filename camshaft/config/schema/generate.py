@@ -4,14 +4,12 @@ config = load_generate(["data.path=in.parquet", "data.output_path=out.parquet", 
 config.custom_reward_function.is_named()          # False
 """
 
-from typing import Any
-
 from pydantic import Field
 
 from camshaft.config.layout import PlacementConfig, RayConfig
 from camshaft.config.schema.data import Truncation
-from camshaft.config.schema.fields import CommandConfig, Modules, OffOrPositive, Path, Paths, Section, Text
-from camshaft.config.schema.model import ModelSource
+from camshaft.config.schema.fields import CommandConfig, OffOrPositive, Path, Paths, Section, Text
+from camshaft.config.schema.model import LoadedModel
 from camshaft.config.schema.reward import CustomRewardConfig
 from camshaft.config.schema.roles import GeneratorConfig
 
@@ -50,18 +48,6 @@ class GenerateDataConfig(Section):
     max_samples: OffOrPositive = Field(description="Maximum number of rows to read. -1 reads all rows.")
 
 
-class GenerateModelConfig(ModelSource):
-    """Language model."""
-
-    external_lib: Modules | None = Field(
-        description="Python modules to import before the model is loaded, for example to register a model class."
-    )
-    override_config: dict[str, Any] = Field(description="Overrides of entries in the model's config.json.")
-    trust_remote_code: bool = Field(
-        description="Allow transformers to execute custom Python code from the model folder."
-    )
-
-
 class GenerateTrainerConfig(PlacementConfig):
     """Devices and random seed."""
 
@@ -72,7 +58,7 @@ class GenerateConfig(CommandConfig):
     """All keys of `camshaft generate`."""
 
     data: GenerateDataConfig = Field(description="Prompts to read, and the output file.")
-    model: GenerateModelConfig = Field(description="Language model.")
+    model: LoadedModel = Field(description="Language model.")
     rollout: GeneratorConfig = Field(description="Settings of the generator.")
     custom_reward_function: CustomRewardConfig = Field(description="Scoring function for the responses.")
     trainer: GenerateTrainerConfig = Field(description="Devices and random seed.")

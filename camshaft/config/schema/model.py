@@ -22,12 +22,21 @@ class ModelSource(Section):
         return hub.source(path or self.path, self.download)
 
 
-class AnyModelConfig(ModelSource):
-    """Hugging Face model, gradient checkpointing and LoRA."""
+class LoadedModel(ModelSource):
+    """Model that transformers loads."""
 
     external_lib: Modules | None = Field(
         description="Python modules to import before the model is loaded, for example to register a model class."
     )
+    override_config: dict[str, Any] = Field(description="Overrides of entries in the model's config.json.")
+    trust_remote_code: bool = Field(
+        description="Allow transformers to execute custom Python code from the model folder."
+    )
+
+
+class AnyModelConfig(LoadedModel):
+    """Hugging Face model, gradient checkpointing and LoRA."""
+
     override_config: dict[str, Any] = Field(
         description="Overrides of entries in the model's config.json, for example dropout probabilities."
     )
@@ -48,9 +57,6 @@ class AnyModelConfig(ModelSource):
     )
     use_remove_padding: bool = Field(
         description="Has no effect and is accepted for compatibility only. Batches are never padded."
-    )
-    trust_remote_code: bool = Field(
-        description="Allow transformers to execute custom Python code from the model folder."
     )
     lora_rank: int = Field(
         ge=0,

@@ -6,13 +6,19 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from camshaft.config.schema.engine import PooledSection, SelectedEngineSection
-from camshaft.config.schema.fields import Functions, Modules, Numbers, Path, Section, Text
+from camshaft.config.schema.engine import (
+    PooledSection,
+    SelectedEngineSection,
+    global_size_field,
+    size_field,
+    tokens_field,
+)
+from camshaft.config.schema.fields import Functions, Numbers, Path, Section, Text
 from camshaft.config.schema.fsdp import ForwardFSDPConfig
-from camshaft.config.schema.model import ModelSource
+from camshaft.config.schema.model import LoadedModel
 
 
-class RewardModelModelConfig(ModelSource):
+class RewardModelModelConfig(LoadedModel):
     """Reward model."""
 
     input_tokenizer: Path | None = Field(
@@ -23,13 +29,6 @@ class RewardModelModelConfig(ModelSource):
     path: Path = Field(
         description="Hugging Face folder of a sequence-classification model, the URL of one, or the name of one in the "
         "local Hugging Face cache (owner/name)."
-    )
-    external_lib: Modules | None = Field(
-        description="Python modules to import before the model is loaded, for example to register a model class."
-    )
-    override_config: dict[str, Any] = Field(description="Overrides of entries in the model's config.json.")
-    trust_remote_code: bool = Field(
-        description="Allow transformers to execute custom Python code from the model folder."
     )
     fsdp_config: ForwardFSDPConfig = Field(description="Weight dtype and sharding of the reward model.")
 
@@ -62,20 +61,12 @@ class RewardModelConfig(PooledSection, SelectedEngineSection):
         "a scoring function (custom_reward_function.name=null), the score is the unweighted model score."
     )
     model: RewardModelModelConfig = Field(description="Reward model.")
-    micro_batch_size: int | None = Field(
-        ge=1,
-        description="Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu. Number of "
-        "sequences per forward pass, summed over all ranks.",
-    )
-    micro_batch_size_per_gpu: int | None = Field(
-        ge=1, description="Number of sequences per forward pass on each rank. Takes precedence over micro_batch_size."
-    )
+    micro_batch_size: int | None = global_size_field("forward pass")
+    micro_batch_size_per_gpu: int | None = size_field("forward pass", "micro_batch_size")
     use_dynamic_bsz: bool = Field(
         description="Limit micro-batches by tokens (forward_max_token_len_per_gpu) instead of by sequences."
     )
-    forward_max_token_len_per_gpu: int = Field(
-        ge=1, description="Maximum number of tokens per forward pass on each rank with use_dynamic_bsz=true."
-    )
+    forward_max_token_len_per_gpu: int = tokens_field("forward pass")
     max_length: int | None = Field(
         ge=1,
         description="Maximum sequence length in tokens of the reward model. Longer sequences are truncated on the "

@@ -11,7 +11,14 @@ from pydantic import Field
 
 from camshaft.config.backends import ranks_per_row
 from camshaft.config.schema.algorithm import POLICY_LOSSES
-from camshaft.config.schema.engine import EngineSection, PooledSection, PPOUpdateSection
+from camshaft.config.schema.engine import (
+    EngineSection,
+    PooledSection,
+    PPOUpdateSection,
+    global_size_field,
+    size_field,
+    tokens_field,
+)
 from camshaft.config.schema.fields import (
     Auto,
     Described,
@@ -115,22 +122,12 @@ class RefConfig(EngineSection):
     """
 
     fsdp_config: ForwardFSDPConfig = Field(description="Weight dtype and sharding of the reference model.")
-    log_prob_micro_batch_size: int | None = Field(
-        ge=1,
-        description="Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu. Number of "
-        "sequences per forward pass, summed over all ranks.",
-    )
-    log_prob_micro_batch_size_per_gpu: int | None = Field(
-        ge=1,
-        description="Number of sequences per forward pass on each rank. Takes precedence over "
-        "log_prob_micro_batch_size.",
-    )
+    log_prob_micro_batch_size: int | None = global_size_field("forward pass")
+    log_prob_micro_batch_size_per_gpu: int | None = size_field("forward pass", "log_prob_micro_batch_size")
     log_prob_use_dynamic_bsz: bool = Field(
         description="Limit micro-batches by tokens (log_prob_max_token_len_per_gpu) instead of by sequences."
     )
-    log_prob_max_token_len_per_gpu: int = Field(
-        ge=1, description="Maximum number of tokens per forward pass on each rank with log_prob_use_dynamic_bsz=true."
-    )
+    log_prob_max_token_len_per_gpu: int = tokens_field("forward pass", "log_prob_use_dynamic_bsz")
 
     def sharding(self) -> ForwardFSDPConfig:
         return self.fsdp_config
@@ -293,24 +290,16 @@ class RolloutConfig(GeneratorConfig):
         description="Weights sent in a weight sync with model.lora_rank > 0. merged sends all weights with the "
         "adapter merged into them; adapter (vllm only) sends the base model once, and then only the adapter."
     )
-    log_prob_micro_batch_size: int | None = Field(
-        ge=1,
-        description="Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu. Number of "
-        "sequences per forward pass that recomputes old log-probs, summed over all ranks.",
-    )
-    log_prob_micro_batch_size_per_gpu: int | None = Field(
-        ge=1,
-        description="Number of sequences per forward pass that recomputes old log-probs, on each rank. Takes "
-        "precedence over log_prob_micro_batch_size.",
+    log_prob_micro_batch_size: int | None = global_size_field("forward pass that recomputes old log-probs")
+    log_prob_micro_batch_size_per_gpu: int | None = size_field(
+        "forward pass that recomputes old log-probs", "log_prob_micro_batch_size"
     )
     log_prob_use_dynamic_bsz: bool = Field(
         description="When old log-probs are recomputed, limit micro-batches by tokens "
         "(log_prob_max_token_len_per_gpu) instead of by sequences."
     )
-    log_prob_max_token_len_per_gpu: int = Field(
-        ge=1,
-        description="Maximum number of tokens per forward pass that recomputes old log-probs, on each rank, with "
-        "log_prob_use_dynamic_bsz=true.",
+    log_prob_max_token_len_per_gpu: int = tokens_field(
+        "forward pass that recomputes old log-probs", "log_prob_use_dynamic_bsz"
     )
     val_kwargs: ValKwargs = Field(description="Sampling parameters in validation.")
 
@@ -355,25 +344,15 @@ class CriticConfig(PooledSection, PPOUpdateSection):
         description="Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n "
         "sequences.",
     )
-    forward_micro_batch_size: int | None = Field(
-        ge=1,
-        description="Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu. Number of "
-        "sequences per forward pass that computes values, summed over all ranks.",
-    )
-    forward_micro_batch_size_per_gpu: int | None = Field(
-        ge=1,
-        description="Number of sequences per forward pass that computes values, on each rank. Takes precedence over "
-        "forward_micro_batch_size.",
+    forward_micro_batch_size: int | None = global_size_field("forward pass that computes values")
+    forward_micro_batch_size_per_gpu: int | None = size_field(
+        "forward pass that computes values", "forward_micro_batch_size"
     )
     use_dynamic_bsz: bool = Field(
         description="Limit micro-batches by tokens (ppo_max_token_len_per_gpu, forward_max_token_len_per_gpu) instead "
         "of by sequences."
     )
-    forward_max_token_len_per_gpu: int = Field(
-        ge=1,
-        description="Maximum number of tokens per forward pass that computes values, on each rank, with "
-        "use_dynamic_bsz=true.",
-    )
+    forward_max_token_len_per_gpu: int = tokens_field("forward pass that computes values")
     cliprange_value: float = Field(
         gt=0,
         description="Clip range of the value loss: new values are clipped to the interval old values +- "

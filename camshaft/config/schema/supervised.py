@@ -5,14 +5,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from camshaft.config.layout import PlacementConfig, RayConfig
+from camshaft.config.layout import RayConfig
 from camshaft.config.schema.data import Truncation
-from camshaft.config.schema.engine import TrainedSection
+from camshaft.config.schema.engine import TrainedSection, tokens_field
 from camshaft.config.schema.fields import (
     Auto,
     CommandConfig,
     Frequency,
-    Names,
     OffOrPositive,
     Path,
     Paths,
@@ -21,6 +20,7 @@ from camshaft.config.schema.fields import (
 )
 from camshaft.config.schema.fsdp import FSDPConfig
 from camshaft.config.schema.model import ModelConfig, OptimSection
+from camshaft.config.schema.trainer import RunConfig
 
 
 class SupervisedDataConfig(Section):
@@ -49,16 +49,13 @@ class SupervisedDataConfig(Section):
     use_dynamic_bsz: bool = Field(
         description="Limit micro-batches by tokens (max_token_len_per_gpu) instead of by sequences or pairs."
     )
-    max_token_len_per_gpu: int = Field(
-        ge=1,
-        description="Maximum number of tokens per forward and backward pass on each rank with use_dynamic_bsz=true.",
-    )
+    max_token_len_per_gpu: int = tokens_field("forward and backward pass")
     shuffle: bool = Field(description="Shuffle the training data in every epoch.")
     seed: int | None = Field(ge=0, description="Seed for shuffling the data. null uses trainer.seed.")
     train_max_samples: OffOrPositive = Field(description="Maximum number of training rows to load. -1 loads all rows.")
 
 
-class SupervisedTrainerConfig(PlacementConfig):
+class SupervisedTrainerConfig(RunConfig):
     """Run length, devices, logging, validation and checkpoints."""
 
     total_epochs: Annotated[int | None, Auto()] = Field(
@@ -71,16 +68,6 @@ class SupervisedTrainerConfig(PlacementConfig):
         description="Maximum number of optimizer steps. null trains for total_epochs. If both are set, the "
         "run ends at the first limit.",
     )
-    project_name: Text = Field(description="Project name in experiment trackers and in the default checkpoint folder.")
-    experiment_name: Text | None = Field(
-        description="Run name in experiment trackers and in the default checkpoint folder. If the command of a run "
-        "with a name is repeated, the run resumes. null names the run after the model, the data and the time, or after "
-        "default_local_dir if that is set."
-    )
-    logger: Names = Field(
-        description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, "
-        "prometheus, or an import path package.module:Class."
-    )
     save_freq: Frequency = Field(
         description="Number of steps between checkpoints. auto saves every 10 minutes, or less often if saving would "
         "take more than a fifth of the time, and at the end. -1 disables checkpoints."
@@ -88,16 +75,6 @@ class SupervisedTrainerConfig(PlacementConfig):
     test_freq: Frequency = Field(
         description="Number of steps between validations. auto spends up to a fifth of the time on validation, and "
         "validates at the end. -1 disables validation."
-    )
-    max_skipped_steps: int | None = Field(
-        ge=1,
-        description="The run ends with an error after this many consecutive optimizer steps with a non-finite "
-        "gradient, or after 3 consecutive updates without an applied step. null disables both limits.",
-    )
-    default_local_dir: Path = Field(description="Folder for checkpoints and metrics.")
-    default_hdfs_dir: Path | None = Field(
-        description="Folder or URL (hdfs://, s3://) to copy checkpoints to; null disables copies. Old copies are not "
-        "deleted. A run resumes from the newest copy if default_local_dir contains no checkpoint."
     )
     max_ckpt_to_keep: Annotated[int | None, Auto()] = Field(
         ge=1,
@@ -120,7 +97,6 @@ class SupervisedTrainerConfig(PlacementConfig):
         description="Folder to export the final model to, in Hugging Face format. null uses "
         "<default_local_dir>/huggingface."
     )
-    seed: int = Field(ge=0, lt=2**32, description="Random seed.")
 
 
 class SupervisedConfig(CommandConfig, TrainedSection):

@@ -26,7 +26,33 @@ class SamplesConfig(Section):
     )
 
 
-class TrainerConfig(PlacementConfig):
+class RunConfig(PlacementConfig):
+    """Keys of the section `trainer` that RL runs and supervised runs share."""
+
+    project_name: Text = Field(description="Project name in experiment trackers and in the default checkpoint folder.")
+    experiment_name: Text | None = Field(
+        description="Run name in experiment trackers and in the default checkpoint folder. If the command of a run "
+        "with a name is repeated, the run resumes. null names the run after the model, the data and the time, or after "
+        "default_local_dir if that is set."
+    )
+    logger: Names = Field(
+        description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, "
+        "prometheus, or an import path package.module:Class."
+    )
+    max_skipped_steps: int | None = Field(
+        ge=1,
+        description="The run ends with an error after this many consecutive optimizer steps with a non-finite "
+        "gradient, or after 3 consecutive updates without an applied step. null disables both limits.",
+    )
+    default_local_dir: Path = Field(description="Folder for checkpoints and metrics.")
+    default_hdfs_dir: Path | None = Field(
+        description="Folder or URL (hdfs://, s3://) to copy checkpoints to; null disables copies. Old copies are not "
+        "deleted. A run resumes from the newest copy if default_local_dir contains no checkpoint."
+    )
+    seed: int = Field(ge=0, lt=2**32, description="Random seed.")
+
+
+class TrainerConfig(RunConfig):
     """Run length, devices, logging, validation and checkpoints."""
 
     resource_pools: dict[str, PoolConfig] = Field(
@@ -42,16 +68,6 @@ class TrainerConfig(PlacementConfig):
         ge=1,
         description="Maximum number of training iterations. null trains for total_epochs. If both are set, the "
         "run ends at the first limit.",
-    )
-    project_name: Text = Field(description="Project name in experiment trackers and in the default checkpoint folder.")
-    experiment_name: Text | None = Field(
-        description="Run name in experiment trackers and in the default checkpoint folder. If the command of a run "
-        "with a name is repeated, the run resumes. null names the run after the model, the data and the time, or after "
-        "default_local_dir if that is set."
-    )
-    logger: Names = Field(
-        description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, "
-        "prometheus, or an import path package.module:Class."
     )
     save_freq: Frequency = Field(
         description="Number of iterations between checkpoints. auto saves every 10 minutes, or less often if saving "
@@ -91,16 +107,6 @@ class TrainerConfig(PlacementConfig):
         description="Time limit, in seconds, for scoring after a stop signal (SIGTERM, SIGUSR1 or SIGHUP). If the "
         "responses are not scored in time, the step in progress is abandoned, and the last finished step is saved.",
     )
-    max_skipped_steps: int | None = Field(
-        ge=1,
-        description="The run ends with an error after this many consecutive optimizer steps with a non-finite "
-        "gradient, or after 3 consecutive updates without an applied step. null disables both limits.",
-    )
-    default_hdfs_dir: Path | None = Field(
-        description="Folder or URL (hdfs://, s3://) to copy checkpoints to; null disables copies. Old copies are not "
-        "deleted. A run resumes from the newest copy if default_local_dir contains no checkpoint."
-    )
-    default_local_dir: Path = Field(description="Folder for checkpoints and metrics.")
     max_actor_ckpt_to_keep: Annotated[int | None, Auto()] = Field(
         ge=1,
         description="Number of most recent actor checkpoints to keep. null keeps all. auto is 2 with save_freq=auto, "
@@ -126,4 +132,3 @@ class TrainerConfig(PlacementConfig):
         description="Has no effect and is accepted for compatibility only. camshaft has no legacy implementation, so "
         "enable and true are rejected."
     )
-    seed: int = Field(ge=0, lt=2**32, description="Random seed.")
