@@ -13,13 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from camshaft.config.backends import (
-    ROLLOUTS,
-    accelerator_keys,
-    ignored_keys,
-    rollouts_that_read,
-    unread_keys,
-)
+from camshaft.config.backends import ROLLOUTS, accelerator_keys, ignored_keys, rollouts_that_read, unread_keys
 from camshaft.config.derive import shares_prompts
 from camshaft.config.rollout import OPTIONAL_KEYS
 from camshaft.config.schema.algorithm import ESTIMATORS, POLICY_LOSSES
@@ -181,6 +175,14 @@ def _never_clips(config: PPOConfig) -> bool:
 # -- rules of sections that several roles or commands have ----------------------------------------
 
 
+def _switch_rule(
+    switch: str, keys: tuple[str, ...], exempt: tuple[str, ...] = (), harmless: tuple[Any, ...] = ()
+) -> Rule:
+    """Return the rule of keys that nothing reads if `switch` is false."""
+    fix = f"set {switch}=true, or omit the key"
+    return Rule(keys, _equals(switch, False), f"{{{switch}}}", fix, exempt, harmless)
+
+
 def _model_rules(section: str) -> tuple[Rule, ...]:
     """Return the rules of a section `model`."""
     return (
@@ -188,11 +190,7 @@ def _model_rules(section: str) -> tuple[Rule, ...]:
             (f"{section}.use_remove_padding",), lambda config: True, "because batches are never padded",
             harmless=(True,),
         ),
-        Rule(
-            (f"{section}.gradient_checkpointing_mode",), _equals(f"{section}.enable_gradient_checkpointing", False),
-            f"{{{section}.enable_gradient_checkpointing}}",
-            f"set {section}.enable_gradient_checkpointing=true, or omit the key",
-        ),
+        _switch_rule(f"{section}.enable_gradient_checkpointing", (f"{section}.gradient_checkpointing_mode",)),
         Rule(
             (f"{section}.lora_alpha", f"{section}.target_modules", f"{section}.exclude_modules"),
             _equals(f"{section}.lora_rank", 0), f"{{{section}.lora_rank}}",
@@ -267,20 +265,23 @@ def _sharding_rules(section: str, trained: bool = True) -> tuple[Rule, ...]:
     )  # fmt: skip
 
 
-def _micro_batch_rules(dynamic: str, size: str, tokens: str, overall: str | None = None) -> tuple[Rule, ...]:
-    """Return the rules of the keys that limit a micro-batch by sequences (`size`, `overall`) or by tokens."""
-    sizes = (size,) if overall is None else (size, overall)
+def _micro_batch_rules(
+    section: str, size: str, tokens: str, dynamic: str = "use_dynamic_bsz", has_global: bool = True
+) -> tuple[Rule, ...]:
+    """Return the rules of the keys that limit a micro-batch by sequences (`size`) or by tokens."""
+    size, tokens, dynamic = f"{section}.{size}", f"{section}.{tokens}", f"{section}.{dynamic}"
+    overall = size.removesuffix("_per_gpu")
+    sizes = (size, overall) if has_global else (size,)
     rules = (
         Rule(sizes, _equals(dynamic, True), f"{{{dynamic}}}", f"set {tokens}, or omit the key"),
-        Rule((tokens,), _equals(dynamic, False), f"{{{dynamic}}}", f"set {dynamic}=true, or omit the key"),
+        _switch_rule(dynamic, (tokens,)),
     )
-    return rules if overall is None else (*rules, Rule((overall,), _is_set(size), f"{{{size}}}"))
+    return (*rules, Rule((overall,), _is_set(size), f"{{{size}}}")) if has_global else rules
 
 
-def _greedy_rule(section: str, names: tuple[str, ...]) -> Rule:
+def _greedy_rule(section: str, *names: str) -> Rule:
     """Return the rule of sampling parameters that greedy decoding does not read."""
-    keys, do_sample = tuple(f"{section}.{name}" for name in names), f"{section}.do_sample"
-    return Rule(keys, _equals(do_sample, False), f"{{{do_sample}}}", f"set {do_sample}=true, or omit the key", (), (0,))
+    return _switch_rule(f"{section}.do_sample", tuple(f"{section}.{name}" for name in names), harmless=(0,))
 
 
 def _rollout_rules(section: str) -> tuple[Rule, ...]:
@@ -323,6 +324,15 @@ def _scoring_rule(unread: Condition, cause: str) -> Rule:
     )  # fmt: skip
 
 
+_SEED_RULE = Rule(("data.seed",), _equals("data.shuffle", False), "{data.shuffle}")
+_TRUNCATION_RULE = Rule(
+    ("data.truncation",), _equals("data.filter_overlong_prompts", True),
+    "{data.filter_overlong_prompts}, which drops overlong prompts", harmless=("error",),
+)  # fmt: skip
+_BEST_METRIC_RULE = Rule(
+    ("trainer.best_metric_mode",), _equals("trainer.best_metric", None), "{trainer.best_metric}",
+    "set trainer.best_metric, or omit the key",
+)  # fmt: skip
 CONTROLLER_RULES = (
     Rule(
         ("trainer.cpus_per_rank", "ray_kwargs"), _without_ray, "{trainer.controller}, because the run does not use Ray",
@@ -337,13 +347,12 @@ CONTROLLER_RULES = (
 
 # -- tables ---------------------------------------------------------------------------------------
 
+_LOG_PROB_KEYS = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz")
+
 PPO_RULES = (
     # data
-    Rule(("data.seed",), _equals("data.shuffle", False), "{data.shuffle}"),
-    Rule(
-        ("data.truncation",), _equals("data.filter_overlong_prompts", True),
-        "{data.filter_overlong_prompts}, which drops overlong prompts", harmless=("error",),
-    ),
+    _SEED_RULE,
+    _TRUNCATION_RULE,
     # roles that the run does not have
     Rule(
         (CRITIC, "trainer.max_critic_ckpt_to_keep"), lambda config: not config.needs_critic(),
@@ -359,18 +368,12 @@ PPO_RULES = (
         (REF,), lambda config: not config.needs_reference_model(),
         f"{{{MODEL}.lora_rank}}, because the reference is the actor with its adapter disabled",
     ),
-    Rule(
-        (REWARD,), _equals(f"{REWARD}.enable", False), f"{{{REWARD}.enable}}",
-        f"set {REWARD}.enable=true, or omit the key", (f"{REWARD}.enable", f"{REWARD}.overlong_buffer"),
-    ),
+    _switch_rule(f"{REWARD}.enable", (REWARD,), exempt=(f"{REWARD}.enable", f"{REWARD}.overlong_buffer")),
     # actor and its engine
     *_responses_model_rules(MODEL, ACTOR),
     *_optim_rules(f"{ACTOR}.optim"),
     *_sharding_rules(f"{ACTOR}.fsdp_config"),
-    *_micro_batch_rules(
-        f"{ACTOR}.use_dynamic_bsz", f"{ACTOR}.ppo_micro_batch_size_per_gpu", f"{ACTOR}.ppo_max_token_len_per_gpu",
-        f"{ACTOR}.ppo_micro_batch_size",
-    ),
+    *_micro_batch_rules(ACTOR, "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"),
     Rule(
         (f"{ACTOR}.clip_ratio",),
         lambda config: all(_value(config, f"{ACTOR}.clip_ratio_{side}") is not None for side in ("low", "high")),
@@ -386,57 +389,36 @@ PPO_RULES = (
         _equals(LOSS_MODE, *(set(POLICY_LOSSES) - set(DUAL_CLIP_LOSSES))),
         f"{{{LOSS_MODE}}}, which has no dual clip",
     ),
-    Rule(
-        (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"), _equals(f"{ACTOR}.use_kl_loss", False),
-        f"{{{ACTOR}.use_kl_loss}}", f"set {ACTOR}.use_kl_loss=true, or omit the key",
-    ),
+    _switch_rule(f"{ACTOR}.use_kl_loss", (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type")),
     # reference
     *_sharding_rules(f"{REF}.fsdp_config", trained=False),
-    *_micro_batch_rules(
-        f"{REF}.log_prob_use_dynamic_bsz", f"{REF}.log_prob_micro_batch_size_per_gpu",
-        f"{REF}.log_prob_max_token_len_per_gpu", f"{REF}.log_prob_micro_batch_size",
-    ),
+    *_micro_batch_rules(REF, *_LOG_PROB_KEYS),
     # rollout
     *_rollout_rules(ROLLOUT),
-    _greedy_rule(ROLLOUT, ("top_k", "top_p", "min_p")),
+    _greedy_rule(ROLLOUT, "top_k", "top_p", "min_p"),
     Rule(
-        tuple(f"{ROLLOUT}.log_prob_{name}" for name in (
-            "micro_batch_size", "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu",
-        )),
+        tuple(f"{ROLLOUT}.{name}" for name in ("log_prob_micro_batch_size", *_LOG_PROB_KEYS)),
         lambda config: not config.needs_log_prob_passes(),
         "because the actor computes no log-probs outside of updates (one optimizer step per iteration, or "
         f"{CORRECTION}.bypass_mode=true)",
     ),
-    *_micro_batch_rules(
-        f"{ROLLOUT}.log_prob_use_dynamic_bsz", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu",
-        f"{ROLLOUT}.log_prob_max_token_len_per_gpu", f"{ROLLOUT}.log_prob_micro_batch_size",
-    ),
+    *_micro_batch_rules(ROLLOUT, *_LOG_PROB_KEYS),
     # critic
     *_responses_model_rules("critic.model", CRITIC),
     *_optim_rules("critic.optim"),
     *_sharding_rules("critic.model.fsdp_config"),
-    *_micro_batch_rules(
-        "critic.use_dynamic_bsz", "critic.ppo_micro_batch_size_per_gpu", "critic.ppo_max_token_len_per_gpu",
-        "critic.ppo_micro_batch_size",
-    ),
-    *_micro_batch_rules(
-        "critic.use_dynamic_bsz", "critic.forward_micro_batch_size_per_gpu", "critic.forward_max_token_len_per_gpu",
-        "critic.forward_micro_batch_size",
-    ),
+    *_micro_batch_rules(CRITIC, "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu"),
+    *_micro_batch_rules(CRITIC, "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu"),
     # scores
     *_sharding_rules(f"{REWARD}.model.fsdp_config", trained=False),
-    *_micro_batch_rules(
-        f"{REWARD}.use_dynamic_bsz", f"{REWARD}.micro_batch_size_per_gpu", f"{REWARD}.forward_max_token_len_per_gpu",
-        f"{REWARD}.micro_batch_size",
-    ),
+    *_micro_batch_rules(REWARD, "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu"),
     Rule(
         (f"{REWARD}.weight",), lambda config: not config.needs_function(),
         "{custom_reward_function.name}, because the model score is the only score",
     ),
-    Rule(
+    _switch_rule(
+        f"{REWARD}.overlong_buffer.enable",
         tuple(f"{REWARD}.overlong_buffer.{name}" for name in ("len", "penalty_factor", "log")),
-        _equals(f"{REWARD}.overlong_buffer.enable", False), f"{{{REWARD}.overlong_buffer.enable}}",
-        f"set {REWARD}.overlong_buffer.enable=true, or omit the key",
     ),
     _scoring_rule(
         lambda config: not config.needs_function(),
@@ -455,18 +437,14 @@ PPO_RULES = (
         ("algorithm.norm_adv_by_std_in_grpo",), _equals("algorithm.adv_estimator", *(set(ESTIMATORS) - {"grpo"})),
         "{algorithm.adv_estimator}", "set algorithm.adv_estimator=grpo, or omit the key",
     ),
-    Rule(
-        ("algorithm.kl_penalty", "algorithm.kl_ctrl"), _equals("algorithm.use_kl_in_reward", False),
-        "{algorithm.use_kl_in_reward}", "set algorithm.use_kl_in_reward=true, or omit the key",
-    ),
+    _switch_rule("algorithm.use_kl_in_reward", ("algorithm.kl_penalty", "algorithm.kl_ctrl")),
     Rule(
         ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"), _equals("algorithm.kl_ctrl.type", "fixed"),
         "{algorithm.kl_ctrl.type}", "set algorithm.kl_ctrl.type=adaptive, or omit the key",
     ),
-    Rule(
+    _switch_rule(
+        "algorithm.filter_groups.enable",
         ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
-        _equals("algorithm.filter_groups.enable", False), "{algorithm.filter_groups.enable}",
-        "set algorithm.filter_groups.enable=true, or omit the key",
     ),
     Rule(
         (f"{CORRECTION}.rollout_is_threshold", f"{CORRECTION}.rollout_is_batch_normalize"),
@@ -482,18 +460,15 @@ PPO_RULES = (
         _without_validation, "{trainer.val_before_train} {trainer.test_freq}, because the run does not validate",
         "set trainer.test_freq=<iterations>, or omit the key",
     ),
-    _greedy_rule(f"{ROLLOUT}.val_kwargs", ("temperature", "top_k", "top_p", "min_p")),
-    Rule(
-        ("trainer.best_metric_mode",), _equals("trainer.best_metric", None), "{trainer.best_metric}",
-        "set trainer.best_metric, or omit the key",
-    ),
+    _greedy_rule(f"{ROLLOUT}.val_kwargs", "temperature", "top_k", "top_p", "min_p"),
+    _BEST_METRIC_RULE,
     *CONTROLLER_RULES,
 )  # fmt: skip
 """Rules of `camshaft ppo`. The first rule that applies to a key is reported."""
 
 SUPERVISED_RULES = (
-    Rule(("data.seed",), _equals("data.shuffle", False), "{data.shuffle}"),
-    *_micro_batch_rules("data.use_dynamic_bsz", "data.micro_batch_size_per_gpu", "data.max_token_len_per_gpu"),
+    _SEED_RULE,
+    *_micro_batch_rules("data", "micro_batch_size_per_gpu", "max_token_len_per_gpu", has_global=False),
     *_model_rules("model"),
     *_optim_rules("optim"),
     *_sharding_rules("fsdp_config"),
@@ -501,22 +476,16 @@ SUPERVISED_RULES = (
         ("data.val_files",), _equals("trainer.test_freq", -1), "{trainer.test_freq}",
         "set trainer.test_freq=<steps>, or omit the key",
     ),
-    Rule(
-        ("trainer.best_metric_mode",), _equals("trainer.best_metric", None), "{trainer.best_metric}",
-        "set trainer.best_metric, or omit the key",
-    ),
+    _BEST_METRIC_RULE,
     Rule(("trainer.worker_timeouts.generate",), lambda config: True, "because the command does not generate"),
     *CONTROLLER_RULES,
 )  # fmt: skip
 """Rules of `camshaft sft` and `camshaft rm`."""
 
 GENERATE_RULES = (
-    Rule(
-        ("data.truncation",), _equals("data.filter_overlong_prompts", True),
-        "{data.filter_overlong_prompts}, which drops overlong prompts", harmless=("error",),
-    ),
+    _TRUNCATION_RULE,
     *_rollout_rules("rollout"),
-    _greedy_rule("rollout", ("top_k", "top_p", "min_p")),
+    _greedy_rule("rollout", "top_k", "top_p", "min_p"),
     _scoring_rule(
         lambda config: not config.custom_reward_function.is_named(),
         "{custom_reward_function.name}, because responses are not scored",
