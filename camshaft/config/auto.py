@@ -89,11 +89,6 @@ class Settings:
         sections = ["trainer", *(f"trainer.resource_pools.{name}" for name in names)]
         return max(self.count(f"{pool}.nnodes") * self.count(f"{pool}.n_gpus_per_node") for pool in sections)
 
-    def is_grouped(self) -> bool:
-        """Return True if the responses to the same prompt are compared with each other."""
-        filters = self.get("algorithm.filter_groups.enable") is True
-        return filters or self.get("algorithm.adv_estimator") in GROUP_ESTIMATORS
-
 
 Rule = Callable[[Settings], tuple[Any, str]]
 """Function that returns the value of a key and the reason for it. It may read keys whose rules come before.
@@ -123,6 +118,10 @@ def _engine(settings: Settings) -> tuple[Any, str]:
     if settings.on_cpu() and settings.ranks() == 1:
         return SINGLE_PROCESS_ENGINE, "one process on a CPU"
     return SHARDED_ENGINE, "several processes on a CPU" if settings.on_cpu() else "runs on accelerators"
+
+
+def _always(value: Any, reason: str) -> Rule:
+    return lambda settings: (value, reason)
 
 
 def _follow(key: str) -> Rule:
@@ -208,15 +207,11 @@ def _generator_dtype(settings: Settings) -> tuple[Any, str]:
 
 
 def _group_size(settings: Settings) -> tuple[Any, str]:
-    if settings.is_grouped():
-        return GROUP_SIZE, "responses per prompt, compared with each other"
     estimator = settings.get("algorithm.adv_estimator")
+    if settings.get("algorithm.filter_groups.enable") is True or estimator in GROUP_ESTIMATORS:
+        return GROUP_SIZE, "responses per prompt, compared with each other"
     algorithm = "ppo" if estimator == "gae" else estimator
     return 1, f"response per prompt; algorithm={algorithm} does not compare the responses to a prompt"
-
-
-def _one_response(_: Settings) -> tuple[Any, str]:
-    return 1, "one response to each prompt"
 
 
 def _prompts_per_step(settings: Settings) -> tuple[Any, str]:
@@ -250,16 +245,13 @@ def _epochs(default: int) -> Rule:
     return choose
 
 
-def _save_freq(_: Settings) -> tuple[Any, str]:
-    return AUTO, "every 10 minutes, and at the end"
-
-
 def _checkpoints_to_keep(settings: Settings) -> tuple[Any, str]:
     if settings.get("trainer.save_freq") == AUTO:
         return CHECKPOINTS_TO_KEEP, "the most recent checkpoints"
     return None, "keeps all checkpoints"
 
 
+_SAVE_FREQ = _always(AUTO, "every 10 minutes, and at the end")
 _PLACE: dict[str, Rule] = {"trainer.device": _device, "trainer.n_gpus_per_node": _devices}
 _SUPERVISED: dict[str, Rule] = {
     **_PLACE,
@@ -268,7 +260,7 @@ _SUPERVISED: dict[str, Rule] = {
     "use_torch_compile": _compile("strategy", "", "fsdp_config", "model"),
     BATCH: _supervised_batch,
     "trainer.test_freq": _test_freq,
-    "trainer.save_freq": _save_freq,
+    "trainer.save_freq": _SAVE_FREQ,
     "trainer.max_ckpt_to_keep": _checkpoints_to_keep,
 }
 _ROLES = {
@@ -309,7 +301,7 @@ RULES: dict[type[Section], dict[str, Rule]] = {
         MINI_BATCH: _follow(BATCH),
         "trainer.val_before_train": _validates_before,
         "trainer.test_freq": _test_freq,
-        "trainer.save_freq": _save_freq,
+        "trainer.save_freq": _SAVE_FREQ,
         "trainer.max_actor_ckpt_to_keep": _checkpoints_to_keep,
         EPOCHS: _epochs(30),
     },
@@ -320,7 +312,7 @@ RULES: dict[type[Section], dict[str, Rule]] = {
         "rollout.name": _rollout,
         "rollout.dtype": _generator_dtype,
         "rollout.enforce_eager": _eager("rollout"),
-        "rollout.n": _one_response,
+        "rollout.n": _always(1, "one response to each prompt"),
     },
     EvalConfig: {},
 }

@@ -29,9 +29,7 @@ from camshaft.config.load import (
     prepare_overrides,
     to_dict,
 )
-from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section
-from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.short_names import expand_overrides, short_names, suggest_names
 from camshaft.config.tree import flatten, get, has_key, leaf_fields
@@ -65,9 +63,8 @@ def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
     validated, and the result is empty. Secrets in the printed config are masked. Hydra creates no folders, and does not
     change the working directory or logging.
     """
-    arguments, config_name = list(argv), DEFAULTS[schema]
-    _check_arguments(arguments, schema)
-    arguments = _expand_short_names(arguments, schema)
+    _check_arguments(argv, schema)
+    arguments = _expand_short_names(argv, schema)
     overrides = prepare_overrides(arguments, [str(HOME)])
     if (tree := override_defaults(schema, overrides)) is not None:
         return [from_container(tree, schema, overridden_keys(overrides))]
@@ -77,10 +74,10 @@ def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
     composed: list[Composed] = []
     try:
         if only_print:
-            composed = _run_hydra(arguments_without_printing, config_name, schema)
+            composed = _run_hydra(arguments_without_printing, schema)
             arguments = [*_overrides_of_files(composed, schema), *arguments]
         with contextlib.redirect_stdout(printed):
-            composed = _run_hydra(arguments, config_name, schema) or composed
+            composed = _run_hydra(arguments, schema) or composed
     finally:
         _print_masked(printed.getvalue(), schema, [job.tree for job in composed])
     configs = [
@@ -152,13 +149,10 @@ def _check_folders(configs: Sequence[Config], composed: Sequence[Composed]) -> N
 
 
 def _output_folder(config: Config, key: str) -> str | None:
-    if isinstance(config, EvalConfig):
-        return {"data.output_path": config.data.output_path, "data.metrics_path": config.data.metrics_path}.get(key)
-    if isinstance(config, GenerateConfig):
-        return config.data.output_path if key == "data.output_path" else None
-    if key == "trainer.default_local_dir":
-        return config.trainer.default_local_dir
-    return config.export_path() if isinstance(config, SupervisedConfig) and key == "trainer.export_path" else None
+    if key == "trainer.export_path" and isinstance(config, SupervisedConfig):
+        return config.export_path()
+    values = config.model_dump()
+    return get(values, key) if has_key(values, key) else None
 
 
 def _separate_folders(key: str, shared: str, configs: Sequence[Config], composed: Sequence[Composed]) -> str:
@@ -182,7 +176,7 @@ def _separate_folders(key: str, shared: str, configs: Sequence[Config], composed
 # -- Hydra ----------------------------------------------------------------------------------------
 
 
-def _run_hydra(argv: list[str], config_name: str, schema: type[Section]) -> list[Composed]:
+def _run_hydra(argv: list[str], schema: type[Section]) -> list[Composed]:
     """Run `hydra.main` and return its results. Empty if Hydra only printed."""
     import hydra
     from hydra.core.hydra_config import HydraConfig
@@ -200,7 +194,7 @@ def _run_hydra(argv: list[str], config_name: str, schema: type[Section]) -> list
         file_keys = keys_of_files(schema, [*overrides, *settings.overrides.hydra], settings, HOME)
         configs.append(Composed(to_dict(composed), overrides, file_keys))
 
-    main = hydra.main(version_base="1.3", config_path=str(HOME), config_name=config_name)(collect)
+    main = hydra.main(version_base="1.3", config_path=str(HOME), config_name=DEFAULTS[schema])(collect)
     with tempfile.TemporaryDirectory() as scratch:
         arguments = _hydra_arguments(argv, scratch)
         with as_config_errors(filter(_OVERRIDE.match, arguments)), _process_arguments([sys.argv[0], *arguments]):

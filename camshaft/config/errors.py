@@ -116,7 +116,9 @@ def from_validation(
             continue
         key = next((part for part in _prefixes(parts) if part in keys), ".".join(parts))
         value = get(tree, key) if has_key(tree, key) else ABSENT
-        expected = _expected(key, schema)
+        section, expected = section_class(keys[key]), describe(keys[key])
+        if section is not None:
+            expected = f"a section with the keys {', '.join(section.model_fields)}"
         message = f"must be {expected}"
         if value == "":
             message += ", not an empty string"
@@ -130,11 +132,3 @@ def from_validation(
 def _prefixes(names: list[str]) -> list[str]:
     """Return all prefixes of a location as dotted keys, the longest first."""
     return [".".join(names[:count]) for count in range(len(names), 0, -1)]
-
-
-def _expected(key: str, schema: type[Section]) -> str:
-    field = fields(schema)[key]
-    section = section_class(field)
-    if section is None:
-        return describe(field)
-    return f"a section with the keys {', '.join(section.model_fields)}"

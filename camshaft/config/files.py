@@ -59,12 +59,9 @@ def check_ppo_files(config: PPOConfig) -> Iterator[Problem]:
     if config.needs_critic():
         yield from check_model("critic.model", config.critic.model)
         yield from _check_critic_tokenizer(config)
-    models = {
-        "actor_rollout_ref.model": model,
-        **({"critic.model": config.critic.model} if config.needs_critic() else {}),
-    }
-    for key, section in models.items():
-        yield from check_adapter_folder(key, section)
+    yield from check_adapter_folder("actor_rollout_ref.model", model)
+    if config.needs_critic():
+        yield from check_adapter_folder("critic.model", config.critic.model)
     if trainer.resume_from_path is not None:
         yield from check_folder("trainer.resume_from_path", trainer.resume_from_path)
     if config.needs_function():
@@ -179,8 +176,8 @@ def check_adapter_folder(key: str, model: AnyModelConfig) -> Iterator[Problem]:
         yield from check_folder(f"{key}.lora_adapter_path", path)
 
 
-def _missing(key: str, path: str, kind: str, hint: str = "") -> Problem:
-    return Problem(key, path, f"{kind} not found{_working_folder(path)}.{hint}")
+def _missing(key: str, path: str, kind: str) -> Problem:
+    return Problem(key, path, f"{kind} not found{_working_folder(path)}.")
 
 
 def _working_folder(path: str) -> str:

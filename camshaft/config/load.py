@@ -13,12 +13,11 @@ import copy
 import logging
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -392,20 +391,15 @@ def _validate(tree: dict[str, Any], schema: type[Config], reported: set[str]) ->
     return schema.model_validate(tree), [problem for problem in problems if problem.key not in reported]
 
 
-@dataclass(frozen=True)
-class NotImplementedValue:
-    """Values that the specification allows for some keys and that camshaft does not implement.
+class NotImplementedValue(NamedTuple):
+    """A value that the specification allows for some keys and that camshaft does not implement.
 
-    In the message, `{key}` stands for the first key that has such a value, and `{section}` for the section of that key.
+    In the message, `{key}` stands for the first key that has this value, and `{section}` for the section of that key.
     """
 
     keys: tuple[str, ...]
-    matches: Callable[[Any], bool]
+    value: Any
     message: str
-
-
-def _equals_any(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: value in values
 
 
 NOT_IMPLEMENTED = (
@@ -415,14 +409,14 @@ NOT_IMPLEMENTED = (
             "critic.model.fsdp_config.model_dtype",
             "fsdp_config.model_dtype",
         ),
-        _equals_any("bfloat16"),
+        "bfloat16",
         "training bfloat16 weights is not implemented, because optimizer updates that are smaller than the rounding "
         "error of bfloat16 are lost. Keep float32 weights and compute in bfloat16. Set {key}=float32 "
         "{section}.mixed_precision.param_dtype=bfloat16.",
     ),
     NotImplementedValue(
         ("actor_rollout_ref.hybrid_engine",),
-        _equals_any(False),
+        False,
         "running actor and rollout on separate devices is not implemented. Set {key}=true.",
     ),
 )
@@ -444,7 +438,7 @@ def check_implemented(tree: Mapping[str, Any], schema: type[Section]) -> Iterato
     """Yield a problem for every valid value that is not implemented. Keys with the same cause are one problem."""
     leaves = leaf_fields(schema)
     for entry in NOT_IMPLEMENTED:
-        keys = [key for key in entry.keys if key in leaves and entry.matches(get(tree, key))]
+        keys = [key for key in entry.keys if key in leaves and get(tree, key) == entry.value]
         if keys:
             message = entry.message.format(key=keys[0], section=keys[0].rpartition(".")[0])
             yield group_problems(keys, get(tree, keys[0]), message)

@@ -51,14 +51,9 @@ def resume_arguments(trainer: RunConfig) -> str:
 def check_run_name(trainer: RunConfig) -> Iterator[Problem]:
     """Check that the names of project and run are paths inside the default folder."""
     for leaf, name in {"project_name": trainer.project_name, "experiment_name": trainer.experiment_name}.items():
-        if name is not None and not _is_inside(name):
+        if name is not None and any(part.strip() in ("", ".", "..") for part in name.split("/")):
             message = "must be a name, or a relative path without '.' and '..', because it is part of the run folder. "
             yield Problem(f"trainer.{leaf}", name, message + f"Set another name, or {FOLDER}=<folder> for any folder.")
-
-
-def _is_inside(name: str) -> bool:
-    parts = name.split("/")
-    return all(part.strip() not in ("", ".", "..") for part in parts)
 
 
 def uses_name(tree: Mapping[str, Any]) -> bool:

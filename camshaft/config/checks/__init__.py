@@ -177,7 +177,8 @@ def _check_batches(config: PPOConfig) -> Iterator[Problem]:
             critic_ranks = topology.critic_topology().world_size
             yield from _check_mini_batches(config, "critic.ppo_mini_batch_size", critic, critic_dp, critic_ranks)
     if config.needs_reference() and (ref_dp := config.ref_dp_size(topology)) != actor_dp:
-        yield from _check_iteration_of_reference(config, ref_dp)
+        train, ranks = config.data.train_batch_size, topology.world_size
+        yield from _check_share(config, "data.train_batch_size", train, ref_dp, ranks, " of the reference model")
     prompts, limit = config.prompts_per_generation_batch(), config.data.train_max_samples
     is_automatic = config.is_automatic("data.train_batch_size")  # the run then chooses a size that fits the data
     if limit != -1 and limit < prompts and not (is_automatic and prompts == config.data.train_batch_size):
@@ -199,16 +200,18 @@ def _quotient(total: int, world_size: int, dp_size: int) -> str:
     return f"{total} = {_ranks(world_size, dp_size)} x {total // dp_size} + {total % dp_size}"
 
 
-def _check_iteration_of_reference(config: PPOConfig, dp_size: int) -> Iterator[Problem]:
-    """Check that the sequences of an iteration are divisible by the data-parallel size of the reference model."""
-    train, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    if train * n % dp_size:
-        quotient = _quotient(train * n, config.topology().world_size, dp_size).partition(" = ")[2]
+def _check_share(
+    config: PPOConfig, key: str, prompts: int, dp_size: int, ranks: int, model: str = ""
+) -> Iterator[Problem]:
+    """Check that the responses to a number of prompts are divisible by a data-parallel size."""
+    n = config.actor_rollout_ref.rollout.n
+    if prompts * n % dp_size:
+        quotient = _quotient(prompts * n, ranks, dp_size).partition(" = ")[2]
         message = (
-            f"is not divisible by the data-parallel size of the reference model: {train} prompts x rollout.n={n} = "
-            f"{train * n} sequences = {quotient}."
+            f"is not divisible by the data-parallel size{model}: {prompts} prompts x rollout.n={n} = {prompts * n} "
+            f"sequences = {quotient}."
         )
-        yield Problem("data.train_batch_size", train, message, (*WORLD, f"{ROLLOUT}.n"))
+        yield Problem(key, prompts, message, (*WORLD, "data.train_batch_size", f"{ROLLOUT}.n"))
 
 
 def _check_mini_batches(config: PPOConfig, key: str, mini: int, dp_size: int, world_size: int) -> Iterator[Problem]:
@@ -229,13 +232,7 @@ def _check_mini_batches(config: PPOConfig, key: str, mini: int, dp_size: int, wo
             f"{key}={largest_divisor(train, mini)}."
         )
         yield Problem(key, mini, message, related)
-    if mini * n % dp_size:
-        quotient = _quotient(mini * n, world_size, dp_size).partition(" = ")[2]
-        message = (
-            f"is not divisible by the data-parallel size: {mini} prompts x rollout.n={n} = {mini * n} sequences = "
-            f"{quotient}."
-        )
-        yield Problem(key, mini, message, (*WORLD, *related))
+    yield from _check_share(config, key, mini, dp_size, world_size)
 
 
 def _used_limits(config: PPOConfig) -> dict[Pass, PassLimit]:
@@ -463,14 +460,13 @@ def _check_run(config: PPOConfig) -> Iterator[Problem]:
         yield Problem("trainer.use_legacy_worker_impl", trainer.use_legacy_worker_impl, message)
     if trainer.total_training_steps is not None and not trainer.val_only:
         yield from check_critic_warmup(trainer.critic_warmup, trainer.total_training_steps)
-    roles = [(f"{ACTOR}.optim", config.actor_rollout_ref.actor.optim)]
-    roles += [("critic.optim", config.critic.optim)] if config.needs_critic() else []
-    for key, optim in roles:
-        skipped = trainer.critic_warmup if optim is config.actor_rollout_ref.actor.optim else 0
-        yield from _check_warmup(key, optim, trainer.total_training_steps, skipped)
-    yield from check_contents(f"{ACTOR}.checkpoint", config.actor_rollout_ref.actor.checkpoint)
+    actor, critic, steps = config.actor_rollout_ref.actor, config.critic, trainer.total_training_steps
+    yield from _check_warmup(f"{ACTOR}.optim", actor.optim, steps, trainer.critic_warmup)
     if config.needs_critic():
-        yield from check_contents("critic.checkpoint", config.critic.checkpoint)
+        yield from _check_warmup("critic.optim", critic.optim, steps)
+    yield from check_contents(f"{ACTOR}.checkpoint", actor.checkpoint)
+    if config.needs_critic():
+        yield from check_contents("critic.checkpoint", critic.checkpoint)
 
 
 def check_critic_warmup(warmup: int, total_steps: int) -> Iterator[Problem]:

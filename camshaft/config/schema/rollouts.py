@@ -5,15 +5,13 @@ options.vllm_server_base_url            # ("http://10.0.0.7:8000",), one URL per
 options.arguments                       # arguments of the vLLM servers that the ranks start
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import ConfigDict, Field, field_validator
 
-from camshaft.config.engine import Conflict, invalid_options, largest_divisor
+from camshaft.config.engine import Conflict, largest_divisor
 from camshaft.config.rollout import RolloutOptions
 
 TENSOR_PARALLEL = "tensor_model_parallel_size"
@@ -33,7 +31,7 @@ class OneDeviceOptions(RolloutOptions):
     model_config = ConfigDict(extra="forbid")
 
     @classmethod
-    def from_dict(cls, options: Mapping[str, Any], world_size: int = 1) -> OneDeviceOptions:
+    def from_dict(cls, options: Mapping[str, Any], world_size: int = 1) -> Self:
         if options:
             raise ValueError("the rollout accepts no options. Omit the key, or set it to {} in the config file")
         return cls()
@@ -111,14 +109,11 @@ class ServerOptions(RolloutOptions):
         return urls
 
     @classmethod
-    def from_dict(cls, options: Mapping[str, Any], world_size: int = 1) -> ServerOptions:
+    def from_dict(cls, options: Mapping[str, Any], world_size: int = 1) -> Self:
         names = cls.model_fields.keys() - {"arguments"}
         arguments = {name: value for name, value in options.items() if name not in names}
         values = {name: value for name, value in options.items() if name in names} | {"arguments": arguments}
-        errors = invalid_options(cls, values)
-        if errors:
-            raise ValueError("; ".join(f"{error.option}: {error.message}" for error in errors))
-        validated = cls.model_validate(values)
+        validated = super().from_dict(values)
         urls = validated.vllm_server_base_url
         if urls and len(urls) != world_size:
             raise ValueError(
