@@ -89,17 +89,12 @@ ALL_FEATURES = (
     _option("sharded weights (FSDP)", PARALLELISM, 2, fsdp_size=2, data_parallel_shard_degree=2),
     _option("replicas of sharded weights (HSDP)", PARALLELISM, 2, fsdp_size=1, data_parallel_replicate_degree=2),
     _option(
-        "sharded optimizer state",
-        PARALLELISM,
-        2,
-        fsdp_size=2,
-        use_distributed_optimizer=True,
-        data_parallel_shard_degree=2,
+        "sharded optimizer state", PARALLELISM, 2,
+        fsdp_size=2, use_distributed_optimizer=True, data_parallel_shard_degree=2,
     ),
     _option("tensor parallelism", PARALLELISM, 2, tensor_parallel_size=2, tensor_model_parallel_size=2),
     Feature(
-        "sequence parallelism between tensor-parallel layers",
-        PARALLELISM,
+        "sequence parallelism between tensor-parallel layers", PARALLELISM,
         (
             {"enable_sequence_parallel": True, "tensor_parallel_size": 2},
             {"sequence_parallel": True, "tensor_model_parallel_size": 2},
@@ -107,23 +102,17 @@ ALL_FEATURES = (
         ranks=2,
     ),
     _option(
-        "sequence parallelism (Ulysses)", PARALLELISM, 2, ulysses_sequence_parallel_size=2, context_parallel_size=2
+        "sequence parallelism (Ulysses)", PARALLELISM, 2, ulysses_sequence_parallel_size=2, context_parallel_size=2,
     ),
     _option("context parallelism (ring attention)", PARALLELISM, 2, context_parallel_degree=2),
     _option("pipeline parallelism", PARALLELISM, 2, pipeline_model_parallel_size=2, pipeline_parallel_degree=2),
     Feature(
-        "interleaved pipeline stages",
-        PARALLELISM,
-        ({"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 2},),
-        ranks=2,
+        "interleaved pipeline stages", PARALLELISM,
+        ({"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 2},), ranks=2,
     ),
     _option(
-        "expert parallelism",
-        PARALLELISM,
-        2,
-        expert_model_parallel_size=2,
-        expert_parallel_degree=2,
-        expert_parallel_size=2,
+        "expert parallelism", PARALLELISM, 2,
+        expert_model_parallel_size=2, expert_parallel_degree=2, expert_parallel_size=2,
     ),
     _option("offload parameters between phases", MEMORY, param_offload=True),
     _option("offload gradients between phases", MEMORY, grad_offload=True),
@@ -132,8 +121,7 @@ ALL_FEATURES = (
     _option("offload activations", MEMORY, activation_offload=True),
     Feature("activation checkpointing, full", MEMORY, model=CHECKPOINTING),
     Feature(
-        "activation checkpointing, selective",
-        MEMORY,
+        "activation checkpointing, selective", MEMORY,
         model=CHECKPOINTING | {"gradient_checkpointing_mode": "selective"},
     ),
     Feature("prefix sharing", SPEED, is_supported=lambda capabilities: capabilities.shares_prefixes),
@@ -141,16 +129,14 @@ ALL_FEATURES = (
     _option("write checkpoints in the background", SPEED, async_save=True),
     Feature("load checkpoints of another world size", SPEED),
     Feature(
-        "contract suite on CPUs (gloo)",
-        PLATFORMS,
+        "contract suite on CPUs (gloo)", PLATFORMS,
         is_supported=lambda capabilities: "cpu" in capabilities.tested_devices,
     ),
     Feature(
-        "contract suite on CUDA devices (NCCL)",
-        PLATFORMS,
+        "contract suite on CUDA devices (NCCL)", PLATFORMS,
         is_supported=lambda capabilities: "cuda" in capabilities.tested_devices,
     ),
-)
+)  # fmt: skip
 FEATURES = {feature.name: feature for feature in ALL_FEATURES}
 """Features in the order of the page."""
 
