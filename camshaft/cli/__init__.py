@@ -21,8 +21,6 @@ exit status is 2 for errors in the config or the arguments and 1 for all others.
 raised with its traceback.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import select

@@ -5,8 +5,6 @@
 The command accepts the same arguments as `camshaft ppo`.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -11,8 +11,6 @@ The command compares file sizes with the manifests. With `--verify`, it also ver
 it resumes. The exit status is 1 if no checkpoint is intact.
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

@@ -7,8 +7,6 @@ camshaft completion fish > ~/.config/fish/completions/camshaft.fish
 The script contains all keys and values, so completion does not start Python.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

@@ -5,8 +5,6 @@ camshaft config show --trainer sft
 camshaft config docs --out docs/config.md
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

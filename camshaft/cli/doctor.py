@@ -5,8 +5,6 @@ camshaft doctor --deep
 camshaft doctor model=models/tiny data=train.jsonl reward=my_reward.py key=value ...
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Sequence

@@ -3,8 +3,6 @@
 camshaft eval data.path=responses.parquet custom_reward_function.path=my_reward.py key=value ...
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -8,8 +8,6 @@ camshaft engines docs --out docs/engine-features.md
 camshaft rollouts
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ camshaft export checkpoints/demo/tiny/global_step_20/critic models/values --dtyp
 camshaft export checkpoints/demo/tiny models/mine_lora --adapter        only the LoRA adapter
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

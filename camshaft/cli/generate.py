@@ -5,8 +5,6 @@
 Run the same command again to resume an interrupted run.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

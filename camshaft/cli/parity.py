@@ -3,8 +3,6 @@
 camshaft parity --engine fsdp --rollout torch --model models/tiny --temperature 0.7
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

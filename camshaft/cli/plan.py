@@ -7,8 +7,6 @@
 The command accepts the same arguments as `camshaft ppo`.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import re

@@ -5,8 +5,6 @@
 `python -m camshaft.trainer.main_ppo` is the same command.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -9,8 +9,6 @@
 For `camshaft plot`, a folder that contains several runs stands for all of them.
 """
 
-from __future__ import annotations
-
 import argparse
 import shutil
 import sys

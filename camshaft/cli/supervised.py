@@ -4,8 +4,6 @@ camshaft sft model=models/mine data=train.jsonl steps=100 lr=1e-5 out=runs/sft
 camshaft rm model=models/mine data=pairs.jsonl steps=100 lr=1e-5 out=runs/rm
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

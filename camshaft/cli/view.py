@@ -6,8 +6,6 @@ camshaft view checkpoints/demo --text                   # a table, for a termina
 camshaft view checkpoints/demo --socket view.sock       # ssh -L 8000:/path/view.sock HOST
 """
 
-from __future__ import annotations
-
 import argparse
 import sys
 import time

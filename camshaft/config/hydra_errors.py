@@ -4,8 +4,6 @@ with as_config_errors(overrides):
     hydra.compose(...)
 """
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Iterable, Iterator
