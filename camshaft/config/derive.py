@@ -166,9 +166,7 @@ def generate_engine(config: GenerateConfig) -> RolloutEngineConfig:
 
 
 def _rollout_engine_config(
-    model: LoadedModel,
-    rollout: GeneratorConfig,
-    trainer: TrainerConfig | GenerateTrainerConfig,
+    model: LoadedModel, rollout: GeneratorConfig, trainer: TrainerConfig | GenerateTrainerConfig
 ) -> RolloutEngineConfig:
     """Return the config of a rollout. Its limits apply to each rank."""
     return RolloutEngineConfig(

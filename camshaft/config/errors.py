@@ -66,12 +66,7 @@ def unknown_name(
 
 
 def check_name(
-    key: str,
-    name: str,
-    built_in: Iterable[str],
-    kind: str,
-    form: str = "module:Class",
-    related: tuple[str, ...] = (),
+    key: str, name: str, built_in: Iterable[str], kind: str, form: str = "module:Class", related: tuple[str, ...] = ()
 ) -> Iterator[Problem]:
     """Yield a problem unless `name` is a key of `built_in`, an entry point of `camshaft.<kind>` or an import path."""
     targets, group = dict.fromkeys(built_in, ""), f"camshaft.{kind}"

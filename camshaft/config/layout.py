@@ -111,10 +111,7 @@ class RayConfig(Section):
 
 def pool_sizes(trainer: PlacementConfig, pools: Mapping[str, PoolConfig]) -> dict[str, PoolConfig]:
     """Map the name of each resource pool, including the global pool, to its size."""
-    return {
-        GLOBAL_POOL: PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node),
-        **pools,
-    }
+    return {GLOBAL_POOL: PoolConfig(nnodes=trainer.nnodes, n_gpus_per_node=trainer.n_gpus_per_node), **pools}
 
 
 @dataclass(frozen=True)

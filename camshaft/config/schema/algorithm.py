@@ -41,9 +41,7 @@ RejectionRules = Annotated[
     Described(f"null, or one or more of {', '.join(get_args(RejectionRule))}"),
 ]
 Thresholds = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_as_list),
-    Described("null, or for each rule a number or a range such as 0.5-2.0"),
+    tuple[str, ...], BeforeValidator(_as_list), Described("null, or for each rule a number or a range such as 0.5-2.0")
 ]
 
 _RANGE_SEPARATOR = re.compile(r"(?<![eE])[-_]")

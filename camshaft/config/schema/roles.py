@@ -19,23 +19,9 @@ from camshaft.config.schema.engine import (
     size_field,
     tokens_field,
 )
-from camshaft.config.schema.fields import (
-    Auto,
-    Described,
-    DType,
-    KLPenalty,
-    Names,
-    Path,
-    Section,
-    Text,
-    TokenIDs,
-)
+from camshaft.config.schema.fields import Auto, Described, DType, KLPenalty, Names, Path, Section, Text, TokenIDs
 from camshaft.config.schema.fsdp import ForwardFSDPConfig, FSDPConfig
-from camshaft.config.schema.model import (
-    OptimSection,
-    PolicyModelConfig,
-    ResponsesModelConfig,
-)
+from camshaft.config.schema.model import OptimSection, PolicyModelConfig, ResponsesModelConfig
 
 LoadFormat = Literal["auto", "hf", "dtensor", "megatron", "dummy_hf", "dummy_dtensor", "dummy_megatron"]
 
@@ -164,9 +150,7 @@ class ValKwargs(Section):
         ge=-2, le=2, description="Penalty in validation on tokens of the response. 0 disables it."
     )
     frequency_penalty: float = Field(
-        ge=-2,
-        le=2,
-        description="Penalty in validation on each occurrence of a token in the response. 0 disables it.",
+        ge=-2, le=2, description="Penalty in validation on each occurrence of a token in the response. 0 disables it."
     )
     stop: Names = Field(description="Strings that end a validation response.")
     stop_token_ids: TokenIDs = Field(

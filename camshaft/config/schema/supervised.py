@@ -8,16 +8,7 @@ from pydantic import Field
 from camshaft.config.layout import RayConfig
 from camshaft.config.schema.data import Truncation
 from camshaft.config.schema.engine import TrainedSection, tokens_field
-from camshaft.config.schema.fields import (
-    Auto,
-    CommandConfig,
-    Frequency,
-    OffOrPositive,
-    Path,
-    Paths,
-    Section,
-    Text,
-)
+from camshaft.config.schema.fields import Auto, CommandConfig, Frequency, OffOrPositive, Path, Paths, Section, Text
 from camshaft.config.schema.fsdp import FSDPConfig
 from camshaft.config.schema.model import ModelConfig, OptimSection
 from camshaft.config.schema.trainer import RunConfig
