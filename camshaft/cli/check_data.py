@@ -5,10 +5,9 @@
 The command accepts the same arguments as `camshaft ppo`.
 """
 
-import sys
 from collections.abc import Sequence
 
-from camshaft.cli.usage import asks_for_help
+from camshaft.cli.usage import print_help
 from camshaft.config import PPOConfig, compose
 
 USAGE = """\
@@ -24,8 +23,7 @@ Exit status: 0 if the run can start, 1 if it cannot start or the reward function
 
 def main(argv: Sequence[str]) -> int:
     """Check every config that `argv` describes, and return the largest exit status."""
-    if asks_for_help(argv):
-        sys.stdout.write(USAGE)
+    if print_help(argv, USAGE):
         return 0
     configs = compose(argv, PPOConfig)
     from camshaft.trainer.check_data import check_data

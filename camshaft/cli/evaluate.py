@@ -3,10 +3,9 @@
 camshaft eval data.path=responses.parquet custom_reward_function.path=my_reward.py key=value ...
 """
 
-import sys
 from collections.abc import Sequence
 
-from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help, short_name_table
+from camshaft.cli.usage import CONFIG_OPTIONS, print_help, short_name_table
 from camshaft.config import EvalConfig, compose
 
 USAGE = f"""\
@@ -30,8 +29,7 @@ example:
 
 def main(argv: Sequence[str]) -> int:
     """Score the responses of every config that `argv` describes, and return the exit status."""
-    if asks_for_help(argv):
-        sys.stdout.write(USAGE)
+    if print_help(argv, USAGE):
         return 0
     for config in compose(argv, EvalConfig):
         score(config)

@@ -5,10 +5,9 @@
 Run the same command again to resume an interrupted run.
 """
 
-import sys
 from collections.abc import Sequence
 
-from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help, short_name_table
+from camshaft.cli.usage import CONFIG_OPTIONS, print_help, short_name_table
 from camshaft.config import GenerateConfig, compose
 
 USAGE = f"""\
@@ -29,8 +28,7 @@ example (the last line also scores the responses with built-in functions, select
 
 def main(argv: Sequence[str]) -> int:
     """Generate the responses of every config that `argv` describes, and return the exit status."""
-    if asks_for_help(argv):
-        sys.stdout.write(USAGE)
+    if print_help(argv, USAGE):
         return 0
     for config in compose(argv, GenerateConfig):
         generate(config)

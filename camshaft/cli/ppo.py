@@ -5,10 +5,9 @@
 `python -m camshaft.trainer.main_ppo` is the same command.
 """
 
-import sys
 from collections.abc import Sequence
 
-from camshaft.cli.usage import CONFIG_OPTIONS, algorithm_names, asks_for_help, short_name_table
+from camshaft.cli.usage import CONFIG_OPTIONS, algorithm_names, print_help, short_name_table
 from camshaft.config import PPOConfig, compose
 from camshaft.stop import ENDED_BY_SIGNAL
 
@@ -32,8 +31,7 @@ def main(argv: Sequence[str]) -> int:
 
     If a signal stops a run, the remaining runs of a sweep are not started.
     """
-    if asks_for_help(argv):
-        sys.stdout.write(USAGE)
+    if print_help(argv, USAGE):
         return 0
     status = 0
     for config in compose(argv, PPOConfig):

@@ -4,17 +4,16 @@ camshaft sft model=models/mine data=train.jsonl steps=100 lr=1e-5 out=runs/sft
 camshaft rm model=models/mine data=pairs.jsonl steps=100 lr=1e-5 out=runs/rm
 """
 
-import sys
 from collections.abc import Sequence
 
-from camshaft.cli.usage import CONFIG_OPTIONS, asks_for_help, short_name_table
+from camshaft.cli.usage import CONFIG_OPTIONS, print_help, short_name_table
 from camshaft.config import RMConfig, SFTConfig, compose
 
 
 def sft(argv: Sequence[str]) -> int:
     """Fine-tune a model with every config that `argv` describes, and return the largest exit status."""
-    if asks_for_help(argv):
-        return _print_usage("sft", "supervised fine-tuning", SFTConfig, "train.jsonl")
+    if print_help(argv, _usage("sft", "supervised fine-tuning", SFTConfig, "train.jsonl")):
+        return 0
     configs = compose(argv, SFTConfig)
     from camshaft.trainer.supervised import SFTTrainer, train_all
 
@@ -23,17 +22,16 @@ def sft(argv: Sequence[str]) -> int:
 
 def rm(argv: Sequence[str]) -> int:
     """Train a reward model with every config that `argv` describes, and return the largest exit status."""
-    if asks_for_help(argv):
-        return _print_usage("rm", "train a reward model on preference pairs", RMConfig, "pairs.jsonl")
+    if print_help(argv, _usage("rm", "train a reward model on preference pairs", RMConfig, "pairs.jsonl")):
+        return 0
     configs = compose(argv, RMConfig)
     from camshaft.trainer.supervised import RMTrainer, train_all
 
     return train_all(configs, RMTrainer)
 
 
-def _print_usage(name: str, description: str, schema: type[SFTConfig] | type[RMConfig], data: str) -> int:
-    sys.stdout.write(
-        f"""\
+def _usage(name: str, description: str, schema: type[SFTConfig] | type[RMConfig], data: str) -> str:
+    return f"""\
 usage: camshaft {name} key=value ...        {description}
 
 {short_name_table(schema)}
@@ -45,5 +43,3 @@ All keys: camshaft config show --trainer {name}. One key: camshaft config explai
 example:
   camshaft {name} model=models/mine data={data} steps=100 lr=1e-5 out=runs/{name}
 """
-    )
-    return 0

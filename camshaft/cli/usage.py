@@ -1,5 +1,6 @@
 """Help text that all commands with a config share."""
 
+import sys
 import textwrap
 from collections.abc import Sequence
 
@@ -15,9 +16,12 @@ CONFIG_OPTIONS = """\
 """
 
 
-def asks_for_help(argv: Sequence[str]) -> bool:
-    """Return True if `argv` contains `-h` or `--help`."""
-    return bool({"-h", "--help"} & set(argv))
+def print_help(argv: Sequence[str], usage: str) -> bool:
+    """Print `usage` if `argv` contains `-h` or `--help`, and return whether it does."""
+    asks_for_help = bool({"-h", "--help"} & set(argv))
+    if asks_for_help:
+        sys.stdout.write(usage)
+    return asks_for_help
 
 
 def short_name_table(schema: type[Section]) -> str:
