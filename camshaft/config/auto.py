@@ -98,8 +98,8 @@ A value without a reason, "", is not printed.
 
 
 def _device(settings: Settings) -> tuple[Any, str]:
-    machine = settings.machine
-    return machine.device, "no accelerator found" if machine.device == CPU else _count(machine.devices, "accelerator")
+    device, count = settings.machine.device, settings.machine.devices
+    return device, "no accelerator found" if device == CPU else f"{count} accelerator{'s' * (count != 1)} found"
 
 
 def _devices(settings: Settings) -> tuple[Any, str]:
@@ -108,10 +108,6 @@ def _devices(settings: Settings) -> tuple[Any, str]:
     if str(settings.get("trainer.device")).partition(":")[0] != settings.machine.device:
         return 1, "this machine has no such device"
     return settings.machine.devices, "all accelerators of this machine"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number != 1)} found"
 
 
 def _engine(settings: Settings) -> tuple[Any, str]:
@@ -263,21 +259,13 @@ _SUPERVISED: dict[str, Rule] = {
     "trainer.save_freq": _SAVE_FREQ,
     "trainer.max_ckpt_to_keep": _checkpoints_to_keep,
 }
-_ROLES = {
-    ACTOR: f"{ACTOR}.strategy",
-    "actor_rollout_ref.ref": f"{ACTOR}.strategy",
-    "critic.model": "critic.strategy",
-    "reward_model.model": "reward_model.strategy",
-}
-"""Maps the sections that contain an `fsdp_config` to the key of their engine."""
-
-_COMPILED = [
+_ENGINES = [
     (ACTOR, f"{ACTOR}.strategy", ACTOR, "actor_rollout_ref.model"),
     ("actor_rollout_ref.ref", f"{ACTOR}.strategy", "actor_rollout_ref.ref", "actor_rollout_ref.model"),
     ("critic", "critic.strategy", "critic.model", "critic.model"),
     ("reward_model", "reward_model.strategy", "reward_model.model", "reward_model.model"),
 ]
-"""Sections with the key `use_torch_compile`: its engine, and the sections of its sharding and of its model."""
+"""Sections of engines, with the key of the engine, and the sections of its `fsdp_config` and of its model."""
 
 RULES: dict[type[Section], dict[str, Rule]] = {
     PPOConfig: {
@@ -286,12 +274,12 @@ RULES: dict[type[Section], dict[str, Rule]] = {
         "critic.strategy": _follow(f"{ACTOR}.strategy"),
         "reward_model.strategy": _follow(f"{ACTOR}.strategy"),
         **{
-            f"{section}.fsdp_config.mixed_precision.param_dtype": _compute_dtype(strategy, f"{section}.fsdp_config")
-            for section, strategy in _ROLES.items()
+            f"{sharded}.fsdp_config.mixed_precision.param_dtype": _compute_dtype(strategy, f"{sharded}.fsdp_config")
+            for _, strategy, sharded, _ in _ENGINES
         },
         **{
             f"{section}.use_torch_compile": _compile(strategy, f"{section}.", f"{sharded}.fsdp_config", model)
-            for section, strategy, sharded, model in _COMPILED
+            for section, strategy, sharded, model in _ENGINES
         },
         f"{ROLLOUT}.name": _rollout,
         f"{ROLLOUT}.dtype": _actor_dtype,

@@ -174,9 +174,7 @@ def from_container(
         ]
     if problems:
         raise ConfigError(format_problems(problems))
-    for notice in find_model_notices(config):
-        logger.warning("config: %s", notice)
-    for notice in find_notices(config, _merge(defaults, tree), changes):
+    for notice in (*find_model_notices(config), *find_notices(config, _merge(defaults, tree), changes)):
         logger.warning("config: %s", notice)
     return config
 

@@ -77,7 +77,7 @@ def reference_page() -> str:
             field = leaf_fields(schema)[key]
             note = " (some values are not implemented)" if _has_unimplemented_values(key) else ""
             description = (field.description or "") + note
-            cells = [f"`{key}`", f"`{_default(key, schema)}`", describe(field), description]
+            cells = [f"`{key}`", f"`{format_value(get(raw_defaults(schema), key))}`", describe(field), description]
             parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         parts.append("")
     return "\n".join(parts)
@@ -85,7 +85,7 @@ def reference_page() -> str:
 
 def _leaf(key: str, schema: type[Section]) -> str:
     field = fields(schema)[key]
-    rows = [("type", describe(field)), ("default", _default(key, schema))]
+    rows = [("type", describe(field)), ("default", format_value(get(raw_defaults(schema), key)))]
     value = format_value(get(resolved_defaults(schema), key))
     if value != rows[-1][1]:
         rows.append(("resolved", value))
@@ -130,12 +130,6 @@ def _unknown(key: str, trainer: str) -> str:
 def _has_unimplemented_values(key: str) -> bool:
     """Return True if the schema accepts values of the key that are not implemented."""
     return any(key in entry.keys for entry in NOT_IMPLEMENTED)
-
-
-def _default(key: str, schema: type[Section]) -> str:
-    """Return the default of a key as it is written in the YAML file."""
-    value: Any = get(raw_defaults(schema), key)
-    return format_value(value)
 
 
 @cache

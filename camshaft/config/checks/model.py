@@ -14,6 +14,7 @@ from camshaft.config.errors import Problem
 from camshaft.config.model_settings import ModelSettings, read_json, read_settings
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
+from camshaft.config.schema.model import LoadedModel
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import GeneratorConfig, RolloutConfig
 from camshaft.config.schema.supervised import SupervisedConfig
@@ -143,23 +144,21 @@ def _largest_id(content: Mapping[str, Any]) -> int:
 def find_model_notices(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> Iterator[str]:
     """Yield notices about dropout in training, models without an end-of-sequence token, lengths and stop strings."""
     if isinstance(config, PPOConfig):
-        yield from _dropout_notice(MODEL, config.actor_rollout_ref.model)
+        section = config.actor_rollout_ref
+        yield from _dropout_notice(MODEL, section.model)
         if config.needs_critic():
             yield from _dropout_notice("critic.model", config.critic.model)
-        generates = (MODEL, config.actor_rollout_ref.model, config.actor_rollout_ref.rollout)
         yield from _prompt_length_notice(config)
+        yield from _eos_notice(MODEL, section.model, section.rollout)
+        yield from _newline_notice(section.rollout, ROLLOUT)
     elif isinstance(config, SupervisedConfig):
         yield from _dropout_notice("model", config.model)
-        return
     elif isinstance(config, GenerateConfig):
-        generates = ("model", config.model, config.rollout)
-    else:
-        return
-    yield from _eos_notice(*generates)
-    yield from _newline_notice(generates[2], "rollout" if isinstance(config, GenerateConfig) else ROLLOUT)
+        yield from _eos_notice("model", config.model, config.rollout)
+        yield from _newline_notice(config.rollout, "rollout")
 
 
-def _dropout_notice(section: str, model: Any) -> Iterator[str]:
+def _dropout_notice(section: str, model: LoadedModel) -> Iterator[str]:
     settings = read_settings(model.path, model.override_config)
     dropout = {} if settings is None else settings.dropout()
     if dropout:
@@ -178,7 +177,7 @@ def _prompt_length_notice(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _eos_notice(section: str, model: Any, rollout: GeneratorConfig) -> Iterator[str]:
+def _eos_notice(section: str, model: LoadedModel, rollout: GeneratorConfig) -> Iterator[str]:
     """Report a model without an end-of-sequence token in its vocabulary: its responses always reach the limit."""
     settings = read_settings(model.path, model.override_config)
     if settings is None or rollout.ignore_eos or "model_type" not in settings.values:
@@ -193,8 +192,7 @@ def _eos_notice(section: str, model: Any, rollout: GeneratorConfig) -> Iterator[
     problem = f"its end-of-sequence token {ids} is outside the vocabulary of {size} tokens" if ids else (
         "it has no end-of-sequence token (eos_token_id)"
     )  # fmt: skip
-    prefix = section.rpartition(".")[0]
-    key = f"{prefix}.rollout.stop_token_ids" if prefix else "rollout.stop_token_ids"
+    key = f"{section.removesuffix('model')}rollout.stop_token_ids"
     yield f"{section}.path={model.path}: {problem}, so every response has the maximum length; set {key}=[ID]"
 
 
