@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
-from camshaft.config.schema.fields import Auto, Section, Text
+from camshaft.config.schema.fields import Auto, Count, Section, Text
 from camshaft.errors import ConfigError
 from camshaft.subprocesses import Limit
 
@@ -26,7 +26,7 @@ class PoolConfig(Section):
     """Size of a resource pool. Users define pools, so the default of `nnodes` is here and not in the YAML files."""
 
     nnodes: int = Field(default=1, ge=1, description="Number of machines.")
-    n_gpus_per_node: int = Field(ge=1, description="Number of processes per machine. Each process uses one device.")
+    n_gpus_per_node: Count = Field(description="Number of processes per machine. Each process uses one device.")
 
     @property
     def world_size(self) -> int:
@@ -36,14 +36,13 @@ class PoolConfig(Section):
 class WorkerTimeouts(Section):
     """Time limits of single phases, which override `worker_timeout`."""
 
-    generate: float | None = Field(
-        gt=0, description="Time limit, in seconds, of a generation and its weight sync. null applies worker_timeout."
+    generate: PositiveFloat | None = Field(
+        description="Time limit, in seconds, of a generation and its weight sync. null applies worker_timeout."
     )
-    update: float | None = Field(
-        gt=0, description="Time limit, in seconds, of an update of the actor or critic. null applies worker_timeout."
+    update: PositiveFloat | None = Field(
+        description="Time limit, in seconds, of an update of the actor or critic. null applies worker_timeout."
     )
-    save: float | None = Field(
-        gt=0,
+    save: PositiveFloat | None = Field(
         description="Time limit, in seconds, of saving one role, including its copy to default_hdfs_dir. null applies "
         "worker_timeout.",
     )
@@ -56,9 +55,8 @@ Phase = Literal["generate", "update", "save"]
 class PlacementConfig(Section):
     """Keys of the section `trainer` that all commands share: machines, devices and controller."""
 
-    nnodes: int = Field(ge=1, description="Number of machines.")
-    n_gpus_per_node: Annotated[int, Auto()] = Field(
-        ge=1,
+    nnodes: Count = Field(description="Number of machines.")
+    n_gpus_per_node: Annotated[Count, Auto()] = Field(
         description="Number of processes per machine. Each process uses one device. auto uses all accelerators of the "
         "machine on which the command runs, or one process on a CPU.",
     )
@@ -70,11 +68,10 @@ class PlacementConfig(Section):
         description="Launcher of the processes. local starts them on this machine; ray starts them on a Ray cluster; "
         "auto selects ray if the run uses more than one machine."
     )
-    cpus_per_rank: float = Field(
-        gt=0, description="Number of CPUs that Ray reserves for each process. Fractions are allowed."
+    cpus_per_rank: PositiveFloat = Field(
+        description="Number of CPUs that Ray reserves for each process. Fractions are allowed."
     )
-    worker_timeout: float = Field(
-        gt=0,
+    worker_timeout: PositiveFloat = Field(
         description="Time limit, in seconds, of a call to another process, such as a training rank, a generator or a "
         "server. The run ends with an error that names the process. Waits are logged after 10, 20, 40, ... seconds.",
     )

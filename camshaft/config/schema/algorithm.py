@@ -5,9 +5,9 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from camshaft.config.schema.fields import Described, KLPenalty, Section, Text
+from camshaft.config.schema.fields import Count, Described, Fraction, KLPenalty, Section, Text
 
 ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo")
 POLICY_LOSSES = ("vanilla", "gspo", "cispo")
@@ -78,8 +78,8 @@ class RolloutCorrectionConfig(Section):
         description="Truncated importance sampling: weight the policy loss by the ratio of trainer to rollout "
         "probabilities, per token (token) or per response (sequence). null disables the weights."
     )
-    rollout_is_threshold: float = Field(
-        gt=0, description="Upper bound of the importance weights. Larger weights are truncated to this value."
+    rollout_is_threshold: PositiveFloat = Field(
+        description="Upper bound of the importance weights. Larger weights are truncated to this value."
     )
     rollout_is_batch_normalize: bool = Field(
         description="Divide the importance weights by their mean over the iteration."
@@ -111,17 +111,15 @@ class RolloutCorrectionConfig(Section):
 
 
 class KLCtrlConfig(Section):
-    """Coefficient of the KL penalty in the reward."""
-
     type: Literal["fixed", "adaptive"] = Field(
         description="fixed keeps kl_coef constant; adaptive adjusts it so that the measured KL divergence approaches "
         "target_kl."
     )
-    kl_coef: float = Field(ge=0, description="KL coefficient, or its initial value with type=adaptive.")
-    horizon: int = Field(
-        ge=1, description="Horizon of the adaptive coefficient in sequences. Larger values adapt it more slowly."
+    kl_coef: NonNegativeFloat = Field(description="KL coefficient, or its initial value with type=adaptive.")
+    horizon: Count = Field(
+        description="Horizon of the adaptive coefficient in sequences. Larger values adapt it more slowly."
     )
-    target_kl: float = Field(gt=0, description="Target KL divergence of the adaptive coefficient.")
+    target_kl: PositiveFloat = Field(description="Target KL divergence of the adaptive coefficient.")
 
 
 class FilterGroupsConfig(Section):
@@ -136,20 +134,15 @@ class FilterGroupsConfig(Section):
         "penalty (alias seq_final_reward); score, the reward before the penalty of reward_model.overlong_buffer; or a "
         "number that the scoring function returns, such as acc."
     )
-    max_num_gen_batches: int = Field(
-        ge=0,
+    max_num_gen_batches: NonNegativeInt = Field(
         description="Maximum number of generation batches (data.gen_batch_size prompts each) per iteration. The run "
         "stops with an error if an iteration needs more. 0 sets no limit.",
     )
 
 
 class AlgorithmConfig(Section):
-    """Advantage estimation and the KL penalty in the reward."""
-
-    gamma: float = Field(ge=0, le=1, description="Discount factor per token.")
-    lam: float = Field(
-        ge=0,
-        le=1,
+    gamma: Fraction = Field(description="Discount factor per token.")
+    lam: Fraction = Field(
         description="Lambda of generalized advantage estimation. 0 uses one-step temporal differences of the critic's "
         "values; 1 uses the observed returns.",
     )

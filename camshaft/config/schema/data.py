@@ -2,16 +2,14 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeInt
 
-from camshaft.config.schema.fields import Auto, OffOrPositive, Path, Paths, Section, Text
+from camshaft.config.schema.fields import Auto, Count, OffOrPositive, Path, Paths, Section, Text
 
 Truncation = Literal["error", "left", "right", "middle"]
 
 
 class DataConfig(Section):
-    """Prompts, length limits and batch sizes."""
-
     tokenizer: Path | None = Field(
         description="Path of the tokenizer. null uses the tokenizer of actor_rollout_ref.model.path."
     )
@@ -30,28 +28,25 @@ class DataConfig(Section):
         description="Column that contains a prompt ID (a string or an integer). Its token IDs are added to the batch "
         "as prompt_id, and scoring functions receive the original value in extra_info. null adds no prompt IDs."
     )
-    max_prompt_id_length: int | None = Field(
-        ge=1, description="Maximum length of a prompt ID in tokens. A longer ID raises an error. null sets no limit."
+    max_prompt_id_length: Count | None = Field(
+        description="Maximum length of a prompt ID in tokens. A longer ID raises an error. null sets no limit."
     )
-    max_prompt_length: int = Field(ge=1, description="Maximum prompt length in tokens, including the chat template.")
-    max_response_length: int = Field(
-        ge=1,
+    max_prompt_length: Count = Field(description="Maximum prompt length in tokens, including the chat template.")
+    max_response_length: Count = Field(
         description="Maximum response length in tokens. Generation stops at this length, unless "
         "rollout.response_length is smaller.",
     )
-    train_batch_size: Annotated[int, Auto()] = Field(
-        ge=1,
+    train_batch_size: Annotated[Count, Auto()] = Field(
         description="Number of prompts per training iteration, summed over all ranks. The rollout generates rollout.n "
         "responses per prompt. auto generates about 256 responses per iteration, or fewer if the data has fewer "
         "prompts.",
     )
-    gen_batch_size: int | None = Field(
-        ge=1,
+    gen_batch_size: Count | None = Field(
         description="Number of prompts per generation batch with algorithm.filter_groups.enable=true, summed over all "
         "ranks. null uses train_batch_size.",
     )
-    val_batch_size: int = Field(
-        ge=1, description="Number of prompts per generation batch in validation, summed over all ranks."
+    val_batch_size: Count = Field(
+        description="Number of prompts per generation batch in validation, summed over all ranks."
     )
     return_raw_input_ids: bool = Field(
         description="Add the token IDs of the prompt without the chat template to the batch. A reward model with a "
@@ -68,11 +63,11 @@ class DataConfig(Section):
     filter_overlong_prompts: bool = Field(
         description="Drop prompts longer than max_prompt_length when the data is loaded."
     )
-    filter_overlong_prompts_workers: int | None = Field(
-        ge=1, description="Number of processes that tokenize a large dataset. null uses one per CPU, at most 16."
+    filter_overlong_prompts_workers: Count | None = Field(
+        description="Number of processes that tokenize a large dataset. null uses one per CPU, at most 16."
     )
     shuffle: bool = Field(description="Shuffle the training prompts in every epoch.")
-    seed: int | None = Field(ge=0, description="Seed for shuffling the prompts. null uses trainer.seed.")
+    seed: NonNegativeInt | None = Field(description="Seed for shuffling the prompts. null uses trainer.seed.")
     reward_fn_key: Text = Field(
         description="Column that contains the data source of each row. The data source selects the built-in scoring "
         "function and groups the validation metrics. A missing column data_source counts as unknown."

@@ -3,10 +3,10 @@
 from abc import abstractmethod
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, PositiveFloat
 
 from camshaft.config.backends import ranks_per_row
-from camshaft.config.schema.fields import Auto, LossAggMode, Section, Text
+from camshaft.config.schema.fields import Auto, Count, LossAggMode, Section, Text
 from camshaft.config.schema.fsdp import ForwardFSDPConfig, FSDPConfig
 from camshaft.config.schema.model import CheckpointConfig
 
@@ -48,8 +48,7 @@ class PooledSection(Section):
 class EngineSection(Section):
     """Keys of a section that runs a model with a training engine."""
 
-    ulysses_sequence_parallel_size: int = Field(
-        ge=1,
+    ulysses_sequence_parallel_size: Count = Field(
         description="Ulysses sequence-parallel size: number of ranks over which the tokens of a micro-batch are split.",
     )
     use_torch_compile: Annotated[bool, Auto()] = Field(
@@ -89,8 +88,8 @@ class SelectedEngineSection(EngineSection):
 class TrainedSection(SelectedEngineSection):
     """Keys of a section that trains a model."""
 
-    grad_clip: float = Field(
-        gt=0, description="Maximum gradient norm. Gradients with a larger norm are scaled down to it."
+    grad_clip: PositiveFloat = Field(
+        description="Maximum gradient norm. Gradients with a larger norm are scaled down to it."
     )
     checkpoint: CheckpointConfig = Field(description="Checkpoint contents, and synchronous or asynchronous writing.")
 
@@ -103,8 +102,7 @@ class PPOUpdateSection(TrainedSection):
 
     ppo_micro_batch_size: int | None = global_size_field("forward and backward pass")
     ppo_micro_batch_size_per_gpu: int | None = size_field("forward and backward pass", "ppo_micro_batch_size")
-    ppo_max_token_len_per_gpu: int = Field(
-        ge=1,
+    ppo_max_token_len_per_gpu: Count = Field(
         description="Maximum number of tokens per forward and backward pass on each rank with use_dynamic_bsz=true. "
         "Sequence-parallel ranks share these tokens.",
     )
@@ -114,5 +112,5 @@ class PPOUpdateSection(TrainedSection):
         "seq-mean-token-mean after averaging them, and seq-mean-token-sum-norm after summing them and dividing by "
         "data.max_response_length."
     )
-    ppo_epochs: int = Field(ge=1, description="Number of optimization epochs over the responses of one iteration.")
+    ppo_epochs: Count = Field(description="Number of optimization epochs over the responses of one iteration.")
     shuffle: bool = Field(description="Shuffle the sequences in every epoch before they are split into mini-batches.")

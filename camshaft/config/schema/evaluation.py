@@ -11,8 +11,6 @@ from camshaft.config.schema.reward import CustomRewardConfig
 
 
 class EvalDataConfig(Section):
-    """Responses to score, and output files."""
-
     path: Paths = Field(
         description="Data files with responses to score, written by camshaft generate or by another program: a "
         "path, folder, glob pattern or URL, or a list of them."

@@ -113,22 +113,15 @@ def _off_or_positive(value: int) -> int:
     raise ValueError("must be -1 or positive")
 
 
+Count = Annotated[int, Ge(1)]
+Fraction = Annotated[float, Ge(0), Le(1)]
+PositiveFraction = Annotated[float, Gt(0), Le(1)]
+Penalty = Annotated[float, Ge(-2), Le(2)]
 Text = Annotated[str, BeforeValidator(_as_text)]
 Path = Annotated[str, BeforeValidator(_as_text), AfterValidator(_local), IsPath(), Described("a path")]
-Paths = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_as_tuple),
-    AfterValidator(_all_local),
-    IsPath(),
-    Described("a path or a list of paths"),
-]
-Functions = Annotated[
-    tuple[str, ...],
-    BeforeValidator(_as_tuple),
-    AfterValidator(_all_local),
-    IsPath(),
-    Described("a list of file.py, file.py:function, and names of functions"),
-]
+_LocalPaths = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), AfterValidator(_all_local), IsPath()]
+Paths = Annotated[_LocalPaths, Described("a path or a list of paths")]
+Functions = Annotated[_LocalPaths, Described("a list of file.py, file.py:function, and names of functions")]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple), Described("a list of numbers")]
 TokenIDs = Annotated[tuple[Annotated[int, Ge(0)], ...], BeforeValidator(_as_tuple), Described("a list of token IDs")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Described("a list of names")]

@@ -8,15 +8,13 @@ from pydantic import Field
 
 from camshaft.config.layout import PlacementConfig, RayConfig
 from camshaft.config.schema.data import Truncation
-from camshaft.config.schema.fields import CommandConfig, OffOrPositive, Path, Paths, Section, Text
+from camshaft.config.schema.fields import CommandConfig, Count, OffOrPositive, Path, Paths, Section, Text
 from camshaft.config.schema.model import LoadedModel
 from camshaft.config.schema.reward import CustomRewardConfig
 from camshaft.config.schema.roles import GeneratorConfig
 
 
 class GenerateDataConfig(Section):
-    """Prompts to read, and the output file."""
-
     path: Paths = Field(
         description="Data files with prompts: a path, folder, glob pattern or URL, or a list of them. The files "
         "are loaded into memory."
@@ -35,8 +33,7 @@ class GenerateDataConfig(Section):
         description="Column that contains the data source of each row. Read only if the responses are scored."
     )
     tokenizer: Path | None = Field(description="Path of the tokenizer. null uses the tokenizer of model.path.")
-    batch_size: int = Field(
-        ge=1,
+    batch_size: Count = Field(
         description="Number of prompts per generation batch, summed over all ranks. Each batch is written to disk "
         "when it is complete.",
     )
@@ -49,8 +46,6 @@ class GenerateDataConfig(Section):
 
 
 class GenerateTrainerConfig(PlacementConfig):
-    """Devices and random seed."""
-
     seed: int = Field(ge=0, lt=2**32, description="Random seed.")
 
 

@@ -2,10 +2,10 @@
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from camshaft import hub
-from camshaft.config.schema.fields import Betas, Contents, Modules, Names, OffOrPositive, Path, Section, Text
+from camshaft.config.schema.fields import Betas, Contents, Fraction, Modules, Names, OffOrPositive, Path, Section, Text
 
 
 class ModelSource(Section):
@@ -50,21 +50,19 @@ class AnyModelConfig(LoadedModel):
     enable_activation_offload: bool = Field(
         description="Offload the activations that are saved for the backward pass to CPU memory."
     )
-    router_aux_loss_coef: float = Field(
-        ge=0,
+    router_aux_loss_coef: NonNegativeFloat = Field(
         description="Coefficient of the load-balancing loss that a mixture of experts adds to the loss. 0 disables it. "
         "The value in the model's config.json is not used. See moe.md.",
     )
     use_remove_padding: bool = Field(
         description="Has no effect and is accepted for compatibility only. Batches are never padded."
     )
-    lora_rank: int = Field(
-        ge=0,
+    lora_rank: NonNegativeInt = Field(
         description="Rank of the LoRA adapters. A positive rank freezes the base model; 0 trains all weights without "
         "adapters.",
     )
-    lora_alpha: float = Field(
-        gt=0, description="LoRA scaling factor. The output of each adapter is multiplied by lora_alpha / lora_rank."
+    lora_alpha: PositiveFloat = Field(
+        description="LoRA scaling factor. The output of each adapter is multiplied by lora_alpha / lora_rank."
     )
     target_modules: Names = Field(
         description="Name suffixes of the linear layers to add LoRA adapters to. all-linear selects every linear "
@@ -111,22 +109,18 @@ class OptimSection(Section):
         description="Additional keyword arguments of the optimizer. They take precedence over the other keys of this "
         "section."
     )
-    lr: float = Field(gt=0, description="Peak learning rate, reached at the end of the warm-up.")
+    lr: PositiveFloat = Field(description="Peak learning rate, reached at the end of the warm-up.")
     betas: Betas = Field(description="Decay rates of the first and second moment estimates of Adam.")
-    weight_decay: float = Field(
-        ge=0, description="Weight decay coefficient. AdamW decouples the decay from the gradient update."
+    weight_decay: NonNegativeFloat = Field(
+        description="Weight decay coefficient. AdamW decouples the decay from the gradient update."
     )
     lr_warmup_steps: int = Field(ge=-1, description="Number of linear warm-up steps. -1 uses lr_warmup_steps_ratio.")
-    lr_warmup_steps_ratio: float = Field(
-        ge=0, le=1, description="Length of the warm-up as a fraction of the schedule length."
-    )
-    min_lr_ratio: float | None = Field(
-        ge=0,
-        le=1,
+    lr_warmup_steps_ratio: Fraction = Field(description="Length of the warm-up as a fraction of the schedule length.")
+    min_lr_ratio: Fraction | None = Field(
         description="Minimum learning rate of the cosine and linear schedules, as a fraction of lr. null decays to 0.",
     )
-    num_cycles: float = Field(
-        gt=0, description="Number of periods of the cosine schedule. 0.5 decays once from lr to the minimum."
+    num_cycles: PositiveFloat = Field(
+        description="Number of periods of the cosine schedule. 0.5 decays once from lr to the minimum."
     )
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = Field(
         description="Learning-rate schedule after the warm-up."
@@ -143,8 +137,6 @@ class OptimSection(Section):
 
 
 class CheckpointConfig(Section):
-    """Checkpoint contents, and synchronous or asynchronous writing."""
-
     save_contents: Contents = Field(
         description="Contents of a checkpoint. model, optimizer and extra (random states and learning-rate schedule) "
         "are required because resuming needs them; hf_model adds a Hugging Face model folder."

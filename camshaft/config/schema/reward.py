@@ -4,7 +4,7 @@ import os.path
 from collections import Counter
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from camshaft.config.schema.engine import (
     PooledSection,
@@ -13,14 +13,12 @@ from camshaft.config.schema.engine import (
     size_field,
     tokens_field,
 )
-from camshaft.config.schema.fields import Functions, Numbers, Path, Section, Text
+from camshaft.config.schema.fields import Count, Functions, Numbers, Path, Section, Text
 from camshaft.config.schema.fsdp import ForwardFSDPConfig
 from camshaft.config.schema.model import LoadedModel
 
 
 class RewardModelModelConfig(LoadedModel):
-    """Reward model."""
-
     input_tokenizer: Path | None = Field(
         description="Path of the policy's tokenizer, if the reward model uses a different tokenizer or chat template. "
         "Responses are then decoded to text, and the conversation is formatted with the chat template of the reward "
@@ -39,12 +37,11 @@ class OverlongBufferConfig(Section):
     enable: bool = Field(
         description="Subtract the penalty from the scores of training responses. Validation scores are not penalized."
     )
-    len: int = Field(
-        ge=0,
+    len: NonNegativeInt = Field(
         description="Length of the penalty interval in tokens. The penalty grows linearly from 0 to penalty_factor "
         "over the last len tokens before the response length limit.",
     )
-    penalty_factor: float = Field(ge=0, description="Penalty of a response that reaches the length limit.")
+    penalty_factor: NonNegativeFloat = Field(description="Penalty of a response that reaches the length limit.")
     log: bool = Field(description="Log the mean penalty and the fraction of penalized responses.")
 
 
@@ -67,8 +64,7 @@ class RewardModelConfig(PooledSection, SelectedEngineSection):
         description="Limit micro-batches by tokens (forward_max_token_len_per_gpu) instead of by sequences."
     )
     forward_max_token_len_per_gpu: int = tokens_field("forward pass")
-    max_length: int | None = Field(
-        ge=1,
+    max_length: Count | None = Field(
         description="Maximum sequence length in tokens of the reward model. Longer sequences are truncated on the "
         "left, and their number is logged. null uses prompt length plus response length.",
     )
@@ -128,16 +124,16 @@ class CustomRewardConfig(Section):
         description="Call the function once per batch with the lists data_sources, solution_strs, ground_truths and "
         "extra_infos. null detects a batched function by its parameter names."
     )
-    max_abs_score: float = Field(
-        gt=0, description="Largest valid absolute value of a score. A sample whose score exceeds it counts as failed."
+    max_abs_score: PositiveFloat = Field(
+        description="Largest valid absolute value of a score. A sample whose score exceeds it counts as failed."
     )
-    timeout: float = Field(gt=0, description="Time limit of one call in seconds.")
-    load_timeout: float = Field(
-        gt=0, description="Time limit, in seconds, for importing the function in a scoring process."
+    timeout: PositiveFloat = Field(description="Time limit of one call in seconds.")
+    load_timeout: PositiveFloat = Field(
+        description="Time limit, in seconds, for importing the function in a scoring process."
     )
-    num_workers: int = Field(ge=1, description="Number of processes that run the scoring functions.")
-    max_concurrency: int = Field(
-        ge=1, description="Number of calls of async functions that run at the same time, over all processes."
+    num_workers: Count = Field(description="Number of processes that run the scoring functions.")
+    max_concurrency: Count = Field(
+        description="Number of calls of async functions that run at the same time, over all processes."
     )
     on_error: Literal["zero", "drop", "raise"] = Field(
         description="Handling of a sample whose call fails or times out: zero scores it 0, drop excludes it from the "

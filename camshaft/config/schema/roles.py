@@ -7,7 +7,7 @@ summed over all ranks. `camshaft.config.batch_table` computes the resulting batc
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, PositiveFloat
 
 from camshaft.config.backends import ranks_per_row
 from camshaft.config.schema.algorithm import POLICY_LOSSES
@@ -19,7 +19,21 @@ from camshaft.config.schema.engine import (
     size_field,
     tokens_field,
 )
-from camshaft.config.schema.fields import Auto, Described, DType, KLPenalty, Names, Path, Section, Text, TokenIDs
+from camshaft.config.schema.fields import (
+    Auto,
+    Count,
+    Described,
+    DType,
+    Fraction,
+    KLPenalty,
+    Names,
+    Path,
+    Penalty,
+    PositiveFraction,
+    Section,
+    Text,
+    TokenIDs,
+)
 from camshaft.config.schema.fsdp import ForwardFSDPConfig, FSDPConfig
 from camshaft.config.schema.model import OptimSection, PolicyModelConfig, ResponsesModelConfig
 
@@ -30,8 +44,6 @@ PolicyLossName = Annotated[Text, Described(f"one of {', '.join(POLICY_LOSSES)}, 
 
 
 class PolicyLossConfig(Section):
-    """Policy loss."""
-
     loss_mode: PolicyLossName = Field(description="Policy loss. vanilla is the clipped PPO loss. See algorithms.md.")
 
 
@@ -45,30 +57,25 @@ class RouterReplayConfig(Section):
 
 
 class ActorConfig(PPOUpdateSection):
-    """Actor: training of the policy."""
-
     strategy: Annotated[Text, Auto()] = Field(
         description="Training engine: a registered name, or an import path package.module:Class. auto selects "
         "reference for one process on a CPU, and fsdp otherwise."
     )
-    ppo_mini_batch_size: Annotated[int, Auto()] = Field(
-        ge=1,
+    ppo_mini_batch_size: Annotated[Count, Auto()] = Field(
         description="Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n "
         "sequences. auto is data.train_batch_size: one optimizer step per epoch.",
     )
     use_dynamic_bsz: bool = Field(
         description="Limit micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by sequences."
     )
-    clip_ratio: float = Field(
-        ge=0, description="PPO clip range: the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]."
+    clip_ratio: NonNegativeFloat = Field(
+        description="PPO clip range: the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]."
     )
-    clip_ratio_low: float | None = Field(
-        ge=0,
+    clip_ratio_low: NonNegativeFloat | None = Field(
         description="Lower clip range: the probability ratio is clipped from below at 1 - clip_ratio_low. A value of "
         "1 or more disables the lower bound. null uses clip_ratio.",
     )
-    clip_ratio_high: float | None = Field(
-        ge=0,
+    clip_ratio_high: NonNegativeFloat | None = Field(
         description="Upper clip range: the probability ratio is clipped from above at 1 + clip_ratio_high. null uses "
         "clip_ratio.",
     )
@@ -81,7 +88,7 @@ class ActorConfig(PPOUpdateSection):
         description="Coefficient of the entropy bonus, which is subtracted from the loss. 0 disables the bonus."
     )
     use_kl_loss: bool = Field(description="Add the KL divergence from the reference policy to the loss.")
-    kl_loss_coef: float = Field(ge=0, description="Coefficient of the KL loss.")
+    kl_loss_coef: NonNegativeFloat = Field(description="Coefficient of the KL loss.")
     kl_loss_type: KLPenalty = Field(
         description="Estimator of the KL divergence in the loss. full computes the exact divergence over the "
         "vocabulary."
@@ -124,39 +131,31 @@ class RefConfig(EngineSection):
 
 
 class ValKwargs(Section):
-    """Sampling parameters in validation."""
-
     do_sample: bool = Field(description="Sample the validation responses. false uses greedy decoding.")
-    temperature: float = Field(ge=0, description="Sampling temperature in validation. 0 uses greedy decoding.")
+    temperature: NonNegativeFloat = Field(description="Sampling temperature in validation. 0 uses greedy decoding.")
     top_k: int = Field(
         ge=-1, description="Number of most likely tokens to sample from in validation. 0 or -1 samples from all tokens."
     )
-    top_p: float = Field(
-        gt=0,
-        le=1,
+    top_p: PositiveFraction = Field(
         description="Cumulative probability of the most likely tokens to sample from in validation (nucleus "
         "sampling). 1 samples from all tokens.",
     )
-    min_p: float = Field(
-        ge=0,
-        le=1,
+    min_p: Fraction = Field(
         description="Minimum probability of a token in validation, relative to the most likely token. 0 samples from "
         "all tokens.",
     )
-    repetition_penalty: float = Field(
-        gt=0, description="Penalty in validation on tokens of the prompt and the response. 1 disables it."
+    repetition_penalty: PositiveFloat = Field(
+        description="Penalty in validation on tokens of the prompt and the response. 1 disables it."
     )
-    presence_penalty: float = Field(
-        ge=-2, le=2, description="Penalty in validation on tokens of the response. 0 disables it."
-    )
-    frequency_penalty: float = Field(
-        ge=-2, le=2, description="Penalty in validation on each occurrence of a token in the response. 0 disables it."
+    presence_penalty: Penalty = Field(description="Penalty in validation on tokens of the response. 0 disables it.")
+    frequency_penalty: Penalty = Field(
+        description="Penalty in validation on each occurrence of a token in the response. 0 disables it."
     )
     stop: Names = Field(description="Strings that end a validation response.")
     stop_token_ids: TokenIDs = Field(
         description="Token IDs that end a validation response, in addition to the end-of-sequence tokens of the model."
     )
-    n: int = Field(ge=1, description="Number of responses to generate per validation prompt.")
+    n: Count = Field(description="Number of responses to generate per validation prompt.")
 
 
 class GeneratorConfig(Section):
@@ -166,8 +165,7 @@ class GeneratorConfig(Section):
         description="Rollout backend: a registered name, or an import path package.module:Class. auto selects vllm on "
         "an accelerator if vLLM is installed, and torch otherwise."
     )
-    n: Annotated[int, Auto()] = Field(
-        ge=1,
+    n: Annotated[Count, Auto()] = Field(
         description="Number of responses to generate per prompt. auto is 8 if the responses to a prompt are compared "
         "with each other (GRPO and other group estimators, dynamic sampling), and 1 otherwise.",
     )
@@ -179,29 +177,22 @@ class GeneratorConfig(Section):
     top_k: int = Field(
         ge=-1, description="Number of most likely tokens to sample from. 0 or -1 samples from all tokens."
     )
-    top_p: float = Field(
-        gt=0,
-        le=1,
+    top_p: PositiveFraction = Field(
         description="Cumulative probability of the most likely tokens to sample from (nucleus sampling). 1 samples "
         "from all tokens.",
     )
-    min_p: float = Field(
-        ge=0,
-        le=1,
+    min_p: Fraction = Field(
         description="Minimum probability of a token, relative to the most likely token. 0 samples from all tokens. "
         "Like the penalties, it requires a rollout that supports it (torch, hf, vllm, server).",
     )
-    repetition_penalty: float = Field(
-        gt=0,
+    repetition_penalty: PositiveFloat = Field(
         description="Penalty on tokens of the prompt and the response: positive logits are divided by it, others are "
         "multiplied by it. 1 disables it.",
     )
-    presence_penalty: float = Field(
-        ge=-2, le=2, description="Number to subtract from the logits of tokens in the response. 0 disables it."
+    presence_penalty: Penalty = Field(
+        description="Number to subtract from the logits of tokens in the response. 0 disables it."
     )
-    frequency_penalty: float = Field(
-        ge=-2,
-        le=2,
+    frequency_penalty: Penalty = Field(
         description="Number to subtract from the logit of a token for each of its occurrences in the response. 0 "
         "disables it.",
     )
@@ -212,17 +203,13 @@ class GeneratorConfig(Section):
     stop_token_ids: TokenIDs = Field(
         description="Token IDs that end a response, in addition to the end-of-sequence tokens of the model."
     )
-    prompt_length: int = Field(ge=1, description="Maximum prompt length in tokens.")
-    response_length: int = Field(
-        ge=1, description="Maximum response length in tokens. Generation stops at this length."
-    )
+    prompt_length: Count = Field(description="Maximum prompt length in tokens.")
+    response_length: Count = Field(description="Maximum response length in tokens. Generation stops at this length.")
     dtype: Annotated[DType, Auto()] = Field(
         description="Dtype of the weights in the rollout backend. It should equal the dtype in which the actor "
         "computes. auto is that dtype; without an actor it is bfloat16 on an accelerator and float32 on a CPU."
     )
-    gpu_memory_utilization: float = Field(
-        gt=0,
-        le=1,
+    gpu_memory_utilization: PositiveFraction = Field(
         description="Fraction of device memory that weights and KV cache of the rollout may use (vllm, sglang, and "
         "torch on a GPU). Rows that do not fit wait.",
     )
@@ -239,23 +226,19 @@ class GeneratorConfig(Section):
         "uninitialized weights; the other formats load the weights from the model folder. megatron and dummy_megatron "
         "require an actor with strategy=megatron. The format does not change what a weight sync sends."
     )
-    tensor_model_parallel_size: int = Field(
-        ge=1,
+    tensor_model_parallel_size: Count = Field(
         description="Tensor-parallel size of the rollout backend: number of consecutive ranks per vLLM engine, or of "
         "processes per SGLang engine.",
     )
     enable_prefix_caching: bool = Field(
         description="Reuse the KV cache of shared prompt prefixes (vllm and sglang only)."
     )
-    update_weights_bucket_megabytes: int = Field(
-        ge=1,
+    update_weights_bucket_megabytes: Count = Field(
         description="Size in megabytes of the buckets in which weights are sent to a rollout backend in another "
         "process. Two buckets are in memory during a sync, because one is filled while the other is loaded.",
     )
-    max_num_batched_tokens: int = Field(
-        ge=1, description="Maximum number of prompt tokens per prefill step on each rank."
-    )
-    max_num_seqs: int = Field(ge=1, description="Maximum number of sequences decoded concurrently on each rank.")
+    max_num_batched_tokens: Count = Field(description="Maximum number of prompt tokens per prefill step on each rank.")
+    max_num_seqs: Count = Field(description="Maximum number of sequences decoded concurrently on each rank.")
     do_sample: bool = Field(description="Sample the responses. false uses greedy decoding.")
     engine_kwargs: dict[str, Any] = Field(
         description="Options passed to the rollout backend (vllm, sglang, server or a custom one). torch and hf "
@@ -323,8 +306,7 @@ class CriticConfig(PooledSection, PPOUpdateSection):
     )
     optim: OptimSection = Field(description="Optimizer and learning-rate schedule of the critic.")
     model: CriticModelConfig = Field(description="Model of the critic.")
-    ppo_mini_batch_size: int = Field(
-        ge=1,
+    ppo_mini_batch_size: Count = Field(
         description="Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n "
         "sequences.",
     )
@@ -337,8 +319,7 @@ class CriticConfig(PooledSection, PPOUpdateSection):
         "of by sequences."
     )
     forward_max_token_len_per_gpu: int = tokens_field("forward pass that computes values")
-    cliprange_value: float = Field(
-        gt=0,
+    cliprange_value: PositiveFloat = Field(
         description="Clip range of the value loss: new values are clipped to the interval old values +- "
         "cliprange_value.",
     )

@@ -3,12 +3,22 @@
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt
 
 from camshaft.config.layout import RayConfig
 from camshaft.config.schema.data import Truncation
 from camshaft.config.schema.engine import TrainedSection, tokens_field
-from camshaft.config.schema.fields import Auto, CommandConfig, Frequency, OffOrPositive, Path, Paths, Section, Text
+from camshaft.config.schema.fields import (
+    Auto,
+    CommandConfig,
+    Count,
+    Frequency,
+    OffOrPositive,
+    Path,
+    Paths,
+    Section,
+    Text,
+)
 from camshaft.config.schema.fsdp import FSDPConfig
 from camshaft.config.schema.model import ModelConfig, OptimSection
 from camshaft.config.schema.trainer import RunConfig
@@ -29,33 +39,28 @@ class SupervisedDataConfig(Section):
         description="Handling of sequences longer than max_length. error raises an error; left, right and middle "
         "remove tokens at that position."
     )
-    train_batch_size: Annotated[int, Auto()] = Field(
-        ge=1,
+    train_batch_size: Annotated[Count, Auto()] = Field(
         description="Number of sequences (sft) or pairs (rm) per optimizer step, summed over all ranks. auto is 64, or "
         "the number of rows of smaller data.",
     )
-    micro_batch_size_per_gpu: int = Field(
-        ge=1, description="Number of sequences (sft) or pairs (rm) per forward and backward pass on each rank."
+    micro_batch_size_per_gpu: Count = Field(
+        description="Number of sequences (sft) or pairs (rm) per forward and backward pass on each rank."
     )
     use_dynamic_bsz: bool = Field(
         description="Limit micro-batches by tokens (max_token_len_per_gpu) instead of by sequences or pairs."
     )
     max_token_len_per_gpu: int = tokens_field("forward and backward pass")
     shuffle: bool = Field(description="Shuffle the training data in every epoch.")
-    seed: int | None = Field(ge=0, description="Seed for shuffling the data. null uses trainer.seed.")
+    seed: NonNegativeInt | None = Field(description="Seed for shuffling the data. null uses trainer.seed.")
     train_max_samples: OffOrPositive = Field(description="Maximum number of training rows to load. -1 loads all rows.")
 
 
 class SupervisedTrainerConfig(RunConfig):
-    """Run length, devices, logging, validation and checkpoints."""
-
-    total_epochs: Annotated[int | None, Auto()] = Field(
-        ge=1,
+    total_epochs: Annotated[Count | None, Auto()] = Field(
         description="Maximum number of epochs over the training data. auto is null if total_training_steps is set, "
         "and otherwise 4 for camshaft sft and 1 for camshaft rm. null sets no limit.",
     )
-    total_training_steps: int | None = Field(
-        ge=1,
+    total_training_steps: Count | None = Field(
         description="Maximum number of optimizer steps. null trains for total_epochs. If both are set, the "
         "run ends at the first limit.",
     )
@@ -67,8 +72,7 @@ class SupervisedTrainerConfig(RunConfig):
         description="Number of steps between validations. auto spends up to a fifth of the time on validation, and "
         "validates at the end. -1 disables validation."
     )
-    max_ckpt_to_keep: Annotated[int | None, Auto()] = Field(
-        ge=1,
+    max_ckpt_to_keep: Annotated[Count | None, Auto()] = Field(
         description="Number of most recent checkpoints to keep. null keeps all. auto is 2 with save_freq=auto, and "
         "null otherwise.",
     )
@@ -166,8 +170,7 @@ class RMConfig(SupervisedConfig):
     """All keys of `camshaft rm`."""
 
     data: RMDataConfig = Field(description="Preference pairs, and batch sizes.")
-    center_rewards_coefficient: float = Field(
-        ge=0,
+    center_rewards_coefficient: NonNegativeFloat = Field(
         description="Coefficient of an additional loss term, the squared sum of the two scores of a pair, which "
         "centers the scores at 0. 0 disables the term.",
     )

@@ -2,25 +2,21 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from camshaft.config.layout import PlacementConfig, PoolConfig
-from camshaft.config.schema.fields import Auto, Frequency, Names, Path, Section, Text
+from camshaft.config.schema.fields import Auto, Count, Frequency, Names, Path, Section, Text
 
 
 class SamplesConfig(Section):
-    """Responses of training steps in the run folder."""
-
     enable: bool = Field(
         description="Write the responses of each training step to <default_local_dir>/samples, one file "
         "step_<n>.parquet per step."
     )
-    token_rows: int = Field(
-        ge=1,
+    token_rows: Count = Field(
         description="Maximum number of responses per step that are stored with log-probs and advantages per token.",
     )
-    max_gb: float = Field(
-        gt=0,
+    max_gb: PositiveFloat = Field(
         description="Maximum size of all files in GB (10^9 bytes). Beyond it, files of older steps are deleted, so "
         "that the remaining steps become sparser with their age.",
     )
@@ -39,8 +35,7 @@ class RunConfig(PlacementConfig):
         description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, "
         "prometheus, or an import path package.module:Class."
     )
-    max_skipped_steps: int | None = Field(
-        ge=1,
+    max_skipped_steps: Count | None = Field(
         description="The run ends with an error after this many consecutive optimizer steps with a non-finite "
         "gradient, or after 3 consecutive updates without an applied step. null disables both limits.",
     )
@@ -53,19 +48,15 @@ class RunConfig(PlacementConfig):
 
 
 class TrainerConfig(RunConfig):
-    """Run length, devices, logging, validation and checkpoints."""
-
     resource_pools: dict[str, PoolConfig] = Field(
         description="Additional resource pools that roles can select, for example {critic_pool: {nnodes: 1, "
         "n_gpus_per_node: 4}}."
     )
-    total_epochs: Annotated[int | None, Auto()] = Field(
-        ge=1,
+    total_epochs: Annotated[Count | None, Auto()] = Field(
         description="Maximum number of epochs over the training prompts. auto is null if total_training_steps is set, "
         "and 30 otherwise. null sets no limit.",
     )
-    total_training_steps: int | None = Field(
-        ge=1,
+    total_training_steps: Count | None = Field(
         description="Maximum number of training iterations. null trains for total_epochs. If both are set, the "
         "run ends at the first limit.",
     )
@@ -82,13 +73,11 @@ class TrainerConfig(RunConfig):
         "data.val_files is set."
     )
     val_only: bool = Field(description="Validate the initial or resumed model once, and exit without training.")
-    log_val_generations: int = Field(
-        ge=0,
+    log_val_generations: NonNegativeInt = Field(
         description="Number of responses per validation to send to the experiment trackers. If validation_data_dir is "
         "null, the same responses are written to <default_local_dir>/validation.",
     )
-    sample_interval: float | None = Field(
-        gt=0,
+    sample_interval: PositiveFloat | None = Field(
         description="Minimum time in seconds between two steps whose best and worst response are printed. null prints "
         "no training responses.",
     )
@@ -101,19 +90,17 @@ class TrainerConfig(RunConfig):
         "iteration. null disables this output."
     )
     samples: SamplesConfig = Field(description="Responses of training steps in the run folder.")
-    critic_warmup: int = Field(ge=0, description="Number of initial iterations that train only the critic.")
-    stop_timeout: float = Field(
-        ge=0,
+    critic_warmup: NonNegativeInt = Field(description="Number of initial iterations that train only the critic.")
+    stop_timeout: NonNegativeFloat = Field(
         description="Time limit, in seconds, for scoring after a stop signal (SIGTERM, SIGUSR1 or SIGHUP). If the "
         "responses are not scored in time, the step in progress is abandoned, and the last finished step is saved.",
     )
-    max_actor_ckpt_to_keep: Annotated[int | None, Auto()] = Field(
-        ge=1,
+    max_actor_ckpt_to_keep: Annotated[Count | None, Auto()] = Field(
         description="Number of most recent actor checkpoints to keep. null keeps all. auto is 2 with save_freq=auto, "
         "and null otherwise.",
     )
-    max_critic_ckpt_to_keep: int | None = Field(
-        ge=1, description="Number of most recent critic checkpoints to keep. null keeps all."
+    max_critic_ckpt_to_keep: Count | None = Field(
+        description="Number of most recent critic checkpoints to keep. null keeps all."
     )
     best_metric: Text | None = Field(
         description="Validation metric that selects the best checkpoint, for example val-core/gsm8k/reward/mean. The "
