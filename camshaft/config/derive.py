@@ -166,7 +166,7 @@ def generate_engine(config: GenerateConfig) -> RolloutEngineConfig:
 
 
 def _rollout_engine_config(
-    model: LoadedModel, rollout: GeneratorConfig, trainer: TrainerConfig | GenerateTrainerConfig
+    model: AnyModelConfig | LoadedModel, rollout: GeneratorConfig, trainer: TrainerConfig | GenerateTrainerConfig
 ) -> RolloutEngineConfig:
     """Return the config of a rollout. Its limits apply to each rank."""
     return RolloutEngineConfig(
@@ -304,7 +304,7 @@ def engine_model(
     )
 
 
-def _model_source(model: LoadedModel) -> dict[str, Any]:
+def _model_source(model: AnyModelConfig | LoadedModel) -> dict[str, Any]:
     """Return the fields of `EngineModel` that the models of all commands have."""
     return {
         "path": model.source(),

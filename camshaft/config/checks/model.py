@@ -14,7 +14,7 @@ from camshaft.config.errors import Problem
 from camshaft.config.model_settings import ModelSettings, read_json, read_settings
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
-from camshaft.config.schema.model import LoadedModel
+from camshaft.config.schema.model import AnyModelConfig, LoadedModel
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import GeneratorConfig, RolloutConfig
 from camshaft.config.schema.supervised import SupervisedConfig
@@ -158,7 +158,7 @@ def find_model_notices(config: PPOConfig | SupervisedConfig | GenerateConfig | E
         yield from _newline_notice(config.rollout, "rollout")
 
 
-def _dropout_notice(section: str, model: LoadedModel) -> Iterator[str]:
+def _dropout_notice(section: str, model: AnyModelConfig) -> Iterator[str]:
     settings = read_settings(model.path, model.override_config)
     dropout = {} if settings is None else settings.dropout()
     if dropout:
@@ -177,7 +177,7 @@ def _prompt_length_notice(config: PPOConfig) -> Iterator[str]:
         )
 
 
-def _eos_notice(section: str, model: LoadedModel, rollout: GeneratorConfig) -> Iterator[str]:
+def _eos_notice(section: str, model: AnyModelConfig | LoadedModel, rollout: GeneratorConfig) -> Iterator[str]:
     """Report a model without an end-of-sequence token in its vocabulary: its responses always reach the limit."""
     settings = read_settings(model.path, model.override_config)
     if settings is None or rollout.ignore_eos or "model_type" not in settings.values:

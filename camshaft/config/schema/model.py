@@ -23,7 +23,7 @@ class ModelSource(Section):
 
 
 class LoadedModel(ModelSource):
-    """Model that transformers loads."""
+    """Model that the run does not train."""
 
     external_lib: Modules | None = Field(
         description="Python modules to import before the model is loaded, for example to register a model class."
@@ -34,9 +34,12 @@ class LoadedModel(ModelSource):
     )
 
 
-class AnyModelConfig(LoadedModel):
+class AnyModelConfig(ModelSource):
     """Hugging Face model, gradient checkpointing and LoRA."""
 
+    external_lib: Modules | None = Field(
+        description="Python modules to import before the model is loaded, for example to register a model class."
+    )
     override_config: dict[str, Any] = Field(
         description="Overrides of entries in the model's config.json, for example dropout probabilities."
     )
@@ -56,6 +59,9 @@ class AnyModelConfig(LoadedModel):
     )
     use_remove_padding: bool = Field(
         description="Has no effect and is accepted for compatibility only. Batches are never padded."
+    )
+    trust_remote_code: bool = Field(
+        description="Allow transformers to execute custom Python code from the model folder."
     )
     lora_rank: NonNegativeInt = Field(
         description="Rank of the LoRA adapters. A positive rank freezes the base model; 0 trains all weights without "

@@ -72,6 +72,10 @@ class SupervisedTrainerConfig(RunConfig):
         description="Number of steps between validations. auto spends up to a fifth of the time on validation, and "
         "validates at the end. -1 disables validation."
     )
+    max_skipped_steps: Count | None = Field(
+        description="The run ends with an error after this many consecutive optimizer steps with a non-finite "
+        "gradient, or after 3 consecutive updates without an applied step. null disables both limits.",
+    )
     max_ckpt_to_keep: Annotated[Count | None, Auto()] = Field(
         description="Number of most recent checkpoints to keep. null keeps all. auto is 2 with save_freq=auto, and "
         "null otherwise.",
@@ -92,6 +96,7 @@ class SupervisedTrainerConfig(RunConfig):
         description="Folder to export the final model to, in Hugging Face format. null uses "
         "<default_local_dir>/huggingface."
     )
+    seed: int = Field(ge=0, lt=2**32, description="Random seed.")
 
 
 class SupervisedConfig(CommandConfig, TrainedSection):

@@ -35,16 +35,11 @@ class RunConfig(PlacementConfig):
         description="Experiment trackers: console, jsonl, wandb (or tracking), tensorboard, mlflow, trackio, "
         "prometheus, or an import path package.module:Class."
     )
-    max_skipped_steps: Count | None = Field(
-        description="The run ends with an error after this many consecutive optimizer steps with a non-finite "
-        "gradient, or after 3 consecutive updates without an applied step. null disables both limits.",
-    )
     default_local_dir: Path = Field(description="Folder for checkpoints and metrics.")
     default_hdfs_dir: Path | None = Field(
         description="Folder or URL (hdfs://, s3://) to copy checkpoints to; null disables copies. Old copies are not "
         "deleted. A run resumes from the newest copy if default_local_dir contains no checkpoint."
     )
-    seed: int = Field(ge=0, lt=2**32, description="Random seed.")
 
 
 class TrainerConfig(RunConfig):
@@ -95,6 +90,10 @@ class TrainerConfig(RunConfig):
         description="Time limit, in seconds, for scoring after a stop signal (SIGTERM, SIGUSR1 or SIGHUP). If the "
         "responses are not scored in time, the step in progress is abandoned, and the last finished step is saved.",
     )
+    max_skipped_steps: Count | None = Field(
+        description="The run ends with an error after this many consecutive optimizer steps with a non-finite "
+        "gradient, or after 3 consecutive updates without an applied step. null disables both limits.",
+    )
     max_actor_ckpt_to_keep: Annotated[Count | None, Auto()] = Field(
         description="Number of most recent actor checkpoints to keep. null keeps all. auto is 2 with save_freq=auto, "
         "and null otherwise.",
@@ -119,3 +118,4 @@ class TrainerConfig(RunConfig):
         description="Has no effect and is accepted for compatibility only. camshaft has no legacy implementation, so "
         "enable and true are rejected."
     )
+    seed: int = Field(ge=0, lt=2**32, description="Random seed.")
