@@ -1,19 +1,6 @@
 """The command line: `camshaft COMMAND ...`.
 
-`COMMANDS` is the table of all commands. Each command is a function `main(argv) -> exit status` in one of these modules:
-
-    ppo.py, supervised.py         train a model
-    generate.py, evaluate.py      generate responses to the prompts of a file, and score responses
-    doctor.py                     check this machine, or what a run needs
-    plan.py                       forecast the memory of a run
-    check_data.py                 inspect the data and the reward function of a run
-    export.py, checkpoints.py     export a model from a checkpoint, and list the checkpoints of a run
-    view.py, runs.py              show runs on a page, in the terminal and as an image
-    config.py                     explain config keys
-    explain.py                    explain metrics, and list engines and rollouts
-    check.py, parity.py           check a backend against its contract, and compare an engine with a rollout
-    completion.py                 print completion scripts of shells
-    usage.py                      help text that several commands share
+`COMMANDS` is the table of all commands. Each command is a function `(argv) -> exit status` in a module of this package.
 
 Commands import torch only after they have parsed the arguments and validated the config, so `--help` and config errors
 are fast. A `CamshaftError` or an error of a file system, such as a full disk, is printed as a message on stderr. The

@@ -16,12 +16,14 @@ from collections.abc import Iterable, Sequence
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
+from pydantic.fields import FieldInfo
+
 from camshaft.cli.usage import CONFIG_OPTIONS
 from camshaft.config import PPOConfig
 from camshaft.config.backends import ENGINES, ROLLOUTS
 from camshaft.config.render import SCHEMAS
 from camshaft.config.schema.algorithm import ESTIMATORS
-from camshaft.config.schema.fields import Section, is_path
+from camshaft.config.schema.fields import is_path
 from camshaft.config.short_names import RECIPES, REWARD, short_names
 from camshaft.config.tree import leaf_fields
 from camshaft.plugins import REWARDS, import_attribute
@@ -79,27 +81,23 @@ def collect_words() -> Words:
             list(_USUAL_OPTIONS) if has_usual_options else _words_in_help(command.name, command.target)
         )
         if schema is not None:
-            keys, key_values, key_paths = _keys(schema)
-            commands[command.name] += [f"{key}=" for key in keys]
-            values |= key_values
-            paths |= key_paths
+            fields, names = leaf_fields(schema), short_names(schema)
+            commands[command.name] += [f"{key}=" for key in (*names, *fields)]
+            for name, key in ({key: key for key in fields} | names).items():
+                if words := _known_values(name, key, fields[key]):
+                    values[name] = words
+                if is_path(fields[key]):
+                    paths.add(name)
     commands["completion"] += SCRIPTS
     return Words(commands, values, sorted(paths))
 
 
-def _keys(schema: type[Section]) -> tuple[list[str], dict[str, list[str]], set[str]]:
-    """Return the keys and short names of a schema, the known values of keys, and the keys that accept paths."""
-    fields, names = leaf_fields(schema), short_names(schema)
-    targets = {key: key for key in fields} | names
-    values: dict[str, list[str]] = {}
-    for name, key in targets.items():
-        words = [word for end, known in NAMES.items() if f".{key}".endswith(f".{end}") for word in known]
-        if key == "custom_reward_function.path" and name != REWARD:
-            words = []
-        words += _values(fields[key].annotation)
-        if words:
-            values[name] = words
-    return [*names, *fields], values, {name for name, key in targets.items() if is_path(fields[key])}
+def _known_values(name: str, key: str, field: FieldInfo) -> list[str]:
+    """Return the values of a key, which can have a short name, if there are few."""
+    words = [word for end, known in NAMES.items() if f".{key}".endswith(f".{end}") for word in known]
+    if key == "custom_reward_function.path" and name != REWARD:
+        words = []
+    return words + _values(field.annotation)
 
 
 def _values(annotation: Any) -> list[str]:
