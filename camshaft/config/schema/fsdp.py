@@ -115,6 +115,17 @@ class FSDPConfig(TrainedSharding):
         return self.mixed_precision.param_dtype or self.model_dtype
 
 
+def head_conflicts(sequence: int, tensor: int) -> Iterator[Conflict]:
+    """Yield the conflict of Ulysses sequence parallelism and tensor parallelism."""
+    if sequence > 1 and tensor > 1:
+        yield Conflict(
+            "ulysses_sequence_parallel_size",
+            f"ulysses_sequence_parallel_size={sequence} cannot be combined with tensor_parallel_size={tensor}, because "
+            "both shard the attention heads",
+            ("ulysses_sequence_parallel_size=1", "tensor_parallel_size=1"),
+        )
+
+
 class FSDPOptions(TrainedSharding, EngineOptions):
     """Options of `FSDPEngine`: the keys of `fsdp_config`, and four keys of the role."""
 
@@ -167,13 +178,7 @@ class FSDPOptions(TrainedSharding, EngineOptions):
                 "param_offload, grad_offload and optimizer_offload have no effect. Set either offload_policy or the "
                 "others",
             )
-        if sequence > 1 and tensor > 1:
-            yield Conflict(
-                "ulysses_sequence_parallel_size",
-                f"ulysses_sequence_parallel_size={sequence} cannot be combined with tensor_parallel_size={tensor}, "
-                "because both shard the attention heads",
-                ("ulysses_sequence_parallel_size=1", "tensor_parallel_size=1"),
-            )
+        yield from head_conflicts(sequence, tensor)
         if self.use_torch_compile and tensor > 1:
             yield Conflict(
                 "use_torch_compile",

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from camshaft.config.backends import ranks_per_row
 from camshaft.config.layout import RayConfig, Topology, divide_evenly, pool_sizes
 from camshaft.config.model_settings import read_settings
 from camshaft.config.schema.algorithm import AlgorithmConfig
@@ -122,7 +123,8 @@ class PPOConfig(CommandConfig):
         """Return the data-parallel size of the reference model."""
         if not self.needs_reference_model():
             return self.actor_dp_size(topology)
-        return topology.dp_size(self.actor_rollout_ref.ref.ranks_per_row(self.actor_rollout_ref.actor.strategy))
+        strategy, ref = self.actor_rollout_ref.actor.strategy, self.actor_rollout_ref.ref
+        return topology.dp_size(ranks_per_row(strategy, ref.engine_keys(), ref.engine_kwargs))
 
     def critic_dp_size(self, topology: Topology) -> int:
         """Return the data-parallel size of the critic."""

@@ -137,8 +137,7 @@ class CustomRewardConfig(Section):
     )
     on_error: Literal["zero", "drop", "raise"] = Field(
         description="Handling of a sample whose call fails or times out: zero scores it 0, drop excludes it from the "
-        "update, raise stops the run. Validation, camshaft generate and camshaft eval treat drop as "
-        "zero."
+        "update, raise stops the run. Validation, camshaft generate and camshaft eval treat drop as zero."
     )
 
     def is_named(self) -> bool:

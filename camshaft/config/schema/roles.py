@@ -9,7 +9,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from camshaft.config.backends import ranks_per_row
 from camshaft.config.schema.algorithm import POLICY_LOSSES
 from camshaft.config.schema.engine import (
     EngineSection,
@@ -124,10 +123,6 @@ class RefConfig(EngineSection):
 
     def sharding(self) -> ForwardFSDPConfig:
         return self.fsdp_config
-
-    def ranks_per_row(self, strategy: str) -> int:
-        """Return the number of ranks that process the same rows: the model-parallel size."""
-        return ranks_per_row(strategy, self.engine_keys(), self.engine_kwargs)
 
 
 class ValKwargs(Section):

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from camshaft.config.engine import Conflict, EngineModel, EngineOptions, format_division
 from camshaft.config.schema.fields import OffOrPositive
-from camshaft.config.schema.fsdp import MixedPrecision
+from camshaft.config.schema.fsdp import MixedPrecision, head_conflicts
 
 UNSUPPORTED = {
     "context_parallel_degree": (
@@ -98,14 +98,7 @@ class TorchtitanOptions(EngineOptions):
             )
 
     def conflicts(self, model: EngineModel) -> Iterator[Conflict]:
-        sequence, tensor = self.ulysses_sequence_parallel_size, self.tensor_parallel_size
         for option, (reason, *fixes) in UNSUPPORTED.items():
             if (degree := getattr(self, option)) > 1:
                 yield Conflict(option, f"{option}={degree} is not supported: {reason}", (f"{option}=1", *fixes))
-        if sequence > 1 and tensor > 1:
-            yield Conflict(
-                "ulysses_sequence_parallel_size",
-                f"ulysses_sequence_parallel_size={sequence} cannot be combined with tensor_parallel_size={tensor}, "
-                "because both shard the attention heads",
-                ("ulysses_sequence_parallel_size=1", "tensor_parallel_size=1"),
-            )
+        yield from head_conflicts(self.ulysses_sequence_parallel_size, self.tensor_parallel_size)
