@@ -73,10 +73,10 @@ class Settings:
         value = self.get(key)
         return value if isinstance(value, Mapping) else {}
 
-    def count(self, key: str, default: int = 1) -> int:
-        """Return the value of a key if it is a positive integer, and the default otherwise."""
+    def count(self, key: str) -> int:
+        """Return the value of a key if it is a positive integer, and 1 otherwise."""
         value = self.get(key)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else default
+        return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
 
     def on_cpu(self) -> bool:
         """Return True if the run uses no accelerator."""

@@ -15,17 +15,15 @@ from camshaft.config.backends import engine_capabilities, select_options
 from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig, OptimConfig
 from camshaft.config.layout import Topology, micro_batch_per_rank
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.config.schema.engine import EngineSection
 from camshaft.config.schema.fields import DType
 from camshaft.config.schema.generate import GenerateConfig, GenerateTrainerConfig
 from camshaft.config.schema.model import AnyModelConfig, LoadedModel, OptimSection, ResponsesModelConfig
 from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.reward import RewardModelConfig
 from camshaft.config.schema.roles import ActorConfig, CriticConfig, GeneratorConfig, RefConfig, RolloutConfig, ValKwargs
 from camshaft.config.schema.supervised import RMConfig, SFTConfig, SupervisedConfig
 from camshaft.config.schema.trainer import TrainerConfig
 
-EngineSection = ActorConfig | RefConfig | CriticConfig | RewardModelConfig | SupervisedConfig
-"""Config section of a role that runs an engine."""
 ALL_LINEAR = "all-linear"
 """Value of `target_modules` that selects every linear layer except the output head."""
 

@@ -45,8 +45,7 @@ from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import OptimSection
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import GeneratorConfig
-from camshaft.config.schema.supervised import SupervisedConfig, SupervisedTrainerConfig
-from camshaft.config.schema.trainer import TrainerConfig
+from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.short_names import RECIPES
 from camshaft.config.tree import format_value
 from camshaft.plugins import TRACKERS
@@ -439,8 +438,7 @@ def _check_validation_sampling(config: PPOConfig) -> Iterator[Problem]:
 
 def _check_run(config: PPOConfig) -> Iterator[Problem]:
     trainer = config.trainer
-    yield from _check_training_files(config.data.train_files)
-    yield from _check_length(trainer)
+    yield from _check_training(config)
     if not config.data.val_files and (trainer.val_before_train or trainer.val_only or trainer.test_freq != -1):
         related = ("trainer.val_before_train", "trainer.test_freq", "trainer.val_only")
         off = ["trainer.val_only=false"] * trainer.val_only + ["trainer.val_before_train=false", "trainer.test_freq=-1"]
@@ -479,15 +477,13 @@ def check_critic_warmup(warmup: int, total_steps: int) -> Iterator[Problem]:
         yield Problem("trainer.critic_warmup", warmup, message, ("trainer.total_training_steps",))
 
 
-def _check_length(trainer: TrainerConfig | SupervisedTrainerConfig) -> Iterator[Problem]:
-    if trainer.total_epochs is None and trainer.total_training_steps is None:
+def _check_training(config: PPOConfig | SupervisedConfig) -> Iterator[Problem]:
+    """Check that a run has training data and an end."""
+    if not config.data.train_files:
+        yield Problem("data.train_files", None, "training requires at least one file. Set data=<file>.")
+    if config.trainer.total_epochs is None and config.trainer.total_training_steps is None:
         message = "the run has no end. Set trainer.total_training_steps or trainer.total_epochs."
         yield Problem("trainer.total_epochs", None, message, ("trainer.total_training_steps",))
-
-
-def _check_training_files(paths: Iterable[str]) -> Iterator[Problem]:
-    if not paths:
-        yield Problem("data.train_files", None, "training requires at least one file. Set data=<file>.")
 
 
 def _check_best_metric(metric: str | None, test_freq: int | str) -> Iterator[Problem]:
@@ -531,8 +527,7 @@ def _check_supervised(config: SupervisedConfig) -> Iterator[Problem]:
         kind = "sequence" if max_length == data.max_length else f"pair of sequences ({max_length} tokens)"
         message = f"is smaller than the longest {kind}: data.max_length={data.max_length}. Set {max_length} or more."
         yield Problem("data.max_token_len_per_gpu", data.max_token_len_per_gpu, message, ("data.max_length",))
-    yield from _check_training_files(data.train_files)
-    yield from _check_length(trainer)
+    yield from _check_training(config)
     if not data.val_files and trainer.test_freq != -1:
         message = "validation requires data. Set data.val_files, or trainer.test_freq=-1."
         yield Problem("data.val_files", None, message, ("trainer.test_freq",))

@@ -169,14 +169,11 @@ def layouts_are_valid(config: PPOConfig | SupervisedConfig) -> bool:
 def _check_engines(groups: list[tuple[list[Role], int]], trainer: PlacementConfig) -> Iterator[Problem]:
     """Check the engines of all groups. An unknown strategy that several groups use is reported once."""
     capabilities: dict[str, EngineCapabilities] = {}
-    rejected: set[str] = set()
-    for (first, *_), _ in groups:
-        if first.strategy not in capabilities and first.strategy not in rejected:
-            try:
-                capabilities[first.strategy] = engine_capabilities(first.strategy)
-            except ConfigError as error:
-                rejected.add(first.strategy)
-                yield _unknown_backend(first.strategy_key, first.strategy, ENGINES, "camshaft.engines", error)
+    for role in {group[0].strategy: group[0] for group, _ in reversed(groups)}.values():
+        try:
+            capabilities[role.strategy] = engine_capabilities(role.strategy)
+        except ConfigError as error:
+            yield _unknown_backend(role.strategy_key, role.strategy, ENGINES, "camshaft.engines", error)
     groups = [(group, ranks) for group, ranks in groups if group[0].strategy in capabilities]
     yield from _check_single_process([group[0] for group, ranks in groups if ranks > 1], capabilities, trainer)
     for group, ranks in groups:
@@ -376,17 +373,15 @@ def required_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) ->
         yield "trainer.controller=ray", "ray", "trainer.controller=local"
         return
     roles: list[Role] = []
-    rollout: tuple[str, GeneratorConfig] | None = None
+    rollouts: dict[str, GeneratorConfig] = {}
     if isinstance(config, SupervisedConfig):
         roles = [_supervised_role(config)]
     elif isinstance(config, GenerateConfig):
-        rollout = ("rollout", config.rollout)
+        rollouts = {"rollout": config.rollout}
+    elif config.actor_rollout_ref.worker_cls is None:
+        roles, rollouts = [group[0] for group, _ in _ppo_roles(config)], {ROLLOUT: config.actor_rollout_ref.rollout}
     else:
-        roles = [group[0] for group, _ in _ppo_roles(config)]
-        if config.actor_rollout_ref.worker_cls is not None:
-            roles = roles[1:]
-        else:
-            rollout = (ROLLOUT, config.actor_rollout_ref.rollout)
+        roles = [group[0] for group, _ in _ppo_roles(config)[1:]]
     for role in roles:
         library = engine_capabilities(role.strategy).library
         if library is not None:
@@ -394,8 +389,7 @@ def required_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) ->
         if role.model.lora is not None:
             key = f"{role.model_key}.lora_rank"
             yield f"{key}={role.model.lora.rank}", "peft", f"{key}=0"
-    if rollout is not None:
-        section, generator = rollout
+    for section, generator in rollouts.items():
         library = required_library(generator.name, generator.engine_kwargs)
         if library is not None:
             yield f"{section}.name={generator.name}", library, f"{section}.name=torch, which is built in"
