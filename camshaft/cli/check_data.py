@@ -1,9 +1,4 @@
-"""`camshaft check-data`: check the data and the reward function of a PPO run before it starts.
-
-    camshaft check-data data.train_files=train.parquet actor_rollout_ref.model.path=models/tiny key=value ...
-
-The command accepts the same arguments as `camshaft ppo`.
-"""
+"""`camshaft check-data`: check the data and the reward function of a PPO run before it starts."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,4 @@
-"""`camshaft eval`: score the responses of a data file.
-
-camshaft eval data.path=responses.parquet custom_reward_function.path=my_reward.py key=value ...
-"""
+"""`camshaft eval`: score the responses of a data file."""
 
 from collections.abc import Sequence
 

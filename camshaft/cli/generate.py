@@ -1,9 +1,4 @@
-"""`camshaft generate`: generate responses to the prompts of a data file.
-
-    camshaft generate data.path=in.parquet data.output_path=out.parquet model.path=models/tiny key=value ...
-
-Run the same command again to resume an interrupted run.
-"""
+"""`camshaft generate`: generate responses to the prompts of a data file."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,4 @@
-"""`camshaft parity`: compare the log-probs of a training engine and a rollout, and diagnose differences.
-
-camshaft parity --engine fsdp --rollout torch --model models/tiny --temperature 0.7
-"""
+"""`camshaft parity`: compare the log-probs of a training engine and a rollout, and diagnose differences."""
 
 import argparse
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`camshaft ppo`: train with PPO, GRPO and related algorithms.
 
-    camshaft ppo model=models/tiny data=train.jsonl reward=my_reward.py algorithm=grpo key=value ...
-
 `python -m camshaft.trainer.main_ppo` is the same command.
 """
 

@@ -1,8 +1,4 @@
-"""`camshaft sft` and `camshaft rm`: supervised fine-tuning, and training of a reward model on preference pairs.
-
-camshaft sft model=models/mine data=train.jsonl steps=100 lr=1e-5 out=runs/sft
-camshaft rm model=models/mine data=pairs.jsonl steps=100 lr=1e-5 out=runs/rm
-"""
+"""`camshaft sft` and `camshaft rm`: supervised fine-tuning, and training of a reward model on preference pairs."""
 
 from collections.abc import Sequence
 
