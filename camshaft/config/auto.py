@@ -380,19 +380,14 @@ _WIDTH = 40
 def format_choices(config: PPOConfig | SupervisedConfig | GenerateConfig) -> str:
     """Return a table of the values that were chosen automatically, with the keys that change them."""
     names = {key: name for name, key in short_names(type(config)).items()}
+    roles: dict[str, bool] = {}
+    if isinstance(config, PPOConfig):
+        roles = {"critic": config.needs_critic(), "reward_model": config.reward_model.enable}
     settings = [
         (f"{names.get(choice.key, choice.key)}={format_value(choice.value)}", choice.reason)
         for choice in config.choices()
-        if choice.value is not None and choice.reason and choice.key.partition(".")[0] not in _unused_sections(config)
+        if choice.value is not None and choice.reason and roles.get(choice.key.partition(".")[0], True)
     ]
     width = max((len(setting) for setting, _ in settings if len(setting) <= _WIDTH), default=0)
     lines = [f"  {setting:<{width}}  {reason}" for setting, reason in settings]
     return "\n".join(["chosen automatically; set a key to change its value:", *lines]) if lines else ""
-
-
-def _unused_sections(config: PPOConfig | SupervisedConfig | GenerateConfig) -> set[str]:
-    """Return the sections of roles that the run does not have."""
-    if not isinstance(config, PPOConfig):
-        return set()
-    used = {"critic": config.needs_critic(), "reward_model": config.reward_model.enable}
-    return {section for section, is_used in used.items() if not is_used}

@@ -109,7 +109,8 @@ def from_validation(
             for leaf, value in flatten({key: get(tree, key)}, leaf_fields(schema)).items():
                 problems[leaf] = unknown_key(leaf, value, schema, names)
             continue
-        key = next((part for part in _prefixes(parts) if part in keys), ".".join(parts))
+        prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
+        key = next((prefix for prefix in prefixes if prefix in keys), ".".join(parts))
         value = get(tree, key) if has_key(tree, key) else ABSENT
         section, expected = section_class(keys[key]), describe(keys[key])
         if section is not None:
@@ -122,8 +123,3 @@ def from_validation(
             message += f", but is a string. To convert an environment variable, write {convert}."
         problems[key] = Problem(key, value, message)
     return list(problems.values())
-
-
-def _prefixes(names: list[str]) -> list[str]:
-    """Return all prefixes of a location as dotted keys, the longest first."""
-    return [".".join(names[:count]) for count in range(len(names), 0, -1)]

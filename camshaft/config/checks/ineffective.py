@@ -121,10 +121,6 @@ def _equals(key: str, *expected: Any) -> Condition:
     return lambda config: _value(config, key) in expected
 
 
-def _is_set(key: str) -> Condition:
-    return lambda config: _value(config, key) is not None
-
-
 def _value(config: Any, key: str) -> Any:
     for name in key.split("."):
         config = getattr(config, name)
@@ -276,7 +272,9 @@ def _micro_batch_rules(
         Rule(sizes, _equals(dynamic, True), f"{{{dynamic}}}", f"set {tokens}, or omit the key"),
         _switch_rule(dynamic, (tokens,)),
     )
-    return (*rules, Rule((overall,), _is_set(size), f"{{{size}}}")) if has_global else rules
+    if not has_global:
+        return rules
+    return (*rules, Rule((overall,), lambda config: _value(config, size) is not None, f"{{{size}}}"))
 
 
 def _greedy_rule(section: str, *names: str) -> Rule:
