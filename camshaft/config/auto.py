@@ -16,6 +16,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 from camshaft.config.backends import (
@@ -124,36 +125,29 @@ def _follow(key: str) -> Rule:
     return lambda settings: (settings.get(key), f"as {key}")
 
 
-def _compute_dtype(strategy: str, section: str) -> Rule:
-    def choose(settings: Settings) -> tuple[Any, str]:
-        if settings.on_cpu():
-            return None, "computes in the dtype of the weights on a CPU"
-        is_float32 = settings.get(f"{section}.model_dtype") == "float32"
-        if not is_float32 or not supports_mixed_precision(str(settings.get(strategy))):
-            return None, "computes in the dtype of the weights"
-        return "bfloat16", "with float32 weights in the optimizer"
-
-    return choose
+def _compute_dtype(strategy: str, section: str, settings: Settings) -> tuple[Any, str]:
+    if settings.on_cpu():
+        return None, "computes in the dtype of the weights on a CPU"
+    is_float32 = settings.get(f"{section}.model_dtype") == "float32"
+    if not is_float32 or not supports_mixed_precision(str(settings.get(strategy))):
+        return None, "computes in the dtype of the weights"
+    return "bfloat16", "with float32 weights in the optimizer"
 
 
-def _compile(strategy: str, section: str, fsdp_config: str, model: str) -> Rule:
-    """Return the rule of `use_torch_compile` in a section, for the keys of its engine, sharding and model."""
-
-    def choose(settings: Settings) -> tuple[Any, str]:
-        if settings.on_cpu():
-            return False, ""
-        size = settings.get(f"{section}ulysses_sequence_parallel_size")
-        keys = {**settings.section(fsdp_config), "ulysses_sequence_parallel_size": size, "use_torch_compile": True}
-        kwargs = settings.section(f"{section}engine_kwargs")
-        values = {key: settings.get(f"{model}.{key}") for key in _CHECKPOINTING}
-        values = {key: value for key, value in values.items() if value is not None}
-        if not _can_compile(str(settings.get(strategy)), keys, kwargs, values):
-            return False, ""
-        if "triton" not in settings.machine.libraries:
-            return False, "triton is not installed"
-        return True, "fuses the operators between matrix products"
-
-    return choose
+def _compile(strategy: str, section: str, fsdp_config: str, model: str, settings: Settings) -> tuple[Any, str]:
+    """Choose `use_torch_compile` in a section, with the keys of its engine, sharding and model."""
+    if settings.on_cpu():
+        return False, ""
+    size = settings.get(f"{section}ulysses_sequence_parallel_size")
+    keys = {**settings.section(fsdp_config), "ulysses_sequence_parallel_size": size, "use_torch_compile": True}
+    kwargs = settings.section(f"{section}engine_kwargs")
+    values = {key: settings.get(f"{model}.{key}") for key in _CHECKPOINTING}
+    values = {key: value for key, value in values.items() if value is not None}
+    if not _can_compile(str(settings.get(strategy)), keys, kwargs, values):
+        return False, ""
+    if "triton" not in settings.machine.libraries:
+        return False, "triton is not installed"
+    return True, "fuses the operators between matrix products"
 
 
 def _can_compile(
@@ -168,18 +162,14 @@ def _can_compile(
         return False
 
 
-def _eager(section: str) -> Rule:
-    """Return the rule of `enforce_eager` in a section."""
-
-    def choose(settings: Settings) -> tuple[Any, str]:
-        if settings.on_cpu():
-            return True, ""
-        replays = settings.get("actor_rollout_ref.actor.router_replay.mode") == "R3"
-        if replays or settings.get(f"{section}.enable_return_routed_experts") is True:
-            return True, "returns expert choices"
-        return False, "captures decode steps as CUDA graphs"
-
-    return choose
+def _eager(section: str, settings: Settings) -> tuple[Any, str]:
+    """Choose `enforce_eager` in a section."""
+    if settings.on_cpu():
+        return True, ""
+    replays = settings.get("actor_rollout_ref.actor.router_replay.mode") == "R3"
+    if replays or settings.get(f"{section}.enable_return_routed_experts") is True:
+        return True, "returns expert choices"
+    return False, "captures decode steps as CUDA graphs"
 
 
 def _rollout(settings: Settings) -> tuple[Any, str]:
@@ -234,11 +224,8 @@ def _test_freq(settings: Settings) -> tuple[Any, str]:
     return AUTO, "up to a fifth of the time, and at the end"
 
 
-def _epochs(default: int) -> Rule:
-    def choose(settings: Settings) -> tuple[Any, str]:
-        return (default if settings.get("trainer.total_training_steps") is None else None), ""
-
-    return choose
+def _epochs(default: int, settings: Settings) -> tuple[Any, str]:
+    return (default if settings.get("trainer.total_training_steps") is None else None), ""
 
 
 def _checkpoints_to_keep(settings: Settings) -> tuple[Any, str]:
@@ -252,8 +239,8 @@ _PLACE: dict[str, Rule] = {"trainer.device": _device, "trainer.n_gpus_per_node":
 _SUPERVISED: dict[str, Rule] = {
     **_PLACE,
     "strategy": _engine,
-    "fsdp_config.mixed_precision.param_dtype": _compute_dtype("strategy", "fsdp_config"),
-    "use_torch_compile": _compile("strategy", "", "fsdp_config", "model"),
+    "fsdp_config.mixed_precision.param_dtype": partial(_compute_dtype, "strategy", "fsdp_config"),
+    "use_torch_compile": partial(_compile, "strategy", "", "fsdp_config", "model"),
     BATCH: _supervised_batch,
     "trainer.test_freq": _test_freq,
     "trainer.save_freq": _SAVE_FREQ,
@@ -274,16 +261,18 @@ RULES: dict[type[Section], dict[str, Rule]] = {
         "critic.strategy": _follow(f"{ACTOR}.strategy"),
         "reward_model.strategy": _follow(f"{ACTOR}.strategy"),
         **{
-            f"{sharded}.fsdp_config.mixed_precision.param_dtype": _compute_dtype(strategy, f"{sharded}.fsdp_config")
+            f"{sharded}.fsdp_config.mixed_precision.param_dtype": partial(
+                _compute_dtype, strategy, f"{sharded}.fsdp_config"
+            )
             for _, strategy, sharded, _ in _ENGINES
         },
         **{
-            f"{section}.use_torch_compile": _compile(strategy, f"{section}.", f"{sharded}.fsdp_config", model)
+            f"{section}.use_torch_compile": partial(_compile, strategy, f"{section}.", f"{sharded}.fsdp_config", model)
             for section, strategy, sharded, model in _ENGINES
         },
         f"{ROLLOUT}.name": _rollout,
         f"{ROLLOUT}.dtype": _actor_dtype,
-        f"{ROLLOUT}.enforce_eager": _eager(ROLLOUT),
+        f"{ROLLOUT}.enforce_eager": partial(_eager, ROLLOUT),
         f"{ROLLOUT}.n": _group_size,
         BATCH: _prompts_per_step,
         MINI_BATCH: _follow(BATCH),
@@ -291,15 +280,15 @@ RULES: dict[type[Section], dict[str, Rule]] = {
         "trainer.test_freq": _test_freq,
         "trainer.save_freq": _SAVE_FREQ,
         "trainer.max_actor_ckpt_to_keep": _checkpoints_to_keep,
-        EPOCHS: _epochs(30),
+        EPOCHS: partial(_epochs, 30),
     },
-    SFTConfig: {**_SUPERVISED, EPOCHS: _epochs(4)},
-    RMConfig: {**_SUPERVISED, EPOCHS: _epochs(1)},
+    SFTConfig: {**_SUPERVISED, EPOCHS: partial(_epochs, 4)},
+    RMConfig: {**_SUPERVISED, EPOCHS: partial(_epochs, 1)},
     GenerateConfig: {
         **_PLACE,
         "rollout.name": _rollout,
         "rollout.dtype": _generator_dtype,
-        "rollout.enforce_eager": _eager("rollout"),
+        "rollout.enforce_eager": partial(_eager, "rollout"),
         "rollout.n": _always(1, "one response to each prompt"),
     },
     EvalConfig: {},

@@ -240,11 +240,8 @@ def _column(
     config: PPOConfig, topology: Topology, section: ActorConfig | CriticConfig, train: Pass, infer: Pass
 ) -> dict[str, int | str]:
     """Return the rows of a trained role."""
-    n, prompts, mini_prompts = (
-        config.actor_rollout_ref.rollout.n,
-        config.data.train_batch_size,
-        section.ppo_mini_batch_size,
-    )
+    n, prompts = config.actor_rollout_ref.rollout.n, config.data.train_batch_size
+    mini_prompts = section.ppo_mini_batch_size
     dp_size, size = pass_limits(config)[train].dp_size(topology), micro_batch(config, topology, train)
     mini_per_rank = divide_evenly(mini_prompts * n, dp_size, "mini-batch")
     mini_batches = prompts // mini_prompts
