@@ -16,8 +16,6 @@ from collections.abc import Iterable, Sequence
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin
 
-from pydantic.fields import FieldInfo
-
 from camshaft.cli.usage import CONFIG_OPTIONS
 from camshaft.config import PPOConfig
 from camshaft.config.backends import ENGINES, ROLLOUTS
@@ -84,7 +82,7 @@ def collect_words() -> Words:
             fields, names = leaf_fields(schema), short_names(schema)
             commands[command.name] += [f"{key}=" for key in (*names, *fields)]
             for name, key in ({key: key for key in fields} | names).items():
-                if words := _known_values(name, key, fields[key]):
+                if words := _known_values(name, key, fields[key].annotation):
                     values[name] = words
                 if is_path(fields[key]):
                     paths.add(name)
@@ -92,12 +90,12 @@ def collect_words() -> Words:
     return Words(commands, values, sorted(paths))
 
 
-def _known_values(name: str, key: str, field: FieldInfo) -> list[str]:
-    """Return the values of a key, which can have a short name, if there are few."""
+def _known_values(name: str, key: str, annotation: Any) -> list[str]:
+    """Return the values of a key, or of its short name, if its type or `NAMES` has few."""
     words = [word for end, known in NAMES.items() if f".{key}".endswith(f".{end}") for word in known]
     if key == "custom_reward_function.path" and name != REWARD:
         words = []
-    return words + _values(field.annotation)
+    return words + _values(annotation)
 
 
 def _values(annotation: Any) -> list[str]:
