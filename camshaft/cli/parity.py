@@ -51,15 +51,12 @@ def _parser() -> argparse.ArgumentParser:
         "--response-length": (32, "maximum response length in tokens"),
         "--seed": (0, "seed for random prompts and for sampling"),
         "--top-k": (0, "number of most likely tokens to sample from; 0 samples from all tokens"),
+        "--temperature": (1.0, "sampling temperature; 0 uses greedy decoding"),
+        "--top-p": (1.0, "cumulative probability of the most likely tokens to sample from"),
     }
     for name, (default, meaning) in numbers.items():
-        inputs.add_argument(name, type=int, default=default, metavar="N", help=f"{meaning} (default: {default})")
-    fractions = {
-        "--temperature": "sampling temperature; 0 uses greedy decoding",
-        "--top-p": "cumulative probability of the most likely tokens to sample from",
-    }
-    for name, meaning in fractions.items():
-        inputs.add_argument(name, type=float, default=1.0, metavar="X", help=f"{meaning} (default: 1.0)")
+        kind, metavar = (int, "N") if isinstance(default, int) else (float, "X")
+        inputs.add_argument(name, type=kind, default=default, metavar=metavar, help=f"{meaning} (default: {default})")
     limit = "maximum log-prob difference to accept (default: 0.001, suitable for float32)"
     parser.add_argument("--limit", type=float, default=1e-3, metavar="X", help=limit)
     return parser
