@@ -53,6 +53,7 @@ from camshaft.plugins import TRACKERS
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 REWARD, CORRECTION = "reward_model", "algorithm.rollout_correction"
 WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
+ONE_RESPONSE = f"compares several responses to the same prompt, but {ROLLOUT}.n=1 generates only one. Set {ROLLOUT}.n=8"
 
 
 def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> Iterator[Problem]:
@@ -307,11 +308,7 @@ def _check_estimator(config: PPOConfig) -> Iterator[Problem]:
     key, estimator, n = "algorithm.adv_estimator", config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     yield from check_name(key, estimator, (*ESTIMATORS, *RECIPES), "estimators", "module:function")
     if estimator in GROUP_ESTIMATORS and n == 1:
-        message = (
-            f"compares several responses to the same prompt, but {ROLLOUT}.n=1 generates only one."
-            f" Set {ROLLOUT}.n=8, or use another estimator."
-        )
-        yield Problem(key, estimator, message, (f"{ROLLOUT}.n",))
+        yield Problem(key, estimator, f"{ONE_RESPONSE}, or use another estimator.", (f"{ROLLOUT}.n",))
     warmup, enable = config.trainer.critic_warmup, config.critic.enable
     if warmup and not config.needs_critic():
         message = f"the run has no critic, because {key}={estimator} does not use one. Set trainer.critic_warmup=0."
@@ -407,10 +404,7 @@ def _check_filter_groups(config: PPOConfig) -> Iterator[Problem]:
         )
         yield Problem(key, True, message, related)
     elif config.actor_rollout_ref.rollout.n == 1:
-        message = (
-            f"compares several responses to the same prompt, but {ROLLOUT}.n=1 generates only one. Set {ROLLOUT}.n=8."
-        )
-        yield Problem(key, True, message, related)
+        yield Problem(key, True, f"{ONE_RESPONSE}.", related)
     if filtering.metric == "seq_final_reward" and config.algorithm.use_kl_in_reward:
         message = (
             "includes the KL penalty with algorithm.use_kl_in_reward=true, so the rewards of a group always differ and "
