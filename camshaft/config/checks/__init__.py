@@ -21,7 +21,6 @@ from camshaft.config.checks.backends import (
     check_rollout,
     check_rollout_adapter,
     check_routed_experts,
-    check_sampling,
     check_supervised_engines,
     layouts_are_valid,
 )
@@ -62,7 +61,6 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
         yield from _check_placement(config.trainer)
         yield from _check_generator("rollout", config.rollout, config.trainer.world_size)
         yield from check_load_format("rollout", config.rollout, None)
-        yield from check_sampling("rollout", config.rollout)
         if not config.data.path:
             yield Problem("data.path", None, "prompts are required. Set data=<file>.")
         yield from check_scoring_function(config.custom_reward_function)
@@ -87,7 +85,6 @@ def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
     yield from check_scores(config)
     yield from check_ppo_engines(config)
     yield from check_rollout_adapter(config)
-    yield from check_sampling(ROLLOUT, config.actor_rollout_ref.rollout)
     yield from check_routed_experts(config)
     yield from check_load_format(ROLLOUT, config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.strategy)
     if layouts_are_valid(config):

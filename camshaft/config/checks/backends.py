@@ -7,7 +7,7 @@ parallel layouts that are incompatible with the number of ranks. The options cla
 kinds.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -399,13 +399,14 @@ def required_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) ->
 
 
 def check_rollout(section: str, rollout: GeneratorConfig, world_size: int) -> Iterator[Problem]:
-    """Check the name, the options and the tensor-parallel size of a rollout whose keys are in `section`."""
+    """Check the name, the sampling, the options and the tensor-parallel size of a rollout in `section`."""
     key = f"{section}.name"
     try:
         capabilities = rollout_capabilities(rollout.name)
     except ConfigError as error:
         yield _unknown_backend(key, rollout.name, ROLLOUTS, "camshaft.rollouts", error)
         return
+    yield from _check_sampling(section, rollout, capabilities.sampling)
     try:
         options = capabilities.options.from_dict(rollout.engine_kwargs, world_size)
     except ValueError as error:
@@ -440,12 +441,8 @@ def check_load_format(section: str, rollout: GeneratorConfig, strategy: str | No
         yield Problem(key, rollout.load_format, f"{problem}. {fix}", (strategy_key,))
 
 
-def check_sampling(prefix: str, rollout: GeneratorConfig) -> Iterator[Problem]:
+def _check_sampling(prefix: str, rollout: GeneratorConfig, supported: Collection[str]) -> Iterator[Problem]:
     """Check that the rollout supports all sampling parameters that have an effect."""
-    try:
-        supported = rollout_capabilities(rollout.name).sampling
-    except ConfigError:
-        return
     sections: dict[str, GeneratorConfig | ValKwargs] = {prefix: rollout}
     if isinstance(rollout, RolloutConfig):
         sections[f"{prefix}.val_kwargs"] = rollout.val_kwargs
