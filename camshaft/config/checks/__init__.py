@@ -24,7 +24,7 @@ from camshaft.config.checks.backends import (
     check_supervised_engines,
     layouts_are_valid,
 )
-from camshaft.config.checks.model import check_models
+from camshaft.config.checks.model import check_generate_models, check_ppo_models, check_supervised_models
 from camshaft.config.checks.rewards import check_scores, check_scoring_function
 from camshaft.config.derive import Pass, PassLimit, pass_limits
 from camshaft.config.engine import largest_divisor
@@ -65,6 +65,7 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
             yield Problem("data.path", None, "prompts are required. Set data=<file>.")
         yield from check_scoring_function(config.custom_reward_function)
         yield from check_generate_files(config)
+        yield from check_generate_models(config)
     elif isinstance(config, EvalConfig):
         yield from check_scoring_function(config.custom_reward_function)
         yield from check_eval_files(config)
@@ -73,9 +74,9 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
         yield from check_supervised_engines(config)
         yield from _check_supervised(config)
         yield from check_supervised_files(config)
+        yield from check_supervised_models(config)
     else:
         yield from _check_ppo(config)
-    yield from check_models(config)
 
 
 def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
@@ -100,6 +101,7 @@ def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
     yield from _check_validation_sampling(config)
     yield from _check_run(config)
     yield from check_ppo_files(config)
+    yield from check_ppo_models(config)
 
 
 # -- placement and names --------------------------------------------------------------------------

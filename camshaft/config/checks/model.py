@@ -1,6 +1,6 @@
 """Checks of lengths and tokenizers against the config.json of the models, and notices about models and stop strings.
 
-    problems = [*check_models(config)]
+    problems = [*check_ppo_models(config)]         # or check_supervised_models, check_generate_models
     notices = [*find_model_notices(config)]
 
 A model that is not on this machine yet is not checked.
@@ -23,17 +23,7 @@ MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float64": 8}
 
 
-def check_models(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> Iterator[Problem]:
-    """Check the models and tokenizers of a command. `camshaft eval` has no model."""
-    if isinstance(config, PPOConfig):
-        yield from _check_ppo_models(config)
-    elif isinstance(config, SupervisedConfig):
-        yield from _check_supervised_models(config)
-    elif isinstance(config, GenerateConfig):
-        yield from _check_generate_models(config)
-
-
-def _check_ppo_models(config: PPOConfig) -> Iterator[Problem]:
+def check_ppo_models(config: PPOConfig) -> Iterator[Problem]:
     """Check the lengths of an RL run against its models, and the vocabulary of the tokenizer."""
     prompt, response = config.data.max_prompt_length, config.actor_rollout_ref.rollout.response_length
     lengths = {"data.max_prompt_length": prompt, f"{ROLLOUT}.response_length": response}
@@ -54,14 +44,14 @@ def _check_ppo_models(config: PPOConfig) -> Iterator[Problem]:
         yield from _check_positions("reward_model.model", reward.model.path, reward_settings, limit)
 
 
-def _check_supervised_models(config: SupervisedConfig) -> Iterator[Problem]:
+def check_supervised_models(config: SupervisedConfig) -> Iterator[Problem]:
     """Check the length of a sequence, and the vocabulary of the tokenizer. A pair consists of two sequences."""
     settings = read_settings(config.model.path, config.model.override_config)
     yield from _check_positions("model", config.model.path, settings, {"data.max_length": config.data.max_length})
     yield from _check_vocabulary(config.model.path, "model.path", "model.path", settings)
 
 
-def _check_generate_models(config: GenerateConfig) -> Iterator[Problem]:
+def check_generate_models(config: GenerateConfig) -> Iterator[Problem]:
     """Check the lengths of `camshaft generate`, and the vocabulary of the tokenizer."""
     rollout = config.rollout
     lengths = {"rollout.prompt_length": rollout.prompt_length, "rollout.response_length": rollout.response_length}
