@@ -171,9 +171,7 @@ def _never_clips(config: PPOConfig) -> bool:
 # -- rules of sections that several roles or commands have ----------------------------------------
 
 
-def _switch_rule(
-    switch: str, keys: tuple[str, ...], exempt: tuple[str, ...] = (), harmless: tuple[Any, ...] = ()
-) -> Rule:
+def _switch_rule(switch: str, *keys: str, exempt: tuple[str, ...] = (), harmless: tuple[Any, ...] = ()) -> Rule:
     """Return the rule of keys that nothing reads if `switch` is false."""
     fix = f"set {switch}=true, or omit the key"
     return Rule(keys, _equals(switch, False), f"{{{switch}}}", fix, exempt, harmless)
@@ -186,7 +184,7 @@ def _model_rules(section: str) -> tuple[Rule, ...]:
             (f"{section}.use_remove_padding",), lambda config: True, "because batches are never padded",
             harmless=(True,),
         ),
-        _switch_rule(f"{section}.enable_gradient_checkpointing", (f"{section}.gradient_checkpointing_mode",)),
+        _switch_rule(f"{section}.enable_gradient_checkpointing", f"{section}.gradient_checkpointing_mode"),
         Rule(
             (f"{section}.lora_alpha", f"{section}.target_modules", f"{section}.exclude_modules"),
             _equals(f"{section}.lora_rank", 0), f"{{{section}.lora_rank}}",
@@ -270,7 +268,7 @@ def _micro_batch_rules(
     sizes = (size, overall) if has_global else (size,)
     rules = (
         Rule(sizes, _equals(dynamic, True), f"{{{dynamic}}}", f"set {tokens}, or omit the key"),
-        _switch_rule(dynamic, (tokens,)),
+        _switch_rule(dynamic, tokens),
     )
     if not has_global:
         return rules
@@ -279,7 +277,7 @@ def _micro_batch_rules(
 
 def _greedy_rule(section: str, *names: str) -> Rule:
     """Return the rule of sampling parameters that greedy decoding does not read."""
-    return _switch_rule(f"{section}.do_sample", tuple(f"{section}.{name}" for name in names), harmless=(0,))
+    return _switch_rule(f"{section}.do_sample", *(f"{section}.{name}" for name in names), harmless=(0,))
 
 
 def _rollout_rules(section: str) -> tuple[Rule, ...]:
@@ -366,7 +364,7 @@ PPO_RULES = (
         (REF,), lambda config: not config.needs_reference_model(),
         f"{{{MODEL}.lora_rank}}, because the reference is the actor with its adapter disabled",
     ),
-    _switch_rule(f"{REWARD}.enable", (REWARD,), exempt=(f"{REWARD}.enable", f"{REWARD}.overlong_buffer")),
+    _switch_rule(f"{REWARD}.enable", REWARD, exempt=(f"{REWARD}.enable", f"{REWARD}.overlong_buffer")),
     # actor and its engine
     *_responses_model_rules(MODEL, ACTOR),
     *_optim_rules(f"{ACTOR}.optim"),
@@ -387,7 +385,7 @@ PPO_RULES = (
         _equals(LOSS_MODE, *(set(POLICY_LOSSES) - set(DUAL_CLIP_LOSSES))),
         f"{{{LOSS_MODE}}}, which has no dual clip",
     ),
-    _switch_rule(f"{ACTOR}.use_kl_loss", (f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type")),
+    _switch_rule(f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef", f"{ACTOR}.kl_loss_type"),
     # reference
     *_sharding_rules(f"{REF}.fsdp_config", trained=False),
     *_micro_batch_rules(REF, *_LOG_PROB_KEYS),
@@ -416,7 +414,7 @@ PPO_RULES = (
     ),
     _switch_rule(
         f"{REWARD}.overlong_buffer.enable",
-        tuple(f"{REWARD}.overlong_buffer.{name}" for name in ("len", "penalty_factor", "log")),
+        *(f"{REWARD}.overlong_buffer.{name}" for name in ("len", "penalty_factor", "log")),
     ),
     _scoring_rule(
         lambda config: not config.needs_function(),
@@ -435,14 +433,15 @@ PPO_RULES = (
         ("algorithm.norm_adv_by_std_in_grpo",), _equals("algorithm.adv_estimator", *(set(ESTIMATORS) - {"grpo"})),
         "{algorithm.adv_estimator}", "set algorithm.adv_estimator=grpo, or omit the key",
     ),
-    _switch_rule("algorithm.use_kl_in_reward", ("algorithm.kl_penalty", "algorithm.kl_ctrl")),
+    _switch_rule("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl"),
     Rule(
         ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"), _equals("algorithm.kl_ctrl.type", "fixed"),
         "{algorithm.kl_ctrl.type}", "set algorithm.kl_ctrl.type=adaptive, or omit the key",
     ),
     _switch_rule(
         "algorithm.filter_groups.enable",
-        ("algorithm.filter_groups.metric", "algorithm.filter_groups.max_num_gen_batches"),
+        "algorithm.filter_groups.metric",
+        "algorithm.filter_groups.max_num_gen_batches",
     ),
     Rule(
         (f"{CORRECTION}.rollout_is_threshold", f"{CORRECTION}.rollout_is_batch_normalize"),
