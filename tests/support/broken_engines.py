@@ -399,20 +399,57 @@ class StartsResponsesAtZero(SingleDeviceEngine):
             return _as_ever(self, *args, **kwargs)
 
 
-class EstimatesTheGradient(SingleDeviceEngine):
-    """Return the exact divergence with the gradient of its estimate, log p(token) - log q(token)."""
+class ChangesOutputs(SingleDeviceEngine):
+    """Base class of engines that return changed outputs of the model."""
+
+    def change(self, outputs: dict[str, Tensor], temperature: float) -> dict[str, Tensor]:
+        raise NotImplementedError
 
     def run_micro_batches(self, micro_batches: MicroBatches) -> None:
-        finish = micro_batches.finish
+        finish, temperature = micro_batches.finish, micro_batches.ctx["temperature"]
 
-        def finish_with_estimate(index: int, outputs: Any) -> Tensor | None:
-            if "full_kl" in outputs:
-                estimate = outputs["log_probs"] - outputs["log_probs"].detach()
-                outputs = outputs | {"full_kl": outputs["full_kl"].detach() + estimate}
-            return finish(index, outputs)
+        def finish_changed(index: int, outputs: Any) -> Tensor | None:
+            return finish(index, self.change(outputs, temperature))
 
-        with mock.patch.object(micro_batches, "finish", finish_with_estimate):
+        with mock.patch.object(micro_batches, "finish", finish_changed):
             super().run_micro_batches(micro_batches)
+
+
+class EstimatesTheGradient(ChangesOutputs):
+    """Return the exact divergence with the gradient of its estimate, log p(token) - log q(token)."""
+
+    def change(self, outputs: dict[str, Tensor], temperature: float) -> dict[str, Tensor]:
+        if "full_kl" not in outputs:
+            return outputs
+        estimate = outputs["log_probs"] - outputs["log_probs"].detach()
+        return outputs | {"full_kl": outputs["full_kl"].detach() + estimate}
+
+
+class DetachesEntropy(ChangesOutputs):
+    """Return the entropy without its gradient."""
+
+    def change(self, outputs: dict[str, Tensor], temperature: float) -> dict[str, Tensor]:
+        return outputs | {"entropy": outputs["entropy"].detach()} if "entropy" in outputs else outputs
+
+
+class IgnoresTemperatureInBackward(ChangesOutputs):
+    """Compute log-probs without entropy by a kernel whose backward pass does not divide by the temperature."""
+
+    def change(self, outputs: dict[str, Tensor], temperature: float) -> dict[str, Tensor]:
+        if outputs.keys() != {"log_probs"}:
+            return outputs
+        log_probs = outputs["log_probs"]
+        return {"log_probs": log_probs.detach() + temperature * (log_probs - log_probs.detach())}
+
+
+class TrainsOnlyTheRewardHead(SingleDeviceEngine):
+    """Freeze the decoder of a reward model."""
+
+    def build_model(self) -> PackedModel:
+        model = super().build_model()
+        if self.config.model.head == "reward":
+            model.hf.base_model.requires_grad_(False)
+        return model
 
 
 class ClearsGradientsOnInference(SingleDeviceEngine):
@@ -491,6 +528,9 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     SkipsHooks: "hooks",
     HalfGradient: "step equals oracle",
     TrainsPadToken: "step equals oracle",
+    TrainsOnlyTheRewardHead: "step equals oracle",
+    DetachesEntropy: "step equals oracle",
+    IgnoresTemperatureInBackward: "step equals oracle",
     LosesStateOnMove: "offload changes nothing",
     CountsPadding: "padded batch",
     UnseededStart: "runs are reproducible",

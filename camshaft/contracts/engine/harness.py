@@ -25,6 +25,7 @@ from torch import Tensor
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
 from camshaft.contracts.engine.oracle import (
     HEAD_CLASSES,
+    LOSS_OUTPUT,
     adapter_gradients,
     loss_sums,
     oracle_outputs,
@@ -143,7 +144,7 @@ class EngineHarness:
 
         `changes` are fields of `EngineConfig` or of its model section.
         """
-        changes = self.common_fields | changes
+        changes = {"random_init": head == "reward"} | self.common_fields | changes  # the folder has no reward head
         model = {name: changes.pop(name) for name in list(changes) if name in _MODEL_FIELDS}
         optim = OptimConfig(lr=1.0, eps=1.0, weight_decay=0.0)
         defaults = {"grad_clip": 1e9, "device": self.device, "seed": 5, "optim": None if forward_only else optim}
@@ -158,22 +159,26 @@ class EngineHarness:
         """Build an engine with its model and, unless it cannot train, the loss of the contract."""
         engine = self.engine_class(self.config(head, **changes))
         engine.init_model()
-        if set_loss and head != "reward" and not changes.get("forward_only"):
+        if set_loss and not changes.get("forward_only"):
             engine.set_loss_fn(self.loss_fn(head))
         return engine
 
     def loss_fn(self, head: str) -> LossFn:
         """Return the loss of the contract for a head, a term per token and a term per sequence.
 
-        The term per token is a policy gradient for causal_lm and a squared error for a value head. Each term is divided
-        by its count over the whole mini-batch.
+        The term per token is a policy gradient for causal_lm, minus the entropy if the engine returns it, and a squared
+        error for a value head. The loss of a reward head is a squared error per sequence. Each term is divided by its
+        count over the whole mini-batch.
         """
 
         def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
-            name = "log_probs" if head == "causal_lm" else "values"
-            token_sum, sequence_sum = loss_sums(predictions[name], data["advantages"], data["loss_mask"], head)
+            token_sum, sequence_sum = loss_sums(predictions, data, head)
             loss = token_sum / ctx["num_tokens"] + sequence_sum / ctx["num_sequences"]
-            mean = (predictions[name].values * data["loss_mask"].values).sum() / ctx["num_tokens"]
+            name = LOSS_OUTPUT[head]
+            if head == "reward":
+                mean = predictions[name].sum() / ctx["num_sequences"]
+            else:
+                mean = (predictions[name].values * data["loss_mask"].values).sum() / ctx["num_tokens"]
             ctx["metrics"] = {f"mean_{name}": mean.detach()}
             return loss, ctx
 
@@ -198,10 +203,13 @@ class EngineHarness:
         return model
 
     def oracle_gradients(
-        self, engine: BaseEngine, head: str, batch: DataProto | None = None
+        self, engine: BaseEngine, head: str, batch: DataProto | None = None, request: StepContext | None = None
     ) -> tuple[float, float, dict[str, Tensor]]:
-        """Return the expected (loss, gradient norm, gradients) of the first step; `batch` defaults to `self.batch`."""
-        loss, norm, gradients = oracle_step(self.oracle_model(engine, head), batch or self.batch, head)
+        """Return the expected (loss, gradient norm, gradients) of the first step.
+
+        `batch` defaults to `self.batch`. `request` is that of `oracle_step`.
+        """
+        loss, norm, gradients = oracle_step(self.oracle_model(engine, head), batch or self.batch, head, request)
         if engine.config.model.lora is not None:
             norm, gradients = self.adapter_gradients(engine, gradients)
         return loss, norm, gradients

@@ -6,6 +6,7 @@ This module shares no code with the engines: it uses no packing, no micro-batche
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,12 +14,17 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine.base import StepContext
 
 HEAD_CLASSES: dict[str, Any] = {
     "causal_lm": AutoModelForCausalLM,
     "value": AutoModelForTokenClassification,
     "reward": AutoModelForSequenceClassification,
 }
+LOSS_OUTPUT = {"causal_lm": "log_probs", "value": "values", "reward": "scores"}
+"""Output of each head that the contract's loss reads."""
+ENTROPY_COEFFICIENT = 10.0
+"""Weight of the entropy in the loss. The tiny model is nearly uniform, so the gradients of its entropy are small."""
 
 
 def oracle_outputs(model: Any, batch: DataProto, head: str, temperature: float = 1.0) -> dict[str, Ragged | Tensor]:
@@ -54,20 +60,35 @@ def _row_outputs(model: Any, ids: Tensor, head: str, temperature: float, log_q: 
     return outputs
 
 
-def loss_sums(outputs: Ragged, advantages: Ragged, mask: Ragged, head: str) -> tuple[Tensor, Tensor]:
-    """Return the two terms of the contract's loss before division by the counts: sums over tokens and sequences."""
-    counted = mask.values.to(outputs.values.dtype)
+def loss_sums(predictions: Mapping[str, Any], batch: DataProto, head: str) -> tuple[Tensor, Tensor]:
+    """Return the two terms of the contract's loss before division by the counts: sums over tokens and sequences.
+
+    `batch` has the columns `advantages` and `loss_mask`. The entropy is part of the loss if it is in `predictions`.
+    """
+    outputs, advantages = predictions[LOSS_OUTPUT[head]], batch.ragged("advantages")
+    if head == "reward":
+        targets = advantages.values[(advantages.offsets[1:] - 1).to(outputs.device)]  # those of the last tokens
+        return outputs.new_zeros(()), 0.5 * ((outputs - targets) ** 2).sum()
+    counted = batch["loss_mask"].values.to(outputs.values.dtype)
     if head == "causal_lm":
         per_token = -advantages.values * outputs.values * counted
     else:
         per_token = 0.5 * (outputs.values - advantages.values) ** 2 * counted
+    if "entropy" in predictions:
+        per_token = per_token - ENTROPY_COEFFICIENT * predictions["entropy"].values * counted
     squares = outputs.like((outputs.values * counted) ** 2)
     return per_token.sum(), 0.1 * squares.sum().sum()
 
 
-def oracle_step(model: Any, batch: DataProto, head: str) -> tuple[float, float, dict[str, Tensor]]:
-    """Return (loss, gradient norm, gradients by name) of the contract's loss, divided by the counts of the batch."""
-    name = "log_probs" if head == "causal_lm" else "values"
+def oracle_step(
+    model: Any, batch: DataProto, head: str, request: StepContext | None = None
+) -> tuple[float, float, dict[str, Tensor]]:
+    """Return (loss, gradient norm, gradients by name) of the contract's loss, divided by the counts of the batch.
+
+    The loss reads the outputs of `request`, by default the first one of the head, at its temperature.
+    """
+    request = request or StepContext()
+    names, temperature = request.get("outputs", (LOSS_OUTPUT[head],)), request.get("temperature", 1.0)
     mask: Ragged = batch["loss_mask"]
     num_tokens = float(mask.values.sum())
     num_sequences = float(sum(bool(row.any()) for row in mask.rows()))
@@ -75,9 +96,8 @@ def oracle_step(model: Any, batch: DataProto, head: str) -> tuple[float, float, 
     loss = 0.0
     for i in range(len(batch)):
         row = batch.reorder([i]).to(next(model.parameters()).device)
-        outputs = oracle_outputs(model, row, head)[name]
-        assert isinstance(outputs, Ragged)
-        tokens, sequences = loss_sums(outputs, row["advantages"], row["loss_mask"], head)
+        outputs = oracle_outputs(model, row, head, temperature)
+        tokens, sequences = loss_sums({name: outputs[name] for name in names}, row, head)
         share = tokens / num_tokens + sequences / num_sequences
         share.backward()
         loss += float(share.detach())

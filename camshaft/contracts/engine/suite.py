@@ -60,7 +60,7 @@ def predictions(harness: EngineHarness) -> None:
     """Each output of each head equals that of transformers on one row at a time, and is zero outside loss_mask."""
     for head in harness.heads(*OUTPUTS_OF_HEAD):
         outputs = OUTPUTS_OF_HEAD[head]
-        engine = harness.build(head=head, random_init=head == "reward")
+        engine = harness.build(head=head)
         result = harness.infer(engine, StepContext(outputs=outputs, temperature=0.7))
         expected = oracle_outputs(harness.oracle_model(engine, head), harness.batch, head, temperature=0.7)
         expect(set(result) == set(outputs), f"a {head} engine returned {sorted(result)} for a request of {outputs}")
@@ -178,16 +178,23 @@ def raw_batches(harness: EngineHarness) -> None:
 
 
 def step_equals_oracle(harness: EngineHarness) -> None:
-    """The loss, the gradient norm before clipping and every gradient match those of transformers on one row at a
-    time."""
-    for head in harness.heads("causal_lm", "value"):
+    """The loss, the gradient norm before clipping and every gradient match those of transformers on one row at a time,
+    for each head, and for a loss of log-probs and entropy at another temperature."""
+    # A temperature above 1 makes the gradients and their rounding errors smaller.
+    scaled: StepContext = {"temperature": 1.5}
+    with_entropy: StepContext = {"temperature": 1.5, "outputs": ("log_probs", "entropy")}
+    cases = [(head, StepContext()) for head in harness.heads(*OUTPUTS_OF_HEAD)]
+    cases += [(head, request) for head in harness.heads("causal_lm") for request in (scaled, with_entropy)]
+    for head, request in cases:
         engine = harness.build(head=head)
-        loss, norm, gradients = harness.oracle_gradients(engine, head)
-        result = harness.step(engine, harness.batch)
-        expect_close(result.loss, loss, harness.tolerance, f"loss of a {head} engine")
-        expect_close(result.grad_norm, norm, harness.gradient_tolerance, f"gradient norm of a {head} engine")
+        loss, norm, gradients = harness.oracle_gradients(engine, head, request=request)
+        result = harness.step(engine, harness.batch, request)
+        variant = f" with {request}" if request else ""
+        expect_close(result.loss, loss, harness.tolerance, f"loss of a {head} engine{variant}")
+        expect_close(result.grad_norm, norm, harness.gradient_tolerance, f"gradient norm of a {head} engine{variant}")
         for name, gradient in result.gradients.items():
-            expect_close(gradient, gradients[name], harness.gradient_tolerance, f"gradient of {name}")
+            subject = f"gradient of {name} of a {head} engine{variant}"
+            expect_close(gradient, gradients[name], harness.gradient_tolerance, subject)
 
 
 def updates_equal_adamw(harness: EngineHarness) -> None:

@@ -118,7 +118,7 @@ def plain_training(folder: Path, batch: DataProto, steps: int = 3) -> dict[str, 
             logits: Any = half(input_ids=row["input_ids"].values[None], use_cache=False).logits[0, :-1].float()
             chosen = logits.log_softmax(-1).gather(-1, row["input_ids"].values[1:, None])[:, 0]
             log_probs = row["input_ids"].like(torch.cat([chosen.new_zeros(1), chosen]))
-            tokens, sequences = loss_sums(log_probs, row["advantages"], row["loss_mask"], "causal_lm")
+            tokens, sequences = loss_sums({"log_probs": log_probs}, row, "causal_lm")
             share = tokens / num_tokens + sequences / num_sequences
             share.backward()
             loss += float(share.detach())
