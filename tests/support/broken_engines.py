@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from camshaft.config.engine import OptimConfig
 from camshaft.dataproto import DataProto
 from camshaft.engine import micro_batches
 from camshaft.engine.base import Batch, DtypeOf, Seat, StepContext
@@ -193,6 +194,25 @@ class IgnoresWeightDecay(SingleDeviceEngine):
         for group in self.optimizer.param_groups:
             group["weight_decay"] = 0.0
         return super().optimizer_step()
+
+
+class DecaysFrozenWeights(SingleDeviceEngine):
+    """Apply weight decay to weights without a gradient."""
+
+    def optimizer_step(self) -> float:
+        group = self.optimizer.param_groups[0]
+        for parameter in self.module.parameters():
+            if not parameter.requires_grad:
+                parameter.data *= 1 - group["lr"] * group["weight_decay"]
+        return super().optimizer_step()
+
+
+class SparesAdaptersFromDecay(SingleDeviceEngine):
+    """Train adapters without weight decay."""
+
+    def build_optimizer(self, config: OptimConfig) -> torch.optim.Optimizer:
+        with_adapter = self.config.model.lora is not None
+        return super().build_optimizer(config.model_copy(update={"weight_decay": 0.0}) if with_adapter else config)
 
 
 class CountsSkippedUpdates(SingleDeviceEngine):
@@ -538,6 +558,8 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     SilentWithoutLoss: "errors name the missing call",
     ForgetsGradients: "step outside train mode",
     AdapterStaysOn: "adapter",
+    DecaysFrozenWeights: "adapter",
+    SparesAdaptersFromDecay: "adapter",
     StartsResponsesAtZero: "prefix sharing",
     EstimatesTheGradient: "exact kl",
     ClearsGradientsOnInference: "inference within a step",

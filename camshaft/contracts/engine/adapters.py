@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from camshaft.config.engine import LoRAConfig
+from camshaft.config.engine import LoRAConfig, OptimConfig
 from camshaft.contracts.engine.harness import EngineHarness, expect_close, expect_equal
 from camshaft.contracts.engine.oracle import oracle_outputs
 from camshaft.contracts.rules import expect
@@ -19,8 +19,8 @@ LORA = LoRAConfig(rank=2, alpha=6)
 
 
 def adapter(harness: EngineHarness) -> None:
-    """With LoRA, only the adapter is trained. It is merged into exported weights and can be disabled. An engine without
-    support for LoRA rejects it."""
+    """With LoRA, only the adapter is trained, and weight decay applies only to the adapter. It is merged into exported
+    weights and can be disabled. An engine without support for LoRA rejects it."""
     try:
         engine = harness.build(lora=LORA)
     except EngineError as error:
@@ -55,6 +55,24 @@ def adapter(harness: EngineHarness) -> None:
     loaded_engine = harness.build(**changes)
     loaded_engine.load_checkpoint(str(harness.folder / "trained"))
     expect_equal(harness.trained_weights(loaded_engine), harness.trained_weights(engine), "a loaded adapter")
+    _check_weight_decay(harness, changes, base)
+
+
+def _check_weight_decay(harness: EngineHarness, changes: dict[str, Any], base: dict[str, Tensor]) -> None:
+    """Compare an update with weight decay with that of torch.optim.AdamW, and the frozen weights with `base`."""
+    optim = OptimConfig(lr=0.1, eps=0.1, weight_decay=0.1)
+    engine = harness.build(**changes, optim=optim)
+    expected = {name: torch.nn.Parameter(weight) for name, weight in harness.trained_weights(engine).items()}
+    for name, gradient in harness.oracle_gradients(engine, "causal_lm")[2].items():
+        expected[name].grad = gradient
+    torch.optim.AdamW(expected.values(), lr=optim.lr, eps=optim.eps, weight_decay=optim.weight_decay).step()
+    harness.train(engine, harness.batch)
+    for name, weight in harness.trained_weights(engine).items():
+        # The derivative of the update with respect to the gradient is at most lr / eps = 1.
+        subject = f"{name} after an update with weight decay"
+        expect_close(weight, expected[name].detach(), harness.gradient_tolerance, subject)
+    with engine.disable_adapter():
+        expect_equal(harness.weights(engine), base, "frozen weights after an update with weight decay")
 
 
 def _random_adapter(engine: BaseEngine) -> dict[str, Tensor]:
