@@ -296,6 +296,45 @@ class IgnoresTheDtypeOfWeights(SingleDeviceEngine):
         return super().named_weights(adapter_only)
 
 
+class StreamsMasterWeights(SingleDeviceEngine):
+    """Stream the weights of a bfloat16 model in float32."""
+
+    def named_weights(
+        self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in super().named_weights(adapter_only, dtype_of):
+            yield name, weight.float() if dtype_of is None and weight.dtype == torch.bfloat16 else weight
+
+
+class TransposesWeights(SingleDeviceEngine):
+    """Stream some weights in the layout of another library, transposed."""
+
+    def named_weights(
+        self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        for name, weight in super().named_weights(adapter_only, dtype_of):
+            yield name, weight.T if name.endswith("down_proj.weight") else weight
+
+
+class ReusesItsBuffer(SingleDeviceEngine):
+    """Stream all weights through one buffer."""
+
+    @property
+    def yields_live_weights(self) -> bool:
+        return False
+
+    def named_weights(
+        self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        weights = super().named_weights(adapter_only, dtype_of)
+        if adapter_only or dtype_of is not None:
+            yield from weights
+            return
+        buffer = torch.empty(max(parameter.numel() for parameter in self.module.parameters()))
+        for name, weight in weights:
+            yield name, buffer[: weight.numel()].view_as(weight).copy_(weight)
+
+
 class WarmsUpTooLow(SingleDeviceEngine):
     """Warm up at half the learning rate."""
 
@@ -542,6 +581,9 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     DeletesOriginals: "remote copy",
     PrefixesWeightNames: "weights have hugging face names",
     IgnoresTheDtypeOfWeights: "weights have hugging face names",
+    StreamsMasterWeights: "weights have hugging face names",
+    ReusesItsBuffer: "weights have hugging face names",
+    TransposesWeights: "predictions",
     WarmsUpTooLow: "schedule",
     RenamesParameter: "interface",
     PatchesTransformers: "libraries stay unpatched",

@@ -13,12 +13,14 @@ from camshaft.config.engine import OptimConfig
 from camshaft.contracts.engine.harness import EngineHarness, expect_close, expect_equal
 from camshaft.contracts.engine.oracle import oracle_outputs
 from camshaft.contracts.rules import expect, expect_error
-from camshaft.engine.base import StepContext
+from camshaft.engine.base import OUTPUTS_OF_HEAD, StepContext
+from camshaft.models.loader import DTYPES
 
 
 def weights_have_hugging_face_names(harness: EngineHarness) -> None:
-    """named_weights yields full tensors under Hugging Face names. transformers computes the same log-probs with these
-    tensors. With dtype_of, the same tensors are cast. If yields_live_weights is True, named_weights does not copy."""
+    """named_weights yields full tensors with the names, shapes and dtypes that transformers stores. transformers
+    computes the same log-probs with these tensors. A tensor does not change while others are yielded. With dtype_of,
+    the same tensors are cast. If yields_live_weights is True, named_weights does not copy."""
     engine = harness.build()
     harness.train(engine, harness.batch)
     model: Any = harness.oracle_model(engine, "causal_lm")
@@ -34,13 +36,31 @@ def weights_have_hugging_face_names(harness: EngineHarness) -> None:
             pairs = zip(engine.named_weights(), engine.named_weights(), strict=True)
             copies = [name for (name, first), (_, second) in pairs if first.data_ptr() != second.data_ptr()]
         expect(not copies, f"yields_live_weights is True, but named_weights yields copies of {', '.join(copies)}")
+    weights = harness.weights(engine)
+    expect_equal(dict(engine.named_weights()), weights, "weights that are kept while others are yielded")
     cast_weights = dict(engine.named_weights(dtype_of=lambda name, tensor: torch.bfloat16))
-    expected = {name: weight.bfloat16() for name, weight in harness.weights(engine).items()}
+    expected = {name: weight.bfloat16() for name, weight in weights.items()}
     expect(
         {weight.dtype for weight in cast_weights.values()} == {torch.bfloat16},
         "named_weights does not yield bfloat16 tensors if dtype_of returns bfloat16",
     )
     expect_equal(cast_weights, expected, "weights cast to bfloat16")
+    for head in harness.heads(*OUTPUTS_OF_HEAD):
+        _check_dtypes(harness, head, "float32")
+    if "bfloat16" in harness.engine_class.capabilities.dtypes:
+        _check_dtypes(harness, "causal_lm", "bfloat16")
+
+
+def _check_dtypes(harness: EngineHarness, head: str, dtype: str) -> None:
+    """Compare the dtypes of `named_weights` with those of a transformers model with the same head."""
+    engine = harness.build(head=head, dtype=dtype, forward_only=True)
+    expected = harness.dtypes(head, DTYPES[dtype])
+    for name, weight in harness.weights(engine).items():
+        expect(
+            weight.dtype == expected[name],
+            f"named_weights of a {head} engine with dtype={dtype} yields {name} as {weight.dtype}, but transformers "
+            f"stores it as {expected[name]}",
+        )
 
 
 def resume_is_bitwise(harness: EngineHarness) -> None:

@@ -188,10 +188,7 @@ class EngineHarness:
 
     def oracle_model(self, engine: BaseEngine, head: str) -> torch.nn.Module:
         """Return a `transformers` model with the weights of `engine`, in float32 and with eager attention."""
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(self.model_folder, num_labels=1)
-        model = HEAD_CLASSES[head].from_config(config, attn_implementation="eager").to(self.device).eval()
+        model = self._new_model(head, torch.float32).to(self.device).eval()
         parameters, weights = dict(model.named_parameters()), self.weights(engine)
         expect(
             parameters.keys() == weights.keys(),
@@ -199,8 +196,25 @@ class EngineHarness:
             f"{sorted(parameters.keys() ^ weights.keys())[:3]}",
         )
         for name, weight in weights.items():
+            expect(
+                weight.shape == parameters[name].shape,
+                f"named_weights yields {name} of shape {list(weight.shape)}, but its shape in transformers is "
+                f"{list(parameters[name].shape)}",
+            )
             parameters[name].data.copy_(weight)
         return model
+
+    def dtypes(self, head: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """Return the dtype of each weight of a `transformers` model with the dtype `dtype`, as its files store it."""
+        with torch.device("meta"):
+            return {name: parameter.dtype for name, parameter in self._new_model(head, dtype).named_parameters()}
+
+    def _new_model(self, head: str, dtype: torch.dtype) -> Any:
+        """Build a `transformers` model with initial weights and eager attention."""
+        from transformers import AutoConfig
+
+        config = AutoConfig.from_pretrained(self.model_folder, num_labels=1)
+        return HEAD_CLASSES[head].from_config(config, dtype=dtype, attn_implementation="eager")
 
     def oracle_gradients(
         self, engine: BaseEngine, head: str, batch: DataProto | None = None, request: StepContext | None = None
