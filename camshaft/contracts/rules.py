@@ -11,6 +11,7 @@ contracts of engines, rollouts and controllers consist of such rules.
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
@@ -48,13 +49,16 @@ def make_rules(*checks: Callable[[Harness], None]) -> tuple[Rule[Harness], ...]:
     return tuple(Rule(check.__name__.replace("_", " "), check) for check in checks)
 
 
-def run_rules(rules: Sequence[Rule[Harness]], make_harness: Callable[[int], Harness]) -> Iterator[Finding]:
+def run_rules(
+    rules: Sequence[Rule[Harness]], make_harness: Callable[[int], Harness], implementation: type | None = None
+) -> Iterator[Finding]:
     """Check each rule on a new harness, `make_harness(number of the rule)`, and yield its finding.
 
-    An error in one rule becomes a finding and does not stop the other rules.
+    An error in one rule becomes a finding and does not stop the other rules. `implementation` is the checked class.
     """
     for number, rule in enumerate(rules):
-        yield Finding(rule, find_problem(lambda number=number, rule=rule: rule.check(make_harness(number))))
+        problem = find_problem(lambda number=number, rule=rule: rule.check(make_harness(number)), implementation)
+        yield Finding(rule, problem)
 
 
 def rule_table(rules: Sequence[Rule[Any]]) -> str:
@@ -62,14 +66,33 @@ def rule_table(rules: Sequence[Rule[Any]]) -> str:
     return "".join(["| rule | meaning |\n|---|---|\n", *(f"| {rule.name} | {rule.meaning} |\n" for rule in rules)])
 
 
-def find_problem(action: Callable[[], Any]) -> str | None:
-    """Run `action`; return a description of the violation or error it raises, or None if it raises none."""
+def find_problem(action: Callable[[], Any], implementation: type | None = None) -> str | None:
+    """Run `action`; return a description of the violation or error it raises, or None if it raises none.
+
+    The description of an error contains the innermost frame in the code of the class `implementation`.
+    """
     try:
         action()
     except Violation as violation:
         return str(violation)
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        frame = None if implementation is None else innermost_frame(error, implementation)
+        return f"{type(error).__name__}: {error}" + ("" if frame is None else f" ({frame})")
+    return None
+
+
+def innermost_frame(error: Exception, implementation: type) -> str | None:
+    """Return the innermost frame of an error that is in the code of a class, as 'file:line in function', or None.
+
+    The code of a class is its package. If no frame is in this package, the packages of its base classes are searched.
+    """
+    frames = list(traceback.walk_tb(error.__traceback__))[::-1]
+    for cls in implementation.__mro__:
+        package = cls.__module__.partition(".")[0]
+        for frame, line in frames:
+            module = frame.f_globals.get("__name__", "")
+            if module.partition(".")[0] == package and not module.startswith("camshaft.contracts."):
+                return f"{frame.f_code.co_filename}:{line} in {frame.f_code.co_qualname}"
     return None
 
 

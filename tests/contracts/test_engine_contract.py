@@ -1,8 +1,10 @@
 """Every engine of the package follows every rule of the contract, and every rule detects a broken engine."""
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from support.broken_engines import CAUGHT_BY, PatchesTransformers
@@ -11,10 +13,11 @@ from support.optional_engines import OPTIONAL_ENGINES
 from camshaft.config.engine import EngineConfig
 from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.contracts.engine.suite import RULES, check_engine
-from camshaft.contracts.rules import Rule, Violation
+from camshaft.contracts.rules import Rule, Violation, find_problem
 from camshaft.engine import ENGINES, engine_class
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.errors import EngineError
+from camshaft.models.packed import PackedModel
 
 BY_NAME = {rule.name: rule for rule in RULES}
 STRATEGIES = tuple(
@@ -69,8 +72,23 @@ def test_a_crashing_engine_does_not_stop_other_rules(tmp_path: Path) -> None:
     rules = [BY_NAME["step equals oracle"], BY_NAME["predictions"]]
     findings = list(check_engine(Crashes, str(tmp_path), rules))
     assert [finding.rule for finding in findings] == rules
-    assert findings[0].problem == "ZeroDivisionError: boom"
+    problem = findings[0].problem
+    assert problem is not None
+    assert re.fullmatch(rf"ZeroDivisionError: boom \({re.escape(__file__)}:\d+ in .*Crashes\.optimizer_step\)", problem)
     assert findings[1].problem is None
+
+
+def test_a_crash_outside_the_package_of_an_engine_names_its_caller() -> None:
+    class Loads(SingleDeviceEngine):
+        def build_model(self) -> PackedModel:
+            return json.loads("{")
+
+    problem = find_problem(lambda: Loads.build_model(cast(Any, None)), Loads)
+    assert problem is not None
+    assert re.search(rf"\({re.escape(__file__)}:\d+ in .*Loads\.build_model\)$", problem)
+    problem = find_problem(lambda: SingleDeviceEngine(cast(Any, None)), SingleDeviceEngine)
+    assert problem is not None
+    assert re.search(r"camshaft/config/engine\.py:\d+ in EngineCapabilities\.validate\)$", problem)
 
 
 def test_an_empty_engine_violates_the_interface(tmp_path: Path) -> None:

@@ -165,7 +165,9 @@ def raw_batches(harness: EngineHarness) -> None:
     with engine.eval_mode():
         expected = engine.infer_batch(harness.batch)["log_probs"]
         results: list[Any] = []
-        problem = find_problem(lambda: results.append(engine.infer_batch({"texts": names}, preprocess_fn=encode)))
+        problem = find_problem(
+            lambda: results.append(engine.infer_batch({"texts": names}, preprocess_fn=encode)), harness.engine_class
+        )
         expect(problem is None, f"infer_batch failed for a batch of texts with a preprocess_fn: {problem}")
         expect_close(results[0]["log_probs"], expected, harness.tolerance, "log_probs of a batch of texts")
         for raw in ({"texts": names}, torch.zeros(2, 3, dtype=torch.int64)):
@@ -582,7 +584,7 @@ def check_engine(
         yield Finding(RULES[0], problem)
         return
     yield from run_rules(
-        rules, lambda number: EngineHarness(engine_class, f"{folder}/{number:02d}", device, common_fields)
+        rules, lambda number: EngineHarness(engine_class, f"{folder}/{number:02d}", device, common_fields), engine_class
     )
 
 

@@ -267,4 +267,4 @@ def check_rollout(
     rollout_class: type[BaseRollout], folder: str, rules: Sequence[Rule[RolloutHarness]] = RULES, device: str = "cpu"
 ) -> Iterator[Finding]:
     """Check the rules one after another and yield a finding for each. `folder` is a scratch folder."""
-    return run_rules(rules, lambda _: RolloutHarness(rollout_class, folder, device))
+    return run_rules(rules, lambda _: RolloutHarness(rollout_class, folder, device), rollout_class)
