@@ -12,6 +12,7 @@ from support.optional_engines import OPTIONAL_ENGINES
 
 from camshaft.config.engine import EngineConfig
 from camshaft.contracts.engine.harness import EngineHarness
+from camshaft.contracts.engine.ranks import check_engine_on_ranks
 from camshaft.contracts.engine.suite import RULES, check_engine
 from camshaft.contracts.rules import Rule, Violation, find_problem
 from camshaft.engine import ENGINES, engine_class
@@ -89,6 +90,14 @@ def test_a_crash_outside_the_package_of_an_engine_names_its_caller() -> None:
     problem = find_problem(lambda: SingleDeviceEngine(cast(Any, None)), SingleDeviceEngine)
     assert problem is not None
     assert re.search(r"camshaft/config/engine\.py:\d+ in EngineCapabilities\.validate\)$", problem)
+
+
+def test_an_engine_for_one_rank_is_not_checked_on_several(tmp_path: Path) -> None:
+    (finding,) = check_engine_on_ranks(SingleDeviceEngine, 2, str(tmp_path))
+    assert finding.problem == (
+        "SingleDeviceEngine supports only one rank (capabilities.multiple_ranks=False), but 2 were requested; check it "
+        "on one rank"
+    )
 
 
 def test_an_empty_engine_violates_the_interface(tmp_path: Path) -> None:

@@ -88,9 +88,15 @@ def check_engine_on_ranks(
 ) -> Iterator[Finding]:
     """Check `rules` on `world` ranks and yield the finding of each; `folder` is a scratch folder.
 
-    If the class cannot be constructed, yield a single finding without starting a process.
+    If the class cannot be constructed or supports only one rank, yield a single finding without starting a process.
     """
-    problem = construction_problem(engine_class, folder, device, common_fields)
+    if world > 1 and not engine_class.capabilities.multiple_ranks:
+        problem = (
+            f"{engine_class.__name__} supports only one rank (capabilities.multiple_ranks=False), but {world} were "
+            "requested; check it on one rank"
+        )
+    else:
+        problem = construction_problem(engine_class, folder, device, common_fields)
     if problem is not None:
         yield Finding(RULES[0], problem)
         return
