@@ -252,6 +252,9 @@ class BaseEngine(ABC):
     ) -> None:
         """Write the complete state atomically to the folder `local_path`, and copy the folder to `hdfs_path` if given.
 
+        The folder has the format of `engine/checkpoint.py`, with weights under their Hugging Face names, so that
+        `camshaft export` can read it.
+
         `max_ckpt_to_keep` limits the number of checkpoints: the oldest of this engine are removed. They are the folders
         whose paths differ from `local_path` only in the number n of `global_step_<n>`. If the path contains no such
         folder, they are the folders beside it that this engine wrote, or an engine from whose checkpoint it was loaded,

@@ -335,6 +335,13 @@ class ReusesItsBuffer(SingleDeviceEngine):
             yield name, buffer[: weight.numel()].view_as(weight).copy_(weight)
 
 
+class SavesPrefixedNames(SingleDeviceEngine):
+    """Save weights under the names of a wrapper module."""
+
+    def checkpoint_weights(self) -> dict[str, Tensor]:
+        return {f"module.{name}": weight for name, weight in super().checkpoint_weights().items()}
+
+
 class WarmsUpTooLow(SingleDeviceEngine):
     """Warm up at half the learning rate."""
 
@@ -571,6 +578,7 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     ForgetsRandomState: "resume is bitwise",
     ForgetsSchedule: "resume is bitwise",
     ForgetsSkippedSteps: "resume is bitwise",
+    SavesPrefixedNames: "resume is bitwise",
     IgnoresWeightDecay: "updates equal adamw",
     CountsSkippedUpdates: "non finite gradient is skipped",
     MisstatesRanksPerRow: "seat and shards",

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from camshaft.config.engine import OptimConfig
 from camshaft.contracts.engine.harness import EngineHarness, expect_close, expect_equal
 from camshaft.contracts.engine.oracle import oracle_outputs
-from camshaft.contracts.rules import expect, expect_error
-from camshaft.engine.base import OUTPUTS_OF_HEAD, StepContext
+from camshaft.contracts.rules import expect, expect_error, find_problem
+from camshaft.engine.base import OUTPUTS_OF_HEAD, BaseEngine, StepContext
+from camshaft.engine.single import SingleDeviceEngine
 from camshaft.models.loader import DTYPES
 
 
@@ -65,7 +67,8 @@ def _check_dtypes(harness: EngineHarness, head: str, dtype: str) -> None:
 
 def resume_is_bitwise(harness: EngineHarness) -> None:
     """After a checkpoint is loaded, the weights, the learning rate, the number of skipped steps and all later steps are
-    bitwise identical to those of the engine that saved it."""
+    bitwise identical to those of the engine that saved it. The reference engine loads the same weights, as `camshaft
+    export` does."""
     optim = OptimConfig(lr=0.5, eps=1.0, lr_warmup_steps=8)
     changes: dict[str, Any] = {
         "override_config": {"attention_dropout": 0.1},
@@ -99,6 +102,18 @@ def resume_is_bitwise(harness: EngineHarness) -> None:
         f"(loss, gradient norm) of two steps after loading are {actual}, but {expected} in the engine that saved",
     )
     expect_equal(harness.weights(loaded_engine), harness.weights(engine), "weights two steps after loading")
+    _check_reference_loads(harness, engine, path, saved_weights)
+
+
+def _check_reference_loads(
+    harness: EngineHarness, engine: BaseEngine, path: Path, saved_weights: dict[str, Tensor]
+) -> None:
+    """Load the weights of a checkpoint of `engine` into the reference engine, and compare them with `saved_weights`."""
+    reference = SingleDeviceEngine(engine.config.model_copy(update={"options": {}, "optim": None}))
+    reference.init_model()
+    problem = find_problem(lambda: reference.load_checkpoint(str(path)))
+    expect(problem is None, f"the reference engine, which exports checkpoints, cannot load this one: {problem}")
+    expect_equal(harness.weights(reference), saved_weights, "weights that the reference engine loads")
 
 
 def damaged_checkpoints_are_rejected(harness: EngineHarness) -> None:
