@@ -34,7 +34,7 @@ from camshaft.contracts.engine.oracle import (
 from camshaft.contracts.rules import Violation, expect
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import BaseEngine, LossFn, PreprocessFn, StepContext, StepResult
-from camshaft.models.loader import quiet_transformers
+from camshaft.models.loader import DTYPES, quiet_transformers
 from camshaft.models.tiny import PAD_ID, VOCABULARY_ROWS, make_tiny_model, make_tiny_tokenizer
 
 _MODEL_FIELDS = frozenset(EngineModel.model_fields)
@@ -187,8 +187,14 @@ class EngineHarness:
     # -- the oracle -------------------------------------------------------------------------------
 
     def oracle_model(self, engine: BaseEngine, head: str) -> torch.nn.Module:
-        """Return a `transformers` model with the weights of `engine`, in float32 and with eager attention."""
-        model = self._new_model(head, torch.float32).to(self.device).eval()
+        """Return a `transformers` model with the weights of `engine`, in float32 and with eager attention.
+
+        Raise `Violation` if the names, shapes or dtypes of `named_weights` differ from those of `transformers`.
+        """
+        from transformers import AutoConfig
+
+        config, dtype = AutoConfig.from_pretrained(self.model_folder, num_labels=1), engine.config.dtype
+        model = HEAD_CLASSES[head].from_config(config, dtype=DTYPES[dtype], attn_implementation="eager")
         parameters, weights = dict(model.named_parameters()), self.weights(engine)
         expect(
             parameters.keys() == weights.keys(),
@@ -196,25 +202,16 @@ class EngineHarness:
             f"{sorted(parameters.keys() ^ weights.keys())[:3]}",
         )
         for name, weight in weights.items():
+            actual, expected = ((w.dtype, list(w.shape)) for w in (weight, parameters[name]))
             expect(
-                weight.shape == parameters[name].shape,
-                f"named_weights yields {name} of shape {list(weight.shape)}, but its shape in transformers is "
-                f"{list(parameters[name].shape)}",
+                actual == expected,
+                f"named_weights of a {head} engine with dtype={dtype} yields {name} as {actual[0]} of shape "
+                f"{actual[1]}, but transformers stores {expected[0]} of shape {expected[1]}",
             )
-            parameters[name].data.copy_(weight)
+        model = model.to(self.device, torch.float32).eval()
+        for name, parameter in model.named_parameters():
+            parameter.data.copy_(weights[name])
         return model
-
-    def dtypes(self, head: str, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        """Return the dtype of each weight of a `transformers` model with the dtype `dtype`, as its files store it."""
-        with torch.device("meta"):
-            return {name: parameter.dtype for name, parameter in self._new_model(head, dtype).named_parameters()}
-
-    def _new_model(self, head: str, dtype: torch.dtype) -> Any:
-        """Build a `transformers` model with initial weights and eager attention."""
-        from transformers import AutoConfig
-
-        config = AutoConfig.from_pretrained(self.model_folder, num_labels=1)
-        return HEAD_CLASSES[head].from_config(config, dtype=dtype, attn_implementation="eager")
 
     def oracle_gradients(
         self, engine: BaseEngine, head: str, batch: DataProto | None = None, request: StepContext | None = None
