@@ -32,14 +32,7 @@ from camshaft.config import EngineModel
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.digest import digest
 from camshaft.errors import CheckpointError
-from camshaft.models.loader import (
-    CLASSES,
-    file_layout,
-    load_config,
-    load_tokenizer,
-    model_folder,
-    quiet_transformers,
-)
+from camshaft.models.loader import CLASSES, file_layout, load_config, load_tokenizer, model_folder, quiet_transformers
 from camshaft.models.lora import load_adapter, save_adapter
 from camshaft.models.packed import OUTPUTS, Head
 

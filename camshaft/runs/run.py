@@ -204,10 +204,7 @@ class Run:
         from camshaft.runs.start import resume
 
         changed = Launch(
-            self._command(),
-            keys if steps is None else {**keys, "steps": steps},
-            reward,
-            as_hooks(on_step),
+            self._command(), keys if steps is None else {**keys, "steps": steps}, reward, as_hooks(on_step)
         )
         return resume(self.folder, self._launch or self._recorded_launch(changed), changed)
 

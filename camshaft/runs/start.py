@@ -22,13 +22,7 @@ from camshaft.config.load import as_override, choose_automatic, raw_defaults, re
 from camshaft.config.run_folder import FOLDER, NAME, generated_name
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.supervised import RMConfig
-from camshaft.config.short_names import (
-    REWARD_FUNCTIONS,
-    REWARD_NAME,
-    REWARD_PATH,
-    expand_short_names,
-    short_names,
-)
+from camshaft.config.short_names import REWARD_FUNCTIONS, REWARD_NAME, REWARD_PATH, expand_short_names, short_names
 from camshaft.config.tree import expand_keys, flatten, get, leaf_fields
 from camshaft.errors import ConfigError
 from camshaft.machine import detect_machine
