@@ -8,8 +8,6 @@ If several steps have the same value, the earliest of them is the best. A step w
 the validation before training (step 0), only the existence of the metric is checked.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

@@ -11,8 +11,6 @@ older export. A LoRA adapter is merged into the weights, and can be written to t
 `export_adapter` exports only the adapter.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

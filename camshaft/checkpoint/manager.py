@@ -19,8 +19,6 @@ The Hugging Face folder of a role is written before the checkpoint is complete, 
 do not resume from it, so the checkpoint remains complete if the folder is moved or deleted.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

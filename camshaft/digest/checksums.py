@@ -8,8 +8,6 @@ computes it at 1 to 2 GB/s and needs little memory. On a GPU with Triton, a kern
 not cryptographically secure.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools

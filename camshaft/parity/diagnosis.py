@@ -16,8 +16,6 @@ A cause is reported if the difference falls to the limit or below when it is rem
 finding is "unknown" and lists the causes that are excluded.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable, Iterator

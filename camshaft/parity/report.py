@@ -3,8 +3,6 @@
 status = run(options)          # 0 if engine and rollout agree, else 1
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

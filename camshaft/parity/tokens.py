@@ -5,8 +5,6 @@ prompts = file_prompts("data/gsm8k/test.parquet", tokenizer, count=8, max_length
 compare_tokenizers(model_tokenizer, data_tokenizer)     # ["eos_token_id: 2 and 0", ...]
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

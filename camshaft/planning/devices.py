@@ -4,8 +4,6 @@ parse_device("h100")            # 79 GiB
 device_memory("cuda")           # that of the first device of this machine
 """
 
-from __future__ import annotations
-
 from camshaft.errors import ConfigError
 
 GIB = 2**30

@@ -7,8 +7,6 @@ of torch without CUDA cannot run autograd on tensors of a device that it lacks. 
 tensors that a run would hold in host memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 

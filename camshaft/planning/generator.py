@@ -7,8 +7,6 @@
 use the memory that is free. The limits of their KV cache are computed by the functions of the rollout itself.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Callable

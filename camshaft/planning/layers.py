@@ -11,8 +11,6 @@ backward pass. Therefore the parts are extrapolated one by one. A part is the ti
 first or last layers, or outside of the layers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 

@@ -4,8 +4,6 @@ with explain_memory_errors(config, arguments):
     run_ppo(config)
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -5,8 +5,6 @@ plan.fits, plan.tightest
 change = find_change(overrides, memory)         # ("critic.model.enable_gradient_checkpointing=true",)
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -3,8 +3,6 @@
 plan = plan_in_process(["model=models/tiny", ...], memory=None, seconds=60.0)      # the JSON of `camshaft plan`
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 from collections.abc import Sequence

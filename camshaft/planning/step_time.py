@@ -14,8 +14,6 @@ The planned run has the prompts of the earlier run and responses of the same len
 the length limit of the earlier run, those of the planned run reach its limit too. The module does not import torch.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Iterator

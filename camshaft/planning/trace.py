@@ -10,8 +10,6 @@ to two optimizer steps of two micro-batches each, because later ones only repeat
 layers of a model with many layers (`layers.py`), and simulates the devices of a run that uses some (`engines.py`).
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext

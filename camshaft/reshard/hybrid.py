@@ -15,8 +15,6 @@ passes pointers only; otherwise it copies. `Sync` records bytes and seconds. If 
 (`config.lora`), the first sync sends the base weights and the adapter, and later syncs send only the adapter.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import time

@@ -7,8 +7,6 @@ The name of a file or folder contains a checksum of its content. Equal objects g
 with them. Different objects never overwrite the inputs of existing checkpoints.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

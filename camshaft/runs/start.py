@@ -7,8 +7,6 @@ The keys are composed and checked as those of the command line, and the run is t
 `run_supervised`). Objects are first written to the run folder (`inputs.py`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import shutil
 import signal

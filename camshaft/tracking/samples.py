@@ -8,8 +8,6 @@ per token: log-probs, advantage, value, ... docs/run-folder.md lists the columns
 `max_gb`, older ones are deleted, so that the kept steps become sparser with age. A full disk causes one warning.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import json

@@ -7,8 +7,6 @@ Each rule is a function of a run that returns a text, or None if it does not app
 `WINDOW` steps, so that single steps do not trigger them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import NamedTuple

@@ -7,8 +7,6 @@
 Curves are reduced to the extremes of intervals of steps, so that a spike of a single step remains visible.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from functools import lru_cache

@@ -3,8 +3,6 @@
 export(["checkpoints/demo"], Path("runs.html"))
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -6,8 +6,6 @@
 An index holds three numbers of each response. Files of steps are read once, and again only if they have changed.
 """
 
-from __future__ import annotations
-
 import contextlib
 from pathlib import Path
 from typing import Any, NamedTuple

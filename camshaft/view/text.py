@@ -8,8 +8,6 @@
 Texts of responses are escaped, so that they cannot control the terminal.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

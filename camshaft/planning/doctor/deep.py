@@ -6,8 +6,6 @@ Each check runs a program of `probes.py` in a child process, so a driver or a li
 finding. All processes of a check are killed at its end.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 import subprocess

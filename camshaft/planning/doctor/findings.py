@@ -5,8 +5,6 @@ findings = collect(checks, seconds=5.0)
 report(findings)                                               # text, one finding per line
 """
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence

@@ -3,8 +3,6 @@
 Versions are read from the metadata of the packages, and nothing is imported.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import os
 import platform

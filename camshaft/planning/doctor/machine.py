@@ -3,8 +3,6 @@
 findings = collect(machine_checks(Path("checkpoints")), seconds=5.0)
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import importlib.metadata

@@ -6,8 +6,6 @@
 The checks use the functions that the run itself uses, so their messages are those of the run.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

@@ -7,8 +7,6 @@ safetensors compares each header with the size of its file, so truncated and dam
 the weights.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 
