@@ -6,12 +6,10 @@ pair.update(comparison)                # one optimizer step; the weights now dif
 pair.measure(prompts)
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
@@ -56,7 +54,7 @@ class ParityCase:
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the rollout, as in `RolloutEngineConfig.engine_kwargs`."""
 
-    def without_bfloat16(self) -> ParityCase:
+    def without_bfloat16(self) -> Self:
         """Return the case with float32 instead of bfloat16 in engine and rollout. Other dtypes do not change."""
         options = dict(self.options)
         mixed_precision = options.get("mixed_precision") or {}
@@ -127,7 +125,7 @@ class Comparison:
         maximum = self.metrics["log_prob_diff_max"]
         return maximum if maximum == maximum else float("inf")
 
-    def with_engine(self, engine: Ragged) -> Comparison:
+    def with_engine(self, engine: Ragged) -> Self:
         """Compare the same responses with other log-probs from the engine."""
         mask = torch.ones_like(engine.values, dtype=torch.bool)
         metrics = mismatch(engine.values, self.rollout.values, mask, engine.lengths)

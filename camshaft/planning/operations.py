@@ -20,8 +20,6 @@ prompts, unused logits and elementwise operations do not count.
 The module imports only the standard library.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -78,10 +76,10 @@ class Work:
     operations: float
     bytes: float
 
-    def __add__(self, other: Work) -> Work:
+    def __add__(self, other: "Work") -> "Work":
         return Work(self.operations + other.operations, self.bytes + other.bytes)
 
-    def __truediv__(self, parts: float) -> Work:
+    def __truediv__(self, parts: float) -> "Work":
         return Work(self.operations / parts, self.bytes / parts)
 
 

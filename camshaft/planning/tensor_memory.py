@@ -23,14 +23,12 @@ device. Tensors that a run would hold in host memory are created in pinned memor
 `mark` splits the peak of a phase into the peaks of its parts, from which `planning/layers.py` extrapolates.
 """
 
-from __future__ import annotations
-
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -56,10 +54,10 @@ PACKED: Any = torch._mkldnn  # pyright: ignore[reportAttributeAccessIssue]
 
 _RESIZE: Any = torch.UntypedStorage.resize_
 """The method of torch, which `_resize` calls."""
-_active: ContextVar[TensorMemory] = ContextVar("memory of the forecast")
+_active: ContextVar["TensorMemory"] = ContextVar("memory of the forecast")
 
 
-def active_memory() -> TensorMemory:
+def active_memory() -> "TensorMemory":
     """Return the memory whose context is active."""
     return _active.get()
 
@@ -100,7 +98,7 @@ class TensorMemory(TorchDispatchMode):
         self._resized: set[int] = set()
         self._results: dict[Any, Any] = {}
 
-    def __enter__(self) -> TensorMemory:
+    def __enter__(self) -> Self:
         self._token = _active.set(self)
         if not self.computes:
             torch.UntypedStorage.resize_ = _resize  # pyright: ignore[reportAttributeAccessIssue]

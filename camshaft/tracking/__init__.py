@@ -17,11 +17,9 @@ Modules:
 Only the file of a tracker imports its library. The trainers call `Tracking.log` once per step.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.plugins import TRACKERS, load
@@ -77,7 +75,7 @@ class Tracking:
     def _close(self, tracker: SynchronousTracker | ThreadedTracker) -> None:
         tracker.finish(self.ending)
 
-    def __enter__(self) -> Tracking:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:

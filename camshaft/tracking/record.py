@@ -10,8 +10,6 @@ The record is a tracker, which gets the final state of the run. `run_folder.py` 
 describes them. A full disk causes a warning, and the run continues.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.metadata
 import json
@@ -24,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import yaml
 
@@ -122,7 +120,7 @@ class RunStatus:
         """Begin a phase, which ends when the next one begins."""
         self.phase = Phase(name, time.time())
 
-    def __enter__(self) -> RunStatus:
+    def __enter__(self) -> Self:
         self._thread.start()
         return self
 

@@ -9,8 +9,6 @@ in a cookie afterwards, and a Host header that names this machine; every other r
 are addressed by their position in the server's own list, never by a path.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import math
@@ -145,7 +143,7 @@ def configs(runs: Sequence[RunFolder]) -> dict[str, Any]:
 class _Handler(BaseHTTPRequestHandler):
     """Handler of one connection."""
 
-    server: PageServer
+    server: "PageServer"
     protocol_version = "HTTP/1.1"
     server_version = "camshaft"
     sys_version = ""
