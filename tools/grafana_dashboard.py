@@ -47,20 +47,20 @@ def _panels() -> Iterator[dict[str, Any]]:
     yield _chart(next(ids), "Total steps", "stat", f"camshaft_total_steps{{{RUNS}}}", WIDTH, 0, 4)
     age = f"time() - camshaft_step_timestamp_seconds{{{RUNS}}}"
     yield _chart(next(ids), "Seconds since the last step", "stat", age, 2 * WIDTH, 0, 4)
-    for row in ROWS:
+    for title, panels in ROWS.items():
         yield {
             "id": next(ids),
             "type": "row",
-            "title": row.title,
+            "title": title,
             "collapsed": False,
             "gridPos": {"x": 0, "y": top, "w": 24, "h": 1},
             "panels": [],
         }
         top += 1
-        for index, panel in enumerate(row.panels):
+        for index, panel in enumerate(panels):
             x, y = WIDTH * (index % COLUMNS), top + HEIGHT * (index // COLUMNS)
             yield _chart(next(ids), panel.title, "timeseries", query(panel), x, y, HEIGHT)
-        top += HEIGHT * -(-len(row.panels) // COLUMNS)
+        top += HEIGHT * -(-len(panels) // COLUMNS)
 
 
 def _chart(number: int, title: str, kind: str, expression: str, x: int, y: int, height: int) -> dict[str, Any]:

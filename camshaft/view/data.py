@@ -86,15 +86,14 @@ def phases(run: RunFolder) -> dict[str, Any]:
 def layout(names: tuple[str, ...]) -> list[dict[str, Any]]:
     """Return rows and panels with the metrics that at least one run has logged."""
     rows = []
-    for row in ROWS:
-        panels = [(panel, panel.select(names)) for panel in row.panels]
+    for title, panels in ROWS.items():
         shown = [
             {"title": panel.title, "names": logged, "unit": _unit(logged[0])}
-            for panel, logged in panels
-            if len(logged) >= panel.fewest
+            for panel in panels
+            if len(logged := panel.select(names)) >= panel.fewest
         ]
         if shown:
-            rows.append({"title": row.title, "panels": shown})
+            rows.append({"title": title, "panels": shown})
     return rows
 
 

@@ -1,7 +1,7 @@
 """Metrics that the views of a run show, in five rows: learning, stability, mismatch, time and failures.
 
-for row in ROWS:
-    for panel in row.panels:
+for title, panels in ROWS.items():
+    for panel in panels:
         curves = panel.select(run.metrics.names)
 """
 
@@ -25,64 +25,42 @@ class Panel(NamedTuple):
         return list(dict.fromkeys(name for pattern in self.patterns for name in logged if re.fullmatch(pattern, name)))
 
 
-class Row(NamedTuple):
-    """A row of charts."""
-
-    title: str
-    panels: tuple[Panel, ...]
-
-
-ROWS = (
-    Row(
-        "Learning",
-        (
-            Panel("Training reward", (r"critic/score/mean", r"critic/score/p(10|50|90)")),
-            Panel("Training reward by data source", (r"critic/score/.+/mean",), fewest=2),
-            Panel("Validation reward", (r"val/reward/mean", r"val-core/.+/reward/mean")),
-            Panel("Loss", (r"train/loss", r"val/loss")),
-            Panel("Accuracy", (r"train/accuracy", r"val/accuracy")),
-            Panel("Groups without signal", (r"groups/same_share", r"filter_groups/same_share")),
-            Panel("Response length", (r"response_length/(mean|max)",)),
-            Panel("Cut responses", (r"response_length/clip_ratio",)),
-        ),
+ROWS = {
+    "Learning": (
+        Panel("Training reward", (r"critic/score/mean", r"critic/score/p(10|50|90)")),
+        Panel("Training reward by data source", (r"critic/score/.+/mean",), fewest=2),
+        Panel("Validation reward", (r"val/reward/mean", r"val-core/.+/reward/mean")),
+        Panel("Loss", (r"train/loss", r"val/loss")),
+        Panel("Accuracy", (r"train/accuracy", r"val/accuracy")),
+        Panel("Groups without signal", (r"groups/same_share", r"filter_groups/same_share")),
+        Panel("Response length", (r"response_length/(mean|max)",)),
+        Panel("Cut responses", (r"response_length/clip_ratio",)),
     ),
-    Row(
-        "Stability",
-        (
-            Panel("Entropy", (r"actor/entropy",)),
-            Panel("KL", (r"actor/ppo_kl", r"actor/kl_loss", r"actor/reward_kl_penalty")),
-            Panel("Clipped ratios", (r"actor/pg_clipfrac(_lower)?",)),
-            Panel("Gradient norm", (r"(actor|critic|train)/grad_norm",)),
-            Panel("Learning rate", (r"(actor|critic|train)/lr",)),
-            Panel("Value loss", (r"critic/vf_loss",)),
-            Panel("Explained variance of the critic", (r"critic/vf_explained_var",)),
-        ),
+    "Stability": (
+        Panel("Entropy", (r"actor/entropy",)),
+        Panel("KL", (r"actor/ppo_kl", r"actor/kl_loss", r"actor/reward_kl_penalty")),
+        Panel("Clipped ratios", (r"actor/pg_clipfrac(_lower)?",)),
+        Panel("Gradient norm", (r"(actor|critic|train)/grad_norm",)),
+        Panel("Learning rate", (r"(actor|critic|train)/lr",)),
+        Panel("Value loss", (r"critic/vf_loss",)),
+        Panel("Explained variance of the critic", (r"critic/vf_explained_var",)),
     ),
-    Row(
-        "Trainer against generator",
-        (
-            Panel("Log-prob gap, mean", (r"rollout/log_prob_diff_mean",)),
-            Panel("Log-prob gap, maximum", (r"rollout/log_prob_diff_max",)),
-            Panel("Effective samples", (r"rollout/effective_sample_share",)),
-        ),
+    "Trainer against generator": (
+        Panel("Log-prob gap, mean", (r"rollout/log_prob_diff_mean",)),
+        Panel("Log-prob gap, maximum", (r"rollout/log_prob_diff_max",)),
+        Panel("Effective samples", (r"rollout/effective_sample_share",)),
     ),
-    Row(
-        "Time",
-        (
-            Panel("Time per step", (r"timing_s/step",)),
-            Panel("Throughput", (r"perf/throughput", r"perf/rollout_tokens_per_second")),
-            Panel("Slowest reward call", (r"timing_s/reward_call_max",)),
-        ),
+    "Time": (
+        Panel("Time per step", (r"timing_s/step",)),
+        Panel("Throughput", (r"perf/throughput", r"perf/rollout_tokens_per_second")),
+        Panel("Slowest reward call", (r"timing_s/reward_call_max",)),
     ),
-    Row(
-        "Failures",
-        (
-            Panel("Failed reward calls", (r"reward/(errors|invalid|timeouts|crashes)",)),
-            Panel("Skipped steps", (r"(actor|critic|train)/skipped_steps",)),
-        ),
+    "Failures": (
+        Panel("Failed reward calls", (r"reward/(errors|invalid|timeouts|crashes)",)),
+        Panel("Skipped steps", (r"(actor|critic|train)/skipped_steps",)),
     ),
-)
-
+}
+"""Charts by the title of their row."""
 PHASES = (
     "gen",
     "gen_max",

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from camshaft.errors import ConfigError
 from camshaft.tracking.run_folder import RunFolder
-from camshaft.view.panels import ROWS, Panel
+from camshaft.view.panels import ROWS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,8 +49,8 @@ def draw(runs: Sequence[RunFolder], metrics: Sequence[str] = ()) -> Figure:
     unknown = [name for name in metrics if name not in names]
     if unknown:
         raise ConfigError(f"no run has logged {', '.join(unknown)}; see docs/metrics.md for the names of metrics")
-    panels = [Panel(name, (name,)) for name in metrics] or [panel for row in ROWS for panel in row.panels]
-    charts = [(panel.title, metrics_of) for panel in panels if (metrics_of := _metrics(panel, names, bool(metrics)))]
+    of_panels = ((panel.title, panel.select(names)) for panels in ROWS.values() for panel in panels)
+    charts = [(name, [name]) for name in metrics] or [(title, chart) for title, chart in of_panels if chart]
     if not charts:
         raise ConfigError("the runs have logged no metrics yet; wait for their first step")
     columns = min(COLUMNS, len(charts))
@@ -70,10 +70,6 @@ def draw(runs: Sequence[RunFolder], metrics: Sequence[str] = ()) -> Figure:
         axis.set_xlabel("step")
         axis.grid(alpha=0.3)
     return figure
-
-
-def _metrics(panel: Panel, names: Sequence[str], is_literal: bool) -> list[str]:
-    return list(panel.patterns) if is_literal else panel.select(names)
 
 
 def _draw(axis: Any, runs: Sequence[RunFolder], names: Sequence[str]) -> None:

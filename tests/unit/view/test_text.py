@@ -177,8 +177,8 @@ def test_a_constant_metric_is_a_line_in_a_plot(tmp_path: Path) -> None:
 
 def test_every_pattern_of_a_panel_matches_a_documented_metric() -> None:
     names = [name.replace("<source>", "sums") for metric in METRICS for name in metric.names()]
-    for row in ROWS:
-        for panel in row.panels:
+    for panels in ROWS.values():
+        for panel in panels:
             for pattern in panel.patterns:
                 assert panel._replace(patterns=(pattern,)).select(names), pattern
     for name in HEADLINES:
