@@ -38,6 +38,8 @@ INFO, STATUS, CONFIG, LOG = "run.json", "status.json", "config.yaml", "log.txt"
 METRICS, SAMPLES, VALIDATION = "metrics.jsonl", "samples", "validation"
 TIME = "timing/at"
 """Metric with the time at which the line of a step was written, in Unix seconds."""
+TOKEN_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_prob", "entropy", "advantages", "values", "returns")
+"""Columns of a file of responses with one value per token, as far as the step has computed them."""
 
 State = Literal["running", "finished", "failed", "stopped", "killed", "unknown"]
 """State of a run. `killed` means that its process is gone without an ending; `unknown` that no file describes it."""

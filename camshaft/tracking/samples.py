@@ -28,12 +28,10 @@ from torch import Tensor
 from camshaft.config.schema.trainer import SamplesConfig
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.tracking.base import rename_existing
-from camshaft.tracking.run_folder import SAMPLES
+from camshaft.tracking.run_folder import SAMPLES, TOKEN_COLUMNS
 
 Decode = Callable[[list[list[int]]], list[str]]
 
-TOKEN_COLUMNS = (*("old_log_probs", "rollout_log_probs", "ref_log_prob", "entropy", "advantages", "values", "returns"),)
-"""Columns of the batch that a file contains with one value per token, as far as the step has computed them."""
 MAX_TOKENS = 1 << 17
 """Maximum number of tokens with values in a file. At least one response has values, whatever its length."""
 RECENT_STEPS = 8

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from camshaft.errors import ConfigError
 from camshaft.tracking.names import find
-from camshaft.tracking.run_folder import TIME, RunFolder
+from camshaft.tracking.run_folder import TIME, TOKEN_COLUMNS, RunFolder
 from camshaft.view.advice import advise
 from camshaft.view.panels import PHASES, REWARD, ROWS, VALIDATION, first_logged
 
@@ -29,7 +29,6 @@ MAX_TEXT = 200_000
 """Maximum number of characters of a text on the page."""
 PHASE_STEPS = 50
 """Number of steps whose mean times the page shows."""
-TOKEN_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_prob", "entropy", "advantages", "values", "returns")
 
 
 def overview(run: RunFolder, now: float) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from camshaft.tracking.run_folder import RunFolder, RunFolderError, read_samples
-from camshaft.view.data import TOKEN_COLUMNS, response
+from camshaft.tracking.run_folder import TOKEN_COLUMNS, RunFolder, RunFolderError, read_samples
+from camshaft.view.data import response
 
 ORDERS = {"worst": ("score", 1), "best": ("score", -1), "gap": ("gap", -1), "long": ("response_tokens", -1)}
 """Name of an order -> column, and 1 if small values come first."""
@@ -93,9 +93,9 @@ class Ranking:
 
 def _numbers(path: Path) -> NDArray[np.float32]:
     table = read_samples(path, list(COLUMNS))
-    columns = [table[name].to_numpy() if name in table.column_names else None for name in COLUMNS]
     empty = np.full(table.num_rows, np.nan)
-    return np.stack([empty if column is None else column for column in columns]).astype(np.float32)
+    columns = [table[name].to_numpy() if name in table.column_names else empty for name in COLUMNS]
+    return np.stack(columns).astype(np.float32)
 
 
 def first_indices(values: NDArray[np.float32], count: int) -> NDArray[np.int64]:
