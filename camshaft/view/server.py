@@ -24,7 +24,7 @@ from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from camshaft.errors import CamshaftError, ConfigError
@@ -55,13 +55,6 @@ SEARCH_SECONDS = 10.0
 VIEWS = ("/runs", "/curves", "/phases", "/config", "/responses", "/ranked")
 """Paths of the data of the page."""
 _HOST = re.compile(r"^(localhost|127\.0\.0\.1|\[::1\])(:\d+)?$")
-
-
-class Reply(NamedTuple):
-    """Body of a response and its type."""
-
-    body: bytes
-    kind: str
 
 
 class Page:
@@ -153,30 +146,31 @@ class _Handler(BaseHTTPRequestHandler):
         parts = urlsplit(self.path)
         query = parse_qs(parts.query)
         if not self._is_allowed(query):
-            self._send(HTTPStatus.FORBIDDEN, Reply(b"403: open the URL that camshaft view has printed\n", "text/plain"))
+            self._send(HTTPStatus.FORBIDDEN, b"403: open the URL that camshaft view has printed\n")
             return
         try:
             reply = self._reply(parts.path, query)
         except CamshaftError as error:
-            self._send(HTTPStatus.NOT_FOUND, Reply(_json({"error": str(error)}), "application/json"))
+            self._send(HTTPStatus.NOT_FOUND, _json({"error": str(error)}), "application/json")
             return
         if reply is None:
-            self._send(HTTPStatus.FORBIDDEN, Reply(b"403: no such page\n", "text/plain"))
+            self._send(HTTPStatus.FORBIDDEN, b"403: no such page\n")
         else:
-            self._send(HTTPStatus.OK, reply)
+            self._send(HTTPStatus.OK, *reply)
 
     def _forbid(self) -> None:
         self.close_connection = True  # the body of the request is not read
-        self._send(HTTPStatus.FORBIDDEN, Reply(b"403: the page only reads\n", "text/plain"))
+        self._send(HTTPStatus.FORBIDDEN, b"403: the page only reads\n")
 
     do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = do_OPTIONS = _forbid
 
-    def _reply(self, path: str, query: dict[str, list[str]]) -> Reply | None:
+    def _reply(self, path: str, query: dict[str, list[str]]) -> tuple[bytes, str] | None:
+        """Return the body of a response and its type, or None if there is no such page."""
         if path in FILES:
             name, kind = FILES[path]
-            return Reply((STATIC / name).read_bytes(), kind)
+            return (STATIC / name).read_bytes(), kind
         value = self.server.page.answer(path, query)
-        return None if value is None else Reply(_json(value), "application/json")
+        return None if value is None else (_json(value), "application/json")
 
     def _is_allowed(self, query: dict[str, list[str]]) -> bool:
         host = self.headers.get("Host", "")
@@ -189,17 +183,17 @@ class _Handler(BaseHTTPRequestHandler):
         tokens = [*query.get("token", []), *([] if cookie is None else [cookie.value])]
         return any(hmac.compare_digest(token.encode(), self.server.token.encode()) for token in tokens)
 
-    def _send(self, status: HTTPStatus, reply: Reply) -> None:
+    def _send(self, status: HTTPStatus, body: bytes, kind: str = "text/plain") -> None:
         self.send_response(status)
         for name, value in HEADERS.items():
             self.send_header(name, value)
         if status is HTTPStatus.OK:
             cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
             self.send_header("Set-Cookie", cookie)
-        self.send_header("Content-Type", reply.kind)
-        self.send_header("Content-Length", str(len(reply.body)))
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(reply.body)
+        self.wfile.write(body)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do not log requests, whose paths can contain the token."""
