@@ -135,15 +135,14 @@ def extrapolate(layers: Layers, traces: Sequence[Sequence[Trace]]) -> list[Phase
 
 
 def _extrapolate_phase(layers: Layers, few: Trace, more: Trace) -> Phase:
-    pairs = list(
-        zip(_parts_at_ends(few, layers, layers.traced[0]), _parts_at_ends(more, layers, layers.traced[1]), strict=True)
-    )
+    fewest, most = layers.traced
+    pairs = list(zip(_parts_at_ends(few, layers, fewest), _parts_at_ends(more, layers, most), strict=True))
     if few.phase[:2] != more.phase[:2] or any(one.label != other.label for one, other in pairs):
-        numbers = f"{layers.traced[0]} and {layers.traced[1]}"
         raise EngineError(
-            f"the phase {few.phase.name} has other parts with {numbers} layers, so its memory cannot be extrapolated"
+            f"the phase {few.phase.name} has other parts with {fewest} and {most} layers, so its memory cannot be "
+            "extrapolated"
         )
-    steps = (layers.count - layers.traced[0]) / (layers.traced[1] - layers.traced[0])
+    steps = (layers.count - fewest) / (most - fewest)
 
     def line(one: int, other: int) -> int:
         return max(0, round(one + steps * (other - one)))
@@ -161,12 +160,9 @@ def _parts_at_ends(trace: Trace, layers: Layers, count: int) -> list[Part]:
     """Return the parts outside of the layers, and those of the first and last layers, counted from the ends."""
     parts: list[Part] = []
     for part in trace.parts:
-        if part.label is None:
-            parts.append(part)
-            continue
-        direction, index = part.label  # pyright: ignore[reportGeneralTypeIssues]
-        if index >= count - layers.last:
+        direction, index = part.label or (None, 0)  # pyright: ignore[reportGeneralTypeIssues]
+        if direction and index >= count - layers.last:
             parts.append(part._replace(label=(direction, index - count)))
-        elif index < layers.first:
+        elif not direction or index < layers.first:
             parts.append(part)
     return parts
