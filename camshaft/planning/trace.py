@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from camshaft.config import EngineConfig, PPOConfig, Topology, derive
+from camshaft.config import PPOConfig, Topology, derive
 from camshaft.config.backends import engine_capabilities
 from camshaft.config.engine import EngineModel
 from camshaft.dataproto import DataProto, Ragged
@@ -30,7 +30,7 @@ from camshaft.engine.torch_engine import TorchEngine
 from camshaft.models.loader import DTYPES, skeleton
 from camshaft.models.packed import PackedModel
 from camshaft.planning.engines import simulated
-from camshaft.planning.generator import keeps_tensors
+from camshaft.planning.generator import SHARING
 from camshaft.planning.layers import Phase, Trace, choose_layers, extrapolate, layer_kinds, mark_layers
 from camshaft.planning.tensor_memory import Part, TensorMemory
 from camshaft.rollout.builtin.cpu.linears import Layout, PackableLinear, choose_layout, is_layout_valid, packed_linears
@@ -42,7 +42,6 @@ TRACED_ROLLOUT = "torch"
 """Rollout that generates with the weights of the engine. Others reserve their memory themselves."""
 STEPS = 2
 """Number of training steps. The second one has all optimizer state."""
-
 
 Action = tuple[str, str, Callable[[], Any]]
 """Role, name of the phase, and the call."""
@@ -160,8 +159,9 @@ class _Tracer:
             self.worker = critic(config, topology, STEPS) if group == CRITIC else reward(config, topology)
             self.engines[group] = self.worker.engine
         if self.is_forecast:
-            for engine in self.engines.values():
-                engine.config = _without_weights(engine.config)
+            for engine in self.engines.values():  # weights are initialized instead of loaded
+                model = engine.config.model.model_copy(update={"random_init": True})
+                engine.config = engine.config.model_copy(update={"model": model})
 
     def run(self) -> list[Trace]:
         """Build the roles and run the phases of `STEPS` training steps."""
@@ -254,13 +254,13 @@ class _Tracer:
         with ExitStack() as parameters:
             parameters.enter_context(engine.eval_mode())
             weights = engine.named_weights(dtype_of=dtype_of)
-            if keeps_tensors(rollout.name):
+            if rollout.name in SHARING:
                 received = [tensor for _, tensor in weights]
                 self.generation.callback(received.clear)
             else:
                 for _ in weights:  # the rollout has copied a weight before the next one is gathered
                     pass
-            if keeps_tensors(rollout.name) and shares_storage:
+            if rollout.name in SHARING and shares_storage:
                 self.generation.enter_context(parameters.pop_all())
 
     def _generate(self, batch: DataProto) -> None:
@@ -323,23 +323,20 @@ class _Tracer:
 
         `shares_prompts` gives several responses to each prompt.
         """
-        with self.memory.on_host() if self.on_device else nullcontext():
-            return self._host_batch(rows, self.config.actor_rollout_ref.rollout.n if shares_prompts else 1)
-
-    def _host_batch(self, rows: int, group: int) -> DataProto:
         data, random = self.config.data, torch.Generator().manual_seed(0)
-        prompts = [torch.randint(TOKENS, (data.max_prompt_length,), generator=random) for _ in range(-(-rows // group))]
-        responses = Ragged(
-            torch.randint(TOKENS, (rows * data.max_response_length,), generator=random),
-            torch.full((rows,), data.max_response_length),
-        )
-        columns: dict[str, Any] = {
-            "prompts": Ragged.from_rows([prompts[row // group] for row in range(rows)]),
-            "responses": responses,
-            "response_mask": responses.map(lambda tokens: torch.ones_like(tokens, dtype=torch.bool)),
-        }
-        numbers = responses.like(torch.zeros(len(responses.values)))
-        return DataProto.from_dict(columns | dict.fromkeys(NUMBERS, numbers))
+        prompt, response = data.max_prompt_length, data.max_response_length
+        group = self.config.actor_rollout_ref.rollout.n if shares_prompts else 1
+        with self.memory.on_host() if self.on_device else nullcontext():
+            prompts = [torch.randint(TOKENS, (prompt,), generator=random) for _ in range(-(-rows // group))]
+            tokens = torch.randint(TOKENS, (rows * response,), generator=random)
+            responses = Ragged(tokens, torch.full((rows,), response))
+            columns: dict[str, Any] = {
+                "prompts": Ragged.from_rows([prompts[row // group] for row in range(rows)]),
+                "responses": responses,
+                "response_mask": responses.map(lambda tokens: torch.ones_like(tokens, dtype=torch.bool)),
+            }
+            numbers = responses.like(torch.zeros(len(responses.values)))
+            return DataProto.from_dict(columns | dict.fromkeys(NUMBERS, numbers))
 
 
 NUMBERS = (
@@ -348,8 +345,3 @@ NUMBERS = (
 """Columns with a number per response token."""
 TOKENS = 64
 """Token ids of the synthetic rows are below this number."""
-
-
-def _without_weights(config: EngineConfig) -> EngineConfig:
-    """Return a config that initializes the weights instead of loading them."""
-    return config.model_copy(update={"model": config.model.model_copy(update={"random_init": True})})
