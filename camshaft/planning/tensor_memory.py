@@ -388,15 +388,9 @@ def _mkl_size(shape: torch.Size, rows: int) -> int:
     return torch.ops.mkl._mkl_reorder_linear_weight(torch.empty(shape), rows).numel()
 
 
-def _onednn_linear(_memory: TensorMemory, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
-    return _empty_product(args[0], args[1])
-
-
-def _mkl_linear(_memory: TensorMemory, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
-    return _empty_product(args[0], args[2])
-
-
-def _empty_product(input: Tensor, weight: Tensor) -> Tensor:
+def _linear(position: int, _memory: TensorMemory, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
+    """Return a tensor for the product of the first argument and the weight at a position."""
+    input, weight = args[0], args[position]
     return _allocate(torch.empty((*input.shape[:-1], len(weight)), dtype=input.dtype, device="meta"))
 
 
@@ -422,8 +416,8 @@ SPECIAL: dict[str, Callable[[TensorMemory, Sequence[Any], Mapping[str, Any]], An
     "aten::_foreach_norm": functools.partial(_ones, torch.ops.aten._foreach_norm.Scalar),
     "aten::linalg_vector_norm": functools.partial(_ones, torch.ops.aten.linalg_vector_norm.default),
     "mkl::_mkl_reorder_linear_weight": _pack_for_mkl,
-    "mkl::_mkl_linear": _mkl_linear,
+    "mkl::_mkl_linear": functools.partial(_linear, 2),
     "mkldnn::_reorder_linear_weight": _pack_for_onednn,
-    "mkldnn::_linear_pointwise": _onednn_linear,
+    "mkldnn::_linear_pointwise": functools.partial(_linear, 1),
 }
 """Operators that a forecast replaces."""
