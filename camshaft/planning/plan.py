@@ -240,8 +240,7 @@ def _try_plan(overrides: Sequence[str], memory: int | None) -> Plan | None:
 def _changes(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]:
     """Yield changes that may lower the peak of a phase, the cheapest first. None of them changes the results."""
     is_critic = row.role == CRITIC
-    role = "critic" if is_critic else "actor_rollout_ref.actor"
-    model = "critic.model" if is_critic else "actor_rollout_ref.model"
+    role, model = ("critic", "critic.model") if is_critic else ("actor_rollout_ref.actor", "actor_rollout_ref.model")
     section: Any = config.critic if is_critic else config.actor_rollout_ref.actor
     yield from _smaller_micro_batches(config, row)
     checkpoints = (config.critic.model if is_critic else config.actor_rollout_ref.model).enable_gradient_checkpointing
@@ -282,20 +281,18 @@ def _is_valid(overrides: Sequence[str]) -> bool:
 
 def _offloads(config: PPOConfig) -> Iterator[tuple[str, ...]]:
     """Yield keys that keep the state of a role in host memory while other roles compute."""
+    policy, critic = config.actor_rollout_ref, config.critic
     roles: dict[str, tuple[str, Any]] = {
-        "actor_rollout_ref.ref.fsdp_config": (config.actor_rollout_ref.actor.strategy, config.actor_rollout_ref.ref),
-        "critic.model.fsdp_config": (config.critic.strategy, config.critic.model),
-        "actor_rollout_ref.actor.fsdp_config": (
-            config.actor_rollout_ref.actor.strategy,
-            config.actor_rollout_ref.actor,
-        ),
+        "actor_rollout_ref.ref": (policy.actor.strategy, policy.ref),
+        "critic.model": (critic.strategy, critic.model),
+        "actor_rollout_ref.actor": (policy.actor.strategy, policy.actor),
     }
     for section, (strategy, role) in roles.items():
         values = role.fsdp_config.model_dump()
         options = engine_capabilities(strategy).options.model_fields
         keys = [key for key in OFFLOADS.values() if values.get(key) is False and key in options]
         if keys:
-            yield tuple(f"{section}.{key}=true" for key in keys)
+            yield tuple(f"{section}.fsdp_config.{key}=true" for key in keys)
 
 
 def _smaller_generator(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]:
@@ -372,10 +369,8 @@ def report(plan: Plan) -> str:
 
 def as_dict(plan: Plan) -> dict[str, Any]:
     """Return a plan as JSON values, with sizes in bytes."""
-    rows = [row._asdict() for row in plan.rows]
-    return {"fits": plan.fits, "memory": plan.memory, "tightest": plan.tightest._asdict(), "rows": rows} | {
-        "notes": plan.notes
-    }
+    rows, tightest = [row._asdict() for row in plan.rows], plan.tightest._asdict()
+    return {"fits": plan.fits, "memory": plan.memory, "tightest": tightest, "rows": rows, "notes": plan.notes}
 
 
 def _size(count: float) -> str:
