@@ -64,7 +64,7 @@ def explain_memory_errors(config: PPOConfig, arguments: Sequence[str]) -> Iterat
             if is_out_of_memory(error) and not _killed_by_another_process(error, config, earlier_kills):
                 logger.warning(
                     "%s\nMemory may have run out. Forecasting the memory of the run (at most %.0f s)",
-                    _headline(error),
+                    str(error).partition("\n")[0] or type(error).__name__,
                     SECONDS,
                 )
                 error.add_note(memory_report(error, config, arguments, growth))
@@ -91,10 +91,6 @@ def _killed_by_another_process(error: BaseException, config: PPOConfig, earlier_
     """
     is_kill = "SIGKILL" in str(error)
     return is_kill and config.trainer.nnodes == 1 and earlier_kills is not None and kernel_kills() == earlier_kills
-
-
-def _headline(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__
 
 
 def memory_report(error: BaseException, config: PPOConfig, arguments: Sequence[str], growth: int) -> str:

@@ -174,11 +174,9 @@ INSIDE = ("timing_s/sync", "timing_s/sync_check", "timing_s/reward_call_max")
 
 def measured_load(run: RunFolder, config: PPOConfig) -> Load:
     """Return the rows of a step of an earlier run."""
-    means = {
-        name: statistics.median(_series(run, name))
-        for name in ("prompt_length/mean", "response_length/mean", "response_length/max")
-    }
-    return Load(config.data.train_batch_size, config.actor_rollout_ref.rollout.n, *means.values())
+    names = ("prompt_length/mean", "response_length/mean", "response_length/max")
+    lengths = (statistics.median(_series(run, name)) for name in names)
+    return Load(config.data.train_batch_size, config.actor_rollout_ref.rollout.n, *lengths)
 
 
 def _series(run: RunFolder, name: str) -> list[float]:
