@@ -90,7 +90,7 @@ def check_driver_tool(seconds: float) -> Iterator[Finding]:
     elif process.returncode:
         yield fail("nvidia-smi", _last_line(err or out, "") or "nvidia-smi failed", fix)
     else:
-        yield ok("nvidia-smi", "\n".join(out.decode(errors="replace").split("\n")).strip())
+        yield ok("nvidia-smi", out.decode(errors="replace").strip())
 
 
 def _output(process: subprocess.Popen[bytes], seconds: float) -> tuple[bytes, bytes, bool]:

@@ -82,7 +82,7 @@ def report(findings: Sequence[Finding]) -> str:
     """Format the findings as lines of text, with the fix below a problem, and a last line with the result."""
     width = max((len(finding.check) for finding in findings), default=0)
     lines = []
-    for status, check, message, fix in ((f.status, f.check, f.message, f.fix) for f in findings):
+    for check, status, message, fix in findings:
         indent = " " * (width + 7)
         lines.append(f"{status:<4} {check:<{width}}  {_indented(message, indent)}")
         if fix:

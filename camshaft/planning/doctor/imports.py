@@ -54,14 +54,12 @@ def check_packages() -> Iterator[Finding]:
 def check_optional_packages() -> Iterator[Finding]:
     """Report the optional packages that are installed, and those with an unsupported version."""
     extras = {requirement.name: requirement for requirement in _requirements() if requirement.name in OPTIONAL}
-    problems = [
-        problem for requirement in extras.values() for problem in requirement.problems("optional", optional=True)
-    ]
-    yield from problems
+    for requirement in extras.values():
+        yield from requirement.problems("optional", optional=True)
     installed = [f"{name} {_version(name)}" for name in OPTIONAL if _version(name) is not None]
     missing = [name for name in OPTIONAL if _version(name) is None]
-    parts = [f"installed: {', '.join(installed)}" if installed else "", f"not installed: {', '.join(missing)}"]
-    yield ok("optional", "; ".join(part for part in parts if part and not part.endswith(": ")))
+    parts = {"installed": installed, "not installed": missing}
+    yield ok("optional", "; ".join(f"{label}: {', '.join(names)}" for label, names in parts.items() if names))
 
 
 def installed_versions() -> dict[str, str]:
@@ -71,21 +69,19 @@ def installed_versions() -> dict[str, str]:
     return {"python": platform.python_version(), **{name: text for name, text in versions.items() if text is not None}}
 
 
-def check_shadowing() -> Iterator[Finding]:
+def check_shadowing() -> Sequence[Finding]:
     """Find files on the import path that have the name of an installed package or of the standard library."""
     entries = [Path(entry or os.getcwd()) for entry in sys.path]
     installed = {Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     names = _protected_modules()
     last = max((index for index, entry in enumerate(entries) if entry.resolve() in installed), default=len(entries))
-    clean = True
-    for index, entry in enumerate(entries):
-        if entry.resolve() in installed or entry.suffix == ".zip" or not entry.is_dir():
-            continue
-        for file in _shadowing_files(entry, names):
-            clean = False
-            yield _shadowing_finding(file, names[file.name.removesuffix(".py")], is_ignored=index > last)
-    if clean:
-        yield ok("imports", "no file on the import path shadows an installed package")
+    problems = [
+        _shadowing_finding(file, names[file.name.removesuffix(".py")], is_ignored=index > last)
+        for index, entry in enumerate(entries)
+        if entry.resolve() not in installed and entry.suffix != ".zip" and entry.is_dir()
+        for file in _shadowing_files(entry, names)
+    ]
+    return problems or [ok("imports", "no file on the import path shadows an installed package")]
 
 
 def _shadowing_finding(file: Path, package: str, is_ignored: bool) -> Finding:
@@ -101,10 +97,7 @@ def _shadowing_finding(file: Path, package: str, is_ignored: bool) -> Finding:
 def _protected_modules() -> dict[str, str]:
     """Map names of modules to the package that provides them."""
     packages = [requirement.name for requirement in _requirements() if _version(requirement.name) is not None]
-    modules = {
-        module.replace("-", "_"): package
-        for package, module in {**{package: package for package in packages}, **MODULES}.items()
-    }
+    modules = {MODULES.get(package, package).replace("-", "_"): package for package in (*packages, *MODULES)}
     return dict.fromkeys(sys.stdlib_module_names, "the standard library") | modules
 
 

@@ -13,7 +13,7 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -247,52 +247,48 @@ def _cpu_build_of_torch() -> Iterator[Finding]:
 # -- limits and variables -------------------------------------------------------------------------
 
 
-def check_limits() -> Iterator[Finding]:
+def check_limits() -> Sequence[Finding]:
     """Check the limits of open files, processes and file sizes."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     processes, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     size, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-    clean = True
+    problems: list[Finding] = []
     if 0 <= files < LOW_FILES:
-        clean = False
         level = fail if files < MIN_FILES else warn
-        yield level("limits", f"a process can open {files} files, and a run may need {LOW_FILES}", "ulimit -n 65536")
+        message = f"a process can open {files} files, and a run may need {LOW_FILES}"
+        problems.append(level("limits", message, "ulimit -n 65536"))
     if 0 <= processes < LOW_PROCESSES:
-        clean = False
-        yield warn("limits", f"this user can start {processes} processes and threads", "ulimit -u unlimited")
+        message = f"this user can start {processes} processes and threads"
+        problems.append(warn("limits", message, "ulimit -u unlimited"))
     if size != resource.RLIM_INFINITY:
-        clean = False
-        yield warn("limits", f"files are limited to {_size(size)} (ulimit -f)", "ulimit -f unlimited")
-    if clean:
-        yield ok("limits", f"{_limit(files)} open files, {_limit(processes)} processes")
+        problems.append(warn("limits", f"files are limited to {_size(size)} (ulimit -f)", "ulimit -f unlimited"))
+    return problems or [ok("limits", f"{_limit(files)} open files, {_limit(processes)} processes")]
 
 
 def _limit(value: int) -> str:
     return "unlimited" if value == resource.RLIM_INFINITY else str(value)
 
 
-def check_network(environment: Mapping[str, str] = os.environ) -> Iterator[Finding]:
+def check_network(environment: Mapping[str, str] = os.environ) -> Sequence[Finding]:
     """Check proxies, the host name, and the network interface that environment variables name."""
-    clean = True
+    problems: list[Finding] = []
     proxies = [name for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY") if environment.get(name)]
     direct = f"{environment.get('no_proxy', '')},{environment.get('NO_PROXY', '')}"
     if proxies and not {"127.0.0.1", "localhost", "*"} & {host.strip() for host in direct.split(",")}:
-        clean = False
         names = " and ".join(proxies)
         message = f"{names} is set without an exception for this machine, but a run connects to its own servers"
-        yield warn("network", message, "export NO_PROXY=localhost,127.0.0.1 no_proxy=localhost,127.0.0.1")
+        fix = "export NO_PROXY=localhost,127.0.0.1 no_proxy=localhost,127.0.0.1"
+        problems.append(warn("network", message, fix))
     interfaces = sorted(path.name for path in Path("/sys/class/net").glob("*"))
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if (missing := _missing_interface(environment.get(name, ""), interfaces)) is not None:
-            clean = False
-            yield fail("network", f"{name}={missing} names no interface of {', '.join(interfaces)}", f"unset {name}")
+            message = f"{name}={missing} names no interface of {', '.join(interfaces)}"
+            problems.append(fail("network", message, f"unset {name}"))
     host = socket.gethostname()
     if not _resolves(host):
-        clean = False
         message = f"the host name {host} does not resolve within {NAME_SECONDS:g} s; ranks wait for it when they start"
-        yield warn("network", message, f"echo '127.0.0.1 {host}' >> /etc/hosts")
-    if clean:
-        yield ok("network", f"host {host}, interfaces {', '.join(interfaces)}")
+        problems.append(warn("network", message, f"echo '127.0.0.1 {host}' >> /etc/hosts"))
+    return problems or [ok("network", f"host {host}, interfaces {', '.join(interfaces)}")]
 
 
 def _missing_interface(value: str, interfaces: list[str]) -> str | None:

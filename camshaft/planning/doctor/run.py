@@ -201,13 +201,11 @@ def check_ports(config: PPOConfig) -> Iterator[Finding]:
             yield fail("ports", f"no Ray cluster answers at {address}", "ray start --head")
         return
     ports = {key: value for key, value in ray_init.items() if key.endswith("port") and isinstance(value, int) and value}
-    clean = True
-    for key, port in ports.items():
-        if not _is_free(port):
-            clean = False
-            fix = f"ss -ltnp 'sport = :{port}', or set ray_kwargs.ray_init.{key} to another port"
-            yield fail("ports", f"ray_kwargs.ray_init.{key}={port} is in use by another process", fix)
-    if clean:
+    used = {key: port for key, port in ports.items() if not _is_free(port)}
+    for key, port in used.items():
+        fix = f"ss -ltnp 'sport = :{port}', or set ray_kwargs.ray_init.{key} to another port"
+        yield fail("ports", f"ray_kwargs.ray_init.{key}={port} is in use by another process", fix)
+    if not used:
         yield ok("ports", "the run starts a Ray cluster on free ports")
 
 

@@ -19,11 +19,11 @@ def read_shapes(folder: Path) -> tuple[list[str], dict[str, tuple[int, ...]]]:
     """Return the problems of the weight files of a folder, and the shapes of the weights by name."""
     problems: list[str] = []
     shapes: dict[str, tuple[int, ...]] = {}
-    files = sorted(folder.glob("*.safetensors"))
+    files, index = sorted(folder.glob("*.safetensors")), folder / INDEX
     try:
-        listed = _listed(folder)
+        listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
     except ValueError as error:
-        return [f"{folder / INDEX} is not valid JSON ({error})"], {}
+        return [f"{index} is not valid JSON ({error})"], {}
     missing = sorted(set(listed.values()) - {file.name for file in files})
     problems += [f"{folder} lacks {name}, which {INDEX} lists" for name in missing]
     for file in files:
@@ -35,9 +35,3 @@ def read_shapes(folder: Path) -> tuple[list[str], dict[str, tuple[int, ...]]]:
     if listed and not problems and (absent := sorted(set(listed) - set(shapes))):
         problems.append(f"{folder}: no file contains {absent[0]}, which {INDEX} lists")
     return problems, shapes
-
-
-def _listed(folder: Path) -> dict[str, str]:
-    """Map the weights that the index lists to their files. Empty if the folder has no index."""
-    index = folder / INDEX
-    return json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
