@@ -75,21 +75,18 @@ class Sync:
         for name, tensor in weights:
             yield name, tensor.detach().to(self.dtype_of(rollout, name, tensor))
 
-    def record(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights, and record their sizes and digests. The host waits for the digests once, at the end."""
-        return self._record(weights, Digests(), lambda _name, tensor: tensor.dtype)
-
-    def record_live(self, weights: Iterator[tuple[str, Tensor]], dtype_of: DtypeOf) -> Iterator[tuple[str, Tensor]]:
-        """Yield live weights, and record the sizes and digests that they will have after the rollout has cast them to
-        the dtypes of `dtype_of`."""
-        return self._record(weights, Digests(live=True), dtype_of)
-
-    def _record(
-        self, weights: Iterator[tuple[str, Tensor]], digests: Digests, dtype_of: DtypeOf
+    def record(
+        self, weights: Iterator[tuple[str, Tensor]], live_dtype_of: DtypeOf | None = None
     ) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weights, and record their sizes and digests. The host waits for the digests once, at the end.
+
+        With `live_dtype_of`, the weights are live, and the rollout casts them to these dtypes. The sizes and digests
+        are those after the cast.
+        """
+        digests = Digests(live=live_dtype_of is not None)
         try:
             for name, tensor in weights:
-                dtype = dtype_of(name, tensor)
+                dtype = live_dtype_of(name, tensor) if live_dtype_of else tensor.dtype
                 self.bytes += tensor.numel() * dtype.itemsize
                 start = time.perf_counter()
                 digests.add(name, tensor, dtype)
@@ -133,7 +130,10 @@ def rollout_mode(engine: BaseEngine, rollout: BaseRollout) -> Iterator[Sync]:
                 parameters.close()
             yield sync
         except BaseException as error:
-            _sleep_after(error, rollout)
+            try:
+                rollout.sleep()
+            except Exception as sleep_error:
+                error.add_note(f"rollout.sleep() also failed: {sleep_error}")
             raise
         rollout.sleep()
 
@@ -155,7 +155,7 @@ def _sync_engine(engine: BaseEngine, rollout: BaseRollout) -> Sync:
         dtype_of = functools.partial(sync.dtype_of, rollout)
         if lora is None:
             if rollout.casts_weights and engine.yields_live_weights:
-                rollout.load_weights(sync.record_live(engine.named_weights(), dtype_of))
+                rollout.load_weights(sync.record(engine.named_weights(), dtype_of))
             else:
                 rollout.load_weights(sync.record(engine.named_weights(dtype_of=dtype_of)))
             return sync
@@ -189,14 +189,6 @@ def _verified_sync(rollout: BaseRollout, device: str) -> Iterator[Sync]:
     sync.check_seconds += end - load_end
     sync.seconds = end - start
     sync.peak_memory = peak_memory(device)
-
-
-def _sleep_after(error: BaseException, rollout: BaseRollout) -> None:
-    """Put the rollout to sleep after `error`. A failure to do so is added to `error` as a note instead of raised."""
-    try:
-        rollout.sleep()
-    except Exception as sleep_error:
-        error.add_note(f"rollout.sleep() also failed: {sleep_error}")
 
 
 def _format_names(names: list[str]) -> str:
