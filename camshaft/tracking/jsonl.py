@@ -13,7 +13,7 @@ import logging
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +58,10 @@ class JsonlTracker(Tracker):
 
 def read_metrics(path: str | Path) -> list[dict[str, float]]:
     """Read a metrics file and convert all values to numbers. An incomplete last line is ignored."""
+    text = Path(path).read_text(encoding="utf-8")
     return [
-        {name: float(value) if isinstance(value, str) else value for name, value in line.items()}
-        for line in _lines(Path(path))
+        {name: float(value) if isinstance(value, str) else value for name, value in json.loads(line).items()}
+        for line in text[: text.rfind("\n") + 1].splitlines()
     ]
 
 
@@ -71,23 +72,16 @@ def _as_json(value: Any) -> Any:
     return number if math.isfinite(number) else str(number)
 
 
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    text = path.read_text(encoding="utf-8")
-    for line in text[: text.rfind("\n") + 1].splitlines():
-        yield json.loads(line)
-
-
 def _drop_lines_after(path: Path, step: int) -> None:
     """Delete the lines after a step. Lines that a crash of the machine has damaged are moved to another file."""
-    complete_lines = path.read_bytes().split(b"\n")[:-1]
-    steps = [_step_of(line) for line in complete_lines]
-    damaged = [line for line, number in zip(complete_lines, steps, strict=True) if number is None]
+    lines = [(line, _step_of(line)) for line in path.read_bytes().split(b"\n")[:-1]]
+    damaged = [line for line, number in lines if number is None]
     if damaged:
         other = path.with_name(path.name + DAMAGED)
         with open(other, "ab") as file:
             file.writelines(line + b"\n" for line in damaged)
         logger.warning("moved damaged lines of %s to %s: %d", path, other, len(damaged))
-    kept = [line for line, number in zip(complete_lines, steps, strict=True) if number is not None and number <= step]
+    kept = [line for line, number in lines if number is not None and number <= step]
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(b"".join(line + b"\n" for line in kept))
     os.replace(temporary, path)
