@@ -94,7 +94,7 @@ def find_role(path: Path) -> RoleCheckpoint:
 
     path = path.expanduser().absolute()
     is_role = (path / STATE_FILE).is_file() and not (path / TRAINER).is_dir()
-    folder = path if is_role else _role_folder(_checkpoint_folder(path))
+    folder = path if is_role else _role_folder(path)
     storage.read_manifest(folder)  # raises an error if the checkpoint is incomplete
     facts: dict[str, Any] = read_state_file(folder).get("engine", {})
     if "model" not in facts:
@@ -102,7 +102,8 @@ def find_role(path: Path) -> RoleCheckpoint:
     return RoleCheckpoint(folder, EngineModel(**facts["model"]), facts["seed"], _tokenizer_of_run(folder.parent))
 
 
-def _checkpoint_folder(path: Path) -> Path:
+def _role_folder(path: Path) -> Path:
+    """Return the folder of the actor, or of the only role, in a checkpoint or in the newest checkpoint of a run."""
     from camshaft.checkpoint import CheckpointManager
 
     if not path.is_dir():
@@ -113,21 +114,15 @@ def _checkpoint_folder(path: Path) -> Path:
             raise CheckpointError(
                 f"{path} contains no complete checkpoint; use the folder of a role, which may be complete"
             )
-        return checkpoint.folder
-    if path in [folder for _, folder in storage.step_folders(path.parent)]:
-        return CheckpointManager(path.parent).open(path).folder
-    content = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
-    raise CheckpointError(
-        f"{path} is not a checkpoint (it contains {content}); use the folder of a run, of a checkpoint in it "
-        "(global_step_20), or of a role in a checkpoint (global_step_20/actor)"
-    )
-
-
-def _role_folder(checkpoint: Path) -> Path:
-    from camshaft.checkpoint.manager import roles_of
-
-    roles = roles_of(storage.read_facts(checkpoint / TRAINER), checkpoint)
-    return checkpoint / (DEFAULT_ROLE if DEFAULT_ROLE in roles else roles[0])
+    elif path in [folder for _, folder in storage.step_folders(path.parent)]:
+        checkpoint = CheckpointManager(path.parent).open(path)
+    else:
+        content = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+        raise CheckpointError(
+            f"{path} is not a checkpoint (it contains {content}); use the folder of a run, of a checkpoint in it "
+            "(global_step_20), or of a role in a checkpoint (global_step_20/actor)"
+        )
+    return checkpoint.folder / (DEFAULT_ROLE if DEFAULT_ROLE in checkpoint.roles else checkpoint.roles[0])
 
 
 def _tokenizer_of_run(checkpoint: Path) -> str | None:
