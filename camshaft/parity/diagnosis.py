@@ -26,6 +26,7 @@ from camshaft.dataproto import Ragged
 from camshaft.errors import RolloutError
 from camshaft.parity.pair import Comparison, Pair, ParityCase, WeightSyncError, log_prob_temperature
 from camshaft.parity.tokens import special_tokens
+from camshaft.rollout import SamplingParams
 
 FindingKind = Literal["dtype", "sampling", "weights", "template", "unknown"]
 LOADED, UPDATED = "as loaded", "after an update"
@@ -81,11 +82,11 @@ def diagnose(
     """
     pair = Pair(case)
     diagnosis = _compare(pair, prompts, limit, log)
+    search = _Search(pair, diagnosis, prompts, tokenizer, limit, log)
     if not diagnosis.findings and diagnosis.worst > limit:
-        search = _Search(pair, diagnosis, prompts, tokenizer, limit, log)
         diagnosis.findings = _explain(search, case)
     elif not diagnosis.findings:
-        finding = _test_raw_log_probs(pair, prompts, limit, log)
+        finding = _test_raw_log_probs(search)
         diagnosis.findings = [] if finding is None else [finding]
     return diagnosis
 
@@ -276,7 +277,7 @@ def _test_sampling(search: _Search) -> Finding | None:
     """Test whether engine and rollout compute log-probs of the same distribution: temperature, top_k and top_p."""
     sampling, comparison = search.pair.case.sampling, search.loaded
     expected = log_prob_temperature(sampling)
-    finding = _test_raw_log_probs(search.pair, search.prompts, search.limit, search.log)
+    finding = _test_raw_log_probs(search)
     if finding is not None:
         return finding
     search.log("comparing at other temperatures")
@@ -287,7 +288,7 @@ def _test_sampling(search: _Search) -> Finding | None:
             f"difference is then {best.worst:.1e}."
         )
         return Finding("sampling", evidence, "Check the sampling settings of the generator (generation_config.json)")
-    if not _truncates(search) and expected == 1.0:
+    if expected == 1.0 and (sampling.greedy or not _truncates(sampling)):
         return _test_hidden_truncation(comparison, search.limit)
     settings = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
     search.log("generating without top_k and top_p, and at temperature 1")
@@ -311,10 +312,9 @@ def _test_sampling(search: _Search) -> Finding | None:
     return None
 
 
-def _truncates(search: _Search) -> bool:
+def _truncates(sampling: SamplingParams) -> bool:
     """Return True if top_k or top_p truncates the sampled distribution."""
-    sampling = search.pair.case.sampling
-    return not sampling.greedy and (sampling.top_k > 0 or sampling.top_p < 1.0)
+    return sampling.top_k > 0 or sampling.top_p < 1.0
 
 
 def _fit_temperature(search: _Search) -> tuple[Comparison, float]:
@@ -352,22 +352,21 @@ def _test_hidden_truncation(comparison: Comparison, limit: float) -> Finding | N
     return Finding("sampling", evidence, "Check top_k and top_p of the generator (generation_config.json)")
 
 
-def _test_raw_log_probs(pair: Pair, prompts: Ragged, limit: float, log: Callable[[str], None]) -> Finding | None:
+def _test_raw_log_probs(search: _Search) -> Finding | None:
     """Test whether the rollout returns log-probs of the model instead of those of the sampled distribution.
 
     With top_k=1, a single token remains, and its log-prob in the sampled distribution is 0.
     """
-    sampling = pair.case.sampling
-    is_truncated = sampling.top_k > 0 or sampling.top_p < 1.0
-    if sampling.greedy or (sampling.temperature == 1.0 and not is_truncated):
+    pair, sampling = search.pair, search.pair.case.sampling
+    if sampling.greedy or (sampling.temperature == 1.0 and not _truncates(sampling)):
         return None
-    log("generating with top_k=1")
-    comparison = pair.measure(prompts, replace(sampling, top_k=1, top_p=1.0))
-    if float(comparison.rollout.values.abs().max()) <= limit:
+    search.log("generating with top_k=1")
+    comparison = pair.measure(search.prompts, replace(sampling, top_k=1, top_p=1.0))
+    if float(comparison.rollout.values.abs().max()) <= search.limit:
         return None
     for temperature, stage in ((1.0, "before temperature, top_k and top_p"), (sampling.temperature, "before top_k")):
         raw = comparison.with_engine(pair.log_probs(comparison.prompts, comparison.responses, temperature))
-        if raw.worst <= limit:
+        if raw.worst <= search.limit:
             evidence = f"The rollout returns raw log-probs ({stage}), but samples from another distribution."
             advice = "Request log-probs of the sampled distribution (vLLM: logprobs_mode=processed_logprobs)"
             return Finding("sampling", evidence, advice)
