@@ -61,8 +61,6 @@ class SimulatedParts(Parts):
 
 
 class _SimulatedEngine(TorchEngine):
-    """An engine whose device is simulated."""
-
     def __init__(self, config: EngineConfig):
         # Compiled layers cannot be traced.
         options = {name: value for name, value in config.options.items() if name != "use_torch_compile"}

@@ -83,7 +83,6 @@ def _repetition(kinds: Sequence[Hashable]) -> tuple[int, int]:
 
 
 def decoder_layers(hf: PreTrainedModel) -> nn.ModuleList:
-    """Return the decoder layers of a model."""
     count = hf.config.get_text_config().num_hidden_layers
     for module in hf.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

@@ -97,7 +97,6 @@ def trace_layers(
 
 
 def engine_model(config: PPOConfig, group: str) -> EngineModel:
-    """Return the model of a group of roles."""
     if group == REWARD:
         return derive.reward_engine_model(config)
     if group == CRITIC:
@@ -116,7 +115,6 @@ def with_layers(config: PPOConfig, group: str, count: int, types: Sequence[str] 
 
 
 def group_topology(config: PPOConfig, group: str) -> Topology:
-    """Return the ranks of a group of roles."""
     topology = config.topology()
     return {CRITIC: topology.critic_topology(), REWARD: topology.reward_model_topology()}.get(group, topology)
 

@@ -81,7 +81,6 @@ class PrometheusTracker(Tracker, Collector):
 
 
 def prometheus_name(metric: str) -> str:
-    """Return the Prometheus name of a metric."""
     return "camshaft_" + re.sub(r"[^a-zA-Z0-9_]", "_", metric)
 
 

@@ -24,7 +24,6 @@ class Finding(NamedTuple):
     """The result of one check."""
 
     check: str
-    """Name of the check."""
     status: Status
     message: str
     fix: str = ""
@@ -73,7 +72,6 @@ def _run(check: Check) -> list[Finding]:
 
 
 def worst(findings: Iterable[Finding]) -> Status:
-    """Return the worst status of the findings."""
     statuses: list[Status] = [finding.status for finding in findings]
     return max(statuses or ["OK"], key=ORDER.index)
 
@@ -93,7 +91,6 @@ def report(findings: Sequence[Finding]) -> str:
 
 
 def report_json(findings: Sequence[Finding]) -> str:
-    """Format the findings as a JSON object."""
     content = {"status": worst(findings), "findings": [finding._asdict() for finding in findings]}
     return mask_text(json.dumps(content, indent=2), ())
 

@@ -79,7 +79,6 @@ def run_checks(config: PPOConfig, overrides: Sequence[str] | None = None) -> dic
 
 
 def check_models(config: PPOConfig) -> Iterator[Finding]:
-    """Compare the weight files of each model with their headers and with the index."""
     for key, model in _models(config).items():
         yield from check_model(key, model.path)
 
