@@ -49,7 +49,7 @@ def overview(run: RunFolder, now: float) -> dict[str, Any]:
         "reward": _number(None if reward is None else run.metrics.last(reward)),
         "validation": _number(None if validation is None else run.metrics.last(validation)),
         "samples": run.sample_steps(),
-        "advice": [{"title": advice.title, "text": advice.text} for advice in advise(run, now)],
+        "advice": [advice._asdict() for advice in advise(run, now)],
     }
 
 

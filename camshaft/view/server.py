@@ -174,7 +174,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_allowed(self, query: dict[str, list[str]]) -> bool:
         host = self.headers.get("Host", "")
-        if not self.server.is_unix and not _HOST.match(host):
+        if self.server.socket_path is None and not _HOST.match(host):
             return False
         try:
             cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
@@ -223,7 +223,6 @@ class PageServer(ThreadingHTTPServer):
     def __init__(self, folders: Sequence[str | Path], port: int = 0, socket_path: Path | None = None):
         self.page = Page(folders)
         self.token = secrets.token_urlsafe(24)
-        self.is_unix = socket_path is not None
         self.socket_path = socket_path
         if socket_path is None:
             super().__init__(("127.0.0.1", port), _Handler)
@@ -241,7 +240,7 @@ class PageServer(ThreadingHTTPServer):
         """Name of the cookie. Cookies of all ports of a host are sent to each of them."""
 
     def server_bind(self) -> None:
-        if not self.is_unix:
+        if self.socket_path is None:
             super().server_bind()
             return
         socketserver.TCPServer.server_bind(self)
@@ -255,7 +254,7 @@ class PageServer(ThreadingHTTPServer):
     @property
     def url(self) -> str:
         """URL of the page with its token. With a Unix socket, the port is that of the tunnel."""
-        port = "<port>" if self.is_unix else self.server_port
+        port = self.server_port if self.socket_path is None else "<port>"
         return f"http://127.0.0.1:{port}/?token={self.token}"
 
 
