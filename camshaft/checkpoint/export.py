@@ -143,9 +143,8 @@ def export_adapter(
                 folder, config=config, dtype=check.dtype, trust_remote_code=model.trust_remote_code
             )
             loaded, weights_loaded = load_adapter(base, work)
-        _compare_weights(
-            weights_loaded, {name: _digest(tensor, dtype) for name, tensor in tensors.items()}, dtype, target
-        )
+        digests = {name: _digest(tensor, dtype) for name, tensor in tensors.items()}
+        _compare_weights(weights_loaded, digests, dtype, target)
         rows = _rows(config)
         _compare(loaded, model.head, rows, check.run(rows)[OUTPUTS[model.head][0]], check.dtype, target)
 

@@ -106,11 +106,8 @@ def _compare(pair: Pair, prompts: Ragged, limit: float, log: Callable[[str], Non
             diagnosis.update_change = pair.update(loaded)
             diagnosis.comparisons[UPDATED] = pair.measure(prompts)
     except WeightSyncError as error:
-        diagnosis.findings.append(
-            Finding(
-                "weights", str(error), "Check the rollout's load_weights(), for example with camshaft check-rollout"
-            )
-        )
+        advice = "Check the rollout's load_weights(), for example with camshaft check-rollout"
+        diagnosis.findings.append(Finding("weights", str(error), advice))
     return diagnosis
 
 

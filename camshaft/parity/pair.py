@@ -143,9 +143,8 @@ class Pair:
         self.case = case
         self.engine: BaseEngine = build_engine(case.engine, case.engine_config())
         self.engine.init_model()
-        return_experts = rollout_class(case.rollout).capabilities.supports_routed_experts and can_compare_routing(
-            self.engine
-        )
+        capabilities = rollout_class(case.rollout).capabilities
+        return_experts = capabilities.supports_routed_experts and can_compare_routing(self.engine)
         self.rollout: BaseRollout = build_rollout(case.rollout, case.rollout_config(return_experts))
 
     def measure(self, prompts: Ragged, sampling: SamplingParams | None = None) -> Comparison:

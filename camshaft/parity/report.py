@@ -45,9 +45,8 @@ def run(options: argparse.Namespace) -> int:
     def log(text: str) -> None:
         console.print(f"  {text}", markup=False, style="dim", soft_wrap=True)
 
-    _print(
-        console, f"{options.engine} and {options.rollout} on {options.model}: {len(prompts)} prompts, {_settings(case)}"
-    )
+    names = f"{options.engine} and {options.rollout} on {options.model}"
+    _print(console, f"{names}: {len(prompts)} prompts, {_settings(case)}")
     diagnosis = diagnose(case, prompts, tokenizer, options.limit, log)
     if tokenizer is not model_tokenizer:
         diagnosis.findings += _tokenizer_findings(compare_tokenizers(model_tokenizer, tokenizer), options)

@@ -38,9 +38,7 @@ PHASES = {
     "save_checkpoint": "save",
 }
 """Phases of `camshaft plan` by the methods of the roles."""
-MESSAGE = re.compile(
-    "MemoryError|OutOfMemoryError|out of memory|an't allocate memory|annot allocate memory|memory runs? out"
-)
+MESSAGE = re.compile("MemoryError|out of memory|an't allocate memory|annot allocate memory|memory runs? out")
 """Messages of torch, Python, the operating system and the controller, also for ranks that the kernel killed."""
 KERNEL_COUNTERS = Path("/proc/vmstat")
 

@@ -33,6 +33,8 @@ from camshaft.errors import RolloutError
 from camshaft.models.lora import apply_scaling
 from camshaft.rollout import BaseRollout
 
+Weights = Iterator[tuple[str, Tensor]]
+
 MAX_NAMES = 8
 """Maximum number of weight names in an error message. Further names are only counted."""
 
@@ -70,14 +72,12 @@ class Sync:
         self.shares_storage |= dtype == tensor.dtype
         return dtype
 
-    def cast(self, weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout) -> Iterator[tuple[str, Tensor]]:
+    def cast(self, weights: Weights, rollout: BaseRollout) -> Weights:
         """Yield the weights in the dtypes in which `rollout` receives them."""
         for name, tensor in weights:
             yield name, tensor.detach().to(self.dtype_of(rollout, name, tensor))
 
-    def record(
-        self, weights: Iterator[tuple[str, Tensor]], live_dtype_of: DtypeOf | None = None
-    ) -> Iterator[tuple[str, Tensor]]:
+    def record(self, weights: Weights, live_dtype_of: DtypeOf | None = None) -> Weights:
         """Yield the weights, and record their sizes and digests. The host waits for the digests once, at the end.
 
         With `live_dtype_of`, the weights are live, and the rollout casts them to these dtypes. The sizes and digests
@@ -138,7 +138,7 @@ def rollout_mode(engine: BaseEngine, rollout: BaseRollout) -> Iterator[Sync]:
         rollout.sleep()
 
 
-def sync_weights(weights: Iterator[tuple[str, Tensor]], rollout: BaseRollout, device: str) -> Sync:
+def sync_weights(weights: Weights, rollout: BaseRollout, device: str) -> Sync:
     """Wake `rollout`, load `weights` from a sender on `device`, and verify them."""
     with _verified_sync(rollout, device) as sync:
         rollout.load_weights(sync.record(sync.cast(weights, rollout)))

@@ -203,9 +203,8 @@ class Run:
             )
         from camshaft.runs.start import resume
 
-        changed = Launch(
-            self._command(), keys if steps is None else {**keys, "steps": steps}, reward, as_hooks(on_step)
-        )
+        values = keys if steps is None else {**keys, "steps": steps}
+        changed = Launch(self._command(), values, reward, as_hooks(on_step))
         return resume(self.folder, self._launch or self._recorded_launch(changed), changed)
 
     # -- display --------------------------------------------------------------------------------------

@@ -176,13 +176,12 @@ def _written_objects(launch: Launch, objects: Objects) -> Iterator[tuple[Path | 
     """
     schema = SCHEMAS[launch.command]
     names = short_names(schema)
-    unsaved = {name for name, value in objects._asdict().items() if value is not None and not is_path(value)}
+    given = objects._asdict()
+    unsaved = {name for name, value in given.items() if value is not None and not is_path(value)}
     if not unsaved:
         yield None, launch
         return
-    placeholders = {
-        names[name]: _name(value) for name, value in objects._asdict().items() if name in unsaved & {*names}
-    }
+    placeholders = {names[name]: _name(given[name]) for name in unsaved & {*names}}
     folder = _run_folder({**placeholders, **launch.values}, schema)
     existing = set(folder.glob(f"{INPUTS}/*"))
     new_folders = [path for path in (folder / INPUTS, folder, *folder.parents) if not path.exists()]

@@ -91,9 +91,8 @@ class ThreadedTracker:
         except queue.Full:
             if not self._full:
                 self._full = True
-                logger.warning(
-                    "the queue of the tracker '%s' is full; it loses metrics from step %d on", self.name, step
-                )
+                message = "the queue of the tracker '%s' is full; it loses metrics from step %d on"
+                logger.warning(message, self.name, step)
 
     def finish(self, ending: Ending) -> None:
         """Close the tracker. If it does not close within FINISH_SECONDS, log a warning and return."""

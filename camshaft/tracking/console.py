@@ -72,9 +72,7 @@ class ConsoleTracker(Tracker):
         self._console = console or shared_console()
         self._clock = clock
         self._start_time = clock()
-        self._step_times: deque[tuple[int, float]] = deque(
-            [(run.resumed_step or 0, self._start_time)], maxlen=_WINDOW + 1
-        )
+        self._step_times = deque([(run.resumed_step or 0, self._start_time)], maxlen=_WINDOW + 1)
         self._history: dict[str, list[float]] = {}
         self._num_steps = 0
         self._next_validation = -math.inf

@@ -71,10 +71,10 @@ class MLflowTracker(Tracker):
         experiment = self._client.create_experiment(run.project) if existing is None else existing.experiment_id
         run_id = self._client.create_run(experiment, run_name=run.experiment).info.run_id
         values = {metric_name(key): value for key, value in flatten(run.config, ()).items()}
-        texts = {
-            name: value if isinstance(value, str) else json.dumps(value, default=str) for name, value in values.items()
-        }
-        params = [Param(name, text) for name, text in texts.items()]
+        params = [
+            Param(name, value if isinstance(value, str) else json.dumps(value, default=str))
+            for name, value in values.items()
+        ]
         for start in range(0, len(params), _PARAMS_PER_REQUEST):
             self._client.log_batch(run_id, params=params[start : start + _PARAMS_PER_REQUEST])
         return run_id

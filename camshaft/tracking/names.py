@@ -264,9 +264,8 @@ def explain(name: str) -> str:
     """Format the description, the unit and the source of a metric as text."""
     metric = find(name)
     rows = [("unit", metric.unit), ("trainer", f"camshaft {metric.trainer}"), ("source", f"camshaft/{metric.source}")]
-    return "\n".join(
-        [metric.name, f"  {metric.description}", "", *(f"  {label:<8}  {text}" for label, text in rows if text)]
-    )
+    lines = [f"  {label:<8}  {text}" for label, text in rows if text]
+    return "\n".join([metric.name, f"  {metric.description}", "", *lines])
 
 
 def reference_page() -> str:
