@@ -21,7 +21,7 @@ const state = {
 function element(tag, attributes = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(attributes)) {
-    if (name === "onclick" || name === "onchange" || name === "oninput") node[name] = value;
+    if (name.startsWith("on")) node[name] = value;
     else if (name === "style") Object.assign(node.style, value);
     else if (value !== false && value !== null) node.setAttribute(name, value === true ? "" : value);
   }
@@ -147,11 +147,8 @@ function positions(run, steps, length) {
   if (state.x === "step") return steps;
   const at = run["timing/at"];
   if (!at || !at.steps.length) return steps.map(() => null);
-  return steps.map((step) => {
-    let index = at.steps.findIndex((other) => other >= step);
-    if (index < 0) index = at.steps.length - 1;
-    return at.values[index] / length;
-  });
+  // Without a later step, the index -1 selects the last value.
+  return steps.map((step) => at.values.at(at.steps.findIndex((other) => other >= step)) / length);
 }
 
 function axisNumber(values) {
@@ -472,9 +469,8 @@ function response(row, limit) {
 }
 
 function describe([first, last], values, text) {
-  const lines = [];
-  for (let i = first; i <= last; i += 1) lines.push(`${JSON.stringify(text(i, i))} ${number(values[i])}`);
-  return lines.join("\n");
+  const line = (value, i) => `${JSON.stringify(text(first + i, first + i))} ${number(value)}`;
+  return values.slice(first, last + 1).map(line).join("\n");
 }
 
 // -- time and config ------------------------------------------------------------------------------
