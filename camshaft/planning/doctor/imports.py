@@ -47,7 +47,7 @@ def check_packages() -> Iterator[Finding]:
     problems = [problem for requirement in requirements for problem in requirement.problems("packages", optional=False)]
     yield from problems
     if not problems:
-        versions = ", ".join(f"{requirement.name} {_version(requirement.name)}" for requirement in requirements)
+        versions = ", ".join(f"{requirement.name} {package_version(requirement.name)}" for requirement in requirements)
         yield ok("packages", versions)
 
 
@@ -56,8 +56,8 @@ def check_optional_packages() -> Iterator[Finding]:
     extras = {requirement.name: requirement for requirement in _requirements() if requirement.name in OPTIONAL}
     for requirement in extras.values():
         yield from requirement.problems("optional", optional=True)
-    installed = [f"{name} {_version(name)}" for name in OPTIONAL if _version(name) is not None]
-    missing = [name for name in OPTIONAL if _version(name) is None]
+    installed = [f"{name} {package_version(name)}" for name in OPTIONAL if package_version(name) is not None]
+    missing = [name for name in OPTIONAL if package_version(name) is None]
     parts = {"installed": installed, "not installed": missing}
     yield ok("optional", "; ".join(f"{label}: {', '.join(names)}" for label, names in parts.items() if names))
 
@@ -65,7 +65,7 @@ def check_optional_packages() -> Iterator[Finding]:
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python, of camshaft, and of its required and optional packages that are installed."""
     names = ["camshaft", *(requirement.name for requirement in _requirements() if not requirement.extra), *OPTIONAL]
-    versions = {name: _version(name) for name in names}
+    versions = {name: package_version(name) for name in names}
     return {"python": platform.python_version(), **{name: text for name, text in versions.items() if text is not None}}
 
 
@@ -96,7 +96,7 @@ def _shadowing_finding(file: Path, package: str, is_ignored: bool) -> Finding:
 
 def _protected_modules() -> dict[str, str]:
     """Map names of modules to the package that provides them."""
-    packages = [requirement.name for requirement in _requirements() if _version(requirement.name) is not None]
+    packages = [requirement.name for requirement in _requirements() if package_version(requirement.name) is not None]
     modules = {MODULES.get(package, package).replace("-", "_"): package for package in (*packages, *MODULES)}
     return dict.fromkeys(sys.stdlib_module_names, "the standard library") | modules
 
@@ -131,7 +131,7 @@ class Requirement:
 
     def problems(self, check: str, optional: bool) -> Iterator[Finding]:
         """Yield a finding if the package is missing or has an unsupported version."""
-        version = _version(self.name)
+        version = package_version(self.name)
         fix = f"pip install '{self.name}{self.range}'"
         if version is None:
             if not optional:
@@ -176,7 +176,7 @@ def _metadata() -> importlib.metadata.PackageMetadata:
         return email.message.Message()  # pyright: ignore[reportReturnType]
 
 
-def _version(package: str) -> str | None:
+def package_version(package: str) -> str | None:
     """Return the version of an installed package, or None."""
     try:
         return importlib.metadata.version(package)

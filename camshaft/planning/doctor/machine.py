@@ -3,23 +3,28 @@
 findings = collect(machine_checks(Path("checkpoints")), seconds=5.0)
 """
 
-import contextlib
 import fcntl
-import importlib.metadata
 import os
 import resource
 import shutil
 import socket
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 from functools import partial
 from pathlib import Path
 
 from camshaft.machine import describe_contention, omp_threads
 from camshaft.planning.doctor.findings import Check, Finding, fail, ok, warn
-from camshaft.planning.doctor.imports import check_optional_packages, check_packages, check_python, check_shadowing
+from camshaft.planning.doctor.imports import (
+    check_optional_packages,
+    check_packages,
+    check_python,
+    check_shadowing,
+    package_version,
+)
+from camshaft.subprocesses import start_thread
 
 GIB = 2**30
 MIN_SHARED_MEMORY = GIB
@@ -232,16 +237,10 @@ def check_driver(root: Path = Path("/")) -> Iterator[Finding]:
         first = version.read_text(encoding="utf-8").splitlines()[0]
         number = next((word for word in first.split() if word[0].isdigit() and "." in word), "unknown")
         yield ok("driver", f"NVIDIA driver {number}, {len(devices)} devices")
-        yield from _cpu_build_of_torch()
-
-
-def _cpu_build_of_torch() -> Iterator[Finding]:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        version = importlib.metadata.version("torch")
-        if version.endswith("+cpu"):
-            message = f"torch {version} is a build for CPUs, so no run uses the GPU"
-            fix = f"pip install --force-reinstall torch=={version.partition('+')[0]}"
-            yield fail("driver", message, fix)
+        torch = package_version("torch") or ""
+        if torch.endswith("+cpu"):
+            fix = f"pip install --force-reinstall torch=={torch.partition('+')[0]}"
+            yield fail("driver", f"torch {torch} is a build for CPUs, so no run uses the GPU", fix)
 
 
 # -- limits and variables -------------------------------------------------------------------------
@@ -300,12 +299,6 @@ def _missing_interface(value: str, interfaces: list[str]) -> str | None:
 
 
 def _resolves(host: str) -> bool:
-    resolved = threading.Event()
-
-    def resolve() -> None:
-        with contextlib.suppress(OSError):
-            socket.getaddrinfo(host, None)
-            resolved.set()
-
-    threading.Thread(target=resolve, daemon=True).start()
-    return resolved.wait(NAME_SECONDS)
+    lookup = start_thread(partial(socket.getaddrinfo, host, None), "host name")
+    futures.wait([lookup], NAME_SECONDS)
+    return lookup.done() and lookup.exception() is None
