@@ -53,8 +53,6 @@ class SampleWriter:
         # Arrays, because a long run has a file for each of its steps.
         self._steps, self._sizes = array("q"), array("q")
         """Steps of the files in ascending order, and their sizes in bytes."""
-        self._total = 0
-        """Size of all files in bytes."""
         self._has_failed = False
 
     def start(self, resumed_step: int | None) -> None:
@@ -97,14 +95,13 @@ class SampleWriter:
     def _record(self, step: int, size: int) -> None:
         self._steps.append(step)
         self._sizes.append(size)
-        self._total += size
 
     def _prune(self) -> None:
         limit = int(self.config.max_gb * 1e9)
-        while self._total > limit and len(self._steps) > 1:
+        while sum(self._sizes) > limit and len(self._steps) > 1:
             index = least_useful(self._steps)
             (self.folder / f"step_{self._steps.pop(index)}.parquet").unlink(missing_ok=True)
-            self._total -= self._sizes.pop(index)
+            self._sizes.pop(index)
 
 
 def least_useful(steps: Sequence[int]) -> int:
