@@ -147,30 +147,25 @@ class _Handler(BaseHTTPRequestHandler):
         query = parse_qs(parts.query)
         if not self._is_allowed(query):
             self._send(HTTPStatus.FORBIDDEN, b"403: open the URL that camshaft view has printed\n")
-            return
-        try:
-            reply = self._reply(parts.path, query)
-        except CamshaftError as error:
-            self._send(HTTPStatus.NOT_FOUND, _json({"error": str(error)}), "application/json")
-            return
-        if reply is None:
-            self._send(HTTPStatus.FORBIDDEN, b"403: no such page\n")
+        elif parts.path in FILES:
+            name, kind = FILES[parts.path]
+            self._send(HTTPStatus.OK, (STATIC / name).read_bytes(), kind)
         else:
-            self._send(HTTPStatus.OK, *reply)
+            try:
+                value = self.server.page.answer(parts.path, query)
+            except CamshaftError as error:
+                self._send(HTTPStatus.NOT_FOUND, _json({"error": str(error)}), "application/json")
+                return
+            if value is None:
+                self._send(HTTPStatus.FORBIDDEN, b"403: no such page\n")
+            else:
+                self._send(HTTPStatus.OK, _json(value), "application/json")
 
     def _forbid(self) -> None:
         self.close_connection = True  # the body of the request is not read
         self._send(HTTPStatus.FORBIDDEN, b"403: the page only reads\n")
 
     do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = do_OPTIONS = _forbid
-
-    def _reply(self, path: str, query: dict[str, list[str]]) -> tuple[bytes, str] | None:
-        """Return the body of a response and its type, or None if there is no such page."""
-        if path in FILES:
-            name, kind = FILES[path]
-            return (STATIC / name).read_bytes(), kind
-        value = self.server.page.answer(path, query)
-        return None if value is None else (_json(value), "application/json")
 
     def _is_allowed(self, query: dict[str, list[str]]) -> bool:
         host = self.headers.get("Host", "")
@@ -197,9 +192,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Do not log requests, whose paths can contain the token."""
-
-    def address_string(self) -> str:
-        return "local"
 
 
 def _remove_unused_socket(path: Path) -> None:
