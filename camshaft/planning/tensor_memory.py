@@ -18,7 +18,7 @@ on few elements are computed, because the sizes of other tensors depend on them.
 
 A forecast for a device holds the tensors of the device in host memory, too. `live` and `peak` count those of the
 device. Tensors that a run would hold in host memory are created in pinned memory or inside `on_host`, or are passed to
-`place`; `host_live` and `host_peak` count them.
+`place`; `host_live` and the `host_peak` of parts count them.
 
 `mark` splits the peak of a phase into the peaks of its parts, from which `planning/layers.py` extrapolates.
 """
@@ -116,11 +116,6 @@ class TensorMemory(TorchDispatchMode):
     def peak(self) -> int:
         """Maximum of `live` since the last call of `reset_peak`."""
         return max(self._peak, *(part.peak for part in self.parts), 0)
-
-    @property
-    def host_peak(self) -> int:
-        """Maximum of `host_live` since the last call of `reset_peak`."""
-        return max(self._host_peak, *(part.host_peak for part in self.parts), 0)
 
     def reset_peak(self) -> None:
         """Forget earlier peaks and parts."""
