@@ -125,15 +125,14 @@ def _tokenizer_findings(differences: list[str], options: argparse.Namespace) -> 
 def _print_report(console: Console, diagnosis: Diagnosis, limit: float) -> None:
     """Print a table of metrics, notes about the update, and the findings."""
     if diagnosis.comparisons:
-        _print(console, f"{'':24}" + "".join(f"{name:>18}" for name in diagnosis.comparisons))
-        for key, label in ROWS.items():
-            numbers = "".join(f"{comparison.metrics[key]:>18.3g}" for comparison in diagnosis.comparisons.values())
-            _print(console, f"{label:24}{numbers}")
-        fractions = [comparison.routing_mismatch for comparison in diagnosis.comparisons.values()]
-        if None not in fractions:
-            _print(console, f"{'routing mismatch':24}" + "".join(f"{fraction:>18.3g}" for fraction in fractions))
-        tokens = "".join(f"{len(comparison.responses.values):>18}" for comparison in diagnosis.comparisons.values())
-        _print(console, f"{'tokens':24}{tokens}")
+        comparisons = diagnosis.comparisons.values()
+        rows = {"": list(diagnosis.comparisons)}
+        rows |= {label: [f"{each.metrics[key]:.3g}" for each in comparisons] for key, label in ROWS.items()}
+        if all(each.routing_mismatch is not None for each in comparisons):
+            rows["routing mismatch"] = [f"{each.routing_mismatch:.3g}" for each in comparisons]
+        rows["tokens"] = [str(len(each.responses.values)) for each in comparisons]
+        for label, cells in rows.items():
+            _print(console, f"{label:24}" + "".join(f"{cell:>18}" for cell in cells))
     if diagnosis.update_change is not None:
         _print(console, f"(the update changed the log-probs by {diagnosis.update_change:.2g} on average)")
     if diagnosis.update_skip_reason is not None:
