@@ -189,18 +189,15 @@ class CheckpointManager:
             if saved is None and self.mirror is not None and self._fetch(self.mirror):
                 saved = self._latest_local()
         if saved is None:
-            self._check_none_is_damaged()
+            # Interrupted saves do not count.
+            damaged = [folder for _, folder in storage.step_folders(self.root) if _was_complete(folder)]
+            if damaged:
+                raise CheckpointError(
+                    f"{self.root} contains no intact checkpoint; the number of damaged ones is {len(damaged)}. The "
+                    f"newest: {find_damage(damaged[-1])}. Restore one from a backup, or start a new run with "
+                    "trainer.resume_mode=disable"
+                )
         return saved
-
-    def _check_none_is_damaged(self) -> None:
-        """Raise CheckpointError if a checkpoint of `root` was complete once. Interrupted saves do not count."""
-        damaged = [folder for _, folder in storage.step_folders(self.root) if _was_complete(folder)]
-        if damaged:
-            raise CheckpointError(
-                f"{self.root} contains no intact checkpoint; the number of damaged ones is {len(damaged)}. The newest: "
-                f"{find_damage(damaged[-1])}. Restore one from a backup, or start a new run with "
-                "trainer.resume_mode=disable"
-            )
 
     def _fetch(self, mirror: str) -> bool:
         """Copy the newest complete checkpoint in the mirror to `root`, and return True if there is one."""
