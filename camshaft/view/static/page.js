@@ -215,11 +215,8 @@ function nearest(plot) {
 // Without a cursor, the legend shows the last value of each curve.
 function showLast(plot) {
   if (plot.cursor.idx !== null && plot.cursor.idx !== undefined) return;
-  const idxs = plot.data.map((values) => {
-    let last = values.length - 1;
-    while (last > 0 && (values[last] === null || values[last] === undefined)) last -= 1;
-    return last;
-  });
+  const isSet = (value) => value !== null && value !== undefined;
+  const idxs = plot.data.map((values) => Math.max(0, values.findLastIndex(isSet)));
   plot.setLegend({ idxs }, false);
 }
 
@@ -411,10 +408,6 @@ function channelLimits(rows) {
 const SHADES = 12;
 const TOKENS = 1000;
 
-function shade(share) {
-  return Math.round(Math.max(-1, Math.min(1, share)) * SHADES);
-}
-
 function heat(level) {
   const alpha = Math.abs(level) / SHADES * 0.75;
   return level >= 0 ? `rgba(47, 158, 68, ${alpha})` : `rgba(224, 49, 49, ${alpha})`;
@@ -440,7 +433,7 @@ function response(row, limit) {
   }
   const characters = Array.from(row.response), ends = row.token_ends, rest = document.createTextNode("");
   const text = (first, last) => characters.slice(first ? ends[first - 1] : 0, ends[last]).join("");
-  const level = (token) => shade((values[token] || 0) / limit);
+  const level = (token) => Math.round(Math.max(-1, Math.min(1, (values[token] || 0) / limit)) * SHADES);
   let next = 0;
   // Tokens below the visible part of a long response get their color when they are scrolled into view.
   const paint = (count) => {
