@@ -60,11 +60,9 @@ def explain_memory_errors(config: PPOConfig, arguments: Sequence[str]) -> Iterat
         growth = resident_memory(os.getpid(), "VmHWM") - start
         with contextlib.suppress(MemoryError):
             if is_out_of_memory(error) and not _killed_by_another_process(error, config, earlier_kills):
-                logger.warning(
-                    "%s\nMemory may have run out. Forecasting the memory of the run (at most %.0f s)",
-                    str(error).partition("\n")[0] or type(error).__name__,
-                    SECONDS,
-                )
+                headline = str(error).partition("\n")[0] or type(error).__name__
+                message = "%s\nMemory may have run out. Forecasting the memory of the run (at most %.0f s)"
+                logger.warning(message, headline, SECONDS)
                 error.add_note(memory_report(error, config, arguments, growth))
         raise
 

@@ -26,7 +26,6 @@ SLOW_SECONDS = 60.0
 FINISH_SECONDS = 60.0
 """Maximum time to wait for outstanding calls at the end of a run."""
 MAX_QUEUED_CALLS = 1000
-"""Maximum number of queued calls."""
 
 logger = logging.getLogger(__name__)
 

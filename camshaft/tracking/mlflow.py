@@ -26,7 +26,6 @@ LAST_STEP = "camshaft.last_step"
 
 _STATUS: dict[Ending, str] = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}
 _PARAMS_PER_REQUEST = 100
-"""Maximum number of params per MLflow request."""
 
 logger = logging.getLogger(__name__)
 

@@ -30,19 +30,15 @@ def check_python() -> Iterator[Finding]:
     if satisfies(version, required):
         yield ok("python", f"Python {version} ({where})")
     else:
-        yield fail(
-            "python",
-            f"Python {version} is outside the supported range {required}",
-            "python3.12 -m venv .venv && .venv/bin/pip install .",
-        )
+        message = f"Python {version} is outside the supported range {required}"
+        yield fail("python", message, "python3.12 -m venv .venv && .venv/bin/pip install .")
 
 
 def check_packages() -> Iterator[Finding]:
     """Compare the versions of all required packages with the supported ranges."""
     requirements = [requirement for requirement in _requirements() if not requirement.extra]
     if not requirements:
-        fix = "pip install ."
-        yield warn("packages", "camshaft is not installed, so the supported versions are unknown", fix)
+        yield warn("packages", "camshaft is not installed, so the supported versions are unknown", "pip install .")
         return
     problems = [problem for requirement in requirements for problem in requirement.problems("packages", optional=False)]
     yield from problems
