@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -42,24 +43,15 @@ def compute() -> str:
     return f"torch {torch.__version__} computes with {torch.get_num_threads()} threads"
 
 
-def two_ranks() -> str:
-    """Start two CPU ranks as a run does, and add up a tensor with gloo."""
-    return _all_reduce(2, "cpu", "local")
-
-
 def nccl() -> str:
     """Add up a tensor on two devices, or on one if there is only one."""
     import torch
 
-    return _all_reduce(min(2, torch.accelerator.device_count()), None, "local")
+    return all_reduce(min(2, torch.accelerator.device_count()), None, "local")
 
 
-def ray() -> str:
-    """Start two ranks on the Ray cluster of this machine, which is started if there is none."""
-    return _all_reduce(2, "cpu", "ray")
-
-
-def _all_reduce(ranks: int, device: str | None, backend: str) -> str:
+def all_reduce(ranks: int, device: str | None, backend: str) -> str:
+    """Start ranks as a run does, and add up a tensor. The backend `ray` starts a cluster if this machine has none."""
     from camshaft.controller import Options, PoolSpec, pool, spawn
     from camshaft.planning.doctor.probe_role import Adder
 
@@ -134,26 +126,24 @@ def _scale(values: Tensor) -> Tensor:
     return values * 2 + 1
 
 
-def _importer(name: str) -> Callable[[], str]:
-    def program() -> str:
-        start = time.perf_counter()
-        importlib.import_module(name)
-        return f"import {name} takes {time.perf_counter() - start:.1f} s"
-
-    return program
+def load(name: str) -> str:
+    """Import a library."""
+    start = time.perf_counter()
+    importlib.import_module(name)
+    return f"import {name} takes {time.perf_counter() - start:.1f} s"
 
 
 PROGRAMS: dict[str, Callable[[], str]] = {
     "torch": compute,
-    "ranks": two_ranks,
+    "ranks": partial(all_reduce, 2, "cpu", "local"),
     "shared memory": shared_memory,
     "reward": reward,
     "device": device,
     "nccl": nccl,
     "compile": compile_kernel,
-    "ray": ray,
-    "vllm": _importer("vllm"),
-    "sglang": _importer("sglang"),
-    "megatron": _importer("megatron.core"),
-    "torchtitan": _importer("torchtitan"),
+    "ray": partial(all_reduce, 2, "cpu", "ray"),
+    "vllm": partial(load, "vllm"),
+    "sglang": partial(load, "sglang"),
+    "megatron": partial(load, "megatron.core"),
+    "torchtitan": partial(load, "torchtitan"),
 }
