@@ -31,11 +31,8 @@ from camshaft.stop import ENDED_BY_SIGNAL
 from camshaft.tracking.base import Command
 from camshaft.tracking.run_folder import RunFolder
 
-SCHEMAS: dict[Command, type[PPOConfig] | type[SFTConfig] | type[RMConfig]] = {
-    "ppo": PPOConfig,
-    "sft": SFTConfig,
-    "rm": RMConfig,
-}
+Config = PPOConfig | SFTConfig | RMConfig
+SCHEMAS: dict[Command, type[Config]] = {"ppo": PPOConfig, "sft": SFTConfig, "rm": RMConfig}
 
 REWARD_KEYS = (REWARD_PATH, REWARD_NAME, REWARD_FUNCTIONS)
 """Keys that name the reward function."""
@@ -212,7 +209,7 @@ def _name(value: Any) -> str:
     return path if isinstance(path, str) and path else type(value).__name__.lower()
 
 
-def _parse(launch: Launch) -> PPOConfig | SFTConfig | RMConfig:
+def _parse(launch: Launch) -> Config:
     """Return the validated config. Raise ConfigError with all problems."""
     values = _with_function(launch)
     if launch.command == "ppo":
@@ -235,7 +232,7 @@ def _with_function(launch: Launch) -> dict[str, Any]:
 # -- training -------------------------------------------------------------------------------------
 
 
-def _train(config: PPOConfig | SFTConfig | RMConfig, launch: Launch, folder: Path) -> Run:
+def _train(config: Config, launch: Launch, folder: Path) -> Run:
     """Train, and return the run. Ctrl-C ends the training, and another stop signal also ends this process."""
     earlier = _start_time(folder)
     try:
@@ -254,7 +251,7 @@ def _start_time(folder: Path) -> Any:
     return RunFolder(folder).info().get("started") if folder.expanduser().is_dir() else None
 
 
-def _status(config: PPOConfig | SFTConfig | RMConfig, launch: Launch) -> int:
+def _status(config: Config, launch: Launch) -> int:
     """Run the trainer of a config, and return the exit status."""
     from camshaft.trainer.session import Extensions
 
