@@ -99,7 +99,9 @@ def find_role(path: Path) -> RoleCheckpoint:
     facts: dict[str, Any] = read_state_file(folder).get("engine", {})
     if "model" not in facts:
         raise CheckpointError(f"{folder} does not record its model: {STATE_FILE} contains no entry 'engine.model'")
-    return RoleCheckpoint(folder, EngineModel(**facts["model"]), facts["seed"], _tokenizer_of_run(folder.parent))
+    state = folder.parent / TRAINER / "state.json"
+    tokenizer = json.loads(state.read_text(encoding="utf-8")).get("tokenizer") if state.is_file() else None
+    return RoleCheckpoint(folder, EngineModel(**facts["model"]), facts["seed"], tokenizer)
 
 
 def _role_folder(path: Path) -> Path:
@@ -123,11 +125,6 @@ def _role_folder(path: Path) -> Path:
             "(global_step_20), or of a role in a checkpoint (global_step_20/actor)"
         )
     return checkpoint.folder / (DEFAULT_ROLE if DEFAULT_ROLE in checkpoint.roles else checkpoint.roles[0])
-
-
-def _tokenizer_of_run(checkpoint: Path) -> str | None:
-    path = checkpoint / TRAINER / "state.json"
-    return json.loads(path.read_text(encoding="utf-8")).get("tokenizer") if path.is_file() else None
 
 
 # -- what to export -------------------------------------------------------------------------------
