@@ -14,7 +14,7 @@ from camshaft.config.backends import ENGINES, engine_capabilities
 from camshaft.config.tree import get
 from camshaft.engine.sharded import OFFLOADS
 from camshaft.errors import ConfigError
-from camshaft.planning.devices import device_memory
+from camshaft.planning.devices import GIB, device_memory
 from camshaft.planning.doctor.machine import memory_limit
 from camshaft.planning.engines import SIMULATED
 from camshaft.planning.generator import Generator, forecast_generator
@@ -30,7 +30,6 @@ from camshaft.planning.trace import (
     strategies,
 )
 
-GIB = 2**30
 DEVICES = ("cpu", "cuda")
 """Values of `trainer.device` that can be forecast."""
 ORDER = ("build", "sync", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "save")
