@@ -54,7 +54,7 @@ class Digests:
         """With `live`, the caller keeps all tensors alive until it calls `numbers`, so they are queued without a size
         limit."""
         self._queue_bytes = math.inf if live else QUEUE_BYTES
-        self._tensors: dict[str, tuple[torch.dtype, torch.Size]] = {}
+        self._headers: dict[str, bytes] = {}
         self._queues: dict[tuple[torch.device, bool], _Queue] = {}
         """Tensors whose sums are computed together, by device and by whether they are cast."""
         self._sums: dict[torch.device, list[_Sums]] = {}
@@ -62,7 +62,7 @@ class Digests:
     def add(self, name: str, tensor: Tensor, dtype: torch.dtype | None = None) -> None:
         """Add a tensor. With `dtype`, the checksum is that of `tensor.to(dtype)`."""
         tensor, dtype = tensor.detach(), dtype or tensor.dtype
-        self._tensors[name] = dtype, tensor.shape
+        self._headers[name] = f"{dtype} {tuple(tensor.shape)}".encode()
         if _kernel_reads(tensor, dtype):
             queue = self._queues.setdefault((tensor.device, dtype != tensor.dtype), _Queue())
             queue.tensors[name] = tensor
@@ -75,15 +75,15 @@ class Digests:
 
     def numbers(self) -> dict[str, int]:
         self._flush()
-        headers = {name: f"{dtype} {tuple(shape)}".encode() for name, (dtype, shape) in self._tensors.items()}
         numbers: dict[str, int] = {}
         for groups in self._sums.values():
             on_host = torch.cat([group.sums for group in groups]).cpu().numpy()  # the only device synchronization
             start = 0
             for name, blocks in itertools.chain.from_iterable(zip(g.names, g.blocks, strict=True) for g in groups):
-                numbers[name] = _checksum(headers[name], on_host[start : start + blocks].tobytes())
+                content = self._headers[name] + on_host[start : start + blocks].tobytes()
+                numbers[name] = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
                 start += blocks
-        return {name: numbers[name] for name in self._tensors}
+        return {name: numbers[name] for name in self._headers}
 
     def _flush(self) -> None:
         """Compute the sums of the queued tensors."""
@@ -134,10 +134,6 @@ def _block_sums(tensor: Tensor) -> Tensor:
             wide = torch.empty_like(blocks, dtype=torch.int64)
         sums.append(wide.copy_(blocks).mul_(factors).sum(dim=1))
     return sums[1] if len(sums) == 2 else torch.cat(sums)
-
-
-def _checksum(header: bytes, sums: bytes) -> int:
-    return int.from_bytes(hashlib.blake2b(header + sums, digest_size=8).digest(), "little")
 
 
 def record_digests(weights: Iterable[tuple[str, Tensor]], digests: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
