@@ -9,7 +9,7 @@ Texts of responses are escaped, so that they cannot control the terminal.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,8 @@ def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
     return "\n".join(lines)
 
 
-def runs_table(runs: Iterable[RunFolder], now: float) -> str:
+def runs_table(runs: Sequence[RunFolder], now: float) -> str:
     """Return one line per run: state, step, phase and its age, reward and validation."""
-    runs = list(runs)
     for run in runs:
         run.metrics.poll()
     progress = [first_logged(REWARD, run.metrics.names) for run in runs]
