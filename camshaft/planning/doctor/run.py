@@ -228,9 +228,8 @@ def check_machines(config: PPOConfig) -> Iterator[Finding]:
             here, there = versions.get(name, "missing"), result.versions.get(name, "missing")
             if here != there:
                 message = f"{machine}: {name} is {there}, and {here} on this machine"
-                fix = (
-                    f"ssh {machine} pip install {name}=={here}" if name in versions else f"pip install {name}=={there}"
-                )
+                remote, version = (f"ssh {machine} ", here) if name in versions else ("", there)
+                fix = f"{remote}pip install {name}=={version}"
                 yield warn("machines", message, "install the same Python on both" if name == "python" else fix)
         if not problems:
             yield ok("machines", f"{machine}: no problem")
