@@ -36,7 +36,7 @@ class Metric:
 
 def _table(trainer: str, text: str) -> list[Metric]:
     """Return the metrics of a table: entries `name | unit | source | description` with indented further lines."""
-    entries = re.split(r"\n+(?! )", re.sub(r"^#.*\n", "", text.strip(), flags=re.MULTILINE))
+    entries = [entry for entry in re.split(r"\n+(?! )", text.strip()) if not entry.startswith("#")]
     rows = ([" ".join(cell.split()) for cell in entry.split("|", 3)] for entry in entries)
     return [Metric(name, unit, description, source, trainer) for name, unit, source, description in rows]
 
