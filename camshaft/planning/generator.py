@@ -46,6 +46,11 @@ class ModelSize(NamedTuple):
     num_embeddings: int
 
 
+def keeps_tensors(name: str) -> bool:
+    """Return True for rollouts that generate with the weights that an engine sends, and do not copy them."""
+    return name in SHARING
+
+
 def forecast_generator(config: PPOConfig, memory: int, resident: int, rows: int) -> Generator | None:
     """Return the memory of the rollout; None if its memory is unknown.
 
@@ -118,7 +123,7 @@ def _process(config: RolloutEngineConfig, size: ModelSize, memory: int, resident
     if name not in GENERATORS:
         return None
     inner = config.model_copy(update={"engine_kwargs": kwargs})
-    weights = size.weights if name in SHARING else 0
+    weights = size.weights if keeps_tensors(name) else 0
     generator = GENERATORS[name](inner, size, memory, resident + weights, rows)
     if generator is None:
         return None
@@ -155,7 +160,7 @@ def _transfer(config: RolloutEngineConfig, size: ModelSize, buckets: int) -> int
 
 
 SHARING = ("torch", "hf")
-"""Rollouts that run the engine's own tensors, if their dtype and device are right, and do not copy them."""
+"""Rollouts that run the engine's own tensors, if their dtype and device are right."""
 GENERATORS: dict[str, Callable[[RolloutEngineConfig, ModelSize, int, int, int], Generator | None]] = {
     "torch": _builtin,
     "process": _process,

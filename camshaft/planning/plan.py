@@ -141,18 +141,15 @@ def _forecast(config: PPOConfig, group: str) -> list[Phase]:
 
 
 def _check_supported(config: PPOConfig) -> None:
-    if config.trainer.device not in DEVICES:
-        raise ConfigError(
-            f"camshaft plan does not forecast trainer.device={config.trainer.device}; it forecasts "
-            f"{' and '.join(DEVICES)}"
-        )
-    supported = [name for name, engine in ENGINES.items() if engine.capabilities.supports_forecast]
+    device, known = config.trainer.device, " and ".join(DEVICES)
+    if device not in DEVICES:
+        raise ConfigError(f"camshaft plan does not forecast trainer.device={device}; it forecasts {known}")
+    supported = ", ".join(name for name, engine in ENGINES.items() if engine.capabilities.supports_forecast)
     for group, strategy in strategies(config).items():
-        has_device = config.trainer.device == "cpu" or bool(SIMULATED.get(strategy))
+        has_device = device == "cpu" or bool(SIMULATED.get(strategy))
         if not (engine_capabilities(strategy).supports_forecast and has_device):
             raise ConfigError(
-                f"camshaft plan does not forecast the engine '{strategy}' of {group}; it forecasts "
-                f"{', '.join(supported)}"
+                f"camshaft plan does not forecast the engine '{strategy}' of {group}; it forecasts {supported}"
             )
     if config.routing_mode() is not None:
         raise ConfigError(

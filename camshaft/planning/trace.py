@@ -30,7 +30,7 @@ from camshaft.engine.torch_engine import TorchEngine
 from camshaft.models.loader import DTYPES, skeleton
 from camshaft.models.packed import PackedModel
 from camshaft.planning.engines import simulated
-from camshaft.planning.generator import SHARING
+from camshaft.planning.generator import keeps_tensors
 from camshaft.planning.layers import Phase, Trace, choose_layers, extrapolate, layer_kinds, mark_layers
 from camshaft.planning.tensor_memory import Part, TensorMemory
 from camshaft.rollout.builtin.cpu.linears import Layout, PackableLinear, choose_layout, is_layout_valid, packed_linears
@@ -252,13 +252,13 @@ class _Tracer:
         with ExitStack() as parameters:
             parameters.enter_context(engine.eval_mode())
             weights = engine.named_weights(dtype_of=dtype_of)
-            if rollout.name in SHARING:
+            if keeps_tensors(rollout.name):
                 received = [tensor for _, tensor in weights]
                 self.generation.callback(received.clear)
             else:
                 for _ in weights:  # the rollout has copied a weight before the next one is gathered
                     pass
-            if rollout.name in SHARING and shares_storage:
+            if keeps_tensors(rollout.name) and shares_storage:
                 self.generation.enter_context(parameters.pop_all())
 
     def _generate(self, batch: DataProto) -> None:
