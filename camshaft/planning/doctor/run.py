@@ -14,7 +14,7 @@ import socket
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from camshaft import hub
 from camshaft.config import PPOConfig
@@ -221,11 +221,12 @@ def check_machines(config: PPOConfig) -> Iterator[Finding]:
             fix = f"ssh {machine} camshaft doctor"
             yield fail("machines", f"{machine}: {lines[-1] if lines else type(result).__name__}", fix)
             continue
-        problems = [finding for finding in result.findings if finding.status != "OK"]
+        findings, remote_versions = result
+        problems = [finding for finding in findings if finding.status != "OK"]
         for finding in problems:
             yield Finding("machines", finding.status, f"{machine}: {finding.check}: {finding.message}", finding.fix)
-        for name in sorted(versions.keys() | result.versions.keys()):
-            here, there = versions.get(name, "missing"), result.versions.get(name, "missing")
+        for name in sorted(versions.keys() | remote_versions.keys()):
+            here, there = versions.get(name, "missing"), remote_versions.get(name, "missing")
             if here != there:
                 message = f"{machine}: {name} is {there}, and {here} on this machine"
                 remote, version = (f"ssh {machine} ", here) if name in versions else ("", there)
@@ -235,18 +236,11 @@ def check_machines(config: PPOConfig) -> Iterator[Finding]:
             yield ok("machines", f"{machine}: no problem")
 
 
-class Inspection(NamedTuple):
-    """The findings and the versions of packages of a machine."""
-
-    findings: list[Finding]
-    versions: dict[str, str]
-
-
-def inspect_machine(folder: Path, models: Mapping[str, str]) -> Inspection:
-    """Check this machine and its copies of the models, and return the versions of its packages."""
+def inspect_machine(folder: Path, models: Mapping[str, str]) -> tuple[list[Finding], dict[str, str]]:
+    """Check this machine and its copies of the models. Return the findings and the versions of its packages."""
     findings = collect(machine_checks(folder), MACHINE_SECONDS)
     findings += [finding for key, path in models.items() for finding in check_model(key, path)]
-    return Inspection(findings, installed_versions())
+    return findings, installed_versions()
 
 
 def _is_free(port: int) -> bool:
