@@ -227,7 +227,6 @@ function zoomIn(plot) {
 }
 
 function setZoom(zoom) {
-  if (zoom === null && state.zoom === null) return;
   state.zoom = zoom;
   show();
 }
