@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -51,7 +51,7 @@ class Launch:
     """Config keys and their values."""
     reward: Callable[..., Any] | Sequence[Any] | None = None
     """Python functions that score the responses. None if the config names the function."""
-    on_step: tuple[Callable[..., Any], ...] = field(default=())
+    on_step: tuple[Callable[..., Any], ...] = ()
 
 
 def as_hooks(on_step: Any) -> tuple[Callable[..., Any], ...]:
