@@ -276,8 +276,7 @@ def reference_page() -> str:
         LEGEND,
     ]
     for trainer in ("ppo", "sft", "rm"):
-        parts.append(f"## `camshaft {trainer}`\n")
-        parts.append("| metric | unit | description | source |\n|---|---|---|---|")
+        parts += [f"## `camshaft {trainer}`\n", "| metric | unit | description | source |\n|---|---|---|---|"]
         for metric in METRICS:
             if metric.trainer == trainer:
                 cells = [f"`{metric.name}`", metric.unit, metric.description, f"`{metric.source}`"]
