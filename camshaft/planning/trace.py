@@ -63,10 +63,8 @@ def measure(config: PPOConfig, group: str, memory: Any = None) -> list[Phase]:
     On a GPU, `memory` reads the memory of the device, with the methods of `TensorMemory` that the phases use.
     """
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a thread of transformers would create uncounted tensors
-    if memory is not None:
-        return [trace.phase for trace in _Tracer(config, group, memory, on_device=True).run()]
-    with TensorMemory() as memory:
-        return [trace.phase for trace in _Tracer(config, group, memory).run()]
+    with TensorMemory() if memory is None else nullcontext(memory) as active:
+        return [trace.phase for trace in _Tracer(config, group, active, on_device=memory is not None).run()]
 
 
 def forecast(config: PPOConfig, group: str) -> list[Phase]:
@@ -84,10 +82,7 @@ def trace_layers(
     on_device = config.trainer.device != "cpu"
     config = simulated(config) if on_device else config
     traces: list[list[Trace]] = []
-    with (
-        _fake_group(group_topology(config, group).world_size, strategies(config)[group]),
-        simulate_cuda() if on_device else nullcontext(),
-    ):
+    with _fake_group(config, group), simulate_cuda() if on_device else nullcontext():
         for count in counts:
             block_factors.cache_clear()  # so that each trace contains them, not only the first
             is_layout_valid.cache_clear()
@@ -120,13 +115,14 @@ def group_topology(config: PPOConfig, group: str) -> Topology:
 
 
 @contextmanager
-def _fake_group(world: int, strategy: str) -> Iterator[None]:
+def _fake_group(config: PPOConfig, group: str) -> Iterator[None]:
     """Be rank 0 of a process group whose collectives do nothing, for an engine of several ranks."""
-    if not engine_capabilities(strategy).multiple_ranks:
+    if not engine_capabilities(strategies(config)[group]).multiple_ranks:
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    world = group_topology(config, group).world_size
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
     try:
         yield
@@ -137,7 +133,7 @@ def _fake_group(world: int, strategy: str) -> Iterator[None]:
 class _Tracer:
     """Runs the roles of a group on this rank, and records the memory of their phases."""
 
-    def __init__(self, config: PPOConfig, group: str, memory: TensorMemory, on_device: bool = False):
+    def __init__(self, config: PPOConfig, group: str, memory: TensorMemory, on_device: bool):
         self.config, self.group, self.memory, self.on_device = config, group, memory, on_device
         self.is_forecast = not memory.computes
         self.phases: dict[tuple[str, str], Phase] = {}
