@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from camshaft.errors import ConfigError
+from camshaft.errors import CamshaftError, ConfigError
 
 FOLDER = "inputs"
 """Subfolder of a run."""
@@ -102,12 +102,18 @@ def save_model(model: Any, tokenizer: Any, run_folder: Path) -> str:
         raise ConfigError(
             f"model has type {type(model).__name__}; pass the path of a Hugging Face folder, or a model of transformers"
         )
+    from camshaft.models.loader import load_tokenizer, quiet_transformers
+
     if tokenizer is None or is_path(tokenizer):
-        tokenizer = _load_tokenizer(tokenizer, model)
+        try:
+            tokenizer = load_tokenizer(os.fspath(tokenizer or model.name_or_path))
+        except (CamshaftError, AttributeError) as error:
+            raise ConfigError(
+                f"model is an object, and its tokenizer cannot be loaded ({error}); pass tokenizer=<tokenizer or "
+                "folder>"
+            ) from error
 
     def write(folder: Path) -> None:
-        from camshaft.models.loader import quiet_transformers
-
         with quiet_transformers():
             model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
@@ -120,18 +126,6 @@ def save_tokenizer(tokenizer: Any, run_folder: Path) -> str:
     if not hasattr(tokenizer, "save_pretrained"):
         raise ConfigError(f"tokenizer has type {type(tokenizer).__name__}; pass a path, or a tokenizer of transformers")
     return _save_folder("tokenizer", run_folder, tokenizer.save_pretrained)
-
-
-def _load_tokenizer(path: Any, model: Any) -> Any:
-    from camshaft.errors import CamshaftError
-    from camshaft.models.loader import load_tokenizer
-
-    try:
-        return load_tokenizer(os.fspath(path or model.name_or_path))
-    except (CamshaftError, AttributeError) as error:
-        raise ConfigError(
-            f"model is an object, and its tokenizer cannot be loaded ({error}); pass tokenizer=<tokenizer or folder>"
-        ) from error
 
 
 def _save_folder(name: str, run_folder: Path, write: Callable[[Path], object]) -> str:
