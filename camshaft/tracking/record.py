@@ -72,7 +72,8 @@ class RunRecord(Tracker):
             "config": flatten(run.config, ()),
         }
         with _disk_errors_as_warnings(self._path):
-            run.path(CONFIG).write_text(yaml.safe_dump(_plain(run.config), sort_keys=False), encoding="utf-8")
+            plain = json.loads(json.dumps(run.config, default=str))  # with the types of YAML only
+            run.path(CONFIG).write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
             self._write()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -211,8 +212,3 @@ def _versions() -> Iterator[tuple[str, str]]:
     for name in LIBRARIES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             yield name, importlib.metadata.version(name)
-
-
-def _plain(value: Any) -> Any:
-    """Return a config with the types of YAML only."""
-    return json.loads(json.dumps(value, default=str))
