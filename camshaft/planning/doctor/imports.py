@@ -10,6 +10,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
+from importlib.metadata import distributions
 from pathlib import Path
 
 from camshaft.planning.doctor.findings import Finding, fail, ok, warn
@@ -103,13 +104,9 @@ def _shadowing_files(folder: Path, names: dict[str, str]) -> Iterator[Path]:
         path = Path(entry.path)
         name = entry.name.removesuffix(".py")
         is_module = path.is_file() if entry.name.endswith(".py") else (path / "__init__.py").is_file()
-        if is_module and name in names and not _is_installed_in(folder, names[name]):
+        # Folders of `pip install --target` also have the metadata of the package.
+        if is_module and name in names and not any(distributions(name=names[name], path=[str(folder)])):
             yield path
-
-
-def _is_installed_in(folder: Path, package: str) -> bool:
-    """Return True if the folder also has the metadata of the package, as folders of `pip install --target` have."""
-    return any(importlib.metadata.distributions(name=package, path=[str(folder)]))
 
 
 # -- versions -------------------------------------------------------------------------------------
