@@ -74,9 +74,9 @@ def _check_options(options: argparse.Namespace) -> None:
         raise ConfigError(f"--{option}: {error}") from error
 
 
-def _sampling(options: argparse.Namespace) -> SamplingParams:
+def _make_case(options: argparse.Namespace) -> ParityCase:
     try:
-        return SamplingParams(
+        sampling = SamplingParams(
             max_tokens=options.response_length,
             temperature=options.temperature,
             top_k=options.top_k,
@@ -85,9 +85,6 @@ def _sampling(options: argparse.Namespace) -> SamplingParams:
     except RolloutError as error:
         message = str(error).removeprefix("SamplingParams: ")
         raise ConfigError(f"invalid sampling option: {message}") from error
-
-
-def _make_case(options: argparse.Namespace) -> ParityCase:
     return ParityCase(
         engine=options.engine,
         rollout=options.rollout,
@@ -95,7 +92,7 @@ def _make_case(options: argparse.Namespace) -> ParityCase:
         device=options.device,
         dtype=options.dtype,
         rollout_dtype=options.rollout_dtype,
-        sampling=_sampling(options),
+        sampling=sampling,
         max_prompt_length=options.prompt_length,
         seed=options.seed,
         trust_remote_code=options.trust_remote_code,
