@@ -45,8 +45,13 @@ def run(options: argparse.Namespace) -> int:
     def log(text: str) -> None:
         console.print(f"  {text}", markup=False, style="dim", soft_wrap=True)
 
-    names = f"{options.engine} and {options.rollout} on {options.model}"
-    _print(console, f"{names}: {len(prompts)} prompts, {_settings(case)}")
+    sampling = case.sampling
+    _print(
+        console,
+        f"{options.engine} and {options.rollout} on {options.model}: {len(prompts)} prompts, "
+        f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, "
+        f"dtypes {case.compute_dtype()} and {case.rollout_dtype}, device {case.device}",
+    )
     diagnosis = diagnose(case, prompts, tokenizer, options.limit, log)
     if tokenizer is not model_tokenizer:
         diagnosis.findings += _tokenizer_findings(compare_tokenizers(model_tokenizer, tokenizer), options)
@@ -76,12 +81,7 @@ def _check_options(options: argparse.Namespace) -> None:
 
 def _make_case(options: argparse.Namespace) -> ParityCase:
     try:
-        sampling = SamplingParams(
-            max_tokens=options.response_length,
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
-        )
+        sampling = SamplingParams(options.response_length, options.temperature, options.top_k, options.top_p)
     except RolloutError as error:
         message = str(error).removeprefix("SamplingParams: ")
         raise ConfigError(f"invalid sampling option: {message}") from error
@@ -98,15 +98,6 @@ def _make_case(options: argparse.Namespace) -> ParityCase:
         trust_remote_code=options.trust_remote_code,
         options=parse_options(options.option) if options.option else {},
         engine_kwargs=parse_options(options.engine_kwarg) if options.engine_kwarg else {},
-    )
-
-
-def _settings(case: ParityCase) -> str:
-    """Describe the sampling parameters, dtypes and device of a case."""
-    sampling = case.sampling
-    return (
-        f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}, "
-        f"dtypes {case.compute_dtype()} and {case.rollout_dtype}, device {case.device}"
     )
 
 
