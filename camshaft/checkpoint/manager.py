@@ -24,7 +24,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -249,7 +249,10 @@ class CheckpointManager:
         if problem is not None:
             raise CheckpointError(f"{folder} is incomplete: {problem}")
         roles = roles_of(facts, folder)
-        verify_roles(folder, roles)
+        threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        with ThreadPoolExecutor(threads) as pool:
+            shares = [(folder / role, (index, threads)) for role in roles for index in range(threads)]
+            list(pool.map(lambda share: storage.verify(*share), shares))
         state = json.loads((folder / TRAINER / "state.json").read_text(encoding="utf-8"))
         return SavedCheckpoint(facts["global_step"], folder, state, tuple(roles))
 
@@ -263,14 +266,6 @@ def roles_of(facts: Mapping[str, Any], folder: str | Path) -> list[str]:
             "from a backup"
         )
     return roles
-
-
-def verify_roles(folder: Path, roles: Sequence[str]) -> None:
-    """Verify the checksums of all files of these roles; raise CheckpointError for a damaged file."""
-    threads = min(_MAX_THREADS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads) as pool:
-        shares = [(folder / role, (index, threads)) for role in roles for index in range(threads)]
-        list(pool.map(lambda share: storage.verify(*share), shares))
 
 
 def find_damage(step: Path) -> str | None:
