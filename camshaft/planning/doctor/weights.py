@@ -24,6 +24,8 @@ def read_shapes(folder: Path) -> tuple[list[str], dict[str, tuple[int, ...]]]:
         listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
     except ValueError as error:
         return [f"{index} is not valid JSON ({error})"], {}
+    except KeyError:
+        return [f"{index} has no weight_map"], {}
     missing = sorted(set(listed.values()) - {file.name for file in files})
     problems += [f"{folder} lacks {name}, which {INDEX} lists" for name in missing]
     for file in files:

@@ -120,6 +120,10 @@ def missing_shard(folder: Path) -> None:
     (actor / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
 
 
+def index_without_weights(folder: Path) -> None:
+    (folder / "actor" / "model.safetensors.index.json").write_text('{"metadata": {}}', encoding="utf-8")
+
+
 def unreadable_data(folder: Path) -> None:
     file = folder / "data" / "train.parquet"
     file.write_bytes(file.read_bytes()[:100])
@@ -132,6 +136,7 @@ def unreadable_data(folder: Path) -> None:
         (damaged_header, "models", "Error while deserializing header"),
         (truncated_weights, "models", "Error while deserializing header"),
         (missing_shard, "models", "lacks model-00002-of-00002.safetensors"),
+        (index_without_weights, "models", "model.safetensors.index.json has no weight_map"),
         (unreadable_data, "data", "train.parquet"),
     ],
 )
