@@ -192,7 +192,9 @@ class DataProto:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle tensors as numpy buffers (`ragged.to_buffer`). Restored tensors are on the CPU, without gradient."""
-        columns = {n: to_buffer(c) if isinstance(c, Tensor) else c for n, c in self.columns.items()}
+        columns = {
+            name: to_buffer(column) if isinstance(column, Tensor) else column for name, column in self.columns.items()
+        }
         return _rebuild, (columns, self.meta_info)
 
 
@@ -261,4 +263,8 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _rebuild(columns: dict[str, Ragged | np.ndarray | Buffer], meta_info: dict[str, Any]) -> DataProto:
-    return DataProto({n: from_buffer(c) if isinstance(c, tuple) else c for n, c in columns.items()}, meta_info)
+    restored = {
+        name: from_buffer(column) if isinstance(column, tuple) else column  # no column is a tuple
+        for name, column in columns.items()
+    }
+    return DataProto(restored, meta_info)

@@ -189,7 +189,7 @@ class CheckpointManager:
             if saved is None and self.mirror is not None and self._fetch(self.mirror):
                 saved = self._latest_local()
         if saved is None:
-            # Interrupted saves do not count.
+            # A damaged checkpoint was complete once; interrupted saves do not count.
             damaged = [folder for _, folder in storage.step_folders(self.root) if _was_complete(folder)]
             if damaged:
                 raise CheckpointError(

@@ -91,7 +91,7 @@ def collect_words() -> Words:
 
 
 def _known_values(name: str, key: str, annotation: Any) -> list[str]:
-    """Return the values of a key, or of its short name, if its type or `NAMES` has few."""
+    """Return the values to suggest for a key or its short name: those in `NAMES`, and those of its type."""
     words = [word for end, known in NAMES.items() if f".{key}".endswith(f".{end}") for word in known]
     if key == "custom_reward_function.path" and name != REWARD:
         words = []

@@ -141,7 +141,7 @@ def targets(backends: Mapping[str, Backend[Any]]) -> dict[str, str]:
 
 
 def list_backends(backends: Mapping[str, Backend[Any]], group: str) -> str:
-    """Return a table of the built-in backends and the entry points of a group. It imports none of them."""
+    """Return a table of the built-in backends and the entry points of a group. Nothing is imported."""
     rows = [("name", "installed", "class", "description")]
     for name, backend in backends.items():
         library = backend.capabilities.library

@@ -44,9 +44,10 @@ class PassLimit(NamedTuple):
     """Keys that limit the micro-batches of a kind of pass, and their values."""
 
     key: str
-    """Key of the deprecated count of sequences over all ranks. That of each rank has the suffix `_per_gpu`."""
+    """Key of the deprecated count of sequences over all ranks. The key of the count per rank ends with `_per_gpu`."""
     count_global: int | None
     per_gpu: int | None
+    tokens_key: str
     tokens: int
     is_dynamic: bool
     """Limit micro-batches by tokens instead of by sequences."""
@@ -63,11 +64,13 @@ def pass_limits(config: PPOConfig) -> dict[Pass, PassLimit]:
         "critic": _update_limit("critic", critic, config.critic_dp_size),
         "values": PassLimit(
             "critic.forward_micro_batch_size", critic.forward_micro_batch_size, critic.forward_micro_batch_size_per_gpu,
-            critic.forward_max_token_len_per_gpu, critic.use_dynamic_bsz, config.critic_dp_size,
+            "critic.forward_max_token_len_per_gpu", critic.forward_max_token_len_per_gpu, critic.use_dynamic_bsz,
+            config.critic_dp_size,
         ),
         "reward": PassLimit(
             "reward_model.micro_batch_size", reward.micro_batch_size, reward.micro_batch_size_per_gpu,
-            reward.forward_max_token_len_per_gpu, reward.use_dynamic_bsz, config.reward_dp_size,
+            "reward_model.forward_max_token_len_per_gpu", reward.forward_max_token_len_per_gpu, reward.use_dynamic_bsz,
+            config.reward_dp_size,
         ),
     }  # fmt: skip
 
@@ -75,15 +78,15 @@ def pass_limits(config: PPOConfig) -> dict[Pass, PassLimit]:
 def _update_limit(key: str, section: ActorConfig | CriticConfig, dp_size: Callable[[Topology], int]) -> PassLimit:
     return PassLimit(
         f"{key}.ppo_micro_batch_size", section.ppo_micro_batch_size, section.ppo_micro_batch_size_per_gpu,
-        section.ppo_max_token_len_per_gpu, section.use_dynamic_bsz, dp_size,
+        f"{key}.ppo_max_token_len_per_gpu", section.ppo_max_token_len_per_gpu, section.use_dynamic_bsz, dp_size,
     )  # fmt: skip
 
 
 def _log_prob_limit(key: str, section: RolloutConfig | RefConfig, dp_size: Callable[[Topology], int]) -> PassLimit:
     return PassLimit(
         f"{key}.log_prob_micro_batch_size", section.log_prob_micro_batch_size,
-        section.log_prob_micro_batch_size_per_gpu, section.log_prob_max_token_len_per_gpu,
-        section.log_prob_use_dynamic_bsz, dp_size,
+        section.log_prob_micro_batch_size_per_gpu, f"{key}.log_prob_max_token_len_per_gpu",
+        section.log_prob_max_token_len_per_gpu, section.log_prob_use_dynamic_bsz, dp_size,
     )  # fmt: skip
 
 

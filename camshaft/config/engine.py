@@ -212,7 +212,7 @@ class EngineCapabilities:
     training_dtypes: tuple[DType, ...] = ("float32", "float64")
     """Those of `dtypes` in which the engine can train. bfloat16 weights lose small updates to rounding."""
     shards_weights: bool = False
-    """True if the engine shards the weights over several data-parallel ranks unless an option replicates them."""
+    """True if the engine shards the weights over the data-parallel ranks by default."""
     shares_prefixes: bool = True
     """True if the engine computes a prompt that several rows share only once (`EngineModel.use_prefix_grouper`)."""
     tested_devices: tuple[str, ...] = ("cpu",)

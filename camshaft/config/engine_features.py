@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 
 from camshaft.config.backends import ENGINES, engine_capabilities
 from camshaft.config.engine import EngineCapabilities, EngineConfig, EngineModel, LoRAConfig, OptimConfig
@@ -173,15 +174,18 @@ def explain(strategy: str) -> str:
         support = find_support(feature, capabilities)
         lines.append(f"{feature.name}: {support}" + (f" ({support.reason})" if support.reason else ""))
     known = {name for feature in FEATURES.values() for options in feature.options for name in options}
-    others = {name: field for name, field in capabilities.options.model_fields.items() if name not in known}
+    others = [_setting(name, info) for name, info in capabilities.options.model_fields.items() if name not in known]
     if others:
-        settings = (f"{name}={format_value(_plain(field.get_default()))}" for name, field in others.items())
-        lines.append(f"other options: {', '.join(settings)}")
+        lines.append(f"other options: {', '.join(others)}")
     return "\n".join(lines).replace("`", "")
 
 
-def _plain(value: Any) -> Any:
-    return value.model_dump() if isinstance(value, BaseModel) else value
+def _setting(name: str, info: FieldInfo) -> str:
+    """Return an option with its default."""
+    if info.is_required():
+        return f"{name} (required)"
+    default = info.get_default(call_default_factory=True, validated_data={})
+    return f"{name}={format_value(default.model_dump() if isinstance(default, BaseModel) else default)}"
 
 
 INTRODUCTION = """# Features of the engines

@@ -135,5 +135,6 @@ class RolloutCapabilities:
         """Return the name and the options of the rollout to which this one passes its config, if there is one."""
         if self.wraps is None:
             return None
+        # Options of `process` itself are not passed on.
         options = {name: value for name, value in engine_kwargs.items() if name not in ("rollout", "timeout")}
         return str(engine_kwargs.get("rollout", self.wraps)), options

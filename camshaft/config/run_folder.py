@@ -1,6 +1,6 @@
 """Names and folders of runs.
 
-    generated_name("models/tiny", "data/sums/train.parquet")     # tiny-sums-20260131-235959-7f3a
+    generated_name("models/tiny", "data/sums/train.parquet")     # tiny-sums-20260131-235959-7f3a91c2
     run_name(config.trainer)                # in experiment trackers
     resume_arguments(config.trainer)        # "" if the same command resumes the run
 
@@ -23,8 +23,8 @@ NAME, FOLDER = "trainer.experiment_name", "trainer.default_local_dir"
 
 
 def generated_name(model: str, data: str) -> str:
-    """Return a name of a run. It contains random digits, because several runs can start at the same time."""
-    return f"{_short_name(model)}-{_data_name(data)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    """Return a name of a run. It ends with random hexadecimal digits, because runs can start in the same second."""
+    return f"{_short_name(model)}-{_data_name(data)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(4)}"
 
 
 def _short_name(path: str) -> str:

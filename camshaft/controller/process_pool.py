@@ -105,7 +105,7 @@ class ProcessPool(Pool):
     """A pool whose ranks are processes in one process group."""
 
     def __init__(self, spec: PoolSpec, options: Options, other_ranks: int):
-        """Create a pool without processes. `other_ranks` is that of the `RankInfo` of its ranks."""
+        """Create a pool without processes. `RankInfo` describes `other_ranks`."""
         super().__init__(spec)
         self.options, self._other_ranks = options, other_ranks
         self.inbox: Inbox = queue.SimpleQueue()

@@ -32,7 +32,7 @@ def read_splits(folder: str | Path, required: Sequence[str], optional: Sequence[
             f"test-00000-of-00001.parquet (found: {names})"
         )
     rows = {split: [row for path in paths for row in _rows(path, required, optional)] for split, paths in files.items()}
-    return {split: rows[split] for split in SPLITS if rows[split]}
+    return {split: rows_of_split for split, rows_of_split in rows.items() if rows_of_split}
 
 
 def _files(folder: Path, split: str) -> list[Path]:

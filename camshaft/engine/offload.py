@@ -53,7 +53,9 @@ class Parts:
             yield
         finally:
             self._in_use.difference_update(unused)
-            self._move_to({p: HOST if p in self._offloaded else device for p, device in previous_devices.items()})
+            # Offloaded parts return to host memory, and the others to their previous devices.
+            offloaded: list[Part] = [part for part in unused if part in self._offloaded]
+            self._move_to(previous_devices | dict.fromkeys(offloaded, HOST))
 
     def _move_to(self, targets: Mapping[Part, torch.device | None]) -> None:
         """Move each part to its target, unless it has none, has no tensors, or is on a device of this type."""

@@ -344,8 +344,10 @@ class TorchEngine(BaseEngine):
         config, ids = self.config, data.ragged("input_ids")
         size = config.infer_micro_batch_size if forward_only else config.micro_batch_size
         max_tokens = config.infer_max_tokens if forward_only else config.max_tokens
-        pivot = attention_pivot(self.module.hidden_size)
         # The plan keeps prefix groups together, because a prefix is shared only within a micro-batch.
+        if max_tokens is None:
+            return plan_micro_batches(ids.lengths, size, None, self.max_over_ranks, prefix_groups=groups)
+        pivot = attention_pivot(self.module.hidden_size)
         return plan_micro_batches(ids.lengths, size, max_tokens, self.max_over_ranks, pivot, groups)
 
     def _count(self, data: DataProto, ctx: StepContext) -> None:

@@ -69,7 +69,8 @@ class OpaqueTensor:
 class PackedModule(nn.Module, ABC):
     """A decoder with a language-model, value or reward head, called on packed rows. Engines train any subclass.
 
-    If `sequence` is set, the ranks of a sequence-parallel group split the tokens of each call (`sequence.py`).
+    A subclass sets `head`, `hidden_size` and `supports_prefix_sharing`. If `sequence` is set, the ranks of a
+    sequence-parallel group split the tokens of each call (`sequence.py`).
     """
 
     head: Head
@@ -265,6 +266,7 @@ class HeadInputs(NamedTuple):
     at: Tensor
     outputs: Sequence[str]
     temperature: float
+    """Divided by the logit factor of the model."""
     log_q: Tensor | None
 
 

@@ -120,7 +120,7 @@ class SequenceSplit:
         return [tensor.index_select(0, inverse) for tensor in gathered]  # pyright: ignore
 
     def gather_outputs(self, share: "Share", outputs: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Gather the outputs of a head, the wide "distribution" apart from those with one value per token or row."""
+        """Gather the outputs of a head. `distribution`, with a value per vocabulary entry, is gathered separately."""
         wide = {name: self.gather(share, output)[0] for name, output in outputs.items() if name == "distribution"}
         narrow = {name: output for name, output in outputs.items() if name not in wide}
         gathered = self.gather(share, *narrow.values()) if narrow else []

@@ -159,9 +159,12 @@ def _parts_at_ends(trace: Trace, layers: Layers, count: int) -> list[Part]:
     """Return the parts outside of the layers, and those of the first and last layers, counted from the ends."""
     parts: list[Part] = []
     for part in trace.parts:
-        direction, index = part.label or (None, 0)  # pyright: ignore[reportGeneralTypeIssues]
-        if direction and index >= count - layers.last:
+        if part.label is None:
+            parts.append(part)
+            continue
+        direction, index = part.label  # pyright: ignore[reportGeneralTypeIssues]
+        if index >= count - layers.last:
             parts.append(part._replace(label=(direction, index - count)))
-        elif not direction or index < layers.first:
+        elif index < layers.first:
             parts.append(part)
     return parts

@@ -141,9 +141,10 @@ def _forecast(config: PPOConfig, group: str) -> list[Phase]:
 
 
 def _check_supported(config: PPOConfig) -> None:
-    device, known = config.trainer.device, " and ".join(DEVICES)
+    device = config.trainer.device
     if device not in DEVICES:
-        raise ConfigError(f"camshaft plan does not forecast trainer.device={device}; it forecasts {known}")
+        devices = " and ".join(DEVICES)
+        raise ConfigError(f"camshaft plan does not forecast trainer.device={device}; it forecasts {devices}")
     supported = ", ".join(name for name, engine in ENGINES.items() if engine.capabilities.supports_forecast)
     for group, strategy in strategies(config).items():
         has_device = device == "cpu" or bool(SIMULATED.get(strategy))

@@ -204,7 +204,10 @@ def _abbreviate(value: Any) -> str:
 
 
 def format_traceback(error: BaseException) -> str:
-    """Format the traceback from the first frame of user code on, if it ran, and return its last characters."""
+    """Format the traceback from the first frame of user code on, and return its last characters.
+
+    If user code did not run, format only the exception.
+    """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename.startswith(_LOADERS):
         trace = trace.tb_next

@@ -22,7 +22,10 @@ FUNCTION, MODEL = "function", "model"
 
 
 class RewardsWrapper:
-    """The methods of `RewardManager`, except `score`, for a class that changes the scores of `rewards`, if any."""
+    """Base class of rewards that change the scores of other `rewards`, if there are any.
+
+    It forwards all methods of `RewardManager` except `score`.
+    """
 
     def __init__(self, rewards: "RewardManager | CombinedRewards | None"):
         self.rewards = rewards

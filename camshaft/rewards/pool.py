@@ -364,13 +364,13 @@ class Job:
             self.record_outcome(function, rows[0], outcome)
             return
         if len(calls) > 1:
-            failed, middle = f"a process with {len(calls)} concurrent reward calls", len(calls) // 2
+            kind, middle = f"a process with {len(calls)} concurrent reward calls", len(calls) // 2
             groups = [tuple(self._drop_ignored_rows(half)) for half in (calls[:middle], calls[middle:])]
             self.suspects.extend(group for group in groups if group)
         else:
-            failed, middle = f"a batched reward call with {len(rows)} samples", len(rows) // 2
+            kind, middle = f"a batched reward call with {len(rows)} samples", len(rows) // 2
             self.requeue([Call(function, rows[:middle]), Call(function, rows[middle:])])
-        logger.warning("%s failed; retrying each half: %s", failed, outcome.message)
+        logger.warning("%s failed; retrying each half: %s", kind, outcome.message)
 
     def record_outcome(self, function: int, row: int, outcome: Outcome) -> None:
         self.outcomes[function][row] = outcome

@@ -115,7 +115,7 @@ def _read_messages(pipe: int, inbox: Inbox) -> None:
             inbox.put(unpack(receive(pipe)))
     inbox.put(None)
     time.sleep(_EXIT_DELAY_SECONDS)
-    # The main thread still runs a call. If the pool started this process, its group has only its children besides it.
+    # The main thread still runs a call. If the pool started this process, its group contains only it and its children.
     if os.getpgrp() == os.getpid():
         kill_own_group()
     os._exit(1)

@@ -28,8 +28,8 @@ from camshaft.errors import BatchError, EngineError
 class RewardInput:
     """Conversion from prompts and responses to inputs of the reward model.
 
-    Without the tokenizer `reward`, the model reads the token ids of the policy. With it, the model reads the
-    conversation in its own chat template. Responses are then decoded without special tokens, because the template adds
+    If `reward` is None, the model reads the token ids of the policy. Otherwise it reads the conversation in the chat
+    template of the tokenizer `reward`. Responses are then decoded without special tokens, because the template adds
     those of the reward model. The messages of the prompt come from `raw_prompt`. If the prompt is plain text, or only
     `raw_input_ids` exists, the prompt becomes one user message.
     """

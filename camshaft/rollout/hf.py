@@ -61,10 +61,10 @@ class HFRollout(SharedModelRollout):
         if not len(prompts):
             return Generation.empty(prompts)
         start = time.perf_counter()
-        batches = [
-            self._generate(hf, prompts.select(rows), limits[rows], sampling, seeds[rows])
-            for rows in self._batches(prompts.lengths.tolist())
-        ]
+        batches: list[Generation] = []
+        for rows in self._batches(prompts.lengths.tolist()):
+            batches.append(self._generate(hf, prompts.select(rows), limits[rows], sampling, seeds[rows]))
+            check_finite(batches[-1].log_probs, first_row=rows.start)
         responses = Ragged.concat([batch.responses for batch in batches])
         metrics = {name: sum(batch.metrics[name] for batch in batches) for name in batches[0].metrics}
         metrics |= {
@@ -73,7 +73,6 @@ class HFRollout(SharedModelRollout):
             "seconds": time.perf_counter() - start,
         }
         log_probs = Ragged.concat([batch.log_probs for batch in batches])
-        check_finite(log_probs)
         finished = torch.cat([batch.finished for batch in batches])
         return Generation(responses, log_probs, finished, metrics).to(prompts.values.device)
 

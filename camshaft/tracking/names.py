@@ -35,7 +35,10 @@ class Metric:
 
 
 def _table(trainer: str, text: str) -> list[Metric]:
-    """Return the metrics of a table: entries `name | unit | source | description` with indented further lines."""
+    """Return the metrics of a table: entries `name | unit | source | description`.
+
+    Further lines of an entry are indented. Lines that start with # are headings.
+    """
     entries = [entry for entry in re.split(r"\n+(?! )", text.strip()) if not entry.startswith("#")]
     rows = ([" ".join(cell.split()) for cell in entry.split("|", 3)] for entry in entries)
     return [Metric(name, unit, description, source, trainer) for name, unit, source, description in rows]

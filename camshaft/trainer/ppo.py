@@ -73,7 +73,10 @@ class PPOTrainer:
         self.config, self.parts, self.on_step = config, parts, on_step
         self.actor, self.critic, self.rewards = parts.actor, parts.critic, parts.rewards
         self.kl = build_kl_controller(config.algorithm)
+        self.is_routed = config.routing_mode() is not None
         self.old_log_prob_source: Literal["actor", "update", "rollout"] = config.old_log_prob_source()
+        self.actor_mini_batch, self.critic_mini_batch = config.actor_mini_batch(), config.critic_mini_batch()
+        self.needs_greedy, self.needs_ref_log_prob = config.needs_greedy(), config.needs_ref_log_prob()
         correction = config.algorithm.rollout_correction
         self.correction = correction if correction.is_enabled() else None
         self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
@@ -91,7 +94,7 @@ class PPOTrainer:
     def step(self, prompts: DataProto) -> dict[str, float]:
         """Run one training step: generate, score, evaluate, compute advantages, update critic and actor."""
         config, parts, metrics = self.config, self.parts, StepMetrics(self.parts.status)
-        if config.needs_greedy():
+        if self.needs_greedy:
             prompts = self._add_baselines(prompts, metrics)
         scoring: PendingScores | None = None
         if config.algorithm.filter_groups.enable:
@@ -112,13 +115,13 @@ class PPOTrainer:
         inputs, critic_update = batch.drop(*DRIVER_ONLY), None
         if self.critic is not None:
             with metrics.phase("update_critic"):
-                rows = self._update_rows(len(inputs), config.critic, config.critic_mini_batch(), parts.critic_dp_size)
+                rows = self._update_rows(len(inputs), config.critic, self.critic_mini_batch, parts.critic_dp_size)
                 critic_rows = inputs.drop("routed_experts").reorder(rows)
                 critic_update = submit(self.critic.update_critic, critic_rows, presharded=True)
         if self._updates_actor():
             with metrics.phase("update_actor"):
-                actor, source = config.actor_rollout_ref.actor, self._old_log_prob_source()
-                rows = self._update_rows(len(inputs), actor, config.actor_mini_batch(), parts.actor_dp_size)
+                section, source = config.actor_rollout_ref.actor, self._old_log_prob_source()
+                rows = self._update_rows(len(inputs), section, self.actor_mini_batch, parts.actor_dp_size)
                 update = submit(
                     self.actor.update_actor, inputs.reorder(rows), presharded=True, old_log_probs=source
                 ).result()
@@ -132,7 +135,8 @@ class PPOTrainer:
         if self._old_log_prob_source() != "rollout":
             metrics.add(mismatch(batch))
         self._batch = batch
-        return call_hooks(self.on_step, self.global_step, batch, metrics.finished(batch))
+        values = metrics.finished(batch)
+        return call_hooks(self.on_step, self.global_step, batch, values) if self.on_step else values
 
     def _evaluate(self, batch: DataProto, scoring: PendingScores | None, metrics: StepMetrics) -> DataProto:
         """Add scores, reference log-probs, values and, unless the update computes them, old log-probs.
@@ -141,14 +145,14 @@ class PPOTrainer:
         worker processes. The time of a phase is the time that the driver waits for its result.
         """
         sequences = batch.select(*SEQUENCES)
-        routed = batch.select(*SEQUENCES, "routed_experts") if self.config.routing_mode() else sequences
+        routed = batch.select(*SEQUENCES, "routed_experts") if self.is_routed else sequences
         pending: dict[str, Pending[DataProto]] = {}
         if self._old_log_prob_source() == "rollout":
             batch = batch.with_columns(old_log_probs=batch["rollout_log_probs"])
         elif self._old_log_prob_source() == "actor":
             with metrics.phase("old_log_prob"):
                 pending["old_log_prob"] = submit(self.actor.compute_log_prob, routed)
-        if self.config.needs_ref_log_prob():
+        if self.needs_ref_log_prob:
             with metrics.phase("ref"):
                 pending["ref"] = submit(self.actor.compute_ref_log_prob, sequences)
         if self.critic is not None:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from pydantic import Field
 from support.ppo_runs import ppo_args
 from support.same_run import ACTOR
 from support.tiny import tiny_folder
 
 from camshaft.cli import main
-from camshaft.config import load_ppo
+from camshaft.config import engine_features, load_ppo
 from camshaft.config.backends import ENGINES, engine_capabilities, list_backends
 from camshaft.config.engine import EngineCapabilities, EngineConfig, EngineModel, EngineOptions, LoRAConfig, OptimConfig
 from camshaft.config.engine_features import FEATURES, Feature, Support, explain, features_page, find_support
@@ -74,6 +75,15 @@ def test_features_of_an_engine_of_another_package_are_explained(capsys: pytest.C
     )
     assert "pipeline parallelism: not yet" in lines
     assert lines[-1] == "other options: pipeline_stages=1"
+
+
+def test_other_options_have_their_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Options(EngineOptions):
+        stages: int
+        sizes: list[int] = Field(default_factory=lambda: [1, 2])
+
+    monkeypatch.setattr(engine_features, "engine_capabilities", lambda name: EngineCapabilities(Options))
+    assert explain("own").splitlines()[-1] == "other options: stages (required), sizes=[1, 2]"
 
 
 @pytest.mark.parametrize("argv", [["engines"], ["engines", "list"]])

@@ -271,12 +271,12 @@ def _check_token_budgets(config: PPOConfig) -> Iterator[Problem]:
     prompt, response = config.data.max_prompt_length, config.actor_rollout_ref.rollout.response_length
     for kind, limit in _used_limits(config).items():
         if kind != "reward" and limit.is_dynamic and limit.tokens < prompt + response:
-            key = limit.key.replace("micro_batch_size", "max_token_len_per_gpu")
             message = (
                 f"is smaller than the longest sequence: data.max_prompt_length={prompt} + rollout.response_length="
-                f"{response} = {prompt + response}. Set {key}={prompt + response} or more."
+                f"{response} = {prompt + response}. Set {limit.tokens_key}={prompt + response} or more."
             )
-            yield Problem(key, limit.tokens, message, ("data.max_prompt_length", f"{ROLLOUT}.response_length"))
+            related = ("data.max_prompt_length", f"{ROLLOUT}.response_length")
+            yield Problem(limit.tokens_key, limit.tokens, message, related)
 
 
 def _check_lengths(config: PPOConfig) -> Iterator[Problem]:

@@ -169,7 +169,10 @@ def layouts_are_valid(config: PPOConfig | SupervisedConfig) -> bool:
 def _check_engines(groups: list[tuple[list[Role], int]], trainer: PlacementConfig) -> Iterator[Problem]:
     """Check the engines of all groups. An unknown strategy that several groups use is reported once."""
     capabilities: dict[str, EngineCapabilities] = {}
-    for role in {group[0].strategy: group[0] for group, _ in reversed(groups)}.values():
+    first_roles: dict[str, Role] = {}
+    for group, _ in groups:
+        first_roles.setdefault(group[0].strategy, group[0])
+    for role in first_roles.values():
         try:
             capabilities[role.strategy] = engine_capabilities(role.strategy)
         except ConfigError as error:

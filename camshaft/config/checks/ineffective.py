@@ -131,26 +131,21 @@ def _on_cpu(config: Any) -> bool:
     return config.trainer.device.partition(":")[0] == "cpu"
 
 
-def _without_ray(config: Any) -> bool:
-    return config.trainer.backend() != "ray"
-
-
 def _calls_no_process(config: Any) -> bool:
-    """Return True if all models are in this process, so that there are no calls with a time limit."""
-    rollouts, checkpoints, is_single = [], [], config.trainer.world_size == 1
-    if isinstance(config, PPOConfig):
-        rollouts = [config.actor_rollout_ref.rollout]
-        checkpoints = [config.actor_rollout_ref.actor.checkpoint]
-        checkpoints += [config.critic.checkpoint] if config.needs_critic() else []
-        is_single = config.topology().world_size == len(set(config.pools().values())) == 1
-        is_single = is_single and not _custom_sections(config)
-    elif isinstance(config, GenerateConfig):
-        rollouts = [config.rollout]
-    else:
-        checkpoints = [config.checkpoint]
-    is_local = isinstance(config, GenerateConfig) or config.trainer.default_hdfs_dir is None
-    saves_here = is_local and not any(checkpoint.async_save for checkpoint in checkpoints)
-    return _without_ray(config) and is_single and saves_here and all(map(_generates_here, rollouts))
+    """Return True if all models are in this process, so that calls of their methods have no time limit."""
+    trainer = config.trainer
+    if trainer.backend() == "ray" or trainer.world_size > 1:
+        return False
+    if isinstance(config, GenerateConfig):
+        return _generates_here(config.rollout)
+    if trainer.default_hdfs_dir is not None:
+        return False
+    if not isinstance(config, PPOConfig):
+        return not config.checkpoint.async_save
+    roles, critic = config.actor_rollout_ref, config.critic
+    is_single = config.topology().world_size == len(set(config.pools().values())) == 1
+    saves_here = not roles.actor.checkpoint.async_save and not (config.needs_critic() and critic.checkpoint.async_save)
+    return is_single and saves_here and _generates_here(roles.rollout) and not _custom_sections(config)
 
 
 def _generates_here(rollout: GeneratorConfig) -> bool:
@@ -331,11 +326,11 @@ _BEST_METRIC_RULE = Rule(
 )  # fmt: skip
 CONTROLLER_RULES = (
     Rule(
-        ("trainer.cpus_per_rank", "ray_kwargs"), _without_ray, "{trainer.controller}, because the run does not use Ray",
-        "set trainer.controller=ray, or omit the key",
+        ("trainer.cpus_per_rank", "ray_kwargs"), lambda config: config.trainer.backend() != "ray",
+        "{trainer.controller}, because the run does not use Ray", "set trainer.controller=ray, or omit the key",
     ),
     Rule(
-        ("trainer.worker_timeout", "trainer.worker_timeouts"), _calls_no_process,
+        ("trainer.worker_timeouts",), _calls_no_process,
         "because all models of this run are in a single process",
     ),
 )  # fmt: skip

@@ -7,6 +7,7 @@ A model that is not on this machine yet is not checked.
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -162,8 +163,8 @@ def _prompt_length_notice(config: PPOConfig) -> Iterator[str]:
     length, limit = config.actor_rollout_ref.rollout.prompt_length, config.data.max_prompt_length
     if length > limit:
         yield (
-            f"{ROLLOUT}.prompt_length={length} does not admit longer prompts, because data.max_prompt_length={limit} "
-            f"limits them; set data.max_prompt_length={length}, or omit the key"
+            f"{ROLLOUT}.prompt_length={length} does not allow prompts of more than data.max_prompt_length={limit} "
+            f"tokens; set data.max_prompt_length={length}, or omit the key"
         )
 
 
@@ -192,7 +193,7 @@ def _newline_notice(rollout: GeneratorConfig, section: str) -> Iterator[str]:
     if isinstance(rollout, RolloutConfig) and rollout.val_kwargs.stop != rollout.stop:
         stops[f"{section}.val_kwargs.stop"] = rollout.val_kwargs.stop
     for key, strings in stops.items():
-        text = next((text for text in strings if r"\n" in text), None)
+        text = next((text for text in strings if re.search(r"\\n(?![a-z])", text)), None)
         if text is not None:
             yield (
                 rf"{key} contains '{text}', where \n is a backslash and a letter; for a newline, write "

@@ -52,8 +52,8 @@ def weights_have_hugging_face_names(harness: EngineHarness) -> None:
 
 def resume_is_bitwise(harness: EngineHarness) -> None:
     """After a checkpoint is loaded, the weights, the learning rate, the number of skipped steps and all later steps are
-    bitwise identical to those of the engine that saved it. The reference engine loads the same weights, as `camshaft
-    export` does."""
+    bitwise identical to those of the engine that saved it. The reference engine, with which `camshaft
+    export` reads checkpoints, loads the same weights."""
     optim = OptimConfig(lr=0.5, eps=1.0, lr_warmup_steps=8)
     changes: dict[str, Any] = {
         "override_config": {"attention_dropout": 0.1},

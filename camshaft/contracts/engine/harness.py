@@ -166,9 +166,9 @@ class EngineHarness:
     def loss_fn(self, head: str) -> LossFn:
         """Return the loss of the contract for a head, a term per token and a term per sequence.
 
-        The term per token is a policy gradient for causal_lm, minus the entropy if the engine returns it, and a squared
-        error for a value head. The loss of a reward head is a squared error per sequence. Each term is divided by its
-        count over the whole mini-batch.
+        For causal_lm, the term per token is a policy gradient, minus the weighted entropy if the entropy is requested.
+        For a value head, it is a squared error. The loss of a reward head is a squared error per sequence. Each term is
+        divided by its count over the whole mini-batch.
         """
 
         def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:

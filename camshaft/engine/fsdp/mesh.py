@@ -33,6 +33,7 @@ class Layout:
     sequence: int = 1
     tensor: int = 1
     pipeline: int = 1
+    """Number of pipeline stages, of the torchtitan engine."""
 
     @classmethod
     def from_options(cls, options: FSDPOptions, world: int) -> "Layout":

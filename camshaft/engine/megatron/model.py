@@ -167,14 +167,14 @@ class MegatronModel(nn.Module):
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.groups.tp
             )
-        inputs, split = call.head_inputs, self.sequence
-        previous = call.packing.ends - 1 if self.head == "reward" else call.packing.previous(inputs.at)
+        head_inputs, split = call.head_inputs, self.sequence
+        previous = call.packing.ends - 1 if self.head == "reward" else call.packing.previous(head_inputs.at)
         if split is None:
-            return self._outputs(hidden[:, 0].index_select(0, to_device(previous, hidden.device)), inputs)
+            return self._outputs(hidden[:, 0].index_select(0, to_device(previous, hidden.device)), head_inputs)
         share = split.share(previous, call.size)
         rows = hidden[:, 0].index_select(0, to_device(share.offsets, hidden.device))
-        local_at = inputs.at if self.head == "reward" else inputs.at[share.indices]
-        return split.gather_outputs(share, self._outputs(rows, inputs._replace(at=local_at)))
+        local_at = head_inputs.at if self.head == "reward" else head_inputs.at[share.indices]
+        return split.gather_outputs(share, self._outputs(rows, head_inputs._replace(at=local_at)))
 
     def _outputs(self, rows: Tensor, inputs: HeadInputs) -> dict[str, Tensor]:
         """Compute the outputs of the tokens `inputs.at` from the hidden states (M, H) before them."""

@@ -117,7 +117,7 @@ def _send(connection: int, message: Any) -> None:
 
 
 def main(connection: int, stack_file: int, parent: int) -> NoReturn:
-    """Answer requests on the descriptor `connection`. Kill this process when it closes or the process `parent` ends."""
+    """Answer requests on the descriptor `connection`. Kill this process when the connection closes or `parent` ends."""
     ignore_stop_signals()
     dump_stacks_on_signal(stack_file)
     end_with(parent)

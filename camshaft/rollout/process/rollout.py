@@ -161,7 +161,8 @@ class _Child:
     def __init__(self, limit: Limit | None) -> None:
         self._limit = limit
         self._socket, child_end = socket.socketpair()
-        # Sends and receives return after this time (a `struct timeval`), so that the process can be checked.
+        # Sends and receives return after this time (a `struct timeval`, where zero would mean no limit), so that the
+        # process can be checked.
         poll_time = struct.pack("@ll", *divmod(int(POLL_SECONDS * 1e6), 10**6))
         for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
             self._socket.setsockopt(socket.SOL_SOCKET, option, poll_time)

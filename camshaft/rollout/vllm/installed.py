@@ -60,7 +60,11 @@ def hint(version: str) -> str:
     """Return a suffix for error messages that warns about an untested version, or "" for a tested version."""
     if version in TESTED:
         return ""
-    installed = {name: found.version for name in DISTRIBUTIONS for found in importlib.metadata.distributions(name=name)}
+    installed = {
+        name: importlib.metadata.version(name)
+        for name in DISTRIBUTIONS
+        if any(True for _ in importlib.metadata.distributions(name=name))
+    }
     names = ", ".join(f"{name}=={number}" for name, number in installed.items()) or "vllm"
     return (
         f"\nvLLM {version} ({names}) is not a tested version; this rollout is tested with {', '.join(TESTED)}. "

@@ -67,7 +67,7 @@ class Sender(ABC):
 
 
 class Receiver:
-    """The receiving end of a transport, with the memory of the sender, which this process has opened on `device`."""
+    """The receiving end of a transport. Unless a subclass overrides `pull`, buckets are in `memory` of the sender."""
 
     def __init__(self, device: torch.device, memory: Tensor):
         self.device, self._buffers = device, memory.chunk(BUFFERS)

@@ -281,6 +281,13 @@ def test_engine_class_that_cannot_be_imported_is_rejected(words):
     assert "has no attribute 'NoSuchRollout'" in text
 
 
+def test_unknown_engines_are_reported_in_the_order_of_the_roles(words):
+    with pytest.raises(ConfigError) as error:
+        load_ppo([*words, "actor_rollout_ref.actor.strategy=foo", "critic.strategy=bar"])
+    text = str(error.value)
+    assert 0 < text.index("actor_rollout_ref.actor.strategy=foo") < text.index("critic.strategy=bar")
+
+
 def test_capabilities_of_registry_and_classes_agree():
     for name, backend in backends.ENGINES.items():
         if name not in OPTIONAL_ENGINES:

@@ -194,11 +194,19 @@ def test_prompt_length_of_the_rollout_that_no_prompt_reaches_is_reported(
         assert caplog.messages == []
         load_ppo([*words, "data.max_prompt_length=16", f"{key}=17"])
     (message,) = caplog.messages
-    assert f"{key}=17 does not admit longer prompts, because data.max_prompt_length=16 limits them" in message
+    assert f"{key}=17 does not allow prompts of more than data.max_prompt_length=16 tokens" in message
 
 
 @pytest.mark.parametrize(
-    ("stop", "is_reported"), [(r"['\n\n']", True), ("['\n\n']", False), (r"[END,'\n']", True), ("[END]", False)]
+    ("stop", "is_reported"),
+    [
+        (r"['\n\n']", True),
+        (r"['\nUser:']", True),
+        (r"['\nabla']", False),
+        ("['\n\n']", False),
+        (r"[END,'\n']", True),
+        ("[END]", False),
+    ],
 )
 def test_stop_string_with_a_backslash_is_reported(
     stop: str, is_reported: bool, words: list[str], caplog: pytest.LogCaptureFixture

@@ -9,7 +9,7 @@ from camshaft.config import PPOConfig, compose, from_container, load_ppo, load_r
 from camshaft.config.run_folder import generated_name
 from camshaft.errors import ConfigError
 
-STAMP = r"\d{8}-\d{6}-[0-9a-f]{4}"
+STAMP = r"\d{8}-\d{6}-[0-9a-f]{8}"
 
 
 @pytest.fixture(autouse=True)
@@ -39,8 +39,8 @@ def test_unnamed_jobs_of_a_sweep_have_separate_folders(words: list[str]) -> None
 def test_runs_that_start_at_the_same_time_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.strftime", lambda _: "now")
     names = {generated_name("models/tiny/", "data/sums/train.parquet") for _ in range(3)}
-    assert len(names) > 1
-    assert all(re.fullmatch(r"tiny-sums-now-[0-9a-f]{4}", name) for name in names)
+    assert len(names) == 3
+    assert all(re.fullmatch(r"tiny-sums-now-[0-9a-f]{8}", name) for name in names)
 
 
 @pytest.mark.parametrize(

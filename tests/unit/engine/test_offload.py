@@ -3,7 +3,7 @@
 Parameters do not move as fake tensors, because torch cannot swap these; on the emulated device they do.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -24,9 +24,10 @@ class RecordingParts(Parts):
 
     moves: list[tuple[str, str]]
 
-    def _move(self, part: Part, device: torch.device) -> None:
-        self.moves.append((part, device.type))
-        super()._move(part, device)
+    def move(self, parts: Iterable[Part], device: torch.device) -> None:
+        moved = list(parts)
+        self.moves += [(part, device.type) for part in moved]
+        super().move(moved, device)
 
 
 def _made(
