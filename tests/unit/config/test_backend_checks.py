@@ -285,7 +285,7 @@ def test_unknown_engines_are_reported_in_the_order_of_the_roles(words):
     with pytest.raises(ConfigError) as error:
         load_ppo([*words, "actor_rollout_ref.actor.strategy=foo", "critic.strategy=bar"])
     text = str(error.value)
-    assert 0 < text.index("actor_rollout_ref.actor.strategy=foo") < text.index("critic.strategy=bar")
+    assert 0 < text.index("actor_rollout_ref.actor.strategy = foo") < text.index("critic.strategy = bar")
 
 
 def test_capabilities_of_registry_and_classes_agree():
