@@ -70,6 +70,13 @@ class PortMonitor:
                 return f"{address} has not answered for {seconds:.0f} s: it is dead or disconnected"
         return None
 
+    def probe(self) -> str | None:
+        """Connect to all ports now, and return a message about the first daemon that does not answer, or None."""
+        for daemon in self._daemons:
+            if not accepts_connections(daemon.host, daemon.port):
+                return f"{daemon.name} ({daemon.host}:{daemon.port}) does not answer: it is dead or disconnected"
+        return None
+
     def _run(self) -> None:
         while not self._stop_event.wait(HEARTBEAT_SECONDS):
             for daemon in list(self._daemons):

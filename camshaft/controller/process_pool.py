@@ -170,8 +170,11 @@ class ProcessPool(Pool):
         """Return an object that unpickles to the class in a worker process."""
         return role_class
 
-    def cluster_error(self) -> str | None:
-        """Return a message if a machine of the pool is dead, else None. This is called while the driver waits."""
+    def cluster_error(self, probe: bool = False) -> str | None:
+        """Return a message if a machine of the pool is dead, else None. This is called while the driver waits.
+
+        `probe` checks the machines now, because a rank has failed and a dead machine may be the cause.
+        """
         return None
 
     def release(self) -> None:
@@ -344,14 +347,12 @@ class ProcessPool(Pool):
     # -- errors -----------------------------------------------------------------------------------
 
     def _check_alive(self) -> None:
-        for process in self.processes:
-            exit_status = process.exit_description()
-            if exit_status is not None:
-                raise self._death_error(process, exit_status)
+        dead = next((process for process in self.processes if process.exit_description() is not None), None)
         request = next((requests[0] for requests in self._requests if requests), None)
-        error = self.cluster_error()
-        if request is not None and error is not None:
+        if request is not None and (error := self.cluster_error(probe=dead is not None)) is not None:
             raise WorkerError(f"{request}: {error}")
+        if dead is not None:
+            raise self._death_error(dead)
 
     def _check_times(self) -> None:
         for request in {requests[0] for requests in self._requests if requests}:
@@ -380,20 +381,22 @@ class ProcessPool(Pool):
             self._check_alive()
             if answer is not None and answer[1] is request and not answer[2][0]:
                 failures[answer[0]] = answer[2][1]
+        if (cluster_error := self.cluster_error(probe=True)) is not None:
+            raise WorkerError(f"{request}: {cluster_error}")
         rank, failure = min(failures.items(), key=lambda item: item[1].at)
         summary = f"{request} raised on rank {rank} of {self.world_size}: {failure.summary}"
         error = WorkerError(f"{summary}\n\nOn rank {rank}:\n{failure.traceback}")
         error.peak_memory = failure.device_peak or self._growth()
         raise error from failure.original()
 
-    def _death_error(self, process: WorkerProcess, exit_status: str) -> WorkerError:
+    def _death_error(self, process: WorkerProcess) -> WorkerError:
         requests = self._requests[process.rank] or next((requests for requests in self._requests if requests), ())
         role, method = (requests[0].role, requests[0].method) if requests else (self.spec.name, "between two calls")
         hint = self.hint_at_start() if method == "__init__" else ""
         stacks = process.stacks()
         name = f"rank {process.rank} of {self.world_size} of {role} (process {process.pid})"
         trace = f"\n\nOn rank {process.rank}:\n{stacks}" if stacks else ""
-        error = WorkerError(f"{name} died in {method} ({exit_status}){hint}{trace}")
+        error = WorkerError(f"{name} died in {method} ({process.exit_description()}){hint}{trace}")
         error.peak_memory = self._growth()
         return error
 

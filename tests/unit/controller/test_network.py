@@ -16,7 +16,9 @@ def test_only_a_closed_port_is_reported():
         monitor.add("the one that leaves", *leaving.getsockname())
         time.sleep(3 * network.HEARTBEAT_SECONDS)
         assert monitor.error() is None
+        assert monitor.probe() is None
         leaving.close()
+        assert "the one that leaves (127.0.0.1:" in (monitor.probe() or "")
         deadline = time.monotonic() + 10
         while monitor.error() is None and time.monotonic() < deadline:
             time.sleep(0.05)
