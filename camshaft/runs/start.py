@@ -196,7 +196,10 @@ def _written_objects(launch: Launch, objects: Objects) -> Iterator[tuple[Path | 
         keys = [*(names[name] for name in unsaved & {*names}), _TOKENIZER]
         for path in {Path(str(values[key])) for key in keys if key in values} - existing:
             if path.parent == folder / INPUTS:
-                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+                if path.is_dir():
+                    shutil.rmtree(path, ignore_errors=True)
+                else:
+                    path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # not empty
             for empty in new_folders:
                 empty.rmdir()

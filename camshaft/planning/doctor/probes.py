@@ -126,8 +126,8 @@ def _scale(values: Tensor) -> Tensor:
     return values * 2 + 1
 
 
-def load(name: str) -> str:
-    """Import a library."""
+def time_import(name: str) -> str:
+    """Import a library, and report how long it takes."""
     start = time.perf_counter()
     importlib.import_module(name)
     return f"import {name} takes {time.perf_counter() - start:.1f} s"
@@ -142,8 +142,8 @@ PROGRAMS: dict[str, Callable[[], str]] = {
     "nccl": nccl,
     "compile": compile_kernel,
     "ray": partial(all_reduce, 2, "cpu", "ray"),
-    "vllm": partial(load, "vllm"),
-    "sglang": partial(load, "sglang"),
-    "megatron": partial(load, "megatron.core"),
-    "torchtitan": partial(load, "torchtitan"),
+    "vllm": partial(time_import, "vllm"),
+    "sglang": partial(time_import, "sglang"),
+    "megatron": partial(time_import, "megatron.core"),
+    "torchtitan": partial(time_import, "torchtitan"),
 }
