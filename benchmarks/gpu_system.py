@@ -242,11 +242,11 @@ def _settings_of_prompts(job: Job, prompts: int, samples: int, length: int, shar
 
 
 def kernel_rows(job: Job) -> list[dict[str, Any]]:
-    """Measure single kernels: attention over the KV cache, sampling, and variable-length attention."""
+    """Measure single kernels: attention over the KV cache, sampling, variable-length attention, and casting copies."""
     if not job.on_cuda:
         return [{"what": "kernels", "measured": NEEDS_CUDA}]
     attention = [_cache_attention(job, rows, length) for rows, length in ((256, 768), (64, 4096), (16, 768))]
-    return [*attention, _sampling(job), _packed_attention(job)]
+    return [*attention, _sampling(job), _packed_attention(job), _casting_copies(job)]
 
 
 def _replayed(run: Callable[[], Any], device: str, calls: int = 10) -> float:
@@ -331,3 +331,21 @@ def _packed_attention(job: Job) -> dict[str, Any]:
     row = {"forward": work / once / 1e12, "backward": 2.5 * work / (_median(both, job.device) - once) / 1e12}
     measured = "{forward:.0f} TFLOP/s forward, {backward:.0f} backward".format(**row)
     return {"what": f"attention over packed rows, {packing.size} tokens", "measured": measured, **row}
+
+
+def _casting_copies(job: Job) -> dict[str, Any]:
+    """Measure copies of 20 float32 weights of 68 million elements to bfloat16, one by one and all in one launch."""
+    sources = [torch.randn(18_944, 3584, device=job.device) for _ in range(20)]
+    targets = [torch.empty_like(source, dtype=torch.bfloat16) for source in sources]
+
+    def copy_each() -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source)
+
+    moved = sum(tensor.nbytes for tensor in (*sources, *targets))
+    row = {
+        "each": moved / _median(copy_each, job.device) / 1e12,
+        "together": moved / _median(lambda: torch._foreach_copy_(targets, sources), job.device) / 1e12,  # pyright: ignore[reportPrivateImportUsage]
+    }
+    measured = "{each:.2f} TB/s one by one, {together:.2f} TB/s in one launch".format(**row)
+    return {"what": "copies of large weights from float32 to bfloat16", "measured": measured, **row}

@@ -30,16 +30,18 @@ def block_sums(tensors: Sequence[Tensor], factors: Tensor, cast: bool = False) -
     two of their elements in bfloat16.
     """
     block, word_bytes = len(factors), 8 if cast else 4
-    words = np.array([tensor.nbytes // word_bytes for tensor in tensors])
-    pointers = np.array([tensor.data_ptr() for tensor in tensors])
+    words = np.array([tensor.nbytes // word_bytes for tensor in tensors], dtype=np.int64)
+    pointers = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
     blocks = -(-words // block)
-    position = (np.arange(blocks.sum()) - np.repeat(blocks.cumsum() - blocks, blocks)) * block
-    start = np.repeat(pointers, blocks) + position * word_bytes
-    count = np.minimum(np.repeat(words, blocks) - position, block)
-    table = to_device(torch.from_numpy(np.stack([start, count], axis=1)), factors.device)
-    sums = torch.empty(len(table), dtype=torch.int64, device=factors.device)
-    if len(table):
-        _launch(_block_sums_kernel, (len(table),), table, factors, sums, BLOCK=block, STEP=STEP, CAST=cast, num_warps=4)
+    # For each tensor: its address, number of words, number of blocks before it, and number of blocks.
+    rows = np.stack([pointers, words, blocks.cumsum() - blocks, blocks], axis=1)
+    table = to_device(torch.from_numpy(rows), factors.device)
+    num_blocks = int(blocks.sum())
+    sums = torch.empty(num_blocks, dtype=torch.int64, device=factors.device)
+    if num_blocks:
+        owners = torch.repeat_interleave(table[:, 3], output_size=num_blocks)  # with the size, the host does not wait
+        options = {"BLOCK": block, "STEP": STEP, "CAST": cast, "num_warps": 4}
+        _launch(_block_sums_kernel, (num_blocks,), table, owners, factors, sums, **options)
     return sums, blocks.tolist()
 
 
@@ -48,9 +50,12 @@ def _launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> N
 
 
 @triton.jit
-def _block_sums_kernel(table, factors, sums, BLOCK: tl.constexpr, STEP: tl.constexpr, CAST: tl.constexpr):
+def _block_sums_kernel(table, owners, factors, sums, BLOCK: tl.constexpr, STEP: tl.constexpr, CAST: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
-    start, count = tl.load(table + 2 * row), tl.load(table + 2 * row + 1)
+    tensor = table + 4 * tl.load(owners + row)
+    position = (row - tl.load(tensor + 2)) * BLOCK
+    start = tl.load(tensor) + position * (8 if CAST else 4)
+    count = tl.minimum(tl.load(tensor + 1) - position, BLOCK)
     total = tl.zeros((STEP,), dtype=tl.int64)
     for step in range(0, BLOCK, STEP):
         within = step + tl.arange(0, STEP)

@@ -57,10 +57,12 @@ class ShardedEngine(TorchEngine):
     # -- weights and checkpoints ------------------------------------------------------------------
 
     def full_tensor(self, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor.detach().to(self.device)
         with torch.no_grad():
             # Offloaded shards move to the device first, because the collectives of its backend reject host memory.
             on_device: Any = tensor.detach().to(self.device)
-            return on_device.full_tensor() if isinstance(tensor, DTensor) else on_device
+            return on_device.full_tensor()
 
     def _save(self, state: checkpoint.State, local_path: str, **options: Any) -> None:
         if self._background_save is None:

@@ -429,7 +429,8 @@ class TorchEngine(BaseEngine):
 
     @property
     def yields_live_weights(self) -> bool:
-        return self.seat.world == 1 and self.config.model.lora is None  # gathering and merging an adapter copy
+        # Gathering, merging an adapter, and moving weights from host memory to the device make copies.
+        return self.seat.world == 1 and self.config.model.lora is None and self.home_device == self.device
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
         return disable_adapter(self._adapted_model)

@@ -74,7 +74,7 @@ def test_a_full_queue_is_computed(interpreted: None, monkeypatch: pytest.MonkeyP
 def test_kernel_compiles_without_spills(capability: int, cast: bool, tmp_path: Path) -> None:
     from camshaft.digest import kernel
 
-    types = {"table": "*i64", "factors": "*i64", "sums": "*i64"}
+    types = {"table": "*i64", "owners": "*i64", "factors": "*i64", "sums": "*i64"}
     constants = {"BLOCK": BLOCK, "STEP": kernel.STEP, "CAST": cast}
     used = resources(kernel._block_sums_kernel, types, constants, {"num_warps": 4}, capability, tmp_path)
     assert used["STACK"] == 0, used

@@ -53,21 +53,19 @@ def pack_buckets(weights: Iterable[tuple[str, Tensor]], buffers: Sequence[Tensor
     """
     number, pieces, num_bytes = 0, list[Piece](), 0
     for name, tensor in weights:
-        raw = _bytes_of(tensor.detach().contiguous())
-        start = 0
-        while start < len(raw) or not len(raw):
+        raw, total = _bytes_of(tensor.detach().contiguous()), tensor.nbytes
+        dtype, shape, start = str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), 0
+        while True:  # also once for an empty tensor
             buffer = buffers[number]
-            size = min(len(raw) - start, len(buffer) - num_bytes)
+            size = min(total - start, buffer.nbytes - num_bytes)
             buffer[num_bytes : num_bytes + size].copy_(raw[start : start + size])
-            pieces.append(
-                Piece(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), start, num_bytes, size)
-            )
+            pieces.append(Piece(name, dtype, shape, start, num_bytes, size))
             num_bytes, start = num_bytes + size, start + size
-            if num_bytes == len(buffer):
+            if num_bytes == buffer.nbytes:
                 synchronize(buffer.device)
                 yield Bucket(pieces, number, num_bytes)
                 number, pieces, num_bytes = (number + 1) % len(buffers), [], 0
-            if not len(raw):
+            if start == total:
                 break
     if pieces:
         synchronize(buffers[number].device)
@@ -88,7 +86,7 @@ class Assembler:
             tensor = self._tensor_of(piece)
             raw = _bytes_of(tensor)
             raw[piece.start : piece.start + piece.size].copy_(data[piece.at : piece.at + piece.size])
-            if piece.start + piece.size == len(raw):
+            if piece.start + piece.size == tensor.nbytes:
                 self._incomplete = None
                 yield piece.name, tensor
             else:
@@ -101,7 +99,7 @@ class Assembler:
             piece, tensor = self._incomplete
             raise RolloutError(
                 f"weight '{piece.name}' is incomplete: received {piece.start + piece.size} of "
-                f"{len(_bytes_of(tensor))} bytes; send the weights again"
+                f"{tensor.nbytes} bytes; send the weights again"
             )
 
     def _tensor_of(self, piece: Piece) -> Tensor:

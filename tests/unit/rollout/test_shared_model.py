@@ -15,6 +15,7 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import EngineError, RolloutError
 from camshaft.models.attention import PACKED
 from camshaft.models.tiny import make_tiny_model
+from camshaft.rollout import shared_model
 from camshaft.rollout.shared_model import ALIGNMENT, SharedModel, load_stop_ids
 from camshaft.rollout.weights.checks import _parameters_on_meta
 
@@ -177,7 +178,9 @@ def test_engine_kwargs_are_for_other_generators(name: str) -> None:
         build_rollout(name, RolloutEngineConfig(model_path=str(tiny_folder()), engine_kwargs={"enforce_eager": True}))
 
 
-def test_joined_weights_share_one_tensor_that_loads_write_to() -> None:
+@pytest.mark.parametrize("large_bytes", [0, 1000, 2**24])
+def test_joined_weights_share_one_tensor_that_loads_write_to(large_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_model, "LARGE_BYTES", large_bytes)
     model, real = borrowed(tiny_folder()), owner(tiny_folder())
     layer = "model.layers.0.self_attn"
     names = [f"{layer}.{part}_proj.weight" for part in "qkv"]
