@@ -9,6 +9,7 @@ Modules are imported only when one of their classes is loaded. Errors name the c
 import difflib
 import importlib
 import importlib.util
+import operator
 import shlex
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -118,7 +119,8 @@ def install_command(library: str, *options: str) -> str:
 
 
 def import_attribute(target: str) -> Any:
-    """Import `package.module:attribute`; raise ConfigError if the name or module is invalid."""
+    """Import `package.module:attribute` or `package.module:Class.attribute`; raise ConfigError if the path is
+    invalid."""
     module_name, _, attribute = target.partition(":")
     if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigError(f"'{target}' is not an import path; write package.module:Class, not a file name")
@@ -139,6 +141,6 @@ def import_attribute(target: str) -> Any:
             f"{target}: the module '{error.name}' does not exist; check the name, or install its package"
         ) from error
     try:
-        return getattr(module, attribute)
+        return operator.attrgetter(attribute)(module)
     except AttributeError as error:
         raise ConfigError(f"module {module_name} has no attribute '{attribute}'; check the name") from error

@@ -102,8 +102,7 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
         if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
     }
     if ":" in name or "." in name:
-        module, _, attribute = name.replace(":", ".").rpartition(".")
-        cls = import_attribute(f"{module}:{attribute}")
+        cls = import_attribute(name if ":" in name else ":".join(name.rsplit(".", 1)))
     elif name in available:
         cls = available[name]
     else:

@@ -215,6 +215,7 @@ def log_to_console(console: Console, seed: int) -> Iterator[None]:
     """Log to the console, and seed the global generator of torch, which libraries may use."""
     handler = _ConsoleHandler(console)
     root = logging.getLogger("camshaft")
+    level = root.level
     root.addHandler(handler)
     root.setLevel(logging.INFO)
     torch.manual_seed(seed)
@@ -222,6 +223,7 @@ def log_to_console(console: Console, seed: int) -> Iterator[None]:
         yield
     finally:
         root.removeHandler(handler)
+        root.setLevel(level)
 
 
 class _Stream(io.FileIO):

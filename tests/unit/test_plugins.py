@@ -1,5 +1,6 @@
 """Loading classes by name, with real modules and a real installed distribution."""
 
+import decimal
 import json
 import re
 import sys
@@ -135,6 +136,12 @@ def test_an_outdated_library_error_has_the_upgrade_command(package):
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
         plugins.import_attribute("needs_newer:Engine")
+
+
+def test_an_attribute_of_a_class_can_be_imported():
+    assert plugins.import_attribute("decimal:Decimal.from_float") == decimal.Decimal.from_float
+    with pytest.raises(ConfigError, match=r"module decimal has no attribute 'Decimal\.nothing'"):
+        plugins.import_attribute("decimal:Decimal.nothing")
 
 
 def test_an_error_inside_the_module_travels_unchanged(package):

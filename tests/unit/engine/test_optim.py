@@ -128,6 +128,14 @@ def test_a_class_with_keyword_arguments_receives_those_of_its_base() -> None:
     assert (optimizer.defaults["betas"], optimizer.defaults["weight_decay"]) == ((0.5, 0.6), 0.3)
 
 
+class Outer:
+    Inner = Passing
+
+
+def test_an_optimizer_can_be_an_attribute_of_a_class() -> None:
+    assert type(built(optimizer=f"{__name__}:Outer.Inner")) is Passing
+
+
 def test_a_setting_that_an_optimizer_does_not_accept_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     built(optimizer=f"{__name__}:Plain")
     assert not caplog.records

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from rich.console import Console
 from support.ppo_runs import ppo_config
 
 from camshaft.config import TrainerConfig
@@ -16,7 +17,7 @@ from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError, WorkerError
 from camshaft.tracking import RunInfo, Tracker
 from camshaft.tracking.run_folder import RunFolder
-from camshaft.trainer.session import check_device, finish_saving, run_length, session
+from camshaft.trainer.session import check_device, finish_saving, log_to_console, run_length, session
 from camshaft.view.advice import advise
 
 
@@ -28,6 +29,14 @@ def trainer(tmp_path: Path) -> TrainerConfig:
 def loader() -> StatefulLoader:
     """Return a loader of three epochs of two steps."""
     return StatefulLoader(DataProto.from_dict({"x": torch.arange(9)}), 4, total_epochs=3)
+
+
+def test_the_level_of_the_logger_is_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.getLogger("camshaft")
+    monkeypatch.setattr(logger, "level", logging.ERROR)
+    with log_to_console(Console(), seed=0):
+        assert logger.level == logging.INFO
+    assert logger.level == logging.ERROR
 
 
 @pytest.mark.parametrize(("limit", "steps"), [(None, 6), (4, 4), (6, 6)])
