@@ -10,6 +10,7 @@ show them, Ray collects no metrics. Ray reads these settings when it is imported
 
 import contextlib
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ def head_may_answer(address: str | None) -> bool:
 @contextlib.contextmanager
 def _ray_environment(ray_init: Mapping[str, Any]) -> Iterator[None]:
     """Configure Ray for one machine while it is imported and its processes start. Values set by the user win."""
-    os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray sets the same default, and warns about it
+    if "ray" not in sys.modules:  # an imported Ray has read this variable, and sets it again with its own default
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, about which Ray would warn
     settings = {SEVERAL_MACHINES: "0"} | ({} if ray_init.get("include_dashboard") else NO_METRICS)
     unset = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(unset)

@@ -56,10 +56,12 @@ def test_ray_collects_metrics_for_a_dashboard_only(dashboard: bool, monkeypatch:
         raise Exception("stop here")
 
     monkeypatch.setattr(backend.ray, "init", fail)
+    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with pytest.raises(ConfigError, match="stop here"):
         start_pools(HERE, "ray", Options(ray_init={"address": "local", "include_dashboard": dashboard}))
     assert [ray_cluster.NO_METRICS.items() <= environment.items() for environment in environments] == [not dashboard]
     assert not ray_cluster.NO_METRICS.keys() & os.environ.keys(), "the next cluster may have a dashboard"
+    assert "RAY_AUTH_MODE" not in os.environ, "Ray was imported without it"
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://head:10001"])

@@ -1,5 +1,6 @@
 """The Ray backend on one machine: the rules of the controller contract, and PPO with the numbers of local ranks."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -163,3 +164,24 @@ def test_daemons_of_a_cluster_for_one_run_collect_no_metrics() -> None:
             driver.communicate("\n", timeout=60)
             assert driver.returncode == 0
     assert {b"RAY_enable_metrics_collection=0", b"RAY_event_stats=0"} <= set(environment)
+
+
+IMPORTED = """
+import ray
+from camshaft.controller import PoolSpec, start_pools
+from camshaft.controller.group import Options
+
+start_pools([PoolSpec(device="cpu")], "ray", Options(ray_init={"address": "local", "num_cpus": 1}))
+print(len(ray.nodes()))
+"""
+
+
+@pytest.mark.cluster
+def test_ray_may_be_imported_before_a_run_starts_a_cluster(tmp_path: Path) -> None:
+    names = {"RAY_AUTH_MODE", "RAY_ADDRESS"}
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}  # Ray stores a token at home
+    run = subprocess.run(
+        [sys.executable, "-c", IMPORTED], env=environment, text=True, capture_output=True, timeout=120, check=False
+    )
+    assert (run.returncode, run.stdout.split()[-1:]) == (0, ["1"]), run.stderr
