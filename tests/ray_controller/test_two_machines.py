@@ -1,5 +1,6 @@
 """The same PPO run on a cluster of two machines, simulated by `cluster.py` and `namespaces.py`."""
 
+import re
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -83,7 +84,8 @@ def test_doctor_finds_a_damaged_model_on_another_machine(machines: tuple[Machine
     assert len(problems) == 1
     assert problems[0].startswith(f"{worker.address}: models: actor_rollout_ref.model.path=")
     assert "no config.json" in problems[0]
-    assert any(finding.message == f"{head.address}: no problem" for finding in findings)
+    of_head = [finding for finding in findings if finding.message.startswith(f"{head.address}: ")]
+    assert [finding.status for finding in of_head] in (["OK"], ["WARN"]), of_head  # its host name may not resolve
 
 
 def machine_findings(folder: Path, overrides: Mapping[str, Any]) -> list[Finding]:
@@ -99,7 +101,7 @@ def test_runtime_environment_variables_override_the_drivers(machines: tuple[Mach
 @pytest.mark.cluster
 def test_stack_of_a_hanging_rank_is_read_on_its_machine(machines: tuple[Machine, Machine], tmp_path: Path) -> None:
     message, seconds = machines[0].call(failing, "stall", tmp_path / "sign", 4.0)
-    assert message.startswith("critic.stall: no answer from rank(s) 1 of 2 (process unknown) for 4.")
+    assert re.match(r"critic\.stall: no answer from rank\(s\) 1 of 2 \(process \d+\) for 4\.", message)
     assert "in stall" in message
     assert 4 <= seconds < 12
     assert [ranks_on(machine) for machine in machines] == [[], []]
