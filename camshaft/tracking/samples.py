@@ -65,10 +65,14 @@ class SampleWriter:
         sizes: dict[int, int] = {}
         for path in self.folder.iterdir():
             step = path.stem.removeprefix("step_")
-            if path.suffix != ".parquet" or not step.isdecimal() or int(step) > resumed_step:
-                path.unlink()
-            else:
-                sizes[int(step)] = path.stat().st_size
+            try:
+                if path.suffix != ".parquet" or not step.isdecimal() or int(step) > resumed_step:
+                    path.unlink()
+                else:
+                    sizes[int(step)] = path.stat().st_size
+            except OSError as error:
+                message = "the responses in %s cannot be accessed: %s. The run continues without them"
+                logger.warning(message, path, error.strerror or error)
         for step in sorted(sizes):
             self._record(step, sizes[step])
 

@@ -193,6 +193,22 @@ def test_a_resumed_run_deletes_later_files(writer: Callable[..., SampleWriter], 
     assert sorted(path.name for path in first.folder.parent.iterdir()) == ["samples.1"]
 
 
+def test_a_file_that_cannot_be_accessed_does_not_end_a_resumed_run(
+    writer: Callable[..., SampleWriter], tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = writer()
+    target.write(batch_of(tokenizer), 1)
+    (target.folder / "step_2.parquet").symlink_to("nothing")
+    (target.folder / "step_3.parquet").mkdir()
+    writer().start(resumed_step=2)
+    messages = sorted(record.getMessage() for record in caplog.records)
+    assert [message.split("samples/")[1].split(" cannot")[0] for message in messages] == [
+        "step_2.parquet",
+        "step_3.parquet",
+    ]
+    assert "No such file or directory. The run continues without them" in messages[0]
+
+
 def test_lone_surrogates_are_escaped(writer: Callable[..., SampleWriter], tokenizer: Tokenizer, tmp_path: Path) -> None:
     batch = batch_of(tokenizer).with_columns(ground_truth=["a\ud800"] * 6, data_source=["\udfff"] * 6)
     writer().write(batch, 1)
