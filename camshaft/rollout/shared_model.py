@@ -196,10 +196,7 @@ class SharedModel:
 
     @functools.cached_property
     def _members(self) -> dict[str, tuple[dict[str, Any], str]]:
-        """For each name of a weight, the dict of its module that contains it, and its key in this dict.
-
-        Assigning to these dicts takes a third of the time of `setattr`, and a sync assigns every weight.
-        """
+        """For each name of a weight, the dict of its module that contains it, and its key in this dict."""
         modules = dict(self.hf.named_modules(remove_duplicate=False))
         members: dict[str, tuple[dict[str, Any], str]] = {}
         for name, weight in self.expected.weights.items():
