@@ -117,7 +117,7 @@ def log_distribution(
     logits = _logits(hidden, weight, bias)
     if temperature != 1.0:
         logits.div_(temperature)
-    if shard is not None and len(hidden):
+    if shard is not None:
         logits = _gather_rows(logits.t(), shard.group).t()
     return logits.log_softmax(dim=1)
 

@@ -350,6 +350,20 @@ def test_divergences_over_parts_of_the_vocabulary_add_up(starts: list[int], fact
             torch.testing.assert_close(gradient, full[shard], rtol=1e-9, atol=1e-9)
 
 
+def distribution_by_parts(starts: list[int], rows: int) -> Tensor:
+    hidden, weight, bias, _ = inputs(rows=rows)
+    shard = slice(starts[dist.get_rank()], starts[dist.get_rank() + 1])
+    return log_distribution(hidden, weight[shard], bias[shard], 0.7, VocabularyShard(dist.group.WORLD, shard.start))
+
+
+@pytest.mark.parametrize("rows", [0, M])
+def test_every_rank_has_the_distribution_over_the_whole_vocabulary(rows: int):
+    hidden, weight, bias, _ = inputs(rows=rows)
+    expected = ((hidden @ weight.t() + bias) / 0.7).log_softmax(dim=1).detach()
+    for actual in run_warm_ranks(distribution_by_parts, 2, [0, 15, V], rows):
+        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
+
+
 def test_no_tokens_on_several_ranks():
     for outputs, gradients in run_warm_ranks(by_parts, 2, [0, 15, V], True, 0, 1.0):
         assert all(tensor.shape == (0,) for tensor in outputs)
