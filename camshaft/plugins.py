@@ -119,8 +119,10 @@ def install_command(library: str, *options: str) -> str:
 
 
 def import_attribute(target: str) -> Any:
-    """Import `package.module:attribute` or `package.module:Class.attribute`; raise ConfigError if the path is
-    invalid."""
+    """Import `package.module:attribute`, or `package.module:Class.attribute`.
+
+    Raise ConfigError if the path is invalid.
+    """
     module_name, _, attribute = target.partition(":")
     if not attribute or not all(part.isidentifier() for part in module_name.split(".")):
         raise ConfigError(f"'{target}' is not an import path; write package.module:Class, not a file name")

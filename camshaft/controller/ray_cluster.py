@@ -57,11 +57,14 @@ def head_may_answer(address: str | None) -> bool:
 @contextlib.contextmanager
 def _ray_environment(ray_init: Mapping[str, Any]) -> Iterator[None]:
     """Configure Ray for one machine while it is imported and its processes start. Values set by the user win."""
-    if "ray" not in sys.modules:  # an imported Ray has read this variable, and sets it again with its own default
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # the default, about which Ray would warn
     settings = {SEVERAL_MACHINES: "0"} | ({} if ray_init.get("include_dashboard") else NO_METRICS)
     unset = {name: value for name, value in settings.items() if name not in os.environ}
     os.environ.update(unset)
+    constants: Any = sys.modules.get("ray._private.ray_constants")
+    if constants is None:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray sets the same default, and warns about it
+    elif SEVERAL_MACHINES in unset:
+        constants.ENABLE_RAY_CLUSTER = False  # because Ray read the variable when it was imported
     try:
         yield
     finally:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import pytest
+from ray._private import ray_constants
 
 from camshaft.controller import PoolSpec, ray_cluster, start_pools
 from camshaft.controller import ray as backend
@@ -15,6 +16,11 @@ from camshaft.errors import ConfigError
 pytestmark = pytest.mark.alone
 
 HERE = [PoolSpec(device="cpu")]
+
+
+@pytest.fixture(autouse=True)
+def _restored_constant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_constants, "ENABLE_RAY_CLUSTER", True)  # a started cluster sets it for the whole process
 
 
 @pytest.fixture
@@ -56,12 +62,14 @@ def test_ray_collects_metrics_for_a_dashboard_only(dashboard: bool, monkeypatch:
         raise Exception("stop here")
 
     monkeypatch.setattr(backend.ray, "init", fail)
-    monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
+    for name in ("RAY_AUTH_MODE", ray_cluster.SEVERAL_MACHINES):
+        monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="stop here"):
         start_pools(HERE, "ray", Options(ray_init={"address": "local", "include_dashboard": dashboard}))
     assert [ray_cluster.NO_METRICS.items() <= environment.items() for environment in environments] == [not dashboard]
     assert not ray_cluster.NO_METRICS.keys() & os.environ.keys(), "the next cluster may have a dashboard"
-    assert "RAY_AUTH_MODE" not in os.environ, "Ray was imported without it"
+    assert "RAY_AUTH_MODE" not in os.environ, "Ray has been imported without it"
+    assert not ray_constants.ENABLE_RAY_CLUSTER
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:8265", "ray://head:10001"])

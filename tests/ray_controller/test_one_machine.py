@@ -21,6 +21,7 @@ from camshaft.contracts.controller.harness import ControllerHarness
 from camshaft.contracts.controller.suite import RULES
 from camshaft.contracts.rules import Rule
 from camshaft.controller.ray import start
+from camshaft.controller.ray_cluster import SEVERAL_MACHINES
 from camshaft.errors import DivergenceError
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
@@ -166,22 +167,22 @@ def test_daemons_of_a_cluster_for_one_run_collect_no_metrics() -> None:
     assert {b"RAY_enable_metrics_collection=0", b"RAY_event_stats=0"} <= set(environment)
 
 
-IMPORTED = """
+AFTER_IMPORT = """
 import ray
 from camshaft.controller import PoolSpec, start_pools
 from camshaft.controller.group import Options
 
 start_pools([PoolSpec(device="cpu")], "ray", Options(ray_init={"address": "local", "num_cpus": 1}))
-print(len(ray.nodes()))
+print(*(node["NodeManagerAddress"] for node in ray.nodes()))
 """
 
 
 @pytest.mark.cluster
-def test_ray_may_be_imported_before_a_run_starts_a_cluster(tmp_path: Path) -> None:
-    names = {"RAY_AUTH_MODE", "RAY_ADDRESS"}
+def test_a_run_starts_a_local_cluster_after_ray_has_been_imported(tmp_path: Path) -> None:
+    names = {"RAY_AUTH_MODE", "RAY_ADDRESS", SEVERAL_MACHINES}
     environment = {name: value for name, value in os.environ.items() if name not in names}
     environment |= {"HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}  # Ray stores a token at home
     run = subprocess.run(
-        [sys.executable, "-c", IMPORTED], env=environment, text=True, capture_output=True, timeout=120, check=False
+        [sys.executable, "-c", AFTER_IMPORT], env=environment, text=True, capture_output=True, timeout=120, check=False
     )
-    assert (run.returncode, run.stdout.split()[-1:]) == (0, ["1"]), run.stderr
+    assert (run.returncode, run.stdout.split()[-1:]) == (0, ["127.0.0.1"]), run.stderr
