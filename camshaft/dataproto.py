@@ -25,6 +25,8 @@ from camshaft.errors import BatchError
 from camshaft.ragged import Buffer, Ragged, Rows, from_buffer, row_index, to_buffer
 
 Column = Ragged | Tensor | np.ndarray
+OF_A_CALL = frozenset({"metrics", "ranks"})
+"""Entries of `meta_info` that describe the worker call that returned a batch."""
 
 __all__ = ["DataProto", "Ragged"]
 
@@ -106,13 +108,17 @@ class DataProto:
         return DataProto(self.columns, self.meta_info | meta)
 
     def union(self, other: DataProto) -> DataProto:
-        """Return a batch with the columns of both batches. Columns that are in both must be equal."""
+        """Return a batch with the columns of both batches. Columns that are in both must be equal.
+
+        Entries of `meta_info` must be equal, too, except those `OF_A_CALL`, which are taken from `other`. A batch can
+        therefore collect the answers of several worker calls.
+        """
         if self.columns and other.columns and len(self) != len(other):
             raise BatchError(f"union: the batches have {len(self)} and {len(other)} rows, but must have the same rows")
         for name in self.columns.keys() & other.columns.keys():
             if not _equal(self.columns[name], other.columns[name]):
                 raise BatchError(f"union: column '{name}' is in both batches with different values; drop or rename one")
-        for k in self.meta_info.keys() & other.meta_info.keys():
+        for k in (self.meta_info.keys() & other.meta_info.keys()) - OF_A_CALL:
             if not _equal(self.meta_info[k], other.meta_info[k]):
                 raise BatchError(f"union: meta_info '{k}' is in both batches with different values; drop or rename one")
         return DataProto(self.columns | other.columns, self.meta_info | other.meta_info)

@@ -33,21 +33,29 @@ def resolve_device(device: str) -> torch.device:
 
     The index is LOCAL_RANK if the variable is set and valid. An unavailable device raises EngineError.
     """
-    try:
-        resolved = torch.device(device)
-    except RuntimeError as error:
-        raise EngineError(
-            f"device={device} is not supported by this build of torch ({error}); use another device"
-        ) from error
+    resolved = available_device(device)
     if resolved.type == "cpu":
         return resolved
-    if not _module(resolved).is_available():
-        raise EngineError(f"device={device} is not available on this machine; use cpu, or another machine")
     if resolved.index is None:
         local = int(os.environ.get("LOCAL_RANK", -1))  # set by torchrun; a process may see only one device
         index = local if 0 <= local < _module(resolved).device_count() else _module(resolved).current_device()
         resolved = torch.device(resolved.type, index)
     _module(resolved).set_device(resolved)
+    return resolved
+
+
+def available_device(device: str) -> torch.device:
+    """Return the device; raise EngineError if this machine does not have it, or if it cannot hold data, like meta."""
+    try:
+        resolved = torch.device(device)
+        count = 0 if resolved.type in ("cpu", "meta") else _module(resolved).device_count()
+    except RuntimeError as error:
+        raise EngineError(
+            f"device={device} is not supported by this build of torch ({error}); use another device"
+        ) from error
+    if resolved.type != "cpu" and (resolved.index or 0) >= count:
+        reason = f"this machine has {count} of them" if count else "it is not available on this machine"
+        raise EngineError(f"device={device}: {reason}; use cpu, or another machine")
     return resolved
 
 

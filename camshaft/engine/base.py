@@ -15,8 +15,8 @@ log-prob of token j. `scores` hold one value per sequence.
 `camshaft check-engine my_pkg.my_engine:MyEngine`.
 """
 
-import difflib
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -118,11 +118,11 @@ def call_context(ctx: Mapping[str, Any] | None, head: str) -> CallContext:
     values = CallContext(ctx or {})
     control = StepContext.__annotations__
     for key in values.keys() - control.keys():
-        nearest = difflib.get_close_matches(key, control, n=1, cutoff=0.8) if isinstance(key, str) else []
-        if nearest:
+        nearest = next((name for name in control if isinstance(key, str) and _is_misspelled(key, name)), None)
+        if nearest is not None:
             raise EngineError(
-                f"ctx['{key}'] is not a control key; did you mean '{nearest[0]}'? If '{key}' is a custom key, choose a "
-                f"name that is less similar to a control key. Control keys: {', '.join(control)}"
+                f"ctx['{key}'] is not a control key; did you mean '{nearest}'? If '{key}' is a custom key, choose a "
+                f"name that differs in more than one letter. Control keys: {', '.join(control)}"
             )
     supported = OUTPUTS_OF_HEAD[head]
     outputs = tuple(values.get("outputs", supported[:1]))
@@ -139,6 +139,14 @@ def call_context(ctx: Mapping[str, Any] | None, head: str) -> CallContext:
     return values
 
 
+def _is_misspelled(key: str, name: str) -> bool:
+    """Return True if one letter of `name` is missing, added or replaced in `key`, or two neighbors are swapped."""
+    equal = itertools.takewhile(lambda letters: letters[0] == letters[1], zip(key, name, strict=False))
+    start = len(list(equal))
+    rest, expected = key[start:], name[start:]
+    return expected in (expected[:1] + rest[1:], rest[1:], rest[1::-1] + rest[2:]) or rest == expected[1:]
+
+
 class BaseEngine(ABC):
     """One model, its optimizer, and the placement of both on devices."""
 
@@ -148,6 +156,11 @@ class BaseEngine(ABC):
     """Supported features and the schema of the options. A class attribute, readable without an instance."""
 
     def __init__(self, config: EngineConfig):
+        if not isinstance(config, EngineConfig):
+            raise EngineError(
+                f"config is a {type(config).__name__}; pass an EngineConfig, for example "
+                "EngineConfig.model_validate({'model': {'path': 'models/tiny'}})"
+            )
         self.config = config
         self.options: Any = self.capabilities.validate(config)
         """`config.options`, validated and parsed as an instance of `capabilities.options`."""

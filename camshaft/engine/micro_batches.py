@@ -25,7 +25,7 @@ its responses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -263,6 +263,7 @@ class MicroBatches:
         hooks: Hooks,
         device: torch.device,
         shares_prefixes: bool,
+        vocabulary_size: int,
     ):
         self.ctx = ctx
         """Context that the hooks pass on from call to call."""
@@ -271,7 +272,7 @@ class MicroBatches:
         self.metrics: dict[str, Tensor] = {}
         """Sums of the metrics that the loss stores in the context."""
         self._data, self._plan, self._hooks, self._device = data, plan, hooks, device
-        self._shares_prefixes = shares_prefixes
+        self._shares_prefixes, self._vocabulary_size = shares_prefixes, vocabulary_size
         self._shortest_row = int(data.ragged("input_ids").lengths.argmin())
         self._prepared: dict[int, PreparedRows] = {}
         self._predictions: list[Predictions] = []
@@ -281,16 +282,18 @@ class MicroBatches:
 
     def prepare(self, index: int) -> ModelInputs:
         """Call `preprocess_fn` on the rows of a micro-batch, pack them, and move them to the device."""
-        data = inputs = self._data.reorder(self._plan[index] or [self._shortest_row])
+        rows = self._plan[index] or [self._shortest_row]
+        data = inputs = self._data.reorder(rows)
         ctx = self.ctx
         ctx["metrics"] = {}
         ctx_before = dict(ctx)
         if self._hooks.preprocess is not None:
-            inputs, ctx = self._hooks.preprocess(data, ctx)
+            inputs, ctx = call_hook("preprocess_fn", self._hooks.preprocess, data, ctx)
             inputs = as_batch(inputs)
         self.ctx = ctx
         ctx_changes = {k: value for k, value in dict(ctx).items() if k not in ctx_before or ctx_before[k] is not value}
         ids, mask = inputs.ragged("input_ids"), inputs.ragged("loss_mask")
+        _check_token_ids(ids, rows, self._vocabulary_size)
         positions = mask.values.nonzero().squeeze(-1).cpu()
         routed = inputs.ragged("routed_experts") if ctx.get("routing") is not None else None
         packed = pack_rows(ids, positions, prefix_groups(ids, mask, routed) if self._shares_prefixes else ())
@@ -324,7 +327,7 @@ class MicroBatches:
         self.ctx.update(rows.ctx_changes)  # pyright: ignore[reportArgumentType, reportCallIssue]
         predictions: Any = self._align(outputs, rows.ids, rows.positions)
         if self._hooks.postprocess is not None:
-            predictions, self.ctx = self._hooks.postprocess(predictions, self.ctx)
+            predictions, self.ctx = call_hook("postprocess_fn", self._hooks.postprocess, predictions, self.ctx)
         detached, loss = _detach(predictions, len(rows.data)), None
         if self._predictions and detached.keys() != self._predictions[0].keys():
             raise EngineError(
@@ -332,8 +335,9 @@ class MicroBatches:
                 "the first; return the same names for all"
             )
         if self._hooks.loss is not None:
-            loss, self.ctx = self._hooks.loss(rows.data.to(self._device), predictions, self.ctx)
-            _check_scalars({"loss": loss, **self.ctx.get("metrics", {})})
+            data = rows.data.to(self._device)
+            loss, self.ctx = call_hook("the loss function", self._hooks.loss, data, predictions, self.ctx)
+            _check_loss(loss, self.ctx.get("metrics", {}))
         if is_dummy:
             return None if loss is None else loss * 0
         self._predictions.append(detached)
@@ -385,13 +389,52 @@ def _detach(predictions: Any, rows: int) -> dict[str, Any]:
     return detached
 
 
-def _check_scalars(values: Mapping[str, Any]) -> None:
-    """Raise EngineError for a loss or metric that is not a tensor."""
-    for name, value in values.items():
-        if not isinstance(value, Tensor):
+def call_hook(name: str, hook: Callable[..., Any], *arguments: Any) -> tuple[Any, StepContext]:
+    """Call a hook or the loss function, whose last argument is the context, and return its result and the context."""
+    returned = hook(*arguments)
+    is_pair = isinstance(returned, tuple | list) and len(returned) == 2
+    if is_pair and isinstance(returned[1], MutableMapping):
+        return returned[0], returned[1]  # pyright: ignore[reportReturnType]
+    parts = [type(part).__name__ for part in returned] if is_pair else [type(returned).__name__]
+    raise EngineError(f"{name} returned {' and '.join(parts)}; return two values, its result and ctx, the context")
+
+
+def _check_loss(loss: Any, metrics: Any) -> None:
+    """Raise EngineError unless the loss and the metrics are scalar tensors, and the loss has a gradient."""
+    if not isinstance(metrics, Mapping):
+        raise EngineError(
+            f"the loss function set ctx['metrics'] to a {type(metrics).__name__}; set a dict that maps names to scalar "
+            "tensors"
+        )
+    for name, value in {"loss": loss, **metrics}.items():
+        if not isinstance(value, Tensor) or value.ndim:
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
             raise EngineError(
-                f"the loss function returned '{name}' as a {type(value).__name__}; return a scalar tensor"
+                f"the loss function returned '{name}' as a {type(value).__name__}{shape}; return a scalar tensor"
             )
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise EngineError(
+            "the loss function returned a loss without a gradient; compute it from the predictions, without detach()"
+        )
+
+
+def _check_token_ids(ids: Ragged, rows: Sequence[int], vocabulary_size: int) -> None:
+    """Raise BatchError for token ids that the model does not have, if they are in host memory.
+
+    A check on an accelerator would wait for it.
+    """
+    values = ids.values
+    if values.dtype not in (torch.int64, torch.int32):
+        raise BatchError(f"input_ids has the dtype {values.dtype}; token ids must be int64 or int32")
+    if values.device.type != "cpu" or not len(values):
+        return
+    smallest, largest = values.aminmax()
+    if smallest < 0 or largest >= vocabulary_size:
+        at = int(((values < 0) | (values >= vocabulary_size)).nonzero()[0])
+        raise BatchError(
+            f"row {rows[int(ids.row_ids()[at])]} of input_ids contains the token id {int(values[at])}, but the "
+            f"embedding layer of the model has {vocabulary_size} rows; use the tokenizer of the model"
+        )
 
 
 # -- prefix sharing -------------------------------------------------------------------------------

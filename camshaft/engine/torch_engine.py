@@ -34,7 +34,15 @@ from transformers import PreTrainedModel
 
 from camshaft.config.engine import EngineConfig, OptimConfig
 from camshaft.dataproto import DataProto
-from camshaft.device import host_backend, join_group, random_states, resolve_device, set_random_states, to_device
+from camshaft.device import (
+    available_device,
+    host_backend,
+    join_group,
+    random_states,
+    resolve_device,
+    set_random_states,
+    to_device,
+)
 from camshaft.engine import checkpoint
 from camshaft.engine.base import (
     BaseEngine,
@@ -55,6 +63,7 @@ from camshaft.engine.micro_batches import (
     PrefixGroup,
     as_batch,
     attention_pivot,
+    call_hook,
     has_input_ids,
     plan_micro_batches,
     prefix_groups,
@@ -225,7 +234,7 @@ class TorchEngine(BaseEngine):
                 self.module.train(was_training)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        target = torch.device(device)
+        target = available_device(device)
         target = self.home_device if target.type == self.home_device.type else target
         parts: dict[Part, bool] = {"model": model, "optimizer": optimizer}
         self.parts.move([part for part, is_moved in parts.items() if is_moved], target)
@@ -249,7 +258,7 @@ class TorchEngine(BaseEngine):
         call: StepContext = call_context(ctx, self.config.model.head)  # pyright: ignore[reportAssignmentType]
         if preprocess_fn is not None and not has_input_ids(batch):
             # Without input_ids, row lengths and counts are unknown until the hook has run.
-            batch, call = preprocess_fn(batch, call)
+            batch, call = call_hook("preprocess_fn", preprocess_fn, batch, call)
             preprocess_fn = None
         data = as_batch(batch)
         self._count(data, call)
@@ -257,7 +266,8 @@ class TorchEngine(BaseEngine):
         groups = self._prefix_groups(data, call.get("routing") is not None)
         plan = self._plan(data, forward_only, groups)
         hooks = Hooks(preprocess_fn, postprocess_fn, loss_fn)
-        micro_batches = MicroBatches(data, plan, call, hooks, self.device, groups is not None)
+        shares_prefixes, vocabulary_size = groups is not None, self.module.vocabulary_size
+        micro_batches = MicroBatches(data, plan, call, hooks, self.device, shares_prefixes, vocabulary_size)
         with torch.set_grad_enabled(not forward_only), self.step_context():
             self.run_micro_batches(micro_batches)
         predictions, call = micro_batches.predictions(), micro_batches.ctx

@@ -69,8 +69,8 @@ class OpaqueTensor:
 class PackedModule(nn.Module, ABC):
     """A decoder with a language-model, value or reward head, called on packed rows. Engines train any subclass.
 
-    A subclass sets `head`, `hidden_size` and `supports_prefix_sharing`. If `sequence` is set, the ranks of a
-    sequence-parallel group split the tokens of each call (`sequence.py`).
+    A subclass sets `head`, `hidden_size`, `vocabulary_size` and `supports_prefix_sharing`. If `sequence` is set, the
+    ranks of a sequence-parallel group split the tokens of each call (`sequence.py`).
     """
 
     head: Head
@@ -80,6 +80,8 @@ class PackedModule(nn.Module, ABC):
     supports_prefix_sharing: bool
     hidden_size: int
     """Width of the hidden states."""
+    vocabulary_size: int
+    """Number of token ids that the embedding layer accepts."""
 
     @abstractmethod
     def weight_parameters(self) -> dict[str, nn.Parameter]:
@@ -206,6 +208,7 @@ class PackedModel(PackedModule):
         self.supports_prefix_sharing = supports_prefix_sharing(hf.config)
         self.routers = find_routers(hf)
         self.hidden_size = hf.config.get_text_config().hidden_size
+        self.vocabulary_size = len(hf.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
         self.rope_limit = rope_limit(hf.config)
 
     def weight_parameters(self) -> dict[str, nn.Parameter]:

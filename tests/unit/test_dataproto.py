@@ -196,6 +196,13 @@ def test_union_of_different_meta_or_rows_is_an_error():
         batch_of().union(batch_of(3))
 
 
+def test_union_takes_what_describes_a_call_from_the_later_one():
+    first = batch_of().with_meta(metrics={"a": 1.0}, ranks=[{"metrics": {"a": 1.0}}, {}])
+    second = DataProto.from_dict({"values": torch.zeros(4)}, {"metrics": {"b": 2.0}, "ranks": [{}, {}]})
+    assert first.union(second).meta_info == {"step": 7, "metrics": {"b": 2.0}, "ranks": [{}, {}]}
+    assert first.union(DataProto()).meta_info == first.meta_info
+
+
 def test_union_with_a_batch_without_columns_keeps_the_rows():
     assert len(DataProto().union(batch_of())) == len(batch_of().union(DataProto())) == 4
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from camshaft.config.backends import FSDP
 from camshaft.config.schema.fsdp import FSDPOptions
-from camshaft.device import seed_ranks
+from camshaft.device import available_device, seed_ranks
 from camshaft.engine.fsdp import parallelize
 from camshaft.engine.fsdp.mesh import Layout, create_meshes
 from camshaft.engine.fsdp.tensor_parallel import apply_tensor_parallel
@@ -71,5 +71,7 @@ class FSDPEngine(ShardedEngine):
         return HOST if self.options.offload_policy else self.device
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        if not self.options.offload_policy:  # with the offload policy, all parts stay in host memory
+        if self.options.offload_policy:  # all parts stay in host memory
+            available_device(device)
+        else:
             super().to(device, model, optimizer)

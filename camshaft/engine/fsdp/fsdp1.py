@@ -26,7 +26,7 @@ from torch.distributed.fsdp.wrap import lambda_auto_wrap_policy
 
 from camshaft.config.backends import FSDP1
 from camshaft.config.schema.fsdp import FSDPOptions
-from camshaft.device import random_states
+from camshaft.device import available_device, random_states
 from camshaft.engine import checkpoint
 from camshaft.engine.base import DtypeOf, cast_weight
 from camshaft.engine.fsdp.engine import FSDPEngine
@@ -81,7 +81,7 @@ class FSDP1Engine(FSDPEngine):
         return squares.sqrt()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
-        if model and torch.device(device).type != self.device.type:
+        if model and available_device(device).type != self.device.type:
             raise EngineError(f"strategy=fsdp1 cannot move parameters to {device}; set strategy=fsdp")
         super().to(device, model=False, optimizer=optimizer)
 

@@ -49,7 +49,7 @@ class TitanModel(PackedModule):
         self.supports_prefix_sharing = supports_prefix_sharing(hf)
         self.shared_name: str | None = None
         """Name in transformers of a weight that this pipeline stage shares with another one; None if there is none."""
-        self.vocabulary_size: int = hf.vocab_size
+        self.vocabulary_size = hf.vocab_size
         self.hidden_size = hf.hidden_size
         self._last_output: Tensor | None = None
 

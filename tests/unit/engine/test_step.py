@@ -22,7 +22,7 @@ def batch_of(*lengths: int, mask: list[int] | None = None) -> DataProto:
 class LinearModel(torch.nn.Module):
     """A model of one weight, w = 2: the log-prob of a token is w times its id."""
 
-    supports_prefix_sharing, sequence, routers, hidden_size = False, None, None, 32
+    supports_prefix_sharing, sequence, routers, hidden_size, vocabulary_size = False, None, None, 32, 100
 
     def __init__(self) -> None:
         super().__init__()
@@ -173,19 +173,80 @@ def test_losses_and_metrics_are_tensors(name: str) -> None:
         linear().run(batch_of(3, 2), None, loss_fn)
 
 
+def log_prob_sum(predictions: Any) -> torch.Tensor:
+    return predictions["log_probs"].values.sum()
+
+
+LOSSES: dict[str, tuple[LossFn, str]] = {
+    "nothing": (lambda d, p, ctx: None, "returned NoneType; return two values, its result and ctx"),
+    "the loss alone": (lambda d, p, ctx: log_prob_sum(p), "returned Tensor; return two values"),
+    "no context": (lambda d, p, ctx: (log_prob_sum(p), None), "returned Tensor and NoneType; return two values"),
+    "a vector": (lambda d, p, ctx: (p["log_probs"].values, ctx), r"'loss' as a Tensor of shape \(3,\)"),
+    "a constant": (lambda d, p, ctx: (torch.tensor(1.0), ctx), "a loss without a gradient"),
+    "a metric with two values": (
+        lambda d, p, ctx: (log_prob_sum(p), {**ctx, "metrics": {"m": torch.ones(2)}}),
+        r"'m' as a Tensor of shape \(2,\)",
+    ),
+    "a list of metrics": (lambda d, p, ctx: (log_prob_sum(p), {**ctx, "metrics": [1]}), "to a list; set a dict"),
+}  # pyright: ignore[reportAssignmentType]
+
+
+@pytest.mark.parametrize("returned", LOSSES)
+def test_a_loss_function_that_returns_anything_else_is_named(returned: str) -> None:
+    loss_fn, message = LOSSES[returned]
+    with pytest.raises(EngineError, match=f"the loss function .*{message}"):
+        linear().run(batch_of(3, 2), None, loss_fn)
+
+
+@pytest.mark.parametrize("hook", ["preprocess_fn", "postprocess_fn"])
+def test_a_hook_that_returns_nothing_is_named(hook: str) -> None:
+    with pytest.raises(EngineError, match=f"{hook} returned NoneType; return two values"):
+        linear().run(batch_of(3, 2), **{hook: lambda data, ctx: None})
+    with pytest.raises(EngineError, match="preprocess_fn returned NoneType"):
+        linear().run({"texts": ["a"]}, preprocess_fn=lambda data, ctx: None)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("token", [100, -1])
+def test_a_token_id_that_the_model_lacks_is_named_with_its_row(token: int) -> None:
+    batch = DataProto.from_dict({"input_ids": Ragged.from_rows([[1, 99], [2], [3, token]])})
+    with pytest.raises(BatchError, match=f"row 2 of input_ids contains the token id {token}, .* has 100 rows"):
+        linear().run(batch)
+
+
+def test_token_ids_are_integers() -> None:
+    with pytest.raises(BatchError, match=r"dtype torch\.float32; token ids must be int64"):
+        linear().run(DataProto.from_dict({"input_ids": Ragged.from_rows([[1.0, 2.0]])}))
+
+
+@pytest.mark.parametrize("device", ["meta", "gpu7", "hpu"])
+def test_a_device_that_is_not_there_moves_nothing(device: str) -> None:
+    engine = linear()
+    with pytest.raises(EngineError, match=f"device={device}.* is not"):
+        engine.to(device)
+    (weight,) = engine.module.parameters()
+    assert (weight.device.type, float(weight.detach())) == ("cpu", 2.0)
+
+
+def test_a_dict_is_rejected_as_a_config() -> None:
+    with pytest.raises(EngineError, match="config is a dict; pass an EngineConfig"):
+        LinearEngine({"model": {"path": "unused"}})  # pyright: ignore[reportArgumentType]
+
+
 def test_a_tensor_is_rejected_as_a_batch() -> None:
     with pytest.raises(BatchError, match=r"a tensor of shape \(2, 3\); expected a DataProto with .*'input_ids'"):
         linear().run(torch.zeros(2, 3))
 
 
-@pytest.mark.parametrize("key", ["output", "temprature", "num_token", "metric"])
+@pytest.mark.parametrize(
+    "key", ["output", "temprature", "num_token", "metric", "num_tokesn", "rotuing", "temperaturre"]
+)
 def test_a_misspelt_control_key_is_rejected_with_the_nearest_name(key: str) -> None:
-    with pytest.raises(EngineError, match=rf"'{key}'\] is not a control key; did you mean '{key[:3]}"):
+    with pytest.raises(EngineError, match=rf"'{key}'\] is not a control key; did you mean '{key[:2]}"):
         call_context({key: 1}, "causal_lm")
 
 
 def test_other_keys_of_a_context_are_kept() -> None:
-    keys = {"seen": 3, "temp": 1, "tokens": [2], 7: "a"}
+    keys = {"seen": 3, "temp": 1, "tokens": [2], 7: "a", "my_outputs": 1, "inputs": 2, "sequences": 3, "routings_": 4}
     assert keys.items() <= call_context(keys, "causal_lm").items()  # pyright: ignore[reportArgumentType]
 
 

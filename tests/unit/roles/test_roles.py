@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from support.ppo_runs import ppo_config
+from support.processes import start_fork_server
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from camshaft.config import PPOConfig, Topology
+from camshaft.controller import shutdown, spawn
+from camshaft.controller.local import PRELOAD
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError, ConfigError, EngineError
 from camshaft.roles import ActorRolloutRefWorker, ActorWorker, CriticWorker, RefWorker
@@ -73,6 +76,22 @@ def hf_log_probs(folder: Path, batch: DataProto) -> tuple[list[Tensor], list[Ten
 
 
 # -- common to all roles --------------------------------------------------------------------------
+
+
+def test_a_batch_collects_the_answers_of_two_ranks(home: Path) -> None:
+    start_fork_server(*PRELOAD, "camshaft.roles", "transformers.models.llama.modeling_llama")
+    kl = {"actor_rollout_ref__actor__use_kl_loss": True}
+    config = config_of(home, actor_rollout_ref__actor__strategy="fsdp", trainer__n_gpus_per_node=2, **kl)
+    worker = spawn(ActorRolloutRefWorker, config, Topology(2), STEPS, world_size=2)
+    try:
+        worker.init_model()
+        batch = prompts()
+        batch = batch.union(worker.generate_sequences(batch))
+        batch = batch.union(worker.compute_ref_log_prob(batch))
+    finally:
+        shutdown(worker)
+    # The actor has not been updated, so it is the reference.
+    torch.testing.assert_close(batch["ref_log_prob"].values, batch["old_log_probs"].values, rtol=1e-5, atol=1e-6)
 
 
 def test_a_sequence_is_prompt_plus_response_with_response_mask() -> None:
