@@ -66,8 +66,9 @@ class ActorWorker(TrainedRole):
         """Run the PPO update and return its metrics in `meta_info["metrics"]`.
 
         With `old_log_probs="update"`, the forward pass of the update also provides the old log-probs, so the ratio is 1
-        and its gradient is that of the log-prob. The batch must then be a single mini-batch, and the result has the
-        columns of `compute_log_prob`. Otherwise, the update reads the column `old_log_probs`.
+        and its gradient is that of the log-prob. The batch must then be a single mini-batch. Otherwise, the update
+        reads the column `old_log_probs`. Unless `compute_log_prob` computed it ("actor"), the result has the columns of
+        `compute_log_prob` for the rows of the first mini-batch, which the update computes before it changes a weight.
 
         By default, each rank shuffles its own rows with `seed`. If `presharded` is True, the rows are already in the
         order of the mini-batches of all epochs, so that mini-batches do not depend on the number of ranks
@@ -107,8 +108,8 @@ class ActorWorker(TrainedRole):
             for mini_batch in mini_batches(rows, self.mini_batch_size, self.actor.ppo_epochs, order, presharded):
                 step = self.engine.train_batch(mini_batch, ctx, loss, preprocess)
                 metrics.add(step)
-                if in_update:
-                    result = _policy_columns(step.predictions, data)
+                if old_log_probs != "actor" and not result.columns:
+                    result = _policy_columns(step.predictions, mini_batch)
         return result.with_meta(metrics=metrics.result("actor"))
 
     def _context(self, *outputs: Output, routing: RoutingMode | None) -> StepContext:

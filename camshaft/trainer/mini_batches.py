@@ -33,6 +33,11 @@ def shard_rows(count: int, mini_batch: int, epochs: int, seed: int | None, dp_si
     return parts.transpose(0, 1).flatten()
 
 
+def first_mini_batch(rows: Tensor, mini_batch: int, dp_size: int) -> Tensor:
+    """Return the rows of the first mini-batch in the result of `shard_rows`, ordered by rank."""
+    return rows.view(dp_size, -1)[:, : mini_batch // dp_size].flatten()
+
+
 def balance_ranks(batch: DataProto, tokens: Tensor, dp_size: int) -> DataProto:
     """Reorder the rows such that each rank receives the same number of rows and about the same number of tokens.
 

@@ -45,7 +45,7 @@ from camshaft.trainer.build import PPOParts
 from camshaft.trainer.divergence import DivergenceCheck
 from camshaft.trainer.dynamic_sampling import sample_informative_prompts
 from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
-from camshaft.trainer.mini_batches import sampling_seeds, shard_rows, shuffle_seed
+from camshaft.trainer.mini_batches import first_mini_batch, sampling_seeds, shard_rows, shuffle_seed
 from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume
 from camshaft.trainer.schedule import SAVE_INTERVAL, Schedule
 from camshaft.trainer.session import Extensions, StepHook, call_hooks, check_libraries, pool_specs, session
@@ -118,22 +118,27 @@ class PPOTrainer:
                 rows = self._update_rows(len(inputs), config.critic, self.critic_mini_batch, parts.critic_dp_size)
                 critic_rows = inputs.drop("routed_experts").reorder(rows)
                 critic_update = submit(self.critic.update_critic, critic_rows, presharded=True)
+        source = self._old_log_prob_source()
+        compared = batch if source == "actor" else None  # rows with log-probs of the trainer, before any update
         if self._updates_actor():
             with metrics.phase("update_actor"):
-                section, source = config.actor_rollout_ref.actor, self._old_log_prob_source()
+                section = config.actor_rollout_ref.actor
                 rows = self._update_rows(len(inputs), section, self.actor_mini_batch, parts.actor_dp_size)
                 update = submit(
                     self.actor.update_actor, inputs.reorder(rows), presharded=True, old_log_probs=source
                 ).result()
                 metrics.add(update.meta_info["metrics"])
                 if source == "update":
-                    batch = batch.union(DataProto(update.columns).reorder(rows.argsort()))
+                    batch = compared = batch.union(DataProto(update.columns).reorder(rows.argsort()))
+                elif source == "rollout":
+                    first = first_mini_batch(rows, self.actor_mini_batch, parts.actor_dp_size)
+                    compared = batch.reorder(first).with_columns(**update.columns)
         if critic_update is not None:
             with metrics.phase("update_critic"):
                 metrics.add(critic_update.result().meta_info["metrics"])
         metrics.add(batch_metrics(batch))
-        if self._old_log_prob_source() != "rollout":
-            metrics.add(mismatch(batch))
+        if compared is not None:
+            metrics.add(mismatch(compared))
         self._batch = batch
         values = metrics.finished(batch)
         return call_hooks(self.on_step, self.global_step, batch, values) if self.on_step else values

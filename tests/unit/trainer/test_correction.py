@@ -16,6 +16,7 @@ from camshaft.config import Topology
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.roles import ActorWorker
 from camshaft.trainer.advantages import compute_corrections
+from camshaft.trainer.mini_batches import shuffle_seed
 
 KEY = "algorithm.rollout_correction"
 
@@ -217,22 +218,47 @@ def test_bypass_mode_uses_the_rollout_log_probs(home: Path) -> None:
     """Generate in bfloat16 and train in float32: the loss reports their difference, compared with transformers."""
     keys = {"actor_rollout_ref.rollout.dtype": "bfloat16", "actor_rollout_ref.actor.ppo_mini_batch_size": 8}
     (step,) = run_ppo(home, {**keys, **correcting(bypass_mode=True)}, steps=1)
+    log_probs, entropies = transformers_outputs(home, step.batch)
+    apart = step.batch["rollout_log_probs"].values - log_probs.values
+    assert float(apart.abs().max()) > 1e-4
+    assert step.metrics["actor/ppo_kl"] == pytest.approx(float(apart.mean()), rel=0.02, abs=1e-6)
+    assert step.metrics["actor/entropy"] == pytest.approx(float(entropies.mean()), rel=1e-5)
+    assert "timing_s/old_log_prob" not in step.metrics
+    assert step.metrics["rollout/log_prob_diff_max"] == pytest.approx(float(apart.abs().max()), rel=1e-2)
+    assert step.metrics["rollout/kl_k1"] == pytest.approx(float(apart.mean()), rel=0.02, abs=1e-6)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_bypass_mode_compares_log_probs_before_the_first_update(ranks: int, home: Path) -> None:
+    """Updates change the log-probs of later mini-batches by much more than rollout and trainer differ."""
+    keys: dict[str, Any] = {"actor_rollout_ref.rollout.dtype": "bfloat16", "actor_rollout_ref.actor.optim.lr": 0.1}
+    keys |= {"actor_rollout_ref.actor.ppo_mini_batch_size": 2, "actor_rollout_ref.actor.ppo_epochs": 2}
+    if ranks > 1:
+        keys |= {
+            "trainer.n_gpus_per_node": ranks,
+            "actor_rollout_ref.actor.strategy": "fsdp",
+            "critic.strategy": "fsdp",
+        }
+    (step,) = run_ppo(home, {**keys, **correcting(bypass_mode=True)}, steps=1)
+    log_probs, _ = transformers_outputs(home, step.batch)
+    apart = log_probs.like((step.batch["rollout_log_probs"].values - log_probs.values).abs())
+    shuffled = torch.randperm(len(step.batch), generator=torch.Generator().manual_seed(shuffle_seed(1, 1)))
+    first = apart.select(shuffled[: 2 * len(step.batch) // 8]).values
+    assert step.metrics["rollout/log_prob_diff_mean"] == pytest.approx(float(first.mean()), rel=1e-2)
+    assert abs(step.metrics["actor/ppo_kl"]) > 10 * float(first.mean())
+
+
+def transformers_outputs(home: Path, batch: DataProto) -> tuple[Ragged, Tensor]:
+    """Return the log-probs and the entropies of the responses in float32, computed by transformers."""
     model: Any = AutoModelForCausalLM.from_pretrained(home / "actor", dtype=torch.float32)
-    differences, entropies = [], []
-    for prompt, response in zip(
-        step.batch.ragged("prompts").rows(), step.batch.ragged("responses").rows(), strict=True
-    ):
+    log_probs, entropies = [], []
+    for prompt, response in zip(batch.ragged("prompts").rows(), batch.ragged("responses").rows(), strict=True):
         with torch.no_grad():
             logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
         spread = torch.distributions.Categorical(logits=logits)
-        differences.append(spread.log_prob(response))
+        log_probs.append(spread.log_prob(response))
         entropies.append(spread.entropy())
-    apart = step.batch["rollout_log_probs"].values - torch.cat(differences)
-    assert float(apart.abs().max()) > 1e-4
-    assert step.metrics["actor/ppo_kl"] == pytest.approx(float(apart.mean()), rel=0.02, abs=1e-6)
-    assert step.metrics["actor/entropy"] == pytest.approx(float(torch.cat(entropies).mean()), rel=1e-5)
-    assert "timing_s/old_log_prob" not in step.metrics
-    assert not any(name.startswith("rollout/log_prob_diff") for name in step.metrics)
+    return Ragged.from_rows(log_probs), torch.cat(entropies)
 
 
 @pytest.mark.slow
