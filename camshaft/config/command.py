@@ -190,8 +190,11 @@ def _run_hydra(argv: list[str], schema: type[Section]) -> list[Composed]:
                 "hydra/launcher is not supported, because the jobs of a sweep run in this process. Omit the key."
             )
         settings = HydraConfig.get()
-        overrides = list(settings.overrides.task)
-        file_keys = keys_of_files(schema, [*overrides, *settings.overrides.hydra], settings, HOME)
+        # As typed: an interpolated value may contain characters that the grammar accepts only in quotes.
+        typed = OmegaConf.to_container(settings.overrides, resolve=False)
+        assert isinstance(typed, dict)
+        overrides = typed["task"]
+        file_keys = keys_of_files(schema, [*overrides, *typed["hydra"]], settings, HOME)
         configs.append(Composed(to_dict(composed), overrides, file_keys))
 
     main = hydra.main(version_base="1.3", config_path=str(HOME), config_name=DEFAULTS[schema])(collect)

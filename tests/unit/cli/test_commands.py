@@ -13,7 +13,7 @@ from support.command_line import camshaft
 from support.ppo_runs import ppo_args
 
 from camshaft.cli import COMMANDS, main
-from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig
+from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig, compose
 from camshaft.config.short_names import short_names
 from camshaft.config.tree import leaf_fields
 from camshaft.errors import BatchError
@@ -113,6 +113,13 @@ def test_cfg_job_starts_no_run(trained: Statuses, tmp_path: Path, capfd) -> None
     assert main(["ppo", "--cfg", "job", *ppo_args(tmp_path)]) == 0
     assert seeds == []
     assert "seed:" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("value", ["~/m", "a=b", "#1"])
+def test_an_interpolated_value_needs_no_quotes(value: str, tmp_path: Path) -> None:
+    copied = [f"trainer.project_name='{value}'", "trainer.experiment_name=${trainer.project_name}"]
+    (config,) = compose([*ppo_args(tmp_path), *copied], PPOConfig)
+    assert config.trainer.experiment_name == value
 
 
 def test_plan_also_prints_a_config(tmp_path: Path, capfd) -> None:
