@@ -33,8 +33,13 @@ def _method(name: str, *rules: str, also: tuple[str, ...] = ()) -> tuple[str, ..
 
 _ENGINE_METHODS: dict[str, Row] = {
     "__init__(self, config)": (
-        "Validates the `EngineConfig`. A class that lacks one of the methods cannot be constructed.",
-        ("tests/contracts/test_engine_contract.py::test_an_engine_without_a_method_cannot_be_constructed",),
+        "Validates the `EngineConfig`. A class that lacks one of the methods cannot be constructed. Deviates: five "
+        "further members are required (`learning_rate`, `seat`, `named_weights`, `disable_adapter` and "
+        "`skipped_steps`), and the config is an `EngineConfig`, not a dict.",
+        (
+            "tests/contracts/test_engine_contract.py::test_an_engine_without_a_method_cannot_be_constructed",
+            "tests/unit/engine/test_step.py::test_a_dict_is_rejected_as_a_config",
+        ),
     ),
     "init_model(self)": (
         "Builds the model, the optimizer and the schedule. All ranks must call it. Any earlier call of another method "
@@ -376,6 +381,7 @@ DEVIATES = {
     "algorithm.kl_ctrl.kl_coef": "Has an effect only with `algorithm.use_kl_in_reward=true`, whose default is false.",
     "trainer.logger": "The default is `[console, jsonl]`.",
     "trainer.project_name": "The default is another name.",
+    "trainer.total_epochs": "The default is `auto`: 30 only if the number of steps is not set.",
     "trainer.experiment_name": "The default names each run after its model, its data and the time.",
     "trainer.default_hdfs_dir": "The default is null. Any fsspec file system is supported.",
     "data.train_files": (
