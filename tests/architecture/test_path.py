@@ -9,16 +9,13 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 MAX_FRAMES = 12
-MAX_FILES = 45
 
 
 @pytest.mark.timeout(300)
 def test_the_path_to_the_model_keeps_its_budget() -> None:
     command = [sys.executable, str(ROOT / "tools" / "step_path.py"), "--json"]
     run = subprocess.run(command, check=True, capture_output=True, text=True, timeout=280)
-    path = json.loads(run.stdout)
-    stack, files = path["stack"], path["files"]
+    stack = json.loads(run.stdout)["stack"]
     assert stack[0] == "cli/__init__.py:main"
     assert stack[-1].startswith("engine/")
     assert len(stack) <= MAX_FRAMES, "\n".join(stack)
-    assert len(files) <= MAX_FILES, "\n".join(files)
