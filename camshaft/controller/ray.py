@@ -41,7 +41,7 @@ from camshaft.controller.executor import Executor, log_to_file, set_environment
 from camshaft.controller.group import Options, Pool
 from camshaft.controller.network import PortMonitor, accepts_connections, interface_of
 from camshaft.controller.process_pool import Inbox, ProcessPool, WorkerProcess
-from camshaft.controller.ray_cluster import cluster_address, head_may_answer
+from camshaft.controller.ray_cluster import check_head, find_cluster
 from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.controller.worker import RankInfo, Worker
 from camshaft.errors import ConfigError, WorkerError
@@ -66,8 +66,6 @@ RELEASE_SECONDS = 10.0
 """Time limit for the release of resources that are in use, for example by a run that has just ended."""
 PLACEMENT_SECONDS = 60.0
 """Time limit for Ray to create a placement group for which the cluster has free resources."""
-HEAD_SECONDS = 30.0
-"""Time limit for the head of a cluster to answer."""
 STACK_SECONDS = 10.0
 """Time limit for a machine to read the stacks of one of its processes."""
 
@@ -115,11 +113,12 @@ def connect(specs: Sequence[PoolSpec], ray_init: Mapping[str, Any]) -> None:
     if ray.is_initialized():
         return
     init: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, **ray_init}
-    address = cluster_address(ray_init)
+    cluster = find_cluster(ray_init)
     init.pop("address", None)
-    _check_address(address)
+    check_head(cluster)
+    address = cluster.address
     try:
-        if address in (None, "local"):
+        if cluster.starts:
             os.environ.setdefault("RAY_worker_niceness", "0")  # otherwise Ray lowers the priority of workers
             cpus = sum(spec.cpus_per_rank * spec.world_size for spec in specs)
             cores = len(os.sched_getaffinity(0))
@@ -195,23 +194,6 @@ def _job_config(init: Mapping[str, Any]) -> dict[str, Any]:
     uploads = {"working_dir", "py_modules", "worker_process_setup_hook"} & set(init.get("runtime_env") or {})
     submitted = RAY_JOB_CONFIG in os.environ
     return {} if uploads or submitted or "job_config" in init else {"job_config": JobConfig(_client_job=True)}
-
-
-def _check_address(address: str | None) -> None:
-    """Raise `ConfigError` unless the head of the cluster answers. Ray itself would silently retry for minutes."""
-    if address is not None and "://" in address:
-        raise ConfigError(
-            f"the address of the Ray cluster is {address}, but a run must join a cluster from one of its machines, at "
-            "<host>:<port>; set that address, or start the run with `ray job submit -- camshaft ppo ...`"
-        )
-    deadline = time.monotonic() + HEAD_SECONDS
-    while not head_may_answer(address):
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"no Ray cluster answers at {address} (ray_kwargs.ray_init.address, or RAY_ADDRESS in the environment) "
-                f"within {HEAD_SECONDS:g} s. Is its head running (`ray start --head`), and is the port open?"
-            )
-        time.sleep(0.2)
 
 
 def _nodes() -> list[Node]:

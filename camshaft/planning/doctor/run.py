@@ -21,7 +21,7 @@ from camshaft.config import PPOConfig
 from camshaft.config.load import as_override
 from camshaft.config.model_settings import local_model
 from camshaft.config.schema.model import AnyModelConfig, ModelSource
-from camshaft.controller.ray_cluster import cluster_address, head_may_answer
+from camshaft.controller.ray_cluster import find_cluster, head_may_answer
 from camshaft.data import data_files, read_prompts, summarize_files
 from camshaft.errors import CamshaftError
 from camshaft.models.loader import has_tokenizer, load_tokenizer
@@ -188,8 +188,9 @@ def check_ports(config: PPOConfig) -> Iterator[Finding]:
         yield ok("ports", "the run uses no fixed port")
         return
     ray_init = config.ray_kwargs.ray_init
-    address = cluster_address(ray_init)
-    if address not in (None, "local"):
+    cluster = find_cluster(ray_init)
+    address = cluster.address
+    if not cluster.starts:
         if head_may_answer(address):
             yield ok("ports", f"the Ray cluster at {address} answers")
         else:
@@ -207,8 +208,10 @@ def check_ports(config: PPOConfig) -> Iterator[Finding]:
 def check_machines(config: PPOConfig) -> Iterator[Finding]:
     """Check each machine of an existing Ray cluster: limits, disks, versions of packages and model files."""
     ray_init = config.ray_kwargs.ray_init
-    address = cluster_address(ray_init) if config.trainer.backend() == "ray" else None
-    if address in (None, "local") or not head_may_answer(address):
+    if config.trainer.backend() != "ray":
+        return
+    cluster = find_cluster(ray_init)
+    if cluster.starts or not head_may_answer(cluster.address):
         return
     from camshaft.controller.ray import run_on_nodes
 
