@@ -9,6 +9,10 @@ Violated internal invariants are AssertionErrors, and errors of other libraries 
 
 import errno
 import sys
+import traceback
+from types import TracebackType
+
+from camshaft.masking import printable
 
 _FIXES = {
     errno.ENOSPC: "free space on the disk, or use a folder on another disk",
@@ -28,7 +32,13 @@ _FIXES = {
 
 
 class CamshaftError(Exception):
-    """Base class of all errors of this package. The command line prints them without a traceback."""
+    """Base class of all errors of this package. The command line prints them without a traceback.
+
+    A message often quotes data, files or responses, so it is masked and escaped (`masking.py`) when it is shown.
+    """
+
+    def __str__(self) -> str:
+        return printable(super().__str__())
 
 
 class ConfigError(CamshaftError, ValueError):
@@ -77,7 +87,7 @@ class WorkerError(CamshaftError, RuntimeError):
 
 def report_error(error: CamshaftError) -> int:
     """Print the message to stderr, and return the exit status: 2 for config errors, 1 for all others."""
-    text = "\n\n".join([str(error), *vars(error).get("__notes__", ())])
+    text = printable("\n\n".join([str(error), *vars(error).get("__notes__", ())]))
     if isinstance(error, ConfigError):
         sys.stderr.write(f"{text}\n")
         return 2
@@ -92,5 +102,11 @@ def report_file_error(error: OSError) -> int | None:
         return None
     path = error.filename2 or error.filename
     subject = "" if path is None else f"{path}: "
-    sys.stderr.write(f"camshaft: {subject}{error.strerror}; {fix}\n")
+    sys.stderr.write(printable(f"camshaft: {subject}{error.strerror}; {fix}") + "\n")
     return 1
+
+
+def report_bug(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print the traceback of an unexpected exception to stderr. This is a `sys.excepthook`."""
+    if sys.stderr is not None:  # closed
+        sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))

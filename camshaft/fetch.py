@@ -5,10 +5,10 @@
     fetch("hf://Qwen/Qwen2.5-0.5B")           # returns a folder in the Hugging Face cache
     fetch("models/mine")                      # returns local paths unchanged
 
-Copies are stored in `cache_folder("files")`, in folders named after the URL. A file appears under its name only after
-it has been downloaded completely. Finally, a record of the state of source and copy is written. As long as both are
-unchanged, nothing is downloaded again. Only one process per machine downloads a URL at a time; other processes wait and
-use the same copy.
+Copies are stored in `cache_folder("files")`, in folders named after the URL without its secrets. A file appears under
+its name only after it has been downloaded completely. Finally, a record of the state of source and copy is written. As
+long as both are unchanged, nothing is downloaded again. Only one process per machine downloads a URL at a time; other
+processes wait and use the same copy.
 """
 
 import base64
@@ -18,6 +18,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ _STAMPS = (
 """Metadata entries that change when a file changes. ETags are not used as checksums, because not every ETag is one."""
 _MD5 = ("md5Hash", "content_md5")
 """Metadata entries that contain the MD5 of a file."""
+_USER_INFO = re.compile(r"(?<=://)(?:[^/@:\s]*:[^/\s]*|(?<=http://)[^/@\s]*|(?<=https://)[^/@\s]*)@")
 _RECORD = ".origin.json"
 _RETRY_SECONDS = 0.2
 
@@ -83,9 +85,19 @@ def convert_errors(url: str) -> Iterator[None]:
 
 
 def _target(url: str) -> Path:
-    scheme, _, rest = url.partition("://")
+    scheme, _, rest = _without_secrets(url).partition("://")
     parts = ["_" if part in ("..", ".") else part for part in rest.split("/") if part]
     return cache_folder("files").joinpath(scheme, *parts)
+
+
+def _without_secrets(url: str) -> str:
+    """Return the URL without user info, and with a checksum in place of its query, which can contain a signature."""
+    url = _USER_INFO.sub("", url)
+    scheme, _, rest = url.partition("://")
+    address, _, query = rest.partition("?")
+    if not query or not scheme.endswith(("http", "https")):  # elsewhere, a name can contain a question mark
+        return url
+    return f"{scheme}://{hashlib.sha256(query.encode()).hexdigest()[:16]}/{address}"
 
 
 @contextlib.contextmanager
@@ -143,7 +155,7 @@ def _download_changes(files: Any, root: str, url: str, target: Path) -> None:
         raise StorageError(f"{url} changed during the download; try again when no process writes to it")
     entries = {name: {**entry, "mtime_ns": (target / name).stat().st_mtime_ns} for name, entry in remote.items()}
     with storage.new_file(record) as temporary:
-        temporary.write_text(json.dumps({"url": url, "files": entries}, indent=1), encoding="utf-8")
+        temporary.write_text(json.dumps({"url": _without_secrets(url), "files": entries}, indent=1), encoding="utf-8")
 
 
 def _list_files(files: Any, root: str) -> Files:
@@ -170,7 +182,7 @@ def _read_record(record: Path, url: str) -> dict[str, Any]:
     """Return the file entries of a record. Empty if the record is missing, unreadable, or describes another URL."""
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
-        return content["files"] if content["url"] == url else {}
+        return content["files"] if content["url"] == _without_secrets(url) else {}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from camshaft import __version__
-from camshaft.errors import CamshaftError, report_error, report_file_error
+from camshaft.errors import CamshaftError, report_bug, report_error, report_file_error
 from camshaft.plugins import import_attribute
 
 INTERRUPTED = 130
@@ -62,6 +62,7 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (default: the process arguments) selects, and return the exit status."""
+    sys.excepthook = report_bug
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "" not in sys.path and (folder := os.getcwd()) not in sys.path:
         # The last entry allows my_engine:MyEngine in the working directory, and cannot shadow an installed package.

@@ -34,9 +34,11 @@ from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.short_names import expand_overrides, short_names, suggest_names
 from camshaft.config.tree import flatten, get, has_key, leaf_fields
 from camshaft.errors import ConfigError
-from camshaft.masking import mask_text, mask_yaml, secret_values
+from camshaft.masking import HIDDEN, mask_yaml, secret_values
 
 _OVERRIDE = re.compile(r"(\+{0,2}[A-Za-z_$][\w$./@:-]*=|~[A-Za-z_])")
+MIN_PRINTED_LENGTH = 6
+"""Shortest secret that is masked wherever a printed config contains it, for example in the list of all overrides."""
 _FOLDERS = ("--config-dir", "-cd", "--config-path", "-cp")
 _PRINTS = ("--cfg", "-c", "--package", "-p")
 """Options of Hydra that print the config. Each of them takes a value."""
@@ -79,7 +81,7 @@ def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
         with contextlib.redirect_stdout(printed):
             composed = _run_hydra(arguments, schema) or composed
     finally:
-        _print_masked(printed.getvalue(), schema, [job.tree for job in composed])
+        _print_masked(printed.getvalue(), [job.tree for job in composed])
     configs = [
         from_container(job.tree, schema, overridden_keys(job.overrides), file_keys=job.file_keys) for job in composed
     ]
@@ -97,11 +99,12 @@ def _overrides_of_files(composed: Sequence[Composed], schema: type[Config]) -> l
     ]
 
 
-def _print_masked(text: str, schema: type[Config], trees: Sequence[dict[str, Any]]) -> None:
+def _print_masked(text: str, trees: Sequence[dict[str, Any]]) -> None:
     """Print the output of Hydra without secrets."""
-    public_names = {part for key in leaf_fields(schema) for part in key.split(".")}
-    secrets = secret_values(*trees, public_names=public_names)
-    sys.stdout.write(mask_text(mask_yaml(text, public_names), secrets))
+    masked = mask_yaml(text)
+    for secret in sorted(secret_values(*trees, min_length=MIN_PRINTED_LENGTH), key=len, reverse=True):
+        masked = masked.replace(secret, HIDDEN)
+    sys.stdout.write(masked)
 
 
 def _check_arguments(argv: Sequence[str], schema: type[Section]) -> None:

@@ -24,7 +24,7 @@ from camshaft.config.tree import (
     section_class,
     shorten,
 )
-from camshaft.masking import is_secret_name, mask_value
+from camshaft.masking import mask_value
 from camshaft.plugins import find_target, list_names
 
 NamesToType = Callable[[str, type[Section]], list[str]]
@@ -89,8 +89,7 @@ def format_problems(problems: Iterable[Problem]) -> str:
 def unknown_key(key: str, value: Any, schema: type[Section], names: NamesToType) -> Problem:
     """Return the problem of a key that is not in the schema, with suggestions for similar keys."""
     suggestions = names(key, schema) or nearest_keys(key, fields(schema))
-    if not any(is_secret_name(suggestion) for suggestion in suggestions):  # as data.prompt_key, which is not secret
-        value = mask_value(value, key.rpartition(".")[2])
+    value = mask_value(value, key)
     if suggestions:
         return Problem(key, value, f"unknown key. Did you mean {' or '.join(suggestions)}?")
     return Problem(key, value, f"unknown key. Keys begin with {', '.join(schema.model_fields)}.")

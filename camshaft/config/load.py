@@ -49,6 +49,7 @@ from camshaft.config.short_names import (
 from camshaft.config.tree import expand_keys, flatten, format_value, get, has_key, leaf_fields, put, remove
 from camshaft.errors import ConfigError
 from camshaft.machine import Machine, detect_machine
+from camshaft.masking import remember_secrets
 
 Config = TypeVar("Config", PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig)
 
@@ -148,6 +149,7 @@ def from_container(
     those of config files, which take precedence over a recipe even if their values are the defaults; None means that
     there are no files. The values of keys that are `auto` depend on `machine`, by default this machine.
     """
+    remember_secrets(container)
     leaves, defaults = leaf_fields(schema), raw_defaults(schema)
     if file_keys is not None:
         container = merge_files(container, file_keys, schema, set_keys or ())
@@ -161,6 +163,7 @@ def from_container(
         put(tree, key, value)
     tree, choices = choose_automatic(tree, schema, detect_machine() if machine is None else machine)
     values, unresolved = _resolve_with_name(tree, schema)
+    remember_secrets(values)  # of variables that the config refers to
     problems += [*unresolved, *_fill_in_models(values, schema)]
     config, invalid = _validate(values, schema, {problem.key for problem in problems})
     config = config.with_choices(choices)

@@ -271,8 +271,8 @@ def _size(micro: MicroBatch) -> int | str:
 def without_secrets(config: Section) -> dict[str, Any]:
     """Return the config as a nested dict in which possible secrets are replaced by `***`.
 
-    `ray_kwargs` is omitted, because it can contain environment variables and cluster passwords. Other secrets are parts
-    of URLs, or values of user-defined keys with a name such as api_key, hf_token or Authorization.
+    `ray_kwargs` is omitted, because it can contain environment variables and cluster passwords. `masking.py` describes
+    the other secrets.
     """
     values: dict[str, Any] = {}
     for key, value in flatten(config.model_dump(mode="json"), leaf_fields(type(config))).items():

@@ -28,6 +28,7 @@ from camshaft.controller.worker import RankInfo, Worker, build_worker
 from camshaft.device import backend_for, create_store, peak_memory
 from camshaft.garbage import freeze_objects
 from camshaft.machine import omp_threads
+from camshaft.masking import PrintableFormatter, remember_secrets
 from camshaft.seat import Seat
 from camshaft.subprocesses import Frames, Limit, limit_waits, pack, unpack
 
@@ -161,16 +162,17 @@ def log_to_file(rank_info: RankInfo) -> None:
     os.close(descriptor)
     handler = logging.StreamHandler()
     handler.addFilter(_RoleFilter())
-    handler.setFormatter(logging.Formatter(LOG_FORMAT))
+    handler.setFormatter(PrintableFormatter(LOG_FORMAT))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
 def set_environment(rank_info: RankInfo, environment: dict[str, str]) -> None:
-    """Set the driver's environment variables, those of torchrun, and the number of threads.
+    """Set the driver's environment variables, those of torchrun, the number of threads, and the secrets to mask.
 
     Unless OMP_NUM_THREADS is set, the ranks on this machine share its cores equally.
     """
     os.environ.update(environment)
+    remember_secrets({"secrets": rank_info.secrets})
     os.environ.update(RANK=str(rank_info.rank), WORLD_SIZE=str(rank_info.world))
     os.environ.update(LOCAL_RANK=str(rank_info.local_rank), LOCAL_WORLD_SIZE=str(rank_info.local_world))
     cores = len(os.sched_getaffinity(0))

@@ -28,6 +28,7 @@ from camshaft.controller.group import Options, Pool, RoleSpec
 from camshaft.controller.resources import PoolSpec
 from camshaft.controller.worker import Call, RankInfo, Worker
 from camshaft.errors import WorkerError
+from camshaft.masking import remembered_secrets
 from camshaft.seat import Seat
 from camshaft.stacks import innermost_frames
 from camshaft.subprocesses import POLL_SECONDS, Frames, Limit, Wait, describe_process, pack, resident_memory, unpack
@@ -139,6 +140,7 @@ class ProcessPool(Pool):
             other_ranks=self._other_ranks,
             pool=self.spec.name,
             log_folder=self.options.log_folder,
+            secrets=remembered_secrets(),
         )
 
     def join_ranks(self) -> None:

@@ -17,7 +17,9 @@ import contextlib
 import logging
 import os
 import re
+import shlex
 import signal
+import sys
 import threading
 import time
 import uuid
@@ -25,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,6 +35,7 @@ import ray
 import ray.exceptions
 from ray import cloudpickle
 from ray._private.state import available_resources_per_node
+from ray._raylet import setproctitle
 from ray.job_config import JobConfig
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
@@ -45,6 +49,7 @@ from camshaft.controller.ray_cluster import check_head, find_cluster
 from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.controller.worker import RankInfo, Worker
 from camshaft.errors import ConfigError, WorkerError
+from camshaft.masking import mask_arguments, mask_value
 from camshaft.stacks import dump_stacks_on_signal, read_stacks, stack_file
 from camshaft.stop import ignore_stop_signals
 from camshaft.subprocesses import (
@@ -113,6 +118,9 @@ def connect(specs: Sequence[PoolSpec], ray_init: Mapping[str, Any]) -> None:
     if ray.is_initialized():
         return
     init: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, **ray_init}
+    if variables := _secret_variables(ray_init):
+        public = {key: value for key, value in ray_init["runtime_env"]["env_vars"].items() if key not in variables}
+        init["runtime_env"] = {**ray_init["runtime_env"], "env_vars": public}
     cluster = find_cluster(ray_init)
     init.pop("address", None)
     check_head(cluster)
@@ -130,10 +138,27 @@ def connect(specs: Sequence[PoolSpec], ray_init: Mapping[str, Any]) -> None:
         else:
             init.pop("num_cpus", None)  # only valid for a new cluster
             guard = contextlib.nullcontext()
+        _mask_command_line()
         with guard, safe_import_environment():  # Ray runs Python code with `-c`
             ray.init(address=address, **_job_config(init), **init)
     except Exception as error:  # Ray raises a plain exception if its daemons do not start in time
         raise ConfigError(f"ray.init(address={address!r}, ...) failed: {error}. Check ray_kwargs.ray_init") from error
+
+
+def _mask_command_line() -> None:
+    """Replace secrets in the command line of this process, which Ray stores and shows as the entry point of the job."""
+    arguments = mask_arguments(sys.orig_argv)
+    if arguments != sys.orig_argv:
+        setproctitle(shlex.join(arguments))
+
+
+def _secret_variables(ray_init: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the secrets among the environment variables of the runtime environment.
+
+    Ray's dashboard and logs show a runtime environment, so these variables are sent to the actors as an argument.
+    """
+    variables = (ray_init.get("runtime_env") or {}).get("env_vars") or {}
+    return {name: value for name, value in variables.items() if mask_value(value, name) != value}
 
 
 @contextlib.contextmanager
@@ -247,7 +272,8 @@ class RayPool(ProcessPool):
         device = "cpu" if spec.device in (None, "cpu") else f"{spec.device}:0"  # Ray makes only this device visible
         for rank in range(self.world_size):
             rank_info = self.rank_info(rank, device)
-            self.processes.append(ActorProcess(rank_info, self._options(rank), self.inbox, self._monitor))
+            secrets = _secret_variables(self.options.ray_init)
+            self.processes.append(ActorProcess(rank_info, self._options(rank), self.inbox, self._monitor, secrets))
 
     def join_ranks(self) -> None:
         super().join_ranks()
@@ -291,13 +317,21 @@ class RayPool(ProcessPool):
 class ActorProcess(WorkerProcess):
     """An actor that runs one rank."""
 
-    def __init__(self, rank_info: RankInfo, options: Mapping[str, Any], inbox: Inbox, monitor: PortMonitor):
+    def __init__(
+        self,
+        rank_info: RankInfo,
+        options: Mapping[str, Any],
+        inbox: Inbox,
+        monitor: PortMonitor,
+        secrets: Mapping[str, str] = MappingProxyType({}),
+    ):
+        """Start an actor with the environment variables `secrets` in addition to those that are forwarded."""
         self.rank = rank_info.rank
         self._inbox, self._monitor = inbox, monitor
         self._death: str | None = None
         self._answers: deque[Future[Frames]] = deque()
         self._lock = threading.Lock()
-        variables = {name: value for name, value in os.environ.items() if FORWARDED.match(name)}
+        variables = {name: value for name, value in os.environ.items() if FORWARDED.match(name)} | dict(secrets)
         self._actor = _ACTOR.options(**options).remote(rank_info, variables, import_path(), os.getcwd())
         self._node = self._actor.node.remote()
 

@@ -4,9 +4,10 @@
 
 A run joins the cluster at `ray_init.address` or, if that is unset, at RAY_ADDRESS. Otherwise it joins a cluster that
 this user has started on this machine, or starts one. Ray records the address of a cluster in a folder that all users
-can write to, so a record of another user is an error: the cluster would run the code of this run. All sockets of a cluster that the run starts are bound to the loopback
-interface, because no other machine has to reach it, and its clients need Ray's token. Without a dashboard, which would
-show them, Ray collects no metrics. Ray reads these settings when it is imported and when its daemons start.
+can write to, so a record of another user is an error: the cluster would run the code of this run. All sockets of a
+cluster that the run starts are bound to the loopback interface, because no other machine has to reach it, and its
+clients need Ray's token. Without a dashboard, which would show them, Ray collects no metrics. Ray reads these settings
+when it is imported and when its daemons start.
 """
 
 import contextlib

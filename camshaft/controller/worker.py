@@ -19,7 +19,7 @@ except with ALL_TO_ALL, which takes and returns one entry per rank.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from types import FunctionType
 from typing import Any, TypeVar
@@ -59,6 +59,8 @@ class RankInfo:
     """Name of the pool."""
     log_folder: str | None = None
     """Folder for the output of this process. If None, this process shares the output of the driver."""
+    secrets: tuple[str, ...] = field(default=(), repr=False)
+    """Secrets of the config, which are masked in the log. Those of the environment are known to each process."""
 
 
 class Worker:

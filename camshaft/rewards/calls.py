@@ -30,9 +30,6 @@ if TYPE_CHECKING:
 ANSWER = "pred"
 """Key of a dict result for the extracted answer. Validation compares the answers to the same prompt."""
 
-SECRETS: list[str] = []
-"""Values that must not appear in the messages of this process."""
-
 _TRACE_CHARACTERS = 2000
 _MAX_PARTS = 256
 """Maximum number of entries besides `score` and `pred` in a dict result, each of which becomes a metric."""
@@ -195,7 +192,7 @@ def _to_text(value: Any) -> str:
 
 def to_message(value: Any) -> str:
     """Convert to a string for logs and files, in which secrets of the environment and the config are masked."""
-    return mask_text(_to_text(value), SECRETS)
+    return mask_text(_to_text(value))
 
 
 def _abbreviate(value: Any) -> str:

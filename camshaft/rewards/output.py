@@ -1,9 +1,11 @@
 """Files of bounded size for the output of reward functions and for failed samples.
 
     output = Output(Path("run/rewards/output.log"))
-    output.write(b"...")             # the first call creates the file and logs its path
+    stream = OutputStream(output)    # one for each process that prints
+    stream.write(b"...")             # the first line creates the file and logs its path
+    stream.close()                   # writes the last line, if it is incomplete
 
-A file that reaches `MAX_BYTES` is renamed, and a new one is started.
+Secrets are masked. A file that reaches `MAX_BYTES` is renamed, and a new one is started.
 """
 
 import contextlib
@@ -11,10 +13,16 @@ import logging
 import os
 from pathlib import Path
 
+from camshaft.masking import mask_text
+
 MAX_BYTES = 8 * 1024 * 1024
 """Size in bytes at which a file is renamed, for example to `output.1.log`, which replaces an older one."""
 MAX_STDERR_BYTES = 1024 * 1024
 """Maximum number of bytes that are written to stderr if there is no file."""
+MAX_LINE_BYTES = 64 * 1024
+"""Length of an incomplete line from which its start is written."""
+MAX_SECRET_BYTES = 8 * 1024
+"""Length of the end of such a line that is kept, because it may contain the start of a secret or a URL."""
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +54,34 @@ class Output:
                 os.write(2, data[:remaining])
             if 0 < remaining < len(data):
                 os.write(2, b"\ncamshaft: further output of the reward function is discarded\n")
+
+
+class OutputStream:
+    """Output of one process, which arrives in chunks. Its lines are written with secrets masked."""
+
+    def __init__(self, output: Output):
+        self._output = output
+        self._line = b""
+
+    def write(self, data: bytes) -> None:
+        """Write all complete lines."""
+        lines, newline, self._line = (self._line + data).rpartition(b"\n")
+        if newline:
+            self._output.write(_masked(lines + newline))
+        if len(self._line) > MAX_LINE_BYTES:
+            line = _masked(self._line)  # a secret at the end, of which only the start has arrived, remains as it is
+            self._output.write(line[:-MAX_SECRET_BYTES])
+            self._line = line[-MAX_SECRET_BYTES:]
+
+    def close(self) -> None:
+        """Write an incomplete last line."""
+        if self._line:
+            self._output.write(_masked(self._line))
+            self._line = b""
+
+
+def _masked(data: bytes) -> bytes:
+    return mask_text(data.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
 
 
 def append_rotated(path: Path, data: bytes) -> None:

@@ -37,7 +37,7 @@ from typing import Literal, NamedTuple
 
 from camshaft.errors import RewardError, ScoringAbandoned
 from camshaft.rewards.messages import CallResult, FunctionInfo, Kind, LoadResult, Outcome, Request, Sample, Spec
-from camshaft.rewards.output import Output
+from camshaft.rewards.output import Output, OutputStream
 from camshaft.stacks import innermost_frames, read_stacks
 from camshaft.stop import Stop
 from camshaft.subprocesses import (
@@ -404,7 +404,7 @@ class _Worker:
     """A worker process and its pending calls."""
 
     def __init__(self, spec: Spec, load_timeout: float, output: Output):
-        self._timeout, self._output = spec.timeout, output
+        self._timeout, self._output = spec.timeout, OutputStream(output)
         self._reader = MessageReader()
         self.calls: dict[int, Call] = {}
         """Calls without a result, by the id of their request. If they are not concurrent, the first one is running."""
@@ -520,6 +520,7 @@ class _Worker:
         self._outgoing.put(None)
         self._writer.join(_EXIT_SECONDS)  # a process that user code has detached can keep the pipe open
         self.forward_output()
+        self._output.close()
         for file in (self._stdout, self._stderr, self._stack_file):
             file.close()
         self.output = None

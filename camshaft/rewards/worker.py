@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from camshaft.errors import CamshaftError
-from camshaft.masking import secret_values
-from camshaft.rewards.calls import SECRETS, call, call_concurrently, event_loop, format_traceback, to_message
+from camshaft.masking import remember_secrets
+from camshaft.rewards.calls import call, call_concurrently, event_loop, format_traceback, to_message
 from camshaft.rewards.loading import RewardFunction, load_functions
 from camshaft.rewards.messages import CallResult, LoadResult, Request, Spec
 from camshaft.stacks import dump_stacks_on_signal
@@ -67,7 +67,7 @@ def main(stack_file: int) -> None:
     spec: Spec | None = inbox.get()
     if spec is None:
         return
-    SECRETS[:] = secret_values(os.environ, *(function.kwargs for function in spec.functions))
+    remember_secrets(*(function.kwargs for function in spec.functions))
     try:
         functions = load_functions(spec)
     except CamshaftError as error:

@@ -28,7 +28,7 @@ import yaml
 
 from camshaft import __version__
 from camshaft.config.tree import flatten
-from camshaft.masking import mask_urls, mask_yaml
+from camshaft.masking import PrintableFormatter, mask_arguments, printable
 from camshaft.tracking.base import Ending, RunInfo, Tracker
 from camshaft.tracking.run_folder import CONFIG, INFO, LOG, STATUS, process_start
 
@@ -80,7 +80,7 @@ class RunRecord(Tracker):
         return
 
     def on_error(self, message: str) -> None:
-        self._facts["error"] = mask_urls(message)
+        self._facts["error"] = printable(message)
         _console.error("%s", self._facts["error"])
 
     def on_run_end(self, ending: Ending) -> None:
@@ -163,7 +163,7 @@ def log_to_file(folder: Path) -> Iterator[None]:
 
 def record_failed_start(folder: Path, error: Exception) -> None:
     """Write the error of a run that failed before its first step to `log.txt`, and to `run.json` if there is none."""
-    message = mask_urls(f"{type(error).__name__}: {error}")
+    message = printable(f"{type(error).__name__}: {error}")
     log_text(message)
     path = folder / INFO
     if not path.exists():
@@ -182,7 +182,7 @@ class _LogFile(logging.FileHandler):
 
     def __init__(self, path: Path):
         super().__init__(path, encoding="utf-8", errors="backslashreplace", delay=True)
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
+        self.setFormatter(PrintableFormatter("%(asctime)s %(levelname)s %(message)s"))
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Do not print the traceback of each record that cannot be written."""
@@ -193,11 +193,6 @@ def replace_text(path: Path, text: str) -> None:
     work = path.with_name(f".{path.name}.unfinished")
     work.write_text(text, encoding="utf-8")
     os.replace(work, path)
-
-
-def mask_arguments(arguments: list[str]) -> list[str]:
-    """Replace secrets in the arguments of a command."""
-    return [mask_yaml(argument) for argument in arguments]
 
 
 @contextlib.contextmanager

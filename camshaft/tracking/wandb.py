@@ -7,13 +7,16 @@ wandb writes its files to `<folder>/wandb`. The ID of the wandb run is saved in 
 continues the same wandb run. Steps that a killed run logged after its last checkpoint are kept.
 """
 
+import contextlib
 import logging
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 
 import wandb
 import wandb.sdk  # fails if `wandb` is only a folder with run files, which Python imports as a namespace package
 
 from camshaft.errors import ConfigError
+from camshaft.masking import mask_arguments
 from camshaft.tracking.base import Ending, Row, RunInfo, Tracker
 from camshaft.tracking.bounded import FINISH_SECONDS
 
@@ -40,15 +43,16 @@ class WandbTracker(Tracker):
         self.check()
         self._exit_code = _EXIT_CODE["finished"]
         saved_id = run.load_run_id("wandb")
-        self._run = wandb.init(
-            project=run.project,
-            name=run.experiment,
-            id=saved_id,
-            resume="allow",
-            dir=run.path(""),
-            config=dict(run.config),
-            settings=_settings(),
-        )
+        with _masked_arguments():
+            self._run = wandb.init(
+                project=run.project,
+                name=run.experiment,
+                id=saved_id,
+                resume="allow",
+                dir=run.path(""),
+                config=dict(run.config),
+                settings=_settings(),
+            )
         run.save_run_id("wandb", self._run.id)
         logger.info("wandb: %s", self._run.dir if self._run.offline else self._run.url)
 
@@ -64,6 +68,16 @@ class WandbTracker(Tracker):
 
     def finish(self) -> None:
         self._run.finish(exit_code=self._exit_code)
+
+
+@contextlib.contextmanager
+def _masked_arguments() -> Iterator[None]:
+    """Set `sys.argv`, which wandb stores, to the arguments without secrets."""
+    arguments, sys.argv = sys.argv, mask_arguments(sys.argv)
+    try:
+        yield
+    finally:
+        sys.argv = arguments
 
 
 def _settings() -> wandb.Settings:

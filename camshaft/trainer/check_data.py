@@ -33,6 +33,7 @@ from camshaft.data.chat import render_prompt
 from camshaft.data.prompts import find_prompt_key
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, RewardError
+from camshaft.masking import printable
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import RewardManager, Scores
 from camshaft.trainer.build import prompt_files, prompt_options
@@ -50,7 +51,10 @@ Print = Callable[[str], None]
 def check_data(config: PPOConfig) -> int:
     """Check the data of a config, print a report and return the exit status."""
     console = Console(highlight=False, markup=False, soft_wrap=True)
-    say: Print = console.print
+
+    def say(text: str) -> None:
+        console.print(printable(text))
+
     problems: list[str] = []
     with log_to_console(console, config.trainer.seed):
         try:

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 
+from rich.markup import escape
 from rich.table import Table
 
 from camshaft import storage
@@ -17,6 +18,7 @@ from camshaft.config import EvalConfig
 from camshaft.data import data_files
 from camshaft.data.answers import read_answers
 from camshaft.errors import BatchError
+from camshaft.masking import printable
 from camshaft.trainer.scoring import build_answer_rewards, check_scorable
 from camshaft.trainer.validate import ScoredResponse, at_n_metrics, group_by_prompt
 
@@ -78,7 +80,7 @@ def score_table(metrics: Mapping[str, float]) -> Table:
         source, _, kind = name.partition("/")[2].rpartition("/reward/")
         values.setdefault(kind.removesuffix("/mean"), {})[source] = value
     sources = list(dict.fromkeys(source for row in values.values() for source in row))
-    table = Table("", *sources)
+    table = Table("", *(escape(printable(source)) for source in sources))
     for kind in sorted(values, key=_sort_key):
         table.add_row(kind, *(f"{values[kind][source]:.4g}" if source in values[kind] else "-" for source in sources))
     return table

@@ -54,6 +54,7 @@ from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.machine import CPU, describe_contention
+from camshaft.masking import PrintableFormatter, printable
 from camshaft.plugins import install_command
 from camshaft.rewards.callables import name_of
 from camshaft.rewards.manager import FAILED_REWARDS
@@ -86,7 +87,7 @@ class Session:
     def say(self, text: str) -> None:
         """Print a message, and write it to the log of the run."""
         log_text(text)
-        self.console.print(text, markup=False, soft_wrap=True)
+        self.console.print(printable(text), markup=False, soft_wrap=True)
 
     def say_how_to_resume(self) -> None:
         """Print how to resume a run that has stopped or failed, if it has saved a checkpoint."""
@@ -196,7 +197,7 @@ class _ConsoleHandler(logging.Handler):
 
     def __init__(self, console: Console):
         super().__init__()
-        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)-8s %(message)s", "%H:%M:%S"))
+        self.setFormatter(PrintableFormatter("%(asctime)s %(levelname)-8s %(message)s", "%H:%M:%S"))
         self._console = console
 
     def emit(self, record: logging.LogRecord) -> None:

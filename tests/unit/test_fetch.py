@@ -15,6 +15,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from camshaft.errors import StorageError
+from camshaft.fetch import _target as fetch_target
 from camshaft.fetch import cache_folder, fetch
 
 
@@ -230,3 +231,31 @@ def test_the_record_contains_the_source_of_a_copy(remote: CountingFileSystem) ->
     record = json.loads(path.with_name(path.name + ".origin.json").read_text())
     assert record["url"] == URL
     assert record["files"][""]["bytes"] == 5
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "counting://me:pass-in-url@host/folder/a.txt",
+        "counting://me:p@ss:in@host/folder/a.txt",
+        "counting://host/folder/a.txt",
+    ],
+)
+def test_a_copy_is_named_without_user_info(url: str, remote: CountingFileSystem, tmp_path: Path) -> None:
+    path = fetch_target(url)
+    assert path == cache_folder("files") / "counting" / "host" / "folder" / "a.txt"
+
+
+def test_a_signed_url_is_named_by_a_checksum() -> None:
+    first, second = (fetch_target(f"https://host/data/a.parquet?sig={value}") for value in ("first", "second"))
+    assert first != second
+    assert (first.name, first.parent.name, first.suffix) == ("a.parquet", "data", ".parquet")
+    assert "first" not in str(first)
+    assert fetch_target("s3://bucket/a?b.parquet").name == "a?b.parquet"
+
+
+def test_errors_and_files_do_not_contain_passwords(remote: CountingFileSystem, tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"counting://me:\*\*\*@host/nothing does not exist") as raised:
+        fetch("counting://me:pass-in-url@host/nothing")
+    assert "pass-in-url" not in str(raised.value)
+    assert not [path for path in tmp_path.rglob("*") if "pass-in-url" in str(path)]

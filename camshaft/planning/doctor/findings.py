@@ -13,7 +13,7 @@ from functools import partial
 from typing import Literal, NamedTuple
 
 from camshaft.errors import CamshaftError
-from camshaft.masking import mask_text
+from camshaft.masking import mask_text, printable
 from camshaft.subprocesses import start_thread
 
 Status = Literal["OK", "WARN", "FAIL"]
@@ -87,12 +87,12 @@ def report(findings: Sequence[Finding]) -> str:
             lines.append(f"{indent}fix: {_indented(fix, indent)}")
     counts = {status: sum(finding.status == status for finding in findings) for status in ORDER}
     lines.append("\n" + ", ".join(f"{count} {status}" for status, count in counts.items()))
-    return mask_text("\n".join(lines), ())
+    return printable("\n".join(lines))
 
 
 def report_json(findings: Sequence[Finding]) -> str:
     content = {"status": worst(findings), "findings": [finding._asdict() for finding in findings]}
-    return mask_text(json.dumps(content, indent=2), ())
+    return mask_text(json.dumps(content, indent=2))
 
 
 def _indented(text: str, indent: str) -> str:

@@ -1,14 +1,24 @@
 """without_secrets removes secrets from a config and keeps all other values."""
 
 import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from camshaft.config import PPOConfig, compose, load_ppo, show, without_secrets
+from camshaft.config.render import SCHEMAS
 from camshaft.config.tree import flatten, get, leaf_fields
 from camshaft.errors import ConfigError
-from camshaft.masking import mask_text, mask_yaml, secret_values
+from camshaft.masking import (
+    is_secret_name,
+    mask_text,
+    mask_value,
+    mask_yaml,
+    printable,
+    remember_secrets,
+    secret_values,
+)
 
 SECRET = "hunter2"
 
@@ -122,16 +132,94 @@ def test_a_masked_config_is_unchanged_elsewhere(words, capfd):
     ],
 )
 def test_secrets_of_several_lines_are_hidden(text, masked):
-    assert mask_yaml(text, ()) == masked
+    assert mask_yaml(text) == masked
 
 
-def test_messages_lose_the_values_of_secret_names():
-    environment = {"OPENAI_API_KEY": "sk-hunter2", "PWD": "/home/me", "SHORT_TOKEN": "a", "USE_AUTH": "true"}
-    kwargs = {"headers": {"Authorization": "Bearer x"}, "urls": ["https://me:geheim@host"], "model": "visible"}
-    secrets = secret_values(environment, kwargs)
-    assert sorted(secrets) == ["Bearer x", "geheim", "sk-hunter2"]
-    text = "in /home/me: true: a visible sk-hunter2, 'Bearer x', geheim, https://a:other@b/c?key=v"
-    assert mask_text(text, secrets) == "in /home/me: true: a visible ***, '***', ***, https://a:***@b/c?key=***"
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Return a function that sets environment variables, whose secrets are masked during the test."""
+
+    def set_variables(**variables: str) -> None:
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        remember_secrets()
+
+    yield set_variables
+    monkeypatch.undo()
+    remember_secrets()
+
+
+def test_messages_lose_the_values_of_secret_names(environment):
+    environment(JUDGE_API_KEY="sk-hunter2", SHORT_TOKEN="abc", USE_AUTH="true", DB_URL="pg://me:geheimnis@host/d")
+    text = "abc: true: a visible sk-hunter2, geheimnis, https://a:other@b/c?key=v"
+    assert mask_text(text) == "abc: true: a visible ***, ***, https://a:***@b/c?key=***"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("Bearer sk-hunter2", "the server rejects sk-hunter2"),
+        ("p@ss word/1", "GET /?pw=p%40ss%20word%2F1"),
+        ('quoted"secret', json.dumps({"pw": 'quoted"secret'})),
+        ("-----BEGIN KEY-----\nc2VjcmV0MQ==\nc2VjcmV0Mg==\n-----END KEY-----", "key starts with c2VjcmV0Mg=="),
+        ("c2VjcmV0MQ==\nc2VjcmV0Mg==", repr("c2VjcmV0MQ==\nc2VjcmV0Mg==")),
+        ("/secret/looks+like/a/path==", "bad key /secret/looks+like/a/path=="),
+    ],
+)
+def test_other_forms_of_a_secret_are_masked(value, text, environment):
+    environment(JUDGE_API_KEY=value)
+    masked = mask_text(text)
+    assert "***" in masked
+    assert not any(part in masked for part in ("hunter", "ss%20", "quoted", "c2Vj", "looks"))
+
+
+def test_a_path_in_a_secret_variable_is_readable(environment, tmp_path):
+    environment(CREDENTIALS=str(tmp_path), SECRETS_DIR=str(tmp_path / "missing"), PWD=str(tmp_path))
+    assert mask_text(f"saved to {tmp_path}/run, {tmp_path}/missing") == f"saved to {tmp_path}/run, {tmp_path}/missing"
+
+
+@pytest.mark.parametrize("schema", SCHEMAS.values())
+def test_no_key_of_a_schema_is_masked(schema):
+    names = {part for key in leaf_fields(schema) for part in key.split(".")}
+    assert not [name for name in names if is_secret_name(name)]
+
+
+PUBLIC = """
+PATH HOME SSH_AUTH_SOCK TOKENIZERS_PARALLELISM KEYBOARD MONKEY OLDPWD AUTHOR HF_TOKEN_PATH XAUTHORITY
+AWS_ACCESS_KEY_ID tokenizer max_token_len ppo_max_token_len_per_gpu prompt_key image_key images_key reward_fn_key
+data.video_key max_tokens eos_token pad_token stop_token keys tokens pattern pathology assign code_style
+"""
+SECRET_NAMES = """
+bearer pat webhook dsn GITHUB_PAT SLACK_WEBHOOK SLACK_WEBHOOK_URL SENTRY_DSN DB_PASS DATABASE_PASSWORD apiKey
+accessToken OPENAI_API_KEY OPENAI_API_KEY_2 HF_TOKEN hf_token x-api-key Authorization Proxy-Authorization cookie
+Set-Cookie api_keys client_secret clientsecret AWS_SECRET_ACCESS_KEY private_key credentials passphrase
+jwt pwd a.b.token
+"""
+
+
+def test_names_of_secrets_are_told_from_others():
+    assert [name for name in PUBLIC.split() if is_secret_name(name)] == []
+    assert [name for name in SECRET_NAMES.split() if not is_secret_name(name)] == []
+
+
+def test_all_values_below_a_secret_name_are_masked():
+    value = {"credentials": {"user": "me", "ids": ["a", 12345678]}, "token": 7, "use_auth": True}
+    assert mask_value(value) == {"credentials": {"user": "***", "ids": ["***", "***"]}, "token": 7, "use_auth": True}
+    assert secret_values(value, {"api_keys": {"a": "long-enough", "b": "short"}}) == {"12345678", "long-enough"}
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a\x1b[2Jb\rc", "a\\x1b[2Jb\\rc"),
+        ("\x9b31m\x07\x7f", "\\x9b31m\\x07\\x7f"),
+        ("\u202egnp.exe", "\\u202egnp.exe"),
+        ("two\nlines\tand umlauts: \xe4\u20ac\U0001f600", "two\nlines\tand umlauts: \xe4\u20ac\U0001f600"),
+    ],
+)
+def test_messages_do_not_control_the_terminal(text, shown):
+    assert printable(text) == shown
+    assert str(ConfigError(text)) == shown
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_messages_of_a_function_contain_no_secrets(file, score, monkeypatch, tex
             raise ValueError({text})
         """
     )
-    with RewardManager(path, reward_kwargs={"api_key": "hunter2"}) as rewards:
+    with RewardManager(path, reward_kwargs={"api_key": "hunter2-hunter2"}) as rewards:
         failures = score(rewards, ["a", "invalid"]).failures
     assert len(failures) == 2
     for failure in failures:

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from camshaft.masking import mask_arguments
 from camshaft.tracking import run_folder
 from camshaft.tracking.base import RunInfo
 from camshaft.tracking.jsonl import JsonlTracker
-from camshaft.tracking.record import RunRecord, RunStatus, mask_arguments
+from camshaft.tracking.record import RunRecord, RunStatus
 from camshaft.tracking.run_folder import Metrics, RunFolder, RunFolderError, find_runs, process_start
 
 
