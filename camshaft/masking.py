@@ -51,7 +51,7 @@ _LINE = re.compile(r"(?P<indent>\s*(?:- )*['\"]?)(?P<name>[\w.+-]+)(?P<separator
 """A line of a printed config: a key with its value, or an override."""
 _NAME = re.compile(r"(?P<name>[\w.+-]+)['\"]?(?:: ?|=)")
 """The start of a pair inside a value, such as a mapping in an override."""
-_PAIR_VALUE = re.compile(r"[^,{}\[\]]*")
+_END_OF_VALUE = re.compile(r"[,{}\[\]]")
 _SCHEME = re.compile(r"(?:Bearer|Basic|Token) +(?=\S)")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 """Characters that change how a terminal shows the text around them, without line breaks and tabs."""
@@ -110,10 +110,15 @@ def _mask_pairs(line: str) -> str:
     masked, end = "", 0
     for match in _NAME.finditer(line):
         if match.start() >= end and is_secret_name(match["name"]):
-            value = _PAIR_VALUE.match(line, match.end())
-            assert value is not None
-            masked, end = masked + line[end : match.end()] + HIDDEN, value.end()
+            masked += line[end : match.end()] + HIDDEN
+            end = match.end() + _end_of_value(line[match.end() :])
     return masked + line[end:]
+
+
+def _end_of_value(text: str) -> int:
+    """Return the length of the value of a pair at the start of a text."""
+    end = _END_OF_VALUE.search(text)
+    return len(text) if end is None else end.start()
 
 
 def mask_arguments(arguments: Sequence[str]) -> list[str]:
@@ -128,6 +133,12 @@ def remember_secrets(*sources: Any) -> None:
     """Mask the secrets in these nested values in all later texts of this process. Read the environment again."""
     _remembered.update(secret_values(*sources))
     _known_secrets.cache_clear()
+
+
+def remember_arguments(arguments: Sequence[str]) -> None:
+    """Mask the secrets in the arguments of a command, which an error may quote before they are parsed."""
+    pairs = [(match["name"], argument[match.end() :]) for argument in arguments for match in _NAME.finditer(argument)]
+    remember_secrets(*({name: value[: _end_of_value(value)].strip("'\"")} for name, value in pairs))
 
 
 def remembered_secrets() -> tuple[str, ...]:

@@ -34,7 +34,7 @@ from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.short_names import expand_overrides, short_names, suggest_names
 from camshaft.config.tree import flatten, get, has_key, leaf_fields
 from camshaft.errors import ConfigError
-from camshaft.masking import HIDDEN, mask_yaml, secret_values
+from camshaft.masking import HIDDEN, mask_yaml, remember_arguments, secret_values
 
 _OVERRIDE = re.compile(r"(\+{0,2}[A-Za-z_$][\w$./@:-]*=|~[A-Za-z_])")
 MIN_PRINTED_LENGTH = 6
@@ -65,6 +65,7 @@ def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
     validated, and the result is empty. Secrets in the printed config are masked. Hydra creates no folders, and does not
     change the working directory or logging.
     """
+    remember_arguments(argv)
     _check_arguments(argv, schema)
     arguments = _expand_short_names(argv, schema)
     overrides = prepare_overrides(arguments, [str(HOME)])

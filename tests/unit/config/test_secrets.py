@@ -225,6 +225,21 @@ def test_messages_do_not_control_the_terminal(text, shown):
 @pytest.mark.parametrize(
     "override",
     [
+        "+custom_reward_function.reward_kwargs.api_key='sk-open-quote",
+        "+custom_reward_function.reward_kwargs.api_key=sk-open-brace{",
+        "+custom_reward_function.reward_kwargs.headers={Authorization: 'sk-open-quote",
+        "--api_key=sk-no-option",
+    ],
+)
+def test_errors_of_the_parser_contain_no_secrets(words, override):
+    with pytest.raises(ConfigError, match=r"\*\*\*") as raised:
+        compose([*words, override], PPOConfig)
+    assert "sk-" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
         f"+custom_reward_function.reward_kwarg.api_key={SECRET}",
         f"+trainer.hf_token={SECRET}",
         f"trainer.nnodes=https://me:{SECRET}@host",
