@@ -17,9 +17,9 @@ from typing import Any
 from camshaft.config import PPOConfig
 from camshaft.device import peak_memory
 from camshaft.errors import WorkerError
+from camshaft.masking import mask_arguments
 from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
 from camshaft.subprocesses import resident_memory
-from camshaft.tracking.record import mask_arguments
 from camshaft.trainer.session import pool_specs
 
 SECONDS = 60.0
