@@ -106,7 +106,7 @@ def run(arguments: list[str], **variables: str) -> str:
 
 
 def leaks(folder: Path) -> list[tuple[str, str]]:
-    """Return the files below a folder that contain a part of a secret in their content or their name."""
-    files = [path for path in folder.rglob("*") if path.is_file()]
+    """Return the files below a folder, except samples, that contain a part of a secret in their content or name."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.parent.name != "samples"]
     contents = {path: path.read_bytes() + str(path.relative_to(folder)).encode() for path in files}
     return [(str(path), mark) for path, content in contents.items() for mark in MARKS if mark.encode() in content]
