@@ -118,8 +118,8 @@ def connect(specs: Sequence[PoolSpec], ray_init: Mapping[str, Any]) -> None:
     if ray.is_initialized():
         return
     init: dict[str, Any] = {"log_to_driver": False, "logging_level": logging.WARNING, **ray_init}
-    if variables := _secret_variables(ray_init):
-        public = {key: value for key, value in ray_init["runtime_env"]["env_vars"].items() if key not in variables}
+    if variables := _variables(ray_init):
+        public = {name: value for name, value in variables.items() if not _is_secret(name, value)}
         init["runtime_env"] = {**ray_init["runtime_env"], "env_vars": public}
     cluster = find_cluster(ray_init)
     init.pop("address", None)
@@ -152,13 +152,18 @@ def _mask_command_line() -> None:
         setproctitle(shlex.join(arguments))
 
 
-def _secret_variables(ray_init: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the secrets among the environment variables of the runtime environment.
-
-    Ray's dashboard and logs show a runtime environment, so these variables are sent to the actors as an argument.
-    """
+def _variables(ray_init: Mapping[str, Any]) -> dict[str, str]:
+    """Return the environment variables of the runtime environment, as strings, which Ray requires."""
     variables = (ray_init.get("runtime_env") or {}).get("env_vars") or {}
-    return {name: value for name, value in variables.items() if mask_value(value, name) != value}
+    return {name: str(value) for name, value in variables.items()}
+
+
+def _is_secret(name: str, value: str) -> bool:
+    """Return True for an environment variable that is sent to the actors as an argument.
+
+    Ray's dashboard and logs show the variables of a runtime environment.
+    """
+    return mask_value(value, name) != value
 
 
 @contextlib.contextmanager
@@ -270,9 +275,10 @@ class RayPool(ProcessPool):
                 "the resources were free; another job may have taken them, so check `ray status`"
             )
         device = "cpu" if spec.device in (None, "cpu") else f"{spec.device}:0"  # Ray makes only this device visible
+        variables = _variables(self.options.ray_init)
+        secrets = {name: value for name, value in variables.items() if _is_secret(name, value)}
         for rank in range(self.world_size):
             rank_info = self.rank_info(rank, device)
-            secrets = _secret_variables(self.options.ray_init)
             self.processes.append(ActorProcess(rank_info, self._options(rank), self.inbox, self._monitor, secrets))
 
     def join_ranks(self) -> None:

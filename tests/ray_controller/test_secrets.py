@@ -50,7 +50,7 @@ class Reader(Worker):
         return os.environ["JUDGE_API_KEY"], os.environ["PUBLIC"]
 
 
-variables = {"JUDGE_API_KEY": "runtime-secret-key", "PUBLIC": "public-value"}
+variables = {"JUDGE_API_KEY": "runtime-secret-key", "PUBLIC": "public-value", "NUMBER": 1}
 ray_init = {"address": "local", "runtime_env": {"env_vars": variables}}
 (pool,) = start_pools([PoolSpec(device="cpu")], "ray", Options(ray_init=ray_init))
 print("JOB", GcsClient(address=ray.get_runtime_context().gcs_address).get_all_job_info())
