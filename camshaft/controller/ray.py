@@ -35,7 +35,7 @@ import ray
 import ray.exceptions
 from ray import cloudpickle
 from ray._private.state import available_resources_per_node
-from ray._raylet import setproctitle
+from ray._raylet import setproctitle  # pyright: ignore[reportAttributeAccessIssue]
 from ray.job_config import JobConfig
 from ray.util import get_node_ip_address
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
