@@ -31,7 +31,7 @@ from camshaft.config.backends import (
 )
 from camshaft.config.engine import EngineModel
 from camshaft.config.layout import Topology
-from camshaft.config.schema.algorithm import GROUP_ESTIMATORS
+from camshaft.config.schema.algorithm import ESTIMATORS, estimator_inputs
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Choice, Section
 from camshaft.config.schema.generate import GenerateConfig
@@ -193,11 +193,12 @@ def _generator_dtype(settings: Settings) -> tuple[Any, str]:
 
 
 def _group_size(settings: Settings) -> tuple[Any, str]:
-    estimator = settings.get("algorithm.adv_estimator")
-    if settings.get("algorithm.filter_groups.enable") is True or estimator in GROUP_ESTIMATORS:
+    estimator = str(settings.get("algorithm.adv_estimator"))
+    if not estimator_inputs(estimator).groups and settings.get("algorithm.filter_groups.enable") is not True:
+        return 1, f"response per prompt; {estimator} does not compare the responses to a prompt"
+    if estimator in ESTIMATORS:
         return GROUP_SIZE, "responses per prompt, compared with each other"
-    algorithm = "ppo" if estimator == "gae" else estimator
-    return 1, f"response per prompt; algorithm={algorithm} does not compare the responses to a prompt"
+    return GROUP_SIZE, f"responses per prompt, which {estimator} may compare"
 
 
 def _prompts_per_step(settings: Settings) -> tuple[Any, str]:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from camshaft.config.schema.algorithm import estimator_inputs
 from camshaft.tracking.console import format_number
 from camshaft.tracking.run_folder import RunFolder, RunFolderError, read_samples
 from camshaft.view.panels import HEADLINES, LABELS, REWARD, VALIDATION, first_logged
@@ -180,7 +181,8 @@ def config_differences(first: RunFolder, second: RunFolder) -> dict[str, tuple[A
 def ignored_keys(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield prefixes of keys that are not compared: of names and folders, and of roles that a PPO run does not have."""
     yield from MACHINE_KEYS
-    if not config.get("critic.enable") and config.get("algorithm.adv_estimator") not in (None, "gae"):
+    estimator = config.get("algorithm.adv_estimator")
+    if not config.get("critic.enable") and estimator is not None and not estimator_inputs(estimator).values:
         yield "critic."
     if not config.get("reward_model.enable", True):
         yield "reward_model."

@@ -38,7 +38,7 @@ from camshaft.config.files import (
 )
 from camshaft.config.layout import GLOBAL_POOL, PlacementConfig, PoolConfig, Topology, pool_sizes
 from camshaft.config.rollout import OPTIONAL_SAMPLING
-from camshaft.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES, parse_threshold
+from camshaft.config.schema.algorithm import ESTIMATORS, POLICY_LOSSES, estimator_inputs, parse_threshold
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import OptimSection
@@ -306,14 +306,15 @@ def _check_lengths(config: PPOConfig) -> Iterator[Problem]:
 def _check_estimator(config: PPOConfig) -> Iterator[Problem]:
     key, estimator, n = "algorithm.adv_estimator", config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
     yield from check_name(key, estimator, (*ESTIMATORS, *RECIPES), "estimators", "module:function")
-    if estimator in GROUP_ESTIMATORS and n == 1:
+    inputs = estimator_inputs(estimator)
+    if estimator in ESTIMATORS and inputs.groups and n == 1:
         yield Problem(key, estimator, f"{ONE_RESPONSE}, or use another estimator.", (f"{ROLLOUT}.n",))
     warmup, enable = config.trainer.critic_warmup, config.critic.enable
     if warmup and not config.needs_critic():
         message = f"the run has no critic, because {key}={estimator} does not use one. Set trainer.critic_warmup=0."
         yield Problem("trainer.critic_warmup", warmup, message, (key, "critic.enable"))
-    if enable is not None and estimator in ESTIMATORS and enable != (estimator == "gae"):
-        reason = "requires a critic" if estimator == "gae" else "does not use a critic"
+    if enable is not None and estimator in ESTIMATORS and enable != inputs.values:
+        reason = "requires a critic" if inputs.values else "does not use a critic"
         message = f"algorithm.adv_estimator={estimator} {reason}. Set critic.enable=null."
         yield Problem("critic.enable", enable, message, (key,))
 
@@ -395,7 +396,7 @@ def _check_filter_groups(config: PPOConfig) -> Iterator[Problem]:
             message = f"has no effect with {key}=false. Set {key}=true, or data.gen_batch_size=null."
             yield Problem("data.gen_batch_size", data.gen_batch_size, message, (key, "data.train_batch_size"))
         return
-    if estimator in ESTIMATORS and estimator not in GROUP_ESTIMATORS:
+    if not estimator_inputs(estimator).groups:
         message = (
             "drops prompts whose responses all have the same reward, which is useful only if the estimator compares "
             f"the responses to a prompt. algorithm.adv_estimator={estimator} does not. Set {key}=false, or "

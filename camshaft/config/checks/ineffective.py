@@ -30,8 +30,6 @@ ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_r
 ROLLOUT, CRITIC, REWARD = "actor_rollout_ref.rollout", "critic", "reward_model"
 CORRECTION, LOSS_MODE = "algorithm.rollout_correction", f"{ACTOR}.policy_loss.loss_mode"
 
-GAMMA_ESTIMATORS = ("gae", "reinforce_plus_plus")
-"""Built-in advantage estimators that discount rewards by `algorithm.gamma`."""
 DUAL_CLIP_LOSSES = ("vanilla",)
 """Built-in policy losses with a dual clip."""
 OPTIMIZERS_WITHOUT_BETAS = ("SGD", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop", "Adafactor", "Muon")
@@ -119,6 +117,11 @@ def _custom_sections(config: Section) -> list[str]:
 def _equals(key: str, *expected: Any) -> Condition:
     """Return a condition that is true if a key has one of the expected values."""
     return lambda config: _value(config, key) in expected
+
+
+def _estimator_lacks(key: str) -> Condition:
+    """Return a condition that is true if the formula of a built-in estimator does not contain a key of `algorithm`."""
+    return _equals("algorithm.adv_estimator", *(name for name, inputs in ESTIMATORS.items() if key not in inputs.keys))
 
 
 def _value(config: Any, key: str) -> Any:
@@ -417,15 +420,15 @@ PPO_RULES = (
     ),
     # algorithm
     Rule(
-        ("algorithm.gamma",), _equals("algorithm.adv_estimator", *(set(ESTIMATORS) - set(GAMMA_ESTIMATORS))),
+        ("algorithm.gamma",), _estimator_lacks("gamma"),
         "{algorithm.adv_estimator}, which does not discount rewards",
     ),
     Rule(
-        ("algorithm.lam",), _equals("algorithm.adv_estimator", *(set(ESTIMATORS) - {"gae"})),
+        ("algorithm.lam",), _estimator_lacks("lam"),
         "{algorithm.adv_estimator}", "set algorithm.adv_estimator=gae, or omit the key",
     ),
     Rule(
-        ("algorithm.norm_adv_by_std_in_grpo",), _equals("algorithm.adv_estimator", *(set(ESTIMATORS) - {"grpo"})),
+        ("algorithm.norm_adv_by_std_in_grpo",), _estimator_lacks("norm_adv_by_std_in_grpo"),
         "{algorithm.adv_estimator}", "set algorithm.adv_estimator=grpo, or omit the key",
     ),
     _switch_rule("algorithm.use_kl_in_reward", "algorithm.kl_penalty", "algorithm.kl_ctrl"),

@@ -3,23 +3,52 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from camshaft.config.schema.fields import Count, Described, Fraction, KLPenalty, Section, Text
 
-ESTIMATORS = ("gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo")
+
+class EstimatorInputs(NamedTuple):
+    """Inputs of an advantage estimator, besides rewards and mask."""
+
+    values: bool = False
+    """Values of a critic."""
+    groups: bool = False
+    """Groups of responses to the same prompt, which the estimator compares. This requires `rollout.n > 1`."""
+    baselines: bool = False
+    """Rewards of greedy responses."""
+    keys: tuple[str, ...] = ()
+    """Keys of the section `algorithm` that its formula contains."""
+
+
+ESTIMATORS: dict[str, EstimatorInputs] = {
+    "gae": EstimatorInputs(values=True, keys=("gamma", "lam")),
+    "grpo": EstimatorInputs(groups=True, keys=("norm_adv_by_std_in_grpo",)),
+    "rloo": EstimatorInputs(groups=True),
+    "reinforce_plus_plus": EstimatorInputs(keys=("gamma",)),
+    "reinforce_plus_plus_baseline": EstimatorInputs(groups=True),
+    "remax": EstimatorInputs(baselines=True),
+    "opo": EstimatorInputs(groups=True),
+}
 POLICY_LOSSES = ("vanilla", "gspo", "cispo")
 """Names of the built-in policy losses. Their functions, like those of `ESTIMATORS`, are in `camshaft.algorithms`.
 
-The config must not import torch, so the names are repeated here. A test checks that both lists are equal.
+The config must not import torch, so the names are repeated here. A test compares them with the functions.
 """
 
-EstimatorName = Annotated[Text, Described(f"one of {', '.join(ESTIMATORS)}, or package.module:function")]
-GROUP_ESTIMATORS = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo")
-"""Estimators that compare the responses to the same prompt. They require `rollout.n > 1`."""
 
+def estimator_inputs(name: str) -> EstimatorInputs:
+    """Return the inputs of an estimator. One that is not built in is assumed to compare the responses to a prompt.
+
+    Its module, which imports torch, is not loaded to find out. The wrong assumption costs some variety of the prompts
+    in a step, whereas an estimator that compares a single response with itself learns nothing.
+    """
+    return ESTIMATORS.get(name, EstimatorInputs(groups=True))
+
+
+EstimatorName = Annotated[Text, Described(f"one of {', '.join(ESTIMATORS)}, or package.module:function")]
 
 RejectionRule = Literal[
     "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3",

@@ -11,7 +11,7 @@ from pydantic import Field
 from camshaft.config.backends import ranks_per_row
 from camshaft.config.layout import RayConfig, Topology, divide_evenly, pool_sizes
 from camshaft.config.model_settings import read_settings
-from camshaft.config.schema.algorithm import AlgorithmConfig
+from camshaft.config.schema.algorithm import AlgorithmConfig, estimator_inputs
 from camshaft.config.schema.data import DataConfig
 from camshaft.config.schema.fields import CommandConfig
 from camshaft.config.schema.reward import CustomRewardConfig, RewardModelConfig
@@ -35,11 +35,12 @@ class PPOConfig(CommandConfig):
 
     def needs_critic(self) -> bool:
         """Return True if the run has a critic."""
-        return self.algorithm.adv_estimator == "gae" if self.critic.enable is None else self.critic.enable
+        enable = self.critic.enable
+        return estimator_inputs(self.algorithm.adv_estimator).values if enable is None else enable
 
     def needs_greedy(self) -> bool:
         """Return True if the advantage estimator needs a greedy response to each prompt (ReMax)."""
-        return self.algorithm.adv_estimator == "remax"
+        return estimator_inputs(self.algorithm.adv_estimator).baselines
 
     def prompts_per_generation_batch(self) -> int:
         """Return `data.gen_batch_size` if dynamic sampling is enabled and the key is set, else the train batch size."""

@@ -162,7 +162,8 @@ class GeneratorConfig(Section):
     )
     n: Annotated[Count, Auto()] = Field(
         description="Number of responses to generate per prompt. auto is 8 if the responses to a prompt are compared "
-        "with each other (GRPO and other group estimators, dynamic sampling), and 1 otherwise.",
+        "with each other (GRPO and other group estimators, estimators that are not built in, dynamic sampling), and 1 "
+        "otherwise.",
     )
     temperature: Annotated[float, Described("a number > 0 (greedy decoding: do_sample=false)")] = Field(
         gt=0,

@@ -1,5 +1,6 @@
 """The values of `auto` keys depend on the machine and on the rest of the config."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -78,6 +79,9 @@ def test_other_commands_use_the_machine_at_hand(sft_words: list[str], tmp_path: 
         (["algorithm=grpo"], 8, 32),
         (["algorithm=rloo"], 8, 32),
         (["algorithm=dapo"], 16, 16),
+        (["algorithm=remax"], 1, 256),
+        (["algorithm=my_module:my_estimator"], 8, 32),
+        (["algorithm=my_module:my_estimator", "n=1"], 1, 256),
         (["algorithm=grpo", "n=4"], 4, 64),
         (["algorithm=grpo", "n=1000"], 1000, 1),
         (["algorithm=grpo", "actor_rollout_ref.actor.ppo_mini_batch_size=24"], 8, 48),
@@ -90,6 +94,21 @@ def test_batch_has_about_as_many_responses(keys: list[str], n: int, batch: int, 
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size
     assert batch % mini == 0
     assert mini * n % config.trainer.world_size == 0
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reason"),
+    [
+        ("rloo", "n=8 +responses per prompt, compared with each other"),
+        ("my_module:my_estimator", "n=8 +responses per prompt, which my_module:my_estimator may compare"),
+        ("remax", "n=1 +response per prompt; remax does not compare the responses to a prompt"),
+    ],
+)
+def test_the_reason_for_the_group_size_is_true(algorithm: str, reason: str, own_task: list[str]) -> None:
+    """The module of the estimator does not exist, so it is not imported to find out."""
+    assert re.search(
+        f"  {reason}\n", format_choices(load_ppo([*own_task[:2], f"algorithm={algorithm}"], machine=LAPTOP))
+    )
 
 
 def test_mini_batch_follows_the_batch(own_task: list[str]) -> None:

@@ -13,7 +13,7 @@ from camshaft import algorithms
 from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig, load_ppo
 from camshaft.config.auto import RULES
 from camshaft.config.load import raw_defaults, resolved_defaults, valid_defaults
-from camshaft.config.schema.algorithm import ESTIMATORS, GROUP_ESTIMATORS, POLICY_LOSSES
+from camshaft.config.schema.algorithm import ESTIMATORS, POLICY_LOSSES
 from camshaft.config.schema.fields import KLPenalty, LossAggMode, accepts_auto
 from camshaft.config.tree import expand_keys, fields, flatten, get, leaf_fields
 
@@ -184,12 +184,29 @@ def test_config_choices_match_the_algorithm_registries():
     assert set(POLICY_LOSSES) == set(algorithms.POLICY_LOSSES)
     assert set(get_args(LossAggMode)) == set(algorithms.AGGREGATIONS)
     assert set(get_args(KLPenalty)) == {*algorithms.KL_PENALTIES, "full"}
-    grid = torch.ones(1, 2)
-    inputs = algorithms.AdvantageInputs(grid, grid.bool(), values=grid, baselines=grid[:, 0])
-    for name, estimator in algorithms.ESTIMATORS.items():
-        needs_groups = name in GROUP_ESTIMATORS
-        with pytest.raises(ValueError, match="`groups`") if needs_groups else contextlib.nullcontext():
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_an_estimator_reads_the_inputs_that_the_config_declares(name):
+    rewards, mask = torch.tensor([[0.0, 1.0], [3.0, 0.5], [1.0, 2.0]]), torch.ones(3, 2, dtype=torch.bool)
+    options = {"values": rewards / 2, "groups": torch.tensor([0, 0, 1]), "baselines": rewards[:, 0]}
+    declared, estimator = ESTIMATORS[name], algorithms.ESTIMATORS[name]
+    for missing in options:
+        inputs = algorithms.AdvantageInputs(rewards, mask, **{key: options[key] for key in options if key != missing})
+        is_read = getattr(declared, missing)
+        with pytest.raises(ValueError, match=f"`{missing}`") if is_read else contextlib.nullcontext():
             estimator(inputs, algorithms.AdvantageOptions())
+    inputs = algorithms.AdvantageInputs(rewards, mask, **options)
+    results = {
+        key: estimator(inputs, algorithms.AdvantageOptions(**changed))[0]
+        for key, changed in {
+            "gamma": {"gamma": 0.5},
+            "lam": {"lam": 0.5},
+            "norm_adv_by_std_in_grpo": {"norm_by_std": False},
+        }.items()
+    }
+    default = estimator(inputs, algorithms.AdvantageOptions())[0]
+    assert {key for key, result in results.items() if not torch.equal(result, default)} == set(declared.keys)
 
 
 def test_loading_a_config_does_not_import_torch(words):
