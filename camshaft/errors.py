@@ -77,6 +77,10 @@ class DivergenceError(CamshaftError, RuntimeError):
     """A model has diverged: its gradients or outputs are not finite."""
 
 
+class IdleError(CamshaftError, RuntimeError):
+    """Nothing was trained in many consecutive steps: no token contributed to a loss."""
+
+
 class WorkerError(CamshaftError, RuntimeError):
     """A worker process raised an error, died, or did not answer in time."""
 

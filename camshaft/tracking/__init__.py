@@ -11,6 +11,7 @@ Modules:
     console.py, jsonl.py, mlflow.py, prometheus.py, tensorboard.py, trackio.py, wandb.py
                     one tracker each
     record.py       run.json, config.yaml, status.json and log.txt in the run folder
+    no_signal.py    finds out why a step gives the policy no signal
     samples.py      responses of the steps in the run folder
     run_folder.py   reads the run folder, without torch
 

@@ -44,6 +44,7 @@ from camshaft.trainer.advantages import (
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.divergence import DivergenceCheck
 from camshaft.trainer.dynamic_sampling import sample_informative_prompts
+from camshaft.trainer.idle import IdleCheck
 from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
 from camshaft.trainer.mini_batches import first_mini_batch, sampling_seeds, shard_rows, shuffle_seed
 from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume
@@ -81,6 +82,7 @@ class PPOTrainer:
         self.correction = correction if correction.is_enabled() else None
         self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
         self.divergence = DivergenceCheck(parts.trained, config.trainer.max_skipped_steps)
+        self.idle = IdleCheck(config)
         self.input_checksums = input_checksums(config, parts.reward)
         self.global_step = 0
         self._batch = DataProto()
@@ -263,6 +265,7 @@ class PPOTrainer:
             self.parts.loader.load_state_dict(saved.state["loader"])
             self.kl.load_state_dict(saved.state["kl"])
             self.best.load_state_dict(saved.state["best"])
+            self.idle.load_state_dict(saved.state.get("idle", {}))
             self.global_step = saved.step
             if not self.config.trainer.val_only:
                 log_resume(saved, self.parts.total_steps)
@@ -289,7 +292,7 @@ class PPOTrainer:
         saved_step, is_good, should_save = self.global_step, True, False
         loader_state = self.parts.loader.state_dict()
         for prompts in self.parts.loader:
-            if self.global_step >= total:
+            if self.global_step >= total or self.idle.is_over:
                 break
             self.global_step += 1
             self.parts.status.step = self.global_step
@@ -303,8 +306,9 @@ class PPOTrainer:
                     self.save(prune=is_good)
                 stop.acknowledge(self.global_step, total)
                 break
+            metrics |= self.idle.check(self.global_step, self._batch, metrics)
             self.save_samples()
-            is_last = self.global_step == total or self.parts.loader.exhausted
+            is_last = self.global_step == total or self.parts.loader.exhausted or self.idle.is_over
             should_save, is_validated = should_save or saves.is_due(self.global_step, is_last), True
             if tests.is_due(self.global_step, is_last):
                 val_metrics = self._validate_step(tracking, tests, metrics)
@@ -327,6 +331,8 @@ class PPOTrainer:
                 stop.acknowledge(self.global_step, total)
                 break
             loader_state = self.parts.loader.state_dict()
+        if not stop.status:
+            self.idle.finish(self.global_step)
         return metrics
 
     def _validate_first(self, tracking: Tracking, tests: Schedule) -> tuple[dict[str, float], bool]:
@@ -396,6 +402,7 @@ class PPOTrainer:
             "loader": self.parts.loader.state_dict(),
             "kl": self.kl.state_dict(),
             "best": self.best.state_dict(),
+            "idle": self.idle.state_dict(),
             "config": config_record(self.config),
             "inputs": self.input_checksums,
             "tokenizer": str(Path(self.parts.tokenizer.name_or_path).absolute()),

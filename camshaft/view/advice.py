@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from camshaft.tracking.console import format_number
+from camshaft.tracking.no_signal import PATIENCE, SHARE, SeenScores, are_empty, find_cause
 from camshaft.tracking.run_folder import RunFolder
 
 WINDOW = 10
@@ -127,10 +128,38 @@ def _no_reward(run: RunFolder, now: float) -> str | None:
     )
 
 
+def _empty_responses(run: RunFolder, now: float) -> str | None:
+    length, longest = _recent(run, "response_length/mean"), _best(_values(run, "response_length/mean"))
+    if length is None or not are_empty(length, _recent(run, "response_length/clip_ratio") or 0.0):
+        return None
+    return (
+        f"The responses are empty. Their mean length was up to {format_number(longest)} tokens, and is now "
+        f"{format_number(length)}. Often the reward is highest for an empty response. Give an empty response a lower "
+        "score than any other, and weaken penalties of length."
+    )
+
+
+def _no_signal(run: RunFolder, now: float) -> str | None:
+    cause = _signal_loss(run, now)
+    return None if cause is None or cause in (_failed(run, now) or "") else f"{cause}."
+
+
+def _signal_loss(run: RunFolder, now: float) -> str | None:
+    """Return why the last steps gave the policy no signal, also if the error of the run says it too."""
+    shares, lows, highs = (_values(run, name) for name in (SHARE, "critic/score/min", "critic/score/max"))
+    count = len(shares) - int(np.flatnonzero(shares)[-1] + 1 if shares.any() else 0)
+    if count < PATIENCE or not len(lows) or _no_reward(run, now) or _empty_responses(run, now):
+        return None
+    seen = SeenScores(lowest=float(lows.min()), highest=float(highs.max()), recent=float(lows[-count:].min()))
+    last_step = run.metrics.at(run.metrics.last_step)
+    cause = find_cause(last_step, str(run.config().get("algorithm.adv_estimator")), seen)
+    return cause.text
+
+
 def _equal_groups(run: RunFolder, now: float) -> str | None:
     share, entropy = _recent(run, "groups/same_share"), _recent(run, "actor/entropy")
     scores, best = _values(run, "critic/score/mean"), _best(_values(run, "critic/score/max"), math.inf)
-    if share is None or share <= MAX_EQUAL_GROUPS or _no_reward(run, now) or _rate_too_high(run, now):
+    if share is None or share <= MAX_EQUAL_GROUPS or _has_cause(run, now) or _rate_too_high(run, now):
         return None
     is_best = len(scores) > 0 and _median(scores[-WINDOW:]) >= 0.9 * best
     if is_best and scores[0] < 0.9 * best:
@@ -147,12 +176,17 @@ def _equal_groups(run: RunFolder, now: float) -> str | None:
     )
 
 
+def _has_cause(run: RunFolder, now: float) -> bool:
+    """Return True if another rule tells why there is nothing to learn from."""
+    return any(rule(run, now) for rule in (_no_reward, _empty_responses, _signal_loss))
+
+
 def _entropy_collapse(run: RunFolder, now: float) -> str | None:
     entropy = _values(run, "actor/entropy")
     score, best = _recent(run, "critic/score/mean"), _best(_values(run, "critic/score/mean"))
     if len(entropy) < 2 * WINDOW or score is None or _median(entropy[-WINDOW:]) > 0.1 * entropy[0]:
         return None
-    if (score >= 0.9 * best and score > 0) or _rate_too_high(run, now):
+    if score >= best - 0.1 * abs(best) or _rate_too_high(run, now) or _empty_responses(run, now):
         return None  # a policy that has learned the task is certain
     first, last = format_number(float(entropy[0])), format_number(_median(entropy[-WINDOW:]))
     return (
@@ -190,7 +224,7 @@ def _rate_too_high(run: RunFolder, now: float) -> str | None:
 def _policy_unchanged(run: RunFolder, now: float) -> str | None:
     scores, entropy = _values(run, "critic/score/mean"), _values(run, "actor/entropy")
     rate, share = _recent(run, "actor/lr"), _recent(run, "groups/same_share") or 0.0
-    if min(len(scores), len(entropy)) < 3 * WINDOW or share > MAX_EQUAL_GROUPS or not rate or _no_reward(run, now):
+    if min(len(scores), len(entropy)) < 3 * WINDOW or share > MAX_EQUAL_GROUPS or not rate or _has_cause(run, now):
         return None
     first, last = _median(entropy[:WINDOW]), _median(entropy[-WINDOW:])
     if abs(_change(*np.array_split(scores, 2))) > 2 or abs(last - first) > MIN_CHANGE * abs(first):
@@ -246,6 +280,8 @@ RULES: dict[str, Rule] = {
     "Phase stalled": _stalled,
     "Reward function fails": _failing_rewards,
     "Reward is always 0": _no_reward,
+    "Responses are empty": _empty_responses,
+    "Steps without signal": _no_signal,
     "Groups without signal": _equal_groups,
     "Entropy collapse": _entropy_collapse,
     "Learning rate too high": _rate_too_high,

@@ -14,6 +14,7 @@ REACHES = "tests/spec/test_fields.py::test_key_reaches_its_field"
 _DATA, _RUN, _PLACE = (f"tests/spec/test_{name}_keys.py" for name in ("data", "run", "place"))
 _REWARDS = "tests/spec/test_reward_keys.py"
 _DIVERGENCE = "tests/unit/trainer/test_divergence.py"
+_IDLE = "tests/unit/trainer/test_idle.py"
 _PARITY = "tests/parity/test_parity.py"
 _RELATIVES = f"{_PARITY}::test_grpo_variants_match_the_reference_program"
 _PPO = f"{_PARITY}::test_ten_steps_of_ppo_match_the_reference_program"
@@ -197,6 +198,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "trainer.critic_warmup": (f"{_PARITY}::test_actor_is_untouched_while_the_critic_warms_up",),
     "trainer.stop_timeout": ("tests/smoke/test_stop.py::test_a_step_whose_scoring_hangs_is_abandoned",),
     "trainer.max_skipped_steps": (f"{_DIVERGENCE}::test_the_number_of_skipped_steps_ends_the_run",),
+    "trainer.max_idle_steps": (f"{_IDLE}::test_an_idle_run_ends_with_status_1_and_resumes",),
     "trainer.default_hdfs_dir": (
         f"{_RESUME}::test_resume_path_uses_the_remote_copy",
         "tests/remote/test_protocols.py::test_a_run_reads_and_resumes_from_a_remote_folder",

@@ -94,6 +94,11 @@ class TrainerConfig(RunConfig):
         description="The run ends with an error after this many consecutive optimizer steps with a non-finite "
         "gradient, or after 3 consecutive updates without an applied step. null disables both limits.",
     )
+    max_idle_steps: Count | None = Field(
+        description="The run ends after this many consecutive steps in which no token has a coefficient other than 0 "
+        "in a loss, for example because all scores are equal. It saves a checkpoint, and ends with an error unless the "
+        "prompts are solved. null sets no limit.",
+    )
     max_actor_ckpt_to_keep: Annotated[Count | None, Auto()] = Field(
         description="Number of most recent actor checkpoints to keep. null keeps all. auto is 2 with save_freq=auto, "
         "and null otherwise.",

@@ -6,12 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+from support.command_line import camshaft
+from support.pages import commands, run_here, script
 from support.ppo_runs import ppo_args, run_ppo
 
 from camshaft.algorithms import AGGREGATIONS, ESTIMATORS, KL_PENALTIES, POLICY_LOSSES
 from camshaft.config import load_ppo
 from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError
+from camshaft.tracking.run_folder import RunFolder
 from camshaft.trainer import ppo
 
 PAGE = (Path(__file__).parents[3] / "docs" / "algorithms.md").read_text(encoding="utf-8")
@@ -49,6 +52,38 @@ def test_the_example_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         for _ in range(int(batch["responses"].lengths[row]))
     ]
     assert batch["advantages"].values.tolist() == pytest.approx(expected)
+
+
+@pytest.mark.usefixtures("example")
+@pytest.mark.timeout(200)
+@pytest.mark.parametrize(
+    ("seed", "steps"), [(1, 25), *(pytest.param(seed, 40, marks=pytest.mark.slow) for seed in (1, 2, 3))]
+)
+def test_the_example_learns_the_task_of_the_tutorial(
+    seed: int, steps: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The example replaces GRPO in the command of the tutorial, and no other key is set."""
+    monkeypatch.chdir(tmp_path)
+    setup, (_, *words) = _tutorial(tmp_path)
+    run_here(setup, monkeypatch)
+    (keys,) = re.findall(r"```text\n(algorithm.adv_estimator=my_algorithms.*?)```", PAGE, re.DOTALL)
+    words.remove("algorithm=grpo")
+    words[words.index("steps=40")] = f"steps={steps}"
+    run = camshaft(*words, *keys.split(), f"seed={seed}")
+    assert run.status == 0, run.err
+    assert re.search(r"n=8 +responses per prompt, which my_algorithms:above_median may compare\n", run.out)
+    folder = RunFolder("runs/digits")
+    folder.metrics.poll()
+    best = max(folder.metrics.series("critic/score/mean")[1])
+    assert best >= 0.9, f"the highest mean reward is {best:.3f}"
+    assert all(folder.metrics.series("actor/signal_share")[1])
+
+
+def _tutorial(folder: Path) -> tuple[list[list[str]], list[str]]:
+    """Return the commands of the tutorial that prepare the run, and the command of the run."""
+    typed = commands(folder, script(folder, "docs/tutorials/own-task.md"))
+    (position,) = [at for at, words in enumerate(typed) if words[:2] == ["camshaft", "ppo"]]
+    return typed[:position], typed[position]
 
 
 @pytest.mark.usefixtures("example")

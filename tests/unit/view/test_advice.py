@@ -1,6 +1,7 @@
 """Advice names the cause of a bad run, and is silent on runs that learn."""
 
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ def advice_on(folder: Path, now: float = 0.0) -> list[str]:
 
 
 LOW: Curve = lambda step: 0.2  # noqa: E731
+NONE: Curve = lambda step: math.nan  # noqa: E731
 
 BAD: dict[str, dict[str, Curve]] = {
     "Reward function fails": {
@@ -34,6 +36,23 @@ BAD: dict[str, dict[str, Curve]] = {
         "rollout/rows_decoded": lambda step: 6336.0,
     },
     "Reward is always 0": {"critic/score/mean": lambda step: 0.0, "groups/same_share": lambda step: 1.0},
+    "Responses are empty": {
+        "response_length/mean": lambda step: max(1.0, 12.0 - step),
+        "response_length/clip_ratio": lambda step: 0.0,
+        "critic/score/mean": lambda step: min(0.0, step / 20 - 0.6),
+        "critic/score/max": lambda step: 0.0,
+        "critic/score/min": lambda step: min(0.0, step / 10 - 1.2),
+        "actor/entropy": lambda step: 4.7 * 0.8**step,
+        "actor/signal_share": lambda step: float(step < 13),
+        "groups/same_share": lambda step: float(step > 12),
+    },
+    "Steps without signal": {
+        "actor/signal_share": lambda step: float(step < 38),
+        "critic/score/mean": LOW,
+        "critic/score/min": LOW,
+        "critic/score/max": LOW,
+        "groups/same_share": lambda step: 1.0,
+    },
     "Groups without signal": {
         "groups/same_share": lambda step: 0.97,
         "critic/score/mean": LOW,
@@ -93,6 +112,47 @@ def test_no_measured_reward_curve_gets_advice(algorithm: str, engine: str, tmp_p
 @pytest.mark.parametrize("title", BAD)
 def test_the_cause_of_a_bad_run_is_named(title: str, tmp_path: Path) -> None:
     assert advice_on(make_run(tmp_path / "bad", steps=40, curves=BAD[title])) == [title]
+
+
+SCORES = {f"critic/score/{name}": LOW for name in ("mean", "min", "max")}
+
+
+@pytest.mark.parametrize(
+    ("curves", "n", "text"),
+    [
+        (SCORES, 8, "all scores are equal (0.2 in all steps)"),
+        (SCORES | {"critic/score/min": lambda step: 0.2 if step > 5 else 0.0}, 8, "score of the run, 0.2: the prompts"),
+        (SCORES | {"critic/score/min": lambda step: 0.1}, 1, "each prompt has a single response, which algorithm.adv"),
+        (SCORES | {"critic/score/min": lambda step: 0.1}, 8, "the responses to each prompt have equal scores"),
+        (
+            SCORES | {"critic/advantages/max": LOW, "rollout_corr/rollout_rs_masked_fraction": lambda step: 1.0},
+            8,
+            "rollout correction rejects 100% of the tokens",
+        ),
+    ],
+)
+def test_advice_names_the_cause_of_steps_without_signal(
+    curves: dict[str, Curve], n: int, text: str, tmp_path: Path
+) -> None:
+    curves = curves | {"actor/signal_share": lambda step: float(step < 6)}
+    curves |= {"groups/same_share": lambda step: 1.0 if n > 1 else math.nan}
+    run = RunFolder(make_run(tmp_path / "run", steps=8, curves=curves, changes={"algorithm.adv_estimator": "my:own"}))
+    run.metrics.poll()
+    (advice,) = advise(run, 0.0)
+    assert advice.title == "Steps without signal"
+    assert text in advice.text
+
+
+def test_two_steps_without_signal_get_no_advice(tmp_path: Path) -> None:
+    curves = SCORES | {"actor/signal_share": lambda step: float(step not in (7, 8))}
+    assert advice_on(make_run(tmp_path / "run", steps=8, curves=curves)) == []
+
+
+def test_a_policy_that_the_reward_does_not_reach_is_not_told_to_learn_faster(tmp_path: Path) -> None:
+    curves = BAD["Policy does not change"] | {"actor/signal_share": lambda step: 0.0, "groups/same_share": NONE}
+    curves |= {"critic/score/min": lambda step: 0.0, "critic/score/max": lambda step: 1.0}
+    changes = {"algorithm.adv_estimator": "my:own"}
+    assert advice_on(make_run(tmp_path / "run", steps=40, curves=curves, changes=changes)) == ["Steps without signal"]
 
 
 def test_a_learning_run_gets_no_advice(tmp_path: Path) -> None:
