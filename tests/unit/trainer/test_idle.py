@@ -1,5 +1,6 @@
 """A run in which nothing is trained ends with the cause, and a step in which one token trains is not idle."""
 
+import json
 import logging
 import sys
 from pathlib import Path
@@ -120,6 +121,18 @@ def test_one_token_with_a_signal_ends_the_streak(tmp_path: Path) -> None:
     assert check.is_over
     with pytest.raises(IdleError, match=r"nothing was trained in 2 steps in a row up to step 4, because all scores"):
         check.finish(4)
+
+
+def test_a_resumed_check_continues_its_streak(tmp_path: Path) -> None:
+    config = config_of(tmp_path)
+    first, resumed, earlier_version = (IdleCheck(config) for _ in range(3))
+    first.check(1, batch_of([1.0, 0.0]), {"critic/score/min": 0.0, "critic/score/max": 1.0})
+    for step in (2, 3):
+        first.check(step, batch_of([0.0] * 2), {"critic/score/min": 1.0, "critic/score/max": 1.0})
+    resumed.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False)))
+    earlier_version.load_state_dict({})
+    assert resumed.check(4, batch_of([0.0] * 2), EQUAL)["train/idle_steps"] == 3
+    assert earlier_version.check(4, batch_of([0.0] * 2), EQUAL)["train/idle_steps"] == 1
 
 
 def test_warm_up_of_a_critic_is_not_idle(tmp_path: Path) -> None:
