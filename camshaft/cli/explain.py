@@ -40,12 +40,13 @@ def engines(argv: Sequence[str]) -> int:
 
 def rollouts(argv: Sequence[str]) -> int:
     """List the rollouts."""
-    from camshaft.config.backends import ROLLOUTS, list_backends
+    from camshaft.config.backends import ROLLOUTS, continues_rows, list_backends
 
     argparse.ArgumentParser(
         prog="camshaft rollouts", description="List the rollouts: built-in ones, and those of installed packages."
     ).parse_args(argv)
-    sys.stdout.write(list_backends(ROLLOUTS, "camshaft.rollouts") + "\n")
+    features = {"continues rows": partial(continues_rows, engine_kwargs={})}
+    sys.stdout.write(list_backends(ROLLOUTS, "camshaft.rollouts", features) + "\n")
     return 0
 
 

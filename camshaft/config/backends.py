@@ -8,7 +8,7 @@ registered here. The config selects it by import path (`package.module:Class`), 
 group `camshaft.engines` or `camshaft.rollouts`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Generic, TypeVar
@@ -91,16 +91,19 @@ _LIBRARY_KEYS = frozenset(OPTIONAL_KEYS) - {"update_weights_bucket_megabytes"}
 
 _ALL_SAMPLING = frozenset(OPTIONAL_SAMPLING)
 
-HF = RolloutCapabilities(OneDeviceOptions, reads=frozenset(), sampling=_ALL_SAMPLING)
-PROCESS = RolloutCapabilities(reads=frozenset({"update_weights_bucket_megabytes"}), wraps="torch")
+HF = RolloutCapabilities(OneDeviceOptions, reads=frozenset(), sampling=_ALL_SAMPLING, continues_rows=True)
+PROCESS = RolloutCapabilities(reads=frozenset({"update_weights_bucket_megabytes"}), wraps="torch", continues_rows=True)
 _GPU_MEMORY = frozenset({"gpu_memory_utilization"})
 SERVER = RolloutCapabilities(ServerOptions, library="vllm", accelerator_keys=_GPU_MEMORY, sampling=_ALL_SAMPLING)
-SGLANG = RolloutCapabilities(SGLangOptions, library="sglang", accelerator_keys=_GPU_MEMORY | {"free_cache_engine"})
+SGLANG = RolloutCapabilities(
+    SGLangOptions, library="sglang", accelerator_keys=_GPU_MEMORY | {"free_cache_engine"}, continues_rows=True
+)
 TORCH = RolloutCapabilities(
     OneDeviceOptions,
     reads=frozenset({"enforce_eager", "free_cache_engine", "gpu_memory_utilization"}),
     accelerator_keys=frozenset({"enforce_eager", "gpu_memory_utilization"}),
     sampling=_ALL_SAMPLING,
+    continues_rows=True,
     supports_routed_experts=True,
 )
 VLLM = RolloutCapabilities(
@@ -140,15 +143,23 @@ def targets(backends: Mapping[str, Backend[Any]]) -> dict[str, str]:
     return {name: backend.target for name, backend in backends.items()}
 
 
-def list_backends(backends: Mapping[str, Backend[Any]], group: str) -> str:
-    """Return a table of the built-in backends and the entry points of a group. Nothing is imported."""
-    rows = [("name", "installed", "class", "description")]
+def list_backends(
+    backends: Mapping[str, Backend[Any]], group: str, features: Mapping[str, Callable[[str], bool]] | None = None
+) -> str:
+    """Return a table of the built-in backends and the entry points of a group. Nothing is imported.
+
+    `features` maps the titles of further columns to functions of the name of a built-in backend.
+    """
+    features = features or {}
+    rows = [("name", "installed", *features, "class", "description")]
     for name, backend in backends.items():
         library = backend.capabilities.library
         is_installed = library is None or find_spec(library) is not None
         hint = "" if is_installed or library is None else f" ({install_command(library)})"
-        rows.append((name, "yes" if is_installed else "no", backend.target, backend.description + hint))
-    rows += [(name, "yes", *rest) for name, *rest in list_entry_points(group) if name not in backends]
+        values = ["yes" if has(name) else "no" for has in features.values()]
+        rows.append((name, "yes" if is_installed else "no", *values, backend.target, backend.description + hint))
+    unknown = ["-"] * len(features)
+    rows += [(name, "yes", *unknown, *rest) for name, *rest in list_entry_points(group) if name not in backends]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
     lines = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
     return "\n".join(lines)
@@ -231,6 +242,13 @@ def accelerator_keys(rollout: str, engine_kwargs: Mapping[str, Any]) -> frozense
     capabilities = rollout_capabilities(rollout)
     inner = capabilities.inner_rollout(engine_kwargs)
     return capabilities.accelerator_keys if inner is None else accelerator_keys(*inner)
+
+
+def continues_rows(rollout: str, engine_kwargs: Mapping[str, Any]) -> bool:
+    """Return True if a row that the given rollout continues has the tokens of an uninterrupted one."""
+    capabilities = rollout_capabilities(rollout)
+    inner = capabilities.inner_rollout(engine_kwargs)
+    return capabilities.continues_rows and (inner is None or continues_rows(*inner))
 
 
 def rollouts_that_read(key: str) -> tuple[str, ...]:

@@ -125,6 +125,10 @@ class RolloutCapabilities:
     wraps: str | None = None
     """Rollout to which this one passes its config, unless `engine_kwargs.rollout` selects another. The keys that either
     of them reads are read."""
+    continues_rows: bool = False
+    """True if a row that is interrupted and continued (`generated`) has the tokens of an uninterrupted one, because its
+    random numbers depend only on seed and position. Of a rollout that wraps another, both must declare it. Others draw
+    the new tokens with another seed, and reject presence and frequency penalties and stop strings in continued rows."""
     supports_adapter: bool = False
     """True if the rollout supports `RolloutEngineConfig.lora`: the base weights are synced once, and the adapter at
     every weight sync."""

@@ -3,7 +3,7 @@
     from camshaft.rollout import SamplingParams, build_rollout
     rollout = build_rollout("torch", RolloutEngineConfig(model_path="models/tiny"))
 
-base.py          `BaseRollout`, `SamplingParams` and `Generation`
+base.py          `BaseRollout`, `SamplingParams`, `Generation` and `OpenRows`
 builtin/         `torch`: continuous batching on the training weights
 hf.py            `hf`: generation with `transformers.generate`
 vllm/            `vllm`: vLLM in the ranks of the trainer
@@ -24,12 +24,13 @@ from camshaft.config import backends
 from camshaft.config.backends import targets
 from camshaft.config.rollout import RolloutCapabilities, RolloutEngineConfig, RolloutOptions
 from camshaft.plugins import load
-from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
+from camshaft.rollout.base import BaseRollout, Generation, OpenRows, SamplingParams
 
 __all__ = [
     "ROLLOUTS",
     "BaseRollout",
     "Generation",
+    "OpenRows",
     "RolloutCapabilities",
     "RolloutEngineConfig",
     "RolloutOptions",

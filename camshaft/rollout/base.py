@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -23,12 +24,15 @@ from torch import Tensor
 from camshaft.config.rollout import OPTIONAL_SAMPLING, RolloutCapabilities, RolloutEngineConfig
 from camshaft.dataproto import Ragged
 from camshaft.errors import RolloutError
-from camshaft.rollout.sampling import Penalties, row_seeds
+from camshaft.rollout.sampling import Penalties, restart_seeds, row_seeds
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Sampling options. `temperature=0` or `do_sample=False` selects greedy decoding."""
+    """Sampling options. `temperature=0` or `do_sample=False` selects greedy decoding.
+
+    In a continued row, the response consists of the earlier tokens and the new ones.
+    """
 
     max_tokens: int
     temperature: float = 1.0
@@ -80,15 +84,23 @@ class SamplingParams:
         """Return the parameters that have an effect and that a rollout must declare as supported."""
         return {name: getattr(self, name) for name, off in OPTIONAL_SAMPLING.items() if getattr(self, name) != off}
 
-    def penalties(self, prompts: Ragged, limits: Tensor) -> Penalties | None:
-        """Return the penalties on tokens for one call with these limits of the rows; None if no penalty is set."""
+    def penalties(self, rows: OpenRows, device: torch.device) -> Penalties | None:
+        """Return the penalties on tokens for these rows; None if no penalty is set."""
         strengths = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
-        return None if strengths == (1.0, 0.0, 0.0) else Penalties(prompts, int(limits.max()), *strengths)
+        if strengths == (1.0, 0.0, 0.0):
+            return None
+        max_tokens = int(rows.generated.lengths.max() + rows.limits.max())
+        penalties = Penalties(rows.prompts.to(device), max_tokens, *strengths)
+        penalties.add_rows(rows.generated.to(device))
+        return penalties
 
 
 @dataclass(frozen=True)
 class Generation:
-    """One response per prompt row, in the order of the prompts, on the device of the prompts."""
+    """One response per prompt row, in the order of the prompts, on the device of the prompts.
+
+    Of a continued row, it contains the new tokens only.
+    """
 
     responses: Ragged
     """Token ids. The last token of a finished row is the stop token, or the token that completes the stop string."""
@@ -103,7 +115,7 @@ class Generation:
     routed_experts: Ragged | None = None
     """Experts (layers, top-k) that a mixture of experts chose for each token of prompt and response, as integers of one
     or two bytes, with `enable_return_routed_experts`. The largest integer marks a token that was not computed, such as
-    the last one of a row."""
+    the last one of a row. The tokens of a prompt that was given with earlier tokens are left out."""
 
     @staticmethod
     def empty(prompts: Ragged) -> Generation:
@@ -115,6 +127,51 @@ class Generation:
         experts = None if self.routed_experts is None else self.routed_experts.to(device)
         responses, log_probs = self.responses.to(device), self.log_probs.to(device)
         return Generation(responses, log_probs, self.finished.to(device), self.metrics, experts)
+
+
+@dataclass(frozen=True)
+class OpenRows:
+    """The rows of a call that have not ended. `BaseRollout.open_rows` returns them."""
+
+    prompts: Ragged
+    generated: Ragged
+    """Earlier tokens of each response; empty for a row that has not begun."""
+    limits: Tensor
+    """Maximum number of new tokens, at least 1."""
+    seeds: Tensor
+    is_open: Tensor
+    """Bool of shape (B,) for all rows of the call: False if the earlier tokens of a row end it."""
+    finished: Tensor
+    """Bool of shape (B,) for all rows of the call: True if a stop token or stop string has ended a row."""
+
+    @cached_property
+    def contexts(self) -> Ragged:
+        """Prompt and earlier tokens of each row. The first new token follows them."""
+        return Ragged.join(self.prompts, self.generated) if len(self.generated.values) else self.prompts
+
+    def select(self, index: slice | Tensor) -> OpenRows:
+        """Select rows. `is_open` and `finished` remain those of the call."""
+        prompts, generated = self.prompts.select(index), self.generated.select(index)
+        return replace(self, prompts=prompts, generated=generated, limits=self.limits[index], seeds=self.seeds[index])
+
+    def complete(self, generation: Generation) -> Generation:
+        """Return the result of the call, given that of the open rows. A row that had ended gets no tokens."""
+        experts = generation.routed_experts
+        if experts is not None and len(self.generated.values):
+            earlier = self.contexts.lengths.where(self.generated.lengths > 0, 0)
+            experts = experts.suffix(experts.lengths - earlier)
+        if bool(self.is_open.all()):
+            return replace(generation, routed_experts=experts)
+
+        def expanded(column: Ragged) -> Ragged:
+            no_tokens = torch.zeros(len(self.is_open), dtype=torch.int64)
+            return Ragged(column.values, no_tokens.masked_scatter(self.is_open, column.lengths))
+
+        finished = self.finished.to(generation.finished.device)
+        finished = finished.masked_scatter(self.is_open.to(finished.device), generation.finished)
+        responses, log_probs = expanded(generation.responses), expanded(generation.log_probs)
+        experts = None if experts is None else expanded(experts)
+        return Generation(responses, log_probs, finished, generation.metrics, experts)
 
 
 class BaseRollout(ABC):
@@ -176,11 +233,20 @@ class BaseRollout(ABC):
         """
 
     @abstractmethod
-    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+    def generate_sequences(
+        self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None, generated: Ragged | None = None
+    ) -> Generation:
         """Generate one response for each row of `prompts`. The rollout may compute equal prompts only once.
 
         `seeds`, int64 of shape (B,), makes the call reproducible: the samples of a row depend only on its seed and its
         prompt, not on the other rows. Without `seeds`, the seeds are derived from the config's seed and a call counter.
+
+        `generated` continues responses: row i contains the tokens that earlier calls with the same prompt, sampling and
+        seed have returned for row i, or none. Penalties, stop strings and length limits apply to earlier and new tokens
+        together, and only new tokens are returned. A row that its earlier tokens end gets no tokens. If
+        `capabilities.continues_rows` is set, a continued row has the tokens of an uninterrupted one, except where
+        rounding decides between two tokens. This argument is passed only to continue rows, so a rollout that cannot
+        continue them may omit it. `open_rows` implements all of this but the generation itself.
         """
 
     @abstractmethod
@@ -237,14 +303,52 @@ class BaseRollout(ABC):
                 f"{self.config.max_model_len} allows prompts of at most {max_prompt_length} tokens; increase "
                 "max_model_len, or drop or shorten long prompts"
             )
-        is_invalid = (prompts.values < 0) | (prompts.values >= num_embeddings)
-        if bool(is_invalid.any()):
-            row, token = int(prompts.row_ids()[is_invalid][0]), int(prompts.values[is_invalid][0])
-            raise RolloutError(
-                f"row {row} has token id {token}, but the model's token ids are 0..{num_embeddings - 1}; "
-                "encode the prompt with the tokenizer of this model"
-            )
+        _check_token_ids(prompts, num_embeddings, "encode the prompt with the tokenizer of this model")
         return (self.config.max_model_len - prompts.lengths).clamp(max=sampling.max_tokens)
+
+    def open_rows(
+        self,
+        prompts: Ragged,
+        sampling: SamplingParams,
+        seeds: Tensor | None,
+        generated: Ragged | None,
+        num_embeddings: int,
+        has_stop: Callable[[list[int]], bool],
+    ) -> OpenRows:
+        """Validate the arguments of `generate_sequences` and return the rows that have not ended.
+
+        `has_stop` returns True if the earlier tokens of a row contain a stop token or stop string.
+        """
+        limits = self.limits(prompts, sampling, num_embeddings)
+        seeds = self.seeds_of_call(len(prompts), seeds)
+        is_open = torch.ones(len(prompts), dtype=torch.bool)
+        if generated is None or not len(generated.values):
+            earlier = Ragged(prompts.values.new_empty(0), torch.zeros_like(prompts.lengths))
+            return OpenRows(prompts, earlier, limits, seeds, is_open, ~is_open)
+        generated = generated.like(generated.values.to(prompts.values))
+        self._check_generated(generated, len(prompts), sampling, num_embeddings)
+        if not self.capabilities.continues_rows:
+            seeds = restart_seeds(seeds, generated.lengths.to(seeds.device))
+        limits = limits - generated.lengths
+        finished = torch.tensor([len(row) > 0 and has_stop(row.tolist()) for row in generated.rows()])
+        is_open = (limits > 0) & ~finished
+        return OpenRows(prompts, generated, limits, seeds, is_open, finished).select(is_open.nonzero()[:, 0])
+
+    def _check_generated(self, generated: Ragged, num_rows: int, sampling: SamplingParams, num_embeddings: int) -> None:
+        """Raise `RolloutError` if the rollout cannot continue rows with these earlier tokens and sampling options."""
+        if len(generated) != num_rows:
+            raise RolloutError(
+                f"generated has {len(generated)} rows for {num_rows} prompts; pass one row per prompt, without tokens "
+                "for a response that has not begun"
+            )
+        _check_token_ids(generated, num_embeddings, "pass the tokens that this rollout has generated")
+        for name in () if self.capabilities.continues_rows else RESPONSE_OPTIONS:
+            if vars(sampling)[name]:
+                raise RolloutError(
+                    f"{type(self).__name__} cannot continue rows with {name}={vars(sampling)[name]}, because it "
+                    f"applies {name} to the tokens of one call; remove {name}, or use a rollout whose capabilities "
+                    "declare continues_rows, such as torch"
+                )
 
     def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
         """Increment the call counter and return int64 seeds of shape (B,) for this call.
@@ -263,6 +367,19 @@ class BaseRollout(ABC):
 
 
 # -- checks shared by all rollouts ----------------------------------------------------------------
+
+RESPONSE_OPTIONS = ("presence_penalty", "frequency_penalty", "stop")
+"""Sampling options that depend on the tokens of the response but not on those of the prompt."""
+
+
+def _check_token_ids(rows: Ragged, num_embeddings: int, fix: str) -> None:
+    """Raise `RolloutError` if a row contains token ids outside the vocabulary."""
+    is_invalid = (rows.values < 0) | (rows.values >= num_embeddings)
+    if bool(is_invalid.any()):
+        row, token = int(rows.row_ids()[is_invalid][0]), int(rows.values[is_invalid][0])
+        raise RolloutError(
+            f"row {row} has token id {token}, but the model's token ids are 0..{num_embeddings - 1}; {fix}"
+        )
 
 
 def check_can_load(asleep: bool) -> None:

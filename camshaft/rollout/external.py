@@ -1,35 +1,38 @@
 """Base class of rollouts that wrap a library with its own copy of the weights: vLLM, vLLM's server and SGLang.
 
     class MyRollout(ExternalRollout):
-        def generate_sequences(self, prompts, sampling, seeds=None):
-            requests = self.build_requests(prompts, sampling, seeds)
-            responses = my_library(requests, self.all_stop_ids(sampling))
-            return self.build_generation(prompts, responses, seconds)
+        def generate_sequences(self, prompts, sampling, seeds=None, generated=None):
+            rows = self.start_rows(prompts, sampling, seeds, generated)
+            responses = my_library(self.build_requests(rows), self.all_stop_ids(sampling))
+            return rows.complete(self.build_generation(rows, responses, seconds))
 
-These rollouts validate the weights and then copy them into the library. Each prompt row becomes a request with a length
+These rollouts validate the weights and then copy them into the library. Each open row becomes a request with a length
 limit and a seed. Each response contains tokens and log-probs.
 """
 
 from abc import abstractmethod
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
-from camshaft.models.loader import load_config, model_folder
+from camshaft.models.loader import load_config, load_tokenizer, model_folder
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import (
     BaseRollout,
     Generation,
+    OpenRows,
     SamplingParams,
     check_can_generate,
     check_can_load,
     check_finite,
 )
 from camshaft.rollout.shared_model import load_stop_ids
+from camshaft.rollout.stop_strings import StopStrings, has_stop
 from camshaft.rollout.weights.checks import ExpectedWeights
 
 CPU_CACHE_BYTES = 2**28
@@ -38,7 +41,7 @@ CPU_CACHE_BYTES = 2**28
 
 @dataclass(frozen=True)
 class RowRequest:
-    """Request for one prompt row: its token ids, the maximum number of new tokens, and the row's seed."""
+    """Request for one row: its prompt and earlier tokens, the maximum number of new tokens, and the row's seed."""
 
     prompt: list[int]
     limit: int
@@ -89,31 +92,44 @@ class ExternalRollout(BaseRollout):
         """
         return [*(() if sampling.ignore_eos else self.stop_ids), *sampling.stop_token_ids]
 
-    def build_requests(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None) -> list[RowRequest]:
-        """Return one request per prompt row. Raise an error if the rollout cannot generate."""
+    def start_rows(
+        self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None, generated: Ragged | None
+    ) -> OpenRows:
+        """Return the rows of a call that have not ended. Raise an error if the rollout cannot generate."""
         self.check_ready()
-        limits = self.limits(prompts, sampling, self.hf_config.get_text_config().vocab_size).tolist()
-        row_seeds = self.seeds_of_call(len(prompts), seeds).tolist()
-        rows = [row.tolist() for row in prompts.rows()]
-        return [RowRequest(*row) for row in zip(rows, limits, row_seeds, strict=True)]
+        vocab_size = self.hf_config.get_text_config().vocab_size
+        strings = self.stop_strings(sampling) if generated is not None else None
+        ends = partial(has_stop, stop_ids=self.all_stop_ids(sampling), stops=strings)
+        return self.open_rows(prompts, sampling, seeds, generated, vocab_size, ends)
 
-    def build_generation(self, prompts: Ragged, rows: Sequence[RowResponse], seconds: float) -> Generation:
-        """Build the `Generation` of a call from one response per prompt, in the order of the prompts."""
-        if not len(prompts):
-            return Generation.empty(prompts)
-        device = prompts.values.device
-        responses = Ragged.from_rows([row.tokens for row in rows], torch.int64).to(device)
-        log_probs = Ragged.from_rows([row.log_probs for row in rows], torch.float32).to(device)
+    def stop_strings(self, sampling: SamplingParams) -> StopStrings | None:
+        """Return the search for stop strings, or None if there are no stop strings."""
+        if not sampling.stop:
+            return None
+        return StopStrings(load_tokenizer(str(self.folder), self.config.trust_remote_code), sampling.stop)
+
+    def build_requests(self, rows: OpenRows) -> list[RowRequest]:
+        """Return one request per row."""
+        contexts = [row.tolist() for row in rows.contexts.rows()]
+        return [RowRequest(*row) for row in zip(contexts, rows.limits.tolist(), rows.seeds.tolist(), strict=True)]
+
+    def build_generation(self, rows: OpenRows, responses: Sequence[RowResponse], seconds: float) -> Generation:
+        """Build the `Generation` of the open rows from one response per row, in the order of the rows."""
+        if not len(rows.prompts):
+            return Generation.empty(rows.prompts)
+        device = rows.prompts.values.device
+        tokens = Ragged.from_rows([response.tokens for response in responses], torch.int64).to(device)
+        log_probs = Ragged.from_rows([response.log_probs for response in responses], torch.float32).to(device)
         check_finite(log_probs)
-        num_cached = sum(row.num_cached for row in rows)
+        num_cached = sum(response.num_cached for response in responses)
         metrics = {
-            "prompt_tokens_computed": float(len(prompts.values) - num_cached),
+            "prompt_tokens_computed": float(len(rows.contexts.values) - num_cached),
             "prompt_tokens_cached": float(num_cached),
-            "response_tokens": float(len(responses.values)),
+            "response_tokens": float(len(tokens.values)),
             "seconds": seconds,
         }
-        finished = torch.tensor([row.finished for row in rows], device=device)
-        return Generation(responses, log_probs, finished, metrics)
+        finished = torch.tensor([response.finished for response in responses], device=device)
+        return Generation(tokens, log_probs, finished, metrics)
 
 
 def reject_reserved(engine_kwargs: Collection[str], arguments: Collection[str]) -> None:

@@ -11,6 +11,7 @@ the distribution. `sampling.py` samples from it, so a row's samples depend only 
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,10 +32,10 @@ from camshaft.config.backends import HF
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
-from camshaft.rollout.base import Generation, SamplingParams, check_finite
+from camshaft.rollout.base import Generation, OpenRows, SamplingParams, check_finite
 from camshaft.rollout.sampling import draw, sample_greedy, uniform_numbers
 from camshaft.rollout.shared_model import SharedModel, SharedModelRollout
-from camshaft.rollout.stop_strings import StopStrings
+from camshaft.rollout.stop_strings import StopStrings, has_stop
 
 
 class HFRollout(SharedModelRollout):
@@ -54,27 +55,31 @@ class HFRollout(SharedModelRollout):
         # The sampling settings recommended in the model folder would change the distribution.
         self.model.hf.generation_config = GenerationConfig()
 
-    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+    def generate_sequences(
+        self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None, generated: Ragged | None = None
+    ) -> Generation:
         hf = self.model.require_model()
-        limits = self.limits(prompts, sampling, self.model.num_embeddings)
-        seeds = self.seeds_of_call(len(prompts), seeds)
-        if not len(prompts):
-            return Generation.empty(prompts)
+        stop_ids = [*(() if sampling.ignore_eos else self.model.stop_ids), *sampling.stop_token_ids]
+        strings = StopStrings(self.model.tokenizer, sampling.stop) if sampling.stop else None
+        ends = partial(has_stop, stop_ids=stop_ids, stops=strings)
+        rows = self.open_rows(prompts, sampling, seeds, generated, self.model.num_embeddings, ends)
+        if not len(rows.prompts):
+            return rows.complete(Generation.empty(prompts))
         start = time.perf_counter()
         batches: list[Generation] = []
-        for rows in self._batches(prompts.lengths.tolist()):
-            batches.append(self._generate(hf, prompts.select(rows), limits[rows], sampling, seeds[rows]))
-            check_finite(batches[-1].log_probs, first_row=rows.start)
+        for batch in self._batches(rows.contexts.lengths.tolist()):
+            batches.append(self._generate(hf, rows.select(batch), sampling, stop_ids, strings))
+            check_finite(batches[-1].log_probs, first_row=batch.start)
         responses = Ragged.concat([batch.responses for batch in batches])
         metrics = {name: sum(batch.metrics[name] for batch in batches) for name in batches[0].metrics}
         metrics |= {
             "response_tokens": float(len(responses.values)),
-            "slot_use": (len(responses.values) - len(prompts)) / max(metrics["rows_decoded"], 1),
+            "slot_use": (len(responses.values) - len(responses)) / max(metrics["rows_decoded"], 1),
             "seconds": time.perf_counter() - start,
         }
         log_probs = Ragged.concat([batch.log_probs for batch in batches])
         finished = torch.cat([batch.finished for batch in batches])
-        return Generation(responses, log_probs, finished, metrics).to(prompts.values.device)
+        return rows.complete(Generation(responses, log_probs, finished, metrics).to(prompts.values.device))
 
     def _batches(self, lengths: list[int]) -> Iterator[slice]:
         """Split the rows into batches of consecutive rows within the limits of the config."""
@@ -88,24 +93,23 @@ class HFRollout(SharedModelRollout):
         yield slice(start, len(lengths))
 
     def _generate(
-        self, hf: Any, prompts: Ragged, limits: Tensor, sampling: SamplingParams, seeds: Tensor
+        self, hf: Any, rows: OpenRows, sampling: SamplingParams, stop_ids: list[int], strings: StopStrings | None
     ) -> Generation:
         """Generate one batch with a single call of `transformers.generate`."""
-        stop_ids = [*(() if sampling.ignore_eos else self.model.stop_ids), *sampling.stop_token_ids]
         config = GenerationConfig(
             do_sample=False,  # `_Sampler` leaves one token per row
-            max_new_tokens=int(limits.max()),
+            max_new_tokens=int(rows.limits.max()),
             eos_token_id=stop_ids or None,
             pad_token_id=0,  # written after the end of a row and removed below
             return_dict_in_generate=True,
         )
-        prompts, width = prompts.to(self.model.device), int(prompts.lengths.max())
-        sampler = _Sampler(sampling, seeds.to(self.model.device), prompts, limits)
-        criteria = _StopCriteria(StopStrings(self.model.tokenizer, sampling.stop), width) if sampling.stop else None
+        contexts, width = rows.contexts.to(self.model.device), int(rows.contexts.lengths.max())
+        sampler = _Sampler(sampling, rows, self.model.device)
+        criteria = None if strings is None else _StopCriteria(strings, rows.generated, width)
         with torch.no_grad():
             out = hf.generate(
-                prompts.padded("left"),
-                attention_mask=prompts.mask("left").long(),
+                contexts.padded("left"),
+                attention_mask=contexts.mask("left").long(),
                 generation_config=config,
                 logits_processor=LogitsProcessorList([sampler]),
                 stopping_criteria=StoppingCriteriaList([] if criteria is None else [criteria]),
@@ -113,7 +117,7 @@ class HFRollout(SharedModelRollout):
         tokens = out.sequences[:, width:]
         log_probs = torch.stack(sampler.log_probs, dim=1)
         columns = torch.arange(tokens.shape[1], device=tokens.device)
-        is_within_limit = columns < limits.to(tokens.device)[:, None]
+        is_within_limit = columns < rows.limits.to(tokens.device)[:, None]
         is_stop = torch.isin(tokens, torch.tensor(stop_ids, dtype=torch.int64, device=tokens.device))
         if criteria is not None:
             is_stop |= columns == torch.tensor(criteria.ends, device=tokens.device)[:, None]
@@ -124,7 +128,7 @@ class HFRollout(SharedModelRollout):
         metrics = {
             "prompt_tokens_computed": float(tokens.shape[0] * width),
             "decode_steps": float(steps),
-            "rows_decoded": float(steps * len(prompts)),
+            "rows_decoded": float(steps * len(contexts)),
         }
         responses, row_log_probs = Ragged.from_padded(tokens, mask), Ragged.from_padded(log_probs, mask)
         return Generation(responses, row_log_probs, is_stop.any(dim=1), metrics)
@@ -136,9 +140,10 @@ class _Sampler(LogitsProcessor):
     The penalties of transformers would also apply to padding tokens.
     """
 
-    def __init__(self, sampling: SamplingParams, seeds: Tensor, prompts: Ragged, limits: Tensor):
-        self._greedy, self._seeds, self._lengths = sampling.greedy, seeds, prompts.lengths.to(seeds.device)
-        self._penalties, self._rows = sampling.penalties(prompts, limits), torch.arange(len(seeds), device=seeds.device)
+    def __init__(self, sampling: SamplingParams, rows: OpenRows, device: torch.device):
+        self._greedy, self._seeds = sampling.greedy, rows.seeds.to(device)
+        self._lengths, self._rows = rows.contexts.lengths.to(device), torch.arange(len(rows.seeds), device=device)
+        self._penalties = sampling.penalties(rows, device)
         self._warpers = LogitsProcessorList()
         if sampling.temperature != 1 and not sampling.greedy:
             self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
@@ -167,8 +172,9 @@ class _Sampler(LogitsProcessor):
 class _StopCriteria(StoppingCriteria):
     """Stopping criterion that ends rows at stop strings and records the column of each row's last token."""
 
-    def __init__(self, stop_strings: StopStrings, width: int):
+    def __init__(self, stop_strings: StopStrings, generated: Ragged, width: int):
         self._stop_strings, self._width = stop_strings, width
+        self._generated = [tokens.tolist() for tokens in generated.rows()]
         self.ends: list[int] = []
         """Column of the last token of each row, or -1 if no stop string has ended the row."""
 
@@ -176,6 +182,6 @@ class _StopCriteria(StoppingCriteria):
         rows = input_ids[:, self._width :].tolist()
         self.ends = self.ends or [-1] * len(rows)
         for number, row in enumerate(rows):
-            if self.ends[number] < 0 and self._stop_strings.is_ended_by(row):
+            if self.ends[number] < 0 and self._stop_strings.is_ended_by(self._generated[number] + row):
                 self.ends[number] = len(row) - 1
         return torch.tensor([end >= 0 for end in self.ends], device=input_ids.device)

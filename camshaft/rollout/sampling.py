@@ -16,6 +16,7 @@ import math
 import torch
 from torch import Tensor
 
+from camshaft.device import to_device
 from camshaft.ragged import Ragged
 
 MAX_SINGLE_PASS = 1024
@@ -58,6 +59,12 @@ class Penalties:
         penalized = torch.where(logits > 0, logits / self.repetition, logits * self.repetition)
         logits = torch.where((in_prompt + counts) > 0, penalized, logits)
         return logits - self.frequency * counts - self.presence * (counts > 0)
+
+    def add_rows(self, tokens: Ragged) -> None:
+        """Append a row of `tokens` to the response of each row."""
+        columns = tokens.positions() + self.lengths[tokens.row_ids()]
+        self.responses[tokens.row_ids(), columns] = tokens.values
+        self.lengths += to_device(tokens.lengths, self.lengths.device)
 
     def add(self, rows: Tensor, tokens: Tensor) -> None:
         """Append one token (b,) to the response of each row (b,)."""
@@ -145,6 +152,14 @@ def row_seeds(seed: int, call: int, num_rows: int) -> Tensor:
     """Return int64 seeds of shape (num_rows,) for the rows of call number `call`. Collisions are improbable."""
     streams = _mix(_mix(torch.tensor([seed]) + _GOLDEN) + torch.tensor([call + 1]) * _GOLDEN)
     return _mix(streams + (torch.arange(num_rows) + 1) * _GOLDEN)
+
+
+def restart_seeds(seeds: Tensor, num_earlier: Tensor) -> Tensor:
+    """Return new int64 seeds (B,) for rows that continue after `num_earlier` tokens, and the same seeds for new rows.
+
+    A generator that draws the numbers of a row one after another would otherwise repeat those of the earlier tokens.
+    """
+    return _mix(_mix(seeds + _GOLDEN) + num_earlier * _GOLDEN).where(num_earlier > 0, seeds)
 
 
 def mix_seeds(seeds: Tensor) -> Tensor:

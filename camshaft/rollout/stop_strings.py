@@ -7,11 +7,12 @@ The decoded text excludes the prompt and special tokens, so a stop string that b
 response. The check after each token decodes only the tail of the response.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from transformers import PreTrainedTokenizerBase
 
+from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation
 
 MARGIN = 16
@@ -48,16 +49,21 @@ class StopStrings:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)  # pyright: ignore[reportReturnType]
 
 
-def truncate_at_stop_strings(generation: Generation, stops: StopStrings) -> Generation:
-    """Truncate each row after its first stop string.
+def has_stop(tokens: Sequence[int], stop_ids: Collection[int], stops: StopStrings | None) -> bool:
+    """Return True if `tokens` contain a stop token or a stop string."""
+    return not set(stop_ids).isdisjoint(tokens) or (stops is not None and stops.find_end(tokens) is not None)
+
+
+def truncate_at_stop_strings(generation: Generation, stops: StopStrings, generated: Ragged) -> Generation:
+    """Truncate each row after its first stop string, which may begin in the earlier tokens `generated`.
 
     If the samples of a row do not depend on the other rows, the result equals a generation that stopped at the strings.
     """
     lengths, finished = generation.responses.lengths.clone(), generation.finished.clone()
-    for row, tokens in enumerate(generation.responses.rows()):
-        end = stops.find_end(tokens.tolist())
+    for row, (earlier, new) in enumerate(zip(generated.rows(), generation.responses.rows(), strict=True)):
+        end = stops.find_end([*earlier.tolist(), *new.tolist()])
         if end is not None:
-            lengths[row], finished[row] = end, True
+            lengths[row], finished[row] = end - len(earlier), True
     responses, log_probs = generation.responses.prefix(lengths), generation.log_probs.prefix(lengths)
     metrics = generation.metrics | {"response_tokens": float(lengths.sum())}
     return replace(generation, responses=responses, log_probs=log_probs, finished=finished, metrics=metrics)

@@ -10,6 +10,8 @@ KV cache of `kv_cache.py`. Weights that have the right dtype and device are shar
 `enforce_eager=false`, `cuda/graphs.py` computes them.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
@@ -29,7 +31,7 @@ from camshaft.rollout.builtin.kv_cache import KVCache, PrefillStep
 from camshaft.rollout.builtin.routed_experts import RoutingRecorder
 from camshaft.rollout.builtin.scheduler import GenerationRequest, Scheduler
 from camshaft.rollout.shared_model import SharedModel, SharedModelRollout
-from camshaft.rollout.stop_strings import StopStrings
+from camshaft.rollout.stop_strings import StopStrings, has_stop
 
 FREE_SHARE = 0.9
 """Share of the free device memory that the KV cache and sampling may use. The rest is for activations."""
@@ -62,24 +64,26 @@ class TorchRollout(SharedModelRollout):
         # they have captured. Otherwise, weights are shared.
         return self.graphs is not None and (self.graphs.fused is not None or not self.config.free_cache_engine)
 
-    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+    def generate_sequences(
+        self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None, generated: Ragged | None = None
+    ) -> Generation:
         self.model.require_model()
-        limits = self.limits(prompts, sampling, self.model.num_embeddings)
-        seeds = self.seeds_of_call(len(prompts), seeds)
-        if not len(prompts):
-            return Generation.empty(prompts)
         stop_ids = (() if sampling.ignore_eos else self.model.stop_ids) + sampling.stop_token_ids
         strings = StopStrings(self.model.tokenizer, sampling.stop) if sampling.stop else None
-        num_slots = self._allocate_slots(prompts, limits)
-        request = GenerationRequest(prompts, limits, seeds, sampling, stop_ids, num_slots, strings)
-        recorder = None if self.routers is None else RoutingRecorder(self.routers, len(prompts))
+        ends = partial(has_stop, stop_ids=stop_ids, stops=strings)
+        rows = self.open_rows(prompts, sampling, seeds, generated, self.model.num_embeddings, ends)
+        if not len(rows.prompts):
+            return rows.complete(Generation.empty(prompts))
+        num_slots = self._allocate_slots(rows.contexts.lengths + rows.limits)
+        request = GenerationRequest(rows, sampling, stop_ids, num_slots, strings)
+        recorder = None if self.routers is None else RoutingRecorder(self.routers, len(rows.prompts))
         generation = Scheduler(self.graphs or self.decoder, self.cache, request, self.config, recorder).generate()
         try:
             check_finite(generation.log_probs)
         except RolloutError:
             self.cache.clear()  # masked positions must not contain NaN
             raise
-        return generation.to(prompts.values.device)
+        return rows.complete(generation.to(prompts.values.device))
 
     def cache_budget(self) -> int | None:
         """Return the bytes that the KV cache and sampling may use, or None if they are not limited."""
@@ -91,15 +95,15 @@ class TorchRollout(SharedModelRollout):
             free + self.cache.num_bytes, total, self.config.gpu_memory_utilization, self.model.num_bytes
         )
 
-    def _allocate_slots(self, prompts: Ragged, limits: Tensor) -> int:
-        """Return the number of rows that are decoded at once. Other rows wait."""
-        num_rows = min(self.config.max_num_seqs, len(prompts))
+    def _allocate_slots(self, lengths: Tensor) -> int:
+        """Return the number of rows that are decoded at once, given their maximum lengths. Other rows wait."""
+        num_rows = min(self.config.max_num_seqs, len(lengths))
         budget = self.cache_budget()
         if budget is None:
             return num_rows
         if not self.cache.position_bytes:
             self._measure_cache()
-        longest = int((prompts.lengths.cpu() + limits.cpu()).max()) - 1
+        longest = int(lengths.max()) - 1
         row_bytes, keep = SAMPLING_BYTES * self.model.num_embeddings, not self.config.free_cache_engine
         return self.cache.allocate(num_rows, longest, budget, row_bytes, keep)
 

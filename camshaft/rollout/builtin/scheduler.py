@@ -5,7 +5,7 @@
 The B live rows always occupy slots 0..B-1. When rows end, the last rows move into their slots, so a decode step
 computes only live rows. Waiting rows start when an eighth of the slots is free. Each distinct prompt is computed once
 for all of its rows. If some of these rows do not get a slot yet, a spare slot keeps the prompt's keys and values for
-them. `rollout.py` uses this module.
+them. In this module, the prompt of a continued row includes its earlier tokens. `rollout.py` uses this module.
 """
 
 import time
@@ -18,7 +18,7 @@ from torch import Tensor
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import supports_triton
 from camshaft.ragged import Ragged
-from camshaft.rollout.base import Generation, SamplingParams
+from camshaft.rollout.base import Generation, OpenRows, SamplingParams
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
 from camshaft.rollout.builtin.cuda.graphs import CUDAGraphDecoder
 from camshaft.rollout.builtin.decode_trace import Forward
@@ -41,10 +41,7 @@ TOKEN, POSITION, END, SEED, ROW = range(5)
 class GenerationRequest:
     """Validated arguments of a call of `generate_sequences`."""
 
-    prompts: Ragged
-    limits: Tensor
-    """Maximum number of response tokens per row, shape (B,)."""
-    seeds: Tensor
+    rows: OpenRows
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
     num_slots: int
@@ -75,7 +72,7 @@ class Scheduler:
     ):
         self.recorder = recorder
         self.hf, self.decoder, self.cache, self.sampling = decoder.hf, decoder, cache, request.sampling
-        prompts = request.prompts
+        prompts, limits = request.rows.contexts, request.rows.limits
         self.forward: Forward = decoder.eager
         self.device = torch.device(config.device)
         self.max_tokens = config.max_num_batched_tokens
@@ -83,13 +80,14 @@ class Scheduler:
         self.groups = deque(_group_equal_prompts(prompts))
         self.num_waiting = len(prompts)
         self.lengths = prompts.lengths.to(self.device)
-        self.ends = self.lengths + request.limits.to(self.device) - 1
-        self.num_steps = int(request.limits.max())
-        self.seeds = request.seeds.to(self.device)
-        self.penalties = self.sampling.penalties(prompts.to(self.device), request.limits)
+        self.ends = self.lengths + limits.to(self.device) - 1
+        self.num_steps = int(limits.max())
+        self.seeds = request.rows.seeds.to(self.device)
+        self.penalties = self.sampling.penalties(request.rows, self.device)
         self.stop_ids = torch.tensor(request.stop_ids, dtype=torch.int64, device=self.device)
         self.stop_strings = request.stop_strings
-        self.responses: list[list[int]] = [[] for _ in range(len(prompts))] if request.stop_strings else []
+        generated = request.rows.generated.rows() if request.stop_strings else []
+        self.responses: list[list[int]] = [tokens.tolist() for tokens in generated]
         self.live = torch.empty(5, 0, dtype=torch.int64, device=self.device)  # see TOKEN, ..., ROW; one column per row
         self.uniforms = torch.empty(0, 0, dtype=torch.float64, device=self.device)  # (future steps, live rows)
         self.decode_step: DecodeStep | None = None  # the last decode step, or None if the live rows have changed

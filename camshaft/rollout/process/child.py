@@ -31,6 +31,9 @@ from camshaft.stacks import dump_stacks_on_signal
 from camshaft.stop import ignore_stop_signals
 from camshaft.subprocesses import end_with, extend_import_path, kill_own_group, pack, receive, send, unpack
 
+Rows = tuple[np.ndarray, np.ndarray]
+"""Values and lengths of a `Ragged`."""
+
 
 class RequestHandler:
     """Handler with one method per kind of request. It owns the rollout of this process."""
@@ -83,11 +86,12 @@ class RequestHandler:
         return self._rollout.sync_dtype(name, torch.empty(0, dtype=dtype))
 
     def generate_sequences(
-        self, values: np.ndarray, lengths: np.ndarray, sampling: SamplingParams, seeds: np.ndarray | None
+        self, prompts: Rows, sampling: SamplingParams, seeds: np.ndarray | None, generated: Rows | None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, float]]:
-        prompts = Ragged(torch.from_numpy(values), torch.from_numpy(lengths))
         row_seeds = None if seeds is None else torch.from_numpy(seeds)
-        out = self._rollout.generate_sequences(prompts, sampling, row_seeds)
+        # A rollout that cannot continue rows need not have the argument `generated`.
+        continued = {} if generated is None else {"generated": _ragged(generated)}
+        out = self._rollout.generate_sequences(_ragged(prompts), sampling, row_seeds, **continued)
         tensors = out.responses.values, out.responses.lengths, out.log_probs.values, out.finished
         tokens, counts, log_probs, finished = (tensor.numpy() for tensor in tensors)
         return tokens, counts, log_probs, finished, out.metrics
@@ -99,6 +103,10 @@ class RequestHandler:
 
     def wake_up(self) -> None:
         self._rollout.wake_up()
+
+
+def _ragged(rows: Rows) -> Ragged:
+    return Ragged(*map(torch.from_numpy, rows))
 
 
 def _receive(connection: int) -> Any:

@@ -21,6 +21,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -128,10 +129,12 @@ class ProcessRollout(BaseRollout):
             self._dtypes[name] = self._call("sync_dtype", name, tensor.dtype)
         return self._dtypes[name]
 
-    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+    def generate_sequences(
+        self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None, generated: Ragged | None = None
+    ) -> Generation:
         row_seeds = None if seeds is None else seeds.cpu().numpy()
-        rows = prompts.values.cpu().numpy(), prompts.lengths.cpu().numpy()
-        *arrays, metrics = self._call("generate_sequences", *rows, sampling, row_seeds)
+        earlier = None if generated is None else _to_arrays(generated)
+        *arrays, metrics = self._call("generate_sequences", _to_arrays(prompts), sampling, row_seeds, earlier)
         tokens, lengths, log_probs, finished = map(torch.from_numpy, arrays)
         responses = Ragged(tokens, lengths)
         return Generation(responses, responses.like(log_probs), finished, metrics).to(prompts.values.device)
@@ -153,6 +156,10 @@ class ProcessRollout(BaseRollout):
         if kind == "traceback":
             raise RolloutError(f"{request} failed in {self._child}:\n{value}")
         return value
+
+
+def _to_arrays(rows: Ragged) -> tuple[np.ndarray, np.ndarray]:
+    return rows.values.cpu().numpy(), rows.lengths.numpy()
 
 
 class _Child:

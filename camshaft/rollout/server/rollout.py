@@ -106,19 +106,22 @@ class ServerRollout(BaseVLLMRollout):
             self._client.wake_up()
         self._asleep = False
 
-    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+    def generate_sequences(
+        self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None, generated: Ragged | None = None
+    ) -> Generation:
         start, retries = time.perf_counter(), self.http.retries
-        requests = self.build_requests(prompts, sampling, seeds)
+        rows = self.start_rows(prompts, sampling, seeds, generated)
+        requests = self.build_requests(rows)
         if not requests:
-            return Generation.empty(prompts)
+            return rows.complete(Generation.empty(prompts))
         bodies = self._build_bodies(requests, sampling)
         version = self._version()
         self._client.check_version(version)
         responses = self._fetch_responses(requests, bodies)
         self._client.check_version(version)
-        out = self.build_generation(prompts, responses, time.perf_counter() - start)
+        out = self.build_generation(rows, responses, time.perf_counter() - start)
         out.metrics["http_retries"] = float(self.http.retries - retries)
-        return out
+        return rows.complete(out)
 
     def _build_bodies(self, requests: Sequence[RowRequest], sampling: SamplingParams) -> list[dict[str, Any]]:
         """Build the request bodies. They set every sampling parameter, so that no default of the server applies."""

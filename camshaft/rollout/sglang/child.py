@@ -8,18 +8,20 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor
 
+from camshaft.config.backends import SGLANG
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.models.loader import load_tokenizer
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams
 from camshaft.rollout.external import ExternalRollout
 from camshaft.rollout.sglang.engine import SGLangEngine
-from camshaft.rollout.stop_strings import StopStrings, truncate_at_stop_strings
+from camshaft.rollout.stop_strings import truncate_at_stop_strings
 from camshaft.rollout.weights.checks import drop_tied_duplicates
 
 
 class SGLangChildRollout(ExternalRollout):
     """Generate with an SGLang engine. The same seeds give the same samples as with the built-in generator."""
+
+    capabilities = SGLANG
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
@@ -59,12 +61,14 @@ class SGLangChildRollout(ExternalRollout):
         self.engine.wake_up()
         self._asleep = False
 
-    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+    def generate_sequences(
+        self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None, generated: Ragged | None = None
+    ) -> Generation:
         start = time.perf_counter()
-        requests = self.build_requests(prompts, sampling, seeds)
+        rows = self.start_rows(prompts, sampling, seeds, generated)
+        requests, strings = self.build_requests(rows), self.stop_strings(sampling)
         responses = self.engine.generate(requests, sampling, self.all_stop_ids(sampling)) if requests else []
-        generation = self.build_generation(prompts, responses, time.perf_counter() - start)
-        if sampling.stop:
-            tokenizer = load_tokenizer(str(self.folder), self.config.trust_remote_code)
-            generation = truncate_at_stop_strings(generation, StopStrings(tokenizer, sampling.stop))
-        return generation
+        generation = self.build_generation(rows, responses, time.perf_counter() - start)
+        if strings is not None:
+            generation = truncate_at_stop_strings(generation, strings, rows.generated)
+        return rows.complete(generation)

@@ -1,12 +1,14 @@
 """Base class of the rollouts that generate with vLLM, either in the trainer's processes or over HTTP."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.models.loader import has_tokenizer
 from camshaft.ragged import Ragged
-from camshaft.rollout.base import SamplingParams
+from camshaft.rollout.base import OpenRows, SamplingParams
 from camshaft.rollout.external import ExternalRollout, RowRequest
 from camshaft.rollout.sampling import mix_seeds
 
@@ -21,7 +23,9 @@ class BaseVLLMRollout(ExternalRollout):
         super().__init__(config)
         _check_quantization(config)
 
-    def build_requests(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None) -> list[RowRequest]:
+    def start_rows(
+        self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None, generated: Ragged | None
+    ) -> OpenRows:
         self.check_ready()
         if not sampling.greedy and sampling.temperature < MIN_TEMPERATURE:
             raise RolloutError(
@@ -32,15 +36,15 @@ class BaseVLLMRollout(ExternalRollout):
             raise RolloutError(
                 f"stop strings require a tokenizer, but {self.config.model_path} has none; use stop_token_ids"
             )
-        return super().build_requests(prompts, sampling, seeds)
+        return super().start_rows(prompts, sampling, seeds, generated)
 
-    def seeds_of_call(self, num_rows: int, seeds: Tensor | None) -> Tensor:
-        """Return the seeds as non-negative numbers whose 63 bits all depend on all bits of the original seeds.
+    def build_requests(self, rows: OpenRows) -> list[RowRequest]:
+        """Return requests with non-negative seeds whose 63 bits all depend on all bits of the original seeds.
 
         vLLM interprets -1 as "no seed", and torch uses only the low 32 bits of a seed on a CPU. The low 32 bits of the
         trainer's seeds do not depend on `trainer.seed` and repeat every 256 steps.
         """
-        return mix_seeds(super().seeds_of_call(num_rows, seeds)) & (2**63 - 1)
+        return super().build_requests(replace(rows, seeds=mix_seeds(rows.seeds) & (2**63 - 1)))
 
 
 def _check_quantization(config: RolloutEngineConfig) -> None:

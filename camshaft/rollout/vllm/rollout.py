@@ -26,7 +26,7 @@ from camshaft.digest import record_digests
 from camshaft.errors import RolloutError
 from camshaft.models.loader import file_layout
 from camshaft.ragged import Ragged
-from camshaft.rollout.base import Generation, SamplingParams
+from camshaft.rollout.base import Generation, OpenRows, SamplingParams
 from camshaft.rollout.external import RowRequest
 from camshaft.rollout.vllm.base import BaseVLLMRollout
 from camshaft.rollout.vllm.engine import VLLMEngine
@@ -105,18 +105,23 @@ class VLLMRollout(BaseVLLMRollout):
         self.engine.wake_up()
         self._asleep = False
 
-    def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
+    def generate_sequences(
+        self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None, generated: Ragged | None = None
+    ) -> Generation:
         start = time.perf_counter()
+        rows: OpenRows | None = None
         requests: list[RowRequest] = []
         error: RolloutError | None = None
         try:
-            requests = self.build_requests(prompts, sampling, seeds)
+            rows = self.start_rows(prompts, sampling, seeds, generated)
+            requests = self.build_requests(rows)
         except RolloutError as caught:  # all ranks must learn about an error before it is raised
             error = caught
         all_requests, local_rows = self._gather(requests, error)
         stop_ids = self.all_stop_ids(sampling)
         responses = self.engine.generate(all_requests, sampling, stop_ids)[local_rows] if all_requests else []
-        return self.build_generation(prompts, responses, time.perf_counter() - start)
+        assert rows is not None
+        return rows.complete(self.build_generation(rows, responses, time.perf_counter() - start))
 
     def _gather(self, requests: list[RowRequest], error: RolloutError | None) -> tuple[list[RowRequest], slice]:
         """Return the rows of all ranks that share this engine, and the slice with the rows of this rank.

@@ -248,6 +248,31 @@ def test_valid_reply_is_returned() -> None:
     assert not out.finished.any()
 
 
+def test_a_continued_row_is_a_longer_prompt_with_another_seed() -> None:
+    bodies: list[Any] = []
+
+    def reply(path: str, body: Any) -> tuple[int, Any]:
+        if path == "/v1/completions":
+            bodies.append(body)
+        answer = GOOD | {"prompt_token_ids": body["prompt"]} if path == "/v1/completions" else GOOD
+        return serving(lambda: (200, {"choices": [answer]}), version="mine")(path, body)
+
+    seeds = torch.tensor([3])
+    with fake_server(reply) as fake:
+        rollout = with_weights(fake.url)
+        rollout.generate_sequences(PROMPTS, SamplingParams(5), seeds)
+        generated = Ragged.from_rows([[7, 8, 9]], torch.int64)
+        out = rollout.generate_sequences(PROMPTS, SamplingParams(5), seeds, generated)
+        ended = rollout.generate_sequences(PROMPTS, SamplingParams(3), seeds, generated)
+        with pytest.raises(RolloutError, match="ServerRollout cannot continue rows with presence_penalty=1"):
+            rollout.generate_sequences(PROMPTS, SamplingParams(5, presence_penalty=1), seeds, generated)
+    assert [(body["prompt"], body["max_tokens"]) for body in bodies] == [([5, 6], 5), ([5, 6, 7, 8, 9], 2)]
+    assert bodies[0]["seed"] != bodies[1]["seed"]
+    assert min(body["seed"] for body in bodies) >= 0
+    assert out.responses.values.tolist() == [7, 8]
+    assert ended.responses.lengths.tolist() == [0]
+
+
 def test_server_with_other_weights_is_rejected() -> None:
     with fake_server(serving(lambda: (200, {"choices": [GOOD]}), version="theirs")) as fake:
         with pytest.raises(RolloutError, match="holds the weights of theirs, not those of mine"):

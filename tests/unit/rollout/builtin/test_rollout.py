@@ -305,6 +305,23 @@ def test_a_stop_string_ends_only_matching_rows(tmp_path: Path, max_num_seqs: int
         case.check_log_probs(prompts, out, sampling)
 
 
+def test_a_stop_string_may_begin_in_earlier_tokens(tmp_path: Path) -> None:
+    harness, sizes = RolloutHarness(TorchRollout, tmp_path), {"vocab_size": 11, "tie_embeddings": False}
+    harness.case("llama", sizes)
+    (folder,) = (path.parent for path in tmp_path.rglob("config.json"))
+    tokenizer_of_bytes(folder)
+    case = harness.case("llama", sizes, max_num_seqs=64)
+    prompts, seeds, limit = Ragged.from_rows([[5, 6, 2, 3]] * 30, torch.int64), torch.arange(30), 12
+    sampling = SamplingParams(limit, ignore_eos=True, stop=("abab", "\u00e8b", "\u00e9a"))
+    full = case.rollout.generate_sequences(prompts, sampling, seeds)
+    assert 10 < int(full.finished.sum()) < 30
+    for cut in range(limit + 1):
+        generated = full.responses.prefix(full.responses.lengths.clamp(max=cut))
+        rest = case.rollout.generate_sequences(prompts, sampling, seeds, generated)
+        assert torch.equal(Ragged.join(generated, rest.responses).values, full.responses.values)
+        assert torch.equal(rest.finished, full.finished)
+
+
 def test_without_stop_strings_no_text_is_made(harness: RolloutHarness, monkeypatch: pytest.MonkeyPatch) -> None:
     case = harness.case()
 

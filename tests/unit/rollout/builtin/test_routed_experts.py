@@ -17,11 +17,11 @@ from camshaft.rollout import Generation, SamplingParams, rollout_class
 from camshaft.rollout.builtin.rollout import TorchRollout
 
 
-def generate(folder: Path, prompts: Ragged, **fields: Any) -> Generation:
+def generate(folder: Path, prompts: Ragged, generated: Ragged | None = None, **fields: Any) -> Generation:
     fields = {"enable_return_routed_experts": True, "max_num_seqs": 3, "max_model_len": 64} | fields
     rollout = TorchRollout(RolloutEngineConfig(model_path=str(folder), **fields))
     rollout.load_weights(load_oracle(folder).state_dict().items())
-    return rollout.generate_sequences(prompts, SamplingParams(max_tokens=20), torch.arange(len(prompts)))
+    return rollout.generate_sequences(prompts, SamplingParams(max_tokens=20), torch.arange(len(prompts)), generated)
 
 
 def oracle_choices(folder: Path, tokens: Tensor) -> Tensor:
@@ -58,6 +58,20 @@ def test_generator_returns_the_choices_of_transformers(folder: Path) -> None:
         assert torch.equal(choices[:-1].long(), expected[:-1])
         assert bool((choices[-1] == 255).all())
     assert len(out.to("cpu").routed_experts or ()) == len(prompts)
+
+
+@pytest.mark.parametrize("folder", ["qwen3_moe"], indirect=True)
+def test_choices_of_continued_rows_follow_those_of_earlier_calls(folder: Path) -> None:
+    prompts, cuts = Ragged.from_rows(tiny_rows([5, 9, 5], seed=2)), torch.tensor([4, 0, 20])
+    full = generate(folder, prompts)
+    generated = full.responses.prefix(full.responses.lengths.minimum(cuts))
+    rest = generate(folder, prompts, generated)
+    assert full.routed_experts is not None
+    assert rest.routed_experts is not None
+    first, second, third = rest.routed_experts.rows()
+    assert torch.equal(first, full.routed_experts.rows()[0][5 + 4 :])  # new tokens only
+    assert torch.equal(second, full.routed_experts.rows()[1])  # a new row, with its prompt
+    assert len(third) == 0  # an ended row
 
 
 @pytest.mark.parametrize("folder", ["mixtral"], indirect=True)
