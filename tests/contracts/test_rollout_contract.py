@@ -44,6 +44,7 @@ def test_rollout_keeps_rule(name: str, rule: Rule, scratch: Path) -> None:
 
 
 IN_A_PROCESS = (
+    "continued rows have the tokens of uninterrupted ones", "continued rows get new tokens only",
     "sleep and wake", "seeds determine samples", "new weights replace old ones", "digests match the weights",
     "rows do not depend on the batch", "rows end", "stop strings end a row", "invalid prompts are rejected",
     "tied weights load under either name", "weight errors name the weight", "digests detect a transposed weight",
@@ -54,9 +55,12 @@ IN_A_PROCESS = (
 """
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", IN_A_PROCESS, ids=lambda name: name.replace(" ", "_"))
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name != IN_A_PROCESS[0])) for name in IN_A_PROCESS],
+    ids=lambda name: name.replace(" ", "_"),
+)
 def test_a_rollout_in_a_separate_process_follows_rule(name: str, scratch: Path) -> None:
     BY_NAME[name].check(RolloutHarness(rollout_class("process"), scratch))
 

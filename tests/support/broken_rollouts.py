@@ -13,12 +13,14 @@ from unittest import mock
 import torch
 from torch import Tensor, nn
 
+from camshaft.config.backends import TORCH
 from camshaft.config.rollout import OPTIONAL_SAMPLING, RolloutCapabilities, RolloutEngineConfig
 from camshaft.ragged import Ragged
 from camshaft.rollout import base
-from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
+from camshaft.rollout.base import BaseRollout, Generation, OpenRows, SamplingParams
+from camshaft.rollout.builtin import scheduler
 from camshaft.rollout.builtin.rollout import TorchRollout
-from camshaft.rollout.sampling import Penalties
+from camshaft.rollout.sampling import Penalties, uniform_numbers
 
 Weights = Iterable[tuple[str, Tensor]]
 
@@ -209,6 +211,72 @@ class IgnoresStopStrings(TorchRollout):
         return super().generate_sequences(prompts, replace(sampling, stop=()), seeds)
 
 
+class ForgetsEarlierPenalties(TorchRollout):
+    """Apply penalties to the new tokens of a continued row only."""
+
+    def generate_sequences(self, *arguments: Any, generated: Ragged | None = None) -> Generation:
+        with mock.patch.object(Penalties, "add_rows"):
+            return super().generate_sequences(*arguments, generated=generated)
+
+
+class ForgetsEarlierText(TorchRollout):
+    """Search the new tokens of a continued row only for stop strings."""
+
+    def open_rows(self, prompts: Ragged, sampling: SamplingParams, *arguments: Any) -> OpenRows:
+        rows = super().open_rows(prompts, sampling, *arguments)
+        nothing = rows.generated.prefix(torch.zeros_like(rows.generated.lengths))
+        return replace(rows, prompts=rows.contexts, generated=nothing) if sampling.stop else rows
+
+
+class RestartsPositions(TorchRollout):
+    """Draw the new tokens of a continued row with the random numbers of its first tokens."""
+
+    def generate_sequences(self, *arguments: Any, generated: Ragged | None = None) -> Generation:
+        if generated is None:
+            return super().generate_sequences(*arguments)
+        prompts, sampling, seeds = [*arguments, None][:3]
+        outs: list[Generation] = []
+        for row, count in enumerate(generated.lengths.tolist()):
+            seed = None if seeds is None else seeds[row : row + 1]
+            restarted = lambda seeds, positions: uniform_numbers(seeds, positions - count)  # noqa: B023, E731
+            with mock.patch.object(scheduler, "uniform_numbers", restarted):
+                outs.append(super().generate_sequences(prompts.select([row]), sampling, seed, generated.select([row])))
+        columns = [Ragged.concat([getattr(out, name) for out in outs]) for name in ("responses", "log_probs")]
+        return Generation(*columns, torch.cat([out.finished for out in outs]))
+
+
+class ReturnsEarlierTokens(TorchRollout):
+    """Return earlier and new tokens of a continued row."""
+
+    def generate_sequences(self, *arguments: Any, generated: Ragged | None = None) -> Generation:
+        out = super().generate_sequences(*arguments, generated=generated)
+        return out if generated is None else replace(out, responses=Ragged.join(generated, out.responses))
+
+
+class LimitsNewTokens(TorchRollout):
+    """Apply max_tokens to the new tokens of a continued row."""
+
+    def open_rows(self, *arguments: Any) -> OpenRows:
+        rows = super().open_rows(*arguments)
+        return replace(rows, limits=rows.limits + rows.generated.lengths)
+
+
+class ContinuesEndedRows(TorchRollout):
+    """Continue rows after a stop token."""
+
+    def open_rows(self, *arguments: Any) -> OpenRows:
+        return super().open_rows(*arguments[:-1], lambda tokens: False)
+
+
+class ForgetsPenaltiesSilently(TorchRollout):
+    """Accept penalties in continued rows without declaring `continues_rows`."""
+
+    capabilities = replace(TORCH, continues_rows=False)
+
+    def open_rows(self, prompts: Ragged, sampling: SamplingParams, *arguments: Any) -> OpenRows:
+        return super().open_rows(prompts, replace(sampling, presence_penalty=0.0, frequency_penalty=0.0), *arguments)
+
+
 class DropsStopStrings(TorchRollout):
     """Remove the token that completes a stop string."""
 
@@ -310,6 +378,14 @@ CAUGHT_BY: dict[type[BaseRollout], str] = {
     DropsStopToken: "rows end",
     IgnoresStopStrings: "stop strings end a row",
     DropsStopStrings: "stop strings end a row",
+    **dict.fromkeys(
+        (ForgetsEarlierPenalties, ForgetsEarlierText, RestartsPositions),
+        "continued rows have the tokens of uninterrupted ones",
+    ),
+    **dict.fromkeys(
+        (ReturnsEarlierTokens, LimitsNewTokens, ContinuesEndedRows, ForgetsPenaltiesSilently),
+        "continued rows get new tokens only",
+    ),
     IgnoresEndOfSequence: "end of sequence ends a row",
     ExceedsModelLength: "max model len ends a row",
     AnswersEmptyBatch: "no prompts",
