@@ -54,8 +54,8 @@ def available_device(device: str) -> torch.device:
             f"device={device} is not supported by this build of torch ({error}); use another device"
         ) from error
     if resolved.type != "cpu" and (resolved.index or 0) >= count:
-        reason = f"this machine has {count} of them" if count else "it is not available on this machine"
-        raise EngineError(f"device={device}: {reason}; use cpu, or another machine")
+        number = f", which has {count} {resolved.type} devices" if count else ""
+        raise EngineError(f"device={device} is not available on this machine{number}; use cpu, or another machine")
     return resolved
 
 
