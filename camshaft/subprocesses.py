@@ -1,6 +1,6 @@
 """Child processes: start them, exchange messages, limit the time to wait for them, and end them with their parent.
 
-    process = start_python(["-m", "camshaft.rewards.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    process = start_python(["-m", "package.child"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     send(descriptor, pack(value))              # in the child: value = unpack(receive(descriptor))
     kill_group(process.pid)                    # kill the child and all processes that it started
 
@@ -12,7 +12,7 @@
         wait.check(lambda: "rank 1 of 2")      # logs a warning after 10, 20, 40, ... s, and raises at the limit
     wait.finish()
 
-The controller backends, reward workers, the process and server rollouts, the tokenizer pool and copies to remote file
+The controller backends, killable workers, the process and server rollouts, the tokenizer pool and copies to remote file
 systems use this module. It imports only the standard library, because some child processes must not import torch.
 """
 

@@ -1,31 +1,27 @@
 """Call reward functions in a worker process, and convert their results and exceptions to outcomes.
 
-    call(function, request, spec)                                 # a function, or a batched function
-    loop.run_until_complete(call_concurrently(...))               # coroutine functions, many calls at a time
+    outcomes = call(function, samples, spec)                # a function, or a batched function
+    outcomes = await call_async(function, samples, spec)    # a coroutine function, whose calls can run at a time
 
 Only `worker.py` uses this module.
 """
 
-import functools
 import importlib
 import inspect
 import math
 import os
 import pickle
 import signal
-import time
 import traceback
-from collections.abc import Awaitable, Callable, Sequence, Sized
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sized
+from typing import Any
 
-from camshaft import plugins
+from camshaft import plugins, workers
 from camshaft.masking import mask_text
 from camshaft.rewards import loading
 from camshaft.rewards.loading import RewardFunction
-from camshaft.rewards.messages import CallResult, Outcome, Request, Spec
-
-if TYPE_CHECKING:
-    from asyncio import AbstractEventLoop
+from camshaft.rewards.messages import Outcome, Samples, Spec
+from camshaft.workers.child import event_loop
 
 ANSWER = "pred"
 """Key of a dict result for the extracted answer. Validation compares the answers to the same prompt."""
@@ -35,93 +31,37 @@ _MAX_PARTS = 256
 """Maximum number of entries besides `score` and `pred` in a dict result, each of which becomes a metric."""
 _LOADERS = (
     __file__, os.path.join(os.path.dirname(__file__), "worker.py"), loading.__file__, plugins.__file__,
-    "<frozen importlib",
+    *workers.__path__, "<frozen importlib",
     os.path.dirname(importlib.__file__), os.path.join(os.path.dirname(os.__file__), "asyncio"),
 )  # fmt: skip
 """Files whose frames are removed from the start of a traceback of user code."""
 
 
-def call(function: RewardFunction, request: Request, spec: Spec) -> CallResult:
+def call(function: RewardFunction, samples: Samples, spec: Spec) -> list[Outcome]:
     """Call a reward function and return its outcomes."""
-    start = time.perf_counter()
-    _set_alarm(spec)
     try:
-        result = function.call(_unpickle(request))
+        result = function.call(_unpickle(samples))
         if inspect.isawaitable(result):
             result = event_loop().run_until_complete(_await_result(result))
         limit = spec.max_abs_score
-        batched, num_samples = function.arguments.batched, len(request.samples)
-        outcomes = _outcomes(result, num_samples, limit) if batched else [_outcome(result, limit)]
+        batched, num_samples = function.arguments.batched, len(samples.samples)
+        return _outcomes(result, num_samples, limit) if batched else [_outcome(result, limit)]
     except BaseException as error:  # includes SystemExit, so `sys.exit` in a reward function fails only its sample
-        outcomes = [_error(error)]
+        return [_error(error)]
     finally:
-        _set_alarm(None)
-    return CallResult(request.id, outcomes, time.perf_counter() - start)
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm that the function has set must not interrupt the next call
 
 
-async def call_concurrently(
-    functions: Sequence[RewardFunction],
-    first_requests: list[Request],
-    spec: Spec,
-    next_requests: Callable[[], Awaitable[list[Request] | None]],
-    send: Callable[[CallResult], None],
-) -> list[Request] | None:
-    """Run requests as concurrent tasks, and send each result when it is available.
-
-    Return the first list from `next_requests` that contains other requests, or None, when all tasks have ended.
-    """
-    import asyncio
-
-    tasks: set[asyncio.Task[None]] = set()
-
-    async def answer(request: Request) -> None:
-        start = time.perf_counter()
-        _set_alarm(spec)
-        limit = asyncio.timeout(spec.timeout)
-        try:
-            async with limit:
-                outcomes = [_outcome(await functions[request.function].call(_unpickle(request)), spec.max_abs_score)]
-        except BaseException as error:
-            outcomes = [_error(error)]
-        if limit.expired():  # also if the function suppressed the cancellation
-            outcomes = [Outcome("timeout", message=f"no result within {spec.timeout:g} s; the call was cancelled")]
-        send(CallResult(request.id, outcomes, time.perf_counter() - start))
-
-    def discard(task: "asyncio.Task[None]") -> None:
-        tasks.discard(task)
-        if not tasks:
-            _set_alarm(None)
-
-    requests: list[Request] | None = first_requests
-    while requests is not None and functions[requests[0].function].info.concurrent:
-        for request in requests:
-            task = asyncio.create_task(answer(request))
-            tasks.add(task)
-            task.add_done_callback(discard)
-        requests = await next_requests()
-    await asyncio.gather(*tasks)
-    return requests
+async def call_async(function: RewardFunction, samples: Samples, spec: Spec) -> list[Outcome]:
+    """Call a coroutine function and return its outcome."""
+    try:
+        return [_outcome(await function.call(_unpickle(samples)), spec.max_abs_score)]
+    except BaseException as error:
+        return [_error(error)]
 
 
-def _unpickle(request: Request) -> list[Any]:
-    return [pickle.loads(sample) for sample in request.samples]
-
-
-def _set_alarm(spec: Spec | None) -> None:
-    """Set an alarm that ends the process if a call takes far longer than the time limit. None cancels it.
-
-    The driver enforces the time limit. If the driver died and the function holds the interpreter lock, only this alarm
-    ends the process: its default action does not run Python code.
-    """
-    signal.setitimer(signal.ITIMER_REAL, 0 if spec is None else 2 * spec.timeout + 10)
-
-
-@functools.cache
-def event_loop() -> "AbstractEventLoop":
-    """Return the event loop of this process. The import is deferred, because it takes half of the start of a worker."""
-    import asyncio
-
-    return asyncio.new_event_loop()
+def _unpickle(samples: Samples) -> list[Any]:
+    return [pickle.loads(sample) for sample in samples.samples]
 
 
 async def _await_result(result: Any) -> Any:

@@ -1,8 +1,7 @@
-"""Messages between the reward pool and its workers.
+"""Contents of the messages between the reward pool and its workers.
 
-The pool sends a worker one `Spec` and then lists of `Request`s. The worker replies with one `LoadResult` and then with
-one `CallResult` per request. A list of requests consists of concurrent calls, which may be answered in any order, or of
-other calls, which are answered in order.
+The setup of a worker is a `Spec`, which it answers with a `LoadResult`. The payload of a request is `Samples`, and the
+value of the reply is a list of `Outcome`.
 
 Each sample is pickled separately, so a sample that cannot be unpickled does not affect the others. Both processes run
 camshaft as the same user, so pickle adds no risk to that of running the reward function. Every worker process imports
@@ -82,10 +81,9 @@ class LoadResult(NamedTuple):
     functions: tuple[FunctionInfo, ...] = ()
 
 
-class Request(NamedTuple):
-    """A call for the worker to make."""
+class Samples(NamedTuple):
+    """A call for the worker to make. It returns one `Outcome` per sample, or a single one if the whole call failed."""
 
-    id: int
     function: int
     """Index in `Spec.functions`."""
     samples: list[bytes]
@@ -110,11 +108,3 @@ class Outcome(NamedTuple):
     @property
     def failed(self) -> bool:
         return self.kind not in ("ok", "unscored")
-
-
-class CallResult(NamedTuple):
-    """Result of one call: one outcome per sample, or a single outcome if the whole call failed."""
-
-    id: int
-    outcomes: list[Outcome]
-    seconds: float

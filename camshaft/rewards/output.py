@@ -3,7 +3,7 @@
     output = Output(Path("run/rewards/output.log"))
     stream = OutputStream(output)    # one for each process that prints
     stream.write(b"...")             # the first line creates the file and logs its path
-    stream.close()                   # writes the last line, if it is incomplete
+    stream.write(b"")                # at the end: writes an incomplete last line
 
 Secrets are masked. A file that reaches `MAX_BYTES` is renamed, and a new one is started.
 """
@@ -64,7 +64,10 @@ class OutputStream:
         self._line = b""
 
     def write(self, data: bytes) -> None:
-        """Write all complete lines."""
+        """Write all complete lines. An empty value is the end of the output, and writes an incomplete last line."""
+        if not data and self._line:
+            self._output.write(_masked(self._line))
+            self._line = b""
         lines, newline, self._line = (self._line + data).rpartition(b"\n")
         if newline:
             self._output.write(_masked(lines + newline))
@@ -72,12 +75,6 @@ class OutputStream:
             line = _masked(self._line)  # a secret at the end, of which only the start has arrived, remains as it is
             self._output.write(line[:-MAX_SECRET_BYTES])
             self._line = line[-MAX_SECRET_BYTES:]
-
-    def close(self) -> None:
-        """Write an incomplete last line."""
-        if self._line:
-            self._output.write(_masked(self._line))
-            self._line = b""
 
 
 def _masked(data: bytes) -> bytes:

@@ -23,45 +23,27 @@ import math
 import os
 import pickle
 import queue
-import signal
-import subprocess
-import tempfile
-import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from multiprocessing.connection import Pipe, wait
+from multiprocessing.connection import Pipe
 from typing import Literal, NamedTuple
 
 from camshaft.errors import RewardError, ScoringAbandoned
-from camshaft.rewards.messages import CallResult, FunctionInfo, Kind, LoadResult, Outcome, Request, Sample, Spec
+from camshaft.rewards.messages import FunctionInfo, Kind, LoadResult, Outcome, Sample, Samples, Spec
 from camshaft.rewards.output import Output, OutputStream
-from camshaft.stacks import innermost_frames, read_stacks
 from camshaft.stop import Stop
-from camshaft.subprocesses import (
-    NO_LIMIT,
-    POLL_SECONDS,
-    Frames,
-    Limit,
-    MessageReader,
-    Wait,
-    block_stop_signals,
-    describe_process,
-    kill_group,
-    pack,
-    send,
-    start_python,
-)
+from camshaft.subprocesses import NO_LIMIT, POLL_SECONDS, Limit, Wait, describe_process
+from camshaft.workers.messages import Ready, Reply
+from camshaft.workers.worker import Answer, Worker, close_all, count_processes, wait_for
 
 TIMEOUTS_TO_REJECT = 8
 """Number of timeouts without any result after which the function is rejected."""
 
+_PROGRAM = "camshaft.rewards.worker"
 _MAX_CHUNK = 64
-_EXIT_SECONDS = 2.0
-_CANCEL_SECONDS = 1.0
-"""Time that a worker has to cancel a concurrent call after its time limit."""
 
 logger = logging.getLogger(__name__)
 
@@ -72,6 +54,11 @@ class Call(NamedTuple):
     function: int
     """Index of the function in `Spec.functions`."""
     rows: tuple[int, ...]
+
+
+class _Worker(Worker[Call]):
+    is_isolated = False
+    """True while calls run of which one has made an earlier worker fail."""
 
 
 class WorkerPool:
@@ -99,7 +86,7 @@ class WorkerPool:
         self._num_timeouts: list[int | None] = [0] * len(spec.functions)
         """Number of timeouts of each function, or None after its first result."""
         # finalize also runs at interpreter exit. A forked child inherits the workers but must not close them.
-        self.close = weakref.finalize(self, _close_all, self._workers, os.getpid())
+        self.close = weakref.finalize(self, close_all, self._workers, os.getpid())
         """Stop all workers permanently. This also happens when the pool is deleted or the interpreter exits."""
 
     def check(self) -> None:
@@ -110,8 +97,6 @@ class WorkerPool:
             while not worker.is_ready:
                 self._wait(job, time.monotonic() + POLL_SECONDS)
                 wait.check(partial(self._describe_loading, worker), worker.stacks)
-            assert worker.functions is not None
-            self.functions = worker.functions
 
     def run(self, job: "Job") -> None:
         """Run the calls of a job until all samples have an outcome, including samples that are added during the run."""
@@ -141,12 +126,16 @@ class WorkerPool:
         wait.finish(busy_since or time.monotonic())
         self._stop([worker for worker in self._workers if worker.calls])
 
-    def _start_worker(self) -> "_Worker":
-        worker = _Worker(self.spec, self._load_limit.seconds, self._output)
+    def count_processes(self) -> int:
+        """Return the number of running processes that the functions have started."""
+        return count_processes(self._workers)
+
+    def _start_worker(self) -> _Worker:
+        worker = _Worker(_PROGRAM, self.spec, self._load_limit.seconds, OutputStream(self._output).write)
         self._workers.append(worker)
         return worker
 
-    def _assign(self, worker: "_Worker", job: "Job") -> None:
+    def _assign(self, worker: _Worker, job: "Job") -> None:
         """Send queued calls to a worker that is idle or can run more concurrent calls.
 
         If both kinds of calls are queued, some of the workers run concurrent calls and the others run the rest.
@@ -156,22 +145,29 @@ class WorkerPool:
         share = min(num_free, -(-self.max_concurrency // self.num_workers) - len(worker.calls))
         if worker.calls:
             if worker.is_concurrent and not worker.is_isolated and share > 0:
-                worker.assign(job, job.pop_concurrent_calls(share), concurrent=True)
+                self._send(worker, job, job.pop_concurrent_calls(share), concurrent=True)
             return
         num_concurrent = sum(other.is_concurrent for other in busy)
         only_blocking = not (job.concurrent or job.suspects)
         if job.blocking and (only_blocking or num_concurrent > len(busy) - num_concurrent):
-            worker.assign(job, job.pop_calls(self.num_workers))
+            self._send(worker, job, job.pop_calls(self.num_workers))
         elif suspects := job.pop_suspects(num_free):
-            worker.assign(job, suspects, concurrent=True, isolated=True)
+            self._send(worker, job, suspects, concurrent=True, isolated=True)
         elif share > 0:
-            worker.assign(job, job.pop_concurrent_calls(share), concurrent=True)
+            self._send(worker, job, job.pop_concurrent_calls(share), concurrent=True)
+
+    def _send(
+        self, worker: _Worker, job: "Job", calls: Iterable[Call], concurrent: bool = False, isolated: bool = False
+    ) -> None:
+        """Send calls to a worker. It does not receive further calls while `isolated` ones run."""
+        worker.is_isolated = isolated
+        worker.submit(((call, job.payload(call)) for call in calls), self.spec.timeout, concurrent)
 
     def _name(self) -> str:
         names = [f"{function.path or ''} '{function.name}'".strip() for function in self.spec.functions]
         return f"the reward function{'s' * (len(names) > 1)} {', '.join(names)}"
 
-    def _describe_loading(self, worker: "_Worker") -> str:
+    def _describe_loading(self, worker: _Worker) -> str:
         return f"{describe_process(worker.pid)}, which imports {self._name()} ({self._load_limit.setting}),"
 
     def _describe(self, job: "Job") -> str:
@@ -195,39 +191,31 @@ class WorkerPool:
 
     def _wait(self, job: "Job", until: float) -> None:
         """Wait for messages, the next deadline or the time `until`, and process messages and exceeded deadlines."""
-        busy = {worker.outbox: worker for worker in self._workers if worker.calls or not worker.is_ready}
-        printing = {worker.output: worker for worker in self._workers if worker.output is not None}
-        limit = min([until, *(worker.deadline for worker in busy.values())])
-        for source in wait([job.wakeup_receiver, *busy, *printing], timeout=max(0.0, limit - time.monotonic())):
-            if source in printing:
-                printing[source].forward_output()  # pyright: ignore[reportArgumentType]
-                continue
-            if source is job.wakeup_receiver:
-                job.receive()
-                self._stop([w for w in self._workers if w.is_dead and w.is_ready and not w.calls])
-                continue
-            worker = busy.pop(source)  # pyright: ignore[reportArgumentType]
-            messages = worker.receive()
-            for message in messages:
-                self._process_message(worker, message, job)
-            if not messages and worker.is_closed:
-                self._handle_failure(worker, job, "crash")
-        for worker in busy.values():
-            if time.monotonic() >= worker.deadline:
-                self._handle_failure(worker, job, "timeout")
+        ready, events = wait_for(self._workers, until, job.wakeup_receiver)
+        if ready:
+            job.receive()
+            self._stop([worker for worker in self._workers if worker.is_dead and worker.is_ready and not worker.calls])
+        for worker, event in events:
+            if isinstance(event, Ready):
+                self._process_loading(event.value)
+            elif isinstance(event, Answer):
+                self._process_reply(event.key, event.reply, job)
+            else:
+                self._handle_failure(worker, job, event.kind)
 
-    def _process_message(self, worker: "_Worker", message: LoadResult | CallResult, job: "Job") -> None:
-        if isinstance(message, LoadResult):
-            if message.error is not None:
-                raise RewardError(message.error)
-            worker.functions = message.functions
-            return
-        call = worker.end_call(message.id)
-        if any(outcome.kind != "timeout" for outcome in message.outcomes):
+    def _process_loading(self, result: LoadResult) -> None:
+        if result.error is not None:
+            raise RewardError(result.error)
+        self.functions = result.functions
+
+    def _process_reply(self, call: Call, reply: Reply, job: "Job") -> None:
+        timeout = Outcome("timeout", message=f"no result within {self.spec.timeout:g} s; the call was cancelled")
+        outcomes: list[Outcome] = [timeout] if reply.cancelled else reply.value
+        if any(outcome.kind != "timeout" for outcome in outcomes):
             self._num_timeouts[call.function] = None
         else:
             self._count_timeout(call.function)
-        job.record_result(call, message)
+        job.record_result(call, [outcome._replace(seconds=reply.seconds) for outcome in outcomes])
 
     def _count_timeout(self, function: int) -> None:
         """Raise RewardError if only timeouts and no result of a function have been counted."""
@@ -243,7 +231,7 @@ class WorkerPool:
                 "custom_reward_function.timeout"
             )
 
-    def _handle_failure(self, worker: "_Worker", job: "Job", kind: Literal["crash", "timeout"]) -> None:
+    def _handle_failure(self, worker: _Worker, job: "Job", kind: Literal["crash", "timeout"]) -> None:
         """Stop a worker that crashed or exceeded its deadline, fail its current calls and requeue its other calls."""
         self._stop([worker])
         if not worker.is_ready:
@@ -258,7 +246,7 @@ class WorkerPool:
         job.requeue(waiting)
         job.fail(running, Outcome(kind, message=message, seconds=time.monotonic() - worker.since))
 
-    def _stop(self, workers: "Sequence[_Worker]") -> None:
+    def _stop(self, workers: Sequence[_Worker]) -> None:
         for worker in workers:
             worker.kill()
             self._workers.remove(worker)
@@ -349,8 +337,10 @@ class Job:
         """Insert calls at the head of the queue in the given order, without ignored rows."""
         self.blocking.extendleft(reversed(self._drop_ignored_rows(calls)))
 
-    def record_result(self, call: Call, result: CallResult) -> None:
-        outcomes = [outcome._replace(seconds=result.seconds) for outcome in result.outcomes]
+    def payload(self, call: Call) -> Samples:
+        return Samples(call.function, [pickle.dumps(self.samples[row], protocol=5) for row in call.rows])
+
+    def record_result(self, call: Call, outcomes: Sequence[Outcome]) -> None:
         if len(outcomes) == len(call.rows):
             for row, outcome in zip(call.rows, outcomes, strict=True):
                 self.record_outcome(call.function, row, outcome)
@@ -398,146 +388,3 @@ def _row_kind(outcomes: Iterable[Outcome | None]) -> Kind | None:
     if kinds - {"ok", "unscored", None}:
         return "error"
     return None if None in kinds else "ok"
-
-
-class _Worker:
-    """A worker process and its pending calls."""
-
-    def __init__(self, spec: Spec, load_timeout: float, output: Output):
-        self._timeout, self._output = spec.timeout, OutputStream(output)
-        self._reader = MessageReader()
-        self.calls: dict[int, Call] = {}
-        """Calls without a result, by the id of their request. If they are not concurrent, the first one is running."""
-        self._starts: dict[int, float] = {}
-        self._num_requests = 0
-        self.is_concurrent = self.is_isolated = self.is_closed = False
-        self.functions: tuple[FunctionInfo, ...] | None = None
-        """Properties of the functions, once they are loaded."""
-        self.since = time.monotonic()
-        """Start time of the oldest running call, or of the process while it loads the functions."""
-        self.deadline = self.since + load_timeout
-        self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process runs
-        stack_file, pipe = self._stack_file.fileno(), subprocess.PIPE
-        args = ["-u", "-m", "camshaft.rewards.worker", str(stack_file)]
-        with block_stop_signals():
-            self._process = start_python(args, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, pass_fds=[stack_file])
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        assert self._process.stderr is not None
-        self._stdin, self._stdout, self._stderr = self._process.stdin, self._process.stdout, self._process.stderr
-        os.set_blocking(self._stderr.fileno(), False)
-        self.pid = self._process.pid
-        self.outbox = self._stdout.fileno()
-        self.output: int | None = self._stderr.fileno()
-        """Pipe with the output of user code, or None if the process has closed it."""
-        self._outgoing: queue.SimpleQueue[Frames | None] = queue.SimpleQueue()
-        self._outgoing.put(pack(spec))
-        self._writer = threading.Thread(target=self._write_messages, name="reward-calls", daemon=True)
-        self._writer.start()
-
-    def assign(self, job: Job, calls: Iterable[Call], concurrent: bool = False, isolated: bool = False) -> None:
-        """Send calls to the process. It does not receive further calls while `isolated` ones run."""
-        requests: list[Request] = []
-        for call in calls:
-            samples = [pickle.dumps(job.samples[row], protocol=5) for row in call.rows]
-            requests.append(Request(self._num_requests, call.function, samples))
-            self.calls[self._num_requests] = call
-            self._starts[self._num_requests] = time.monotonic()
-            self._num_requests += 1
-        if requests:
-            self._outgoing.put(pack(requests))
-            self.is_concurrent, self.is_isolated = concurrent, isolated
-            self._set_deadline()
-
-    def end_call(self, request_id: int) -> Call:
-        """Remove a call that has a result."""
-        del self._starts[request_id]
-        call = self.calls.pop(request_id)
-        if not self.is_concurrent and self.calls:
-            self._starts[next(iter(self.calls))] = time.monotonic()
-        self._set_deadline()
-        return call
-
-    def split_calls(self) -> tuple[list[Call], list[Call]]:
-        """Remove and return the calls that are running, and those that are waiting."""
-        calls = list(self.calls.values())
-        self.calls.clear()
-        count = len(calls) if self.is_concurrent else 1
-        return calls[:count], calls[count:]
-
-    def receive(self) -> list[LoadResult | CallResult]:
-        """Read and return messages. Set `is_closed` if the process has closed its pipe."""
-        data = os.read(self.outbox, 1 << 20)
-        self.is_closed = not data
-        return list(self._reader.feed(data))
-
-    def forward_output(self) -> None:
-        """Read output of user code and write it to its destination."""
-        if self.output is not None:
-            with contextlib.suppress(BlockingIOError):
-                data = os.read(self.output, 1 << 16)
-                if data:
-                    self._output.write(data)
-                else:
-                    self.output = None
-
-    def stacks(self, short: bool) -> str:
-        """Return the stacks of the process, or only the innermost frames of user code."""
-        stacks = read_stacks(self.pid, self._stack_file.fileno())
-        return innermost_frames(stacks) if short else stacks
-
-    def _set_deadline(self) -> None:
-        self.since = self._starts[next(iter(self.calls))] if self.calls else time.monotonic()
-        self.deadline = self.since + self._timeout + _CANCEL_SECONDS * self.is_concurrent
-
-    def _write_messages(self) -> None:
-        """Send messages in a thread, because user code can keep the process from reading them."""
-        # A broken pipe means that the process died. The next `_wait` detects the end of its output.
-        with contextlib.suppress(BrokenPipeError):
-            while (frames := self._outgoing.get()) is not None:
-                send(self._stdin.fileno(), frames)
-        self._stdin.close()
-
-    @property
-    def is_ready(self) -> bool:
-        return self.functions is not None
-
-    @property
-    def is_dead(self) -> bool:
-        return self._process.poll() is not None
-
-    def close_input(self) -> None:
-        """Close the standard input of the process, which makes an idle process exit."""
-        self._outgoing.put(None)
-
-    def kill(self, timeout: float = 0.0) -> None:
-        """Wait up to `timeout` seconds for the process to exit, then kill it and its children."""
-        if timeout:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(timeout)
-        kill_group(self._process.pid)
-        self._process.wait()
-        self._outgoing.put(None)
-        self._writer.join(_EXIT_SECONDS)  # a process that user code has detached can keep the pipe open
-        self.forward_output()
-        self._output.close()
-        for file in (self._stdout, self._stderr, self._stack_file):
-            file.close()
-        self.output = None
-
-    def describe_exit(self) -> str:
-        """Describe how the process ended, for error messages."""
-        code = self._process.returncode
-        if code is not None and code < 0:
-            return f"was killed by signal {-code} ({signal.strsignal(-code)})"
-        return f"exited with code {code}"
-
-
-def _close_all(workers: list[_Worker], owner: int) -> None:
-    if os.getpid() != owner:
-        return
-    for worker in workers:
-        worker.close_input()
-    for worker in workers:
-        worker.kill(timeout=_EXIT_SECONDS)
-    workers.clear()

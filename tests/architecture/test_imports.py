@@ -30,7 +30,7 @@ LEVELS = [
         "temporary",
     },
     {"ragged", "columns", "dataproto", "algorithms", "device", "digest"},
-    {"models"},
+    {"models", "workers"},
     {"controller", "engine", "rollout", "data", "rewards", "checkpoint", "tracking"},
     {"reshard", "contracts"},
     {"roles"},

@@ -46,6 +46,11 @@ def command_line(pid: int) -> str:
     return _read(pid, "cmdline").replace(b"\0", b" ").decode()
 
 
+def process_name(pid: int) -> str:
+    """Return the name that a process has given itself, or that of its program."""
+    return _read(pid, "comm").decode().strip()
+
+
 def parent(pid: int) -> int:
     """Return the process id of the parent of a process."""
     return int(_read(pid, "stat").rpartition(b")")[2].split()[1] or 0)

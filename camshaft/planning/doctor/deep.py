@@ -32,7 +32,7 @@ PROBES = {
     "torch": Probe("pip install --force-reinstall 'torch>=2.11,<2.14'", "torch"),
     "ranks": Probe("export GLOO_SOCKET_IFNAME=lo, and see `camshaft doctor`", "torch"),
     "shared memory": Probe("mount -o remount,size=8G /dev/shm, or start the container with --shm-size=8g"),
-    "reward": Probe("python -m camshaft.rewards.worker < /dev/null", "torch"),
+    "reward": Probe("python -c 'import camshaft.rewards.worker'", "torch"),
     "device": Probe("nvidia-smi", "torch", needs_driver=True),
     "nccl": Probe("NCCL_DEBUG=INFO camshaft doctor --deep", "torch", needs_driver=True),
     "compile": Probe("pip install --force-reinstall triton", "triton", needs_driver=True),

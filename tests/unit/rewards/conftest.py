@@ -3,7 +3,7 @@
 import textwrap
 
 import pytest
-from support.processes import marked, none_left_behind
+from support.processes import marked, none_left_behind, process_name
 
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.rewards.manager import RewardManager
@@ -69,5 +69,5 @@ def score():
 
 @pytest.fixture
 def alive(mark):
-    """Return the running worker processes of this test."""
-    return lambda: marked(mark)
+    """Return the running worker processes of this test and their children, without guards."""
+    return lambda: [pid for pid in marked(mark) if process_name(pid) != "camshaft-guard"]

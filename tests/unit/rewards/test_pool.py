@@ -9,12 +9,14 @@ from typing import NoReturn
 
 import pytest
 import torch
+from support.processes import still_running
 
 from camshaft import subprocesses
 from camshaft.errors import RewardError, ScoringAbandoned
-from camshaft.rewards import output, pool
+from camshaft.rewards import output
 from camshaft.rewards.manager import RewardManager
 from camshaft.stop import STOP_SIGNALS, Stop
+from camshaft.workers import worker
 
 from .conftest import batch_of, decode
 
@@ -48,9 +50,10 @@ def test_children_of_a_killed_call_are_killed(manager, score, alive):
 def test_a_worker_death_while_idle_loses_no_sample(manager, score, alive):
     rewards = manager("return 1.0")
     score(rewards, ["a"] * 4)
-    for pid in alive():
+    workers = alive()
+    for pid in workers:
         os.kill(pid, signal.SIGKILL)
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # it has exited but has not been reaped
+    assert still_running(workers, seconds=5.0) == []
     assert score(rewards, ["a"] * 4).num_failed == 0
 
 
@@ -61,7 +64,7 @@ def test_workers_ignore_stop_signals_from_their_start_on(manager, score, monkeyp
             process.send_signal(number)
         return process
 
-    monkeypatch.setattr(pool, "start_python", start_and_stop)
+    monkeypatch.setattr(worker, "start_python", start_and_stop)
     assert score(manager("return 1.0"), ["a"] * 4).num_failed == 0
 
 
