@@ -52,6 +52,9 @@ FAILED_REWARDS = Path("rewards", "failed.jsonl")
 SLOW = 0.5
 """Calls that take longer than this fraction of the time limit are reported as slow."""
 
+MANY_PROCESSES = 64
+"""A larger number of processes that reward functions have left running is reported."""
+
 _NUM_SHOWN = 3
 _NUM_LISTED = 100
 _RESPONSE_CHARACTERS = 2000
@@ -211,6 +214,8 @@ class RewardManager:
         self._pool = WorkerPool(spec, num_workers, max_concurrency, load_timeout, Output(output), stop, stop_timeout)
         self._pool.check()
         self._pending: PendingScores | None = None
+        self._many_processes = MANY_PROCESSES
+        """A larger number of processes is reported. The number then doubles."""
 
     @property
     def names(self) -> list[str]:
@@ -299,6 +304,7 @@ class RewardManager:
         seconds = [outcome.seconds for outcomes in job.outcomes for outcome in outcomes if outcome is not None]
         metrics = _metrics(rows) | {"reward/slow": float(len(slow))}
         metrics["timing_s/reward_call_max"] = max(seconds, default=0.0)
+        metrics["perf/reward_processes"] = float(self._count_processes())
         for function, outcomes in zip(self._functions, job.outcomes, strict=True):
             metrics |= _function_metrics(function.label, outcomes) if function.label else {}
         return Scores(
@@ -310,6 +316,18 @@ class RewardManager:
             failed=failed,
             dropped=tuple(failed) if self.on_error == "drop" else (),
         )
+
+    def _count_processes(self) -> int:
+        """Count the processes that the functions have left running. Log a warning if there are many."""
+        count = self._pool.count_processes()
+        if count > self._many_processes:
+            logger.warning(
+                "%d processes that the reward function has started are running. If perf/reward_processes grows with "
+                "each step, end each process in the call that starts it; otherwise they end with the run",
+                count,
+            )
+            self._many_processes = 2 * count
+        return count
 
     def _find_failures(self, job: Job, rows: Sequence[Outcome]) -> tuple[list[RewardFailure], list[RewardFailure]]:
         """Return the failed calls and the slow calls, in the order of the rows."""

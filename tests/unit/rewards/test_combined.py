@@ -32,6 +32,7 @@ def test_scores_are_summed_with_weight_and_logged_separately(manager):
     assert result.scores.tolist() == [2.0, 1.0]
     assert [row.tolist() for row in result.token_level_scores.rows()] == [[2.0], [0, 0, 1.0]]
     assert result.metrics.pop("timing_s/reward_call_max") > 0
+    assert result.metrics.pop("perf/reward_processes") == 0
     assert result.metrics == {
         "reward/errors": 0, "reward/invalid": 0, "reward/timeouts": 0, "reward/crashes": 0, "reward/slow": 0,
         "reward/function/mean": 2.0, "reward/model/mean": -1.0, "reward/model/truncated": 1.0,
