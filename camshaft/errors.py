@@ -73,6 +73,10 @@ class CheckpointError(CamshaftError, RuntimeError):
     """A checkpoint is missing, incomplete or damaged."""
 
 
+class FormatError(CheckpointError):
+    """A newer version of this package has written a checkpoint. It is not damaged, so a run must not replace it."""
+
+
 class DivergenceError(CamshaftError, RuntimeError):
     """A model has diverged: its gradients or outputs are not finite."""
 

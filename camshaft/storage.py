@@ -22,13 +22,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from camshaft.errors import CheckpointError, StorageError
+from camshaft.errors import CheckpointError, FormatError, StorageError
 from camshaft.subprocesses import NO_LIMIT, Wait, run_in_thread
 from camshaft.temporary import lock_exclusively
 
 logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
+FORMAT = 1
+"""Number of the layout of the folders that this version writes and of the largest one that it reads.
+
+Increase it whenever an earlier version would misread a folder, and keep the checksum of the manifest as it is, which
+earlier versions verify before they read the number. Folders of version 0.1.0 have no number.
+"""
 _UNFINISHED = ".unfinished"
 _REPLACED = ".replaced"
 _PACKAGES = {
@@ -68,11 +74,18 @@ def begin(target: str | Path) -> Path:
     for leftover in (work, aside):
         if leftover.exists():
             shutil.rmtree(leftover)
-    missing = [folder for folder in target.parents if not folder.exists()]
-    work.mkdir(parents=True)
-    for folder in missing:
-        _sync(folder.parent)
+    make_folder(target.parent)
+    work.mkdir()
     return work
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its missing parents, and flush their names to the disk."""
+    folder = folder.absolute()
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in missing:
+        flush(path.parent)
 
 
 def finish(target: str | Path, files: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
@@ -83,15 +96,14 @@ def finish(target: str | Path, files: Mapping[str, Any], facts: Mapping[str, Any
     """
     target = Path(target).expanduser().absolute()
     work, aside = target.with_name(target.name + _UNFINISHED), target.with_name(target.name + _REPLACED)
-    contents = {"facts": dict(facts), "files": dict(sorted(files.items()))}
-    manifest = json.dumps({**contents, "sha256": _digest_of(contents)}, indent=1)
-    (work / MANIFEST).write_text(manifest, encoding="utf-8")
+    contents = {"format": FORMAT, "facts": dict(facts), "files": dict(sorted(files.items()))}
+    (work / MANIFEST).write_text(_manifest_text(contents), encoding="utf-8")
     for path in (work / MANIFEST, *(folder for folder in work.rglob("*") if folder.is_dir()), work):
-        _sync(path)
+        flush(path)
     if target.exists():
         os.replace(target, aside)
     os.replace(work, target)
-    _sync(target.parent)
+    flush(target.parent)
     if aside.exists():
         shutil.rmtree(aside)
 
@@ -102,9 +114,9 @@ def new_file(target: str | Path) -> Iterator[Path]:
     target = Path(target).expanduser().absolute()
     work = target.with_name(target.name + _UNFINISHED)
     yield work
-    _sync(work)
+    flush(work)
     os.replace(work, target)
-    _sync(target.parent)
+    flush(target.parent)
 
 
 def lock_folder(folder: Path) -> IO[str] | None:
@@ -125,7 +137,7 @@ def fingerprints(root: Path, paths: Iterable[Path]) -> dict[str, Any]:
     """Flush files to the disk, and map the path of each one, relative to `root`, to its size and checksum."""
     entries = {}
     for path in paths:
-        _sync(path)
+        flush(path)
         entries[str(path.relative_to(root))] = _fingerprint(path)
     return entries
 
@@ -155,10 +167,15 @@ def verify(folder: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any
 
 
 def is_complete(folder: str | Path) -> bool:
-    """Return True if `folder` contains a manifest and all files have the expected size. Checksums are not verified."""
+    """Return True if `folder` contains a manifest and all files have the expected size. Checksums are not verified.
+
+    Raise FormatError if a newer version has written the folder.
+    """
     folder = Path(folder).expanduser()
     try:
         files = read_manifest(folder)["files"]
+    except FormatError:
+        raise
     except CheckpointError:
         return False
     return all((folder / name).is_file() and (folder / name).stat().st_size == files[name]["bytes"] for name in files)
@@ -169,8 +186,15 @@ def is_unfinished(path: Path) -> bool:
     return path.name.endswith((_UNFINISHED, _REPLACED))
 
 
-def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the manifest of a folder; raise CheckpointError if it is missing or unreadable."""
+def read_manifest(location: str | Path) -> dict[str, Any]:
+    """Return the manifest of a folder or URL: `format`, `facts`, `files` and its own checksum, `sha256`.
+
+    Raise CheckpointError if it is missing or damaged, and FormatError if a newer version has written it.
+    """
+    if is_url(location):
+        files, root = file_system(str(location))
+        return _read_remote_manifest(files, root, str(location))
+    folder = local(location)
     _restore_replaced(folder)
     path = folder / MANIFEST
     if not path.is_file():
@@ -178,17 +202,34 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return _parse_manifest(path.read_bytes(), folder)
 
 
+def replace_facts(location: str | Path, facts: Mapping[str, Any]) -> None:
+    """Replace the facts in the manifest of a folder or URL."""
+    manifest = read_manifest(location)
+    del manifest["sha256"]
+    write_text(location, MANIFEST, _manifest_text({**manifest, "facts": dict(facts)}))
+
+
+def _manifest_text(contents: Mapping[str, Any]) -> str:
+    return json.dumps({**contents, "sha256": _digest_of(contents)}, indent=1)
+
+
 def _parse_manifest(manifest: bytes, folder: str | Path) -> dict[str, Any]:
     try:
         contents = json.loads(manifest)
         checksum = contents.pop("sha256")
-        if not isinstance(contents["facts"], dict) or not isinstance(contents["files"], dict):
+        number = contents.get("format", 0)
+        if not all(map(isinstance, (contents["facts"], contents["files"], number), (dict, dict, int))):
             raise ValueError("its entries have the wrong type")
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} cannot be read ({error})") from error
     if checksum != _digest_of(contents):
         raise CheckpointError(f"{folder} is damaged: {MANIFEST} does not match its checksum")
-    return contents
+    if number > FORMAT:
+        raise FormatError(
+            f"{folder} was written by a newer version of camshaft: its format is {number}, and this version reads "
+            f"formats up to {FORMAT}; update camshaft, or use another folder"
+        )
+    return {**contents, "sha256": checksum}
 
 
 def _digest_of(contents: Mapping[str, Any]) -> str:
@@ -196,8 +237,8 @@ def _digest_of(contents: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()
 
 
-def _sync(path: Path) -> None:
-    """Flush a file or the entries of a folder to the disk."""
+def flush(path: Path) -> None:
+    """Flush the content of a file, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -304,14 +345,6 @@ def list_steps(location: str | Path) -> list[int]:
     files, root = file_system(str(location))
     names = [path.rstrip("/").rpartition("/")[2] for path in files.ls(root, detail=False)] if files.exists(root) else []
     return sorted(int(match[1]) for name in names if (match := _STEP.match(name)))
-
-
-def read_facts(location: str | Path) -> dict[str, Any]:
-    """Return the facts in the manifest of a folder or URL; raise CheckpointError if there is no manifest."""
-    if not is_url(location):
-        return read_manifest(local(location))["facts"]
-    files, root = file_system(str(location))
-    return _read_remote_manifest(files, root, str(location))["facts"]
 
 
 def write_text(location: str | Path, name: str, text: str) -> None:

@@ -3,20 +3,24 @@
     <root>/global_step_20/actor/...                written atomically by the engine of the actor
                          /actor_huggingface/...    the weights as a Hugging Face folder, optional
                          /critic/...
-                         /trainer/...              written last; its manifest lists the roles of the checkpoint
+                         /trainer/...              written last; its manifest lists the roles and their checksums
           /latest_checkpointed_iteration.txt       20
           /best_checkpointed_iteration.txt         10, the best step by validation, whose checkpoint is always kept
           /aside.1/global_step_30/...              checkpoints of an earlier run that this run does not resume
 
-A checkpoint is complete if its `trainer` folder and the folders of all roles listed there are complete. A run that is
-killed while it saves leaves an incomplete checkpoint, which is never loaded. Retention removes an older checkpoint only
-when the newer one is complete.
+A checkpoint is complete if its `trainer` folder and the folders of all roles listed there are complete, and if these
+roles were saved together. A run that is killed while it saves leaves an incomplete checkpoint, which is never loaded.
+Retention removes an older checkpoint only when the newer one is complete.
+
+The manifest of `trainer` contains the checksum of each role's manifest, so a role of another checkpoint is detected. An
+engine that writes in the background ends later. Until the next save, or the end of the run, adds the checksum of such a
+role, the role is recognized by its step.
 
 Checkpoints can be copied to a mirror, which is another folder or a URL. If a run has no complete local checkpoint, the
 manager fetches the newest one from the mirror.
 
 The Hugging Face folder of a role is written before the checkpoint is complete, and removed together with the role. Runs
-do not resume from it, so the checkpoint remains complete if the folder is moved or deleted.
+do not resume from it, so the checkpoint remains complete if the folder is moved, deleted or replaced.
 """
 
 import contextlib
@@ -24,14 +28,14 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from camshaft import storage
-from camshaft.errors import CheckpointError
+from camshaft.errors import CheckpointError, FormatError
 from camshaft.subprocesses import NO_LIMIT, Limit, limit_waits
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -58,6 +62,8 @@ class SavedCheckpoint:
     folder: Path
     state: dict[str, Any]
     roles: tuple[str, ...]
+    is_fetched: bool = False
+    """True if the checkpoint was just copied from the mirror, which holds no other files of the run."""
 
     def role(self, name: str) -> str:
         return str(self.folder / name)
@@ -72,6 +78,8 @@ class CheckpointManager:
     def __init__(self, root: str | Path, mirror: str | None = None, limit: Limit = NO_LIMIT):
         self.root, self._limit = Path(root).expanduser(), limit
         self.mirror = None if mirror is None else mirror.rstrip("/")
+        self._unbound: str | None = None
+        """Name of the last checkpoint, if a role of it was still being written when the checkpoint was saved."""
 
     # -- writing ----------------------------------------------------------------------------------
 
@@ -106,7 +114,10 @@ class CheckpointManager:
         writers = {**roles, **{export_folder_name(role): write for role, write in (exports or {}).items()}}
         for part, write in writers.items():
             write(str(folder / part), None if copy is None else f"{copy}/{part}")
-        with storage.new_folder(folder / TRAINER, kind="trainer", global_step=step, roles=list(roles)) as work:
+        self.bind()  # an engine ends the previous write before it starts the next one
+        manifests = _checksums(folder, roles)
+        facts = {"kind": "trainer", "global_step": step, "roles": list(roles), "manifests": manifests}
+        with storage.new_folder(folder / TRAINER, **facts) as work:
             (work / "state.json").write_text(json.dumps(state), encoding="utf-8")
         with limit_waits(self._limit):
             if copy is not None:
@@ -114,7 +125,8 @@ class CheckpointManager:
             for location in (self.root, *([] if self.mirror is None else [self.mirror])):
                 storage.write_text(location, LATEST, str(step))
         # An engine can still be writing in the background. The new checkpoint is incomplete until it finishes.
-        complete = all(storage.is_complete(folder / role) for role in roles)
+        complete = len(manifests) == len(roles)
+        self._unbound = None if complete else name
         protected_steps = self._record_best(best)
         for role in roles:
             self._remove_old(role, keep.get(role), step if complete else step - 1, protected_steps)
@@ -124,6 +136,17 @@ class CheckpointManager:
             "saved %s: %.1f s, %s%s", folder, time.perf_counter() - start, format_size(folder_size(folder)), note
         )
         return SavedCheckpoint(step, folder, dict(state), tuple(roles))
+
+    def bind(self) -> None:
+        """Add the checksums of roles that were written in the background to the manifest of the last checkpoint."""
+        name, self._unbound = self._unbound, None
+        if name is None or not storage.is_complete(self.root / name / TRAINER):  # removed by the user
+            return
+        facts = storage.read_manifest(self.root / name / TRAINER)["facts"]
+        facts["manifests"] = _checksums(self.root / name, facts["roles"])
+        with limit_waits(self._limit):
+            for location in (self.root, *([] if self.mirror is None else [self.mirror])):
+                storage.replace_facts(f"{location}/{name}/{TRAINER}", facts)
 
     def _record_best(self, best: int | None) -> set[int]:
         """Record the best step on disk, and return the steps that retention must keep.
@@ -135,7 +158,7 @@ class CheckpointManager:
             return set()
         previous = read_marker(self.root, BEST)
         storage.write_text(self.root, BEST, str(best))
-        return {best} if previous is None or incomplete_reason(folders[best]) is None else {best, previous}
+        return {best} if previous is None or find_problem(folders[best]) is None else {best, previous}
 
     def move_aside(self, after: int) -> None:
         """Move checkpoints of an earlier run with a step number above `after` to the folder `aside.<n>`.
@@ -160,7 +183,7 @@ class CheckpointManager:
         if count is None:
             return
         steps = [(step, folder) for step, folder in storage.step_folders(self.root) if step <= newest]
-        complete = [step for step, folder in steps if all(map(storage.is_complete, (folder / TRAINER, folder / role)))]
+        complete = [step for step, folder in steps if _holds(folder, role)]
         for step, folder in steps:
             if step < min(complete[-count:], default=0) and step not in protected_steps:
                 for old in (folder / export_folder_name(role), folder / role):
@@ -188,14 +211,15 @@ class CheckpointManager:
         with limit_waits(self._limit):
             if saved is None and self.mirror is not None and self._fetch(self.mirror):
                 saved = self._latest_local()
+                saved = saved and replace(saved, is_fetched=True)
         if saved is None:
             # A damaged checkpoint was complete once; interrupted saves do not count.
             damaged = [folder for _, folder in storage.step_folders(self.root) if _was_complete(folder)]
             if damaged:
+                problem = find_problem(damaged[-1], verify=True)
                 raise CheckpointError(
                     f"{self.root} contains no intact checkpoint; the number of damaged ones is {len(damaged)}. The "
-                    f"newest: {find_damage(damaged[-1])}. Restore one from a backup, or start a new run with "
-                    "trainer.resume_mode=disable"
+                    f"newest: {problem}. Restore one from a backup, or start a new run with trainer.resume_mode=disable"
                 )
         return saved
 
@@ -209,6 +233,8 @@ class CheckpointManager:
                 continue
             try:
                 self._copy_to_root(f"{mirror}/{name}", self.root / name)
+            except FormatError:
+                raise
             except CheckpointError as error:
                 logger.warning("skipped a checkpoint: %s", error)
                 continue
@@ -218,16 +244,20 @@ class CheckpointManager:
 
     def _copy_to_root(self, source: str, folder: Path) -> None:
         """Copy a checkpoint. The `trainer` folder is copied last, so that an interrupted copy is incomplete."""
-        roles = roles_of(storage.read_facts(f"{source}/{TRAINER}"), source)
-        for role in roles:
-            storage.read_facts(f"{source}/{role}")  # raises an error before anything is copied if the role is missing
-        for part in (*roles, TRAINER):
+        parts = Parts.read(source)
+        for role in parts.roles:  # before anything is copied
+            problem = parts.mismatch(role, storage.read_manifest(f"{source}/{role}"))
+            if problem is not None:
+                raise CheckpointError(f"{source} is damaged: {problem}")
+        for part in (*parts.roles, TRAINER):
             storage.copy_folder(f"{source}/{part}", str(folder / part))
 
     def _latest_local(self) -> SavedCheckpoint | None:
         for _, folder in reversed(storage.step_folders(self.root)):
             try:
                 return self.open(folder)
+            except FormatError:
+                raise  # if the run resumed from an older step, it would overwrite this one
             except CheckpointError as error:
                 logger.warning("skipped a checkpoint: %s", error)
         return None
@@ -244,53 +274,102 @@ class CheckpointManager:
         if checkpoints:
             example = checkpoints[-1][1]
             raise CheckpointError(f"{folder} contains several checkpoints; use one of them, for example {example}")
-        facts = storage.verify(folder / TRAINER)
-        problem = incomplete_reason(folder)
+        storage.verify(folder / TRAINER)
+        parts = Parts.read(folder)
+        problem = parts.problem(folder)
         if problem is not None:
             raise CheckpointError(f"{folder} is incomplete: {problem}")
-        roles = roles_of(facts, folder)
         threads = min(_MAX_THREADS, os.cpu_count() or 1)
         with ThreadPoolExecutor(threads) as pool:
-            shares = [(folder / role, (index, threads)) for role in roles for index in range(threads)]
+            shares = [(folder / role, (index, threads)) for role in parts.roles for index in range(threads)]
             list(pool.map(lambda share: storage.verify(*share), shares))
         state = json.loads((folder / TRAINER / "state.json").read_text(encoding="utf-8"))
-        return SavedCheckpoint(facts["global_step"], folder, state, tuple(roles))
+        if parts.manifests is None:
+            logger.info(
+                "%s was saved by an earlier version, which did not record the checksums of its roles; only their steps "
+                "have been compared",
+                folder,
+            )
+        return SavedCheckpoint(parts.step, folder, state, tuple(parts.roles))
 
 
-def roles_of(facts: Mapping[str, Any], folder: str | Path) -> list[str]:
-    """Return the roles in the facts of a `trainer` folder; raise CheckpointError if they are missing."""
-    roles = facts.get("roles")
-    if not isinstance(roles, list) or not roles or not isinstance(facts.get("global_step"), int):
-        raise CheckpointError(
-            f"{folder} is damaged: {TRAINER}/{storage.MANIFEST} does not list the roles and the step; restore the file "
-            "from a backup"
-        )
-    return roles
+@dataclass(frozen=True)
+class Parts:
+    """The step and the roles of a checkpoint, according to the manifest of its `trainer` folder."""
+
+    step: int
+    roles: list[str]
+    manifests: Mapping[str, str] | None
+    """Checksum of the manifest of each role that was complete. None in a checkpoint of version 0.1.0."""
+
+    @classmethod
+    def read(cls, checkpoint: str | Path) -> Self:
+        """Read the manifest in a folder or at a URL; raise CheckpointError if it does not list the parts."""
+        facts = storage.read_manifest(f"{checkpoint}/{TRAINER}")["facts"]
+        step, roles, manifests = (facts.get(name) for name in ("global_step", "roles", "manifests"))
+        if not roles or not all(map(isinstance, (step, roles, manifests or {}), (int, list, dict))):
+            raise CheckpointError(
+                f"{checkpoint} is damaged: {TRAINER}/{storage.MANIFEST} does not list the roles and the step; restore "
+                "the file from a backup"
+            )
+        return cls(step, roles, manifests)
+
+    def problem(self, checkpoint: Path) -> str | None:
+        """Return the reason why the checkpoint is incomplete, or None. Checksums of files are not verified."""
+        if not storage.is_complete(checkpoint / TRAINER):
+            return f"'{TRAINER}' is missing or incomplete"
+        for role in self.roles:
+            if not storage.is_complete(checkpoint / role):
+                return f"'{role}' is missing or incomplete"
+            problem = self.mismatch(role, storage.read_manifest(checkpoint / role))
+            if problem is not None:
+                return problem
+        return None
+
+    def mismatch(self, role: str, manifest: Mapping[str, Any]) -> str | None:
+        """Return a sentence if the role with this manifest was saved with another checkpoint, otherwise None."""
+        step = manifest["facts"].get("global_step")
+        checksum = (self.manifests or {}).get(role)
+        # Engines of third parties may record no step, or 0.
+        belongs = step in (None, 0, self.step) if checksum is None else manifest["sha256"] == checksum
+        if belongs:
+            return None
+        origin = "another checkpoint" if step in (None, 0, self.step) else f"the checkpoint of step {step}"
+        return f"'{role}' belongs to {origin}, and '{TRAINER}' to that of step {self.step}"
 
 
-def find_damage(step: Path) -> str | None:
-    """Return the reason why a checkpoint is incomplete or damaged, or None if it is intact. Checksums are verified."""
+def _checksums(checkpoint: Path, roles: Iterable[str]) -> dict[str, str]:
+    """Return the checksum of the manifest of each complete role."""
+    complete = [role for role in roles if storage.is_complete(checkpoint / role)]
+    return {role: storage.read_manifest(checkpoint / role)["sha256"] for role in complete}
+
+
+# -- state of checkpoints ---------------------------------------------------------------------------
+
+
+def find_problem(checkpoint: Path, verify: bool = False) -> str | None:
+    """Return the reason why a checkpoint is incomplete or damaged, or None.
+
+    File sizes, and the checksums of the manifests, are compared. With `verify`, the checksums of all files are verified
+    as well.
+    """
     try:
-        CheckpointManager(step.parent).open(step)
+        if verify:
+            CheckpointManager(checkpoint.parent).open(checkpoint)
+            return None
+        return Parts.read(checkpoint).problem(checkpoint)
     except CheckpointError as error:
         return str(error)
-    return None
 
 
-# -- state of checkpoints, without verifying checksums ----------------------------------------------
-
-
-def incomplete_reason(step: Path) -> str | None:
-    """Return the reason why a checkpoint is incomplete, or None if it is complete.
-
-    File sizes are compared with the manifests. Checksums are not verified.
-    """
-    if not storage.is_complete(step / TRAINER):
-        return f"'{TRAINER}' is missing or incomplete"
-    for role in roles_of(storage.read_facts(step / TRAINER), step):
-        if not storage.is_complete(step / role):
-            return f"'{role}' is missing or incomplete"
-    return None
+def _holds(checkpoint: Path, role: str) -> bool:
+    """Return True if the state of the trainer and this role are complete, and were saved together."""
+    folders = checkpoint / TRAINER, checkpoint / role
+    try:
+        complete = all(map(storage.is_complete, folders))
+        return complete and Parts.read(checkpoint).mismatch(role, storage.read_manifest(folders[1])) is None
+    except CheckpointError:
+        return False
 
 
 def _remove(folder: Path) -> None:
@@ -306,7 +385,7 @@ def _was_complete(step: Path) -> bool:
     if not (step / TRAINER / storage.MANIFEST).exists():
         return False
     try:
-        roles = roles_of(storage.read_facts(step / TRAINER), step)
+        roles = Parts.read(step).roles
     except CheckpointError:
         return True
     return all((step / role / storage.MANIFEST).exists() for role in roles)

@@ -2,13 +2,14 @@
 
     camshaft checkpoints checkpoints/demo/tiny
 
-    step  state     size    age
-      10  intact  3.4 MB    2 h  best
-      20  intact  3.4 MB  3 min  newest
-      30  broken  1.1 MB   12 s  'critic' is missing or incomplete
+    step  state       size    age
+      10  complete  3.4 MB    2 h  best
+      20  complete  3.4 MB  3 min  newest
+      30  broken    1.1 MB   12 s  'critic' is missing or incomplete
 
-The command compares file sizes with the manifests. With `--verify`, it also verifies the checksums, as a run does when
-it resumes. The exit status is 1 if no checkpoint is intact.
+The command compares file sizes with the manifests. With `--verify`, it also verifies the checksums of all files, as a
+run does when it resumes, and the state of a good checkpoint is `intact`. The exit status is 1 if every checkpoint is
+broken.
 """
 
 import argparse
@@ -34,10 +35,9 @@ def main(argv: Sequence[str]) -> int:
     from camshaft.checkpoint.manager import (
         BEST,
         TRAINER,
-        find_damage,
+        find_problem,
         folder_size,
         format_size,
-        incomplete_reason,
         read_marker,
     )
 
@@ -48,15 +48,14 @@ def main(argv: Sequence[str]) -> int:
         raise ConfigError(
             f"{root} contains no checkpoints (global_step_<n>); set FOLDER to trainer.default_local_dir of a run"
         )
-    find_problem = find_damage if args.verify else incomplete_reason
-    problems = {step: find_problem(folder) for step, folder in steps}
+    problems = {step: find_problem(folder, args.verify) for step, folder in steps}
     newest = max((step for step, problem in problems.items() if problem is None), default=None)
     best = read_marker(root, BEST)
     rows = [("step", "state", "size", "age", "")]
     for step, folder in steps:
         problem = problems[step]
         marks = [word for word, which in (("newest", newest), ("best", best)) if step == which]
-        state = "intact" if problem is None else "broken"
+        state = "broken" if problem is not None else "intact" if args.verify else "complete"
         age = _age(folder, folder / TRAINER / storage.MANIFEST)
         rows.append((str(step), state, format_size(folder_size(folder)), age, ", ".join(marks) or problem or ""))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]

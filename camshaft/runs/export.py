@@ -90,12 +90,17 @@ def find_role(path: Path) -> RoleCheckpoint:
     selects its newest complete checkpoint. This function does not load weights or verify checksums; the engine does so
     when it loads the checkpoint.
     """
+    from camshaft.checkpoint.manager import Parts
     from camshaft.engine.checkpoint import STATE_FILE, read_state_file
 
     path = path.expanduser().absolute()
     is_role = (path / STATE_FILE).is_file() and not (path / TRAINER).is_dir()
     folder = path if is_role else _role_folder(path)
-    storage.read_manifest(folder)  # raises an error if the checkpoint is incomplete
+    manifest = storage.read_manifest(folder)  # raises an error if the checkpoint is incomplete
+    if is_role and storage.is_complete(folder.parent / TRAINER):
+        mismatch = Parts.read(folder.parent).mismatch(folder.name, manifest)
+        if mismatch is not None:
+            raise CheckpointError(f"{folder.parent} is damaged: {mismatch}; export the role from its own checkpoint")
     facts: dict[str, Any] = read_state_file(folder).get("engine", {})
     if "model" not in facts:
         raise CheckpointError(f"{folder} does not record its model: {STATE_FILE} contains no entry 'engine.model'")

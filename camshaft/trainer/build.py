@@ -97,7 +97,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             self.finish_saving(failed=kind is not None)
 
     def finish_saving(self, failed: bool = False) -> None:
-        finish_saving(self.trained.values(), failed)
+        finish_saving(self.trained.values(), self.checkpoints, failed)
 
     def roles(self) -> list[ActorRolloutRefWorker | CriticWorker | RewardModelWorker]:
         return [*self.trained.values(), *([] if self.reward_model is None else [self.reward_model])]

@@ -28,7 +28,7 @@ import torch
 from rich.console import Console
 
 from camshaft import storage
-from camshaft.checkpoint import SavedCheckpoint
+from camshaft.checkpoint import CheckpointManager, SavedCheckpoint
 from camshaft.checkpoint.manager import LATEST
 from camshaft.config import (
     GLOBAL_POOL,
@@ -314,12 +314,16 @@ def _unused(folder: Path) -> Path:
     return next(path for path in names if not path.exists())
 
 
-def finish_saving(roles: Iterable[ActorRolloutRefWorker | CriticWorker | SupervisedWorker], failed: bool) -> None:
-    """Wait for checkpoints that are being written in the background."""
-    for role in roles:
+def finish_saving(
+    roles: Iterable[ActorRolloutRefWorker | CriticWorker | SupervisedWorker],
+    checkpoints: CheckpointManager,
+    failed: bool,
+) -> None:
+    """Wait for checkpoints that are being written in the background, and complete the last one."""
+    for finish in (*(role.wait_for_checkpoint for role in roles), checkpoints.bind):
         # If the run failed, that error is reported, and errors of workers that ended because of it are suppressed.
-        with contextlib.suppress(CamshaftError) if failed else contextlib.nullcontext():
-            role.wait_for_checkpoint()
+        with contextlib.suppress(CamshaftError, OSError) if failed else contextlib.nullcontext():
+            finish()
 
 
 def fit_batch(config: TrainingConfig, rows: int) -> TrainingConfig:

@@ -103,7 +103,7 @@ class SupervisedTrainer(ABC, Generic[W]):
             self.finish_saving(failed=kind is not None)
 
     def finish_saving(self, failed: bool = False) -> None:
-        finish_saving([self.model], failed)
+        finish_saving([self.model], self.checkpoints, failed)
 
     @abstractmethod
     def rows(self, files: list[Path], label: str, max_rows: int | None = None) -> DataProto:

@@ -89,7 +89,7 @@ def test_a_checkpoint_is_copied_replaced_and_removed(remote: Remote, tmp_path: P
     url = f"{remote.url}/run/global_step_7"
     storage.copy_folder(str(write_checkpoint(tmp_path / "first", a="x" * 100_000, b="")), url)
     assert storage.list_steps(f"{remote.url}/run") == [7]
-    assert storage.read_facts(url) == {"step": 7}
+    assert storage.read_manifest(url)["facts"] == {"step": 7}
     storage.copy_folder(str(write_checkpoint(tmp_path / "second", b="new")), url)
     assert remote.names("run/global_step_7") == ["manifest.json", "sub/b"]
     storage.copy_folder(url, str(tmp_path / "back"))

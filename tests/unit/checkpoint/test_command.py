@@ -30,8 +30,8 @@ def test_each_step_has_one_line(tmp_path: Path) -> None:
     head, *lines = [line.split(maxsplit=6) for line in run.out.splitlines()]
     assert head == ["step", "state", "size", "age"]
     assert [line[:4] for line in lines] == [
-        ["5", "intact", "3.0", "MB"],
-        ["10", "intact", "3.0", "MB"],
+        ["5", "complete", "3.0", "MB"],
+        ["10", "complete", "3.0", "MB"],
         ["20", "broken", "1.0", "MB"],
     ]
     assert lines[0][4:] == ["2", "h", "best"]

@@ -1,21 +1,23 @@
 import json
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import pytest
 
 from camshaft import storage
 from camshaft.checkpoint import CheckpointManager
-from camshaft.checkpoint.manager import BEST, LATEST, Write
-from camshaft.errors import CheckpointError
+from camshaft.checkpoint.manager import BEST, LATEST, Write, find_problem
+from camshaft.errors import CheckpointError, FormatError
 
 BOTH = ("actor", "critic")
 
 
-def role(text: str = "weights") -> Write:
+def role(text: str = "weights", **facts: Any) -> Write:
     def write(local: str, second: str | None) -> None:
-        with storage.new_folder(local) as work:
+        with storage.new_folder(local, **facts) as work:
             (work / "weights.txt").write_text(text)
         if second is not None:
             storage.copy_folder(local, second)
@@ -369,3 +371,206 @@ def test_an_old_step_that_cannot_be_removed_does_not_end_the_run(
     assert "global_step_1/actor cannot be removed: [Errno 39] Directory not empty" in caplog.text
     save(manager, 3, actor=1, critic=1)
     assert list(contents(tmp_path)) == [3]
+
+
+# -- one checkpoint -------------------------------------------------------------------------------
+
+
+def three_steps(root: Path, mirror: str | None = None) -> CheckpointManager:
+    """Save three steps, whose roles differ and record their step as engines do."""
+    manager = CheckpointManager(root, mirror)
+    for step in (1, 2, 3):
+        manager.save(step, {name: role(f"{name} {step}", global_step=step) for name in BOTH}, {"at": step}, {})
+    return manager
+
+
+def mix(root: Path, *parts: str) -> None:
+    """Replace parts of step 3 by those of step 2."""
+    for part in parts:
+        shutil.rmtree(root / "global_step_3" / part)
+        shutil.copytree(root / "global_step_2" / part, root / "global_step_3" / part)
+
+
+def change_manifest(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest together with its checksum, as another version would have written it."""
+    contents = json.loads((folder / storage.MANIFEST).read_text())
+    del contents["sha256"]
+    change(contents)
+    contents["sha256"] = storage._digest_of(contents)
+    (folder / storage.MANIFEST).write_text(json.dumps(contents))
+
+
+def as_version_0_1_0(step: Path) -> None:
+    for part in (*BOTH, "trainer"):
+        change_manifest(step / part, lambda contents: contents.pop("format"))
+    change_manifest(step / "trainer", lambda contents: contents["facts"].pop("manifests"))
+
+
+MIXED = {
+    "actor": "'actor' belongs to the checkpoint of step 2, and 'trainer' to that of step 3",
+    "critic": "'critic' belongs to the checkpoint of step 2, and 'trainer' to that of step 3",
+    "trainer": "'actor' belongs to the checkpoint of step 3, and 'trainer' to that of step 2",
+}
+
+
+@pytest.mark.parametrize("version", ["this", "0.1.0"])
+@pytest.mark.parametrize("part", MIXED)
+def test_parts_of_two_steps_are_no_checkpoint(
+    part: str, version: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = three_steps(tmp_path)
+    if version == "0.1.0":
+        as_version_0_1_0(tmp_path / "global_step_2")
+        as_version_0_1_0(tmp_path / "global_step_3")
+    mix(tmp_path, part)
+    latest = manager.latest()
+    assert latest is not None
+    assert latest.step == 2
+    assert caplog.text.count("skipped a checkpoint") == 1
+    assert MIXED[part] in caplog.text
+    for verify in (False, True):
+        assert MIXED[part] in (find_problem(tmp_path / "global_step_3", verify) or "")
+        assert find_problem(tmp_path / "global_step_2", verify) is None
+    with pytest.raises(CheckpointError, match=MIXED[part]):
+        manager.open(tmp_path / "global_step_3")
+
+
+def test_a_role_of_another_run_at_the_same_step_is_detected(tmp_path: Path) -> None:
+    for run in ("a", "b"):
+        CheckpointManager(tmp_path / run).save(3, {"actor": role(run, global_step=3)}, {}, {})
+    step = tmp_path / "a" / "global_step_3"
+    shutil.rmtree(step / "actor")
+    shutil.copytree(tmp_path / "b" / "global_step_3" / "actor", step / "actor")
+    assert find_problem(step) == "'actor' belongs to another checkpoint, and 'trainer' to that of step 3"
+
+
+def test_mixed_steps_do_not_count_for_retention_or_the_best(tmp_path: Path) -> None:
+    manager = three_steps(tmp_path)
+    mix(tmp_path, "actor", "critic")
+    with_best(manager, 4, best=2, keep=2)
+    assert list(contents(tmp_path)) == [2, 3, 4], "step 3 does not replace step 2"
+    with_best(manager, 5, best=3, keep=1)
+    assert list(contents(tmp_path)) == [2, 3, 5], "step 2 is the best until step 3 is intact"
+
+
+def test_a_mixed_copy_is_not_fetched(second: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    three_steps(tmp_path / "a", second)
+    for part in ("actor", "critic"):
+        storage.copy_folder(str(tmp_path / "a" / "global_step_2" / part), f"{second}/global_step_3/{part}")
+    latest = CheckpointManager(tmp_path / "b", second).latest()
+    assert latest is not None
+    assert (latest.step, latest.is_fetched) == (2, True)
+    assert f"{second}/global_step_3 is damaged: {MIXED['actor']}" in caplog.text
+    assert list(contents(tmp_path / "b")) == [2]
+
+
+def test_a_mixed_step_is_fetched_again(second: str, tmp_path: Path) -> None:
+    manager = three_steps(tmp_path / "a", second)
+    for step in (1, 2):
+        shutil.rmtree(tmp_path / "a" / f"global_step_{step}")
+    (tmp_path / "a" / "global_step_3" / "actor" / storage.MANIFEST).write_bytes(
+        (tmp_path / "a" / "global_step_3" / "critic" / storage.MANIFEST).read_bytes()
+    )
+    latest = manager.latest()
+    assert latest is not None
+    assert (latest.step, find_problem(latest.folder, verify=True)) == (3, None)
+
+
+def test_roles_written_in_the_background_are_listed_afterwards(second: str, tmp_path: Path) -> None:
+    behind: dict[int, list[tuple[str, str | None]]] = {}
+
+    def later(step: int) -> Write:
+        def write(local: str, mirror: str | None) -> None:
+            for path in behind.pop(step - 1, []):
+                role(f"step {step - 1}", global_step=step - 1)(*path)
+            behind[step] = [(local, mirror)]
+
+        return write
+
+    manager = CheckpointManager(tmp_path / "run", second)
+    for step in (1, 2):
+        manager.save(step, {"actor": later(step)}, {}, {})
+    for location in (tmp_path / "run", second):
+        listed = [storage.read_manifest(f"{location}/global_step_{step}/trainer")["facts"] for step in (1, 2)]
+        assert [list(facts["manifests"]) for facts in listed] == [["actor"], []]
+    role("step 2", global_step=2)(*behind[2][0])
+    assert find_problem(tmp_path / "run" / "global_step_2", verify=True) is None, "also before it is listed"
+    manager.bind()
+    for location in (tmp_path / "run", second):
+        facts = storage.read_manifest(f"{location}/global_step_2/trainer")["facts"]
+        actor = storage.read_manifest(f"{location}/global_step_2/actor")
+        assert facts["manifests"] == {"actor": actor["sha256"]}
+    latest = CheckpointManager(tmp_path / "elsewhere", second).latest()
+    assert latest is not None
+    assert latest.step == 2
+
+
+def test_a_role_that_is_not_listed_yet_is_recognized_by_its_step(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(2, {"actor": role("two", global_step=2)}, {}, {})
+    manager.save(3, {"actor": lambda *_: None}, {}, {})
+    shutil.copytree(tmp_path / "global_step_2" / "actor", tmp_path / "global_step_3" / "actor")
+    assert find_problem(tmp_path / "global_step_3") == MIXED["actor"]
+
+
+def test_a_checkpoint_removed_while_its_roles_are_written_costs_nothing(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save(2, {"actor": lambda *_: None}, {}, {})
+    shutil.rmtree(tmp_path / "global_step_2")
+    manager.bind()
+    assert contents(tmp_path) == {}
+
+
+# -- other versions -------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_of_version_0_1_0_is_opened_with_one_notice(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = three_steps(tmp_path)
+    as_version_0_1_0(tmp_path / "global_step_3")
+    with caplog.at_level("INFO", "camshaft"):
+        latest = manager.latest()
+    assert latest is not None
+    assert (latest.step, latest.state) == (3, {"at": 3})
+    (message,) = caplog.messages
+    assert "was saved by an earlier version, which did not record the checksums of its roles" in message
+
+
+@pytest.mark.parametrize("part", ["trainer", "actor"])
+def test_a_newer_format_is_refused_and_not_passed_over(part: str, tmp_path: Path) -> None:
+    manager = three_steps(tmp_path)
+    folder = tmp_path / "global_step_3" / part
+    change_manifest(folder, lambda contents: contents.update(format=99))
+    newer = (
+        rf"{folder} was written by a newer version of camshaft: its format is 99, and this version reads formats up "
+        rf"to {storage.FORMAT}; update camshaft"
+    )
+    for call in (manager.latest, lambda: manager.open(folder.parent), lambda: storage.verify(folder)):
+        with pytest.raises(FormatError, match=newer):
+            call()
+    assert "format is 99" in (find_problem(folder.parent) or "")
+    save(manager, 4, actor=1, critic=1)  # retention may meet it, too
+
+
+def test_a_copy_of_a_newer_format_is_refused(second: str, tmp_path: Path) -> None:
+    three_steps(tmp_path / "a", None)
+    change_manifest(tmp_path / "a" / "global_step_3" / "trainer", lambda contents: contents.update(format=99))
+    for part in (*BOTH, "trainer"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(storage, "FORMAT", 99)
+            storage.copy_folder(str(tmp_path / "a" / "global_step_3" / part), f"{second}/global_step_3/{part}")
+    if not storage.is_url(second):
+        change_manifest(Path(second) / "global_step_3" / "trainer", lambda contents: contents.update(format=99))
+    with pytest.raises(FormatError, match=r"global_step_3/trainer was written by a newer version"):
+        CheckpointManager(tmp_path / "b", second).latest()
+    assert not contents(tmp_path / "b")
+
+
+@pytest.mark.parametrize("number", ["1", None, 1.5, [1]])
+def test_a_format_that_is_no_number_is_damage(number: Any, tmp_path: Path) -> None:
+    manager = three_steps(tmp_path)
+    change_manifest(tmp_path / "global_step_3" / "trainer", lambda contents: contents.update(format=number))
+    latest = manager.latest()
+    assert latest is not None
+    assert latest.step == 2

@@ -47,9 +47,13 @@ def resume(home: Path, *more: str) -> Run:
 
 def rewrite_manifest(folder: Path, change: Callable[[dict], object]) -> None:
     """Change the facts of a manifest together with its checksum, so that only its content is wrong."""
+    rewrite_contents(folder, lambda contents: change(contents["facts"]))
+
+
+def rewrite_contents(folder: Path, change: Callable[[dict], object]) -> None:
     contents = json.loads((folder / storage.MANIFEST).read_text())
     del contents["sha256"]
-    change(contents["facts"])
+    change(contents)
     contents["sha256"] = storage._digest_of(contents)
     (folder / storage.MANIFEST).write_text(json.dumps(contents))
 
@@ -83,6 +87,59 @@ def test_export_names_a_manifest_without_roles(home: Path) -> None:
     run = camshaft("export", str(newest), str(home / "out"))
     assert run.status == 1
     assert f"{newest} is damaged: trainer/manifest.json does not list the roles and the step; restore" in run.err
+
+
+@pytest.mark.parametrize("part", ["model", TRAINER])
+def test_a_run_does_not_resume_from_parts_of_two_steps(home: Path, part: str) -> None:
+    first, second = (home / "sft" / f"global_step_{step}" for step in (1, 2))
+    shutil.rmtree(second / part)
+    shutil.copytree(first / part, second / part)
+    listed = camshaft("checkpoints", str(home / "sft"), "--verify").out.splitlines()
+    assert [line.split()[:2] for line in listed[1:]] == [["1", "intact"], ["2", "broken"]]
+    message = f"'model' belongs to the checkpoint of step {1 if part == 'model' else 2}, and 'trainer' to that of step"
+    assert message in listed[2]
+    assert "broken" in camshaft("checkpoints", str(home / "sft")).out
+    for path in (second, second / "model"):
+        run = camshaft("export", str(path), str(home / "out"))
+        assert (run.status, message in run.err) == (1, True)
+    run = resume(home)
+    assert (run.status, run.err) == (0, "")
+    assert run.out.count("skipped a checkpoint") == run.out.count(message) == 1
+    assert "step 2 of 3 is next" in run.out
+
+
+@pytest.mark.parametrize("part", ["model", TRAINER])
+def test_a_newer_checkpoint_ends_the_run_with_a_sentence(home: Path, part: str) -> None:
+    newest = home / "sft" / "global_step_2"
+    rewrite_contents(newest / part, lambda contents: contents.update(format=99))
+    message = f"{newest / part} was written by a newer version of camshaft: its format is 99"
+    for run in (resume(home), camshaft("export", str(newest), str(home / "out"))):
+        assert run.status == 1
+        assert run.err.startswith(
+            f"camshaft: FormatError: {message}, and this version reads formats up to 1; update camshaft"
+        )
+    assert message in camshaft("checkpoints", str(home / "sft")).out
+    assert not (home / "sft" / "global_step_3").exists()
+
+
+def test_a_checkpoint_of_version_0_1_0_resumes_with_one_notice(home: Path, tmp_path: Path) -> None:
+    same = Path(shutil.copytree(home, tmp_path / "same"))
+    newest = home / "sft" / "global_step_2"
+    for part in ("model", TRAINER):
+        rewrite_contents(newest / part, lambda contents: contents.pop("format"))
+    rewrite_manifest(newest / TRAINER, lambda facts: facts.pop("manifests"))
+    state = json.loads((newest / TRAINER / "state.json").read_text())
+    del state["recorded"]
+    (newest / TRAINER / "state.json").write_text(json.dumps(state))
+    entries = storage.fingerprints(newest / TRAINER, [newest / TRAINER / "state.json"])
+    rewrite_contents(newest / TRAINER, lambda contents: contents.update(files=entries))
+    runs = [resume(folder) for folder in (home, same)]
+    assert [(run.status, run.err) for run in runs] == [(0, ""), (0, "")]
+    assert [run.out.count("saved by an earlier version") for run in runs] == [1, 0]
+    models = [folder / "sft" / "global_step_3" / "model" for folder in (home, same)]
+    assert [*models[0].rglob("*.safetensors")]
+    for file in models[0].rglob("*.safetensors"):
+        assert file.read_bytes() == (models[1] / file.relative_to(models[0])).read_bytes()
 
 
 def test_a_marker_with_other_text_is_named(home: Path) -> None:
