@@ -18,6 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from camshaft import storage
+
 WALL_CLOCK = ("timing_s/", "timing/", "perf/")
 """Prefixes of metrics that depend on wall-clock time or on the memory of the machine."""
 
@@ -46,6 +48,8 @@ class RunInfo:
     """Config of the run as nested dicts, without secrets."""
     command: Command = "ppo"
     """Command that started the run."""
+    recorded_steps: Sequence[Sequence[int]] = ()
+    """Ranges of the steps that `metrics.jsonl` contained when the checkpoint was saved, as far as they are known."""
 
     def path(self, name: str) -> Path:
         """Return the path of the file `name` in the folder of the run, and create the folder if necessary."""
@@ -56,11 +60,14 @@ class RunInfo:
     def load_run_id(self, tracker: str) -> str | None:
         """Return the run ID that the tracker saved, if this run resumes; None for a new run."""
         path = self.path(f"{tracker}_run_id.txt")
-        return path.read_text(encoding="utf-8").strip() if self.resumed_step is not None and path.exists() else None
+        if self.resumed_step is None or not path.exists():
+            return None
+        return path.read_text(encoding="utf-8").strip() or None  # empty after a power failure
 
     def save_run_id(self, tracker: str, run_id: str) -> None:
         """Save the run ID of the tracker, so that a resumed run can continue it."""
-        self.path(f"{tracker}_run_id.txt").write_text(run_id + "\n", encoding="utf-8")
+        path = self.path(f"{tracker}_run_id.txt")
+        storage.write_text(path.parent, path.name, run_id + "\n")
 
 
 class Tracker(ABC):

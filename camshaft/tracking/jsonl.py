@@ -5,19 +5,21 @@
 `timing/at` is the time of the line in Unix seconds.
 Finite floats can be read back bitwise. Non-finite values are written as the strings "nan", "inf" and "-inf", because
 JSON numbers cannot represent them. A resumed run deletes the lines after the step of its checkpoint, so that each step
-occurs once, and moves damaged lines to `metrics.jsonl.damaged`. A new run renames an existing file.
+occurs once, moves damaged lines to `metrics.jsonl.damaged`, and names the steps whose lines have been lost. A new run
+renames an existing file.
 """
 
 import json
 import logging
 import math
-import os
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from camshaft import storage
 from camshaft.tracking.base import RunInfo, Tracker, rename_existing
+from camshaft.tracking.durable import format_steps, missing_steps
 from camshaft.tracking.run_folder import METRICS as FILE_NAME
 from camshaft.tracking.run_folder import TIME
 
@@ -34,11 +36,14 @@ class JsonlTracker(Tracker):
 
     def __init__(self, run: RunInfo):
         self.path = run.path(FILE_NAME)
-        if self.path.exists():
-            if run.resumed_step is None:
-                rename_existing(self.path)
-            else:
-                _drop_lines_after(self.path, run.resumed_step)
+        if run.resumed_step is not None:
+            steps = _drop_lines_after(self.path, run.resumed_step) if self.path.exists() else []
+            lost = missing_steps(run.recorded_steps, steps)
+            if lost:
+                message = "%s lacks the metrics of steps %s, which it contained when step %d was saved"
+                logger.warning(message, self.path, format_steps(lost), run.resumed_step)
+        elif self.path.exists():
+            rename_existing(self.path)
         self._file = open(self.path, "ab", buffering=0)  # noqa: SIM115  (closed by finish)
         self._unwritten = b""
 
@@ -72,19 +77,23 @@ def _as_json(value: Any) -> Any:
     return number if math.isfinite(number) else str(number)
 
 
-def _drop_lines_after(path: Path, step: int) -> None:
-    """Delete the lines after a step. Lines that a crash of the machine has damaged are moved to another file."""
+def _drop_lines_after(path: Path, step: int) -> list[int]:
+    """Delete the lines after a step, and return the steps of the others.
+
+    Lines that a crash of the machine has damaged are moved to another file.
+    """
     lines = [(line, _step_of(line)) for line in path.read_bytes().split(b"\n")[:-1]]
     damaged = [line for line, number in lines if number is None]
     if damaged:
         other = path.with_name(path.name + DAMAGED)
         with open(other, "ab") as file:
             file.writelines(line + b"\n" for line in damaged)
+        storage.flush(other)
         logger.warning("moved damaged lines of %s to %s: %d", path, other, len(damaged))
-    kept = [line for line, number in lines if number is not None and number <= step]
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(b"".join(line + b"\n" for line in kept))
-    os.replace(temporary, path)
+    kept = {number: line for line, number in lines if number is not None and number <= step}
+    with storage.new_file(path) as work:
+        work.write_bytes(b"".join(line + b"\n" for line in kept.values()))
+    return list(kept)
 
 
 def _step_of(line: bytes) -> int | None:

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple, Self
 
 import yaml
 
-from camshaft import __version__
+from camshaft import __version__, storage
 from camshaft.config.tree import flatten
 from camshaft.masking import PrintableFormatter, mask_arguments, printable
 from camshaft.tracking.base import Ending, RunInfo, Tracker
@@ -73,7 +73,7 @@ class RunRecord(Tracker):
         }
         with _disk_errors_as_warnings(self._path):
             plain = json.loads(json.dumps(run.config, default=str))  # with the types of YAML only
-            run.path(CONFIG).write_text(yaml.safe_dump(plain, sort_keys=False), encoding="utf-8")
+            storage.write_text(self._path.parent, CONFIG, yaml.safe_dump(plain, sort_keys=False))
             self._write()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -92,7 +92,7 @@ class RunRecord(Tracker):
         return
 
     def _write(self) -> None:
-        replace_text(self._path, json.dumps(self._facts, indent=1, default=str) + "\n")
+        storage.write_text(self._path.parent, INFO, json.dumps(self._facts, indent=1, default=str) + "\n")
 
 
 class Phase(NamedTuple):
@@ -169,7 +169,7 @@ def record_failed_start(folder: Path, error: Exception) -> None:
     if not path.exists():
         with _disk_errors_as_warnings(path):
             facts = {"status": "failed", "error": message, "argv": mask_arguments(sys.argv), "ended": time.time()}
-            replace_text(path, json.dumps(facts, indent=1) + "\n")
+            storage.write_text(folder, INFO, json.dumps(facts, indent=1) + "\n")
 
 
 def log_text(text: str) -> None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 INFO, STATUS, CONFIG, LOG = "run.json", "status.json", "config.yaml", "log.txt"
-METRICS, SAMPLES, VALIDATION = "metrics.jsonl", "samples", "validation"
+METRICS, SAMPLES, VALIDATION, REWARDS = "metrics.jsonl", "samples", "validation", "rewards"
 TIME = "timing/at"
 """Metric with the time at which the line of a step was written, in Unix seconds."""
 TOKEN_COLUMNS = ("old_log_probs", "rollout_log_probs", "ref_log_prob", "entropy", "advantages", "values", "returns")
@@ -314,7 +314,7 @@ def find_runs(*folders: str | Path) -> list[RunFolder]:
         for parent, names, files in os.walk(root):
             names[:] = sorted(name for name in names if not name.startswith((".", "global_step_")))
             if {INFO, METRICS} & set(files):
-                names[:] = [name for name in names if name not in (SAMPLES, "logs", "rewards")]
+                names[:] = [name for name in names if name not in (SAMPLES, "logs", REWARDS)]
                 found.setdefault(Path(parent).resolve(), RunFolder(parent))
     return list(found.values())
 

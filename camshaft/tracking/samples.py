@@ -28,6 +28,7 @@ from torch import Tensor
 from camshaft.config.schema.trainer import SamplesConfig
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.tracking.base import rename_existing
+from camshaft.tracking.durable import Ranges, format_steps, missing_steps, step_ranges
 from camshaft.tracking.run_folder import SAMPLES, TOKEN_COLUMNS
 
 Decode = Callable[[list[list[int]]], list[str]]
@@ -55,29 +56,48 @@ class SampleWriter:
         """Steps of the files in ascending order, and their sizes in bytes."""
         self._has_failed = False
 
-    def start(self, resumed_step: int | None) -> None:
-        """Delete files after the checkpoint of a run that resumes. A new run renames the folder of an earlier one."""
-        if not self.folder.is_dir():
-            return
+    def start(self, resumed_step: int | None, recorded: Ranges = ()) -> None:
+        """Delete files after the checkpoint of a run that resumes. A new run renames the folder of an earlier one.
+
+        If files of the `recorded` steps, as `stored_steps` returned them, are missing or empty, log a warning.
+        """
         if resumed_step is None:
-            rename_existing(self.folder)
+            if self.folder.is_dir():
+                rename_existing(self.folder)
             return
         sizes: dict[int, int] = {}
-        for path in self.folder.iterdir():
+        later_bytes = 0
+        for path in self.folder.iterdir() if self.folder.is_dir() else ():
             step = path.stem.removeprefix("step_")
             try:
+                size = path.stat().st_size
                 if path.suffix != ".parquet" or not step.isdecimal() or int(step) > resumed_step:
                     path.unlink()
-                else:
-                    sizes[int(step)] = path.stat().st_size
+                    later_bytes += size
+                elif size:
+                    sizes[int(step)] = size
             except OSError as error:
                 message = "the responses in %s cannot be accessed: %s. The run continues without them"
                 logger.warning(message, path, error.strerror or error)
         for step in sorted(sizes):
             self._record(step, sizes[step])
+        lost = missing_steps(recorded, sizes)
+        if lost and later_bytes <= self._limit() // 2:  # otherwise later steps may have caused their deletion
+            message = "%s lacks the responses of steps %s, which it contained when step %d was saved"
+            logger.warning(message, self.folder, format_steps(lost), resumed_step)
 
-    def write(self, batch: DataProto, step: int) -> None:
-        """Write the responses of a step, and delete older files that exceed the limit."""
+    def stored_steps(self) -> Ranges:
+        """Return the steps whose files cannot be missing later, unless they are lost.
+
+        These are all stored ones, or none once the limit of the size is near, which deletes files.
+        """
+        return step_ranges(self._steps) if sum(self._sizes) <= self._limit() // 2 else []
+
+    def write(self, batch: DataProto, step: int) -> Path:
+        """Write the responses of a step, delete older files that exceed the limit, and return the path.
+
+        If the file cannot be written, a warning is logged once.
+        """
         path = self.folder / f"step_{step}.parquet"
         work = path.with_name(f".{path.name}.unfinished")
         try:
@@ -95,14 +115,18 @@ class SampleWriter:
                 message = "the responses of step %d cannot be written to %s: %s. The run continues without them"
                 logger.warning(message, step, self.folder, error.strerror or error)
             self._has_failed = True
+        return path
 
     def _record(self, step: int, size: int) -> None:
         self._steps.append(step)
         self._sizes.append(size)
 
+    def _limit(self) -> int:
+        """Return the maximum size of all files in bytes."""
+        return int(self.config.max_gb * 1e9)
+
     def _prune(self) -> None:
-        limit = int(self.config.max_gb * 1e9)
-        while sum(self._sizes) > limit and len(self._steps) > 1:
+        while sum(self._sizes) > self._limit() and len(self._steps) > 1:
             index = least_useful(self._steps)
             (self.folder / f"step_{self._steps.pop(index)}.parquet").unlink(missing_ok=True)
             self._sizes.pop(index)

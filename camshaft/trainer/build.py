@@ -29,6 +29,7 @@ from camshaft.rewards.manager import PendingScores
 from camshaft.rewards.messages import FunctionSpec
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
 from camshaft.stop import Stop
+from camshaft.tracking.durable import RunFiles
 from camshaft.tracking.record import RunStatus
 from camshaft.tracking.samples import SampleWriter
 from camshaft.trainer.advantages import load_estimator
@@ -73,6 +74,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
                 config.trainer.default_local_dir, config.trainer.default_hdfs_dir, config.trainer.worker_limit("save")
             )
             self.samples = SampleWriter(self.folder, config.trainer.samples, self.decode)
+            self.files = RunFiles(self.folder)
             specs, logs = pool_specs(config), self.folder / "logs"
             pools = stack.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, logs))
             pool_of = {role: pools[name] for role, name in config.pools().items()}

@@ -47,7 +47,7 @@ from camshaft.trainer.dynamic_sampling import sample_informative_prompts
 from camshaft.trainer.idle import IdleCheck
 from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
 from camshaft.trainer.mini_batches import first_mini_batch, sampling_seeds, shard_rows, shuffle_seed
-from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume
+from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume, recorded_steps
 from camshaft.trainer.schedule import SAVE_INTERVAL, Schedule
 from camshaft.trainer.session import Extensions, StepHook, call_hooks, check_libraries, pool_specs, session
 from camshaft.trainer.validate import Sample, best_and_worst, decode_samples, save_samples, validate
@@ -272,7 +272,8 @@ class PPOTrainer:
         if self.config.trainer.resume_mode != "auto" and not self.config.trainer.val_only:
             self.parts.checkpoints.move_aside(after=self.global_step)
         if not self.config.trainer.val_only:
-            self.parts.samples.start(None if saved is None else saved.step)
+            recorded = recorded_steps(saved, self.parts.folder)
+            self.parts.samples.start(None if saved is None else saved.step, recorded["samples"])
         return saved
 
     def fit(self, tracking: Tracking, stop: Stop | None = None) -> dict[str, float]:
@@ -370,7 +371,7 @@ class PPOTrainer:
         self.examples = best_and_worst(self.parts, batch) if self._shows_examples() else []
         if self.config.trainer.samples.enable:
             self.parts.status.enter("samples")
-            self.parts.samples.write(batch, self.global_step)
+            self.parts.files.add(self.parts.samples.write(batch, self.global_step))
 
     def validate(self, tracking: Tracking) -> dict[str, float]:
         """Score and write responses to the validation prompts, and log the first `log_val_generations` of them."""
@@ -387,12 +388,17 @@ class PPOTrainer:
         return metrics
 
     def _write(self, samples: list[Sample], folder: str) -> None:
-        save_samples(samples, Path(folder) / f"step_{self.global_step}.jsonl")
+        path = Path(folder).expanduser() / f"step_{self.global_step}.jsonl"
+        save_samples(samples, path)
+        self.parts.files.add(path)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
     def save(self, prune: bool = True) -> None:
-        """Save the state of the run as an atomic checkpoint, unless a model has diverged, and prune old checkpoints."""
+        """Save the state of the run as an atomic checkpoint, unless a model has diverged, and prune old checkpoints.
+
+        The files of the steps up to this one are flushed to the disk before.
+        """
         trainer, step = self.config.trainer, self.global_step
         self.parts.status.enter("save")
         self.divergence.check_outputs(step)
@@ -406,6 +412,7 @@ class PPOTrainer:
             "config": config_record(self.config),
             "inputs": self.input_checksums,
             "tokenizer": str(Path(self.parts.tokenizer.name_or_path).absolute()),
+            "recorded": {"metrics": self.parts.files.flush(), "samples": self.parts.samples.stored_steps()},
         }
         keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep} if prune else {}
         contents = {"actor": self.config.actor_rollout_ref.actor.checkpoint, "critic": self.config.critic.checkpoint}

@@ -23,6 +23,7 @@ from camshaft.errors import CamshaftError, CheckpointError
 from camshaft.models.loader import model_folder
 from camshaft.rewards.callables import reward_checksum
 from camshaft.rewards.messages import FunctionSpec
+from camshaft.tracking.durable import Ranges
 
 SAMPLE_BYTES = 1 << 20
 """Number of bytes at the start and at the end of a weight file that `input_checksums` reads."""
@@ -82,6 +83,18 @@ def check_resume(
             "checkpoint, or start a new run with trainer.resume_mode=disable"
             + (f". Changed keys: {', '.join(changes)}" if changes else "")
         )
+
+
+def recorded_steps(saved: SavedCheckpoint | None, folder: str | Path) -> dict[str, Ranges]:
+    """Return the steps whose `metrics` and `samples` were stored in a run folder when it saved the checkpoint.
+
+    Without a checkpoint there are none. A checkpoint of an earlier version does not record them, and for one from
+    another folder or from the mirror, they are stored elsewhere.
+    """
+    nothing: dict[str, Ranges] = {"metrics": (), "samples": ()}
+    if saved is None or saved.is_fetched or saved.folder.parent.resolve() != Path(folder).expanduser().resolve():
+        return nothing
+    return nothing | saved.state.get("recorded", {})
 
 
 def input_checksums(config: PPOConfig | SupervisedConfig, reward: Sequence[FunctionSpec] = ()) -> dict[str, str]:

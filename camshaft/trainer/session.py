@@ -67,6 +67,7 @@ from camshaft.tracking.base import Command
 from camshaft.tracking.console import shared_console
 from camshaft.tracking.jsonl import FILE_NAME
 from camshaft.tracking.record import RECORD, log_text, log_to_file, record_failed_start
+from camshaft.trainer.resume import recorded_steps
 
 COMMANDS: Mapping[type[PPOConfig | SupervisedConfig], Command] = {PPOConfig: "ppo", SFTConfig: "sft", RMConfig: "rm"}
 """Command of each kind of run."""
@@ -150,6 +151,7 @@ class Session:
             resumed_step=None if saved is None else saved.step,
             config=without_secrets(config),
             command=COMMANDS[type(config)],
+            recorded_steps=recorded_steps(saved, trainer.default_local_dir)["metrics"],
         )
         return Tracking([*trainer.logger, RECORD], info)
 
@@ -356,7 +358,7 @@ def _check_machine(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int)
         check_device(trainer.device, ranks)
     folder = Path(trainer.default_local_dir).expanduser()
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        storage.make_folder(folder)
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:

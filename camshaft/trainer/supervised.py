@@ -32,6 +32,7 @@ from camshaft.models.loader import import_external, load_config, load_tokenizer,
 from camshaft.roles import RMWorker, SFTWorker, SupervisedWorker
 from camshaft.stop import ENDED_BY_SIGNAL, Stop
 from camshaft.tracking import Tracking
+from camshaft.tracking.durable import RunFiles
 from camshaft.tracking.record import RunStatus
 from camshaft.trainer.divergence import DivergenceCheck
 from camshaft.trainer.mini_batches import balance_ranks
@@ -89,6 +90,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         self.checkpoints = CheckpointManager(
             config.trainer.default_local_dir, config.trainer.default_hdfs_dir, config.trainer.worker_limit("save")
         )
+        self.files = RunFiles(config.trainer.default_local_dir)
         self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
         self.divergence = DivergenceCheck({"model": self.model}, config.trainer.max_skipped_steps, prefix="train")
         self.global_step = 0
@@ -184,7 +186,10 @@ class SupervisedTrainer(ABC, Generic[W]):
         return DataProto.concat(results)
 
     def save(self, prune: bool = True) -> None:
-        """Save the state of the run as an atomic checkpoint, unless the model has diverged; prune old checkpoints."""
+        """Save the state of the run as an atomic checkpoint, unless the model has diverged; prune old checkpoints.
+
+        The files of the steps up to this one are flushed to the disk before.
+        """
         self.status.enter("save")
         self.divergence.check_outputs(self.global_step)
         roles = {"model": partial(self.model.save_checkpoint, global_step=self.global_step)}
@@ -195,6 +200,7 @@ class SupervisedTrainer(ABC, Generic[W]):
             "best": self.best.state_dict(),
             "config": config_record(self.config),
             "inputs": self.input_checksums,
+            "recorded": {"metrics": self.files.flush()},
         }
         self.checkpoints.save(self.global_step, roles, state, keep, exports, self.best.step)
 

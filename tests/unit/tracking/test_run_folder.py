@@ -210,7 +210,7 @@ def test_a_damaged_description_is_no_error(facts: str, tmp_path: Path) -> None:
 
 
 def test_a_folder_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / ".run.json.unfinished").mkdir()
+    (tmp_path / "run.json.unfinished").mkdir()
     RunRecord(RunInfo("p", "e", tmp_path, total_steps=1))
     assert "run.json cannot be written" in caplog.text
 

@@ -1,5 +1,6 @@
 """Responses in the run folder: which rows have values per token, where tokens end, and which files remain."""
 
+import shutil
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -224,3 +225,41 @@ def test_a_folder_that_cannot_be_written_costs_one_warning(
     for step in (1, 2):
         target.write(batch_of(tokenizer), step)
     assert [record.getMessage()[:32] for record in caplog.records] == ["the responses of step 1 cannot b"]
+
+
+def test_lost_files_are_named_when_a_run_resumes(
+    writer: Callable[..., SampleWriter], tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = writer()
+    for step in (2, 4, 5, 6, 7):
+        first.write(batch_of(tokenizer), step)
+    recorded = first.stored_steps()
+    assert recorded == [[2, 2], [4, 7]]
+    first.write(batch_of(tokenizer), 8)
+    for step in (2, 5):
+        (first.folder / f"step_{step}.parquet").unlink()
+    (first.folder / "step_6.parquet").write_bytes(b"")
+    second = writer()
+    second.start(7, recorded)
+    assert caplog.messages == [
+        f"{first.folder} lacks the responses of steps 2, 5-6, which it contained when step 7 was saved"
+    ]
+    assert second.stored_steps() == [[4, 4], [7, 7]], "a lost file is named once"
+
+
+def test_files_deleted_because_of_the_limit_are_not_lost(
+    writer: Callable[..., SampleWriter], tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
+    measured = writer()
+    size = measured.write(batch_of(tokenizer), 1).stat().st_size
+    limit = {"max_gb": 5.5 * size / 1e9}
+    for saved in range(2, 9):  # the checkpoint of this step, after which the run writes four more files and is killed
+        shutil.rmtree(measured.folder)
+        killed = writer(**limit)
+        for step in range(1, saved + 1):
+            killed.write(batch_of(tokenizer), step)
+        recorded = killed.stored_steps()
+        for step in range(saved + 1, saved + 5):
+            killed.write(batch_of(tokenizer), step)
+        writer(**limit).start(saved, recorded)
+    assert caplog.messages == []
