@@ -335,7 +335,7 @@ class Parts:
         if belongs:
             return None
         origin = "another checkpoint" if step in (None, 0, self.step) else f"the checkpoint of step {step}"
-        return f"'{role}' belongs to {origin}, and '{TRAINER}' to that of step {self.step}"
+        return f"'{role}' belongs to {origin}, and 'trainer' to that of step {self.step}"
 
 
 def _checksums(checkpoint: Path, roles: Iterable[str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from pyarrow import parquet
 
 from camshaft import storage
 from camshaft.data.tables import Paths, open_files
-from camshaft.errors import BatchError, CheckpointError, ConfigError
+from camshaft.errors import BatchError, CheckpointError, ConfigError, FormatError
 
 TYPES = {
     "": pyarrow.string(),
@@ -89,6 +89,8 @@ class Parts:
         """Return the metadata of a part, or None if the part is missing or damaged, so that it is generated again."""
         try:
             return storage.verify(folder)
+        except FormatError:
+            raise
         except CheckpointError as error:
             if folder.exists():
                 logger.warning("%s; generating these responses again", error)

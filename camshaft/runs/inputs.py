@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from camshaft import storage
 from camshaft.errors import CamshaftError, ConfigError
 
 FOLDER = "inputs"
@@ -59,7 +60,9 @@ def save_rows(rows: Iterable[Any], run_folder: Path, name: str) -> str:
             os.unlink(file.name)
             raise
     target = folder / f"{name}-{checksum.hexdigest()[:12]}.jsonl"
+    storage.flush(Path(file.name))
     os.replace(file.name, target)
+    storage.flush(folder)
     return str(target)
 
 
@@ -140,7 +143,10 @@ def _save_folder(name: str, run_folder: Path, write: Callable[[Path], object]) -
         target = folder / f"{name}-{checksum(files)[:12]}"
         if not target.exists():
             work.chmod(0o755)  # mkdtemp creates private folders
+            for path in (*files, work):
+                storage.flush(path)
             os.replace(work, target)
+            storage.flush(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return str(target)

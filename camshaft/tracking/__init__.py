@@ -13,6 +13,7 @@ Modules:
     record.py       run.json, config.yaml, status.json and log.txt in the run folder
     no_signal.py    finds out why a step gives the policy no signal
     samples.py      responses of the steps in the run folder
+    durable.py      flushes these files before a checkpoint covers them
     run_folder.py   reads the run folder, without torch
 
 Only the file of a tracker imports its library. The trainers call `Tracking.log` once per step.

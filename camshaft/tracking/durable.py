@@ -15,6 +15,7 @@ import contextlib
 import logging
 import re
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from camshaft import storage
@@ -22,6 +23,9 @@ from camshaft.tracking.run_folder import LOG, METRICS, REWARDS
 
 Ranges = Sequence[Sequence[int]]
 """Steps as pairs of the first and the last one of each range, in ascending order."""
+
+NUM_THREADS = 8
+"""Number of files that are flushed at the same time. A file system writes them together, in a tenth of the time."""
 
 _STEP = re.compile(rb'\{"step": (\d+),')
 
@@ -43,19 +47,11 @@ class RunFiles:
         self._added.add(path)
 
     def flush(self) -> Ranges:
-        """Flush the files and the names in their folders. Return the steps in `metrics.jsonl`.
-
-        If the disk reports an error, a warning is logged, because the checkpoint is worth more than these files.
-        """
+        """Flush the files and the names in their folders. Return the steps in `metrics.jsonl`."""
         files = {self.folder / METRICS, self.folder / LOG, *(self.folder / REWARDS).glob("*"), *self._added}
         folders = {self.folder, *(path.parent for path in files)}
-        for path in (*files, *folders):
-            try:
-                with contextlib.suppress(FileNotFoundError):  # optional, or deleted because of a limit on their size
-                    storage.flush(path)
-            except OSError as error:
-                message = "%s cannot be flushed to the disk: %s. A power failure can damage it"
-                logger.warning(message, path, error.strerror or error)
+        with ThreadPoolExecutor(NUM_THREADS) as pool:
+            list(pool.map(_flush, (*files, *folders)))
         self._added.clear()
         return self._logged_steps()
 
@@ -70,6 +66,17 @@ class RunFiles:
                 if match := _STEP.match(line):
                     _append(self._steps, int(match[1]))
         return [list(bounds) for bounds in self._steps]
+
+
+def _flush(path: Path) -> None:
+    """Flush a file or folder. An error of the disk causes a warning: the checkpoint is worth more than these files."""
+    try:
+        storage.flush(path)
+    except FileNotFoundError:
+        pass  # optional, or deleted because of a limit on their size
+    except OSError as error:
+        message = "%s cannot be flushed to the disk: %s. A power failure can damage it"
+        logger.warning(message, path, error.strerror or error)
 
 
 def step_ranges(steps: Iterable[int]) -> Ranges:

@@ -89,11 +89,9 @@ def test_steps_without_a_checkpoint_do_not_wait_for_the_disk(tmp_path: Path) -> 
         assert flushes.count(str(tmp_path / "run" / name)) == 1, name
 
 
-@pytest.mark.parametrize("engine", ["reference", pytest.param("fsdp", marks=pytest.mark.slow)])
-def test_metrics_of_a_supervised_run_are_flushed_before_its_checkpoint(engine: str, tmp_path: Path) -> None:
-    changes = {"trainer.total_training_steps": 2, "trainer.save_freq": 1, "strategy": engine}
-    if engine == "fsdp":
-        changes |= {"checkpoint.async_save": True}
+@pytest.mark.parametrize("engine", [{"strategy": "reference"}, {"strategy": "fsdp", "checkpoint.async_save": True}])
+def test_metrics_of_a_supervised_run_are_flushed_before_its_checkpoint(engine: dict[str, Any], tmp_path: Path) -> None:
+    changes = {"trainer.total_training_steps": 2, "trainer.save_freq": 1, **engine}
     with recorded_flushes() as events:
         assert camshaft("sft", *sft_args(tmp_path, changes)).status == 0
     metrics = tmp_path / "sft" / "metrics.jsonl"
@@ -101,6 +99,10 @@ def test_metrics_of_a_supervised_run_are_flushed_before_its_checkpoint(engine: s
         size = flushed_before(events, tmp_path / "sft" / f"global_step_{step}" / "trainer")[str(metrics)]
         rows = metrics.read_bytes()[:size].splitlines()
         assert [json.loads(row)["step"] for row in rows] == list(range(1, step + 1))
+        trainer, model = (
+            storage.read_manifest(tmp_path / "sft" / f"global_step_{step}" / part) for part in ("trainer", "model")
+        )
+        assert trainer["facts"]["manifests"] == {"model": model["sha256"]}, "also if it is written in the background"
 
 
 # -- lost files ---------------------------------------------------------------------------------------
