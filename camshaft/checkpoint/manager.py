@@ -278,7 +278,7 @@ class CheckpointManager:
         parts = Parts.read(folder)
         problem = parts.problem(folder)
         if problem is not None:
-            raise CheckpointError(f"{folder} is incomplete: {problem}")
+            raise CheckpointError(f"{folder} cannot be used: {problem}")
         threads = min(_MAX_THREADS, os.cpu_count() or 1)
         with ThreadPoolExecutor(threads) as pool:
             shares = [(folder / role, (index, threads)) for role in parts.roles for index in range(threads)]
