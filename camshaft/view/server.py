@@ -6,9 +6,11 @@
 
 The server listens on the loopback interface or on a Unix socket. Each request needs the token, in the URL at first and
 in a cookie afterwards, and a Host header that names this machine; every other request gets status 403. Runs and files
-are addressed by their position in the server's own list, never by a path.
+are addressed by their position in the server's own list, never by a path. There are at most `MAX_CONNECTIONS`
+connections: a further one replaces the one that has been without a permitted request for the longest time.
 """
 
+import contextlib
 import hmac
 import json
 import math
@@ -17,6 +19,7 @@ import re
 import secrets
 import socket
 import socketserver
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -52,9 +55,19 @@ HEADERS = {
 }
 SEARCH_SECONDS = 10.0
 """Time between two searches for new runs."""
+MAX_CONNECTIONS = 64
+"""Maximum number of connections. A browser opens six."""
+MAX_FIELDS = 1000
+"""Maximum number of parameters of a request."""
+MAX_DIGITS = 18
+"""Maximum number of digits of a parameter, which fit into 64 bits."""
 VIEWS = ("/runs", "/curves", "/phases", "/config", "/responses", "/ranked")
 """Paths of the data of the page."""
 _HOST = re.compile(r"^(localhost|127\.0\.0\.1|\[::1\])(:\d+)?$")
+
+
+class _QueryError(CamshaftError):
+    """A parameter of a request is invalid."""
 
 
 class Page:
@@ -115,7 +128,10 @@ class Page:
 
 
 def _integers(query: dict[str, list[str]], name: str) -> list[int]:
-    return [int(text) for text in query.get(name, []) if text.isdecimal()]
+    texts = [text for text in query.get(name, []) if text.isdecimal()]
+    if any(len(text) > MAX_DIGITS for text in texts):
+        raise _QueryError(f"{name}: the number is too large; it can have {MAX_DIGITS} digits")
+    return [int(text) for text in texts]
 
 
 def configs(runs: Sequence[RunFolder]) -> dict[str, Any]:
@@ -143,18 +159,25 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 30
 
     def do_GET(self) -> None:
-        parts = urlsplit(self.path)
-        query = parse_qs(parts.query)
+        try:
+            parts = urlsplit(self.path)
+            query = parse_qs(parts.query, max_num_fields=MAX_FIELDS)
+        except ValueError as error:
+            self._send(HTTPStatus.BAD_REQUEST, f"400: {error}\n".encode())
+            return
         if not self._is_allowed(query):
             self._send(HTTPStatus.FORBIDDEN, b"403: open the URL that camshaft view has printed\n")
-        elif parts.path in FILES:
+            return
+        self.server.keep(self.connection)
+        if parts.path in FILES:
             name, kind = FILES[parts.path]
             self._send(HTTPStatus.OK, (STATIC / name).read_bytes(), kind)
         else:
             try:
                 value = self.server.page.answer(parts.path, query)
             except CamshaftError as error:
-                self._send(HTTPStatus.NOT_FOUND, _json({"error": str(error)}), "application/json")
+                status = HTTPStatus.BAD_REQUEST if isinstance(error, _QueryError) else HTTPStatus.NOT_FOUND
+                self._send(status, _json({"error": str(error)}), "application/json")
                 return
             if value is None:
                 self._send(HTTPStatus.FORBIDDEN, b"403: no such page\n")
@@ -211,11 +234,15 @@ class PageServer(ThreadingHTTPServer):
     """Server of the page on a loopback port, or on a Unix socket with mode 0600."""
 
     daemon_threads = True
+    request_queue_size = MAX_CONNECTIONS
 
     def __init__(self, folders: Sequence[str | Path], port: int = 0, socket_path: Path | None = None):
         self.page = Page(folders)
         self.token = secrets.token_urlsafe(24)
         self.socket_path = socket_path
+        self._connections: dict[Any, None] = {}
+        """Open connections, in the order of their last permitted request."""
+        self._lock = threading.Lock()
         if socket_path is None:
             super().__init__(("127.0.0.1", port), _Handler)
         else:
@@ -237,6 +264,33 @@ class PageServer(ThreadingHTTPServer):
             return
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = "localhost", 0
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Handle a connection in a thread. Close the oldest one if there are too many."""
+        with self._lock:
+            oldest = next(iter(self._connections), None) if len(self._connections) == MAX_CONNECTIONS else None
+            self._connections.pop(oldest, None)
+            self._connections[request] = None
+        if oldest is not None:
+            with contextlib.suppress(OSError):  # it has just been closed
+                oldest.shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def keep(self, request: Any) -> None:
+        """Make this connection the last one to be closed for a new one."""
+        with self._lock:
+            if self._connections.pop(request, request) is None:
+                self._connections[request] = None
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._connections.pop(request, None)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Print the traceback of an error, except that of a client which has gone."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
 
     def server_close(self) -> None:
         super().server_close()
