@@ -20,9 +20,10 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
-from multiprocessing import resource_tracker, util
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -31,10 +32,10 @@ import torch
 
 from camshaft.controller.executor import Executor, log_to_file, set_environment
 from camshaft.controller.group import InProcessPool, Options, Pool
-from camshaft.controller.process_pool import Inbox, ProcessPool, WorkerProcess
+from camshaft.controller.process_pool import END_SECONDS, Inbox, ProcessPool, WorkerProcess
 from camshaft.controller.resources import PoolSpec
 from camshaft.controller.worker import RankInfo
-from camshaft.errors import ConfigError
+from camshaft.errors import ConfigError, WorkerError
 from camshaft.machine import omp_threads
 from camshaft.stacks import dump_stacks_on_signal, read_stacks
 from camshaft.stop import ignore_stop_signals
@@ -43,6 +44,7 @@ from camshaft.subprocesses import (
     block_stop_signals,
     describe_exit,
     end_with,
+    is_running,
     kill_group,
     kill_own_group,
     receive,
@@ -59,6 +61,9 @@ PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distribute
 SOCKET_NAME_LENGTH = len("/pymp-12345678/listener-12345678")
 MAX_SOCKET_LENGTH = 107
 """Maximum number of bytes in the path of a Unix socket."""
+_OUT_OF_MEMORY = "as after SIGKILL, which the kernel sends when memory runs out; start the run again"
+_LOST_EXIT_CODE = 255
+"""Exit code that `multiprocessing` reports for the processes of a fork server that has ended."""
 STOP: Frames = []
 """Message that ends a worker process."""
 
@@ -136,6 +141,16 @@ class LocalPool(ProcessPool):
     def rendezvous(self) -> str:
         return (self._folder / "rendezvous").as_uri()
 
+    def missing_service(self, probe: bool = False) -> str | None:
+        """Return a message if the fork server has ended. Its processes then seem to end with exit code 255."""
+        for process in self.processes if probe else ():
+            if isinstance(process, LocalProcess) and process.has_lost_fork_server():
+                return (
+                    f"the fork server (process {process.fork_server}), which has started the worker processes, has "
+                    f"ended, {_OUT_OF_MEMORY}"
+                )
+        return None
+
     def release(self) -> None:
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -159,8 +174,12 @@ class LocalProcess(WorkerProcess):
             resource_tracker.ensure_running()  # started before the signals are blocked, because this unblocks SIGTERM
             main_module = contextlib.nullcontext() if options.import_main else _hidden_main_module()
             with block_stop_signals(), main_module:  # a signal must not end the fork server either
-                self._process.start()
+                try:
+                    self._process.start()
+                except (EOFError, ConnectionError) as error:
+                    raise WorkerError(f"the fork server ended while it started {name}, {_OUT_OF_MEMORY}") from error
         self.pid = self._process.pid
+        self.fork_server: int = forkserver._forkserver._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
         threading.Thread(target=self._exchange_messages, name=f"messages-{name}", daemon=True).start()
 
     def post(self, payload: Frames) -> None:
@@ -171,6 +190,15 @@ class LocalProcess(WorkerProcess):
 
     def exit_description(self) -> str | None:
         return None if self._process.is_alive() else describe_exit(self._process.exitcode)
+
+    def has_lost_fork_server(self) -> bool:
+        """Return True if this process seems to have ended because the fork server has."""
+        if self._process.exitcode != _LOST_EXIT_CODE:
+            return False
+        deadline = time.monotonic() + END_SECONDS
+        while is_running(self.fork_server) and time.monotonic() < deadline:  # its pipes close before it has ended
+            time.sleep(0.01)
+        return not is_running(self.fork_server)
 
     def join(self, seconds: float) -> None:
         self._process.join(seconds)

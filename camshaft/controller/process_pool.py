@@ -172,10 +172,11 @@ class ProcessPool(Pool):
         """Return an object that unpickles to the class in a worker process."""
         return role_class
 
-    def cluster_error(self, probe: bool = False) -> str | None:
-        """Return a message if a machine of the pool is dead, else None. This is called while the driver waits.
+    def missing_service(self, probe: bool = False) -> str | None:
+        """Return a message if a machine or a process is dead on which the pool depends, else None.
 
-        `probe` checks the machines now, because a rank has failed and a dead machine may be the cause.
+        This is called while the driver waits. `probe` checks them now, because a rank has failed, and they may be the
+        cause.
         """
         return None
 
@@ -351,8 +352,9 @@ class ProcessPool(Pool):
     def _check_alive(self) -> None:
         dead = next((process for process in self.processes if process.exit_description() is not None), None)
         request = next((requests[0] for requests in self._requests if requests), None)
-        if request is not None and (error := self.cluster_error(probe=dead is not None)) is not None:
-            raise WorkerError(f"{request}: {error}")
+        has_work = request is not None or dead is not None
+        if has_work and (error := self.missing_service(probe=dead is not None)) is not None:
+            raise WorkerError(f"{request or self.spec.name}: {error}")
         if dead is not None:
             raise self._death_error(dead)
 
@@ -383,7 +385,7 @@ class ProcessPool(Pool):
             self._check_alive()
             if answer is not None and answer[1] is request and not answer[2][0]:
                 failures[answer[0]] = answer[2][1]
-        if (cluster_error := self.cluster_error(probe=True)) is not None:
+        if (cluster_error := self.missing_service(probe=True)) is not None:
             raise WorkerError(f"{request}: {cluster_error}")
         rank, failure = min(failures.items(), key=lambda item: item[1].at)
         summary = f"{request} raised on rank {rank} of {self.world_size}: {failure.summary}"

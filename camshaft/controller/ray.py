@@ -297,11 +297,11 @@ class RayPool(ProcessPool):
         # Workers cannot import the driver's script, so classes of the script are sent with their code.
         return _PickledClass(role_class) if role_class.__module__ == "__main__" else role_class
 
-    def cluster_error(self, probe: bool = False) -> str | None:
+    def missing_service(self, probe: bool = False) -> str | None:
         return self._monitor.error() or (self._monitor.probe() if probe else None)
 
     def release(self) -> None:
-        if self._group is not None and ray.is_initialized() and not self.cluster_error() and _head_answers():
+        if self._group is not None and ray.is_initialized() and not self.missing_service() and _head_answers():
             remove_placement_group(self._group)
         self._monitor.stop()
 

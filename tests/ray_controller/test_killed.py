@@ -175,6 +175,28 @@ def test_a_run_resumes_after_any_killed_process(
 
 
 @pytest.mark.cluster
+def test_ranks_end_with_their_driver_without_guards(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, mark = tmp_path / "run", f"guards-{os.getpid()}"
+    monkeypatch.setenv(MARK, mark)
+    process = start("-m", "camshaft", *run_args(home, run), "trainer.total_training_steps=1000")
+    monkeypatch.delenv(MARK)
+    try:
+        wait_for(lambda: '"step": 1,' in text_of(run / "metrics.jsonl") or process.poll() is not None, 100)
+        guards = [pid for pid in marked(mark) if command(pid)[0] == "/bin/sh"]
+        assert len(guards) == 4  # that of the cluster, and one per rank
+        for pid in guards:
+            os.kill(pid, signal.SIGKILL)
+    finally:
+        process.kill()
+        process.communicate()
+    ranks = [pid for pid in marked(mark) if "ActorExecutor" in command(pid)[0]]
+    assert still_running(ranks, 10) == []
+    assert still_running(marked(mark), 120) == []  # Ray's agents wait a minute for the head of their cluster
+
+
+@pytest.mark.cluster
 def test_a_stopped_run_saves_and_leaves_no_process(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, mark = tmp_path / "run", f"stop-{os.getpid()}"
     monkeypatch.setenv(MARK, mark)

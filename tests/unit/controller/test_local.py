@@ -17,7 +17,7 @@ import pytest
 import torch
 from support import ranks  # noqa: F401  (preloads the fork server)
 from support.command_line import restore_ctrl_c
-from support.processes import still_running
+from support.processes import parent, still_running
 
 from camshaft import subprocesses
 from camshaft.contracts.controller.roles import Toy
@@ -171,6 +171,16 @@ def test_a_long_wait_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
     assert "in stall" not in first
     assert "in stall" in second
     assert len(caplog.records) == 2, "a call that takes as long as before is not reported"
+
+
+def test_a_killed_fork_server_is_named_in_the_error():
+    with workers(Toy, world_size=2) as toy:
+        server = parent(toy.pids()[0])
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(WorkerError, match=rf"the fork server \(process {server}\), which has started the worker"):
+            toy.stall(1, seconds=60)
+    with workers(Toy, world_size=2) as toy:  # a new fork server starts
+        assert len(toy.pids()) == 2
 
 
 class Waiting(Worker):
