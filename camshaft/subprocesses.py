@@ -294,23 +294,50 @@ def call_limit() -> tuple[Limit, float]:
     return limits[-1] if limits else (NO_LIMIT, math.inf)
 
 
-class Wait:
+class ReportTimes:
+    """Times at which something that lasts is reported: after 10, 20, 40, ... s, unless that is usual for its name."""
+
+    longest: ClassVar[dict[str, float]] = {}
+    """Longest duration by name so far, in seconds."""
+
+    def __init__(self, name: str):
+        self._name = name
+        self._next = max(REPORT_SECONDS, REPORT_FACTOR * self.longest.get(name, 0.0))
+        self.num_reports = 0
+
+    def is_due(self, age: float) -> bool:
+        return age > self._next
+
+    def reported(self, age: float) -> None:
+        self.num_reports += 1
+        self._next = max(age, 2 * self._next)
+
+    def record(self, duration: float) -> None:
+        """Record the duration, which determines the times of later reports."""
+        self.longest[self._name] = max(self.longest.get(self._name, 0.0), duration)
+
+
+class Wait(ReportTimes):
     """A wait for other processes. It is logged while it lasts, and `check` raises `error` at the limit.
 
     The limit of the call that this process runs (`limit_waits`) applies in addition to `limit`. If both are absent,
     `DEFAULT_LIMIT` applies.
     """
 
-    longest: ClassVar[dict[str, float]] = {}
-    """Duration of the longest wait for each call so far, in seconds."""
+    _checked_at: ClassVar[float] = -math.inf
+    """Time of the latest check of a wait."""
 
     def __init__(self, call: str, error: type[Exception], limit: Limit | None = None):
+        super().__init__(call)
         self.call, self._error = call, error
         self._call_limit, self._deadline = call_limit()
         self.limit = limit or (DEFAULT_LIMIT if self._call_limit is NO_LIMIT else NO_LIMIT)
         self._start = time.monotonic()
-        self._next_report = max(REPORT_SECONDS, REPORT_FACTOR * self.longest.get(call, 0.0))
-        self._num_reports = 0
+
+    @classmethod
+    def is_active(cls) -> bool:
+        """Return True if this process waits for another one at the moment."""
+        return time.monotonic() - cls._checked_at < 5 * POLL_SECONDS
 
     def check(
         self, target: Callable[[], str], stacks: Callable[[bool], str] | None = None, since: float | None = None
@@ -322,7 +349,7 @@ class Wait:
             stacks: Returns the stacks of these processes, and only their innermost frames if its argument is True.
             since: Start of the wait, if it is not the time at which the object was created.
         """
-        now = time.monotonic()
+        now = Wait._checked_at = time.monotonic()
         age = now - (self._start if since is None else since)
         if age > self.limit.seconds or now > self._deadline:
             limit = self.limit if age > self.limit.seconds else self._call_limit
@@ -331,21 +358,19 @@ class Wait:
                 f"{self.call}: no answer from {target()} for {age:.1f} s. If the call is only slow, increase the limit "
                 f"{limit.setting}" + (f"\n\n{text}" if text else "")
             )
-        if age > self._next_report:
+        if self.is_due(age):
             # Most slow calls end soon after the first report, so stacks are read only for the later ones.
-            text = stacks(True) if stacks is not None and self._num_reports else ""
+            text = stacks(True) if stacks is not None and self.num_reports else ""
             limit = min(self.limit, self._call_limit)
             note = f"; the limit is {limit.setting}" if limit.setting else ""
             logger.warning(
                 "%s: no answer from %s for %.0f s%s%s", self.call, target(), age, note, f"\n{text}" if text else ""
             )
-            self._num_reports += 1
-            self._next_report = max(age, 2 * self._next_report)
+            self.reported(age)
 
     def finish(self, since: float | None = None) -> None:
         """Record the duration of the wait, which determines when later waits for the same call are reported."""
-        duration = time.monotonic() - (self._start if since is None else since)
-        self.longest[self.call] = max(self.longest.get(self.call, 0.0), duration)
+        self.record(time.monotonic() - (self._start if since is None else since))
 
 
 def run_in_thread(function: Callable[[], T], wait: Wait, target: Callable[[], str]) -> T:

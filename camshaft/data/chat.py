@@ -12,11 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast
 
 import jinja2
+import rich.progress
 from rich.console import Console
-from rich.progress import track
 from transformers import PreTrainedTokenizerBase
 
 from camshaft.errors import BatchError
+from camshaft.progress import track
 
 Message = dict[str, Any]
 Prompt = str | list[Message]
@@ -32,7 +33,8 @@ def track_progress(items: Sequence[T], label: str, num_rows: int) -> Iterable[T]
     """Iterate over `items`, with a progress bar if the data set is large and stderr is a terminal."""
     console = Console(stderr=True)
     disable = num_rows < _MIN_PROGRESS_ROWS or not console.is_terminal
-    return track(items, label, console=console, transient=True, disable=disable)
+    shown = rich.progress.track(items, label, console=console, transient=True, disable=disable)
+    return track(shown, num_rows, f"rows ({label})", size=-(-num_rows // max(1, len(items))))
 
 
 def check_prompt(value: Any, location: str, column: str = "prompt") -> Prompt:

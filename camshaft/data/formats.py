@@ -22,6 +22,7 @@ import pyarrow
 from pyarrow import ipc, parquet
 
 from camshaft.errors import BatchError
+from camshaft.progress import track
 
 FORMATS = "parquet, JSON lines (.jsonl), JSON, CSV (.csv, .tsv) and Arrow"
 """Supported formats, for error messages."""
@@ -170,7 +171,8 @@ def _parse_json(path: Path, text: str) -> TextData:
 def _parse_json_lines(path: Path, text: str) -> TextData:
     rows: list[Row] = []
     lines: list[int] = []
-    for number, line in enumerate(text.split("\n"), start=1):
+    texts = text.split("\n")
+    for number, line in enumerate(track(texts, len(texts), f"lines of {path}"), start=1):
         if line.strip():
             lines.append(number)
             rows.append(_parse_line(path, number, line))

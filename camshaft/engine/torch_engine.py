@@ -78,6 +78,7 @@ from camshaft.models.lora import adapter_weights, disable_adapter, merged_weight
 from camshaft.models.packed import PackedModel, PackedModule
 from camshaft.models.routing import supported_models
 from camshaft.models.sequence import join_columns, split_columns
+from camshaft.progress import track
 from camshaft.seat import ONLY_RANK, Seat
 
 SAVE_TIMEOUT = timedelta(hours=12)
@@ -296,7 +297,7 @@ class TorchEngine(BaseEngine):
         if self._routing is not None:
             self._run_routed(micro_batches, self._routing)
             return
-        for index in range(len(micro_batches)):
+        for index in track(range(len(micro_batches)), len(micro_batches), "micro-batches"):
             inputs = micro_batches.prepare(index)
             with self.forward_context():
                 outputs = self.module(*inputs)
@@ -313,7 +314,7 @@ class TorchEngine(BaseEngine):
             if needs_count:
                 routed = [micro_batches.routed_experts(index) for index in indices]
                 routing.count(prepared, routed, [micro_batches.is_dummy(index) for index in indices])
-            for index in indices:
+            for index in track(indices, len(indices), "micro-batches"):
                 inputs = prepared[index] if needs_count else micro_batches.prepare(index)
                 with self.forward_context():
                     experts, is_dummy = micro_batches.routed_experts(index), micro_batches.is_dummy(index)

@@ -29,6 +29,7 @@ from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.device import to_device
 from camshaft.engine import BaseEngine, StepContext, StepResult
+from camshaft.progress import track
 from camshaft.seat import Seat
 
 
@@ -57,7 +58,8 @@ def mini_batches(data: DataProto, size: int, epochs: int, seed: int | None, pres
     all epochs in order (`trainer/mini_batches.py`).
     """
     epochs, seed = (1, None) if presharded else (epochs, seed)
-    return as_sequences(data).make_iterator(size, epochs, seed)
+    batches = as_sequences(data).make_iterator(size, epochs, seed)
+    return track(batches, epochs * len(data) // max(1, size), "mini-batches")
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ from transformers import (
 from camshaft.config.backends import HF
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
+from camshaft.progress import counted
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, OpenRows, SamplingParams, check_finite
 from camshaft.rollout.sampling import draw, sample_greedy, uniform_numbers
@@ -67,9 +68,11 @@ class HFRollout(SharedModelRollout):
             return rows.complete(Generation.empty(prompts))
         start = time.perf_counter()
         batches: list[Generation] = []
-        for batch in self._batches(rows.contexts.lengths.tolist()):
-            batches.append(self._generate(hf, rows.select(batch), sampling, stop_ids, strings))
-            check_finite(batches[-1].log_probs, first_row=batch.start)
+        with counted(len(rows.prompts), "responses") as work:
+            for batch in self._batches(rows.contexts.lengths.tolist()):
+                batches.append(self._generate(hf, rows.select(batch), sampling, stop_ids, strings))
+                check_finite(batches[-1].log_probs, first_row=batch.start)
+                work.done = batch.stop
         responses = Ragged.concat([batch.responses for batch in batches])
         metrics = {name: sum(batch.metrics[name] for batch in batches) for name in batches[0].metrics}
         metrics |= {

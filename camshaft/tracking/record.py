@@ -29,6 +29,7 @@ import yaml
 from camshaft import __version__, storage
 from camshaft.config.tree import flatten
 from camshaft.masking import PrintableFormatter, mask_arguments, printable
+from camshaft.progress import PhaseReports
 from camshaft.tracking.base import Ending, RunInfo, Tracker
 from camshaft.tracking.run_folder import CONFIG, INFO, LOG, STATUS, process_start
 
@@ -106,7 +107,8 @@ class RunStatus:
     """Step and phase of the run in this process, which a thread writes to the folder within the `with` block.
 
     It writes at most twice per second, so that training does not wait for the disk, and at least every `BEAT_SECONDS`,
-    so that a reader on another machine can tell a slow phase from a process that is gone.
+    so that a reader on another machine can tell a slow phase from a process that is gone. A phase that lasts long is
+    logged.
     """
 
     def __init__(self, folder: str | Path):
@@ -132,9 +134,10 @@ class RunStatus:
         self._write(self.step, self.phase, time.time())
 
     def _report(self) -> None:
-        written, written_at = None, 0.0
+        written, written_at, reports = None, 0.0, PhaseReports()
         while not self._stop.wait(POLL_SECONDS if written else 0.0):
             current, now = (self.step, self.phase), time.time()
+            reports.check(*self.phase, f"step {self.step}, phase {self.phase.name}")
             if current != written or now - written_at >= BEAT_SECONDS:
                 self._write(*current, now)
                 written, written_at = current, now

@@ -64,26 +64,15 @@ class SupervisedTrainer(ABC, Generic[W]):
         self.config = config
         check_export_path(config.export_path())
         self.tokenizer: Any = load_tokenizer(config.model.source(), config.model.trust_remote_code)
-        max_rows = config.data.train_max_samples
-        rows = self.rows(data_files(config.data.train_files), "training data", None if max_rows == -1 else max_rows)
-        self.config = fit_batch(config, len(rows))
-        self.loader = StatefulLoader(
-            rows,
-            self.config.data.train_batch_size,
-            total_epochs=config.trainer.total_epochs,
-            shuffle=config.data.shuffle,
-            seed=config.data_seed(),
-        )
-        val_files = config.data.val_files
-        self.val_rows = self.rows(data_files(val_files), "validation data") if val_files else None
-        self.total_steps = run_length(config.trainer, self.loader)
         ranks = config.trainer.world_size
         self.dp_size = Topology(ranks).dp_size(config.ranks_per_row())
-        self.input_checksums = input_checksums(config)
         logs = Path(config.trainer.default_local_dir) / "logs"
         specs = [global_pool(config.trainer, "model")]
         with contextlib.ExitStack() as stack:
             self.status = stack.enter_context(RunStatus(config.trainer.default_local_dir))
+            self._load_rows(config)
+            self.total_steps = run_length(config.trainer, self.loader)
+            self.input_checksums = input_checksums(config)
             pools = stack.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, logs))
             self.model = spawn(worker, self.config, self.total_steps, pool=pools[GLOBAL_POOL], name="model")
             self._exit = stack.pop_all()
@@ -96,6 +85,21 @@ class SupervisedTrainer(ABC, Generic[W]):
         self.global_step = 0
         self.on_step: Sequence[StepHook] = ()
         """Hooks that are called after each step, and may add metrics."""
+
+    def _load_rows(self, config: SupervisedConfig) -> None:
+        """Load the rows, and fit the batch size to them."""
+        max_rows = config.data.train_max_samples
+        rows = self.rows(data_files(config.data.train_files), "training data", None if max_rows == -1 else max_rows)
+        self.config = fit_batch(config, len(rows))
+        self.loader = StatefulLoader(
+            rows,
+            self.config.data.train_batch_size,
+            total_epochs=config.trainer.total_epochs,
+            shuffle=config.data.shuffle,
+            seed=config.data_seed(),
+        )
+        val_files = config.data.val_files
+        self.val_rows = self.rows(data_files(val_files), "validation data") if val_files else None
 
     def __enter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import supports_triton
+from camshaft.progress import counted
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, OpenRows, SamplingParams
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
@@ -101,8 +102,14 @@ class Scheduler:
         """Generate until all rows have ended."""
         start = time.perf_counter()
         # Inference tensors must not leave this context, so results are copied to normal tensors below.
-        with torch.inference_mode(), self.decoder.prepare(self.num_slots, self.num_steps) as self.forward:
+        num_rows = len(self.finished)
+        with (
+            torch.inference_mode(),
+            counted(num_rows, "responses") as work,
+            self.decoder.prepare(self.num_slots, self.num_steps) as self.forward,
+        ):
             while self.num_waiting or self.live.shape[1]:
+                work.done = num_rows - self.num_waiting - self.live.shape[1]
                 num_free = self.num_slots - self.live.shape[1]
                 if self.num_waiting and num_free >= min(self.num_waiting, max(1, self.num_slots // REFILL)):
                     self._fill_slots()
