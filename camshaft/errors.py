@@ -27,8 +27,13 @@ _FIXES = {
     errno.EISDIR: "rename or delete the folder that is in the place of a file",
     errno.EIO: "check the disk",
     errno.ESTALE: "check the network file system",
+    errno.ENXIO: "rename or delete the socket or device that is in the place of a file",
+    errno.EMFILE: "raise the limit of open files (`ulimit -n`)",
+    errno.ENFILE: "end programs that keep many files open, or raise the limit of the system (fs.file-max)",
+    errno.ENOMEM: "free memory, or raise its limit (`ulimit -v`, or that of the container)",
+    errno.EAGAIN: "raise the limit of processes and threads (`ulimit -u`, or that of the container)",
 }
-"""Fix for each error of a file system that a user can correct."""
+"""Fix for each error of the operating system that a user can correct."""
 
 
 class CamshaftError(Exception):
@@ -104,7 +109,7 @@ def report_error(error: CamshaftError) -> int:
 
 
 def report_file_error(error: OSError) -> int | None:
-    """Print a message for an error of a file system, and return the exit status. None means another kind of error."""
+    """Print a message for an error of the operating system, and return the exit status, or None for another error."""
     fix = _FIXES.get(error.errno or 0)
     if fix is None:
         return None

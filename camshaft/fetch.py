@@ -183,7 +183,7 @@ def _read_record(record: Path, url: str) -> dict[str, Any]:
     try:
         content = json.loads(record.read_text(encoding="utf-8"))
         return content["files"] if content["url"] == _without_secrets(url) else {}
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return {}
 
 

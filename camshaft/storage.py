@@ -122,8 +122,13 @@ def new_file(target: str | Path) -> Iterator[Path]:
 def lock_folder(folder: Path) -> IO[str] | None:
     """Lock a folder until the returned file is closed or the process ends. Return None if it is locked already.
 
-    If the file system does not support locks, a warning is logged.
+    If the file system does not support locks, a warning is logged. StorageError is raised if a pipe or a socket is in
+    the place of a file, because to open a pipe waits until another program does so too.
     """
+    for entry in folder.iterdir():
+        if entry.is_fifo() or entry.is_socket():
+            kind = "pipe" if entry.is_fifo() else "socket"
+            raise StorageError(f"{entry} is a {kind}, not a file; rename or delete it, or use another folder")
     path = folder / ".lock"
     path.touch()
     try:
@@ -230,6 +235,17 @@ def _parse_manifest(manifest: bytes, folder: str | Path) -> dict[str, Any]:
             f"formats up to {FORMAT}; update camshaft, or use another folder"
         )
     return {**contents, "sha256": checksum}
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file of a checkpoint; raise CheckpointError if it is damaged."""
+    try:
+        state = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path.parent} is damaged: {path.name} cannot be read ({error})") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path.parent} is damaged: {path.name} contains no object")
+    return state
 
 
 def _digest_of(contents: Mapping[str, Any]) -> str:

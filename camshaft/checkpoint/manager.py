@@ -283,7 +283,7 @@ class CheckpointManager:
         with ThreadPoolExecutor(threads) as pool:
             shares = [(folder / role, (index, threads)) for role in parts.roles for index in range(threads)]
             list(pool.map(lambda share: storage.verify(*share), shares))
-        state = json.loads((folder / TRAINER / "state.json").read_text(encoding="utf-8"))
+        state = storage.read_state(folder / TRAINER / "state.json")
         if parts.manifests is None:
             logger.info(
                 "%s was saved by an earlier version, which did not record the checksums of its roles; only their steps "

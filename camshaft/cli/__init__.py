@@ -3,12 +3,14 @@
 `COMMANDS` is the table of all commands. Each command is a function `(argv) -> exit status` in a module of this package.
 
 Commands import torch only after they have parsed the arguments and validated the config, so `--help` and config errors
-are fast. A `CamshaftError` or an error of a file system, such as a full disk, is printed as a message on stderr. The
-exit status is 2 for errors in the config or the arguments and 1 for all others. Any other exception is a bug and is
-raised with its traceback.
+are fast. A `CamshaftError` or an error of the operating system, such as a full disk, is printed as a message on
+stderr. The exit status is 2 for errors in the config or the arguments and 1 for all others. Any other exception is a
+bug and is raised with its traceback.
 """
 
 import argparse
+import errno
+import io
 import os
 import select
 import sys
@@ -16,13 +18,18 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from camshaft import __version__
-from camshaft.errors import CamshaftError, report_bug, report_error, report_file_error
+from camshaft.errors import CamshaftError, ConfigError, report_bug, report_error, report_file_error
+from camshaft.masking import mask_arguments
 from camshaft.plugins import import_attribute
+from camshaft.streams import open_closed_streams
 
 INTERRUPTED = 130
 """Exit status that shells use for a program that Ctrl-C ended."""
 BROKEN_PIPE = 141
 """Exit status that shells use for a program that SIGPIPE ended."""
+
+_NO_THREAD = "can't start new thread"
+"""Message of the RuntimeError that Python raises if the system has no resources for another thread."""
 
 
 class Command(NamedTuple):
@@ -64,12 +71,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (default: the process arguments) selects, and return the exit status."""
     sys.excepthook = report_bug
     arguments = list(sys.argv[1:] if argv is None else argv)
-    if "" not in sys.path and (folder := os.getcwd()) not in sys.path:
-        # The last entry allows my_engine:MyEngine in the working directory, and cannot shadow an installed package.
-        sys.path.append(folder)
+    open_closed_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a locale may lack characters of a response or a path
     targets = {command.name: command.target for command in COMMANDS}
     try:
         try:
+            if "" not in sys.path and (folder := _working_directory()) not in sys.path:
+                # This allows my_engine:MyEngine. The last entry cannot shadow an installed package.
+                sys.path.append(folder)
+            _check_text(arguments)
             if not arguments:
                 _parser().print_help()
                 return 0
@@ -87,9 +98,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         if (status := report_file_error(error)) is None:
             raise
         return status
+    except RuntimeError as error:
+        if str(error) != _NO_THREAD:
+            raise
+        return report_file_error(BlockingIOError(errno.EAGAIN, _NO_THREAD)) or 1
+    except UnicodeEncodeError as error:
+        encoding = sys.getfilesystemencoding()
+        if encoding == "utf-8":
+            raise
+        sys.stderr.write(f"camshaft: {error.object!a} cannot be encoded in {encoding}; set PYTHONUTF8=1\n")
+        return 1
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
+
+
+def _working_directory() -> str:
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the working directory has been deleted; change to another folder (`cd`)") from None
+
+
+def _check_text(arguments: Sequence[str]) -> None:
+    """Raise ConfigError if an argument is not text. Many libraries cannot open a file with such a name."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            encoding = sys.getfilesystemencoding()
+            fix = "rename the file" if encoding == "utf-8" else "set PYTHONUTF8=1"
+            text = ascii(mask_arguments([argument])[0])
+            raise ConfigError(f"the argument {text} is not valid text in the encoding {encoding}; {fix}") from None
 
 
 def _has_closed_output() -> bool:

@@ -347,7 +347,7 @@ def read_state_file(folder: Path) -> dict[str, Any]:
             f"{folder} has no {STATE_FILE}, so it is not a checkpoint of an engine; give the folder of one role, such "
             "as global_step_20/actor"
         )
-    return json.loads(path.read_text(encoding="utf-8"))
+    return storage.read_state(path)
 
 
 def _read_tensor_infos(folder: Path) -> dict[str, TensorInfo]:

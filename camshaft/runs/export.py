@@ -9,7 +9,6 @@ the engine up to rounding.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -105,7 +104,7 @@ def find_role(path: Path) -> RoleCheckpoint:
     if "model" not in facts:
         raise CheckpointError(f"{folder} does not record its model: {STATE_FILE} contains no entry 'engine.model'")
     state = folder.parent / TRAINER / "state.json"
-    tokenizer = json.loads(state.read_text(encoding="utf-8")).get("tokenizer") if state.is_file() else None
+    tokenizer = storage.read_state(state).get("tokenizer") if state.is_file() else None
     return RoleCheckpoint(folder, EngineModel(**facts["model"]), facts["seed"], tokenizer)
 
 

@@ -100,6 +100,6 @@ def _step_of(line: bytes) -> int | None:
     """Return the step of a line, or None if the line is damaged."""
     try:
         step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return None
     return step if isinstance(step, int) else None

@@ -21,6 +21,7 @@ import math
 import os
 import re
 import socket
+import stat
 import time
 from array import array
 from collections.abc import Collection
@@ -92,6 +93,8 @@ class Metrics:
         A file that was replaced, as by a run that resumes, is read again from its start.
         """
         try:
+            if self.path.is_fifo():  # to open it would wait for its other end
+                raise FileNotFoundError(self.path)
             with open(self.path, "rb") as file:
                 facts = os.fstat(file.fileno())
                 file.seek(max(0, self._offset - len(self._tail)))
@@ -130,6 +133,8 @@ class Metrics:
 
         Return False, without adding any, if the lines are damaged or a value is not a number.
         """
+        if b"[" in text or text.count(b"{") > text.count(b"\n"):
+            return False  # pyarrow crashes if values are nested deeply
         import pyarrow
         from pyarrow import json as arrow_json
 
@@ -152,7 +157,7 @@ class Metrics:
         try:
             values = json.loads(line)
             step = values.pop("step")
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
             return
         if not isinstance(step, int):
             return
@@ -265,6 +270,8 @@ class RunFolder:
         path = self.path / name
         try:
             facts = path.stat()
+            if not stat.S_ISREG(facts.st_mode):  # to open a pipe would wait for its other end
+                return {}
             version = (facts.st_ino, facts.st_size, facts.st_mtime_ns)
             if name not in self._read or self._read[name][0] != version:
                 self._read[name] = version, _parse_json(path.read_text(encoding="utf-8"))
@@ -338,8 +345,8 @@ def process_start(pid: int) -> str | None:
     It is the start time of the process on systems with `/proc`, and an empty string elsewhere.
     """
     with contextlib.suppress(OSError, IndexError):
-        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-        return None if stat[0] in ("Z", "X") else stat[19]
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+        return None if fields[0] in ("Z", "X") else fields[19]
     if Path("/proc/self/stat").exists():
         return None
     try:
@@ -360,6 +367,6 @@ def _step_files(folder: Path) -> dict[int, Path]:
 def _parse_json(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return value if isinstance(value, dict) else {}

@@ -16,6 +16,7 @@ import itertools
 import logging
 import numbers
 import os
+import select
 import shlex
 import sys
 import tempfile
@@ -61,6 +62,7 @@ from camshaft.rewards.manager import FAILED_REWARDS
 from camshaft.rewards.messages import FunctionSpec
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SupervisedWorker
 from camshaft.stop import Stop, handle_stop_signals
+from camshaft.streams import open_closed_streams
 from camshaft.temporary import remove_leftovers
 from camshaft.tracking import RunInfo, Tracking, check_trackers
 from camshaft.tracking.base import Command
@@ -166,6 +168,7 @@ def session(
     trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int | None = None, from_python: bool = False
 ) -> Iterator[Session]:
     """Check the machine, lock the output folder and set up logging for a run of `ranks` processes."""
+    open_closed_streams()
     ranks = trainer.world_size if ranks is None else ranks
     _check_machine(trainer, ranks)
     check_trackers(trainer.logger)
@@ -252,7 +255,9 @@ class _Stream(io.FileIO):
 
     def _write(self, data: Any) -> int:
         try:
-            return super().write(data)
+            while (count := super().write(data)) is None:  # the pipe does not block, and it is full
+                select.select([], [self], [])
+            return count
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
@@ -293,7 +298,7 @@ def continue_without_reader(log: Path) -> Iterator[None]:
         io.TextIOWrapper(
             io.BufferedWriter(_Stream(stream.fileno(), log)),
             encoding=stream.encoding,
-            errors=stream.errors,
+            errors="backslashreplace",  # a locale may lack characters of a response
             line_buffering=bool(stream.line_buffering),
         )
         for stream in streams
