@@ -7,12 +7,12 @@ The config checks and the loader of models call `cached_folder`. A URL `hf://own
 downloaded; `camshaft.fetch` resolves it. HF_HUB_CACHE, HF_HOME, HF_ENDPOINT and HF_TOKEN apply as in `huggingface_hub`.
 """
 
-import json
 import os.path
 import re
 from pathlib import Path
 
 from camshaft.errors import StorageError
+from camshaft.json_files import read_json_object
 
 SCHEME = "hf://"
 _SMALL = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
@@ -101,9 +101,19 @@ def _has_all_weights(folder: Path) -> bool:
 
 def _is_complete_format(folder: Path, pattern: str) -> bool:
     files = {path.name for path in folder.glob(pattern) if path.is_file()}
-    indexes = folder.glob(f"{pattern}.index.json")
-    listed = {
-        name for index in indexes for name in json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-    }
+    listed = {name for index in folder.glob(f"{pattern}.index.json") for name in read_weight_map(index).values()}
     shards = [match[1] for match in map(_SHARD.search, files) if match]
     return bool(files) and listed <= files and all(len(shards) >= int(count) for count in shards)
+
+
+def read_weight_map(index: Path) -> dict[str, str]:
+    """Return the files of the weights by name, from the index of a model with several weight files."""
+    try:
+        weight_map = read_json_object(index).get("weight_map")
+    except ValueError as error:
+        raise StorageError(f"{error}; download or copy the file again") from error
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise StorageError(
+            f"{index} has no weight_map that maps the names of weights to files; download or copy the file again"
+        )
+    return weight_map

@@ -30,6 +30,7 @@ from camshaft.config import EngineModel
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.digest import digest
 from camshaft.errors import CheckpointError
+from camshaft.models.folders import complete_index, convert_model_errors
 from camshaft.models.loader import CLASSES, file_layout, load_config, load_tokenizer, model_folder, quiet_transformers
 from camshaft.models.lora import load_adapter, save_adapter
 from camshaft.models.packed import OUTPUTS, Head
@@ -139,9 +140,11 @@ def export_adapter(
         if model.head != "causal_lm":
             config.num_labels = 1
         with quiet_transformers():
-            base = CLASSES[model.head].from_pretrained(
-                folder, config=config, dtype=check.dtype, trust_remote_code=model.trust_remote_code
-            )
+            errors = convert_model_errors(folder, config.model_type, model.head)
+            with errors, complete_index(folder) as readable:
+                base = CLASSES[model.head].from_pretrained(
+                    readable, config=config, dtype=check.dtype, trust_remote_code=model.trust_remote_code
+                )
             loaded, weights_loaded = load_adapter(base, work)
         digests = {name: _digest(tensor, dtype) for name, tensor in tensors.items()}
         _compare_weights(weights_loaded, digests, dtype, target)

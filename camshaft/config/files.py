@@ -4,11 +4,10 @@ import glob
 import os.path
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 from camshaft import hub
 from camshaft.config.errors import Problem
-from camshaft.config.model_settings import read_json
+from camshaft.config.model_settings import read_tokenizer
 from camshaft.config.run_folder import check_run_name
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
@@ -227,17 +226,7 @@ def _policy_tokenizer(config: PPOConfig) -> str:
 
 def _vocabularies_differ(path: str, other: str) -> bool:
     """Return True if two tokenizers define different token IDs. False if this machine lacks a `tokenizer.json`."""
-    vocabulary, other_vocabulary = _vocabulary(path), _vocabulary(other)
-    return vocabulary is not None and other_vocabulary is not None and vocabulary != other_vocabulary
-
-
-def _vocabulary(path: str) -> Any:
-    """Return the entries of `tokenizer.json` that define token IDs, or None if the file is missing or damaged.
-
-    Other entries are ignored, because they can change when transformers loads and saves the file.
-    """
-    content = read_json(path, "tokenizer.json")
-    if content is None:
-        return None
-    added = {token.get("id"): token.get("content") for token in content.get("added_tokens", ())}
-    return content.get("model", {}).get("vocab"), added
+    entries, other_entries = read_tokenizer(path), read_tokenizer(other)
+    if entries is None or other_entries is None:
+        return False
+    return (entries.vocabulary, entries.added) != (other_entries.vocabulary, other_entries.added)

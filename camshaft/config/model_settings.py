@@ -5,7 +5,6 @@ settings.positions()                                            # ("n_positions"
 settings.dropout()                                              # {"resid_pdrop": 0.1, "embd_pdrop": 0.1}
 """
 
-import json
 import os.path
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from camshaft import hub
+from camshaft.json_files import read_json_object
 from camshaft.storage import is_url
 
 POSITION_KEYS = ("n_positions", "max_position_embeddings")
@@ -47,7 +47,7 @@ class ModelSettings:
         scaling = [self.values.get(name) for name in ("rope_scaling", "rope_parameters")]
         if any(kind not in (None, "default") for kind in _rope_types(scaling)) or self.values.get("alibi"):
             return None
-        key = next((key for key in POSITION_KEYS if isinstance(self.values.get(key), int)), None)
+        key = next((key for key in POSITION_KEYS if _is_size(self.values.get(key))), None)
         return None if key is None else (key, self.values[key])
 
     def has_learned_positions(self) -> bool:
@@ -60,7 +60,7 @@ class ModelSettings:
         return {
             key: value
             for key, value in values.items()
-            if ("dropout" in key or key.endswith("pdrop")) and not key.startswith(("summary", "classifier"))
+            if is_dropout(key) and not key.startswith(("summary", "classifier"))
             if isinstance(value, float) and value > 0
         }
 
@@ -78,7 +78,33 @@ class ModelSettings:
         return self._number("vocab_size")
 
     def _number(self, *keys: str) -> int | None:
-        return next((self.values[key] for key in keys if isinstance(self.values.get(key), int)), None)
+        return next((self.values[key] for key in keys if _is_size(self.values.get(key))), None)
+
+
+def _is_size(value: Any) -> bool:
+    return isinstance(value, int) and value > 0
+
+
+def is_dropout(key: str) -> bool:
+    """Return True for a key of a dropout probability."""
+    return "dropout" in key or key.endswith("pdrop")
+
+
+def quantization(values: Mapping[str, Any]) -> str | None:
+    """Return the method with which the weights of a model are quantized, from its config.json; None if they are not."""
+    settings = values.get("quantization_config")
+    if settings is None:
+        return None
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    return str(method or "quantization_config")
+
+
+def quantization_problem(method: str) -> str:
+    """Return the problem of a model with quantized weights, with the fix."""
+    return (
+        f"contains quantized weights (quantization_config of config.json: {method}), but QLoRA and training of "
+        "quantized weights are not implemented. Use the unquantized model."
+    )
 
 
 def _rope_types(value: Any) -> Iterator[Any]:
@@ -101,10 +127,9 @@ def read_json(path: str, name: str) -> dict[str, Any] | None:
     """Return a JSON file of a model; None if it is missing or damaged, which the loader of the model reports."""
     folder = local_model(path)
     try:
-        content = None if folder is None else json.loads((folder / name).read_text(encoding="utf-8"))
+        return None if folder is None else read_json_object(folder / name)
     except (OSError, ValueError):
         return None
-    return content if isinstance(content, dict) else None
 
 
 def read_settings(path: str, override: Mapping[str, Any]) -> ModelSettings | None:
@@ -116,3 +141,40 @@ def read_settings(path: str, override: Mapping[str, Any]) -> ModelSettings | Non
     values = {key: value for key, value in values.items() if key not in aliased} | dict(override)
     text = values.get("text_config")
     return ModelSettings({**values, **text} if isinstance(text, Mapping) else values)
+
+
+class TokenizerSettings:
+    """Entries of a tokenizer.json that define token IDs. Entries of the wrong type are omitted."""
+
+    def __init__(self, content: Mapping[str, Any]):
+        model, added = content.get("model"), content.get("added_tokens")
+        self.vocabulary: Any = model.get("vocab") if isinstance(model, Mapping) else None
+        """IDs by token, or a list of tokens; None if the file has none."""
+        tokens = [token for token in added if isinstance(token, Mapping)] if isinstance(added, list) else []
+        self.added: dict[str, int] = {
+            token["content"]: token["id"]
+            for token in tokens
+            if isinstance(token.get("content"), str) and isinstance(token.get("id"), int)
+        }
+        """IDs of the added tokens."""
+
+    def token_id(self, token: Any) -> int | None:
+        """Return the ID of a token; None if it is unknown."""
+        if not isinstance(token, str):
+            return None
+        known = self.vocabulary if isinstance(self.vocabulary, Mapping) else {}
+        index = self.added.get(token, known.get(token))
+        return index if isinstance(index, int) else None
+
+    def largest_id(self) -> int:
+        """Return the largest ID of the vocabulary, without added tokens, which ordinary text does not produce."""
+        if isinstance(self.vocabulary, list):
+            return len(self.vocabulary) - 1
+        ids = self.vocabulary.values() if isinstance(self.vocabulary, Mapping) else ()
+        return max((index for index in ids if isinstance(index, int)), default=-1)
+
+
+def read_tokenizer(path: str) -> TokenizerSettings | None:
+    """Return the tokenizer.json of a folder; None if it is missing or damaged."""
+    content = read_json(path, "tokenizer.json")
+    return None if content is None else TokenizerSettings(content)

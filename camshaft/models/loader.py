@@ -11,16 +11,12 @@ downloaded from the hub only if it is written as a URL, `hf://owner/name`.
 
 import difflib
 import importlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoConfig,
@@ -28,6 +24,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -36,10 +33,21 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import logging as transformers_logging
 
 from camshaft import hub
+from camshaft.config.checks.model import machine_memory
 from camshaft.config.engine import EngineModel
 from camshaft.errors import EngineError
 from camshaft.fetch import fetch
 from camshaft.models.attention import PACKED, reject_unsupported
+from camshaft.models.folders import (
+    GENERATION_CONFIG,
+    check_config,
+    complete_index,
+    convert_errors,
+    convert_folder_errors,
+    convert_model_errors,
+    quantization_message,
+    reason,
+)
 from camshaft.models.lora import add_adapter, merged_weights
 from camshaft.models.packed import Head, PackedModel, logit_factor
 
@@ -58,9 +66,11 @@ def load_model(model: EngineModel, dtype: str, device: str, seed: int) -> Packed
     folder, config = _load_packable_config(model)
     # The model is built on the CPU, so that a seed gives the same weights on every device.
     with torch.random.fork_rng(devices=[]):
+        if not model.trust_remote_code:  # whose code may require weights with values
+            _check_memory(folder, config, model, DTYPES[dtype])
         torch.default_generator.manual_seed(seed)
         if model.random_init:
-            hf = _random_model(config, model, DTYPES[dtype])
+            hf = _random_model(folder, config, model, DTYPES[dtype])
         else:
             hf = _pretrained_model(folder, config, model, DTYPES[dtype])
     return _build_packed(hf, model, seed).to(device).eval()
@@ -74,6 +84,7 @@ def stored_weights(model: EngineModel) -> Iterator[tuple[str, Tensor]]:
     import_external(model.external_lib)
     folder = model_folder(model.path)
     config = load_config(folder, model.trust_remote_code, model.override_config)
+    _reject_quantized(folder, config)
     yield from merged_weights(_pretrained_model(folder, config, model, "auto", attention="eager"))
 
 
@@ -91,9 +102,9 @@ def file_layout(
 
 def skeleton(model: EngineModel, dtype: str) -> PackedModel:
     """Build the model on the meta device, for an engine that shards it before loading weights."""
-    _, config = _load_packable_config(model)
+    folder, config = _load_packable_config(model)
     with torch.device("meta"):
-        hf = _random_model(config, model, DTYPES[dtype])
+        hf = _random_model(folder, config, model, DTYPES[dtype])
         return _build_packed(hf, model, seed=0).eval()
 
 
@@ -102,6 +113,7 @@ def _load_packable_config(model: EngineModel) -> tuple[Path, PreTrainedConfig]:
     import_external(model.external_lib)
     folder = model_folder(model.path)
     config = load_config(folder, model.trust_remote_code, model.override_config)
+    _reject_quantized(folder, config)
     reject_unsupported(config)
     if model.head == "causal_lm":
         logit_factor(config)
@@ -128,14 +140,10 @@ def has_tokenizer(folder: Path) -> bool:
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder. If it has no pad token, the end-of-sequence token is used."""
     folder = local_folder(path, weights=False)
-    try:
+    check_config(folder, {})
+    problem = f"transformers cannot read a tokenizer from {folder}"
+    with convert_folder_errors(folder, problem, "Add tokenizer.json and tokenizer_config.json to the folder"):
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        _check_json(folder)
-        raise EngineError(
-            f"transformers cannot read a tokenizer from {folder}: {error}\n"
-            "Add tokenizer.json and tokenizer_config.json to the folder"
-        ) from error
     # Without tokenizer files, transformers returns a tokenizer with special tokens only.
     if len(tokenizer) <= len(tokenizer.added_tokens_encoder):
         raise EngineError(f"{folder} has no tokenizer; add tokenizer.json and tokenizer_config.json to the folder")
@@ -147,17 +155,6 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
             )
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def _check_json(folder: Path) -> None:
-    """Raise `EngineError` for the first file that is not valid JSON. transformers does not name it in all cases."""
-    for name in ("config.json", "tokenizer_config.json", "tokenizer.json"):
-        file = folder / name
-        try:
-            if file.is_file():
-                json.loads(file.read_bytes())
-        except ValueError as error:
-            raise EngineError(f"{file} is not valid JSON ({error}); copy the file to the folder again") from error
 
 
 def import_external(modules: str | None) -> None:
@@ -205,12 +202,10 @@ def model_folder(path: str) -> Path:
 
 def load_config(folder: Path, trust_remote_code: bool, override: Mapping[str, Any]) -> PreTrainedConfig:
     """Load the config of a folder and apply `override`; raise `EngineError` for unknown keys."""
-    try:
+    check_config(folder, override)
+    problem = f"{folder}/config.json cannot be read"
+    with convert_folder_errors(folder, problem, "Set the path to a folder that save_pretrained wrote"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise EngineError(
-            f"{folder}/config.json cannot be read: {error}\nSet the path to a folder that save_pretrained wrote"
-        ) from error
     if not override:
         return config
     values = config.to_dict()
@@ -223,16 +218,47 @@ def load_config(folder: Path, trust_remote_code: bool, override: Mapping[str, An
     changes = {names[key]: value for key, value in override.items()}
     if "num_hidden_layers" in changes and "layer_types" not in changes:
         values.pop("layer_types", None)  # holds one entry per layer; the config class derives it again
-    try:
+    problem = f"override_config={dict(override)} is invalid for a {config.model_type} model"
+    with convert_errors(lambda error: f"{problem}: {reason(error)}"):
         return type(config).from_dict({**values, **changes})
-    except (StrictDataclassError, ValueError, TypeError) as error:
+
+
+def load_generation_eos(folder: Path) -> int | list[int] | None:
+    """Return the end-of-sequence tokens in the generation config of a folder; None if it sets none."""
+    file = folder / GENERATION_CONFIG
+    if not file.is_file():
+        return None
+    fix = "Correct the file, or delete it, because it is optional"
+    with convert_folder_errors(folder, f"{file} cannot be read", fix):
+        eos = GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id
+    if eos is not None and not all(isinstance(item, int) for item in (eos if isinstance(eos, list) else [eos])):
+        raise EngineError(f"{file} has eos_token_id={eos!r}; set it to a token id or a list of token ids")
+    return eos
+
+
+def _reject_quantized(folder: Path, config: PreTrainedConfig) -> None:
+    if message := quantization_message(folder, config.to_dict()):
+        raise EngineError(message)
+
+
+def _check_memory(folder: Path, config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype) -> None:
+    """Raise `EngineError` if the weights exceed the memory of this machine, before any of them is allocated."""
+    with torch.device("meta"):
+        hf = _random_model(folder, config, model, dtype)
+    count = sum(parameter.numel() for parameter in hf.parameters())
+    if count * dtype.itemsize > machine_memory():
+        text = config.get_text_config().to_dict()
+        keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        sizes = ", ".join(f"{key}={text[key]}" for key in keys if key in text)
         raise EngineError(
-            f"override_config={dict(override)} is invalid for a {config.model_type} model: {error}"
-        ) from error
+            f"the model in {folder} has {count:,} parameters ({sizes} in config.json), which take "
+            f"{count * dtype.itemsize / 2**30:,.0f} GiB of memory in {str(dtype).removeprefix('torch.')}, but this "
+            f"machine has {machine_memory() / 2**30:,.0f} GiB; use a smaller model, or correct config.json"
+        )
 
 
-def _random_model(config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype) -> PreTrainedModel:
-    with convert_errors(config, model.head):
+def _random_model(folder: Path, config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype) -> PreTrainedModel:
+    with convert_model_errors(folder, config.model_type, model.head):
         return CLASSES[model.head].from_config(
             config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=model.trust_remote_code
         )
@@ -242,9 +268,10 @@ def _pretrained_model(
     folder: Path, config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype | str, attention: str = PACKED
 ) -> PreTrainedModel:
     # transformers ignores mismatched sizes, so that the error below lists all problems with the weights at once.
-    with quiet_transformers(), convert_errors(config, model.head):
+    errors = convert_model_errors(folder, config.model_type, model.head)
+    with quiet_transformers(), errors, complete_index(folder) as readable:
         hf, info = CLASSES[model.head].from_pretrained(
-            folder,
+            readable,
             config=config,
             dtype=dtype,
             attn_implementation=attention,
@@ -268,32 +295,6 @@ def _pretrained_model(
             "whose weights match, or another head"
         )
     return hf
-
-
-@contextmanager
-def convert_errors(config: PreTrainedConfig, head: Head) -> Iterator[None]:
-    """Convert errors that transformers raises when it builds or reads a model to `EngineError`, with a fix."""
-    try:
-        yield
-    except KeyError as error:
-        if error.args != (PACKED,):
-            raise
-        raise EngineError(
-            f"{config.model_type} models do not use the attention interface of transformers, so they do not support "
-            f"attn_implementation='{PACKED}'; choose another model"
-        ) from error
-    except UnpicklingError as error:
-        raise EngineError(
-            f"the weight files in {config.name_or_path} contain objects other than tensors, which run code when they "
-            "are loaded, so they were not loaded; use a folder with safetensors files"
-        ) from error
-    except (OSError, SafetensorError) as error:
-        raise EngineError(
-            f"cannot read the weights in {config.name_or_path}: {error}\n"
-            "To initialize random weights instead, set random_init=True"
-        ) from error
-    except ValueError as error:
-        raise EngineError(f"transformers cannot build a {config.model_type} model with head={head}: {error}") from error
 
 
 @contextmanager

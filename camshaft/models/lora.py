@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from camshaft.config.engine import LoRAConfig
 from camshaft.errors import EngineError
 from camshaft.fetch import fetch
+from camshaft.json_files import read_json_object
 from camshaft.models.packed import SCALAR_HEADS, named_tensors
 from camshaft.plugins import install_command
 
@@ -278,7 +279,7 @@ def _load_adapter_tensors(
                 f"lora.adapter_path={folder} has no {name}; set it to a folder written by PEFT's save_pretrained"
             )
     try:
-        settings = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        settings = read_json_object(folder / "adapter_config.json")
         tensors = load_file(folder / "adapter_model.safetensors")
     except (ValueError, SafetensorError) as error:
         raise EngineError(

@@ -20,12 +20,12 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.digest import QUEUE_BYTES, Digests
 from camshaft.errors import RolloutError
-from camshaft.models.loader import has_tokenizer, load_tokenizer, model_folder
+from camshaft.models.loader import has_tokenizer, load_generation_eos, load_tokenizer, model_folder
 from camshaft.rollout.base import BaseRollout, check_can_generate, check_can_load
 from camshaft.rollout.weights.checks import ExpectedWeight, ExpectedWeights, empty_model
 
@@ -278,8 +278,7 @@ def load_stop_ids(folder: Path, config: PretrainedConfig, trust_remote_code: boo
     """Return all end-of-sequence token ids of a model folder: from its generation config, config and tokenizer."""
     configs = (config, config.get_text_config())  # a composite config may have no id of its own
     sources = [getattr(part, "eos_token_id", None) for part in configs]
-    if (folder / "generation_config.json").is_file():
-        sources.append(GenerationConfig.from_pretrained(folder, local_files_only=True).eos_token_id)
+    sources.append(load_generation_eos(folder))
     if has_tokenizer(folder):
         sources.append(load_tokenizer(str(folder), trust_remote_code).eos_token_id)
     ids: set[int] = set()

@@ -22,6 +22,7 @@ LEVELS = [
         "storage",
         "streams",
         "hub",
+        "json_files",
         "fetch",
         "plugins",
         "subprocesses",
@@ -50,6 +51,7 @@ ALLOWED_ON_ONE_LEVEL = {
     ("fetch", "storage"), ("fetch", "errors"), ("fetch", "hub"), ("hub", "errors"), ("__main__", "cli"),
     ("ragged", "columns"), ("ragged", "device"), ("dataproto", "device"), ("digest", "device"),
     ("config", "subprocesses"), ("storage", "subprocesses"), ("storage", "temporary"),
+    ("config", "json_files"), ("hub", "json_files"),
     ("planning", "trainer"),  # checks and plans what a trainer would start
 }  # fmt: skip
 """Allowed imports within a level; `python -m camshaft` is the command line."""

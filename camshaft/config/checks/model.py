@@ -12,7 +12,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from camshaft.config.errors import Problem
-from camshaft.config.model_settings import ModelSettings, read_json, read_settings
+from camshaft.config.model_settings import (
+    ModelSettings,
+    quantization,
+    quantization_problem,
+    read_json,
+    read_settings,
+    read_tokenizer,
+)
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import AnyModelConfig, LoadedModel
@@ -30,24 +37,28 @@ def check_ppo_models(config: PPOConfig) -> Iterator[Problem]:
     lengths = {"data.max_prompt_length": prompt, f"{ROLLOUT}.response_length": response}
     model = config.actor_rollout_ref.model
     settings = read_settings(model.path, model.override_config)
+    yield from _check_quantization(MODEL, model.path, settings)
     yield from _check_positions(MODEL, model.path, settings, lengths)
     yield from _check_cache(config.actor_rollout_ref.rollout, config.trainer.device, settings, lengths)
     yield from _check_vocabulary(config.tokenizer_path(), "data.tokenizer", f"{MODEL}.path", settings)
     if config.needs_critic() and config.critic.model.path != model.path:
         critic = config.critic.model
         critic_settings = read_settings(critic.path, critic.override_config)
+        yield from _check_quantization("critic.model", critic.path, critic_settings)
         yield from _check_positions("critic.model", critic.path, critic_settings, lengths)
         yield from _check_vocabulary(config.tokenizer_path(), "data.tokenizer", "critic.model.path", critic_settings)
     if config.needs_reward_engine():
         reward = config.reward_model
         limit = {"reward_model.max_length": reward.max_length} if reward.max_length else lengths
         reward_settings = read_settings(reward.model.path, reward.model.override_config)
+        yield from _check_quantization("reward_model.model", reward.model.path, reward_settings)
         yield from _check_positions("reward_model.model", reward.model.path, reward_settings, limit)
 
 
 def check_supervised_models(config: SupervisedConfig) -> Iterator[Problem]:
     """Check the length of a sequence, and the vocabulary of the tokenizer. A pair consists of two sequences."""
     settings = read_settings(config.model.path, config.model.override_config)
+    yield from _check_quantization("model", config.model.path, settings)
     yield from _check_positions("model", config.model.path, settings, {"data.max_length": config.data.max_length})
     yield from _check_vocabulary(config.model.path, "model.path", "model.path", settings)
 
@@ -60,6 +71,13 @@ def check_generate_models(config: GenerateConfig) -> Iterator[Problem]:
     yield from _check_positions("model", config.model.path, settings, lengths)
     yield from _check_cache(rollout, config.trainer.device, settings, lengths)
     yield from _check_vocabulary(config.tokenizer_path(), "data.tokenizer", "model.path", settings)
+
+
+def _check_quantization(section: str, path: str, settings: ModelSettings | None) -> Iterator[Problem]:
+    """Report quantized weights, which no engine trains."""
+    method = None if settings is None else quantization(settings.values)
+    if method is not None:
+        yield Problem(f"{section}.path", path, quantization_problem(method))
 
 
 def _check_positions(
@@ -108,25 +126,16 @@ def _check_vocabulary(
     tokenizer: str, tokenizer_key: str, model_key: str, settings: ModelSettings | None
 ) -> Iterator[Problem]:
     """Report a tokenizer whose regular tokens exceed the embedding of the model."""
-    size, content = None if settings is None else settings.vocabulary_size(), read_json(tokenizer, "tokenizer.json")
-    if size is None or content is None:
+    size, entries = None if settings is None else settings.vocabulary_size(), read_tokenizer(tokenizer)
+    if size is None or entries is None:
         return
-    largest = _largest_id(content)
+    largest = entries.largest_id()
     if largest >= size:
         message = (
             f"the tokenizer has token IDs up to {largest}, but the embedding of {model_key} has vocab_size={size} "
             "rows. Set the tokenizer of this model."
         )
         yield Problem(tokenizer_key, tokenizer, message, (model_key,))
-
-
-def _largest_id(content: Mapping[str, Any]) -> int:
-    """Return the largest token ID of the vocabulary, without added tokens, which ordinary text does not produce."""
-    vocabulary = (content.get("model") or {}).get("vocab")
-    if isinstance(vocabulary, list):
-        return len(vocabulary) - 1
-    ids = vocabulary.values() if isinstance(vocabulary, dict) else ()
-    return max((index for index in ids if isinstance(index, int)), default=-1)
 
 
 # -- notices --------------------------------------------------------------------------------------
@@ -209,7 +218,5 @@ def _tokenizer_eos(path: str) -> list[int]:
     """Return the ID of the tokenizer's end-of-sequence token."""
     named = (read_json(path, "tokenizer_config.json") or {}).get("eos_token")
     text = named.get("content") if isinstance(named, dict) else named
-    content = read_json(path, "tokenizer.json") or {}
-    ids = {token.get("content"): token.get("id") for token in content.get("added_tokens", ())}
-    vocabulary = (content.get("model") or {}).get("vocab")
-    return _as_list(ids.get(text, vocabulary.get(text) if isinstance(vocabulary, dict) else None))
+    entries = read_tokenizer(path)
+    return [] if entries is None else _as_list(entries.token_id(text))

@@ -7,10 +7,12 @@ safetensors compares each header with the size of its file, so truncated and dam
 the weights.
 """
 
-import json
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+
+from camshaft.errors import StorageError
+from camshaft.hub import read_weight_map
 
 INDEX = "model.safetensors.index.json"
 
@@ -21,11 +23,9 @@ def read_shapes(folder: Path) -> tuple[list[str], dict[str, tuple[int, ...]]]:
     shapes: dict[str, tuple[int, ...]] = {}
     files, index = sorted(folder.glob("*.safetensors")), folder / INDEX
     try:
-        listed: dict[str, str] = json.loads(index.read_text(encoding="utf-8"))["weight_map"] if index.is_file() else {}
-    except ValueError as error:
-        return [f"{index} is not valid JSON ({error})"], {}
-    except KeyError:
-        return [f"{index} has no weight_map"], {}
+        listed = read_weight_map(index) if index.is_file() else {}
+    except StorageError as error:
+        return [str(error)], {}
     missing = sorted(set(listed.values()) - {file.name for file in files})
     problems += [f"{folder} lacks {name}, which {INDEX} lists" for name in missing]
     for file in files:

@@ -25,9 +25,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from camshaft.config.engine import LoRAConfig
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
+from camshaft.models.folders import convert_model_errors
 from camshaft.models.loader import (
     DTYPES,
-    convert_errors,
     import_external,
     load_config,
     model_folder,
@@ -164,8 +164,10 @@ def _compare_with_twin(
 def empty_model(config: RolloutEngineConfig, attention: str) -> PreTrainedModel:
     """Build the configured model in eval mode, with parameters on the meta device and buffers on the CPU."""
     import_external(config.external_lib)
-    hf_config = load_config(model_folder(config.model_path), config.trust_remote_code, config.override_config)
-    with quiet_transformers(), convert_errors(hf_config, "causal_lm"), _parameters_on_meta():
+    folder = model_folder(config.model_path)
+    hf_config = load_config(folder, config.trust_remote_code, config.override_config)
+    errors = convert_model_errors(folder, hf_config.model_type, "causal_lm")
+    with quiet_transformers(), errors, _parameters_on_meta():
         return AutoModelForCausalLM.from_config(
             hf_config,
             dtype=DTYPES[config.dtype],

@@ -186,7 +186,7 @@ def test_a_folder_without_config_lists_its_files(tmp_path: Path):
 
 def test_a_broken_config_is_an_error(tmp_path: Path):
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(EngineError, match=r"config\.json cannot be read"):
+    with pytest.raises(EngineError, match=r"config\.json is not valid JSON"):
         load(tmp_path)
 
 
