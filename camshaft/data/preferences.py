@@ -35,6 +35,7 @@ from camshaft.data.chat import (
     truncate_left,
 )
 from camshaft.data.tables import Paths, Table, read_columns, read_rows
+from camshaft.data.templates import try_template
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
 
@@ -91,6 +92,10 @@ def load_preferences(
 ) -> PreferenceSet:
     """Read, validate, tokenize and truncate preference pairs. `label` names the data in the log."""
     table = _read_table(paths, options, max_samples)
+    if any(isinstance(value, list) for value in table.rows[0].values()):
+        try_template(
+            tokenizer, lambda: _sequence(table.rows[0], options.chosen_key, table.location(0), tokenizer, options)
+        )
     sequences: list[_Sequence] = []
     for index in track_progress(range(len(table)), "chat template", len(table)):
         for key in (options.chosen_key, options.rejected_key):

@@ -27,6 +27,7 @@ from camshaft.data.chat import (
     truncate,
 )
 from camshaft.data.tables import Paths, read_columns, read_rows
+from camshaft.data.templates import try_template
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
 
@@ -94,6 +95,8 @@ def load_sft(
     conversations = options.messages_key in available and options.response_key not in available
     columns_to_read = [options.messages_key] if conversations else [options.prompt_key, options.response_key]
     table = read_rows(paths, columns_to_read, max_samples=max_samples)
+    if any(isinstance(value, list) for value in table.rows[0].values()):
+        try_template(tokenizer, lambda: _sequences(table.rows[0], table.location(0), tokenizer, options))
     sequences: list[_Sequence] = []
     for index in track_progress(range(len(table)), "chat template", len(table)):
         sequences += _sequences(table.rows[index], table.location(index), tokenizer, options)

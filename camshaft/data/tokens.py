@@ -30,7 +30,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
-from camshaft.data.chat import Prompt, encode_prompts, track_progress
+from camshaft.data.chat import Prompt, encode_prompts, render_prompt, track_progress
+from camshaft.data.templates import try_template
 from camshaft.dataproto import Ragged
 from camshaft.errors import BatchError
 from camshaft.fetch import cache_folder
@@ -63,6 +64,9 @@ def tokenize(
 
     `workers` is the maximum number of processes; None means one per available CPU, up to 16.
     """
+    chat = next((row for row, prompt in enumerate(prompts) if not isinstance(prompt, str)), None)
+    if chat is not None:
+        try_template(tokenizer, lambda: render_prompt(prompts[chat], tokenizer, locations[chat]))
     job = _Job(prompts, tokenizer, locations)
     if len(prompts) < _MIN_PARALLEL_ROWS:
         return _concatenate([job.tokenize(0, len(prompts))])
