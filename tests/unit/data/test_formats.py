@@ -7,7 +7,7 @@ from typing import Any
 
 import pyarrow
 import pytest
-from pyarrow import ipc
+from pyarrow import ipc, parquet
 
 from camshaft.data.files import data_files
 from camshaft.data.formats import open_data_file
@@ -18,6 +18,16 @@ ROWS: list[dict[str, Any]] = [
     {"prompt": "1+1=\n", "truth": "2", "extra": None},
     {"prompt": 'a "quoted", ü', "truth": "x,y", "extra": "z"},
 ]
+
+
+def nested(depth: int) -> bytes:
+    """Return a row with `depth` nested lists."""
+    return b'{"a": ' + b"[" * depth + b"]" * depth + b"}"
+
+
+def flipped(content: bytes) -> bytes:
+    """Return a gzip file whose compressed data is damaged."""
+    return content[:12] + bytes(255 - byte for byte in content[12:])
 
 
 def write_stream(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -93,12 +103,49 @@ def test_missing_fields_of_a_json_row_are_none(tmp_path: Path) -> None:
         ("a.parquet", b"PAR1 truncated", r"a\.parquet cannot be read"),
         ("a.arrow", b"ARROW1\0\0", r"a\.arrow cannot be read"),
         ("a.jsonl", b"", r"a\.jsonl has no rows"),
+        ("a.jsonl", b'{"a": 1}\n{"a": "\\ud83d"}', r"a\.jsonl, line 2: the text contains '\\ud83d', .* half"),
+        ("a.json", b'[{"a": 1}, {"b": ["\\uDE00"]}]', r"a\.json, row 1: the text contains '\\ude00', .* half"),
+        ("a.jsonl", nested(150), r"a\.jsonl, line 1: more than 100 brackets are nested"),
+        ("a.jsonl", b'{"a": 1}\n' + nested(5000), r"a\.jsonl, line 2: more than 100 brackets are nested"),
+        ("a.jsonl", b'{"a": 1}\n' + nested(100_000), r"a\.jsonl, line 2: more than 100 brackets are nested"),
+        ("a.json", b"[" + nested(150) + b"]", r"a\.json, row 0: more than 100 brackets are nested"),
+        ("a.json", b'[{"a": 1},\n ' + nested(5000) + b"]", r"a\.json, row 1: more than 100 brackets are nested"),
+        ("a.jsonl", b'{"a": 1}\n{"a": 1, "a" : 2}', r"a\.jsonl, line 2: the key 'a' occurs twice"),
+        ("a.jsonl", b'{"a": [{"role": "x", "role": "x"}]}', r"a\.jsonl, line 1: the key 'role' occurs twice"),
+        ("a.json", b'[{"a": 1}, {"a": 1, "a": 1}]', r"a\.json, row 1: the key 'a' occurs twice"),
+        ("a.jsonl.gz", flipped(gzip.compress(b'{"a": "x"}\n' * 99, mtime=0)), r"a\.jsonl\.gz cannot be read"),
     ],
 )
 def test_damaged_files_are_one_error(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(BatchError, match=message):
         read_rows(tmp_path / name, ["a"])
+
+
+def test_escaped_pairs_and_flat_brackets_are_ordinary_text(tmp_path: Path) -> None:
+    row = {"a": "\U0001f600 " + "[{" * 500, "b": [[1]] * 500, "c": json.loads("[" * 90 + "]" * 90)}
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    (tmp_path / "a.json").write_text(json.dumps([row]))
+    for name in ("a.jsonl", "a.json"):
+        assert read_rows(tmp_path / name, ["a", "b", "c"]).rows == [row]
+
+
+def test_two_columns_of_the_same_name_are_an_error(tmp_path: Path) -> None:
+    table = pyarrow.table([[1], [2]], names=["a", "a"])
+    parquet.write_table(table, tmp_path / "a.parquet")
+    with ipc.new_file(tmp_path / "a.arrow", table.schema) as writer:
+        writer.write_table(table)
+    for name in ("a.parquet", "a.arrow"):
+        with pytest.raises(BatchError, match=rf"{name}: two columns have the name 'a'; rename one of them"):
+            read_rows(tmp_path / name, ["a"])
+
+
+def test_a_small_file_that_unpacks_to_gigabytes_is_refused(tmp_path: Path) -> None:
+    with gzip.open(tmp_path / "a.jsonl.gz", "wb", compresslevel=1) as file:
+        for _ in range(257):
+            file.write(b" " * 2**20)
+    with pytest.raises(BatchError, match=r"a\.jsonl\.gz unpacks to more than 256 MiB, \d+ times its size"):
+        read_rows(tmp_path / "a.jsonl.gz", ["a"])
 
 
 def test_columns_of_a_csv_file_may_have_no_name(tmp_path: Path) -> None:
