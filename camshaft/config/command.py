@@ -12,12 +12,13 @@ import re
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, OmegaConf
 
 from camshaft.config.hydra_errors import as_config_errors
-from camshaft.config.hydra_files import keys_of_files
+from camshaft.config.hydra_files import check_aliases, keys_of_files
 from camshaft.config.load import (
     DEFAULTS,
     HOME,
@@ -226,6 +227,8 @@ def _hydra_arguments(argv: list[str], scratch: str) -> list[str]:
         if not any(override.startswith(f"hydra/{kind}=") for override in overrides)
     ]
     folders = [value for value in map(_folder, options, [*options[1:], ""]) if value]
+    for folder in folders:
+        check_aliases(Path(folder))
     return [*quiet, *prepare_overrides(overrides, folders), *options]
 
 

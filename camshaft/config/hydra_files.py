@@ -8,16 +8,22 @@ the section if another file or an override sets a key such as `algorithm.lam`. T
 each file before the files are merged.
 """
 
+import math
 import os.path
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 
 from camshaft.config.schema.fields import Section
 from camshaft.config.short_names import REWARD, REWARD_KEYS, expand_short_names, reset_reward, short_names
 from camshaft.config.tree import expand_keys, flatten, has_key, leaf_fields, put
+from camshaft.errors import ConfigError
+
+MAX_VALUES = 100_000
+"""Maximum number of values in a config file."""
 
 
 def keys_of_files(schema: type[Section], overrides: Sequence[str], hydra_config: Any, defaults: Path) -> dict[str, Any]:
@@ -37,6 +43,34 @@ def keys_of_files(schema: type[Section], overrides: Sequence[str], hydra_config:
         keys |= flatten(expand_keys(expand_short_names(content, schema), leaves), leaves)
     deleted = [override[1:].partition("=")[0] for override in overrides if override.startswith("~")]
     return {key: value for key, value in keys.items() if not any(f"{key}.".startswith(f"{name}.") for name in deleted)}
+
+
+def check_aliases(folder: Path) -> None:
+    """Raise `ConfigError` if the aliases of a config file in a folder stand for more values than `MAX_VALUES`.
+
+    Hydra copies the value of an alias, so a file of a few lines can take all memory. Files that are not valid YAML are
+    left to Hydra, which reports them if it reads them.
+    """
+    for file in sorted([*folder.glob("*.yaml"), *folder.glob("*/*.yaml")]):
+        try:
+            text = file.read_text(encoding="utf-8")
+            node = yaml.compose(text, yaml.SafeLoader) if "&" in text and "*" in text else None
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError):
+            continue
+        if node is not None and _num_values(node, {}) > MAX_VALUES:
+            raise ConfigError(
+                f"{file}: its aliases (*name) stand for more than {MAX_VALUES} values; write fewer aliases"
+            )
+
+
+def _num_values(node: yaml.Node, counts: dict[int, float]) -> float:
+    """Return the number of values below a node with all aliases replaced; infinity if it contains itself."""
+    if id(node) not in counts:
+        counts[id(node)] = math.inf
+        children = node.value if isinstance(node, yaml.CollectionNode) else []
+        nodes = [child for item in children for child in (item if isinstance(item, tuple) else [item])]
+        counts[id(node)] = 1 + sum(_num_values(child, counts) for child in nodes)
+    return counts[id(node)]
 
 
 def merge_files(

@@ -29,7 +29,7 @@ from camshaft.config.checks.ineffective import find_notices
 from camshaft.config.checks.model import find_model_notices
 from camshaft.config.errors import Problem, format_problems, from_validation, group_problems
 from camshaft.config.hydra_errors import as_config_errors
-from camshaft.config.hydra_files import keys_of_files, merge_files
+from camshaft.config.hydra_files import check_aliases, keys_of_files, merge_files
 from camshaft.config.run_folder import FOLDER, NAME, generated_name, uses_name
 from camshaft.config.schema.aliases import rename_aliases
 from camshaft.config.schema.evaluation import EvalConfig
@@ -474,6 +474,7 @@ def _compose(
     import hydra
 
     if folder != HOME:
+        check_aliases(folder)
         contains_config = os.path.isfile(folder / f"{name.removesuffix('.yaml')}.yaml")
         arguments.append(f"hydra.searchpath=[file://{HOME if contains_config else folder}]")
         folder = folder if contains_config else HOME

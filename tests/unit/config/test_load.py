@@ -288,6 +288,17 @@ def test_missing_file_is_a_config_error(words, tmp_path):
     assert "nothing_here" in _error(words, config_dir=str(tmp_path), config_name="nothing_here")
 
 
+def test_aliases_that_stand_for_millions_of_values_are_refused(words: list[str], tmp_path: Path) -> None:
+    lines = ["a0: &a0 [1]", *(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 8))]
+    for text in ("\n".join(lines), "trainer: &t {seed: 3, self: *t}"):
+        (tmp_path / "mine.yaml").write_text(text)
+        assert "mine.yaml: its aliases" in _error(words, config_dir=str(tmp_path), config_name="mine")
+        with pytest.raises(ConfigError, match=r"mine\.yaml: its aliases"):
+            compose([f"--config-dir={tmp_path}", "--config-name=mine", *words], PPOConfig)
+    (tmp_path / "mine.yaml").write_text("trainer: &t {seed: 5}\nother: *t\n")
+    assert "other" in _error(words, config_dir=str(tmp_path), config_name="mine")
+
+
 LIBRARIES = "server, sglang, vllm"
 
 
