@@ -24,7 +24,7 @@
 #
 # make chaos         kill random processes of runs at random moments, and compare them with undisturbed runs (an hour)
 # make soak          train four layouts for two hours, and fail if memory, descriptors or files grow
-# make fuzz          random configs, damaged checkpoints and damaged data files (half an hour)
+# make fuzz          random configs, damaged checkpoints, data files and model folders (half an hour)
 #
 # make bench         updates and steps beside hand-written loops (five minutes)
 # make bench-trl     GRPO and PPO steps beside TRL (a quarter of an hour); `make trl` creates its environments

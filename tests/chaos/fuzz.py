@@ -1,7 +1,7 @@
-"""Fuzz configs, checkpoints and data files: no case may print a traceback, hang, or resume from a damaged file.
+"""Fuzz configs, checkpoints, data files and model folders: no case may print a traceback, hang, or resume wrongly.
 
-    python tests/chaos/fuzz.py                                              # 2,000 + 500 + 200 cases: half an hour
-    python tests/chaos/fuzz.py --configs 100 --checkpoints 50 --data 20 --seed 7
+    python tests/chaos/fuzz.py                                      # 2,000 + 500 + 200 + 400 cases: 40 minutes
+    python tests/chaos/fuzz.py --configs 100 --checkpoints 50 --data 20 --models 20 --seed 7
     python tests/chaos/fuzz.py --only checkpoints:137                       # one case of the seed, with its output
 
 This process imports everything once, and each case runs in a fork. A case fails if it prints a traceback, has another
@@ -12,6 +12,10 @@ with weights that are bitwise identical to those of an undisturbed run.
 from __future__ import annotations
 
 import argparse
+import csv
+import gzip
+import io
+import json
 import os
 import random
 import shutil
@@ -31,7 +35,9 @@ if str(ROOT / "tests") not in sys.path:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
+from pyarrow import parquet  # noqa: E402
 from support.command_line import Forked, Run, finished, sft_args  # noqa: E402
+from support.model_folders import BRACKETS, DAMAGES, copy_model, damaged_folder  # noqa: E402
 from support.ppo_runs import ppo_args, saved_weights  # noqa: E402
 
 from camshaft.checkpoint.manager import LATEST  # noqa: E402
@@ -178,27 +184,126 @@ def damage(draw: random.Random, file: Path) -> None:
 
 
 def data_case(draw: random.Random, folder: Path) -> tuple[list[str], Check]:
-    """Damage the training file of a supervised run of one step."""
-    file = folder / "train.parquet"
-    shutil.copyfile(_files() / "data" / "sft_train.parquet", file)
+    """Damage the training file of a supervised run of one step: a parquet, JSON lines, JSON or CSV file."""
+    suffix = draw.choice([".parquet", ".jsonl", ".jsonl", ".json", ".csv", ".jsonl.gz", ".csv.gz"])
+    file = folder / f"train{suffix}"
+    file.write_bytes(_encoded_rows(suffix))
     for _ in range(draw.choice([1, 2])):
-        damage(draw, file)
+        if suffix in (".jsonl", ".json", ".csv") and draw.random() < 0.6:
+            damage_text(draw, file)
+        else:
+            damage(draw, file)
     settings = {
         **STEPS,
         "trainer.total_training_steps": 1,
         "data.train_files": file,
         "trainer.default_local_dir": folder / "run",
     }
-    return [
-        "sft",
-        *sft_args(_files(), settings),
-    ], lambda run: "" if run.status == 0 or run.err.strip() else "no message"
+    return ["sft", *sft_args(_files(), settings)], has_message
+
+
+@cache
+def _encoded_rows(suffix: str) -> bytes:
+    """Return the training file of a supervised run in another format."""
+    source = _files() / "data" / "sft_train.parquet"
+    rows = parquet.read_table(source).to_pylist()
+    if suffix == ".parquet":
+        return source.read_bytes()
+    if suffix.startswith(".csv"):
+        output = io.StringIO()
+        writer = csv.writer(output)
+        writer.writerows([["prompt", "response"], *([f"{i}+{i}=", str(2 * i)] for i in range(len(rows)))])
+        text = output.getvalue().encode()
+    elif suffix == ".json":
+        text = json.dumps(rows).encode()
+    else:
+        text = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    return gzip.compress(text) if suffix.endswith(".gz") else text
+
+
+TEXTS = (
+    '"\\ud83d"', "[" * 150 + "]" * 150, BRACKETS, "NaN", "1e999", "1" * 5000, "null", "\ufeff", "\x00", '"', "\\",
+    "{", "}",    ',"prompt":"x"', ",,,", "\r", "\n\n", "\u2028", "'", "true", "-", "[]",
+)  # fmt: skip
+"""Texts that are put into files."""
+
+
+def damage_text(draw: random.Random, file: Path) -> None:
+    """Insert a text at the start or end of a token, or in the place of one."""
+    if not file.is_file():
+        return
+    text = file.read_bytes().decode(errors="replace")
+    places = [place for place, character in enumerate(text) if character in ',:"{}[]\n'] or [0]
+    start = draw.choice(places)
+    end = draw.choice([start, start + 1, min(place for place in [*places, len(text)] if place >= start)])
+    changed = text[:start] + draw.choice(TEXTS) + text[end:]
+    file.write_bytes(changed.encode(errors="replace"))
+
+
+def has_message(run: Run) -> str:
+    return "" if run.status == 0 or run.err.strip() else "no message"
+
+
+# -- models -------------------------------------------------------------------------------------------
+
+
+def model_case(draw: random.Random, folder: Path) -> tuple[list[str], Check]:
+    """Damage a model folder in a known way, change values of its JSON files, or damage a file; run one step."""
+    is_known = draw.random() < 0.3
+    model = damaged_folder(draw.choice(sorted(DAMAGES)), folder) if is_known else copy_model(folder)
+    if draw.random() < 0.8:
+        for _ in range(draw.choice([1, 1, 2, 4])):
+            change_value(draw, draw.choice(sorted(model.glob("*.json"))))
+    elif draw.random() < 0.5:
+        damage(draw, draw.choice(sorted(model.iterdir())))
+    settings = {"trainer.total_training_steps": 1, "trainer.default_local_dir": folder / "run"}
+    if draw.random() < 0.5:
+        return ["sft", *sft_args(_files(), {**settings, "model.path": model})], has_message
+    random_init = {"actor_rollout_ref.model.random_init": True} if draw.random() < 0.2 else {}
+    paths = {"actor_rollout_ref.model.path": model, "critic.model.path": model}
+    return ["ppo", *ppo_args(_files(), {**settings, **paths, **random_init})], has_message
+
+
+MODEL_VALUES = (
+    None, True, -1, 0, 1, 3, 7, 10**6, 10**9, 10**18, 1.5, -0.5, float("nan"), float("inf"), "", "nope", "sdpa",
+    "bfloat16", "../..", [], [1], ["nope"], {}, {"a": 1}, {"rope_type": "yarn"}, {"quant_method": "fp8"}, "x" * 300,
+    "\u4e2d", "\ud83d",
+)  # fmt: skip
+
+
+MODEL_KEYS = ("quantization_config", "auto_map", "head_dim", "layer_types", "sliding_window", "pad_token_id")
+
+
+def change_value(draw: random.Random, file: Path) -> None:
+    """Change a value of a JSON file: replace, remove or add it, at any depth."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (ValueError, RecursionError):  # damaged before
+        return
+    places = [(content, key) for key in (content if isinstance(content, dict) else ())]
+    for parent, key in places:
+        if isinstance(parent[key], dict) and len(parent[key]) < 50:
+            places += [(parent[key], name) for name in parent[key]]
+    if not places:
+        return
+    parent, key = draw.choice(places)
+    kind = draw.random()
+    if kind < 0.1:
+        del parent[key]
+    elif kind < 0.2:
+        parent[draw.choice(["quantization_config", "auto_map", "head_dim", "layer_types", "sliding_window"])] = (
+            draw.choice(MODEL_VALUES)
+        )
+    else:
+        parent[key] = draw.choice(MODEL_VALUES)
+    file.write_text(json.dumps(content), encoding="utf-8")
 
 
 CASES: dict[str, Callable[[random.Random, Path], tuple[list[str], Check]]] = {
     "configs": config_case,
     "checkpoints": checkpoint_case,
     "data": data_case,
+    "models": model_case,
 }
 """Functions that prepare a folder, and return a command and the check of its result."""
 
@@ -250,6 +355,7 @@ def main() -> int:
     parser.add_argument("--configs", type=int, default=2000, help="random configs (default: 2000)")
     parser.add_argument("--checkpoints", type=int, default=500, help="damaged checkpoints (default: 500)")
     parser.add_argument("--data", type=int, default=200, help="damaged data files (default: 200)")
+    parser.add_argument("--models", type=int, default=400, help="damaged model folders (default: 400)")
     parser.add_argument("--seed", type=int, default=0, help="seed of all cases")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="time limit of a case (default: 10)")
     parser.add_argument("--only", metavar="KIND:NUMBER", help="run a single case")
@@ -259,6 +365,7 @@ def main() -> int:
         "configs": range(options.configs),
         "checkpoints": range(options.checkpoints),
         "data": range(options.data),
+        "models": range(options.models),
     }
     if options.only:
         kind, number = options.only.split(":")
@@ -273,7 +380,7 @@ def main() -> int:
     if options.out is not None:
         words = (
             f"python tests/chaos/fuzz.py --configs {options.configs} --checkpoints {options.checkpoints} "
-            f"--data {options.data} --seed {options.seed}"
+            f"--data {options.data} --models {options.models} --seed {options.seed}"
         )
         note = f"{os.cpu_count()} CPU cores, Python {sys.version.split()[0]}, torch {torch.__version__}"
         options.out.write_text(f"# Random inputs\n\n`{words}` on {note}:\n\n{table(reports)}\n", encoding="utf-8")

@@ -4,7 +4,7 @@ import pytest
 
 from chaos.fuzz import run_cases
 
-NUM_CASES = {"configs": 6, "checkpoints": 5, "data": 4}
+NUM_CASES = {"configs": 6, "checkpoints": 5, "data": 6, "models": 8}
 
 
 @pytest.mark.parametrize("kind", NUM_CASES)
