@@ -3,7 +3,8 @@
     dump_stacks_on_signal(file)          # in the process whose stacks are dumped
     read_stacks(pid, file)               # in another process
 
-`file` is a path, or the descriptor of an open file that both processes share.
+`file` is a path in a folder that only this user can write to, or the descriptor of an open file that both processes
+share.
 """
 
 import contextlib
@@ -12,8 +13,6 @@ import os
 import signal
 import time
 from pathlib import Path
-
-from camshaft.temporary import file_name, lock_file
 
 STACK_SIGNAL = signal.SIGUSR1
 WRITE_SECONDS = 1.0
@@ -32,8 +31,7 @@ def dump_stacks_on_signal(file: Path | int) -> None:
     """Make this process write the stacks of all its threads to `file` on SIGUSR1 and when it crashes."""
     stacks = file
     if isinstance(stacks, Path):
-        stacks = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-        lock_file(stacks)
+        stacks = os.open(stacks, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
     _open_files.append(stacks)
     faulthandler.enable(stacks)
     faulthandler.register(STACK_SIGNAL, stacks, all_threads=True)
@@ -59,11 +57,6 @@ def innermost_frames(stacks: str) -> str:
     """Return the innermost frames of the main thread in the stacks of a process."""
     _, _, stack = stacks.rpartition(_CURRENT)
     return "\n".join(stack.split("\n\n")[0].splitlines()[1 : 1 + _NUM_FRAMES])
-
-
-def stack_file(pid: int) -> Path:
-    """Return the default file for the stacks of a process."""
-    return file_name(f"stacks-{pid}.txt")
 
 
 def _read(file: Path | int) -> bytes:

@@ -52,15 +52,12 @@ from camshaft.subprocesses import (
     send,
     without_watcher,
 )
-from camshaft.temporary import process_folder
+from camshaft.temporary import process_folder, remove
 
 logger = logging.getLogger(__name__)
 
 PRELOAD = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor", "camshaft.controller.local"]
 """Modules that the fork server imports. A program can extend the list before it starts the first worker process."""
-SOCKET_NAME_LENGTH = len("/pymp-12345678/listener-12345678")
-MAX_SOCKET_LENGTH = 107
-"""Maximum number of bytes in the path of a Unix socket."""
 _OUT_OF_MEMORY = "as after SIGKILL, which the kernel sends when memory runs out; start the run again"
 _LOST_EXIT_CODE = 255
 """Exit code that `multiprocessing` reports for the processes of a fork server that has ended."""
@@ -256,11 +253,10 @@ def _hidden_main_module() -> Iterator[None]:
 def _temporary_files_in(folder: Path) -> Iterator[None]:
     """Let `multiprocessing`, which starts the fork server once, create its socket in the folder.
 
-    Its default folder would stay behind if this process is killed. The name of a socket has a maximum length.
+    Its default folder would stay behind if this process is killed.
     """
     previous = tempfile.tempdir
-    if len(str(folder)) + SOCKET_NAME_LENGTH <= MAX_SOCKET_LENGTH:
-        tempfile.tempdir = str(folder)
+    tempfile.tempdir = str(folder)
     try:
         yield
     finally:
@@ -317,5 +313,5 @@ def _stack_file(folder: Path, rank: int) -> Path:
 
 def _end_session(folder: Path) -> None:
     """Delete the driver's folder, because the driver has ended, and kill this rank with its child processes."""
-    shutil.rmtree(folder.parent, ignore_errors=True)
+    remove(folder.parent)
     kill_own_group()

@@ -27,6 +27,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -50,7 +51,7 @@ from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.controller.worker import RankInfo, Worker
 from camshaft.errors import ConfigError, WorkerError
 from camshaft.masking import mask_arguments, mask_value
-from camshaft.stacks import dump_stacks_on_signal, read_stacks, stack_file
+from camshaft.stacks import dump_stacks_on_signal, read_stacks
 from camshaft.stop import ignore_stop_signals
 from camshaft.subprocesses import (
     Frames,
@@ -62,6 +63,7 @@ from camshaft.subprocesses import (
     kill_group,
     safe_import_environment,
 )
+from camshaft.temporary import temporary_file
 
 logger = logging.getLogger(__name__)
 
@@ -339,7 +341,7 @@ class ActorProcess(WorkerProcess):
         self._lock = threading.Lock()
         variables = {name: value for name, value in os.environ.items() if FORWARDED.match(name)} | dict(secrets)
         self._actor = _ACTOR.options(**options).remote(rank_info, variables, import_path(), os.getcwd())
-        self._node = self._actor.node.remote()
+        self._node, self._stack_file = self._actor.node.remote(), self._actor.stack_file.remote()
 
     def node(self) -> str:
         """Return the id of the actor's node in the cluster."""
@@ -372,12 +374,13 @@ class ActorProcess(WorkerProcess):
     def stacks(self) -> str:
         if self.pid is None:
             return ""
-        if self._is_local():
-            return read_stacks(self.pid, stack_file(self.pid))
         with contextlib.suppress(ray.exceptions.RayError):  # the machine itself may not answer
+            file: Any = ray.get(self._stack_file, timeout=STACK_SECONDS)
+            if self._is_local():
+                return read_stacks(self.pid, file)
             node = NodeAffinitySchedulingStrategy(self.node(), soft=False)
-            task = ray.remote(_read_local_stacks).options(num_cpus=0, max_retries=0, scheduling_strategy=node)
-            return ray.get(task.remote(self.pid), timeout=STACK_SECONDS)
+            task = ray.remote(read_stacks).options(num_cpus=0, max_retries=0, scheduling_strategy=node)
+            return ray.get(task.remote(self.pid, file), timeout=STACK_SECONDS)
         return ""
 
     def stop(self) -> None:
@@ -407,9 +410,10 @@ class ActorExecutor:
         pid = os.getpid()
         if os.getpgid(0) != pid:
             os.setpgid(0, 0)
-        self._guard = GroupGuard(pid, stack_file(pid))
+        self._stack_file = temporary_file()
+        self._guard = GroupGuard(pid, self._stack_file)
         end_with(os.getppid())  # an actor in a collective operation would outlive its raylet
-        dump_stacks_on_signal(stack_file(pid))
+        dump_stacks_on_signal(self._stack_file)
         ignore_stop_signals(signal.SIGTERM, signal.SIGHUP)
         os.environ.pop("PYTHONSAFEPATH", None)  # only this process needs it, not the programs that a role starts
         extend_import_path([entry for entry in path if os.path.exists(entry)])
@@ -428,16 +432,14 @@ class ActorExecutor:
     def node(self) -> str:
         return ray.get_runtime_context().get_node_id()
 
+    def stack_file(self) -> Path:
+        return self._stack_file
+
     def answer(self, frames: Frames) -> list[Any]:
         return as_arrays(self._executor.answer(frames))
 
 
 _ACTOR = ray.remote(ActorExecutor)
-
-
-def _read_local_stacks(pid: int) -> str:
-    """Read the stacks of a process of this machine. The path of its stack file is known only here."""
-    return read_stacks(pid, stack_file(pid))
 
 
 class _PickledClass:

@@ -46,7 +46,7 @@ LEVELS = [
 ALLOWED_ON_ONE_LEVEL = {
     ("dataproto", "ragged"), ("dataproto", "columns"), ("plugins", "errors"), ("storage", "errors"),
     ("config", "errors"), ("config", "plugins"), ("config", "stop"), ("config", "storage"), ("config", "hub"),
-    ("config", "machine"), ("config", "masking"), ("stacks", "temporary"), ("stop", "subprocesses"),
+    ("config", "machine"), ("config", "masking"), ("temporary", "errors"), ("stop", "subprocesses"),
     ("progress", "subprocesses"),
     ("fetch", "storage"), ("fetch", "errors"), ("fetch", "hub"), ("hub", "errors"), ("__main__", "cli"),
     ("ragged", "columns"), ("ragged", "device"), ("dataproto", "device"), ("digest", "device"),

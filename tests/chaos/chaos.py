@@ -35,7 +35,6 @@ from support.ppo_runs import ppo_args, saved_weights  # noqa: E402
 from support.processes import MARK, command_line, marked, still_running  # noqa: E402
 from support.same_run import RANKS  # noqa: E402
 
-from camshaft.temporary import PREFIX  # noqa: E402
 from camshaft.tracking import deterministic  # noqa: E402
 from camshaft.tracking.jsonl import read_metrics  # noqa: E402
 
@@ -180,7 +179,7 @@ def kill_and_restart(layout: str, kills: int, folder: Path, seed: int) -> Report
         with started(command(folder, layout, report.steps, undisturbed), mark, Path(temporary), log) as process:
             report.problems += check_end(process, log, mark)
         report.problems += [f"temporary file {path.name}" for path in left_files(Path(temporary), FILE_SECONDS)]
-    names = set(os.listdir(SHARED_MEMORY)) - memory_before
+    names = set(os.listdir(SHARED_MEMORY)) - memory_before - {f".camshaft-tmp-{os.geteuid()}"}
     # Other programs that use `multiprocessing` create semaphores there. Runs create none.
     report.problems += [f"/dev/shm/{name}" for name in sorted(names) if not name.startswith("sem.mp-")]
     return replace(report, problems=report.problems or differences(run, undisturbed, report.steps))
@@ -189,7 +188,7 @@ def kill_and_restart(layout: str, kills: int, folder: Path, seed: int) -> Report
 def left_files(folder: Path, seconds: float) -> list[Path]:
     """Return the temporary files of camshaft that are in the folder for longer than `seconds`."""
     deadline = time.monotonic() + seconds
-    while (paths := sorted(folder.glob(f"{PREFIX}*"))) and time.monotonic() < deadline:
+    while (paths := sorted(folder.glob(".camshaft-tmp-*/*"))) and time.monotonic() < deadline:
         time.sleep(0.1)
     return paths
 

@@ -28,7 +28,7 @@ from camshaft.reshard import rollout_mode
 from camshaft.rollout.base import SamplingParams
 from camshaft.rollout.vllm import VLLMRollout
 from camshaft.rollout.vllm.engine import VLLMEngine
-from camshaft.temporary import PREFIX, SHARED_MEMORY
+from camshaft.temporary import SHARED_MEMORY, private_folder
 
 pytestmark = pytest.mark.vllm
 
@@ -153,9 +153,9 @@ def test_another_engine_sends_its_base_weights(pair: AdapterPair) -> None:
 
 
 def test_adapter_files_are_deleted(pair: AdapterPair) -> None:
-    before = set(SHARED_MEMORY.glob(f"{PREFIX}*"))
+    before = set(private_folder(SHARED_MEMORY).iterdir())
     with rollout_mode(pair.engine, pair.rollout):
-        assert set(SHARED_MEMORY.glob(f"{PREFIX}*")) <= before
+        assert set(private_folder(SHARED_MEMORY).iterdir()) <= before
 
 
 def test_sleep_drops_the_adapter_and_keeps_the_base(pair: AdapterPair) -> None:

@@ -77,7 +77,7 @@ def test_no_process_is_left_when_the_driver_is_killed(tmp_path: Path, then: str)
         assert len(pids) == 4
         driver.kill()
         assert still_running(pids, 5) == []
-    assert list(tmp_path.glob("camshaft-*")) == []
+    assert list(tmp_path.glob(".camshaft-tmp-*/*")) == []
 
 
 @pytest.mark.slow
