@@ -9,6 +9,9 @@ renamed. If a run is killed while it writes, the previous folder remains intact.
 to the disk (fsync), so a folder that has appeared survives a power failure. Several processes can write a folder
 together: one calls `begin` and `finish`, the two halves of `new_folder`. From `copy_folder` on, functions also accept
 URLs.
+
+Only what this module has written is deleted: the files that a manifest lists, and temporary folders, which contain
+`_UNFINISHED_MANIFEST` until they have a manifest. Anything else that is in the way is renamed.
 """
 
 import contextlib
@@ -35,8 +38,14 @@ FORMAT = 1
 Increase it whenever an earlier version would misread a folder, and keep the checksum of the manifest as it is, which
 earlier versions verify before they read the number. Folders of version 0.1.0 have no number.
 """
+LOCK = ".lock"
+"""Empty file in a folder that `lock_folder` locks."""
 _UNFINISHED = ".unfinished"
 _REPLACED = ".replaced"
+_REMOVED = MANIFEST + ".removed"
+"""Name of the manifest while the files that it lists are deleted."""
+_UNFINISHED_MANIFEST = b'{"unfinished": true}\n'
+"""Manifest of a temporary folder of `begin`. Its files are unknown."""
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
     **dict.fromkeys(("gs", "gcs"), "gcsfs"),
@@ -60,9 +69,10 @@ def new_folder(target: str | Path, **facts: Any) -> Iterator[Path]:
     work = begin(target)
     try:
         yield work
-        finish(target, fingerprints(work, (path for path in work.rglob("*") if path.is_file())), facts)
+        finish(target, fingerprints(work, files_in(work)), facts)
     except BaseException:
-        shutil.rmtree(work, ignore_errors=True)
+        with contextlib.suppress(OSError):  # the next call removes it
+            _remove_local(work)
         raise
 
 
@@ -72,10 +82,12 @@ def begin(target: str | Path) -> Path:
     _restore_replaced(target)
     work, aside = target.with_name(target.name + _UNFINISHED), target.with_name(target.name + _REPLACED)
     for leftover in (work, aside):
-        if leftover.exists():
-            shutil.rmtree(leftover)
+        _clear(leftover)
     make_folder(target.parent)
     work.mkdir()
+    (work / MANIFEST).write_bytes(_UNFINISHED_MANIFEST)
+    for path in (work / MANIFEST, work):
+        flush(path)
     return work
 
 
@@ -92,31 +104,44 @@ def finish(target: str | Path, files: Mapping[str, Any], facts: Mapping[str, Any
     """Write the manifest, and rename the folder that `begin` created to `target`.
 
     `files` is the result of `fingerprints`. An existing `target` is renamed first and deleted last, so that the old or
-    the new folder exists if the process is killed.
+    the new folder exists if the process is killed. If it contains other files, it is renamed only.
     """
     target = Path(target).expanduser().absolute()
     work, aside = target.with_name(target.name + _UNFINISHED), target.with_name(target.name + _REPLACED)
     contents = {"format": FORMAT, "facts": dict(facts), "files": dict(sorted(files.items()))}
-    (work / MANIFEST).write_text(_manifest_text(contents), encoding="utf-8")
-    for path in (work / MANIFEST, *(folder for folder in work.rglob("*") if folder.is_dir()), work):
+    new = work / (MANIFEST + _UNFINISHED)
+    new.write_text(_manifest_text(contents), encoding="utf-8")
+    flush(new)
+    os.replace(new, work / MANIFEST)
+    for path in (*(folder for folder in work.rglob("*") if folder.is_dir()), work):
         flush(path)
-    if target.exists():
+    if os.path.lexists(target):
         os.replace(target, aside)
     os.replace(work, target)
     flush(target.parent)
-    if aside.exists():
-        shutil.rmtree(aside)
+    _clear(aside)
 
 
 @contextlib.contextmanager
 def new_file(target: str | Path) -> Iterator[Path]:
-    """Yield the path of a temporary file, which replaces `target` when the block ends without an error."""
+    """Yield the path of a temporary file, which replaces `target` when the block ends without an error.
+
+    The caller decides whether an existing `target` may be replaced.
+    """
     target = Path(target).expanduser().absolute()
-    work = target.with_name(target.name + _UNFINISHED)
-    yield work
-    flush(work)
-    os.replace(work, target)
-    flush(target.parent)
+    folder = target.with_name(target.name + _UNFINISHED)
+    _clear(folder)
+    folder.mkdir()
+    work = folder / target.name
+    try:
+        (folder / MANIFEST).write_bytes(_UNFINISHED_MANIFEST)
+        yield work
+        flush(work)
+        os.replace(work, target)
+        flush(target.parent)
+    finally:
+        with contextlib.suppress(OSError):  # the next call removes it
+            _remove_local(folder)
 
 
 def lock_folder(folder: Path) -> IO[str] | None:
@@ -129,7 +154,7 @@ def lock_folder(folder: Path) -> IO[str] | None:
         if entry.is_fifo() or entry.is_socket():
             kind = "pipe" if entry.is_fifo() else "socket"
             raise StorageError(f"{entry} is a {kind}, not a file; rename or delete it, or use another folder")
-    path = folder / ".lock"
+    path = folder / LOCK
     path.touch()
     try:
         return lock_exclusively(path)
@@ -147,12 +172,91 @@ def fingerprints(root: Path, paths: Iterable[Path]) -> dict[str, Any]:
     return entries
 
 
+def files_in(folder: Path) -> list[Path]:
+    """Return the files in a temporary folder and its subfolders, without the manifest."""
+    return [path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST]
+
+
 def _restore_replaced(target: Path) -> None:
     """Restore the previous `target` if a process was killed between the two renames of `finish`."""
-    if not target.exists():
-        # There is no previous folder, another process restored it, or the file system is read-only.
+    aside = target.with_name(target.name + _REPLACED)
+    if not os.path.lexists(target) and _listed_files(aside / MANIFEST) is not None:
+        # Another process may have restored it, or the file system is read-only.
         with contextlib.suppress(OSError):
-            os.replace(target.with_name(target.name + _REPLACED), target)
+            os.replace(aside, target)
+
+
+def rename_existing(path: Path) -> Path:
+    """Rename a file or folder to the first unused name, for example metrics.1.jsonl, and return its new path."""
+    return _rename(path, path.stem, path.suffix)
+
+
+def rename_aside(path: Path) -> None:
+    """Rename a file or folder of others that is in the way, for example to `metrics.jsonl.1`, and log a warning."""
+    aside = _rename(path, path.name, "")
+    logger.warning("%s is in the way, and camshaft has not written all of it; renamed it to %s", path, aside)
+
+
+def _rename(path: Path, stem: str, suffix: str) -> Path:
+    number = 1
+    while os.path.lexists(target := path.with_name(f"{stem}.{number}{suffix}")):
+        number += 1
+    path.rename(target)
+    return target
+
+
+def _clear(folder: Path) -> None:
+    """Delete what this module has written to a folder, and rename the folder if anything remains."""
+    if os.path.lexists(folder):
+        _remove_local(folder)
+    if os.path.lexists(folder):
+        rename_aside(folder)
+
+
+def _remove_local(folder: Path) -> None:
+    """Delete a temporary folder of `begin`, or the files that a manifest lists. All other files remain.
+
+    If the process is killed, the next call continues.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    manifest, removed = folder / MANIFEST, folder / _REMOVED
+    if _content(manifest) == _UNFINISHED_MANIFEST:
+        for path in folder.iterdir():
+            if path != manifest:  # which is deleted last
+                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        manifest.unlink()
+    if _listed_files(manifest) is not None and not os.path.lexists(removed):
+        os.replace(manifest, removed)  # the folder is incomplete from here on
+    files = _listed_files(removed)
+    for name in files or ():
+        path = Path(os.path.realpath(folder), name)
+        if os.path.realpath(path.parent) == str(path.parent):  # not in a folder behind a link
+            path.unlink(missing_ok=True)
+    if files is not None:
+        for parent, _, _ in os.walk(folder, topdown=False):
+            _remove_empty(parent)
+        removed.unlink()
+    _remove_empty(folder)
+
+
+def _remove_empty(folder: str | Path) -> None:
+    with contextlib.suppress(OSError):  # it is not empty
+        os.rmdir(folder)
+
+
+def _listed_files(manifest: Path) -> list[str] | None:
+    """Return the files that a manifest lists, or None if it is missing or damaged, or if it is not a manifest."""
+    content = _content(manifest)
+    if content is not None:
+        with contextlib.suppress(CheckpointError):
+            return list(_parse_manifest(content, manifest.parent)["files"])
+    return None
+
+
+def _content(path: Path) -> bytes | None:
+    """Return the content of a file, or None if it is missing or a link."""
+    return path.read_bytes() if path.is_file() and not path.is_symlink() else None
 
 
 def verify(folder: str | Path, share: tuple[int, int] = (0, 1)) -> dict[str, Any]:
@@ -189,6 +293,12 @@ def is_complete(folder: str | Path) -> bool:
 def is_unfinished(path: Path) -> bool:
     """Return True if this is a temporary folder of `new_folder` that an interrupted process did not remove."""
     return path.name.endswith((_UNFINISHED, _REPLACED))
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove a temporary folder that an interrupted process has left behind. Any other file or folder remains."""
+    if is_unfinished(path):
+        _remove_local(path)
 
 
 def read_manifest(location: str | Path) -> dict[str, Any]:
@@ -234,6 +344,9 @@ def _parse_manifest(manifest: bytes, folder: str | Path) -> dict[str, Any]:
             f"{folder} was written by a newer version of camshaft: its format is {number}, and this version reads "
             f"formats up to {FORMAT}; update camshaft, or use another folder"
         )
+    for name in contents["files"]:
+        if name.startswith("/") or ".." in name.split("/"):
+            raise CheckpointError(f"{folder} is damaged: '{name}' in its {MANIFEST} is outside the folder")
     return {**contents, "sha256": checksum}
 
 
@@ -286,13 +399,13 @@ def prune(target: str | Path, keep: int) -> list[Path]:
         older = [folder for folder in _series(target) if folder != target]
         removed = older[: max(0, len(older) + 1 - keep)]
         for folder in removed:
-            shutil.rmtree(folder)
+            _remove_local(folder)
         return removed
     root, rest = Path(*target.parts[:index]), target.parts[index + 1 :]
-    folders = [folder for _, folder in step_folders(root) if folder.joinpath(*rest).is_dir()]
+    folders = [folder for _, folder in step_folders(root) if (folder.joinpath(*rest) / MANIFEST).is_file()]
     outdated = folders[: max(0, len(folders) - keep)]
     for folder in outdated:
-        shutil.rmtree(folder.joinpath(*rest))
+        _remove_local(folder.joinpath(*rest))
         if rest and not any(folder.iterdir()):
             folder.rmdir()
     return [folder.joinpath(*rest) for folder in outdated]
@@ -332,7 +445,8 @@ def copy_folder(source: str, target: str) -> None:
 
     A local `target` appears atomically. This is not possible at a URL, because object stores cannot rename. There, the
     manifest of an older copy is deleted first and the new manifest is written last, so that a folder with a manifest is
-    always complete. Only files that a manifest lists are replaced or deleted.
+    always complete. Until then, a copy of it under another name lists the files of the upload. Only files that one of
+    the two lists are replaced or deleted.
     """
     if is_url(source) and is_url(target):
         raise CheckpointError(f"cannot copy '{source}' to '{target}'; one of the two must be a local path")
@@ -347,11 +461,14 @@ def copy_folder(source: str, target: str) -> None:
 
 def _copy_local(source: Path, target: Path) -> None:
     verify(source)
-    copy = begin(target)
-    shutil.copytree(source, copy, dirs_exist_ok=True)
-    manifest = read_manifest(copy)
-    verify(copy)
-    finish(target, fingerprints(copy, (copy / name for name in manifest["files"])), manifest["facts"])
+    manifest, copy = read_manifest(source), begin(target)
+    for name in manifest["files"]:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(source / name, copy / name)
+    files = fingerprints(copy, (copy / name for name in manifest["files"]))
+    if damaged := [name for name in files if files[name] != manifest["files"][name]]:
+        raise CheckpointError(f"{target} is damaged: '{damaged[0]}' differs from that of {source}; try again")
+    finish(target, files, manifest["facts"])
 
 
 def list_steps(location: str | Path) -> list[int]:
@@ -392,9 +509,12 @@ def exists(folder: str | Path) -> bool:
 
 
 def remove(folder: str | Path) -> None:
-    """Delete a folder. At a URL, delete the manifest first, and then only the files that it lists."""
+    """Make a folder incomplete, and delete the files that its manifest lists. All other files remain.
+
+    A temporary folder of `begin` is deleted with all its files.
+    """
     if not is_url(folder):
-        shutil.rmtree(local(folder))
+        _remove_local(local(folder))
         return
     files, root = file_system(str(folder))
     _remove_copy(files, root, str(folder))
@@ -453,24 +573,25 @@ class _MonitoredFileSystem:
         return call
 
 
-def _read_remote_manifest(files: Any, root: str, url: str) -> dict[str, Any]:
+def _read_remote_manifest(files: Any, root: str, url: str, name: str = MANIFEST) -> dict[str, Any]:
     try:
-        manifest = _parse_manifest(files.cat_file(f"{root}/{MANIFEST}"), url)
+        return _parse_manifest(files.cat_file(f"{root}/{name}"), url)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{url} is not a complete checkpoint: it contains no {MANIFEST}") from error
-    for name in manifest["files"]:
-        if name.startswith("/") or ".." in name.split("/"):
-            raise CheckpointError(f"{url} is damaged: '{name}' in its {MANIFEST} is outside the folder")
-    return manifest
+        raise CheckpointError(f"{url} is not a complete checkpoint: it contains no {name}") from error
 
 
 def _remove_copy(files: Any, root: str, url: str) -> None:
-    names: list[str] = []
-    with contextlib.suppress(CheckpointError):  # if the manifest is missing or truncated, its files are unknown
-        names += _read_remote_manifest(files, root, url)["files"]
-    for name in (MANIFEST, *names):
-        if files.exists(f"{root}/{name}"):
-            files.rm_file(f"{root}/{name}")
+    """Delete the files of a complete or interrupted upload. The manifest is renamed first and deleted last."""
+    manifest, unfinished = f"{root}/{MANIFEST}", f"{root}/{MANIFEST}{_UNFINISHED}"
+    with contextlib.suppress(CheckpointError):  # if the manifest is missing or damaged, its files are unknown
+        _read_remote_manifest(files, root, url)
+        files.pipe_file(unfinished, files.cat_file(manifest))
+        files.rm_file(manifest)
+    with contextlib.suppress(CheckpointError):
+        names = _read_remote_manifest(files, root, url, MANIFEST + _UNFINISHED)["files"]
+        for path in (manifest, *(f"{root}/{name}" for name in names), unfinished):
+            if files.exists(path):
+                files.rm_file(path)
     if files.exists(root) and not files.find(root):
         files.rm(root, recursive=True)  # some file systems keep empty folders
 
@@ -480,6 +601,10 @@ def _upload(origin: Path, url: str) -> None:
     expected = read_manifest(origin)["files"]
     files, root = file_system(url)
     _remove_copy(files, root, url)
+    for name in (MANIFEST, *expected):
+        if files.exists(f"{root}/{name}"):
+            raise CheckpointError(f"{url} already contains '{name}', which is not part of a checkpoint; rename it")
+    files.put_file(str(origin / MANIFEST), f"{root}/{MANIFEST}{_UNFINISHED}")
     for name in expected:
         files.put_file(str(origin / name), f"{root}/{name}")
     files.invalidate_cache()
@@ -490,6 +615,7 @@ def _upload(origin: Path, url: str) -> None:
                 f"{url}: '{name}' has {size} bytes after the upload, but {expected[name]['bytes']} bytes in {origin}"
             )
     files.put_file(str(origin / MANIFEST), f"{root}/{MANIFEST}")
+    files.rm_file(f"{root}/{MANIFEST}{_UNFINISHED}")
 
 
 def _download(url: str, goal: Path) -> None:

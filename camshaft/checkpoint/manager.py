@@ -123,7 +123,7 @@ class CheckpointManager:
             if copy is not None:
                 storage.copy_folder(str(folder / TRAINER), f"{copy}/{TRAINER}")
             for location in (self.root, *([] if self.mirror is None else [self.mirror])):
-                storage.write_text(location, LATEST, str(step))
+                _write_marker(location, LATEST, step)
         # An engine can still be writing in the background. The new checkpoint is incomplete until it finishes.
         complete = len(manifests) == len(roles)
         self._unbound = None if complete else name
@@ -157,7 +157,7 @@ class CheckpointManager:
         if best is None or not folders:
             return set()
         previous = read_marker(self.root, BEST)
-        storage.write_text(self.root, BEST, str(best))
+        _write_marker(self.root, BEST, best)
         return {best} if previous is None or find_problem(folders[best]) is None else {best, previous}
 
     def move_aside(self, after: int) -> None:
@@ -175,7 +175,8 @@ class CheckpointManager:
         for folder in later:
             os.replace(folder, aside / folder.name)
         for marker in (LATEST, BEST):
-            (self.root / marker).unlink(missing_ok=True)
+            if _is_marker(storage.read_text(self.root, marker)):
+                (self.root / marker).unlink(missing_ok=True)
         logger.info("moved checkpoints of an earlier run to %s: %s", aside, ", ".join(folder.name for folder in later))
 
     def _remove_old(self, role: str, count: int | None, newest: int, protected_steps: set[int]) -> None:
@@ -191,13 +192,14 @@ class CheckpointManager:
                         _remove(old)
 
     def _remove_empty(self, newest: int) -> None:
-        """Remove checkpoints before step `newest` that contain no role.
+        """Remove checkpoints before step `newest` that contain no role, and nothing that others have written.
 
         Retention leaves them behind, and so does a run that is killed while it saves.
         """
         for step, folder in storage.step_folders(self.root):
             if step < newest and all(path.name == TRAINER or storage.is_unfinished(path) for path in folder.iterdir()):
-                _remove(folder)
+                for path in (*folder.iterdir(), folder):
+                    _remove(path)
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -408,6 +410,17 @@ def format_size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def _write_marker(location: str | Path, marker: str, step: int) -> None:
+    """Write a step number to the file `LATEST` or `BEST`. A local file with other content is renamed."""
+    if not storage.is_url(location) and not _is_marker(storage.read_text(location, marker)):
+        storage.rename_aside(storage.local(location) / marker)
+    storage.write_text(location, marker, str(step))
+
+
+def _is_marker(text: str | None) -> bool:
+    return text is None or not text.strip("\0 \n") or text.strip().isdecimal()
 
 
 def read_marker(root: Path, marker: str) -> int | None:

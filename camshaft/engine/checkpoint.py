@@ -214,7 +214,7 @@ def _finish_rank(state: State, work: Path, group: Group) -> dict[str, Any]:
 def _finish(target: Path, work: Path, files: dict[str, Any], state: Mapping[str, Any], global_step: int) -> None:
     """Write `state.json` and the manifest, and rename the folder to `target`."""
     with _checkpoint_errors(0, f"{target} could not be written"):
-        visible = {str(path.relative_to(work)) for path in work.rglob("*") if path.is_file()}
+        visible = {str(path.relative_to(work)) for path in storage.files_in(work)}
         if missing_files := sorted(files.keys() - visible):
             raise CheckpointError(
                 f"rank 0 cannot see '{missing_files[0]}' of {target}, which another rank has written; use a folder on "

@@ -1,10 +1,11 @@
+import contextlib
 import hashlib
 import json
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import fsspec
 import pytest
@@ -80,8 +81,49 @@ def test_an_incomplete_copy_at_a_url_is_an_error(tmp_path: Path, remote: str, na
     with pytest.raises(CheckpointError, match=rf"(incomplete|not a complete checkpoint).*{name}"):
         storage.copy_folder(remote, str(tmp_path / "back"))
     assert not (tmp_path / "back").exists()
+    if name == storage.MANIFEST:  # without it, the files can be those of another program
+        with pytest.raises(CheckpointError, match=r"already contains 'a\.txt'"):
+            storage.copy_folder(str(tmp_path / "x"), remote)
+        return
     storage.copy_folder(str(tmp_path / "x"), remote)
     storage.copy_folder(remote, str(tmp_path / "back"))
+
+
+@pytest.mark.parametrize("name", ["a.txt", storage.MANIFEST])
+def test_an_upload_keeps_the_files_of_others(tmp_path: Path, remote: str, name: str) -> None:
+    files = fsspec.filesystem("memory")
+    files.pipe_file(f"/bucket/run/actor/{name}", b"foreign")
+    write(tmp_path / "x")
+    with pytest.raises(CheckpointError, match=f"already contains '{name}'"):
+        storage.copy_folder(str(tmp_path / "x"), remote)
+    storage.remove(remote)
+    assert files.cat_file(f"/bucket/run/actor/{name}") == b"foreign"
+
+
+@pytest.mark.parametrize("call", ["put_file", "rm_file", "pipe_file"])
+def test_an_interrupted_upload_or_removal_is_continued(
+    tmp_path: Path, remote: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = fsspec.filesystem("memory")
+    write(tmp_path / "x")
+    original = getattr(type(files), call)
+    for survived in range(8):
+        with monkeypatch.context() as patch:
+            countdown = iter(range(survived))
+
+            def failing(*args: Any, countdown: Iterator[int] = countdown, **kwargs: Any) -> Any:
+                if next(countdown, None) is None:
+                    raise ConnectionError
+                return original(*args, **kwargs)
+
+            patch.setattr(type(files), call, failing)
+            with contextlib.suppress(ConnectionError):
+                storage.copy_folder(str(tmp_path / "x"), remote)
+                storage.copy_folder(str(tmp_path / "x"), remote)
+        storage.copy_folder(str(tmp_path / "x"), remote)
+        assert sorted(files.find("/bucket/run/actor")) == [
+            f"/bucket/run/actor/{name}" for name in ("a.txt", storage.MANIFEST, "sub/b.txt")
+        ]
 
 
 def test_names_that_lead_out_of_the_folder_are_rejected(tmp_path: Path, remote: str) -> None:
