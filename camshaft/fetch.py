@@ -6,8 +6,9 @@
     fetch("models/mine")                      # returns local paths unchanged
 
 Copies are stored in `cache_folder("files")`, in folders named after the URL without its secrets. A file appears under
-its name only after it has been downloaded completely. Finally, a record of the state of source and copy is written. As
-long as both are unchanged, nothing is downloaded again. Only one process per machine downloads a URL at a time; other
+its name only after it has been downloaded completely. A record of the state of source and copy is written before and
+after the download. As long as both are unchanged, nothing is downloaded again. Files that are not in the record are not
+deleted, and they are renamed if they are in the way. Only one process per machine downloads a URL at a time; other
 processes wait and use the same copy.
 """
 
@@ -19,9 +20,8 @@ import json
 import logging
 import os
 import re
-import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +105,7 @@ def _download_lock(url: str, target: Path) -> Iterator[None]:
     """Hold the lock of a URL, so that only one process of this machine downloads it."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(target.with_name(target.name + ".lock"), "w", encoding="utf-8")  # noqa: SIM115
+        lock = open(target.with_name(target.name + ".lock"), "a", encoding="utf-8")  # noqa: SIM115
     except OSError as error:
         raise StorageError(
             f"{url} cannot be downloaded to {target} ({error.strerror}); set CAMSHAFT_CACHE to a writable folder"
@@ -137,25 +137,34 @@ def _download_changes(files: Any, root: str, url: str, target: Path) -> None:
     up_to_date = {name for name in remote if _is_current(remote[name], recorded.get(name), target / name)}
     if up_to_date == remote.keys() == recorded.keys():
         return
-    record.unlink(missing_ok=True)
-    if target.is_dir() != ("" not in remote):  # a file was replaced by a folder, or a folder by a file
-        if target.is_dir():
-            shutil.rmtree(target)
-        else:
-            target.unlink(missing_ok=True)
-        recorded = {}
+    expected = {name: {**remote[name], "replaces": _time_of(recorded.get(name))} for name in remote.keys() - up_to_date}
+    recorded |= expected
+    _write_record(record, url, recorded)
+    _remove_outdated(target, {name: recorded[name] for name in recorded.keys() - remote.keys()}, is_file="" in remote)
     size = sum(entry["bytes"] or 0 for name, entry in remote.items() if name not in up_to_date)
     logger.info("downloading %s (%.1f MB) to %s", url, size / 1e6, target)
     for name in remote.keys() - up_to_date:
+        if os.path.lexists(target / name) and not _is_own(recorded[name], target / name):
+            storage.rename_aside(target / name)
         _copy(files, f"{root}/{name}" if name else root, url, remote[name], target / name)
-    for name in recorded.keys() - remote.keys():
-        (target / name).unlink(missing_ok=True)
     files.invalidate_cache()
     if _list_files(files, root) != remote:
         raise StorageError(f"{url} changed during the download; try again when no process writes to it")
     entries = {name: {**entry, "mtime_ns": (target / name).stat().st_mtime_ns} for name, entry in remote.items()}
-    with storage.new_file(record) as temporary:
-        temporary.write_text(json.dumps({"url": _without_secrets(url), "files": entries}, indent=1), encoding="utf-8")
+    _write_record(record, url, entries)
+
+
+def _remove_outdated(target: Path, recorded: Mapping[str, Any], is_file: bool) -> None:
+    """Delete downloaded files that the source no longer has, and rename what prevents a file or a folder `target`."""
+    for name, entry in recorded.items():
+        if _is_own(entry, target / name):
+            (target / name).unlink()
+    if target.is_dir() and is_file:
+        for parent, _, _ in os.walk(target, topdown=False):
+            with contextlib.suppress(OSError):  # it is not empty
+                os.rmdir(parent)
+    if os.path.lexists(target) and target.is_dir() == is_file:
+        storage.rename_aside(target)
 
 
 def _list_files(files: Any, root: str) -> Files:
@@ -187,13 +196,39 @@ def _read_record(record: Path, url: str) -> dict[str, Any]:
         return {}
 
 
+def _write_record(record: Path, url: str, entries: Mapping[str, Any]) -> None:
+    """Write a record with an entry per file."""
+    if os.path.lexists(record) and not _read_record(record, url):
+        storage.rename_aside(record)
+    with storage.new_file(record) as temporary:
+        temporary.write_text(json.dumps({"url": _without_secrets(url), "files": entries}, indent=1), encoding="utf-8")
+
+
 def _is_current(remote: dict[str, Any], recorded: dict[str, Any] | None, path: Path) -> bool:
     """Return True if neither the source nor the copy has changed. False if the source provides no stamp."""
     if recorded is None or not remote["stamp"] or not path.is_file():
         return False
     local = path.stat()
     unchanged = {**recorded, "mtime_ns": None} == {**remote, "mtime_ns": None}
-    return unchanged and local.st_mtime_ns == recorded["mtime_ns"] and local.st_size == remote["bytes"]
+    return unchanged and local.st_mtime_ns == recorded.get("mtime_ns") and local.st_size == remote["bytes"]
+
+
+def _is_own(recorded: Mapping[str, Any], path: Path) -> bool:
+    """Return True if a file is the one that was downloaded according to its entry in the record.
+
+    While a file is downloaded, its entry has the time of the previous one, which it replaces.
+    """
+    if path.is_symlink() or not path.is_file():
+        return False
+    facts = path.stat()
+    if "replaces" in recorded and facts.st_size == recorded["bytes"]:
+        return True
+    return facts.st_mtime_ns == _time_of(recorded)
+
+
+def _time_of(recorded: Mapping[str, Any] | None) -> int | None:
+    """Return the time of the file that has been downloaded, or None."""
+    return None if recorded is None else recorded.get("mtime_ns", recorded.get("replaces"))
 
 
 def _copy(files: Any, path: str, url: str, expected: dict[str, Any], target: Path) -> None:

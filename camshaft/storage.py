@@ -123,10 +123,10 @@ def finish(target: str | Path, files: Mapping[str, Any], facts: Mapping[str, Any
 
 
 @contextlib.contextmanager
-def new_file(target: str | Path) -> Iterator[Path]:
+def new_file(target: str | Path, durable: bool = True) -> Iterator[Path]:
     """Yield the path of a temporary file, which replaces `target` when the block ends without an error.
 
-    The caller decides whether an existing `target` may be replaced.
+    The caller decides whether an existing `target` may be replaced. If not `durable`, nothing is flushed to the disk.
     """
     target = Path(target).expanduser().absolute()
     folder = target.with_name(target.name + _UNFINISHED)
@@ -136,9 +136,11 @@ def new_file(target: str | Path) -> Iterator[Path]:
     try:
         (folder / MANIFEST).write_bytes(_UNFINISHED_MANIFEST)
         yield work
-        flush(work)
+        if durable:
+            flush(work)
         os.replace(work, target)
-        flush(target.parent)
+        if durable:
+            flush(target.parent)
     finally:
         with contextlib.suppress(OSError):  # the next call removes it
             _remove_local(folder)

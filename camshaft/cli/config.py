@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from camshaft.cli.explain import write_page
 from camshaft.config import explain, reference_page, show
 from camshaft.config.render import SCHEMAS
 
@@ -18,7 +19,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the selected action, and return the exit status."""
     options = _parser().parse_args(argv)
     if options.action == "docs":
-        Path(options.out).write_text(reference_page(), encoding="utf-8")
+        write_page(Path(options.out), reference_page())
         return 0
     text = explain(options.key, options.trainer) if options.action == "explain" else show(options.trainer)
     sys.stdout.write(text + "\n")

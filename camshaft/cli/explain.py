@@ -14,6 +14,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+from camshaft import storage
+from camshaft.errors import ConfigError
+
 
 def metrics(argv: Sequence[str]) -> int:
     """Explain a metric, or write the page of all metrics."""
@@ -50,6 +53,15 @@ def rollouts(argv: Sequence[str]) -> int:
     return 0
 
 
+def write_page(path: Path, text: str) -> None:
+    """Write a generated page. Raise ConfigError if the file exists and has another first line, as other pages have."""
+    first_line = text.partition("\n")[0].encode() + b"\n"
+    if path.exists() and not (path.is_file() and path.read_bytes().startswith(first_line)):
+        raise ConfigError(f"--out {path}: the file already exists and is another page; use another file")
+    with storage.new_file(path) as work:
+        work.write_text(text, encoding="utf-8")
+
+
 def _parser(
     command: str, description: str, help_of_explain: str, page: str, help_of_list: str | None = None
 ) -> tuple[argparse.ArgumentParser, argparse.ArgumentParser]:
@@ -77,7 +89,7 @@ def _run(
     """Run the selected action, and return the exit status."""
     options = parser.parse_args(argv)
     if options.action == "docs":
-        Path(options.out).write_text(page(), encoding="utf-8")
+        write_page(Path(options.out), page())
     elif options.action == "explain" or list_all is None:
         sys.stdout.write(explain(options.name) + "\n")
     else:

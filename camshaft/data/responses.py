@@ -14,7 +14,6 @@ values that affect the responses; a run with different settings rejects the exis
 import contextlib
 import json
 import logging
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ import pyarrow
 from pyarrow import parquet
 
 from camshaft import storage
-from camshaft.data.tables import Paths, open_files
+from camshaft.data.tables import Paths, open_files, read_metadata
 from camshaft.errors import BatchError, CheckpointError, ConfigError, FormatError
 
 TYPES = {
@@ -164,9 +163,14 @@ class ResponseFile:
         self.remove_parts()
 
     def remove_parts(self) -> None:
-        """Delete the parts, which are unused once the file is written."""
-        if self._folder.exists():
-            shutil.rmtree(self._folder)
+        """Delete the parts, which are unused once the file is written. Files of others remain."""
+        for folder in self._folder.glob("from_*"):
+            storage.remove(folder)
+        lock = self._folder / storage.LOCK
+        if lock.is_file() and not lock.stat().st_size:
+            lock.unlink()
+        with contextlib.suppress(OSError):  # it is not empty, or it does not exist
+            self._folder.rmdir()
 
     def read(self, column: str) -> list[Any]:
         """Read a column of the written file as Python objects."""
@@ -206,10 +210,7 @@ def _schema_errors() -> Iterator[None]:
 
 def _read_settings(path: Path) -> Mapping[str, Any] | None:
     """Return the settings in the metadata of a file; None if another program wrote the file."""
-    try:
-        metadata = parquet.read_metadata(path).metadata or {}
-    except (pyarrow.ArrowInvalid, OSError):
-        return None
+    metadata = read_metadata(path)
     return json.loads(metadata[_METADATA]) if _METADATA in metadata else None
 
 

@@ -10,7 +10,7 @@ supported formats. The other modules of this package use these functions.
 
 import contextlib
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,11 +18,15 @@ from typing import Any
 import pyarrow
 from pyarrow import parquet
 
+from camshaft import storage
 from camshaft.config.files import select_data_files
 from camshaft.data.formats import DataFile, open_data_file
 from camshaft.errors import BatchError
 
 Paths = str | Path | Sequence[str | Path]
+
+MARK = b"camshaft.content"
+"""Entry in the metadata of a parquet file by which files of camshaft are recognized."""
 
 
 @dataclass(frozen=True)
@@ -104,11 +108,26 @@ def open_files(paths: Paths) -> list[DataFile]:
 
 
 def write_parquet(path: str | Path, rows: Sequence[dict[str, Any]]) -> Path:
-    """Write rows of Python objects to a parquet file, with column types inferred from the values."""
+    """Write rows of Python objects to a parquet file, with column types inferred from the values.
+
+    Raise BatchError if another program wrote an existing file.
+    """
     path = Path(path)
+    if path.exists() and read_metadata(path).get(MARK) != b"data":
+        raise BatchError(f"{path} already exists and was not written by camshaft; use another folder, or delete it")
+    table = pyarrow.Table.from_pylist(list(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(pyarrow.Table.from_pylist(list(rows)), path)
+    with storage.new_file(path) as work:
+        parquet.write_table(table.replace_schema_metadata({MARK: b"data"}), work)
     return path
+
+
+def read_metadata(path: str | Path) -> Mapping[bytes, bytes]:
+    """Return the metadata of a parquet file. Empty if it cannot be read, or if it is another kind of file."""
+    try:
+        return parquet.read_metadata(Path(path).expanduser()).metadata or {}
+    except (pyarrow.ArrowInvalid, OSError):
+        return {}
 
 
 def _open(file: Path) -> DataFile:

@@ -7,13 +7,13 @@ Data sets with at least `_MIN_PARALLEL_ROWS` rows are tokenized in several proce
 versions. The checksum does not cover length limits, so the cache stays valid when they change.
 """
 
-import contextlib
 import hashlib
 import json
 import logging
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -30,6 +30,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
+from camshaft import storage
 from camshaft.data.chat import Prompt, encode_prompts, render_prompt, track_progress
 from camshaft.data.templates import try_template
 from camshaft.dataproto import Ragged
@@ -154,12 +155,14 @@ def _load_cached(path: Path, count: int) -> Ragged | None:
 
 
 def _write(path: Path, ids: Ragged) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")  # another run may write the same file
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({"values": ids.values, "lengths": ids.lengths}, temporary)
-        os.replace(temporary, path)
+        # Another run may write the same file.
+        with tempfile.TemporaryDirectory(prefix=".", dir=path.parent, ignore_cleanup_errors=True) as folder:
+            work = Path(folder, path.name)
+            save_file({"values": ids.values, "lengths": ids.lengths}, work)
+            if os.path.lexists(path):  # it cannot be read
+                storage.rename_aside(path)
+            os.replace(work, path)
     except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         logger.warning("could not cache the token ids in %s: %s", path.parent, error)

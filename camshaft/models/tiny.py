@@ -37,10 +37,19 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>a{% endif %}"
 )
 """Chat template that writes the first letter of a message's role (u, a or s) before its text."""
+_FILES = ("config.json", "model.safetensors", "tokenizer.json", "chat_template.jinja")
+"""Files by which another model in a folder is recognized."""
 
 
 def make_tiny_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
-    """Write a character-level tokenizer to `folder` and return it. The end-of-sequence token is <|im_end|>."""
+    """Write a character-level tokenizer to `folder` and return it. The end-of-sequence token is <|im_end|>.
+
+    Raise EngineError if the folder contains another model or tokenizer.
+    """
+    template = Path(folder, "chat_template.jinja")
+    is_own = template.is_file() and template.read_text(encoding="utf-8") == CHAT_TEMPLATE
+    if existing := [name for name in _FILES if Path(folder, name).exists() and not is_own]:
+        raise EngineError(f"{folder} contains another model ({existing[0]}); use another folder")
     vocabulary = {token: number for number, token in enumerate([PAD, START, END, *CHARACTERS])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore

@@ -434,8 +434,8 @@ def _warn(failures: Sequence[RewardFailure], num_failed: int, num_rows: int, con
 def log_failures(failures: Iterable[RewardFailure], folder: Path, when: str) -> None:
     """Append samples with failed or slow reward calls to the log in the folder of a run, as JSON lines.
 
-    `when` describes the step. The first failure creates the file. A full file is renamed to `failed.1.jsonl`, which
-    replaces an older one. A full disk causes a warning, and the run continues.
+    `when` describes the step. The first failure creates the file. A full file is renamed to `failed.1.jsonl`. A
+    full disk causes a warning, and the run continues.
     """
     lines = [json.dumps({"when": when} | asdict(failure), default=str) + "\n" for failure in failures]
     path = folder.expanduser() / FAILED_REWARDS

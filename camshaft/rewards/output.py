@@ -5,7 +5,8 @@
     stream.write(b"...")             # the first line creates the file and logs its path
     stream.write(b"")                # at the end: writes an incomplete last line
 
-Secrets are masked. A file that reaches `MAX_BYTES` is renamed, and a new one is started.
+Secrets are masked. A file that reaches `MAX_BYTES` is renamed, and a new one is started. Of the renamed files, this
+process keeps the last.
 """
 
 import contextlib
@@ -14,9 +15,10 @@ import os
 from pathlib import Path
 
 from camshaft.masking import mask_text
+from camshaft.storage import rename_existing
 
 MAX_BYTES = 8 * 1024 * 1024
-"""Size in bytes at which a file is renamed, for example to `output.1.log`, which replaces an older one."""
+"""Size in bytes at which a file is renamed, for example to `output.1.log`."""
 MAX_STDERR_BYTES = 1024 * 1024
 """Maximum number of bytes that are written to stderr if there is no file."""
 MAX_LINE_BYTES = 64 * 1024
@@ -25,6 +27,8 @@ MAX_SECRET_BYTES = 8 * 1024
 """Length of the end of such a line that is kept, because it may contain the start of a secret or a URL."""
 
 logger = logging.getLogger(__name__)
+_started: dict[Path, Path | None] = {}
+"""Maps the path of each file that this process has started to that of the previous one, which was full."""
 
 
 class Output:
@@ -82,10 +86,19 @@ def _masked(data: bytes) -> bytes:
 
 
 def append_rotated(path: Path, data: bytes) -> None:
-    """Append to a file. If it would exceed `MAX_BYTES`, rename it first, and start a new one."""
+    """Append to a file. If it would exceed `MAX_BYTES`, rename it first, and start a new one.
+
+    The previous file of this process is then deleted. Files that earlier processes have started remain.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     size = path.stat().st_size if path.exists() else 0
     if size and size + len(data) > MAX_BYTES:
-        path.replace(path.with_suffix(f".1{path.suffix}"))
+        full, size = rename_existing(path), 0
+        if path in _started:
+            if previous := _started[path]:
+                previous.unlink(missing_ok=True)
+            _started[path] = full
+    if not size:
+        _started.setdefault(path)
     with open(path, "ab") as file:
         file.write(data)

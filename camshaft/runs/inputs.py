@@ -7,6 +7,7 @@ The name of a file or folder contains a checksum of its content. Equal objects g
 with them. Different objects never overwrite the inputs of existing checkpoints.
 """
 
+import filecmp
 import hashlib
 import json
 import os
@@ -61,6 +62,8 @@ def save_rows(rows: Iterable[Any], run_folder: Path, name: str) -> str:
             raise
     target = folder / f"{name}-{checksum.hexdigest()[:12]}.jsonl"
     storage.flush(Path(file.name))
+    if os.path.lexists(target) and not (target.is_file() and filecmp.cmp(file.name, target, shallow=False)):
+        storage.rename_aside(target)
     os.replace(file.name, target)
     storage.flush(folder)
     return str(target)

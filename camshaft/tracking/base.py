@@ -12,6 +12,7 @@ A tracker that shows the final state of a run also implements `on_run_end(self, 
 entry point in the group `camshaft.trackers`.
 """
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -67,7 +68,10 @@ class RunInfo:
     def save_run_id(self, tracker: str, run_id: str) -> None:
         """Save the run ID of the tracker, so that a resumed run can continue it."""
         path = self.path(f"{tracker}_run_id.txt")
-        storage.write_text(path.parent, path.name, run_id + "\n")
+        if self.load_run_id(tracker) != run_id:
+            if os.path.lexists(path):
+                storage.rename_existing(path)
+            storage.write_text(path.parent, path.name, run_id + "\n")
 
 
 class Tracker(ABC):
@@ -112,14 +116,6 @@ class Tracker(ABC):
     @abstractmethod
     def finish(self) -> None:
         """Write outstanding metrics and close the tracker."""
-
-
-def rename_existing(path: Path) -> None:
-    """Rename a file or folder of an earlier run to the first unused name, for example metrics.1.jsonl."""
-    number = 1
-    while (target := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    path.rename(target)
 
 
 def deterministic(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from camshaft import storage
-from camshaft.tracking.base import RunInfo, Tracker, rename_existing
+from camshaft.storage import rename_existing
+from camshaft.tracking.base import RunInfo, Tracker
 from camshaft.tracking.durable import format_steps, missing_steps
 from camshaft.tracking.run_folder import METRICS as FILE_NAME
 from camshaft.tracking.run_folder import TIME

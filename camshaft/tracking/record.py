@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import platform
+import secrets
 import socket
 import sys
 import threading
@@ -28,6 +29,7 @@ import yaml
 
 from camshaft import __version__, storage
 from camshaft.config.tree import flatten
+from camshaft.errors import ConfigError
 from camshaft.masking import PrintableFormatter, mask_arguments, printable
 from camshaft.progress import PhaseReports
 from camshaft.tracking.base import Ending, RunInfo, Tracker
@@ -37,6 +39,8 @@ RECORD = "camshaft.tracking.record:RunRecord"
 """Import path of the tracker."""
 LIBRARIES = ("torch", "transformers", "numpy", "pyarrow", "safetensors", "vllm", "sglang", "megatron-core", "ray")
 """Packages whose versions are recorded, if they are installed."""
+CONFIG_HEADER = "# Written by camshaft. The next run in this folder replaces it.\n"
+"""First line of `config.yaml`, by which it is recognized."""
 POLL_SECONDS = 0.5
 BEAT_SECONDS = 10.0
 
@@ -53,6 +57,7 @@ class RunRecord(Tracker):
 
     def __init__(self, run: RunInfo):
         self._path = run.path(INFO)
+        check_folder(self._path.parent)
         pid = os.getpid()
         self._facts: dict[str, Any] = {
             "status": "running",
@@ -74,7 +79,7 @@ class RunRecord(Tracker):
         }
         with _disk_errors_as_warnings(self._path):
             plain = json.loads(json.dumps(run.config, default=str))  # with the types of YAML only
-            storage.write_text(self._path.parent, CONFIG, yaml.safe_dump(plain, sort_keys=False))
+            storage.write_text(self._path.parent, CONFIG, CONFIG_HEADER + yaml.safe_dump(plain, sort_keys=False))
             self._write()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -148,6 +153,37 @@ class RunStatus:
             replace_text(self._path, json.dumps(facts) + "\n")
 
 
+def check_folder(folder: Path) -> None:
+    """Raise ConfigError if the folder contains a config that is not that of a run, and rename such files of JSON.
+
+    Otherwise the run would replace them. Damaged files of a run are also renamed.
+    """
+    foreign = [name for name in (INFO, STATUS) if os.path.lexists(folder / name) and not _is_record(folder / name)]
+    config = folder / CONFIG
+    is_own = not os.path.lexists(config) or _starts_with(config, CONFIG_HEADER) or _is_record(folder / INFO)
+    if not is_own:
+        raise ConfigError(
+            f"trainer.default_local_dir={folder}: the folder contains a {CONFIG} that is not that of a run; use "
+            f"another folder, for example out={folder / 'run'}"
+        )
+    for name in foreign:
+        storage.rename_aside(folder / name)
+
+
+def _is_record(path: Path) -> bool:
+    """Return True if a file is `run.json` or `status.json` of a run, or empty, as after a power failure."""
+    with contextlib.suppress(OSError, ValueError, AttributeError, RecursionError):
+        text = path.read_text(encoding="utf-8").strip("\0 \n")
+        return not text or {"argv", "phase"} & json.loads(text).keys() != set()
+    return False
+
+
+def _starts_with(path: Path, text: str) -> bool:
+    with contextlib.suppress(OSError), open(path, "rb") as file:
+        return file.read(len(text)).strip(b"\0") in (b"", text.encode())
+    return False
+
+
 @contextlib.contextmanager
 def log_to_file(folder: Path) -> Iterator[None]:
     """Append the log of the run to `log.txt` in its folder within the block."""
@@ -193,9 +229,14 @@ class _LogFile(logging.FileHandler):
 
 def replace_text(path: Path, text: str) -> None:
     """Write a small file under a temporary name and rename it, so that a reader never sees half a file."""
-    work = path.with_name(f".{path.name}.unfinished")
-    work.write_text(text, encoding="utf-8")
-    os.replace(work, path)
+    work = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
+    try:
+        with open(work, "x", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(work, path)
+    except OSError:
+        work.unlink(missing_ok=True)
+        raise
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import random
+import re
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,9 +26,10 @@ import torch
 from pyarrow import parquet
 from torch import Tensor
 
+from camshaft import storage
 from camshaft.config.schema.trainer import SamplesConfig
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.tracking.base import rename_existing
+from camshaft.storage import rename_existing
 from camshaft.tracking.durable import Ranges, format_steps, missing_steps, step_ranges
 from camshaft.tracking.run_folder import SAMPLES, TOKEN_COLUMNS
 
@@ -38,6 +40,9 @@ MAX_TOKENS = 1 << 17
 RECENT_STEPS = 8
 """Number of newest steps that are deleted last."""
 
+_FILE = re.compile(r"step_(\d+)\.parquet")
+_COLUMNS = {"uid", "data_source", "prompt", "response", "ground_truth", "score", "prompt_tokens", "response_tokens"}
+"""Columns by which files of this module are recognized."""
 _JSON = json.JSONEncoder(ensure_ascii=False, default=str)
 
 logger = logging.getLogger(__name__)
@@ -59,7 +64,8 @@ class SampleWriter:
     def start(self, resumed_step: int | None, recorded: Ranges = ()) -> None:
         """Delete files after the checkpoint of a run that resumes. A new run renames the folder of an earlier one.
 
-        If files of the `recorded` steps, as `stored_steps` returned them, are missing or empty, log a warning.
+        Files that this class has not written remain. If files of the `recorded` steps, as `stored_steps` returned them,
+        are missing or empty, log a warning.
         """
         if resumed_step is None:
             if self.folder.is_dir():
@@ -68,14 +74,17 @@ class SampleWriter:
         sizes: dict[int, int] = {}
         later_bytes = 0
         for path in self.folder.iterdir() if self.folder.is_dir() else ():
-            step = path.stem.removeprefix("step_")
+            match = _FILE.fullmatch(path.name)
             try:
+                if match is None:
+                    storage.remove_unfinished(path)
+                    continue
                 size = path.stat().st_size
-                if path.suffix != ".parquet" or not step.isdecimal() or int(step) > resumed_step:
-                    path.unlink()
+                if int(match[1]) > resumed_step:
+                    _remove(path)
                     later_bytes += size
                 elif size:
-                    sizes[int(step)] = size
+                    sizes[int(match[1])] = size
             except OSError as error:
                 message = "the responses in %s cannot be accessed: %s. The run continues without them"
                 logger.warning(message, path, error.strerror or error)
@@ -99,18 +108,16 @@ class SampleWriter:
         If the file cannot be written, a warning is logged once.
         """
         path = self.folder / f"step_{step}.parquet"
-        work = path.with_name(f".{path.name}.unfinished")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             table = sample_table(batch, step, self.config.token_rows, self._decode, self._pieces)
-            parquet.write_table(table, work, compression="zstd", compression_level=1, use_dictionary=False)
-            size = work.stat().st_size
-            os.replace(work, path)
-            self._record(step, size)
+            if os.path.lexists(path):
+                rename_existing(path)
+            with storage.new_file(path, durable=False) as work:
+                parquet.write_table(table, work, compression="zstd", compression_level=1, use_dictionary=False)
+            self._record(step, path.stat().st_size)
             self._prune()
         except OSError as error:
-            with contextlib.suppress(OSError):
-                work.unlink()
             if not self._has_failed:
                 message = "the responses of step %d cannot be written to %s: %s. The run continues without them"
                 logger.warning(message, step, self.folder, error.strerror or error)
@@ -128,8 +135,15 @@ class SampleWriter:
     def _prune(self) -> None:
         while sum(self._sizes) > self._limit() and len(self._steps) > 1:
             index = least_useful(self._steps)
-            (self.folder / f"step_{self._steps.pop(index)}.parquet").unlink(missing_ok=True)
+            _remove(self.folder / f"step_{self._steps.pop(index)}.parquet")
             self._sizes.pop(index)
+
+
+def _remove(path: Path) -> None:
+    """Delete a file of responses, unless it is missing, damaged or not one of `SampleWriter`."""
+    with contextlib.suppress(FileNotFoundError, pyarrow.ArrowInvalid):
+        if set(parquet.read_schema(path).names) >= _COLUMNS:
+            path.unlink()
 
 
 def least_useful(steps: Sequence[int]) -> int:

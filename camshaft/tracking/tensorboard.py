@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import tensorboard  # noqa: F401  (report a missing library before torch imports it)
 from torch.utils.tensorboard import SummaryWriter
 
-from camshaft.tracking.base import Row, RunInfo, Tracker, rename_existing
+from camshaft.storage import rename_existing
+from camshaft.tracking.base import Row, RunInfo, Tracker
 
 
 class TensorBoardTracker(Tracker):

@@ -68,7 +68,7 @@ from camshaft.tracking import RunInfo, Tracking, check_trackers
 from camshaft.tracking.base import Command
 from camshaft.tracking.console import shared_console
 from camshaft.tracking.jsonl import FILE_NAME
-from camshaft.tracking.record import RECORD, log_text, log_to_file, record_failed_start
+from camshaft.tracking.record import RECORD, check_folder, log_text, log_to_file, record_failed_start
 from camshaft.trainer.resume import recorded_steps
 
 COMMANDS: Mapping[type[PPOConfig | SupervisedConfig], Command] = {PPOConfig: "ppo", SFTConfig: "sft", RMConfig: "rm"}
@@ -172,7 +172,6 @@ def session(
     ranks = trainer.world_size if ranks is None else ranks
     _check_machine(trainer, ranks)
     check_trackers(trainer.logger)
-    remove_leftovers()
     folder = Path(trainer.default_local_dir).expanduser()
     lock = storage.lock_folder(folder)
     if lock is None:
@@ -180,11 +179,13 @@ def session(
             f"trainer.default_local_dir={folder}: another run is writing to this folder; wait for it, or use another "
             "folder (trainer.experiment_name=...)"
         )
+    check_folder(folder)
     run = Session(trainer, from_python)
     with lock, run.exit_stack:
         streams = continue_without_reader(folder / "logs" / "driver.log")
         with streams, log_to_file(folder), log_to_console(run.console, trainer.seed):
             run.say(f"run folder: {trainer.default_local_dir}")
+            remove_leftovers()
             if trainer.device == CPU and (problem := describe_contention(ranks)):
                 logger.warning("%s; %s", *problem)
             try:

@@ -8,6 +8,7 @@ results differ only by the weights. `at_n_metrics` aggregates several responses 
 """
 
 import json
+import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,10 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from camshaft import storage
 from camshaft.algorithms.at_n import at_n
 from camshaft.config import PPOConfig
 from camshaft.dataproto import DataProto
 from camshaft.rewards.manager import COUNTS, log_failures
+from camshaft.storage import rename_existing
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.mini_batches import VALIDATION, sampling_seeds
 
@@ -133,7 +136,11 @@ def best_and_worst(parts: PPOParts, batch: DataProto) -> list[Sample]:
 
 
 def save_samples(samples: list[Sample], path: Path) -> None:
+    """Write samples as JSON lines. An existing file with other content is renamed, for example to `step_20.1.jsonl`."""
+    lines = (json.dumps(asdict(sample), ensure_ascii=False, default=str) + "\n" for sample in samples)
+    content = "".join(lines).encode(errors="backslashreplace")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", encoding="utf-8", errors="backslashreplace") as out:
-        for sample in samples:
-            out.write(json.dumps(asdict(sample), ensure_ascii=False, default=str) + "\n")
+    if os.path.lexists(path) and not (path.is_file() and path.read_bytes() == content):
+        rename_existing(path)
+    with storage.new_file(path, durable=False) as work:
+        work.write_bytes(content)

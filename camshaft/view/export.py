@@ -15,10 +15,13 @@ from camshaft.view.server import STATIC, Page, configs
 
 MAX_STEPS = 6
 """Maximum number of steps per run whose responses a file contains: the first, the last and some between them."""
+_DATA = '<script type="application/json" id="data">'
 
 
 def export(folders: Sequence[str | Path], path: Path) -> int:
-    """Write the page of all runs in the folders, and return the number of runs."""
+    """Write the page of all runs in the folders, and return the number of runs. Only an older page is replaced."""
+    if path.exists() and not (path.is_file() and _DATA.encode() in path.read_bytes()):
+        raise ConfigError(f"{path} already exists and is not an exported page; use another file")
     page = Page(folders)
     overview = page.answer("/runs", {})
     if not page.runs:
@@ -59,7 +62,7 @@ def page_text(contents: dict[str, Any]) -> str:
         '<script src="uPlot.js"></script>': f"<script>{plot}</script>",
         '<script src="page.js" defer></script>': "",
         "</head>": f'<meta http-equiv="Content-Security-Policy" content="{policy}"></head>',
-        "</body>": f'<script type="application/json" id="data">{embedded}</script><script>{script}</script></body>',
+        "</body>": f"{_DATA}{embedded}</script><script>{script}</script></body>",
     }
     for old, new in parts.items():
         assert old in html, old

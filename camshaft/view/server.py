@@ -219,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _remove_unused_socket(path: Path) -> None:
     """Remove the socket that a killed server left behind."""
-    if not path.is_socket():
+    if path.is_symlink() or not path.is_socket() or path.stat().st_uid != os.geteuid():
         return
     with socket.socket(socket.AF_UNIX) as probe:
         try:

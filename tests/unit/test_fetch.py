@@ -113,10 +113,32 @@ def test_an_incomplete_download_is_never_used(
         patch.setattr(CountingFileSystem, "fault", fault)
         with pytest.raises(StorageError, match=message):
             fetch(URL)
-        assert not (cache_folder("files") / "counting/bucket/data/train.parquet.origin.json").exists()
+        assert not (cache_folder("files") / "counting/bucket/data/train.parquet.unfinished").exists()
         with pytest.raises(StorageError, match=message):
             fetch(URL)
     assert fetch(URL).read_bytes() == b"hello"
+
+
+def test_files_of_others_in_the_cache_are_kept(remote: CountingFileSystem) -> None:
+    """A file in the place of a download is renamed; one beside it stays, also when the source becomes a single file."""
+    folder = cache_folder("files") / "counting" / "bucket" / "model"
+    folder.mkdir(parents=True)
+    for name in ("config.json", "notes.txt"):
+        (folder / name).write_text("foreign")
+    remote.pipe_file("/bucket/model/config.json", b"one")
+    assert (fetch("counting://bucket/model") / "config.json").read_bytes() == b"one"
+    assert (folder / "config.json.1").read_text() == (folder / "notes.txt").read_text() == "foreign"
+    (folder / "config.json").write_text("edited")
+    assert (fetch("counting://bucket/model") / "config.json").read_bytes() == b"one"
+    assert (folder / "config.json.2").read_text() == "edited"
+    remote.rm("/bucket/model", recursive=True)
+    remote.pipe_file("/bucket/model", b"file")
+    assert fetch("counting://bucket/model").read_bytes() == b"file"
+    assert sorted(path.name for path in folder.with_name("model.1").iterdir()) == [
+        "config.json.1",
+        "config.json.2",
+        "notes.txt",
+    ]
 
 
 def test_the_md5_of_the_file_system_is_verified(remote: CountingFileSystem) -> None:

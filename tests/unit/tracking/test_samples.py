@@ -3,6 +3,7 @@
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 from pyarrow import parquet
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+from camshaft import storage
 from camshaft.config.schema.trainer import SamplesConfig
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.tracking import samples
@@ -183,13 +185,22 @@ def test_files_of_a_run_stay_below_the_limit(writer: Callable[..., SampleWriter]
     assert left[0] == 1
 
 
-def test_a_resumed_run_deletes_later_files(writer: Callable[..., SampleWriter], tokenizer: Tokenizer) -> None:
+def test_a_resumed_run_deletes_its_later_files(writer: Callable[..., SampleWriter], tokenizer: Tokenizer) -> None:
     first = writer()
     for step in (1, 2, 3):
         first.write(batch_of(tokenizer), step)
-    (first.folder / ".step_4.parquet.unfinished").write_text("")
+    folder = first.folder / "step_4.parquet.unfinished"
+    with suppress(ZeroDivisionError), storage.new_file(first.folder / "step_4.parquet"):
+        shutil.copytree(folder, first.folder / "killed")
+        raise ZeroDivisionError
+    (first.folder / "killed").rename(folder)
+    (first.folder / "notes.txt").write_text("foreign")
+    (first.folder / "step_5.parquet").write_text("foreign")
     writer().start(resumed_step=2)
-    assert sorted(path.name for path in first.folder.iterdir()) == ["step_1.parquet", "step_2.parquet"]
+    names = ["notes.txt", "step_1.parquet", "step_2.parquet", "step_5.parquet"]
+    assert sorted(path.name for path in first.folder.iterdir()) == names
+    first.write(batch_of(tokenizer), 5)
+    assert (first.folder / "step_5.1.parquet").read_text() == "foreign"
     writer().start(resumed_step=None)
     assert sorted(path.name for path in first.folder.parent.iterdir()) == ["samples.1"]
 
