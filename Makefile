@@ -184,7 +184,7 @@ test-main: $(INSTALLED)
 test-slow: $(INSTALLED) $(TRITON_INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and slow and not alone"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SUITE) and slow and alone" $(ALONE)
-	OMP_NUM_THREADS=1 CAMSHAFT_CONFIG_CASES=200 CAMSHAFT_EXAMPLES=150 CAMSHAFT_REWARD_CASES=200 $(BIN)/python -m pytest \
+	OMP_NUM_THREADS=1 CAMSHAFT_CONFIG_CASES=200 CAMSHAFT_EXAMPLES=150 CAMSHAFT_REWARD_CASES=200 CAMSHAFT_WORLDS=2000 $(BIN)/python -m pytest \
 		-m "$(SUITE) and hypothesis" tests/unit
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "interpreted and slow" tests/kernels
 

@@ -428,7 +428,7 @@ MOMENTS = {
     "before the manifest": "camshaft.storage.finish",
     "before the first rename": "os.replace",
     "between the renames": "os.replace",
-    "before the old one is deleted": "shutil.rmtree",
+    "before the old one is deleted": "camshaft.storage._remove_local",
 }
 
 
@@ -438,7 +438,7 @@ def die_while_saving(folder: str, moment: str) -> None:
     saves.start(numbers(1.0), folder)
     saves.wait()
     module, _, name = MOMENTS[moment].rpartition(".")
-    remaining = [1 if moment == "between the renames" else 0]
+    remaining = [{"before the first rename": 1, "between the renames": 2}.get(moment, 0)]  # after that of the manifest
     real = getattr(__import__("sys").modules[module], name)
 
     def last(*args: Any, **kwargs: Any) -> Any:
