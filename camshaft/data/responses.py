@@ -7,7 +7,7 @@
         file.write(["in.parquet"], rows=range(100), parts=parts)
 
 The file contains the columns of the prompts and those of the responses. Parts are folders in `out.parquet.parts`, which
-are written atomically with checksums (`storage.py`). The file is written atomically as well. `settings` contains all
+are written atomically with checksums (`storage`). The file is written atomically as well. `settings` contains all
 values that affect the responses; a run with different settings rejects the existing parts and file.
 """
 

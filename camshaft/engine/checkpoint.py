@@ -8,7 +8,7 @@
     optimizer/*.safetensors   optimizer tensors keyed by `<parameter>/<key>`, for example model.norm.weight/exp_avg
     random/rank_0.safetensors random state of each rank (for dropout); loaded only at the same world size
     state.json                world size, optimizer class, metadata of the engine
-    manifest.json             size and checksum of every file (camshaft/storage.py)
+    manifest.json             size and checksum of every file (camshaft/storage)
 
 Tensors may be DTensors over any mesh. Ranks may hold different tensors, as the stages of a pipeline do. Each rank
 writes its shards into a folder that all ranks share. On load, torch.distributed.checkpoint assembles the shards for the

@@ -73,7 +73,7 @@ HOMES = {
     "triton": ["digest/kernel.py", "models/triton/linear_logprob.py", "rollout/builtin/cuda"],
     "math_verify": ["rewards/math_answer.py"],
     "reasoning_gym": ["rewards/reasoning_gym.py", "data/reasoning_gym.py"],
-    "fsspec": ["storage.py"],
+    "fsspec": ["storage/urls.py"],
     "hydra": ["config"],
     "omegaconf": ["config"],
     "pydantic": ["config"],

@@ -53,10 +53,10 @@ def sweep_by_name() -> None:
 
 
 @contextlib.contextmanager
-def new_file_by_name(target: str | Path) -> Iterator[Path]:
+def new_file_by_name(target: str | Path, durable: bool = True) -> Iterator[Path]:
     work = Path(f"{target}.unfinished")
     yield work
-    storage._sync(work)
+    storage.flush(work)
     os.replace(work, target)
 
 
@@ -76,7 +76,7 @@ TWINS: dict[str, tuple[Any, str, Any]] = {
     "responses by name": (samples, "_remove", remove_all),
     "metrics by name": (jsonl, "rename_existing", remove_all),
     "step numbers by name": (manager, "_write_marker", write_marker),
-    "no flush": (storage, "_sync", lambda path: None),
+    "no flush": (storage, "flush", lambda path: None),
 }  # fmt: skip
 
 

@@ -1,0 +1,76 @@
+"""Local paths and URLs of remote file systems.
+
+files, root = file_system("s3://bucket/folder")        # a file system of fsspec, and the path in it
+local("file:///data/train.parquet")                    # a local path
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from camshaft.errors import StorageError
+from camshaft.subprocesses import NO_LIMIT, Wait, run_in_thread
+
+_PACKAGES = {
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("az", "abfs", "abfss", "adl"), "adlfs"),
+    **dict.fromkeys(("http", "https"), "aiohttp"),
+    **dict.fromkeys(("sftp", "ssh"), "paramiko"),
+    "webhdfs": "requests",
+    "oss": "ossfs",
+}
+"""Maps URL schemes to packages that fsspec requires. For other schemes, the error of fsspec names the package."""
+
+
+def is_url(location: str | Path) -> bool:
+    """Return True if `location` is the URL of a remote file system."""
+    return isinstance(location, str) and "://" in location and not location.startswith("file://")
+
+
+def local(location: str | Path) -> Path:
+    """Return a path or `file://` URL as a local path, with `~` expanded."""
+    return Path(str(location).removeprefix("file://")).expanduser()
+
+
+def file_system(url: str) -> tuple[Any, str]:
+    """Return the fsspec file system of a URL, and the path of the URL in this file system."""
+    scheme = url.partition("://")[0]
+    try:
+        from fsspec.core import url_to_fs
+
+        files, root = url_to_fs(url)
+    except ImportError as error:
+        package = _PACKAGES.get(scheme)
+        more = f" {package}" if package else f" and the package for {scheme}://"
+        raise StorageError(
+            f"'{url}' requires a package that is not installed: pip install 'camshaft[remote]'{more} ({error})"
+        ) from error
+    except ValueError as error:
+        raise StorageError(f"'{url}': {error}; use a local path, or a URL that fsspec supports") from error
+    except OSError as error:
+        # pyarrow includes the Hadoop client, which searches for the Hadoop libraries when it connects.
+        hint = ". Set JAVA_HOME, HADOOP_HOME and CLASSPATH=$(hadoop classpath --glob)" if scheme == "hdfs" else ""
+        reason = str(error).partition("\n")[0]  # pyarrow lists every searched path
+        raise StorageError(f"'{url}': {scheme}:// is unreachable ({reason}){hint}") from error
+    if not root.strip("/"):
+        raise StorageError(f"'{url}' contains no path; add a folder after the host or bucket")
+    files.invalidate_cache()  # other processes may have written to it
+    return _MonitoredFileSystem(files, scheme), root.rstrip("/")
+
+
+class _MonitoredFileSystem:
+    """A file system of fsspec. Each call runs in a thread, so that a call that hangs is reported and ends."""
+
+    def __init__(self, files: Any, scheme: str):
+        self._files, self._scheme = files, scheme
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._files, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            wait = Wait(f"{self._scheme}.{name}", StorageError, NO_LIMIT)
+            path = args[name == "put_file"] if args else ""
+            return run_in_thread(lambda: method(*args, **kwargs), wait, lambda: f"{self._scheme}://{path}")
+
+        return call
