@@ -47,7 +47,7 @@ ALLOWED_ON_ONE_LEVEL = {
     ("dataproto", "ragged"), ("dataproto", "columns"), ("plugins", "errors"), ("storage", "errors"),
     ("config", "errors"), ("config", "plugins"), ("config", "stop"), ("config", "storage"), ("config", "hub"),
     ("config", "machine"), ("config", "masking"), ("temporary", "errors"), ("stop", "subprocesses"),
-    ("progress", "subprocesses"),
+    ("progress", "subprocesses"), ("errors", "masking"),
     ("fetch", "storage"), ("fetch", "errors"), ("fetch", "hub"), ("hub", "errors"), ("__main__", "cli"),
     ("ragged", "columns"), ("ragged", "device"), ("dataproto", "device"), ("digest", "device"),
     ("config", "subprocesses"), ("storage", "subprocesses"), ("storage", "temporary"),
