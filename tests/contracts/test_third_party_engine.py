@@ -102,7 +102,7 @@ def new_process(packages: Path, tmp_path: Path) -> Iterator[Command]:
         return Run(result.returncode, result.stdout, result.stderr)
 
     yield run
-    remaining = still_running(marked(mark), 10)
+    remaining = still_running(marked(mark))
     assert not remaining, f"processes {remaining} still run"
 
 

@@ -126,8 +126,8 @@ def killed(home: Path, run: Path, kind: str, seed: int, monkeypatch: pytest.Monk
     finally:
         process.kill()
     workers = [pid for pid in marked(mark) if any(word in command(pid)[0] for word in ("ActorHost", "python"))]
-    assert still_running(workers, 5) == []
-    assert still_running(marked(mark), 60) == []  # Ray's agents check for their daemon periodically
+    assert still_running(workers) == []
+    assert still_running(marked(mark)) == []  # Ray's agents check for their daemon periodically
     return status, log.read_text(), seconds
 
 
@@ -192,8 +192,8 @@ def test_ranks_end_with_their_driver_without_guards(
         process.kill()
         process.communicate()
     ranks = [pid for pid in marked(mark) if "ActorExecutor" in command(pid)[0]]
-    assert still_running(ranks, 10) == []
-    assert still_running(marked(mark), 120) == []  # Ray's agents wait a minute for the head of their cluster
+    assert still_running(ranks) == []
+    assert still_running(marked(mark)) == []  # Ray's agents wait a minute for the head of their cluster
 
 
 @pytest.mark.cluster
@@ -210,7 +210,7 @@ def test_a_stopped_run_saves_and_leaves_no_process(home: Path, tmp_path: Path, m
     assert result.status == 143, result.err
     ((step, _),) = storage.step_folders(run)
     assert max(numbers(run)) == step < STEPS
-    assert still_running(marked(mark), 60) == []
+    assert still_running(marked(mark)) == []
     resumed = finished(start("-m", "camshaft", *run_args(home, run)))
     assert resumed.status == 0, resumed.err
     assert numbers(run) == numbers(home / "whole")

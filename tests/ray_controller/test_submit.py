@@ -85,7 +85,7 @@ def ray_head(folder: Path, num_cpus: int) -> Iterator[str]:
         for pid in marked(mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        assert still_running(marked(mark), 5) == []
+        assert still_running(marked(mark)) == []
 
 
 def free_port() -> int:

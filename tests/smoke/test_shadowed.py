@@ -97,6 +97,6 @@ def test_a_ray_run_listens_only_on_the_loopback_interface(folder: Path, tmp_path
         addresses |= listening_addresses(marked(mark))
         time.sleep(0.2)
     check(folder, process, 200)
-    assert still_running(marked(mark), 15) == []  # the stacks of a rank are removed ten seconds after it has ended
+    assert still_running(marked(mark)) == []  # the stacks of a rank are removed ten seconds after it has ended
     assert addresses  # Ray's daemons were seen
     assert [address for address in addresses if not ipaddress.ip_address(address).is_loopback] == []

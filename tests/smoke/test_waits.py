@@ -85,4 +85,4 @@ def test_a_suspended_process_is_named_and_ends_the_run(
     assert f"process {victim}, suspended" in result.err
     assert f"If the call is only slow, increase the limit {GENERATE}=5" in result.err
     assert "Traceback" not in result.err
-    assert still_running(marked(mark), 5) == []
+    assert still_running(marked(mark)) == []

@@ -19,7 +19,11 @@ from camshaft.subprocesses import is_running
 MARK = "CAMSHAFT_TEST_MARK"
 
 
-def still_running(pids: Iterable[int], seconds: float) -> list[int]:
+PATIENCE = 120.0
+"""Seconds after which a process that should have ended is one that never ends, whatever else the machine does."""
+
+
+def still_running(pids: Iterable[int], seconds: float = PATIENCE) -> list[int]:
     """Return the processes that run for longer than `seconds`."""
     deadline = time.monotonic() + seconds
     remaining = [pid for pid in pids if is_running(pid)]

@@ -76,7 +76,7 @@ def test_no_process_is_left_when_the_driver_is_killed(tmp_path: Path, then: str)
     with driver:
         assert len(pids) == 4
         driver.kill()
-        assert still_running(pids, 5) == []
+        assert still_running(pids) == []
     assert list(tmp_path.glob(".camshaft-tmp-*/*")) == []
 
 
@@ -87,7 +87,7 @@ def test_no_process_is_left_without_a_shutdown(tmp_path: Path):
         assert len(pids) == 4
         driver.communicate(timeout=30)
         assert driver.returncode == 0
-        assert still_running(pids, 5) == []
+        assert still_running(pids) == []
 
 
 def test_ranks_keep_the_folder_of_a_running_driver(monkeypatch: pytest.MonkeyPatch):
@@ -116,7 +116,7 @@ def test_an_interrupt_on_the_driver_ends_all_ranks(tmp_path: Path):
         driver.send_signal(signal.SIGINT)
         _, errors = driver.communicate(timeout=30)
         assert errors.rstrip().endswith("KeyboardInterrupt")
-        assert still_running(pids, 5) == []
+        assert still_running(pids) == []
 
 
 @pytest.mark.alone
@@ -213,7 +213,7 @@ def test_the_exit_of_the_driver_completes_an_interrupted_end(monkeypatch: pytest
             toy.fail_everywhere()
     assert still_running(pids, 0.0) == pids
     process_pool._terminate_all()
-    assert still_running(pids, 5) == []
+    assert still_running(pids) == []
 
 
 def test_a_local_role_class_is_an_error():

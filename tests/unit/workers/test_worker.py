@@ -131,7 +131,7 @@ def test_processes_live_between_calls_and_end_with_the_worker(start: Start) -> N
     pids = list(answers(worker, 2).values())
     assert still_running(pids, seconds=0.2) == pids
     worker.close_input()
-    assert still_running([*pids, worker.guard_pid], SECONDS) == []
+    assert still_running([*pids, worker.guard_pid]) == []
     worker.kill()
     assert worker.describe_exit() == "exited with code 0"
 
@@ -153,10 +153,10 @@ def test_the_worker_of_a_killed_guard_ends(start: Start) -> None:
     pids = list(answers(worker, 1).values())
     os.kill(worker.guard_pid, signal.SIGKILL)
     assert worker.pid is not None
-    assert still_running([worker.pid], SECONDS) == []
+    assert still_running([worker.pid]) == []
     assert worker.is_dead
     worker.kill()
-    assert still_running(pids, SECONDS) == []
+    assert still_running(pids) == []
 
 
 @pytest.mark.parametrize("lists_children", [True, False])
@@ -172,7 +172,7 @@ def test_processes_below_others_are_counted(
         assert set(pids) <= set(processes.children(worker.pid or 0))
     assert count_processes(workers) == 4
     os.kill(pids[0], signal.SIGKILL)
-    assert still_running(pids[:1], SECONDS) == []
+    assert still_running(pids[:1]) == []
     assert count_processes(workers) == 3
     assert count_processes([]) == 0
 
@@ -183,4 +183,4 @@ def test_a_suspended_guard_is_resumed_to_end_the_processes(start: Start) -> None
     pids = list(answers(worker, 1).values())
     os.kill(worker.guard_pid, signal.SIGSTOP)
     worker.kill()
-    assert still_running(pids, SECONDS) == []
+    assert still_running(pids) == []
