@@ -80,6 +80,24 @@ exec 3<&0
 """Shell script that waits for the end of its input and then kills the processes with a variable, such as `name=1`."""
 
 
+def open_closed_streams() -> None:
+    """Connect closed standard streams to /dev/null, as for a daemon that closed them.
+
+    The next files that the process opens would otherwise get their descriptors, and receive what its libraries and
+    child processes print.
+    """
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            # The new descriptor is the lowest free one, which is this one, because all lower ones are open.
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+    if sys.stdout is None:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+
+
 @contextlib.contextmanager
 def block_stop_signals() -> Iterator[None]:
     """Block stop signals in processes that are started within the block, until they call `ignore_stop_signals`."""

@@ -21,7 +21,7 @@ from camshaft import __version__
 from camshaft.errors import CamshaftError, ConfigError, report_bug, report_error, report_file_error
 from camshaft.masking import mask_arguments
 from camshaft.plugins import import_attribute
-from camshaft.streams import open_closed_streams
+from camshaft.subprocesses import open_closed_streams
 
 INTERRUPTED = 130
 """Exit status that shells use for a program that Ctrl-C ended."""

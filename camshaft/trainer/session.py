@@ -62,7 +62,7 @@ from camshaft.rewards.manager import FAILED_REWARDS
 from camshaft.rewards.messages import FunctionSpec
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SupervisedWorker
 from camshaft.stop import Stop, handle_stop_signals
-from camshaft.streams import open_closed_streams
+from camshaft.subprocesses import open_closed_streams
 from camshaft.temporary import remove_leftovers
 from camshaft.tracking import RunInfo, Tracking, check_trackers
 from camshaft.tracking.base import Command

@@ -20,7 +20,6 @@ LEVELS = [
         "progress",
         "stop",
         "storage",
-        "streams",
         "hub",
         "json_files",
         "fetch",
