@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from camshaft.errors import StorageError
-from camshaft.json_files import read_json_object
+from camshaft.storage import read_json_object
 
 SCHEME = "hf://"
 _SMALL = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")

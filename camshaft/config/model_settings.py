@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from camshaft import hub
-from camshaft.json_files import read_json_object
-from camshaft.storage import is_url
+from camshaft.storage import is_url, read_json_object
 
 POSITION_KEYS = ("n_positions", "max_position_embeddings")
 """Keys of the number of positions. transformers accepts both names for a model with the first one."""

@@ -24,8 +24,8 @@ from safetensors import SafetensorError, safe_open
 from camshaft import hub
 from camshaft.config.model_settings import is_dropout, quantization, quantization_problem
 from camshaft.errors import CamshaftError, EngineError, StorageError
-from camshaft.json_files import read_json_object
 from camshaft.models.attention import PACKED
+from camshaft.storage import read_json_object
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 OBJECTS = (

@@ -147,6 +147,10 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     # Without tokenizer files, transformers returns a tokenizer with special tokens only.
     if len(tokenizer) <= len(tokenizer.added_tokens_encoder):
         raise EngineError(f"{folder} has no tokenizer; add tokenizer.json and tokenizer_config.json to the folder")
+    if not isinstance(tokenizer.model_max_length, int | float):  # compared with the length of each text
+        raise EngineError(
+            f"{folder}/tokenizer_config.json has model_max_length={tokenizer.model_max_length!r}; set it to a number"
+        )
     if tokenizer.pad_token is None:
         if tokenizer.eos_token is None:
             raise EngineError(

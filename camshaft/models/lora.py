@@ -27,9 +27,9 @@ from transformers import PreTrainedModel
 from camshaft.config.engine import LoRAConfig
 from camshaft.errors import EngineError
 from camshaft.fetch import fetch
-from camshaft.json_files import read_json_object
 from camshaft.models.packed import SCALAR_HEADS, named_tensors
 from camshaft.plugins import install_command
+from camshaft.storage import read_json_object
 
 GatherFn = Callable[[Tensor], Tensor]
 

@@ -354,6 +354,20 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def read_json_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file that others have written. Raise ValueError with the file and the reason."""
+    try:
+        content = json.loads(file.read_bytes())
+    except RecursionError as error:
+        raise ValueError(f"{file} is not valid JSON (its brackets are nested too deeply)") from error
+    except ValueError as error:
+        raise ValueError(f"{file} is not valid JSON ({error})") from error
+    if not isinstance(content, dict):
+        kind = "null" if content is None else f"a {type(content).__name__}"
+        raise ValueError(f"{file} contains {kind} instead of a JSON object")
+    return content
+
+
 def _digest_of(contents: Mapping[str, Any]) -> str:
     """Return the checksum of a manifest, which covers the facts and the entries of all files."""
     return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()

@@ -81,6 +81,7 @@ DAMAGES: dict[str, Damage] = {
     "eos_token_id is a word": values("eos_token_id", "generation_config.json", eos_token_id="end"),
     "tokenizer config is a list": content("tokenizer_config.json", "[]", "list"),
     "tokenizer config is cut off": content("tokenizer_config.json", '{"a": ', "JSON"),
+    "model_max_length is a word": values("model_max_length='long'", "tokenizer_config.json", model_max_length="long"),
     "tokenizer is a list": content("tokenizer.json", "[]", "list"),
     "tokenizer is 100,000 brackets": content("tokenizer.json", BRACKETS, "nest"),
     "tokenizer has no model": content("tokenizer.json", "{}"),
