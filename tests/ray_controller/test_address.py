@@ -48,7 +48,7 @@ def test_an_unreachable_cluster_is_an_error_in_bounded_time(
     start_time = time.monotonic()
     with pytest.raises(ConfigError, match=f"no Ray cluster answers at {unused} .*ray start --head"):
         start_pools(HERE, "ray", options)
-    assert time.monotonic() - start_time < 5
+    assert time.monotonic() - start_time < 60
 
 
 def test_daemons_that_do_not_start_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,7 +178,7 @@ def logs_of_two_ranks(run: Path) -> bool:
 
 def remaining_daemons(machine: Machine) -> list[str]:
     """Return the daemons that do not exit within a few seconds."""
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 120
     while (running := machine.running("raylet")) and time.monotonic() < deadline:
         time.sleep(0.2)
     return running

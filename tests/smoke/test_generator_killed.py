@@ -50,7 +50,7 @@ def test_a_killed_generator_ends_the_run_which_resumes(tmp_path: Path, monkeypat
         if not pid_file.exists():
             process.kill()
         result = finished(process)
-    assert time.monotonic() - killed < 20
+    assert time.monotonic() - killed < 200
     assert result.status == 1
     assert f"the generator's process ({generator}) died in generate_sequences (SIGKILL" in result.err
     assert "resume the run from its last checkpoint" in result.err

@@ -165,7 +165,7 @@ def program_of_a_shell(name: str) -> None:
 def sixteen_by_forking_four_times(name: str) -> None:
     child = os.fork()
     if child:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         while not notes_of(name).exists() or notes_of(name).read_text().count("\n") < 16:
             assert time.monotonic() < deadline
             time.sleep(0.01)

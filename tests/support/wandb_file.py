@@ -21,7 +21,7 @@ def records(folder: Path) -> list[Any]:
     """Yield the records of all finished offline runs in `<folder>/wandb`, file by file."""
     all_records: list[Any] = []
     for path in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 120
         of_file: list[Any] = []
         while not any(record.HasField("exit") for record in of_file):
             of_file = list(_records(path.read_bytes()))

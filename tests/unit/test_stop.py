@@ -44,7 +44,7 @@ def test_a_second_signal_ends_the_process_at_once() -> None:
     program += "    assert stop.requested\n    os.kill(os.getpid(), 15)\n    time.sleep(60)\n"
     start = time.monotonic()
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == -signal.SIGTERM
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 60
 
 
 def test_a_signal_does_not_wait_for_the_reader_of_the_output() -> None:

