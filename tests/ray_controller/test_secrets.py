@@ -53,7 +53,7 @@ class Reader(Worker):
 variables = {"JUDGE_API_KEY": "runtime-secret-key", "PUBLIC": "public-value", "NUMBER": 1}
 ray_init = {"address": "local", "runtime_env": {"env_vars": variables}}
 (pool,) = start_pools([PoolSpec(device="cpu")], "ray", Options(ray_init=ray_init))
-print("JOB", GcsClient(address=ray.get_runtime_context().gcs_address).get_all_job_info())
+print("JOB", repr(str(GcsClient(address=ray.get_runtime_context().gcs_address).get_all_job_info())))
 print("PROCESS", Path("/proc/self/cmdline").read_bytes())
 print("ROLE", spawn(Reader, pool=pool).read())
 """
