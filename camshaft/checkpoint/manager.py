@@ -140,13 +140,14 @@ class CheckpointManager:
     def bind(self) -> None:
         """Add the checksums of roles that were written in the background to the manifest of the last checkpoint."""
         name, self._unbound = self._unbound, None
-        if name is None or not storage.is_complete(self.root / name / TRAINER):  # removed by the user
+        if name is None:
             return
-        facts = storage.read_manifest(self.root / name / TRAINER)["facts"]
-        facts["manifests"] = _checksums(self.root / name, facts["roles"])
         with limit_waits(self._limit):
             for location in (self.root, *([] if self.mirror is None else [self.mirror])):
-                storage.replace_facts(f"{location}/{name}/{TRAINER}", facts)
+                trainer = f"{location}/{name}/{TRAINER}"
+                if storage.exists(trainer):  # unless the user has removed it
+                    facts = storage.read_manifest(trainer)["facts"]
+                    storage.replace_facts(trainer, {**facts, "manifests": _checksums(self.root / name, facts["roles"])})
 
     def _record_best(self, best: int | None) -> set[int]:
         """Record the best step on disk, and return the steps that retention must keep.

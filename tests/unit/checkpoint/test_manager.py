@@ -513,12 +513,14 @@ def test_a_role_that_is_not_listed_yet_is_recognized_by_its_step(tmp_path: Path)
     assert find_problem(tmp_path / "global_step_3") == MIXED["actor"]
 
 
-def test_a_checkpoint_removed_while_its_roles_are_written_costs_nothing(tmp_path: Path) -> None:
-    manager = CheckpointManager(tmp_path)
+def test_a_checkpoint_removed_while_its_roles_are_written_costs_nothing(second: str, tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path / "run", second)
     manager.save(2, {"actor": lambda *_: None}, {}, {})
-    shutil.rmtree(tmp_path / "global_step_2")
+    for location in (str(tmp_path / "run"), second):
+        storage.remove(f"{location}/global_step_2/trainer")
     manager.bind()
-    assert contents(tmp_path) == {}
+    assert not storage.exists(f"{second}/global_step_2/trainer")
+    assert contents(tmp_path / "run") == {2: []}
 
 
 # -- other versions -------------------------------------------------------------------------------
