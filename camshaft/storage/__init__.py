@@ -86,7 +86,8 @@ def make_folder(folder: Path) -> None:
     """Create a folder and its missing parents, and flush their names to the disk."""
     folder = folder.absolute()
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
-    folder.mkdir(parents=True, exist_ok=True)
+    if missing:  # a file in the place of the folder is named by whatever uses the folder
+        folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
         flush(path.parent)
 
