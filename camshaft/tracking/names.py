@@ -103,8 +103,8 @@ actor/pg_clipfrac_lower | fraction of tokens | algorithms/losses.py |
     Tokens whose policy loss is limited by the dual clip.
 actor/ppo_kl | nats | algorithms/losses.py | Mean of log pi_old - log pi over the response tokens.
 actor/signal_share | fraction of tokens | trainer/idle.py |
-    Response tokens with a coefficient other than 0 in the policy loss: their advantage is not 0, and rollout
-    correction does not reject them. 0 means that the policy cannot learn from the step.
+    Fraction of response tokens that contribute to the policy loss: their advantage is not 0, and rollout correction
+    does not reject them. 0 means that the policy cannot learn from the step.
 train/idle_steps | steps | trainer/idle.py |
     Consecutive steps up to this one in which no token has a coefficient other than 0 in any loss (max_idle_steps).
 actor/entropy | nats | trainer/metrics.py | Mean entropy of the policy over the response tokens.

@@ -310,7 +310,8 @@ class PPOTrainer:
             metrics |= self.idle.check(self.global_step, self._batch, metrics)
             self.save_samples()
             is_last = self.global_step == total or self.parts.loader.exhausted or self.idle.is_over
-            should_save, is_validated = should_save or saves.is_due(self.global_step, is_last), True
+            should_save = should_save or self.idle.is_over or saves.is_due(self.global_step, is_last)
+            is_validated = True
             if tests.is_due(self.global_step, is_last):
                 val_metrics = self._validate_step(tracking, tests, metrics)
                 is_validated = val_metrics is not None

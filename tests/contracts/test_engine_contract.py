@@ -87,7 +87,7 @@ def test_a_crash_outside_the_package_of_an_engine_names_its_caller() -> None:
     problem = find_problem(lambda: Loads.build_model(cast(Any, None)), Loads)
     assert problem is not None
     assert re.search(rf"\({re.escape(__file__)}:\d+ in .*Loads\.build_model\)$", problem)
-    problem = find_problem(lambda: SingleDeviceEngine(cast(Any, None)), SingleDeviceEngine)
+    problem = find_problem(lambda: SingleDeviceEngine(EngineConfig.model_construct()), SingleDeviceEngine)
     assert problem is not None
     assert re.search(r"camshaft/config/engine\.py:\d+ in EngineCapabilities\.validate\)$", problem)
 

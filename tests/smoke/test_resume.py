@@ -284,7 +284,7 @@ def without_critic(step: Path) -> None:
 def in_mid_write(step: Path) -> None:
     without_trainer(step)
     without_critic(step)
-    (step / "actor" / "manifest.json").unlink()
+    (step / "actor" / "manifest.json").write_bytes(storage._UNFINISHED_MANIFEST)
     (step / "actor").rename(step / "actor.unfinished")
 
 

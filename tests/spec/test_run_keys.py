@@ -14,6 +14,7 @@ from support.ppo_runs import Step, ppo_config, run_ppo
 from camshaft.config import PPOConfig
 from camshaft.rewards.manager import RewardManager
 from camshaft.trainer.build import PPOParts
+from camshaft.trainer.idle import IdleCheck
 from camshaft.trainer.ppo import PPOTrainer
 from camshaft.trainer.validate import validate
 from spec.fields import ACTOR, ROLLOUT
@@ -107,6 +108,7 @@ def test_best_step_by_the_metric_is_saved(
     saved_steps: list[int] = []
     values = iter((0.5, 0.25, 0.75))
     monkeypatch.setattr(PPOTrainer, "step", lambda trainer, prompts: {})
+    monkeypatch.setattr(IdleCheck, "check", lambda check, step, batch, metrics: {})
     monkeypatch.setattr(PPOTrainer, "validate", lambda trainer, tracking: {"val/x": next(values)})
     monkeypatch.setattr(PPOTrainer, "save", lambda trainer, prune: saved_steps.append(trainer.global_step))
     run_ppo(tmp_path, {"trainer.test_freq": 1, "trainer.samples.enable": False, **overrides}, steps=3)

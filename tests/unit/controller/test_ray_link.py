@@ -19,6 +19,7 @@ class Actor:
     def __init__(self, answers: list[Future[Any]]):
         coming = iter(answers)
         self.node = SimpleNamespace(remote=lambda: "node")
+        self.stack_file = SimpleNamespace(remote=lambda: "stacks")
         self.answer = SimpleNamespace(remote=lambda payload: SimpleNamespace(future=lambda: next(coming)))
 
     def options(self, **_: Any) -> Any:

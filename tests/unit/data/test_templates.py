@@ -46,8 +46,8 @@ def test_a_template_that_fills_the_memory_is_stopped(template: str, tmp_path: Pa
 
 
 def test_other_errors_of_a_template_are_left_to_the_row(tmp_path: Path) -> None:
-    try_on_messages("{{ raise_exception('no') }}", tmp_path)
-    try_on_messages("{{ 1 / 0 }}", tmp_path)
+    try_on_messages("{{ raise_exception('no') }}", tmp_path / "raising")
+    try_on_messages("{{ 1 / 0 }}", tmp_path / "failing")
 
 
 def test_a_template_is_tried_once(tmp_path: Path) -> None:

@@ -73,7 +73,12 @@ def test_files_of_a_step_are_flushed_before_its_checkpoint_counts(trained: tuple
             names = f"samples/step_{earlier}.parquet", f"validation/step_{earlier}.jsonl"
             for path in (*(run / name for name in names), home / "responses" / f"step_{earlier}.jsonl"):
                 assert flushed[str(path)] == path.stat().st_size
-        for name in ("run.json.unfinished", "config.yaml.unfinished", "log.txt", "rewards/output.log"):
+        for name in (
+            "run.json.unfinished/run.json",
+            "config.yaml.unfinished/config.yaml",
+            "log.txt",
+            "rewards/output.log",
+        ):
             assert flushed[str(run / name)], name
         assert flushed[str(run / "rewards" / "failed.jsonl")]
         for folder in (run, run / "samples", run / "validation", run / "rewards", home / "responses", home):

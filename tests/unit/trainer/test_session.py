@@ -171,7 +171,7 @@ def test_a_run_that_fails_before_its_first_step_shows_its_error(
     run = RunFolder(folder)
     assert run.state() == "failed"
     assert [advice.title for advice in advise(run, now=0.0)] == ["Run failed"]
-    (folder / "run.json").write_text('{"status": "finished"}')
+    (folder / "run.json").write_text('{"status": "finished", "argv": []}')
     with pytest.raises(ConfigError, match="no reward"), session(trainer):
         raise ConfigError("no reward")
     assert RunFolder(folder).state() == "finished"  # of the run whose results the folder contains
@@ -208,8 +208,10 @@ def test_a_full_disk_behind_the_output_does_not_end_a_run(tmp_path: Path) -> Non
 def test_a_failed_run_waits_for_the_checkpoints_of_all_roles() -> None:
     ended, critic = Mock(), Mock()
     ended.wait_for_checkpoint.side_effect = WorkerError("its workers have ended")
-    finish_saving([ended, critic], failed=True)
+    checkpoints = Mock()
+    finish_saving([ended, critic], checkpoints, failed=True)
     critic.wait_for_checkpoint.assert_called_once()
+    checkpoints.bind.assert_called_once()
 
 
 def test_the_suggested_export_folder_does_not_exist(
