@@ -29,8 +29,11 @@ MIN_LENGTH = 8
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 _SECRET_NAME = re.compile(
     r"secret|passw|passphrase|credential|authorization|cookie|bearer|webhook"
-    r"|(?:^|_)(?:(?:api|auth|access|private)_?(?:key|token)s?|key|token|auth|pwd|pass|pat|dsn|jwt)(?:_\d+)?$"
+    r"|(?:^|_)(?:(?:api|auth|access|private)_?(?:key|token)s?|auth|pwd|dsn|jwt)(?:_\d+)?$"
 )
+_POSSIBLE_NAME = re.compile(r"(?:^|_)(?:key|token|pass|pat)(?:_\d+)?$")
+"""Names of secrets, but also of other things. Their values are masked in texts only if they do not look like words."""
+_WORKING_DIRECTORIES = ("PWD", "OLDPWD")
 _PUBLIC_NAME = re.compile(
     r"(?:^|_)(?:prompt|response|message|chosen|rejected|margin|score|label|answer|question|image|video|audio|text|data"
     r"|source|column|id|fn|model|input|output|extra|info|tool|group|sort|cache|dict)s?_key$"
@@ -66,8 +69,18 @@ _remembered: set[str] = set()
 @functools.lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
     """Return True if a key or an environment variable with this name usually contains a secret."""
-    words = "_".join(_WORD.findall(name.rpartition(".")[2])).lower()
-    return _SECRET_NAME.search(words) is not None and _PUBLIC_NAME.search(words) is None
+    words = _words(name)
+    is_secret = (_SECRET_NAME.search(words) or _POSSIBLE_NAME.search(words)) and not _PUBLIC_NAME.search(words)
+    return bool(is_secret) and name not in _WORKING_DIRECTORIES
+
+
+def _words(name: str) -> str:
+    return "_".join(_WORD.findall(name.rpartition(".")[2])).lower()
+
+
+def _is_word(name: str, value: str) -> bool:
+    """Return True if a name may be that of something else than a secret, and its value looks like a word or a tag."""
+    return not _SECRET_NAME.search(_words(name)) and len(value) < 20 and not re.search(r"\d", value)
 
 
 def mask_value(value: Any, name: str = "") -> Any:
@@ -167,7 +180,8 @@ def _secrets_in(value: Any, name: str) -> Iterator[str]:
         for item in value:
             yield from _secrets_in(item, name)
     elif is_secret_name(name) and _is_secret(value):
-        yield str(value)
+        if not _is_word(name, str(value)):
+            yield str(value)
     elif isinstance(value, str) and "://" in value:
         for match in (match for pattern in _SECRETS_IN_URL for match in pattern.finditer(value)):
             parameter = match.groupdict().get("name")

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from camshaft import storage
-from camshaft.errors import CheckpointError, FormatError
+from camshaft.errors import CheckpointError, FormatError, StorageError
 from camshaft.subprocesses import NO_LIMIT, Limit, limit_waits
 
 LATEST = "latest_checkpointed_iteration.txt"
@@ -145,9 +145,14 @@ class CheckpointManager:
         with limit_waits(self._limit):
             for location in (self.root, *([] if self.mirror is None else [self.mirror])):
                 trainer = f"{location}/{name}/{TRAINER}"
-                if storage.exists(trainer):  # unless the user has removed it
-                    facts = storage.read_manifest(trainer)["facts"]
-                    storage.replace_facts(trainer, {**facts, "manifests": _checksums(self.root / name, facts["roles"])})
+                try:
+                    if storage.exists(trainer):  # unless the user has removed it
+                        facts = storage.read_manifest(trainer)["facts"]
+                        manifests = _checksums(self.root / name, facts["roles"])
+                        storage.replace_facts(trainer, {**facts, "manifests": manifests})
+                except (CheckpointError, StorageError, OSError) as error:
+                    # Without its checksum, a role is recognized by its step.
+                    logger.warning("the manifest of %s cannot be completed: %s. The run continues", trainer, error)
 
     def _record_best(self, best: int | None) -> set[int]:
         """Record the best step on disk, and return the steps that retention must keep.
@@ -157,7 +162,7 @@ class CheckpointManager:
         folders = {step: folder for step, folder in storage.step_folders(self.root) if step == best}
         if best is None or not folders:
             return set()
-        previous = read_marker(self.root, BEST)
+        previous = read_marker(self.root, BEST) if _is_marker(storage.read_text(self.root, BEST)) else None
         _write_marker(self.root, BEST, best)
         return {best} if previous is None or find_problem(folders[best]) is None else {best, previous}
 

@@ -84,8 +84,9 @@ def _local_cluster() -> Cluster:
     """Return the cluster that runs on this machine. Its address is None if there is none or it does not answer."""
     file = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
     try:
+        status = file.lstat()  # if there is no file, the folder names no cluster
         _check_trusted(file.parent, file.parent.lstat(), is_folder=True)
-        _check_trusted(file, file.lstat())
+        _check_trusted(file, status)
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return Cluster(None)

@@ -34,6 +34,7 @@ MAX_NESTING = 100
 """Maximum number of nested brackets in a row. Copying and comparing deeper values exceeds the recursion limit."""
 MAX_EXPANSION, MIN_LIMIT = 100, 256 << 20
 """Maximum size of an unpacked gzip file, as a multiple of its size and, for small files, in bytes."""
+_CHUNK = 16 << 20
 
 Row = dict[str, Any]
 
@@ -169,14 +170,16 @@ def _open_text(path: Path, is_compressed: bool) -> TextData:
 def _unpack(path: Path) -> bytes:
     """Unpack a gzip file. Raise BatchError if it is so much larger than the file that it must be a mistake."""
     limit = max(MIN_LIMIT, MAX_EXPANSION * path.stat().st_size)
+    content, size = io.BytesIO(), 0
     with gzip.open(path) as file:
-        content = file.read(limit + 1)
-    if len(content) > limit:
+        while size <= limit and (chunk := file.read(_CHUNK)):  # one read would reserve memory for the limit
+            size += content.write(chunk)
+    if size > limit:
         raise BatchError(
             f"{path} unpacks to more than {limit >> 20} MiB, {limit // path.stat().st_size} times its size; unpack it "
             "and check its content"
         )
-    return content
+    return content.getvalue()
 
 
 def _reject_repeated(path: Path, columns: Sequence[str]) -> None:

@@ -39,7 +39,10 @@ def try_template(tokenizer: PreTrainedTokenizerBase, render: Callable[[], object
     if not template or template in _tried:
         return
     process = multiprocessing.get_context("fork").Process(target=_render_within_limits, args=(render, seconds))
-    process.start()
+    try:
+        process.start()
+    except OSError:  # no memory or process for the fork; the run formats the rows without a trial
+        return
     try:
         process.join(2 * seconds)  # the alarm ends it earlier, unless the process is suspended
     finally:

@@ -161,6 +161,8 @@ def _write(path: Path, ids: Ragged) -> None:
         with tempfile.TemporaryDirectory(prefix=".", dir=path.parent, ignore_cleanup_errors=True) as folder:
             work = Path(folder, path.name)
             save_file({"values": ids.values, "lengths": ids.lengths}, work)
+            if _load_cached(path, len(ids)) is not None:
+                return
             if os.path.lexists(path):  # it cannot be read
                 storage.rename_aside(path)
             os.replace(work, path)

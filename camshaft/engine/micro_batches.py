@@ -338,13 +338,14 @@ class MicroBatches:
             data = rows.data.to(self._device)
             loss, self.ctx = call_hook("the loss function", self._hooks.loss, data, predictions, self.ctx)
             _check_loss(loss, self.ctx.get("metrics", {}))
+            loss = loss.reshape(())
         if is_dummy:
             return None if loss is None else loss * 0
         self._predictions.append(detached)
         if loss is not None:
             self.loss = self.loss + loss.detach()
             for name, share in self.ctx.get("metrics", {}).items():
-                self.metrics[name] = self.metrics.get(name, 0) + share.detach()
+                self.metrics[name] = self.metrics.get(name, 0) + share.detach().reshape(())
         return loss
 
     def predictions(self) -> Predictions:
@@ -400,22 +401,27 @@ def call_hook(name: str, hook: Callable[..., Any], *arguments: Any) -> tuple[Any
 
 
 def _check_loss(loss: Any, metrics: Any) -> None:
-    """Raise EngineError unless the loss and the metrics are scalar tensors, and the loss has a gradient."""
+    """Raise EngineError unless the loss and the metrics are tensors with one element."""
     if not isinstance(metrics, Mapping):
         raise EngineError(
             f"the loss function set ctx['metrics'] to a {type(metrics).__name__}; set a dict that maps names to scalar "
             "tensors"
         )
     for name, value in {"loss": loss, **metrics}.items():
-        if not isinstance(value, Tensor) or value.ndim:
+        if not isinstance(value, Tensor) or value.numel() != 1:
             shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
             raise EngineError(
                 f"the loss function returned '{name}' as a {type(value).__name__}{shape}; return a scalar tensor"
             )
-    if torch.is_grad_enabled() and not loss.requires_grad:
+
+
+def check_gradient(loss: Tensor) -> Tensor:
+    """Return the loss to differentiate. Raise EngineError if it has no gradient."""
+    if not loss.requires_grad:
         raise EngineError(
             "the loss function returned a loss without a gradient; compute it from the predictions, without detach()"
         )
+    return loss
 
 
 def _check_token_ids(ids: Ragged, rows: Sequence[int], vocabulary_size: int) -> None:

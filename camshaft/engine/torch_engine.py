@@ -64,6 +64,7 @@ from camshaft.engine.micro_batches import (
     as_batch,
     attention_pivot,
     call_hook,
+    check_gradient,
     has_input_ids,
     plan_micro_batches,
     prefix_groups,
@@ -303,7 +304,7 @@ class TorchEngine(BaseEngine):
                 outputs = self.module(*inputs)
             loss = micro_batches.finish(index, outputs)
             if loss is not None:
-                self.backward(loss)
+                self.backward(check_gradient(loss))
 
     def _run_routed(self, micro_batches: MicroBatches, routing: RoutingStep) -> None:
         """Run the micro-batches of a mixture-of-experts model, with its auxiliary loss."""
@@ -321,7 +322,7 @@ class TorchEngine(BaseEngine):
                     outputs = routing.forward(inputs, experts, is_dummy)
                 loss = micro_batches.finish(index, outputs)
                 if loss is not None:
-                    self.backward(routing.add_loss(loss))
+                    self.backward(check_gradient(routing.add_loss(loss)))
         finally:
             routing.routers.stop()  # otherwise the next step would replay these choices
 

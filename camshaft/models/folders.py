@@ -158,7 +158,8 @@ def check_config(folder: Path, override: Mapping[str, Any]) -> None:
                 f"supported; correct {CONFIG} or override_config"
             )
         for key, value in values.items():
-            if is_dropout(key) and isinstance(value, int | float) and not 0 <= value < 1:
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if is_dropout(key) and is_number and not 0 <= value < 1:
                 raise EngineError(
                     f"the model in {folder} has {key}={value}, which must be at least 0 and less than 1; correct "
                     f"{CONFIG} or override_config"

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from camshaft.errors import CheckpointError, FormatError, StorageError
-from camshaft.storage.urls import file_system, is_url, local
+from camshaft.storage.urls import file_system, is_url, local, rename_aside_remotely
 from camshaft.subprocesses import NO_LIMIT, Wait, run_in_thread
 from camshaft.temporary import lock_exclusively
 
@@ -124,7 +124,7 @@ def new_file(target: str | Path, durable: bool = True) -> Iterator[Path]:
     folder = target.with_name(target.name + _UNFINISHED)
     _clear(folder)
     folder.mkdir()
-    work = folder / target.name
+    work = folder / (f"new-{MANIFEST}" if target.name == MANIFEST else target.name)
     try:
         (folder / MANIFEST).write_bytes(_UNFINISHED_MANIFEST)
         yield work
@@ -141,13 +141,12 @@ def new_file(target: str | Path, durable: bool = True) -> Iterator[Path]:
 def lock_folder(folder: Path) -> IO[str] | None:
     """Lock a folder until the returned file is closed or the process ends. Return None if it is locked already.
 
-    If the file system does not support locks, a warning is logged. StorageError is raised if a pipe or a socket is in
-    the place of a file, because to open a pipe waits until another program does so too.
+    If the file system does not support locks, a warning is logged. StorageError is raised if a pipe is in the place of
+    a file, because to open a pipe waits until another program does so too.
     """
     for entry in folder.iterdir():
-        if entry.is_fifo() or entry.is_socket():
-            kind = "pipe" if entry.is_fifo() else "socket"
-            raise StorageError(f"{entry} is a {kind}, not a file; rename or delete it, or use another folder")
+        if entry.is_fifo():
+            raise StorageError(f"{entry} is a pipe, not a file; rename or delete it, or use another folder")
     path = folder / LOCK
     path.touch()
     try:
@@ -215,7 +214,7 @@ def _remove_local(folder: Path) -> None:
     if folder.is_symlink() or not folder.is_dir():
         return
     manifest, removed = folder / MANIFEST, folder / _REMOVED
-    if _content(manifest) == _UNFINISHED_MANIFEST:
+    if _is_marked(folder):
         for path in folder.iterdir():
             if path != manifest:  # which is deleted last
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
@@ -232,6 +231,15 @@ def _remove_local(folder: Path) -> None:
             _remove_empty(parent)
         removed.unlink()
     _remove_empty(folder)
+
+
+def _is_marked(folder: Path) -> bool:
+    """Return True for a temporary folder of `begin`, also if a full disk or a power failure has cut its marker off."""
+    content = _content(folder / MANIFEST)
+    if content is None or content == _UNFINISHED_MANIFEST:
+        return content is not None
+    is_cut_off = _UNFINISHED_MANIFEST.startswith(content.rstrip(b"\0"))
+    return is_cut_off and [path.name for path in folder.iterdir()] == [MANIFEST]
 
 
 def _remove_empty(folder: str | Path) -> None:
@@ -502,9 +510,9 @@ def read_text(location: str | Path, name: str) -> str | None:
     """Return the content of a file that `write_text` wrote, or None if it does not exist."""
     with contextlib.suppress(FileNotFoundError):
         if not is_url(location):
-            return (local(location) / name).read_text(encoding="utf-8")
+            return (local(location) / name).read_text(encoding="utf-8", errors="replace")
         files, root = file_system(str(location))
-        return files.cat_file(f"{root}/{name}").decode()
+        return files.cat_file(f"{root}/{name}").decode(errors="replace")
     return None
 
 
@@ -558,7 +566,7 @@ def _upload(origin: Path, url: str) -> None:
     _remove_copy(files, root, url)
     for name in (MANIFEST, *expected):
         if files.exists(f"{root}/{name}"):
-            raise CheckpointError(f"{url} already contains '{name}', which is not part of a checkpoint; rename it")
+            rename_aside_remotely(files, f"{root}/{name}")
     files.put_file(str(origin / MANIFEST), f"{root}/{MANIFEST}{_UNFINISHED}")
     for name in expected:
         files.put_file(str(origin / name), f"{root}/{name}")
@@ -570,7 +578,8 @@ def _upload(origin: Path, url: str) -> None:
                 f"{url}: '{name}' has {size} bytes after the upload, but {expected[name]['bytes']} bytes in {origin}"
             )
     files.put_file(str(origin / MANIFEST), f"{root}/{MANIFEST}")
-    files.rm_file(f"{root}/{MANIFEST}{_UNFINISHED}")
+    with contextlib.suppress(OSError):  # a store may forbid deletion, and the copy is complete
+        files.rm_file(f"{root}/{MANIFEST}{_UNFINISHED}")
 
 
 def _download(url: str, goal: Path) -> None:

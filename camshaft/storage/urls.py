@@ -4,12 +4,15 @@ files, root = file_system("s3://bucket/folder")        # a file system of fsspec
 local("file:///data/train.parquet")                    # a local path
 """
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from camshaft.errors import StorageError
 from camshaft.subprocesses import NO_LIMIT, Wait, run_in_thread
+
+logger = logging.getLogger(__name__)
 
 _PACKAGES = {
     **dict.fromkeys(("s3", "s3a"), "s3fs"),
@@ -57,6 +60,15 @@ def file_system(url: str) -> tuple[Any, str]:
         raise StorageError(f"'{url}' contains no path; add a folder after the host or bucket")
     files.invalidate_cache()  # other processes may have written to it
     return _MonitoredFileSystem(files, scheme), root.rstrip("/")
+
+
+def rename_aside_remotely(files: Any, path: str) -> None:
+    """Rename a file that is in the way of an upload to the first unused name, and log a warning."""
+    number = 1
+    while files.exists(f"{path}.{number}"):
+        number += 1
+    files.mv(path, f"{path}.{number}")
+    logger.warning("%s is in the way, and no manifest lists it; renamed it to %s.%d", path, path, number)
 
 
 class _MonitoredFileSystem:

@@ -319,7 +319,11 @@ def find_runs(*folders: str | Path) -> list[RunFolder]:
         if not root.is_dir():
             raise RunFolderError(f"{root} is not a folder; name the folder of a run, or a folder that contains runs")
         for parent, names, files in os.walk(root):
-            names[:] = sorted(name for name in names if not name.startswith((".", "global_step_")))
+            names[:] = sorted(
+                name
+                for name in names
+                if not name.startswith((".", "global_step_")) and not name.endswith((".unfinished", ".replaced"))
+            )
             if {INFO, METRICS} & set(files):
                 names[:] = [name for name in names if name not in (SAMPLES, "logs", REWARDS)]
                 found.setdefault(Path(parent).resolve(), RunFolder(parent))

@@ -123,5 +123,10 @@ class IdleCheck:
         return {name: value for name, value in asdict(self._streaks).items() if math.isfinite(value)}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Continue the streaks of a checkpoint. Checkpoints of earlier versions contain none."""
+        """Continue the streaks of a checkpoint. Checkpoints of earlier versions contain none.
+
+        A run that has ended because nothing was trained starts to count again: its user may have mended the cause.
+        """
         self._streaks = Streaks(**state)  # pyright: ignore[reportArgumentType]
+        if self.limit is not None and self._streaks.idle >= self.limit:
+            self._streaks.idle = 0

@@ -75,7 +75,7 @@ class Guard:
         poll.register(self._lifeline, select.POLLIN)
         deadline: float | None = None
         while self._reap() and self._status is None and (deadline is None or time.monotonic() < deadline):
-            for source, _ in poll.poll(None if deadline is None else 1000 * (deadline - time.monotonic())):
+            for source, _ in poll.poll(None if deadline is None else 1000 * max(0.0, deadline - time.monotonic())):
                 if source == self._wakeups:
                     os.read(self._wakeups, 1 << 16)
                 elif os.read(self._lifeline, 1):

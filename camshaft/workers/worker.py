@@ -110,10 +110,16 @@ class Worker(Generic[Key]):
         args = ["-u", "-m", "camshaft.workers.guard", module, str(lifeline), str(stack_file)]
         env = os.environ | {guard.MARK: self._mark}
         descriptors = [stack_file, lifeline]
-        with block_stop_signals():
-            process = start_python(args, env, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, pass_fds=descriptors)
-        os.close(lifeline)
-        return process, FileIO(sender, "w")
+        owner_end = FileIO(sender, "w")
+        try:
+            with block_stop_signals():
+                process = start_python(args, env, stdin=pipe, stdout=pipe, stderr=pipe, bufsize=0, pass_fds=descriptors)
+        except BaseException:
+            owner_end.close()
+            raise
+        finally:
+            os.close(lifeline)
+        return process, owner_end
 
     def submit(self, calls: Iterable[tuple[Key, Any]], timeout: float, concurrent: bool = False) -> None:
         """Send calls, each with its key and payload. A worker has either concurrent calls or others at a time."""

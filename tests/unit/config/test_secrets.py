@@ -202,6 +202,14 @@ def test_names_of_secrets_are_told_from_others():
     assert [name for name in SECRET_NAMES.split() if not is_secret_name(name)] == []
 
 
+def test_words_below_a_name_that_may_be_secret_are_not_masked_in_texts():
+    kwargs = {"answer_token": "</answer>", "metric_key": "accuracy", "judge_token": "tok-4711-abcdef"}
+    assert secret_values({**kwargs, "password": "hopefully"}, {"PWD": "/gone/with/the/job"}) == {
+        "tok-4711-abcdef",
+        "hopefully",
+    }
+
+
 def test_all_values_below_a_secret_name_are_masked():
     value = {"credentials": {"user": "me", "ids": ["a", 12345678]}, "token": 7, "use_auth": True}
     assert mask_value(value) == {"credentials": {"user": "***", "ids": ["***", "***"]}, "token": 7, "use_auth": True}

@@ -198,6 +198,19 @@ def test_a_loss_function_that_returns_anything_else_is_named(returned: str) -> N
         linear().run(batch_of(3, 2), None, loss_fn)
 
 
+def test_a_loss_of_one_element_is_a_scalar() -> None:
+    """A metric with the shape (1,) may be beside one with the shape ()."""
+
+    def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[torch.Tensor, StepContext]:
+        loss, ctx = mean_log_prob(data, predictions, ctx)
+        ctx["metrics"]["reshaped"] = loss.detach().reshape(1)
+        return loss.reshape(1), ctx
+
+    _, loss, ctx = linear().run(batch_of(3, 1, 2), None, loss_fn)
+    assert float(loss) == pytest.approx(16 / 3)
+    assert float(ctx["metrics"]["reshaped"]) == float(ctx["metrics"]["mean"])
+
+
 @pytest.mark.parametrize("hook", ["preprocess_fn", "postprocess_fn"])
 def test_a_hook_that_returns_nothing_is_named(hook: str) -> None:
     with pytest.raises(EngineError, match=f"{hook} returned NoneType; return two values"):

@@ -180,7 +180,7 @@ def test_a_hanging_call_is_killed_and_others_are_scored(manager, score):
     assert time.monotonic() - start_time < 250
     assert result.scores.tolist() == [1, 0, 1, 1, 0, 1]
     assert (result.metrics["reward/timeouts"], result.num_failed) == (2.0, 2)
-    assert "0.5 s" in result.failures[0].message
+    assert "2 s" in result.failures[0].message
 
 
 @pytest.mark.alone
