@@ -15,7 +15,7 @@ from camshaft.tracking.jsonl import read_metrics
 from camshaft.tracking.run_folder import RunFolder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text(encoding="utf-8")
-NAMED = set(re.findall(r"`([^`]+)`", PAGE))
+NAMED = set(re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)))
 
 
 @pytest.fixture(scope="module")
