@@ -78,6 +78,8 @@ class CheckpointManager:
     def __init__(self, root: str | Path, mirror: str | None = None, limit: Limit = NO_LIMIT):
         self.root, self._limit = Path(root).expanduser(), limit
         self.mirror = None if mirror is None else mirror.rstrip("/")
+        self._kept: set[Path] = set()
+        """Old folders that retention has not removed, because they contain other files."""
         self._unbound: str | None = None
         """Name of the last checkpoint, if a role of it was still being written when the checkpoint was saved."""
 
@@ -195,7 +197,7 @@ class CheckpointManager:
             if step < min(complete[-count:], default=0) and step not in protected_steps:
                 for old in (folder / export_folder_name(role), folder / role):
                     if old.is_dir():
-                        _remove(old)
+                        self._remove(old)
 
     def _remove_empty(self, newest: int) -> None:
         """Remove checkpoints before step `newest` that contain no role, and nothing that others have written.
@@ -204,8 +206,23 @@ class CheckpointManager:
         """
         for step, folder in storage.step_folders(self.root):
             if step < newest and all(path.name == TRAINER or storage.is_unfinished(path) for path in folder.iterdir()):
-                for path in (*folder.iterdir(), folder):
-                    _remove(path)
+                for path in folder.iterdir():
+                    self._remove(path)
+                with contextlib.suppress(OSError):  # something is kept in it
+                    folder.rmdir()
+
+    def _remove(self, folder: Path) -> None:
+        """Remove an old checkpoint. A run does not end because this fails, for example on NFS if a file is open."""
+        try:
+            storage.remove(folder)
+        except OSError as error:
+            logger.warning("%s cannot be removed: %s. The next save tries again", folder, error)
+            return
+        if folder.exists() and folder not in self._kept:
+            self._kept.add(folder)
+            logger.warning(
+                "%s is kept, because no intact manifest lists all of its files; delete it if you do not need it", folder
+            )
 
     # -- reading ----------------------------------------------------------------------------------
 
@@ -378,14 +395,6 @@ def _holds(checkpoint: Path, role: str) -> bool:
         return complete and Parts.read(checkpoint).mismatch(role, storage.read_manifest(folders[1])) is None
     except CheckpointError:
         return False
-
-
-def _remove(folder: Path) -> None:
-    """Remove an old checkpoint. A run does not end because this fails, for example on NFS if a file is open."""
-    try:
-        storage.remove(folder)
-    except OSError as error:
-        logger.warning("%s cannot be removed: %s. The next save tries again", folder, error)
 
 
 def _was_complete(step: Path) -> bool:

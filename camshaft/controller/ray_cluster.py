@@ -85,7 +85,8 @@ def _local_cluster() -> Cluster:
     file = Path(os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp") / "ray" / "ray_current_cluster"
     try:
         status = file.lstat()  # if there is no file, the folder names no cluster
-        _check_trusted(file.parent, file.parent.lstat(), is_folder=True)
+        for facts in (file.parent.lstat(), file.parent.stat()):  # the folder may be a link of its owner
+            _check_trusted(file.parent, facts, is_folder=True)
         _check_trusted(file, status)
         descriptor = os.open(file, os.O_RDONLY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -103,7 +104,7 @@ def _check_trusted(path: Path, status: os.stat_result, is_folder: bool = False) 
     Ray lets all users write to the folder. A file that another user puts there belongs to that user.
     """
     owner, mode = _owner(status), status.st_mode
-    if not (stat.S_ISDIR(mode) if is_folder else stat.S_ISREG(mode)):
+    if not (stat.S_ISREG(mode) or (is_folder and (stat.S_ISDIR(mode) or stat.S_ISLNK(mode)))):
         reason = f"it is a link or a device of {owner}"
     elif status.st_uid not in (os.getuid(), 0):
         reason = f"it belongs to {owner}"

@@ -114,7 +114,9 @@ def write_parquet(path: str | Path, rows: Sequence[dict[str, Any]]) -> Path:
     """
     path = Path(path)
     if path.exists() and read_metadata(path).get(MARK) != b"data":
-        raise BatchError(f"{path} already exists and was not written by camshaft; use another folder, or delete it")
+        raise BatchError(
+            f"{path} already exists and was not written by this version of camshaft; use another folder, or delete it"
+        )
     table = pyarrow.Table.from_pylist(list(rows))
     path.parent.mkdir(parents=True, exist_ok=True)
     with storage.new_file(path) as work:

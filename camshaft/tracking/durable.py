@@ -4,7 +4,7 @@
     files.add(path)                     # a file of the current step
     steps = files.flush()               # [[1, 20]]: the steps in metrics.jsonl, which the checkpoint records
     ...
-    missing_steps([[1, 20]], present)   # after a resume, for example [3, 4, 5, 6, 9]
+    missing_steps([[1, 20]], present, 20)   # after a resume, for example [3, 4, 5, 6, 9]
     format_steps([3, 4, 5, 6, 9])       # "3-6, 9"
 
 The kernel keeps written data in memory for many seconds, and a power failure loses what is not flushed. Only steps that
@@ -94,10 +94,11 @@ def _append(ranges: list[list[int]], step: int) -> None:
         ranges.append([step, step])
 
 
-def missing_steps(recorded: Ranges, present: Iterable[int]) -> list[int]:
-    """Return the steps in the ranges that are not among `present`."""
+def missing_steps(recorded: Ranges, present: Iterable[int], last_step: int) -> list[int]:
+    """Return the steps in the ranges, up to `last_step`, that are not among `present`."""
     found = set(present)
-    return [step for first, last in recorded for step in range(first, last + 1) if step not in found]
+    ranges = (range(first, min(last, last_step) + 1) for first, last in recorded)
+    return [step for steps in ranges for step in steps if step not in found]
 
 
 def format_steps(steps: Iterable[int]) -> str:

@@ -39,7 +39,7 @@ class JsonlTracker(Tracker):
         self.path = run.path(FILE_NAME)
         if run.resumed_step is not None:
             steps = _drop_lines_after(self.path, run.resumed_step) if self.path.exists() else []
-            lost = [step for step in missing_steps(run.recorded_steps, steps) if step <= run.resumed_step]
+            lost = missing_steps(run.recorded_steps, steps, run.resumed_step)
             if lost:
                 message = "%s lacks the metrics of steps %s, which it contained when step %d was saved"
                 logger.warning(message, self.path, format_steps(lost), run.resumed_step)

@@ -90,7 +90,7 @@ class SampleWriter:
                 logger.warning(message, path, error.strerror or error)
         for step in sorted(sizes):
             self._record(step, sizes[step])
-        lost = [step for step in missing_steps(recorded, sizes) if step <= resumed_step]
+        lost = missing_steps(recorded, sizes, resumed_step)
         if lost and later_bytes <= self._limit() // 2:  # otherwise later steps may have caused their deletion
             message = "%s lacks the responses of steps %s, which it contained when step %d was saved"
             logger.warning(message, self.folder, format_steps(lost), resumed_step)

@@ -182,26 +182,43 @@ def link(file: Path) -> str:
     return f"{file}, .*it is a link"
 
 
-def linked_folder(file: Path) -> str:
+def foreign_link_to_the_folder(file: Path) -> str:
     file.parent.rename(file.parent.with_name("other"))
     file.parent.symlink_to("other")
-    return f"{file.parent}, .*it is a link"
+    os.chown(file.parent, NOBODY, NOBODY, follow_symlinks=False)
+    return f"{file.parent}, .*it belongs to user "
 
 
 @pytest.mark.parametrize("explicit", [None, "auto"])
 @pytest.mark.parametrize(
-    "spoil", [foreign_file, foreign_folder, writable_file, group_writable_file, link, linked_folder]
+    "spoil", [foreign_file, foreign_folder, writable_file, group_writable_file, link, foreign_link_to_the_folder]
 )
 def test_a_planted_cluster_file_is_refused_without_connecting(
     spoil: Callable[[Path], str], explicit: str | None, file: Path, silent_head: SilentHead
 ) -> None:
-    if os.getuid() and spoil in (foreign_file, foreign_folder, group_writable_file):
+    if os.getuid() and spoil not in (writable_file, link):
         pytest.skip("only root can give a file to another user")
     file.write_text(silent_head.address)
     message = spoil(file)
     with pytest.raises(ConfigError, match=f"{message}.*RAY_ADDRESS.*RAY_TMPDIR"):
         start_pools(HERE, "ray", Options(ray_init={"address": explicit} if explicit else {}))
     assert not silent_head.num_connections
+
+
+def test_a_link_of_its_owner_to_the_folder_is_accepted(file: Path, silent_head: SilentHead) -> None:
+    """An administrator moves the folder to a larger disk in this way."""
+    file.write_text(silent_head.address)
+    file.parent.rename(file.parent.with_name("large-disk"))
+    file.parent.symlink_to("large-disk")
+    assert ray_cluster.find_cluster({}).address == silent_head.address
+
+
+def test_a_foreign_folder_without_a_cluster_is_no_error(file: Path) -> None:
+    """Another user has used Ray on this machine before."""
+    if os.getuid():
+        pytest.skip("only root can give a folder to another user")
+    os.chown(file.parent, NOBODY, NOBODY)
+    assert ray_cluster.find_cluster({}).starts
 
 
 def test_a_file_of_a_private_group_is_accepted(file: Path, silent_head: SilentHead) -> None:
@@ -225,7 +242,7 @@ def test_a_silent_head_is_an_error_in_thirty_seconds(tmp_path: Path, file: Path,
     run = subprocess.run(
         [sys.executable, "-c", JOIN], env=environment, text=True, capture_output=True, timeout=120, check=False
     )
-    assert 25 < time.monotonic() - start_time < 60, run.stdout + run.stderr
+    assert time.monotonic() - start_time > 25, run.stdout + run.stderr
     user = pwd.getpwuid(os.getuid()).pw_name
     expected = f"no Ray cluster answers at {silent_head.address} (the file {file} of user {user}) within 30 s"
     assert run.stdout.startswith(expected), run.stdout + run.stderr

@@ -45,12 +45,10 @@ def test_a_killed_generator_ends_the_run_which_resumes(tmp_path: Path, monkeypat
             time.sleep(0.02)
         generator = int(pid_file.read_text())
         os.kill(generator, signal.SIGKILL)
-        killed = time.monotonic()
     finally:
         if not pid_file.exists():
             process.kill()
         result = finished(process)
-    assert time.monotonic() - killed < 200
     assert result.status == 1
     assert f"the generator's process ({generator}) died in generate_sequences (SIGKILL" in result.err
     assert "resume the run from its last checkpoint" in result.err

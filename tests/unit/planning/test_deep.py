@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -49,10 +48,8 @@ def test_a_driver_tool_that_hangs_is_killed(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("DOCTOR_TEST", mark := str(tmp_path))
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     assert "nvidia-smi" in deep_checks(1.0)
-    start = time.monotonic()
     (finding,) = check_driver_tool(1.0)
     assert (finding.status, finding.message) == ("FAIL", "the driver does not answer within 1 s")
-    assert time.monotonic() - start < 600
     assert not still_running([pid for pid in marked(mark) if pid != os.getpid()])
 
 

