@@ -1,4 +1,4 @@
-"""Roofline: operations and bytes of `camshaft.planning.operations`, relative to measured rates.
+"""Roofline: operations and bytes of `operations.py`, relative to measured rates.
 
     work = update(shape, groups_of(prompts, responses), steps=2)    # Work(operations, bytes)
     reached(work, seconds, measured_rates())    # the share of either rate, and the bound
@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from operations import NOTHING, Group, Work, evaluation, generation, update
 from workload import SAMPLES
-
-from camshaft.planning.operations import NOTHING, Group, Work, evaluation, generation, update
 
 __all__ = ["NOTHING", "Group", "Rates", "Work", "evaluation", "generation", "groups_of", "measured_rates", "update"]
 

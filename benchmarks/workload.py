@@ -3,8 +3,7 @@
     rows = training_rows(vocabulary=512, seed=3)
     rows.prompts[0], rows.responses[0], rows.old_log_probs[0], rows.advantages[0]
 
-Imports only torch and a module of camshaft without dependencies, so a side in an environment without camshaft uses the
-same rows.
+Imports only torch and `operations.py`, so a side in an environment without camshaft uses the same rows.
 
 A batch is 16 prompts with 8 responses each. Prompts have 1 to 64 tokens and responses 1 to 128, uniformly distributed,
 so the mean row has half the length of the longest possible row, which is the length that a padded batch computes.
@@ -13,17 +12,12 @@ so the mean row has half the length of the longest possible row, which is the le
 from __future__ import annotations
 
 import string
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
+from operations import Shape
 from torch import Tensor
-
-sys.path.append(str(Path(__file__).parents[1]))  # the environments of other sides do not install camshaft
-
-from camshaft.planning.operations import Shape
 
 PROMPTS, SAMPLES = 16, 8
 LONGEST_PROMPT, LONGEST_RESPONSE = 64, 128

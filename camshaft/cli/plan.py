@@ -39,7 +39,6 @@ def main(argv: Sequence[str]) -> int:
             "one of them"
         )
     from camshaft.planning.plan import as_dict, find_change, make_plan, report, solve
-    from camshaft.planning.step_time import forecast_times, report_times
 
     if options.solve:
         value = solve(overrides, options.solve, memory)
@@ -52,16 +51,13 @@ def main(argv: Sequence[str]) -> int:
         sys.stdout.write(text + "\n")
         return DOES_NOT_FIT if value is None else 0
     plan = make_plan(configs[0], memory)
-    times = None if options.like is None else forecast_times(configs[0], options.like)
     if options.json:
-        content = as_dict(plan) | ({} if times is None else {"times": times.as_dict()})
+        content = as_dict(plan)
         if not plan.fits and (proposal := find_change(overrides, memory)) is not None:
             content["change"] = list(proposal[0])
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
         return 0 if plan.fits else DOES_NOT_FIT
     sys.stdout.write(report(plan) + "\n")
-    if times is not None:
-        sys.stdout.write(f"\n{report_times(times)}\n")
     if plan.fits:
         return 0
     change = find_change(overrides, memory)
@@ -85,7 +81,7 @@ def parse_size(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="camshaft plan",
-        usage="camshaft plan [--device NAME | --memory SIZE] [--like RUN] [--solve KEY] [--json] key=value ...",
+        usage="camshaft plan [--device NAME | --memory SIZE] [--solve KEY] [--json] key=value ...",
         description="Forecast the peak memory of each role and phase, and the size of checkpoints, with the arguments "
         "of camshaft ppo. The engines' own code runs on one fake rank. No weights are read and nothing is computed.",
         epilog="Exit status: 0 if the run fits, 3 if it does not, 2 if the config is invalid.",
@@ -99,5 +95,4 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--solve", metavar="KEY", help="print the largest integer value of a key that fits")
     parser.add_argument("--json", action="store_true", help="print the plan, or the value of --solve, as JSON")
-    parser.add_argument("--like", metavar="RUN", help="forecast the time of a step from the times in this run folder")
     return parser

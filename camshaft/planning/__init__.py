@@ -1,4 +1,4 @@
-"""Forecast the memory and the time of a run (`camshaft plan`), and check a machine before it starts (`doctor`).
+"""Forecast the memory of a run (`camshaft plan`), and check a machine before it starts (`doctor`).
 
 plan.py            the memory plan of a run, its verdict and changes with which it fits
 trace.py           runs the phases of one rank, on real ranks or on a fake one
@@ -9,7 +9,5 @@ engines.py         engines on simulated GPUs
 generator.py       memory of the rollout on a GPU
 plan_process.py    runs `camshaft plan` in a process with a time limit
 memory_error.py    forecast and peak of a run that ran out of memory
-operations.py      operations and bytes of the phases of a step
-step_time.py       the time of a step, from the times of an earlier run
 doctor/            checks of a machine and of a run
 """

@@ -95,7 +95,8 @@ class Reader:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             names = names | self._parameters(node.args, inside)
         for child in ast.iter_child_nodes(node):
-            self._body(child, names, inside)
+            narrowed = self._narrowed(node, child)  # a copy would lose the names that the child assigns
+            self._body(child, names | narrowed if narrowed else names, inside)
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 self._assign(target, node.value, names, inside)
@@ -108,6 +109,13 @@ class Reader:
         if inside in self.classes and "self" in kinds:
             kinds["self"] = frozenset({self.classes[inside]})
         return kinds
+
+    def _narrowed(self, node: ast.AST, child: ast.AST) -> dict[str, Kinds]:
+        """Return the type of a name in the first branch of `... if isinstance(name, Section) else ...`."""
+        match node:
+            case ast.IfExp(ast.Call(ast.Name("isinstance"), [ast.Name(name), kind]), body) if child is body:
+                return {name: self._annotated(kind)}
+        return {}
 
     def _annotated(self, annotation: ast.expr | None) -> Kinds:
         if annotation is None:
