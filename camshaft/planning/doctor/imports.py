@@ -6,12 +6,14 @@ Versions are read from the metadata of the packages, and nothing is imported.
 import importlib.metadata
 import os
 import platform
-import re
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
 from importlib.metadata import distributions
 from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from camshaft.planning.doctor.findings import Finding, fail, ok, warn
 
@@ -20,15 +22,12 @@ OPTIONAL = ("vllm", "sglang", "ray", "megatron-core", "torchtitan", "triton", "p
 MODULES = {"hydra-core": "hydra", "pyyaml": "yaml", "omegaconf": "omegaconf", "huggingface-hub": "huggingface_hub"}
 """Modules of packages that are named differently, and of packages that dependencies require."""
 
-_REQUIREMENT = re.compile(r"([\w.-]+)(?:\[[^\]]*\])?([^;]*)(?:;\s*(.*))?")
-_CLAUSE = re.compile(r"(>=|<=|==|!=|~=|<|>)\s*([\d.]+)")
-
 
 def check_python() -> Iterator[Finding]:
     """Compare the version of Python with the supported range."""
     version, where = platform.python_version(), sys.executable
     required = ",".join(_metadata().get_all("Requires-Python") or ())
-    if satisfies(version, required):
+    if SpecifierSet(required).contains(".".join(map(str, sys.version_info[:3]))):
         yield ok("python", f"Python {version} ({where})")
     else:
         message = f"Python {version} is outside the supported range {required}"
@@ -37,11 +36,13 @@ def check_python() -> Iterator[Finding]:
 
 def check_packages() -> Iterator[Finding]:
     """Compare the versions of all required packages with the supported ranges."""
-    requirements = [requirement for requirement in _requirements() if not requirement.extra]
+    requirements = _required()
     if not requirements:
         yield warn("packages", "camshaft is not installed, so the supported versions are unknown", "pip install .")
         return
-    problems = [problem for requirement in requirements for problem in requirement.problems("packages", optional=False)]
+    problems = [
+        problem for requirement in requirements for problem in _problems(requirement, "packages", optional=False)
+    ]
     yield from problems
     if not problems:
         versions = ", ".join(f"{requirement.name} {package_version(requirement.name)}" for requirement in requirements)
@@ -52,7 +53,7 @@ def check_optional_packages() -> Iterator[Finding]:
     """Report the optional packages that are installed, and those with an unsupported version."""
     extras = {requirement.name: requirement for requirement in _requirements() if requirement.name in OPTIONAL}
     for requirement in extras.values():
-        yield from requirement.problems("optional", optional=True)
+        yield from _problems(requirement, "optional", optional=True)
     installed = [f"{name} {package_version(name)}" for name in OPTIONAL if package_version(name) is not None]
     missing = [name for name in OPTIONAL if package_version(name) is None]
     parts = {"installed": installed, "not installed": missing}
@@ -61,7 +62,7 @@ def check_optional_packages() -> Iterator[Finding]:
 
 def installed_versions() -> dict[str, str]:
     """Return the versions of Python, of camshaft, and of its required and optional packages that are installed."""
-    names = ["camshaft", *(requirement.name for requirement in _requirements() if not requirement.extra), *OPTIONAL]
+    names = ["camshaft", *(requirement.name for requirement in _required()), *OPTIONAL]
     versions = {name: package_version(name) for name in names}
     return {"python": platform.python_version(), **{name: text for name, text in versions.items() if text is not None}}
 
@@ -112,47 +113,21 @@ def _shadowing_files(folder: Path, names: dict[str, str]) -> Iterator[Path]:
 # -- versions -------------------------------------------------------------------------------------
 
 
-class Requirement:
-    """A requirement of camshaft: the name of a package, its version range, and the extra that requires it."""
-
-    def __init__(self, line: str):
-        match = _REQUIREMENT.match(line)
-        assert match is not None, line
-        self.name, self.range = match[1].lower(), match[2].strip()
-        extra = re.search(r"extra\s*==\s*[\"']([\w-]+)", match[3] or "")
-        self.extra = extra[1] if extra else ""
-
-    def problems(self, check: str, optional: bool) -> Iterator[Finding]:
-        """Yield a finding if the package is missing or has an unsupported version."""
-        version = package_version(self.name)
-        fix = f"pip install '{self.name}{self.range}'"
-        if version is None:
-            if not optional:
-                yield fail(check, f"{self.name} is not installed", fix)
-        elif not satisfies(version, self.range):
-            message = f"{self.name} {version} is outside the supported range {self.range}"
-            yield warn(check, message, fix) if optional else fail(check, message, fix)
+def _problems(requirement: Requirement, check: str, optional: bool) -> Iterator[Finding]:
+    """Yield a finding if a package is missing or has an unsupported version."""
+    name, supported = requirement.name, requirement.specifier
+    version, fix = package_version(name), f"pip install '{name}{supported}'"
+    if version is None:
+        if not optional:
+            yield fail(check, f"{name} is not installed", fix)
+    elif not supported.contains(version, prereleases=True):
+        message = f"{name} {version} is outside the supported range {supported}"
+        yield warn(check, message, fix) if optional else fail(check, message, fix)
 
 
-def satisfies(version: str, specifier: str) -> bool:
-    """Return True if the version is in the range, such as `>=2.11,<2.14`. Suffixes such as `+cpu` are ignored."""
-    number = _numbers(version)
-    for operator, text in _CLAUSE.findall(specifier):
-        bound = _numbers(text)
-        width = max(len(number), len(bound))
-        left, right = (values + (0,) * (width - len(values)) for values in (number, bound))
-        holds = {
-            ">=": left >= right, "<=": left <= right, "==": left == right, "!=": left != right, "<": left < right,
-            ">": left > right, "~=": left >= right and left[: len(bound) - 1] == bound[:-1],
-        }[operator]  # fmt: skip
-        if not holds:
-            return False
-    return True
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    match = re.match(r"\d+(?:\.\d+)*", version)
-    return tuple(int(part) for part in match[0].split(".")) if match else ()
+def _required() -> Sequence[Requirement]:
+    """Return the requirements of camshaft without its extras."""
+    return [each for each in _requirements() if each.marker is None or each.marker.evaluate({"extra": ""})]
 
 
 def _requirements() -> Sequence[Requirement]:
