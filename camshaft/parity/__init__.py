@@ -2,7 +2,7 @@
 
     diagnosis = diagnose(ParityCase("fsdp", "vllm", "models/tiny"), prompts, tokenizer, limit=1e-3)
     diagnosis.comparisons["as loaded"].metrics["log_prob_diff_max"]
-    diagnosis.findings                         # empty if engine and rollout agree
+    diagnosis.causes                           # empty if engine and rollout agree
 
     pair.py       builds an engine and a rollout on one model, generates, and compares log-probs
     diagnosis.py  finds the cause of a difference by changing one setting at a time
@@ -12,7 +12,7 @@
 The package uses only the public interfaces, so it works with engines and rollouts of other packages.
 """
 
-from camshaft.parity.diagnosis import Diagnosis, Finding, diagnose
+from camshaft.parity.diagnosis import Cause, Diagnosis, diagnose
 from camshaft.parity.pair import Comparison, Pair, ParityCase
 
-__all__ = ["ParityCase", "Finding", "Comparison", "Pair", "Diagnosis", "diagnose"]
+__all__ = ["ParityCase", "Cause", "Comparison", "Pair", "Diagnosis", "diagnose"]

@@ -1,7 +1,7 @@
 """Finds the cause of a difference between an engine and a rollout, by changing one setting at a time.
 
     diagnosis = diagnose(case, prompts, tokenizer, limit=1e-3)
-    for finding in diagnosis.findings: ...
+    for cause in diagnosis.causes: ...
 
 The experiments run in this order, because each one requires that the causes before it are excluded:
 
@@ -9,11 +9,11 @@ The experiments run in this order, because each one requires that the causes bef
     dtype      repeat the comparison in float32 in engine and rollout
     template   compare with the engine's log-probs for prompts with a special token added or a token removed
     sampling   generate with top_k=1, where the log-probs of the sampled distribution are 0; compare with the engine's
-               log-probs at other temperatures; generate without top_k and top_p, and at temperature 1
+               log-probs at other temperatures; generate without top_k and top_p, or look for a truncation without them
     weights    change one tensor at a time in the weight sync, and look for tensors without effect on the output
 
 A cause is reported if the difference falls to the limit or below when it is removed. If no experiment succeeds, the
-finding is "unknown" and lists the causes that are excluded.
+cause is "unknown" and lists the causes that are excluded.
 """
 
 import math
@@ -28,7 +28,7 @@ from camshaft.parity.pair import Comparison, Pair, ParityCase, WeightSyncError, 
 from camshaft.parity.tokens import special_tokens
 from camshaft.rollout import SamplingParams
 
-FindingKind = Literal["dtype", "sampling", "weights", "template", "unknown"]
+CauseKind = Literal["dtype", "sampling", "weights", "template", "unknown"]
 LOADED, UPDATED = "as loaded", "after an update"
 
 SEARCH_STEPS = 24
@@ -45,10 +45,10 @@ NUM_PROMPTS = 4
 
 
 @dataclass(frozen=True)
-class Finding:
+class Cause:
     """A likely cause of a difference."""
 
-    kind: FindingKind
+    kind: CauseKind
     evidence: str
     """Result of the experiment."""
     advice: str
@@ -57,7 +57,7 @@ class Finding:
 
 @dataclass
 class Diagnosis:
-    """Comparisons of an engine and a rollout, and findings that explain a difference."""
+    """Comparisons of an engine and a rollout, and causes that explain a difference."""
 
     comparisons: dict[str, Comparison] = field(default_factory=dict)
     """Comparisons with the loaded weights (`LOADED`) and after an update (`UPDATED`)."""
@@ -65,7 +65,7 @@ class Diagnosis:
     """Mean absolute change of the log-probs by the update; None without an update."""
     update_skip_reason: str | None = None
     """Reason for skipping the update; None if it was not skipped."""
-    findings: list[Finding] = field(default_factory=list)
+    causes: list[Cause] = field(default_factory=list)
 
     @property
     def worst(self) -> float:
@@ -83,11 +83,11 @@ def diagnose(
     pair = Pair(case)
     diagnosis = _compare(pair, prompts, limit, log)
     search = _Search(pair, diagnosis, prompts, tokenizer, limit, log)
-    if not diagnosis.findings and diagnosis.worst > limit:
-        diagnosis.findings = _explain(search, case)
-    elif not diagnosis.findings:
-        finding = _test_raw_log_probs(search)
-        diagnosis.findings = [] if finding is None else [finding]
+    if not diagnosis.causes and diagnosis.worst > limit:
+        diagnosis.causes = _explain(search, case)
+    elif not diagnosis.causes:
+        cause = _test_raw_log_probs(search)
+        diagnosis.causes = [] if cause is None else [cause]
     return diagnosis
 
 
@@ -107,7 +107,7 @@ def _compare(pair: Pair, prompts: Ragged, limit: float, log: Callable[[str], Non
             diagnosis.comparisons[UPDATED] = pair.measure(prompts)
     except WeightSyncError as error:
         advice = "Check the rollout's load_weights(), for example with camshaft check-rollout"
-        diagnosis.findings.append(Finding("weights", str(error), advice))
+        diagnosis.causes.append(Cause("weights", str(error), advice))
     return diagnosis
 
 
@@ -128,7 +128,7 @@ class _Search:
         return self.diagnosis.comparisons[LOADED]
 
 
-def _explain(search: _Search, case: ParityCase) -> list[Finding]:
+def _explain(search: _Search, case: ParityCase) -> list[Cause]:
     """Repeat the comparison in float32; if the difference remains, look for its cause in float32."""
     float32_case = case.without_bfloat16()
     if float32_case == case:
@@ -137,8 +137,8 @@ def _explain(search: _Search, case: ParityCase) -> list[Finding]:
     search.pair.close()
     pair = Pair(float32_case)
     diagnosis = _compare(pair, search.prompts, search.limit, search.log)
-    if diagnosis.findings:
-        return diagnosis.findings
+    if diagnosis.causes:
+        return diagnosis.causes
     if diagnosis.worst > search.limit:
         return _find_cause(replace(search, pair=pair, diagnosis=diagnosis))
     evidence = (
@@ -149,21 +149,21 @@ def _explain(search: _Search, case: ParityCase) -> list[Finding]:
         "Use the same dtype in engine and rollout (actor_rollout_ref.rollout.dtype, actor.fsdp_config.model_dtype and "
         "mixed_precision.param_dtype), or correct for the difference: algorithm.rollout_correction.rollout_is=token"
     )
-    return [Finding("dtype", evidence, advice)]
+    return [Cause("dtype", evidence, advice)]
 
 
-def _find_cause(search: _Search) -> list[Finding]:
-    """Return the finding of the first experiment that succeeds, for a difference that remains in float32."""
+def _find_cause(search: _Search) -> list[Cause]:
+    """Return the cause of the first experiment that succeeds, for a difference that remains in float32."""
     if search.loaded.worst <= search.limit:
         return [_report_stale_weights(search)]
     for experiment in (_test_template, _test_sampling):
-        finding = experiment(search)
-        if finding is not None:
-            return [finding]
+        cause = experiment(search)
+        if cause is not None:
+            return [cause]
     unused = _find_unused_weights(search)
     if unused:
         evidence = f"The rollout ignores some of the weights. Without effect: {', '.join(unused)}."
-        return [Finding("weights", evidence, "Check the rollout's load_weights() for layers that it skips")]
+        return [Cause("weights", evidence, "Check the rollout's load_weights() for layers that it skips")]
     effect = "the effect of each was not tested" if unused is None else "each has an effect"
     evidence = (
         "Excluded causes are the dtype, special tokens around the prompt, and the sampling settings; the weight sync "
@@ -173,13 +173,13 @@ def _find_cause(search: _Search) -> list[Finding]:
         "Engine and rollout compute the model differently: check rotary frequencies, sliding windows and normalization "
         "in the config of the model folder, and quantization, dtypes and replaced modules in the generator"
     )
-    return [Finding("unknown", evidence, advice)]
+    return [Cause("unknown", evidence, advice)]
 
 
 # -- weights --------------------------------------------------------------------------------------
 
 
-def _report_stale_weights(search: _Search) -> Finding:
+def _report_stale_weights(search: _Search) -> Cause:
     """Report stale weights, for a difference that appears only after an update."""
     comparison = search.diagnosis.comparisons[UPDATED]
     evidence = (
@@ -194,7 +194,7 @@ def _report_stale_weights(search: _Search) -> Finding:
     else:
         evidence += "Every tensor has some effect."
     advice = "Look for copies of weights that the rollout keeps (fused or repacked layers, a tied output layer)"
-    return Finding("weights", evidence, advice)
+    return Cause("weights", evidence, advice)
 
 
 def _find_unused_weights(search: _Search) -> list[str] | None:
@@ -228,7 +228,7 @@ def _find_unused_weights(search: _Search) -> list[str] | None:
 # -- template -------------------------------------------------------------------------------------
 
 
-def _test_template(search: _Search) -> Finding | None:
+def _test_template(search: _Search) -> Cause | None:
     """Test whether the rollout's log-probs match prompts with a special token added or a token removed."""
     search.log("comparing with prompts that have other special tokens")
     rows = slice(0, NUM_PROMPTS)
@@ -251,7 +251,7 @@ def _test_template(search: _Search) -> Finding | None:
                 "The rollout changes token ids or tokenizes prompts itself: disable that (add_special_tokens, the chat "
                 "template), or use the same tokenizer for engine and rollout"
             )
-            return Finding("template", evidence, advice)
+            return Cause("template", evidence, advice)
     return None
 
 
@@ -270,13 +270,13 @@ def _edit_prompts(prompts: Ragged, special: dict[int, str]) -> Iterator[tuple[st
 # -- sampling -------------------------------------------------------------------------------------
 
 
-def _test_sampling(search: _Search) -> Finding | None:
+def _test_sampling(search: _Search) -> Cause | None:
     """Test whether engine and rollout compute log-probs of the same distribution: temperature, top_k and top_p."""
     sampling, comparison = search.pair.case.sampling, search.loaded
     expected = log_prob_temperature(sampling)
-    finding = _test_raw_log_probs(search)
-    if finding is not None:
-        return finding
+    cause = _test_raw_log_probs(search)
+    if cause is not None:
+        return cause
     search.log("comparing at other temperatures")
     best, temperature = _fit_temperature(search)
     if best.worst <= search.limit:
@@ -284,29 +284,23 @@ def _test_sampling(search: _Search) -> Finding | None:
             f"The rollout's log-probs match temperature {temperature:.4g} instead of {expected:g}; the maximum "
             f"difference is then {best.worst:.1e}."
         )
-        return Finding("sampling", evidence, "Check the sampling settings of the generator (generation_config.json)")
-    if expected == 1.0 and (sampling.greedy or not _truncates(sampling)):
+        return Cause("sampling", evidence, "Check the sampling settings of the generator (generation_config.json)")
+    if sampling.greedy or not _truncates(sampling):
         return _test_hidden_truncation(comparison, search.limit)
-    settings = f"temperature {sampling.temperature:g}, top_p {sampling.top_p:g}, top_k {sampling.top_k}"
-    search.log("generating without top_k and top_p, and at temperature 1")
-    for full_sampling in (
-        replace(sampling, top_k=0, top_p=1.0),
-        replace(sampling, top_k=0, top_p=1.0, temperature=1.0),
-    ):
-        full_comparison = search.pair.measure(search.prompts, full_sampling)
-        if full_sampling != sampling and full_comparison.worst <= search.limit:
-            removed = "top_k and top_p" if full_sampling.temperature == sampling.temperature else "these settings"
-            evidence = (
-                f"With {settings}, the maximum difference is {comparison.worst:.1e}; without {removed}, it is "
-                f"{full_comparison.worst:.1e}. The rollout returns log-probs of the distribution it samples from, but "
-                "the engine computes them from the full distribution of the model."
-            )
-            advice = (
-                "Sample from the full distribution (actor_rollout_ref.rollout.top_p=1.0 top_k=0), or use importance "
-                "weights: algorithm.rollout_correction.rollout_is=token"
-            )
-            return Finding("sampling", evidence, advice)
-    return None
+    search.log("generating without top_k and top_p")
+    full_comparison = search.pair.measure(search.prompts, replace(sampling, top_k=0, top_p=1.0))
+    if full_comparison.worst > search.limit:
+        return None
+    evidence = (
+        f"With top_p {sampling.top_p:g} and top_k {sampling.top_k}, the maximum difference is {comparison.worst:.1e}; "
+        f"without top_k and top_p, it is {full_comparison.worst:.1e}. The rollout returns log-probs of the "
+        "distribution it samples from, but the engine computes them from the full distribution of the model."
+    )
+    advice = (
+        "Sample from the full distribution (actor_rollout_ref.rollout.top_p=1.0 top_k=0), or use importance weights: "
+        "algorithm.rollout_correction.rollout_is=token"
+    )
+    return Cause("sampling", evidence, advice)
 
 
 def _truncates(sampling: SamplingParams) -> bool:
@@ -336,7 +330,7 @@ def _fit_temperature(search: _Search) -> tuple[Comparison, float]:
     return compare_at(middle), math.exp(middle)
 
 
-def _test_hidden_truncation(comparison: Comparison, limit: float) -> Finding | None:
+def _test_hidden_truncation(comparison: Comparison, limit: float) -> Cause | None:
     """Test whether the rollout truncates the distribution: every sampled token is more likely than in the model."""
     excess = comparison.rollout.values - comparison.engine.values
     if not bool((excess > -limit).all()) or float(excess.mean()) < limit:
@@ -346,10 +340,10 @@ def _test_hidden_truncation(comparison: Comparison, limit: float) -> Finding | N
         f"{float(excess.mean()):.1e} on average: the rollout truncates the distribution although top_k and top_p are "
         "not set."
     )
-    return Finding("sampling", evidence, "Check top_k and top_p of the generator (generation_config.json)")
+    return Cause("sampling", evidence, "Check top_k and top_p of the generator (generation_config.json)")
 
 
-def _test_raw_log_probs(search: _Search) -> Finding | None:
+def _test_raw_log_probs(search: _Search) -> Cause | None:
     """Test whether the rollout returns log-probs of the model instead of those of the sampled distribution.
 
     With top_k=1, a single token remains, and its log-prob in the sampled distribution is 0.
@@ -366,5 +360,5 @@ def _test_raw_log_probs(search: _Search) -> Finding | None:
         if raw.worst <= search.limit:
             evidence = f"The rollout returns raw log-probs ({stage}), but samples from another distribution."
             advice = "Request log-probs of the sampled distribution (vLLM: logprobs_mode=processed_logprobs)"
-            return Finding("sampling", evidence, advice)
+            return Cause("sampling", evidence, advice)
     return None

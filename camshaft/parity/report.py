@@ -12,7 +12,7 @@ from camshaft.config.command import parse_options
 from camshaft.engine import engine_class
 from camshaft.errors import ConfigError, EngineError, RolloutError
 from camshaft.models.loader import load_tokenizer, model_folder
-from camshaft.parity.diagnosis import Diagnosis, Finding, diagnose
+from camshaft.parity.diagnosis import Cause, Diagnosis, diagnose
 from camshaft.parity.pair import ParityCase
 from camshaft.parity.tokens import compare_tokenizers, file_prompts, random_prompts
 from camshaft.rollout import SamplingParams, rollout_class
@@ -54,9 +54,9 @@ def run(options: argparse.Namespace) -> int:
     )
     diagnosis = diagnose(case, prompts, tokenizer, options.limit, log)
     if tokenizer is not model_tokenizer:
-        diagnosis.findings += _tokenizer_findings(compare_tokenizers(model_tokenizer, tokenizer), options)
+        diagnosis.causes += _tokenizer_causes(compare_tokenizers(model_tokenizer, tokenizer), options)
     _print_report(console, diagnosis, options.limit)
-    return 1 if diagnosis.findings or diagnosis.worst > options.limit else 0
+    return 1 if diagnosis.causes or diagnosis.worst > options.limit else 0
 
 
 def _check_options(options: argparse.Namespace) -> None:
@@ -101,17 +101,17 @@ def _make_case(options: argparse.Namespace) -> ParityCase:
     )
 
 
-def _tokenizer_findings(differences: list[str], options: argparse.Namespace) -> list[Finding]:
+def _tokenizer_causes(differences: list[str], options: argparse.Namespace) -> list[Cause]:
     """Report differences between the tokenizer of the model and that of the prompts."""
     if not differences:
         return []
     evidence = f"{options.model} and {options.tokenizer} have different tokenizers: {'; '.join(differences)}."
     advice = "Prompts and stop tokens must be those of the model's training; use the tokenizer of the model's folder"
-    return [Finding("template", evidence, advice)]
+    return [Cause("template", evidence, advice)]
 
 
 def _print_report(console: Console, diagnosis: Diagnosis, limit: float) -> None:
-    """Print a table of metrics, notes about the update, and the findings."""
+    """Print a table of metrics, notes about the update, and the causes."""
     if diagnosis.comparisons:
         comparisons = diagnosis.comparisons.values()
         rows = {"": list(diagnosis.comparisons)}
@@ -125,13 +125,13 @@ def _print_report(console: Console, diagnosis: Diagnosis, limit: float) -> None:
         _print(console, f"(the update changed the log-probs by {diagnosis.update_change:.2g} on average)")
     if diagnosis.update_skip_reason is not None:
         _print(console, f"(update skipped: {diagnosis.update_skip_reason})")
-    if diagnosis.worst <= limit and not diagnosis.findings:
+    if diagnosis.worst <= limit and not diagnosis.causes:
         _print(console, f"engine and rollout agree: no difference exceeds {limit:g}")
-    for finding in diagnosis.findings:
-        console.print(f"[red]LIKELY CAUSE: {finding.kind}[/]")
-        _print(console, f"  {finding.evidence}")
-        _print(console, f"  {finding.advice}.")
-    if diagnosis.findings:
+    for cause in diagnosis.causes:
+        console.print(f"[red]LIKELY CAUSE: {cause.kind}[/]")
+        _print(console, f"  {cause.evidence}")
+        _print(console, f"  {cause.advice}.")
+    if diagnosis.causes:
         _print(console, "docs/mismatch.md explains the metrics")
 
 

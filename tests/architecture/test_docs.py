@@ -17,7 +17,7 @@ from camshaft.contracts.rules import Rule, rule_table
 from camshaft.controller.ray import FORWARDED
 from camshaft.controller.resources import Node, PoolSpec, shortage
 from camshaft.engine import ENGINES
-from camshaft.parity.diagnosis import FindingKind
+from camshaft.parity.diagnosis import CauseKind
 from camshaft.rollout import ROLLOUTS
 from camshaft.tracking import TRACKERS
 from camshaft.tracking.names import reference_page as reference_of_metrics
@@ -61,7 +61,7 @@ def test_the_page_on_mismatch_explains_every_metric_of_it() -> None:
     one = torch.zeros(1)
     for name in mismatch(one, one, one == 0, torch.tensor([1])):
         assert f"| `rollout/{name}` |" in page, name
-    for kind in get_args(FindingKind):
+    for kind in get_args(CauseKind):
         assert f"| `{kind}` |" in page, kind
 
 

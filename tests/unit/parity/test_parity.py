@@ -1,4 +1,4 @@
-"""`camshaft parity`: pairs that agree, and one faulty rollout for each kind of finding."""
+"""`camshaft parity`: pairs that agree, and one faulty rollout for each kind of cause."""
 
 import re
 from pathlib import Path
@@ -32,7 +32,7 @@ def parity(folder: Path, rollout: str, *args: str, engine: str = "reference") ->
 
 
 def cause(run: Run) -> str:
-    """Return the kinds of the findings."""
+    """Return the kinds of the causes."""
     return " ".join(line.split(": ")[1] for line in run.out.splitlines() if line.startswith("LIKELY CAUSE"))
 
 
@@ -92,7 +92,7 @@ def test_sharded_engine_agrees_on_prompts_of_a_file(folder: Path, tmp_path: Path
     assert "4 prompts" in run.out
 
 
-# -- findings -------------------------------------------------------------------------------------
+# -- causes ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
