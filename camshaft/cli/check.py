@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING
 from camshaft.errors import ConfigError
 
 if TYPE_CHECKING:
-    from camshaft.contracts.rules import Finding, Rule
+    from camshaft.contracts.rules import Rule, Verdict
 
-Check = Callable[[str, Sequence["Rule"], str], "Iterator[Finding]"]
-"""(scratch folder, rules, device) -> one finding per rule."""
+Check = Callable[[str, Sequence["Rule"], str], "Iterator[Verdict]"]
+"""(scratch folder, rules, device) -> one verdict per rule."""
 
 
 def engine(argv: Sequence[str]) -> int:
@@ -45,7 +45,7 @@ def engine(argv: Sequence[str]) -> int:
     common_fields = {"options": parse_options(options.option)} if options.option else {}
     backend = engine_class(options.name)
 
-    def check(folder: str, rules: Sequence[Rule], device: str) -> Iterator[Finding]:
+    def check(folder: str, rules: Sequence[Rule], device: str) -> Iterator[Verdict]:
         if options.ranks:
             return check_engine_on_ranks(backend, options.ranks, folder, rules, device, common_fields)
         return check_engine(backend, folder, rules, device, common_fields=common_fields)
@@ -94,13 +94,13 @@ def _report(backend: type, rules: Sequence[Rule], check: Check, options: argpars
     num_passed = 0
     start = previous = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        for finding in check(folder, selected_rules, options.device):
+        for verdict in check(folder, selected_rules, options.device):
             now = time.perf_counter()
             seconds, previous = f"{now - previous:5.1f} s", now
-            num_passed += finding.problem is None
-            state = "[green]holds [/]" if finding.problem is None else "[red]BROKEN[/]"
-            console.print(f"{state} {seconds}  {finding.rule.name}", soft_wrap=True)
-            detail = finding.problem or finding.rule.meaning
+            num_passed += verdict.problem is None
+            state = "[green]holds [/]" if verdict.problem is None else "[red]BROKEN[/]"
+            console.print(f"{state} {seconds}  {verdict.rule.name}", soft_wrap=True)
+            detail = verdict.problem or verdict.rule.meaning
             console.print(f"        {detail}", markup=False, style="dim", soft_wrap=True)
     console.print(f"{num_passed} of {len(selected_rules)} rules hold ({time.perf_counter() - start:.1f} s)")
     return 0 if num_passed == len(selected_rules) else 1

@@ -1,6 +1,6 @@
 """Contract suites: rules that implementations of camshaft's interfaces are tested against.
 
-rules.py     rules, findings, and the functions that check them
+rules.py     rules, verdicts, and the functions that check them
 engine/      the contract of `BaseEngine`
 rollout/     the contract of `BaseRollout`
 controller/  the contract of a controller backend

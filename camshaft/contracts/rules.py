@@ -1,7 +1,7 @@
 """Rules of a contract, which are checked one by one against an implementation of an interface.
 
     RULES = make_rules(greedy_is_exact, seeds_are_respected, ...)    # functions of a harness
-    for finding in run_rules(RULES, lambda number: EngineHarness(cls, folder)): ...
+    for verdict in run_rules(RULES, lambda number: EngineHarness(cls, folder)): ...
 
 A rule is a function that takes a harness. Its docstring states the requirement, and its name appears in reports. If the
 implementation breaks the rule, the function raises `Violation` with a description of the observed behavior. The
@@ -37,7 +37,7 @@ class Rule(Generic[Harness]):
 
 
 @dataclass(frozen=True)
-class Finding:
+class Verdict:
     """Result of checking one rule. `problem` describes the violation or error; None if the rule holds."""
 
     rule: Rule[Any]
@@ -51,14 +51,14 @@ def make_rules(*checks: Callable[[Harness], None]) -> tuple[Rule[Harness], ...]:
 
 def run_rules(
     rules: Sequence[Rule[Harness]], make_harness: Callable[[int], Harness], implementation: type | None = None
-) -> Iterator[Finding]:
-    """Check each rule on a new harness, `make_harness(number of the rule)`, and yield its finding.
+) -> Iterator[Verdict]:
+    """Check each rule on a new harness, `make_harness(number of the rule)`, and yield its verdict.
 
-    An error in one rule becomes a finding and does not stop the other rules. `implementation` is the checked class.
+    An error in a rule is its verdict and does not stop the other rules. `implementation` is the checked class.
     """
     for number, rule in enumerate(rules):
         problem = find_problem(lambda number=number, rule=rule: rule.check(make_harness(number)), implementation)
-        yield Finding(rule, problem)
+        yield Verdict(rule, problem)
 
 
 def rule_table(rules: Sequence[Rule[Any]]) -> str:

@@ -3,8 +3,8 @@
     for advice in advise(run, time.time()):
         print(advice.title, advice.text)
 
-Each rule is a function of a run that returns a text, or None if it does not apply. Rules compare medians over the last
-`WINDOW` steps, so that single steps do not trigger them.
+Each symptom is a function of a run that returns a text, or None if the run lacks it. Symptoms compare medians over the
+last `WINDOW` steps, so that single steps do not trigger them.
 """
 
 import math
@@ -19,7 +19,7 @@ from camshaft.tracking.no_signal import PATIENCE, SHARE, SeenScores, are_empty, 
 from camshaft.tracking.run_folder import RunFolder
 
 WINDOW = 10
-"""Number of steps whose median a rule compares."""
+"""Number of steps whose median a symptom compares."""
 MAX_FAILED = 0.01
 """Fraction of responses."""
 MAX_EQUAL_GROUPS = 0.9
@@ -44,12 +44,12 @@ class Advice(NamedTuple):
     text: str
 
 
-Rule = Callable[[RunFolder, float], str | None]
+Symptom = Callable[[RunFolder, float], str | None]
 
 
 def advise(run: RunFolder, now: float) -> list[Advice]:
-    """Return the advice on a run whose metrics have been read. An empty list means that no rule applies."""
-    found = ((title, rule(run, now)) for title, rule in RULES.items())
+    """Return the advice on a run whose metrics have been read. An empty list means that the run has no symptom."""
+    found = ((title, symptom(run, now)) for title, symptom in SYMPTOMS.items())
     return [Advice(title, text) for title, text in found if text is not None]
 
 
@@ -177,8 +177,8 @@ def _equal_groups(run: RunFolder, now: float) -> str | None:
 
 
 def _has_cause(run: RunFolder, now: float) -> bool:
-    """Return True if another rule tells why there is nothing to learn from."""
-    return any(rule(run, now) for rule in (_no_reward, _empty_responses, _signal_loss))
+    """Return True if another symptom tells why there is nothing to learn from."""
+    return any(symptom(run, now) for symptom in (_no_reward, _empty_responses, _signal_loss))
 
 
 def _entropy_collapse(run: RunFolder, now: float) -> str | None:
@@ -274,7 +274,7 @@ def _skipped(run: RunFolder, now: float) -> str | None:
     return None
 
 
-RULES: dict[str, Rule] = {
+SYMPTOMS: dict[str, Symptom] = {
     "Run failed": _failed,
     "Process killed": _killed,
     "Phase stalled": _stalled,

@@ -71,5 +71,5 @@ def test_a_crashing_rule_does_not_stop_the_others(tmp_path: Path) -> None:
         return start_local(specs, options)
 
     crashing.calls = 0
-    findings = list(check_controller(crashing, str(tmp_path), rules))
-    assert [finding.problem for finding in findings] == ["ZeroDivisionError: boom", None]
+    verdicts = list(check_controller(crashing, str(tmp_path), rules))
+    assert [verdict.problem for verdict in verdicts] == ["ZeroDivisionError: boom", None]

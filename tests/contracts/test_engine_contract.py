@@ -71,12 +71,12 @@ def test_a_crashing_engine_does_not_stop_other_rules(tmp_path: Path) -> None:
             raise ZeroDivisionError("boom")
 
     rules = [BY_NAME["step equals oracle"], BY_NAME["predictions"]]
-    findings = list(check_engine(Crashes, str(tmp_path), rules))
-    assert [finding.rule for finding in findings] == rules
-    problem = findings[0].problem
+    verdicts = list(check_engine(Crashes, str(tmp_path), rules))
+    assert [verdict.rule for verdict in verdicts] == rules
+    problem = verdicts[0].problem
     assert problem is not None
     assert re.fullmatch(rf"ZeroDivisionError: boom \({re.escape(__file__)}:\d+ in .*Crashes\.optimizer_step\)", problem)
-    assert findings[1].problem is None
+    assert verdicts[1].problem is None
 
 
 def test_a_crash_outside_the_package_of_an_engine_names_its_caller() -> None:
@@ -93,8 +93,8 @@ def test_a_crash_outside_the_package_of_an_engine_names_its_caller() -> None:
 
 
 def test_an_engine_for_one_rank_is_not_checked_on_several(tmp_path: Path) -> None:
-    (finding,) = check_engine_on_ranks(SingleDeviceEngine, 2, str(tmp_path))
-    assert finding.problem == (
+    (verdict,) = check_engine_on_ranks(SingleDeviceEngine, 2, str(tmp_path))
+    assert verdict.problem == (
         "SingleDeviceEngine supports only one rank (capabilities.multiple_ranks=False), but 2 were requested; check it "
         "on one rank"
     )
@@ -110,13 +110,13 @@ def test_an_empty_engine_violates_the_interface(tmp_path: Path) -> None:
         BY_NAME["interface"].check(EngineHarness(Nothing, tmp_path))
 
 
-def test_an_engine_that_cannot_be_constructed_gives_one_finding(tmp_path: Path) -> None:
+def test_an_engine_that_cannot_be_constructed_gives_one_verdict(tmp_path: Path) -> None:
     class Picky(SingleDeviceEngine):
         def __init__(self, config: EngineConfig):
             raise EngineError("no license")
 
-    (finding,) = check_engine(Picky, str(tmp_path))
-    assert (finding.rule.name, finding.problem) == (
+    (verdict,) = check_engine(Picky, str(tmp_path))
+    assert (verdict.rule.name, verdict.problem) == (
         "interface",
         "Picky cannot be constructed: EngineError: no license",
     )

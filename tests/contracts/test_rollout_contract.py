@@ -91,12 +91,12 @@ def test_a_crashing_rollout_does_not_stop_other_rules(scratch: Path) -> None:
             raise ZeroDivisionError("boom")
 
     rules = [BY_NAME["sleep and wake"], BY_NAME["no prompts"]]
-    findings = list(check_rollout(Crashes, str(scratch), rules))
-    assert [finding.rule for finding in findings] == rules
-    problem = findings[0].problem
+    verdicts = list(check_rollout(Crashes, str(scratch), rules))
+    assert [verdict.rule for verdict in verdicts] == rules
+    problem = verdicts[0].problem
     assert problem is not None
     assert re.fullmatch(rf"ZeroDivisionError: boom \({re.escape(__file__)}:\d+ in .*Crashes\.sleep\)", problem)
-    assert findings[1].problem is None
+    assert verdicts[1].problem is None
 
 
 def test_a_rollout_without_a_method_cannot_be_constructed() -> None:

@@ -2,7 +2,7 @@
 
     for rule in RULES:
         rule.check(ControllerHarness(start, folder))          # raises Violation
-    for finding in check_controller(start, folder): ...       # checks all rules
+    for verdict in check_controller(start, folder): ...       # checks all rules
 
 `start` is the backend, a function that takes pool specs and `Options` and returns running pools. A rule is a function
 of a harness. Its docstring states the requirement, and reports show its name. `failures.py` contains the rules about
@@ -29,7 +29,7 @@ from camshaft.contracts.controller.harness import (
     uids,
 )
 from camshaft.contracts.controller.roles import LateToy, PairedToy, Toy, TwoLayouts
-from camshaft.contracts.rules import Finding, Rule, expect, make_rules, run_rules
+from camshaft.contracts.rules import Rule, Verdict, expect, make_rules, run_rules
 from camshaft.controller import shutdown, spawn, submit
 from camshaft.dataproto import DataProto
 
@@ -223,6 +223,6 @@ RULES: tuple[Rule[ControllerHarness], ...] = make_rules(
 )
 
 
-def check_controller(start: Start, folder: str, rules: Sequence[Rule[ControllerHarness]] = RULES) -> Iterator[Finding]:
-    """Check the rules one after another and yield a finding for each. `folder` is a scratch folder."""
+def check_controller(start: Start, folder: str, rules: Sequence[Rule[ControllerHarness]] = RULES) -> Iterator[Verdict]:
+    """Check the rules one after another and yield a verdict for each. `folder` is a scratch folder."""
     return run_rules(rules, lambda number: ControllerHarness(start, Path(folder) / f"{number:02d}"))

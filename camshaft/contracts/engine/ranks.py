@@ -1,6 +1,6 @@
 """Checks the engine contract on several ranks, for `camshaft check-engine --ranks N`.
 
-    for finding in check_engine_on_ranks(FSDPEngine, 4, folder, common_fields={"options": {"fsdp_size": 2}}): ...
+    for verdict in check_engine_on_ranks(FSDPEngine, 4, folder, common_fields={"options": {"fsdp_size": 2}}): ...
 
 Every rank runs every rule. The processes are reused for several rules, because starting them is slow. After a broken
 rule, a crash or a hang on one rank, the processes are shut down and the next rule starts new ones.
@@ -14,7 +14,7 @@ from typing import Any
 
 from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.contracts.engine.suite import RULES, construction_problem
-from camshaft.contracts.rules import Finding, Rule, Violation
+from camshaft.contracts.rules import Rule, Verdict, Violation
 from camshaft.controller import Dispatch, Options, Pool, PoolSpec, Worker, register, spawn
 from camshaft.controller.local import process_pool
 from camshaft.engine import BaseEngine
@@ -85,10 +85,10 @@ def check_engine_on_ranks(
     rules: Sequence[Rule[EngineHarness]] = RULES,
     device: str = "cpu",
     common_fields: Mapping[str, Any] | None = None,
-) -> Iterator[Finding]:
-    """Check `rules` on `world` ranks and yield the finding of each; `folder` is a scratch folder.
+) -> Iterator[Verdict]:
+    """Check `rules` on `world` ranks and yield the verdict of each; `folder` is a scratch folder.
 
-    If the class cannot be constructed or supports only one rank, yield a single finding without starting a process.
+    If the class cannot be constructed or supports only one rank, yield a single verdict without starting a process.
     """
     if world > 1 and not engine_class.capabilities.multiple_ranks:
         problem = (
@@ -98,8 +98,8 @@ def check_engine_on_ranks(
     else:
         problem = construction_problem(engine_class, folder, device, common_fields)
     if problem is not None:
-        yield Finding(RULES[0], problem)
+        yield Verdict(RULES[0], problem)
         return
     with RuleRanks(world, device, engine_class.__name__) as ranks:
         for number, rule in enumerate(rules):
-            yield Finding(rule, ranks.find_problem(rule.name, engine_class, f"{folder}/{number:02d}", common_fields))
+            yield Verdict(rule, ranks.find_problem(rule.name, engine_class, f"{folder}/{number:02d}", common_fields))

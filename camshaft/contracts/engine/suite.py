@@ -1,7 +1,7 @@
 """The contract of `BaseEngine`: rules that any engine can be checked against.
 
-    camshaft check-engine my_pkg.my_engine:MyEngine          # prints a table of findings
-    for finding in check_engine(MyEngine, folder): ...       # in a program
+    camshaft check-engine my_pkg.my_engine:MyEngine          # prints a table of verdicts
+    for verdict in check_engine(MyEngine, folder): ...       # in a program
 
 Results are compared with those of an oracle: `transformers` on one row at a time (`oracle.py`). Engines need not expose
 gradients, because gradients are computed from weight updates. With eps=1, no weight decay and no clipping, the first
@@ -32,7 +32,7 @@ from camshaft.contracts.engine.adapters import adapter
 from camshaft.contracts.engine.exact_kl import exact_kl, inference_within_a_step
 from camshaft.contracts.engine.harness import EngineHarness, expect_close, expect_equal
 from camshaft.contracts.engine.oracle import oracle_outputs, oracle_step
-from camshaft.contracts.rules import Finding, Rule, expect, expect_error, find_problem, make_rules, run_rules
+from camshaft.contracts.rules import Rule, Verdict, expect, expect_error, find_problem, make_rules, run_rules
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.base import OUTPUTS_OF_HEAD, BaseEngine, StepContext
 from camshaft.errors import EngineError
@@ -574,14 +574,14 @@ def check_engine(
     rules: Sequence[Rule[EngineHarness]] = RULES,
     device: str = "cpu",
     common_fields: Mapping[str, Any] | None = None,
-) -> Iterator[Finding]:
-    """Check `rules` and yield the finding of each; `folder` is a scratch folder.
+) -> Iterator[Verdict]:
+    """Check `rules` and yield the verdict of each; `folder` is a scratch folder.
 
-    `common_fields` are config fields of every engine. If the class cannot be constructed, yield a single finding.
+    `common_fields` are config fields of every engine. If the class cannot be constructed, yield a single verdict.
     """
     problem = construction_problem(engine_class, folder, device, common_fields)
     if problem is not None:
-        yield Finding(RULES[0], problem)
+        yield Verdict(RULES[0], problem)
         return
     yield from run_rules(
         rules, lambda number: EngineHarness(engine_class, f"{folder}/{number:02d}", device, common_fields), engine_class

@@ -2,7 +2,7 @@
 
     for rule in RULES:
         rule.check(RolloutHarness(MyRollout, folder))           # raises Violation
-    for finding in check_rollout(MyRollout, folder): ...        # checks all rules
+    for verdict in check_rollout(MyRollout, folder): ...        # checks all rules
 
 The oracle runs `transformers` on one row at a time (`harness.py`). A rule is a function of a harness. Its docstring
 states the requirement, and reports show its name. `stopping.py` contains the rules about the end of a row,
@@ -26,7 +26,7 @@ from camshaft.contracts.rollout.harness import (
     expect_close,
     expect_rollout_error,
 )
-from camshaft.contracts.rules import Finding, Rule, expect, make_rules, run_rules
+from camshaft.contracts.rules import Rule, Verdict, expect, make_rules, run_rules
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import BaseRollout, Generation, SamplingParams
 
@@ -266,6 +266,6 @@ RULES: tuple[Rule[RolloutHarness], ...] = make_rules(
 
 def check_rollout(
     rollout_class: type[BaseRollout], folder: str, rules: Sequence[Rule[RolloutHarness]] = RULES, device: str = "cpu"
-) -> Iterator[Finding]:
-    """Check the rules one after another and yield a finding for each. `folder` is a scratch folder."""
+) -> Iterator[Verdict]:
+    """Check the rules one after another and yield a verdict for each. `folder` is a scratch folder."""
     return run_rules(rules, lambda _: RolloutHarness(rollout_class, folder, device), rollout_class)

@@ -15,7 +15,7 @@ from camshaft.tracking import RunInfo, Tracking
 from camshaft.tracking.jsonl import JsonlTracker
 from camshaft.tracking.record import RECORD
 from camshaft.tracking.run_folder import RunFolder, process_start
-from camshaft.view.advice import RULES, advise
+from camshaft.view.advice import SYMPTOMS, advise
 
 
 def advice_on(folder: Path, now: float = 0.0) -> list[str]:
@@ -231,5 +231,5 @@ def test_a_failed_run_shows_its_error(tmp_path: Path) -> None:
     assert advice == ("Run failed", "the batch is too large")
 
 
-def test_every_rule_is_tested() -> None:
-    assert set(RULES) == {*BAD, "Phase stalled", "Process killed", "Run failed"}
+def test_every_symptom_is_tested() -> None:
+    assert set(SYMPTOMS) == {*BAD, "Phase stalled", "Process killed", "Run failed"}
