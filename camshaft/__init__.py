@@ -5,7 +5,7 @@
     run = camshaft.train(model="models/tiny", data="train.jsonl", reward=my_reward, algorithm="grpo", steps=60)
     run.history["critic/score/mean"]
 
-Importing the package imports no other module of it. The subpackages have further names:
+Importing the package imports only its version. The subpackages have further names:
 
     from camshaft.engine import EngineConfig, build_engine
     from camshaft.rollout import SamplingParams, build_rollout
@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import sys
 from typing import TYPE_CHECKING, Any
+
+from camshaft.version import __version__ as __version__
 
 if TYPE_CHECKING:
     import os
@@ -33,8 +35,6 @@ if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
     # `python -m camshaft` puts the working directory first on the import path. There, a file such as yaml.py would be
     # imported instead of the installed package.
     sys.path.append(sys.path.pop(0))
-
-__version__ = "0.1.0"
 
 __all__ = ["train", "sft", "reward_model", "load_run", "Run"]
 
@@ -73,10 +73,11 @@ def train(
         config: Config keys, nested or dotted, for example {"actor_rollout_ref": {"rollout": {"n": 8}}}.
         **keys: Short names such as lr, batch, n, lora and out, which `camshaft ppo --help` lists, and dotted keys.
     """
+    from camshaft.runs.run import Run
     from camshaft.runs.start import Objects, start
 
     given = {name: value for name, value in {"algorithm": algorithm, "steps": steps}.items() if value is not None}
-    return start("ppo", Objects(model, tokenizer, data, val_data), {**given, **keys}, config, reward, on_step)
+    return Run(*start("ppo", Objects(model, tokenizer, data, val_data), {**given, **keys}, config, reward, on_step))
 
 
 def sft(
@@ -94,10 +95,11 @@ def sft(
 
     The arguments are those of `camshaft.train`. The trained model is in the subfolder `huggingface` of the run.
     """
+    from camshaft.runs.run import Run
     from camshaft.runs.start import Objects, start
 
     given = {} if steps is None else {"steps": steps}
-    return start("sft", Objects(model, tokenizer, data, val_data), {**given, **keys}, config, on_step=on_step)
+    return Run(*start("sft", Objects(model, tokenizer, data, val_data), {**given, **keys}, config, on_step=on_step))
 
 
 def reward_model(
@@ -115,10 +117,11 @@ def reward_model(
 
     The arguments are those of `camshaft.train`. The trained model is in the subfolder `huggingface` of the run.
     """
+    from camshaft.runs.run import Run
     from camshaft.runs.start import Objects, start
 
     given = {} if steps is None else {"steps": steps}
-    return start("rm", Objects(model, tokenizer, data, val_data), {**given, **keys}, config, on_step=on_step)
+    return Run(*start("rm", Objects(model, tokenizer, data, val_data), {**given, **keys}, config, on_step=on_step))
 
 
 def load_run(folder: Path) -> Run:

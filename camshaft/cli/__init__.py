@@ -17,11 +17,11 @@ import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from camshaft import __version__
 from camshaft.errors import CamshaftError, ConfigError, report_bug, report_error, report_file_error
 from camshaft.masking import mask_arguments
 from camshaft.plugins import import_attribute
 from camshaft.subprocesses import open_closed_streams
+from camshaft.version import __version__
 
 INTERRUPTED = 130
 """Exit status that shells use for a program that Ctrl-C ended."""

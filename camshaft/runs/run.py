@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from camshaft import storage
 from camshaft.errors import ConfigError
 from camshaft.masking import HIDDEN
+from camshaft.runs.launch import PYTHON, Launch, as_hooks
 from camshaft.tracking.base import Command
 from camshaft.tracking.console import format_number
 from camshaft.tracking.run_folder import INFO, METRICS, Metrics, RunFolder, State
@@ -29,10 +29,6 @@ if TYPE_CHECKING:
     from camshaft.view.plot import Figure
 
 
-PYTHON = "python:"
-"""Prefix of the name of a reward function that was passed from Python."""
-
-
 class Text(str):
     """A text of several lines that an interactive interpreter or a notebook shows without quotes."""
 
@@ -40,28 +36,6 @@ class Text(str):
 
     def __repr__(self) -> str:
         return str(self)
-
-
-@dataclass(frozen=True)
-class Launch:
-    """The values and Python objects with which a run was started."""
-
-    command: Command
-    values: Mapping[str, Any]
-    """Config keys and their values."""
-    reward: Callable[..., Any] | Sequence[Any] | None = None
-    """Python functions that score the responses. None if the config names the function."""
-    on_step: tuple[Callable[..., Any], ...] = ()
-
-
-def as_hooks(on_step: Any) -> tuple[Callable[..., Any], ...]:
-    """Return a hook, a sequence of hooks, or None as a tuple."""
-    if on_step is None:
-        return ()
-    hooks = (on_step,) if callable(on_step) or not isinstance(on_step, Iterable) else tuple(on_step)
-    if not all(map(callable, hooks)):
-        raise ConfigError(f"on_step={on_step!r}; pass a function or a list of functions hook(step, batch, metrics)")
-    return hooks
 
 
 class Run:
@@ -205,7 +179,7 @@ class Run:
 
         values = keys if steps is None else {**keys, "steps": steps}
         changed = Launch(self._command(), values, reward, as_hooks(on_step))
-        return resume(self.folder, self._launch or self._recorded_launch(changed), changed)
+        return Run(*resume(self.folder, self._launch or self._recorded_launch(changed), changed))
 
     # -- display --------------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Start a run from keys and Python objects.
 
-    run = start("ppo", Objects(model, tokenizer, data, val_data), keys, config, reward, on_step)
-    run = resume(folder, launch, changed)
+    folder, launch = start("ppo", Objects(model, tokenizer, data, val_data), keys, config, reward, on_step)
+    folder, launch = resume(folder, launch, changed)
 
 The keys are composed and checked as those of the command line, and the run is the same function (`run_ppo` or
 `run_supervised`). Objects are first written to the run folder (`inputs.py`).
@@ -26,7 +26,7 @@ from camshaft.errors import ConfigError
 from camshaft.machine import detect_machine
 from camshaft.runs.inputs import FOLDER as INPUTS
 from camshaft.runs.inputs import is_path, plain, save_model, save_rows, save_tokenizer
-from camshaft.runs.run import PYTHON, Launch, Run, as_hooks
+from camshaft.runs.launch import PYTHON, Launch, as_hooks
 from camshaft.stop import ENDED_BY_SIGNAL
 from camshaft.tracking.base import Command
 from camshaft.tracking.run_folder import RunFolder
@@ -55,8 +55,8 @@ def start(
     config: Mapping[str, Any] | None = None,
     reward: Any = None,
     on_step: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
-) -> Run:
-    """Train and return the run. `keys` and `config` contain short names and config keys."""
+) -> tuple[Path, Launch]:
+    """Train, and return the run folder and the launch. `keys` and `config` contain short names and config keys."""
     values = _values(command, objects, keys, config or {})
     if reward is not None and not _function(reward):
         values |= flat_values({"reward": plain(reward)}, SCHEMAS[command])
@@ -66,10 +66,11 @@ def start(
     folder = folder or Path(parsed.trainer.default_local_dir)
     if isinstance(parsed, PPOConfig) and parsed.trainer.val_only:
         folder /= "validation"  # a validation does not replace the metrics of the training
-    return _train(parsed, launch, folder)
+    _train(parsed, launch, folder)
+    return folder, launch
 
 
-def resume(folder: Path, launch: Launch, changed: Launch) -> Run:
+def resume(folder: Path, launch: Launch, changed: Launch) -> tuple[Path, Launch]:
     """Continue the run in `folder`, which `launch` has started, with the values and objects of `changed`."""
     schema = SCHEMAS[launch.command]
     values, new_values, functions = dict(launch.values), dict(changed.values), launch.reward
@@ -79,7 +80,8 @@ def resume(folder: Path, launch: Launch, changed: Launch) -> Run:
         new_values |= {} if functions else {"reward": changed.reward}
     values |= flat_values(plain(new_values), schema) | {FOLDER: str(folder)}
     launch = Launch(launch.command, values, functions, changed.on_step or launch.on_step)
-    return _train(_parse(launch), launch, folder)
+    _train(_parse(launch), launch, folder)
+    return folder, launch
 
 
 def recorded_values(command: Command, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,8 +237,8 @@ def _with_function(launch: Launch) -> dict[str, Any]:
 # -- training -------------------------------------------------------------------------------------
 
 
-def _train(config: Config, launch: Launch, folder: Path) -> Run:
-    """Train, and return the run. Ctrl-C ends the training, and another stop signal also ends this process."""
+def _train(config: Config, launch: Launch, folder: Path) -> None:
+    """Train. Ctrl-C ends the training, and another stop signal also ends this process."""
     earlier = _start_time(folder)
     try:
         status = _status(config, launch)
@@ -246,7 +248,6 @@ def _train(config: Config, launch: Launch, folder: Path) -> Run:
         status = ENDED_BY_SIGNAL + signal.SIGINT
     if status > ENDED_BY_SIGNAL and status != ENDED_BY_SIGNAL + signal.SIGINT:
         signal.raise_signal(status - ENDED_BY_SIGNAL)  # delayed until the checkpoint was saved
-    return Run(folder, launch)
 
 
 def _start_time(folder: Path) -> Any:

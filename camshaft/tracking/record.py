@@ -27,13 +27,14 @@ from typing import Any, NamedTuple, Self
 
 import yaml
 
-from camshaft import __version__, storage
+from camshaft import storage
 from camshaft.config.tree import flatten
 from camshaft.errors import ConfigError
 from camshaft.masking import PrintableFormatter, mask_arguments, printable
 from camshaft.progress import PhaseReports
 from camshaft.tracking.base import Ending, RunInfo, Tracker
 from camshaft.tracking.run_folder import CONFIG, INFO, LOG, STATUS, process_start
+from camshaft.version import __version__
 
 RECORD = "camshaft.tracking.record:RunRecord"
 """Import path of the tracker."""
