@@ -17,7 +17,8 @@
     process_pool.py    the base class of pools of processes: requests, answers, time limits and errors
     executor.py        executes requests in a worker process and joins the process group of its pool
     local.py           the backend for one machine
-    ray_cluster.py     selects the Ray cluster of a run before Ray is imported
+    ray_environment.py configures Ray before it is imported
+    ray_cluster.py     finds the Ray cluster that a run joins
     ray.py             the backend for a Ray cluster
     network.py         detects dead machines of a cluster and finds network interfaces
 

@@ -46,7 +46,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R", bound=Worker)
 
-BACKENDS = {"local": "camshaft.controller.local:start", "ray": "camshaft.controller.ray_cluster:start"}
+BACKENDS = {"local": "camshaft.controller.local:start", "ray": "camshaft.controller.ray_environment:start"}
 """Import path of each backend, by name. A backend is a function that takes pool specs and `Options` and returns the
 running pools in the same order. It starts all of them or none."""
 

@@ -1,6 +1,6 @@
 """The backend `ray`, which starts pools on a Ray cluster with one placement group per pool and one actor per rank.
 
-    BACKENDS["ray"] = "camshaft.controller.ray_cluster:start"
+    BACKENDS["ray"] = "camshaft.controller.ray_environment:start"
 
 Ray places the processes, transfers messages and reports dead processes. A request is a list of a small pickle and its
 buffers. A large request is put into the object store once for all ranks that get it. Restoring a batch from it copies
@@ -8,7 +8,7 @@ its tensors, because the buffers in the object store are read-only. Before the p
 compares the requested resources with those of the cluster. While the driver waits for an answer, `network.py` connects
 to the daemons of the cluster, which detects a dead machine within seconds. Ray itself needs fifteen seconds.
 
-`ray_cluster.py` selects the cluster, and imports this module after that. A cluster that this backend starts declares at
+`ray_environment.py` configures Ray, and imports this module after that. A cluster that this backend starts declares at
 least as many CPUs as the pools request, so on a small machine the ranks share the cores.
 """
 

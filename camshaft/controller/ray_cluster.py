@@ -1,39 +1,23 @@
-"""Select the Ray cluster of a run before Ray is imported.
-
-    BACKENDS["ray"] = "camshaft.controller.ray_cluster:start"
+"""Find the Ray cluster that a run joins, and check that its head answers.
 
 A run joins the cluster at `ray_init.address` or, if that is unset, at RAY_ADDRESS. Otherwise it joins a cluster that
 this user has started on this machine, or starts one. Ray records the address of a cluster in a folder that all users
-can write to, so a record of another user is an error: the cluster would run the code of this run. All sockets of a
-cluster that the run starts are bound to the loopback interface, because no other machine has to reach it, and its
-clients need Ray's token. Without a dashboard, which would show them, Ray collects no metrics. Ray reads these settings
-when it is imported and when its daemons start.
+can write to, so a record of another user is an error: the cluster would run the code of this run.
 """
 
-import contextlib
 import grp
 import os
 import pwd
 import stat
 import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from camshaft.controller.group import Options, Pool
 from camshaft.controller.network import accepts_connections
-from camshaft.controller.resources import PoolSpec
 from camshaft.errors import ConfigError
 from camshaft.subprocesses import POLL_SECONDS, Limit, Wait, kill_group, start_python
-
-SEVERAL_MACHINES = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Environment variable of Ray. With 0, the address of a machine is 127.0.0.1 on every operating system."""
-
-NO_METRICS = {"RAY_enable_metrics_collection": "0", "RAY_event_stats": "0"}
-"""Environment variables of Ray. With its metrics, the memory of its daemons and their logs grow."""
-
 
 HEAD_SECONDS = 30.0
 """Time limit for the head of a cluster to answer."""
@@ -51,15 +35,6 @@ class Cluster(NamedTuple):
     @property
     def starts(self) -> bool:
         return self.address in (None, "local")
-
-
-def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
-    """Start all pools or none. Raise `ConfigError` if the cluster is too small."""
-    starts_cluster = find_cluster(options.ray_init).starts
-    with _ray_environment(options.ray_init) if starts_cluster else contextlib.nullcontext():
-        from camshaft.controller import ray
-
-        return ray.start(specs, options)
 
 
 def find_cluster(ray_init: Mapping[str, Any]) -> Cluster:
@@ -180,21 +155,3 @@ def _answers(address: str, deadline: float) -> bool:
     finally:
         kill_group(process.pid)
         process.wait()
-
-
-@contextlib.contextmanager
-def _ray_environment(ray_init: Mapping[str, Any]) -> Iterator[None]:
-    """Configure Ray for one machine while it is imported and its processes start. Values set by the user win."""
-    settings = {SEVERAL_MACHINES: "0"} | ({} if ray_init.get("include_dashboard") else NO_METRICS)
-    unset = {name: value for name, value in settings.items() if name not in os.environ}
-    os.environ.update(unset)
-    constants: Any = sys.modules.get("ray._private.ray_constants")
-    if constants is None:
-        os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray sets the same default, and warns about it
-    elif SEVERAL_MACHINES in unset:
-        constants.ENABLE_RAY_CLUSTER = False  # because Ray read the variable when it was imported
-    try:
-        yield
-    finally:
-        for name in unset:
-            del os.environ[name]

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from ray._private import ray_constants
 
-from camshaft.controller import PoolSpec, ray_cluster, start_pools
+from camshaft.controller import PoolSpec, ray_cluster, ray_environment, start_pools
 from camshaft.controller import ray as backend
 from camshaft.controller.group import Options
 from camshaft.errors import ConfigError
@@ -69,12 +69,14 @@ def test_ray_collects_metrics_for_a_dashboard_only(dashboard: bool, monkeypatch:
         raise Exception("stop here")
 
     monkeypatch.setattr(backend.ray, "init", fail)
-    for name in ("RAY_AUTH_MODE", ray_cluster.SEVERAL_MACHINES):
+    for name in ("RAY_AUTH_MODE", ray_environment.SEVERAL_MACHINES):
         monkeypatch.delenv(name, raising=False)
     with pytest.raises(ConfigError, match="stop here"):
         start_pools(HERE, "ray", Options(ray_init={"address": "local", "include_dashboard": dashboard}))
-    assert [ray_cluster.NO_METRICS.items() <= environment.items() for environment in environments] == [not dashboard]
-    assert not ray_cluster.NO_METRICS.keys() & os.environ.keys(), "the next cluster may have a dashboard"
+    assert [ray_environment.NO_METRICS.items() <= environment.items() for environment in environments] == [
+        not dashboard
+    ]
+    assert not ray_environment.NO_METRICS.keys() & os.environ.keys(), "the next cluster may have a dashboard"
     assert "RAY_AUTH_MODE" not in os.environ, "Ray has been imported without it"
     assert not ray_constants.ENABLE_RAY_CLUSTER
 

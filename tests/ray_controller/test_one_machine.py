@@ -21,7 +21,7 @@ from camshaft.contracts.controller.harness import ControllerHarness
 from camshaft.contracts.controller.suite import RULES
 from camshaft.contracts.rules import Rule
 from camshaft.controller.ray import start
-from camshaft.controller.ray_cluster import SEVERAL_MACHINES
+from camshaft.controller.ray_environment import SEVERAL_MACHINES
 from camshaft.errors import DivergenceError
 
 pytestmark = [pytest.mark.timeout(280), pytest.mark.alone]
@@ -144,7 +144,7 @@ def test_a_diverged_run_on_ray_keeps_its_last_checkpoint(role: str, tmp_path: Pa
 
 OWN_CLUSTER = """
 from camshaft.controller.group import Options
-from camshaft.controller.ray_cluster import start
+from camshaft.controller.ray_environment import start
 from camshaft.controller.resources import PoolSpec
 
 (pool,) = start([PoolSpec(device="cpu")], Options(ray_init={"address": "local", "include_dashboard": False}))
