@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from camshaft.digest import record_digests
 from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.tracking.run_folder import RunFolder
 from camshaft.view.advice import advise
@@ -63,10 +64,12 @@ class OtherWeights(TorchRollout):
 
     def load_weights(self, weights: Any) -> None:
         torch.manual_seed(0)
-        super().load_weights((name, tensor + tensor.std() * torch.randn_like(tensor)) for name, tensor in weights)
+        self.received_digests: dict[str, int] = {}
+        received = record_digests(weights, self.received_digests)
+        super().load_weights((name, tensor + tensor.std() * torch.randn_like(tensor)) for name, tensor in received)
 
     def weight_digests(self) -> Any:
-        return self.weights_sent
+        return self.received_digests
 
 
 RUNS: dict[str, tuple[str | None, Callable[[str], float], dict[str, Any]]] = {

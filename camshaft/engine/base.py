@@ -19,7 +19,7 @@ import functools
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
 
@@ -151,6 +151,8 @@ class BaseEngine(ABC):
     """One model, its optimizer, and the placement of both on devices."""
 
     _initialized = False
+    _readers = 0
+    """Number of open `share_weights` contexts."""
 
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities()
     """Supported features and the schema of the options. A class attribute, readable without an instance."""
@@ -194,6 +196,27 @@ class BaseEngine(ABC):
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[Any]:
         """Move offloaded parameters to the device and call `module.eval()`; undo both on exit."""
+
+    @contextmanager
+    def share_weights(self) -> Iterator[None]:
+        """Enter `eval_mode` for a reader that shares the storage of the weights, such as a rollout.
+
+        `train_mode` raises an error until the context is left, because an update would change what the reader reads.
+        """
+        self._readers += 1
+        try:
+            with self.eval_mode():
+                yield
+        finally:
+            self._readers -= 1
+
+    def check_not_shared(self) -> None:
+        """Raise `EngineError` inside `share_weights`. `train_mode` calls this method."""
+        if self._readers:
+            raise EngineError(
+                "train_mode: a rollout that shares the weights of this engine is awake and would generate with changed "
+                "weights; leave rollout_mode, or call sleep_rollout() of the role, before training"
+            )
 
     @abstractmethod
     def forward_backward_step(

@@ -220,6 +220,7 @@ class TorchEngine(BaseEngine):
     # -- modes and devices ------------------------------------------------------------------------
 
     def train_mode(self) -> contextlib.AbstractContextManager[None]:
+        self.check_not_shared()
         return self._mode(True, "model", "gradients", "optimizer")
 
     def eval_mode(self) -> contextlib.AbstractContextManager[None]:

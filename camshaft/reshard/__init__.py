@@ -5,12 +5,34 @@
         rollout.generate_sequences(...)
     sync.metrics()
 
+`rollout_mode` is made of `enter` and `leave`, which a caller with several generations per sync uses directly.
+`sync_weights` sends copies to a rollout that stays awake while the engine trains, and `load_verified` sends weights
+without an engine.
+
     hybrid.py    syncs and verifies weights, and switches between training and generation
 
 The specification calls this the sharding manager. It depends on the interfaces `BaseEngine` and `BaseRollout` and on no
 backend: any engine yields names and tensors, and any rollout loads them.
 """
 
-from camshaft.reshard.hybrid import Sync, rollout_mode, sync_weights
+from camshaft.reshard.hybrid import (
+    Sync,
+    asleep_after_error,
+    enter,
+    is_entered,
+    leave,
+    load_verified,
+    rollout_mode,
+    sync_weights,
+)
 
-__all__ = ["Sync", "rollout_mode", "sync_weights"]
+__all__ = [
+    "Sync",
+    "asleep_after_error",
+    "enter",
+    "is_entered",
+    "leave",
+    "load_verified",
+    "rollout_mode",
+    "sync_weights",
+]

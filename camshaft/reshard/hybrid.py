@@ -1,18 +1,21 @@
-"""The hybrid engine: a context manager that syncs an engine's weights to a rollout and verifies them.
+"""The hybrid engine: switches a rollout between training and generation, and verifies the weights that it receives.
 
-`rollout_mode` runs these steps:
-
-    engine.eval_mode           move the parameters to the device; gradients and optimizer state stay offloaded
-      -> rollout.wake_up       allocate memory for generation
+    sync = enter(engine, rollout)
+      engine.share_weights     move the parameters to the device; gradients and optimizer state stay offloaded
+      -> rollout.wake_up       allocate memory for generation, unless the rollout is awake
       -> load_weights          send `named_weights`, and compute their digests in the dtypes of the rollout
       -> weight_digests        the rollout recomputes the digests; a difference raises an error that names the weights
-      -> leave eval_mode       offload the parameters again, unless the rollout shares their storage
-      -> the caller generates
-      -> rollout.sleep         free the memory
+      -> leave share_weights   offload the parameters again, unless the rollout shares their storage
+    ...                        the caller generates, once or several times
+    leave(rollout)
+      rollout.sleep            free the memory
+      -> leave share_weights   the engine can train again
 
-Every entry syncs the weights and increments the sync number. If the rollout shares storage with the engine, a sync
-passes pointers only; otherwise it copies. `Sync` records bytes and seconds. If the rollout loads adapters
-(`config.lora`), the first sync sends the base weights and the adapter, and later syncs send only the adapter.
+`rollout_mode` is the context manager around `enter` and `leave`. Every entry syncs the weights and increments the
+version of the rollout. If the rollout shares storage with the engine, a sync passes pointers only, and `train_mode`
+raises an error until `leave`; otherwise it copies. `sync_weights` always copies, so the engine can train while the
+rollout stays awake. `Sync` records bytes and seconds. If the rollout loads adapters (`config.lora`), the first sync
+sends the base weights and the adapter, and later syncs send only the adapter.
 """
 
 import contextlib
@@ -32,6 +35,7 @@ from camshaft.engine.base import DtypeOf
 from camshaft.errors import RolloutError
 from camshaft.models.lora import apply_scaling
 from camshaft.rollout import BaseRollout
+from camshaft.rollout.base import Loader, load_with_version
 
 Weights = Iterator[tuple[str, Tensor]]
 
@@ -44,7 +48,7 @@ class Sync:
     """Size, duration and digests of one weight sync."""
 
     version: int
-    """Number of the sync, counted from 1."""
+    """Number of the sync to this rollout, counted from 1."""
     bytes: int = 0
     seconds: float = 0.0
     """Time from `wake_up` to the last digest."""
@@ -119,72 +123,152 @@ class Sync:
             )
 
 
+@dataclass
+class SyncState:
+    """State of the weight syncs to one rollout."""
+
+    version: int = 0
+    """Number of syncs. A counter is necessary because a fused optimizer may update a tensor without incrementing its
+    version."""
+    digests: Mapping[str, int] = field(default_factory=dict)
+    """Digest of each weight in the latest sync, by name."""
+    base: Mapping[str, int] | None = None
+    """Digest of each loaded base weight, by name, if the rollout loads adapters."""
+    base_owner: weakref.ref[BaseEngine] | None = None
+    """Engine that has sent the base weights."""
+    entered: bool = False
+    """True between `enter` and `leave`."""
+    shared: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    """Open while the rollout shares the storage of an engine's weights."""
+
+    @staticmethod
+    def of(rollout: BaseRollout) -> "SyncState":
+        return _STATES.setdefault(rollout, SyncState())
+
+
+_STATES: weakref.WeakKeyDictionary[BaseRollout, SyncState] = weakref.WeakKeyDictionary()
+
+
 @contextlib.contextmanager
 def rollout_mode(engine: BaseEngine, rollout: BaseRollout) -> Iterator[Sync]:
     """Sync the weights of `engine` to `rollout` on entry; put the rollout to sleep on exit."""
-    with contextlib.ExitStack() as parameters:
-        parameters.enter_context(engine.eval_mode())
-        try:
-            sync = _sync_engine(engine, rollout)
-            if not (rollout.keeps_tensors and sync.shares_storage):
-                parameters.close()
-            yield sync
-        except BaseException as error:
-            try:
-                rollout.sleep()
-            except Exception as sleep_error:
-                error.add_note(f"rollout.sleep() also failed: {sleep_error}")
-            raise
-        rollout.sleep()
+    sync = enter(engine, rollout)
+    with asleep_after_error(rollout):
+        yield sync
+    leave(rollout)
 
 
-def sync_weights(weights: Weights, rollout: BaseRollout, device: str) -> Sync:
-    """Wake `rollout`, load `weights` from a sender on `device`, and verify them."""
-    with _verified_sync(rollout, device) as sync:
-        rollout.load_weights(sync.record(sync.cast(weights, rollout)))
+def enter(engine: BaseEngine, rollout: BaseRollout) -> Sync:
+    """Sync the weights of `engine` to `rollout`, awake or asleep, which stays awake until `leave`.
+
+    If the rollout shares their storage, the parameters stay on the device, and the engine does not train until `leave`.
+    After an error, the rollout is asleep.
+    """
+    state = SyncState.of(rollout)
+    state.shared.close()
+    with contextlib.ExitStack() as shared, asleep_after_error(rollout):
+        shared.enter_context(engine.share_weights())
+        sync = _sync(engine, rollout, copy=False)
+        state.entered = True
+        if rollout.keeps_tensors and sync.shares_storage:
+            state.shared = shared.pop_all()
     return sync
 
 
-def _sync_engine(engine: BaseEngine, rollout: BaseRollout) -> Sync:
+def leave(rollout: BaseRollout) -> None:
+    """Put `rollout` to sleep. The engine whose weights it has shared can train again."""
+    state = SyncState.of(rollout)
+    state.entered = False
+    with state.shared:
+        rollout.sleep()
+
+
+def is_entered(rollout: BaseRollout) -> bool:
+    """Return True between `enter` and `leave`."""
+    return SyncState.of(rollout).entered
+
+
+@contextlib.contextmanager
+def asleep_after_error(rollout: BaseRollout) -> Iterator[None]:
+    """Leave `rollout` if the block raises an error, which is raised again."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            leave(rollout)
+        except Exception as sleep_error:
+            error.add_note(f"rollout.sleep() also failed: {sleep_error}")
+        raise
+
+
+def sync_weights(engine: BaseEngine, rollout: BaseRollout) -> Sync:
+    """Sync copies of the weights of `engine` to `rollout`, awake or asleep, which stays awake.
+
+    The engine can train while the rollout generates. After an error, the rollout is asleep.
+    """
+    SyncState.of(rollout).shared.close()
+    with asleep_after_error(rollout), engine.eval_mode():
+        return _sync(engine, rollout, copy=True)
+
+
+def load_verified(weights: Weights, rollout: BaseRollout, device: str) -> Sync:
+    """Wake `rollout`, load `weights` from a sender on `device`, and verify them."""
+    with _verified_sync(rollout, device) as sync:
+        load_with_version(rollout, rollout.load_weights, sync.record(sync.cast(weights, rollout)), sync.version)
+    return sync
+
+
+def _sync(engine: BaseEngine, rollout: BaseRollout, copy: bool) -> Sync:
     """Sync the weights of `engine` to `rollout`: all weights or, if the rollout loads adapters, only the adapter.
 
-    The first sync of an adapter also sends the base weights.
+    The first sync of an adapter also sends the base weights. With `copy`, the rollout gets no tensor of the engine.
     """
-    lora = rollout.config.lora
+    lora, state = rollout.config.lora, SyncState.of(rollout)
+
+    def send(load: Loader, weights: Weights) -> None:
+        if copy and rollout.keeps_tensors:
+            weights = ((name, tensor.clone()) for name, tensor in weights)
+        load_with_version(rollout, load, weights, sync.version)
+
     with _verified_sync(rollout, engine.config.device) as sync:
         dtype_of = functools.partial(sync.dtype_of, rollout)
         if lora is None:
             if rollout.casts_weights and engine.yields_live_weights:
-                rollout.load_weights(sync.record(engine.named_weights(), dtype_of))
+                send(rollout.load_weights, sync.record(engine.named_weights(), dtype_of))
             else:
-                rollout.load_weights(sync.record(engine.named_weights(dtype_of=dtype_of)))
+                send(rollout.load_weights, sync.record(engine.named_weights(dtype_of=dtype_of)))
             return sync
-        base = rollout.base_sent if rollout.base_owner is not None and rollout.base_owner() is engine else None
-        rollout.base_sent, rollout.base_owner = None, weakref.ref(engine)
+        base = state.base if state.base_owner is not None and state.base_owner() is engine else None
+        state.base, state.base_owner = None, weakref.ref(engine)
         if base is None:
             with engine.disable_adapter():
-                rollout.load_weights(sync.record(engine.named_weights(dtype_of=dtype_of)))
+                send(rollout.load_weights, sync.record(engine.named_weights(dtype_of=dtype_of)))
             base = dict(sync.digests)
         sync.digests.update(base)
         adapter = apply_scaling(engine.named_weights(adapter_only=True), lora)
-        rollout.load_adapter(sync.record(sync.cast(adapter, rollout)))
-    rollout.base_sent = base
+        send(rollout.load_adapter, sync.record(sync.cast(adapter, rollout)))
+    state.base = base
     return sync
 
 
 @contextlib.contextmanager
 def _verified_sync(rollout: BaseRollout, device: str) -> Iterator[Sync]:
     """Wake `rollout` on entry and verify its digests on exit; the caller loads the weights inside the context."""
-    start = time.perf_counter()
+    start, state = time.perf_counter(), SyncState.of(rollout)
     if not rollout.keeps_tensors:
         release_cache(torch.device(device))  # the rollout has another allocator, which cannot reuse cached memory
     rollout.wake_up()
-    rollout.weights_version += 1
-    sync = Sync(rollout.weights_version)
+    state.version += 1
+    sync = Sync(state.version)
     yield sync
     load_end = time.perf_counter()
-    previous, rollout.weights_sent = rollout.weights_sent, sync.digests
+    previous, state.digests = state.digests, sync.digests
     sync.check(rollout.weight_digests(), previous)
+    if rollout.version != sync.version:
+        raise RolloutError(
+            f"weight sync {sync.version}: the rollout reports version {rollout.version}; load_weights() and "
+            "load_adapter() of a rollout must set its `version` to their argument"
+        )
     end = time.perf_counter()
     sync.check_seconds += end - load_end
     sync.seconds = end - start

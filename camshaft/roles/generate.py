@@ -13,7 +13,7 @@ from camshaft.config import GenerateConfig, generate_engine, generate_model, gen
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import stored_weights
-from camshaft.reshard import sync_weights
+from camshaft.reshard import load_verified
 from camshaft.roles.rollout import generation_columns
 from camshaft.rollout import BaseRollout, SamplingParams, build_rollout
 
@@ -32,7 +32,7 @@ class GenerateWorker(Worker):
     def init_model(self) -> None:
         """Build the rollout and sync the weights of the model folder to it."""
         self.rollout = build_rollout(self.config.rollout.name, generate_engine(self.config))
-        sync_weights(stored_weights(generate_model(self.config)), self.rollout, "cpu")
+        load_verified(stored_weights(generate_model(self.config)), self.rollout, "cpu")
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto) -> DataProto:

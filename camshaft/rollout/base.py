@@ -11,7 +11,7 @@ to the distribution from which the token was sampled.
 
 from __future__ import annotations
 
-import weakref
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -174,6 +174,10 @@ class OpenRows:
         return Generation(responses, log_probs, finished, generation.metrics, experts)
 
 
+Loader = Callable[..., None]
+"""`load_weights` or `load_adapter` of a rollout."""
+
+
 class BaseRollout(ABC):
     """A generator that receives its weights from an engine."""
 
@@ -182,6 +186,8 @@ class BaseRollout(ABC):
     if it copies them."""
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities()
     """Features that the rollout supports. They can be read without an instance."""
+    version: int = 0
+    """Version of the weights that the rollout holds. `load_weights` and `load_adapter` set it when they succeed."""
 
     def __init__(self, config: RolloutEngineConfig):
         if config.lora is not None and not self.capabilities.supports_adapter:
@@ -196,24 +202,16 @@ class BaseRollout(ABC):
                 "actor_rollout_ref.actor.router_replay.mode=disabled, or actor_rollout_ref.rollout.name=torch"
             )
         self.config = config
-        self.weights_version = 0
-        """Number of weight syncs. The sender increments it before `load_weights`.
-
-        A counter is necessary because a fused optimizer may update a tensor without incrementing its version.
-        """
-        self.weights_sent: Mapping[str, int] = {}
-        """Digest of each weight in the last weight sync, by name. Set by the sender."""
-        self.base_sent: Mapping[str, int] | None = None
-        """Digest of each loaded base weight, by name, if `config.lora` is set. Set by the sender."""
-        self.base_owner: weakref.ref[object] | None = None
-        """Engine that sent the base weights, if `config.lora` is set. Set by the sender."""
         self._calls = 0
 
     # -- abstract methods -------------------------------------------------------------------------
 
     @abstractmethod
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         """Replace all weights. `weights` yields pairs of Hugging Face name and tensor.
+
+        `version` numbers the weights, such as the number of the weight sync. The rollout reports it as its `version`.
+        A rollout may omit this argument; the sender then sets the attribute.
 
         Raise a `RolloutError` that contains the name of the weight if a weight is missing, unknown, or has the wrong
         shape. A tied weight may be passed under one of its names or under all of them. The rollout may keep a tensor
@@ -255,13 +253,17 @@ class BaseRollout(ABC):
 
     @abstractmethod
     def wake_up(self) -> None:
-        """Allocate memory for generation again. The weights must then be loaded before the next generation."""
+        """Allocate memory for generation again. The weights must then be loaded before the next generation.
 
-    def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        This has no effect if the rollout is awake.
+        """
+
+    def load_adapter(self, weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         """Replace the LoRA adapter. This requires `config.lora`.
 
         `weights` yields all tensors of the adapter under the names that PEFT uses in adapter files. B already contains
         the scaling, so a layer computes base + B A. `sleep` frees the adapter. `weight_digests` includes its tensors.
+        `version` is that of the base weights with this adapter.
         """
         raise RolloutError(f"{type(self).__name__} does not support adapters; load merged weights")
 
@@ -364,6 +366,15 @@ class BaseRollout(ABC):
                 f"shape {tuple(seeds.shape)}"
             )
         return seeds
+
+
+def load_with_version(rollout: BaseRollout, load: Loader, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    """Call `load`, a method of `rollout`, and make the rollout report `version` if the method cannot receive it."""
+    if "version" in inspect.signature(load).parameters:
+        load(weights, version=version)
+    else:
+        load(weights)
+        rollout.version = version
 
 
 # -- checks shared by all rollouts ----------------------------------------------------------------

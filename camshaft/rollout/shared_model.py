@@ -258,8 +258,9 @@ class SharedModelRollout(BaseRollout):
 
     model: SharedModel
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         self.model.load(weights, copy=self.casts_weights)
+        self.version = version
 
     def weight_digests(self) -> Mapping[str, int]:
         return self.model.digests()

@@ -326,6 +326,21 @@ class SkipsMismatchedWeights(TorchRollout):
         super().load_weights(self.received.items())
 
 
+class ReportsTheFirstVersion(TorchRollout):
+    """Report the version of the first weights."""
+
+    def load_weights(self, weights: Weights, version: int = 0) -> None:
+        super().load_weights(weights, self.version or version)
+
+
+class ReportsVersionOfFailedLoad(TorchRollout):
+    """Report a version before its weights are loaded."""
+
+    def load_weights(self, weights: Weights, version: int = 0) -> None:
+        self.version = version
+        super().load_weights(weights, version)
+
+
 class StartsWithRandomWeights(TorchRollout):
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
@@ -393,6 +408,7 @@ CAUGHT_BY: dict[type[BaseRollout], str] = {
     KeepsFirstWeights: "new weights replace old ones",
     KeepsTheFirstHead: "tied weights load under either name",
     SkipsMismatchedWeights: "weight errors name the weight",
+    **dict.fromkeys((ReportsTheFirstVersion, ReportsVersionOfFailedLoad), "version is that of the weights"),
     StartsWithRandomWeights: "generation needs weights",
     KeepsTheFirstDigests: "digests match the weights",
     KeepsDigestsWhileAsleep: "digests detect a transposed weight",

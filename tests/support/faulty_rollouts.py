@@ -28,11 +28,8 @@ class FaultyRollout(TorchRollout):
         super().__init__(config)
         self._forgets = False
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        version = self.weights_version
-        super().load_weights(weights)
-        if self._forgets:
-            self.weights_version = version - 1
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
+        super().load_weights(weights, version - self._forgets)
 
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         first = prompts.values[0]
@@ -57,7 +54,7 @@ class BlockingRollout(TorchRollout):
     def generate_sequences(self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None) -> Generation:
         out = super().generate_sequences(prompts, sampling, seeds)
         hold = Path(os.environ["CAMSHAFT_TEST_HOLD"])
-        if hold.exists() and self.weights_version == int(hold.read_text()):
+        if hold.exists() and self.version == int(hold.read_text()):
             hold.with_suffix(".pid").write_text(str(os.getpid()))
             time.sleep(1000)
         return out

@@ -259,7 +259,8 @@ RULES: tuple[Rule[RolloutHarness], ...] = make_rules(
     ends.no_prompts, ends.invalid_prompts_are_rejected,
     continuing.continued_rows_have_the_tokens_of_uninterrupted_ones, continuing.continued_rows_get_new_tokens_only,
     weights.new_weights_replace_old_ones, weights.tied_weights_load_under_either_name,
-    weights.weight_errors_name_the_weight, weights.generation_needs_weights, weights.digests_match_the_weights,
+    weights.weight_errors_name_the_weight, weights.version_is_that_of_the_weights, weights.generation_needs_weights,
+    weights.digests_match_the_weights,
     weights.digests_detect_a_transposed_weight, weights.sleep_and_wake, weights.half_precision_is_close,
 )  # fmt: skip
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from camshaft.contracts.rollout.harness import Case, RolloutHarness, expect_rollout_error, largest_difference
 from camshaft.contracts.rules import expect
 from camshaft.digest import digest
-from camshaft.rollout.base import BaseRollout, SamplingParams
+from camshaft.rollout.base import BaseRollout, SamplingParams, load_with_version
 
 
 def new_weights_replace_old_ones(harness: RolloutHarness) -> None:
@@ -56,6 +56,23 @@ def weight_errors_name_the_weight(harness: RolloutHarness) -> None:
         _expect_no_weights(case, harness, f"after a {kind} weight")
     case.rollout.load_weights(case.weights())
     case.rollout.generate_sequences(harness.prompts(4), SamplingParams(2))
+
+
+def version_is_that_of_the_weights(harness: RolloutHarness) -> None:
+    """The rollout reports the version that was passed to the latest load_weights that succeeded. If load_weights has no
+    argument for it, the sender sets the version."""
+    case, name = harness.empty_case(), "model.norm.weight"
+    rollout = case.rollout
+    for version in (3, 8, 2):
+        load_with_version(rollout, rollout.load_weights, case.weights(), version)
+        expect(rollout.version == version, f"the rollout reports version {rollout.version} of weights {version}")
+    incomplete = [(other, weight) for other, weight in case.weights() if other != name]
+    expect_rollout_error(
+        lambda: load_with_version(rollout, rollout.load_weights, incomplete, 9),
+        name,
+        "load_weights() accepted a missing weight",
+    )
+    expect(rollout.version != 9, "the rollout reports the version of weights that it could not load")
 
 
 def generation_needs_weights(harness: RolloutHarness) -> None:

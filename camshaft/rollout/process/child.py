@@ -25,6 +25,7 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import CamshaftError, RolloutError
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams, build_rollout
+from camshaft.rollout.base import load_with_version
 from camshaft.rollout.weights.buckets import Assembler
 from camshaft.rollout.weights.transport import open_receiver
 from camshaft.stacks import dump_stacks_on_signal
@@ -51,9 +52,8 @@ class RequestHandler:
 
     def load_weights(self, version: int, handle: dict[str, Any]) -> None:
         """Receive all buckets of one weight sync. `main` sends the reply to the last message."""
-        self._rollout.weights_version = version
         stream = self._received_weights(handle)
-        self._rollout.load_weights(stream)
+        load_with_version(self._rollout, self._rollout.load_weights, stream, version)
         if next(stream, None) is not None:
             name = type(self._rollout).__name__
             raise RolloutError(
@@ -80,7 +80,7 @@ class RequestHandler:
             _send(self._connection, ("result", reply))
 
     def weight_digests(self) -> tuple[int, dict[str, int]]:
-        return self._rollout.weights_version, dict(self._rollout.weight_digests())
+        return self._rollout.version, dict(self._rollout.weight_digests())
 
     def sync_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype:
         return self._rollout.sync_dtype(name, torch.empty(0, dtype=dtype))

@@ -79,13 +79,14 @@ class ProcessRollout(BaseRollout):
             self._child.end("the rollout could not be built")
             raise
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         sender = open_sender(self._device, self.config.update_weights_bucket_megabytes * 2**20)
         try:
-            self._child.send("load_weights", self.weights_version, sender.handle())
+            self._child.send("load_weights", version, sender.handle())
             sender.connect()
             self._receive("load_weights")  # the reply means that the rollout has started to read weights
             self._send(weights, sender)
+            self.version = version
         finally:
             sender.close()
 
@@ -116,9 +117,9 @@ class ProcessRollout(BaseRollout):
 
     def weight_digests(self) -> Mapping[str, int]:
         version, digests = self._call("weight_digests")
-        if version != self.weights_version:
+        if version != self.version:
             raise RolloutError(
-                f"{self._child} holds the weights of weight sync {version}, not those of {self.weights_version}; call "
+                f"{self._child} holds the weights of weight sync {version}, not those of {self.version}; call "
                 "load_weights() again"
             )
         return digests

@@ -76,12 +76,12 @@ class ServerRollout(BaseVLLMRollout):
         process.wait(options.vllm_server_timeout)
         return HTTPClient(process.url, limit, options.retry_timeout, process.exit_report, process.describe, process.key)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         self.check_ready_to_load()
         self._loaded_version = None
-        version = f"weight sync {self.weights_version} of {self._name}"
-        self._client.send_weights(self.expected, weights, version)
-        self._loaded_version = version
+        label = f"weight sync {version} of {self._name}"
+        self._client.send_weights(self.expected, weights, label)
+        self._loaded_version, self.version = label, version
 
     def weight_digests(self) -> Mapping[str, int]:
         """Return the checksums that the server's workers computed."""

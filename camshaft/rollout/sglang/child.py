@@ -28,7 +28,7 @@ class SGLangChildRollout(ExternalRollout):
         self._digests: dict[str, int] | None = None
         self.engine = SGLangEngine(config)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         self.check_ready_to_load()
         self._digests = None
         canonical_names, received = self.expected.canonical_names, dict[str, str]()
@@ -40,6 +40,7 @@ class SGLangChildRollout(ExternalRollout):
 
         digests = self.engine.load(drop_tied_duplicates(validated(), canonical_names, set()))
         self._digests = {name: digests[canonical] for name, canonical in received.items()}
+        self.version = version
 
     def weight_digests(self) -> Mapping[str, int]:
         """Return the checksums of the weights in SGLang's model.

@@ -50,16 +50,16 @@ class VLLMRollout(BaseVLLMRollout):
         self.engine.wake_up()
         weakref.finalize(self, self.engine.release).atexit = False
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         self.check_ready_to_load()
         self._loaded_digests, self._adapter_loaded = None, False
         digests: dict[str, int] = {}
         validated = record_digests(self.expected.validate(weights), digests)
         untied = drop_tied_duplicates(validated, self.expected.canonical_names, set())
         self.engine.load(split_stacked(untied, self._layout))
-        self._loaded_digests = digests
+        self._loaded_digests, self.version = digests, version
 
-    def load_adapter(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_adapter(self, weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
         if self._adapter is None:
             raise RolloutError(
                 "load_adapter: this rollout was built without config.lora; call load_weights() with merged weights"
@@ -69,7 +69,7 @@ class VLLMRollout(BaseVLLMRollout):
             raise RolloutError("load_adapter: the base weights are not loaded; call load_weights() first")
         self._adapter_loaded = False
         self.engine.load_adapter(self._adapter.validate(weights))
-        self._adapter_loaded = True
+        self._adapter_loaded, self.version = True, version
 
     def weight_digests(self) -> Mapping[str, int]:
         """Return the checksums of the weights in vLLM.

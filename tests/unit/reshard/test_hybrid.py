@@ -17,8 +17,8 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.digest import digest
 from camshaft.engine import BaseEngine, StepContext, build_engine
 from camshaft.engine.single import SingleDeviceEngine
-from camshaft.errors import RolloutError
-from camshaft.reshard import hybrid, rollout_mode
+from camshaft.errors import EngineError, RolloutError
+from camshaft.reshard import enter, hybrid, is_entered, leave, rollout_mode, sync_weights
 from camshaft.rollout import BaseRollout, Generation, SamplingParams, build_rollout
 
 
@@ -38,9 +38,10 @@ class RecordingRollout(BaseRollout):
         self.calls: list[str] = []
         self.weights: dict[str, Tensor] = {}
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.calls.append(f"load_weights {self.weights_version}")
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
+        self.calls.append(f"load_weights {version}")
         self.weights = {name: weight.clone() for name, weight in weights}
+        self.version = version
 
     def weight_digests(self) -> dict[str, int]:
         return {name: digest(weight) for name, weight in self.weights.items()}
@@ -170,6 +171,110 @@ def test_each_sync_sends_the_current_weights(engine: BaseEngine) -> None:
     with rollout_mode(engine, rollout):
         assert torch.equal(rollout.weights[name], dict(engine.named_weights())[name])
         assert not torch.equal(rollout.weights[name], first)
+
+
+def test_one_sync_serves_several_generations(engine: BaseEngine) -> None:
+    rollout = RecordingRollout()
+    sync = enter(engine, rollout)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            rollout.generate_sequences(Ragged.from_rows([[5]]), SamplingParams(max_tokens=1))
+        assert is_entered(rollout)
+    leave(rollout)
+    assert not is_entered(rollout)
+    assert rollout.calls == ["wake_up", "load_weights 1", "sleep"]
+    assert (rollout.version, sync.version) == (1, 1)
+
+
+@pytest.mark.parametrize(("keeps", "dtype"), [(True, "float32"), (True, "bfloat16"), (False, "float32")])
+def test_the_engine_trains_only_if_no_rollout_shares_its_weights(keeps: bool, dtype: str, engine: BaseEngine) -> None:
+    rollout = RecordingRollout(dtype=dtype)
+    rollout.keeps_tensors = keeps
+    enter(engine, rollout)
+    if keeps and dtype == "float32":
+        with pytest.raises(EngineError, match=r"shares the weights of this engine .* leave rollout_mode"):
+            train(engine)
+        leave(rollout)
+    train(engine)
+    enter(engine, rollout)
+    assert rollout.version == 2
+
+
+def test_the_engine_trains_after_a_failed_entry(engine: BaseEngine) -> None:
+    class Fails(RecordingRollout):
+        def weight_digests(self) -> dict[str, int]:
+            raise RolloutError("no digests")
+
+    rollout = Fails()
+    with pytest.raises(RolloutError, match="no digests"):
+        enter(engine, rollout)
+    assert rollout.calls[-1] == "sleep"
+    assert not is_entered(rollout)
+    train(engine)
+
+
+@pytest.mark.parametrize("name", ["torch", "hf"])
+def test_an_awake_rollout_receives_new_weights(name: str, engine: BaseEngine) -> None:
+    rollout, prompts = build_rollout(name, RolloutEngineConfig(model_path=str(tiny_folder()))), Ragged.from_rows([[5]])
+    other = build_rollout(name, rollout.config)
+    other.sleep()
+    for version in (1, 2, 3):
+        sync = enter(engine, rollout)
+        assert (sync.version, rollout.version) == (version, version)
+        with rollout_mode(engine, other):
+            outs = [each.generate_sequences(prompts, SamplingParams(4, temperature=0)) for each in (rollout, other)]
+        assert torch.equal(outs[0].responses.values, outs[1].responses.values)
+        assert torch.equal(outs[0].log_probs.values, outs[1].log_probs.values)
+        if version == 2:
+            leave(rollout)
+            train(engine)
+
+
+@pytest.mark.parametrize("name", ["torch", "hf"])
+def test_the_engine_trains_while_a_rollout_generates_with_copies(name: str, engine: BaseEngine) -> None:
+    rollout = build_rollout(name, RolloutEngineConfig(model_path=str(tiny_folder())))
+    prompts = Ragged.from_rows(tiny_rows([5, 3]), dtype=torch.int64)
+
+    def log_probs() -> Tensor:
+        return rollout.generate_sequences(prompts, SamplingParams(4, temperature=0)).log_probs.values
+
+    enter(engine, rollout)  # a rollout that shares the weights gives them back
+    sync = sync_weights(engine, rollout)
+    assert rollout.weight_digests() == sync.digests == {n: digest(weight) for n, weight in engine.named_weights()}
+    before = log_probs()
+    train(engine)
+    assert torch.equal(log_probs(), before)
+    assert rollout.version == 2
+    sync_weights(engine, rollout)
+    assert not torch.equal(log_probs(), before)
+    assert rollout.version == 3
+    leave(rollout)
+    with pytest.raises(RolloutError, match="asleep"):
+        log_probs()
+
+
+class WithoutVersion(RecordingRollout):
+    """A rollout whose `load_weights` does not receive the version."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        self.weights = {name: weight.clone() for name, weight in weights}
+
+
+def test_a_rollout_without_the_argument_reports_the_version(engine: BaseEngine) -> None:
+    rollout = WithoutVersion()
+    for version in (1, 2):
+        with rollout_mode(engine, rollout) as sync:
+            assert rollout.version == sync.version == version
+
+
+def test_a_rollout_that_ignores_the_version_is_rejected(engine: BaseEngine) -> None:
+    class Ignores(WithoutVersion):
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
+            super().load_weights(weights)
+
+    message = "weight sync 1: the rollout reports version 0; load_weights.* must set its `version`"
+    with pytest.raises(RolloutError, match=message), rollout_mode(engine, Ignores()):
+        pytest.fail("generated with weights of an unknown version")
 
 
 def greedy(folder: str, weights: Iterator[tuple[str, Tensor]], prompt: Tensor, count: int) -> list[int]:
