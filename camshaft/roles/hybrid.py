@@ -55,13 +55,23 @@ class ActorRolloutRefWorker(Worker):
             self.ref.init_model()
         self.rollout.init_model()
 
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def sync_weights(self) -> dict[str, float]:
+        """Send the weights of the actor to the rollout, which stays awake until `sleep_rollout`."""
+        return self.rollout.sync_weights()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep_rollout(self) -> None:
+        self.rollout.sleep_rollout()
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(
         self, prompts: DataProto, validate: bool = False, recompute_log_prob: bool = True, greedy: bool = False
     ) -> DataProto:
         """Generate one response for each row; `recompute_log_prob` adds the columns of `compute_log_prob`.
 
-        The trainer does not set it, because it computes the old log-probs in a separate phase.
+        The trainer does not set it, because it computes the old log-probs in a separate phase. Without a preceding
+        `sync_weights`, the call syncs the weights itself, and the rollout sleeps again at its end.
         """
         generated = self.rollout.generate_sequences(prompts, validate, greedy)
         if not recompute_log_prob:

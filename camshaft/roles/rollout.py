@@ -1,10 +1,17 @@
 """Role of the rollout, which generates responses with the weights of an engine.
 
-`generate_sequences` reads the columns `prompts` and, if it exists, `sampling_seed`. It writes `responses`,
-`response_mask`, `rollout_log_probs` and `finished`, and with `enable_return_routed_experts` also `routed_experts`.
+    rollout.sync_weights()                  # wakes the rollout, which then has the weights of the engine
+    rollout.generate_sequences(prompts)     # any number of calls
+    rollout.sleep_rollout()
+
+Without `sync_weights`, `generate_sequences` syncs the weights itself and then puts the rollout to sleep. It reads the
+columns `prompts` and, if it exists, `sampling_seed`. It writes `responses`, `response_mask`, `rollout_log_probs` and
+`finished`, and with `enable_return_routed_experts` also `routed_experts`.
 """
 
+import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -15,18 +22,20 @@ from camshaft.config import PPOConfig, rollout_engine, sampling
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import BaseEngine
-from camshaft.reshard import rollout_mode
+from camshaft.errors import RolloutError
+from camshaft.reshard import asleep_after_error, enter, is_entered, leave, rollout_mode
 from camshaft.rollout import BaseRollout, Generation, SamplingParams, build_rollout
 from camshaft.seat import Seat
 
 
 class RolloutWorker(Worker):
-    """A rollout that syncs its weights from `engine` before each call."""
+    """A rollout that syncs its weights from `engine`, or one without an engine in its process."""
 
     rollout: BaseRollout
-    """The rollout engine, created by `init_model`. It sleeps between calls."""
+    """The rollout engine, created by `init_model`. With an engine, it sleeps outside of `sync_weights` and
+    `sleep_rollout`; alone, it stays awake."""
 
-    def __init__(self, config: PPOConfig, engine: BaseEngine):
+    def __init__(self, config: PPOConfig, engine: BaseEngine | None = None):
         super().__init__()
         self.config, self.engine = config, engine
         self.params = {key: SamplingParams(**sampling(config, *key)) for key in product((False, True), repeat=2)}
@@ -34,29 +43,59 @@ class RolloutWorker(Worker):
 
     @property
     def seat(self) -> Seat:
-        return self.engine.seat
+        return super().seat if self.engine is None else self.engine.seat
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         """Build the rollout, which may measure the free memory and use the process group of this rank."""
         self.rollout = build_rollout(self.config.actor_rollout_ref.rollout.name, rollout_engine(self.config))
-        self.rollout.sleep()
+        if self.engine is not None:
+            self.rollout.sleep()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def sync_weights(self) -> dict[str, float]:
+        """Wake the rollout, sync its weights and verify them. Return the metrics of the sync.
+
+        The rollout stays awake until `sleep_rollout`, or until `generate_sequences` fails. If it shares the storage of
+        the engine's weights, the engine does not train until then.
+        """
+        if self.engine is None:
+            raise RolloutError("sync_weights: this rollout has no engine; pass one to its role, or load its weights")
+        return enter(self.engine, self.rollout).metrics()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sleep_rollout(self) -> None:
+        """Free the memory of the rollout. This has no effect without `sync_weights` before."""
+        if is_entered(self.rollout):
+            leave(self.rollout)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto, validate: bool = False, greedy: bool = False) -> DataProto:
         """Generate one response for each row with the sampling parameters of training or validation, or greedily."""
         params = self.params[validate, greedy]
         seeds = prompts["sampling_seed"] if "sampling_seed" in prompts else None  # noqa: SIM401
-        start = time.perf_counter()
-        with rollout_mode(self.engine, self.rollout) as sync:
+        with self._awake() as sync_metrics:
+            start = time.perf_counter()
             out = self.rollout.generate_sequences(prompts.ragged("prompts"), params, seeds)
-        seconds = time.perf_counter() - start
+            seconds = time.perf_counter() - start
         metrics = {f"rollout/{name}": value for name, value in out.metrics.items() if name != "seconds"}
-        metrics |= sync.metrics()
+        metrics |= sync_metrics
         metrics["perf/rollout_tokens_per_second"] = len(out.responses.values) / max(seconds, 1e-9)
         if validate or greedy:  # the actor does not read these rows
             out = replace(out, routed_experts=None)
         return DataProto.from_dict(generation_columns(out), {"metrics": metrics})
+
+    @contextlib.contextmanager
+    def _awake(self) -> Iterator[dict[str, float]]:
+        """Yield with the rollout awake, and the metrics of a sync if `sync_weights` has not been called before."""
+        if self.engine is None:
+            yield {}
+        elif is_entered(self.rollout):
+            with asleep_after_error(self.rollout):
+                yield {}
+        else:
+            with rollout_mode(self.engine, self.rollout) as sync:
+                yield sync.metrics()
 
 
 def generation_columns(out: Generation) -> dict[str, Any]:

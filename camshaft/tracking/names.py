@@ -191,7 +191,7 @@ perf/total_num_tokens | tokens | trainer/metrics.py | Prompt and response tokens
 perf/throughput | tokens/second | trainer/metrics.py |
     Prompt and response tokens divided by the duration of the step, summed over all ranks.
 perf/rollout_tokens_per_second | tokens/second | roles/rollout.py |
-    Generated tokens divided by the time of weight sync and generation, summed over the data-parallel ranks.
+    Generated tokens divided by the time of generation without weight sync, summed over the data-parallel ranks.
 perf/reward_processes | processes | rewards/manager.py |
     Processes that reward functions have started and left running, such as servers. A number that grows is a leak.
 perf/sync_peak_memory_bytes | bytes | reshard/hybrid.py |

@@ -448,7 +448,7 @@ def _is_metric(name: object, value: object) -> bool:
 ROLE_MODULES = ("camshaft.roles",)
 """Modules that worker processes import at startup."""
 PHASES: dict[str, Phase] = {
-    "generate_sequences": "generate",
+    **dict.fromkeys(("sync_weights", "generate_sequences"), "generate"),
     **dict.fromkeys(("update_actor", "update_critic", "train_batch"), "update"),
     **dict.fromkeys(("save_checkpoint", "wait_for_checkpoint", "export"), "save"),
 }

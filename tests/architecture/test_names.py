@@ -32,7 +32,7 @@ PUBLIC = {
         *("ActorRolloutRefWorker", "ActorWorker", "CriticWorker", "RefWorker", "RewardModelWorker", "RolloutWorker")
     },
     "camshaft.config": {"PPOConfig", "SFTConfig", "load_ppo", "load_sft"},
-    "camshaft.reshard": {"rollout_mode"},
+    "camshaft.reshard": {"rollout_mode", "enter", "leave", "sync_weights"},
     "camshaft.rewards.manager": {"RewardManager", "RewardResult"},
     "camshaft.tracking": {"Tracking", "Tracker"},
 }
@@ -60,7 +60,9 @@ def test_public_names_are_exported(module: str) -> None:
 ROLE_METHODS = {
     "ActorRolloutRefWorker": {
         "init_model": "ONE_TO_ALL",
+        "sync_weights": "ALL_TO_ALL",
         "generate_sequences": "DP_COMPUTE_PROTO",
+        "sleep_rollout": "ONE_TO_ALL",
         "compute_log_prob": "DP_COMPUTE_PROTO",
         "compute_ref_log_prob": "DP_COMPUTE_PROTO",
         "update_actor": "DP_COMPUTE_PROTO",

@@ -14,11 +14,13 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 from camshaft.config import PPOConfig, Topology
 from camshaft.controller import shutdown, spawn
 from camshaft.controller.local import PRELOAD
+from camshaft.controller.worker import RankInfo, build_worker
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.errors import BatchError, ConfigError, EngineError
-from camshaft.roles import ActorRolloutRefWorker, ActorWorker, CriticWorker, RefWorker
+from camshaft.errors import BatchError, ConfigError, EngineError, RolloutError
+from camshaft.roles import ActorRolloutRefWorker, ActorWorker, CriticWorker, RefWorker, RolloutWorker
 from camshaft.roles.actor import _checked_loss
 from camshaft.roles.base import as_sequences, select_responses
+from camshaft.seat import Seat
 from camshaft.trainer.mini_batches import shard_rows
 
 TEMPERATURE = 0.7
@@ -363,6 +365,62 @@ def test_validation_is_greedy_for_any_seed(worker: ActorRolloutRefWorker) -> Non
             ids[0][None]
         ).logits
     assert logits[0, 2:-1].argmax(-1).tolist() == ids[0][3:].tolist()
+
+
+def test_one_sync_serves_all_calls_until_sleep_rollout(worker: ActorRolloutRefWorker) -> None:
+    alone, rollout = worker.generate_sequences(prompts()), worker.rollout.rollout
+    version = rollout.version
+    metrics = worker.sync_weights()
+    assert metrics["rollout/sync_bytes"] == alone.meta_info["metrics"]["rollout/sync_bytes"] > 0
+    for _ in range(2):
+        out = worker.generate_sequences(prompts())
+        assert torch.equal(out["responses"].values, alone["responses"].values)
+        assert torch.equal(out["old_log_probs"].values, alone["old_log_probs"].values)
+        assert not metrics.keys() & out.meta_info["metrics"].keys()
+    assert rollout.version == version + 1
+    worker.sleep_rollout()
+    worker.sleep_rollout()
+    with pytest.raises(RolloutError, match="asleep"):
+        rollout.weight_digests()
+
+
+def test_the_actor_trains_only_while_the_rollout_sleeps(home: Path) -> None:
+    worker = ActorRolloutRefWorker(config_of(home), Topology(1), STEPS)
+    worker.init_model()
+    batch = learnable(old_log_probs=worker.compute_log_prob(batch_of()).ragged("old_log_probs"))
+    before = worker.generate_sequences(prompts())["rollout_log_probs"].values
+    worker.sync_weights()
+    with pytest.raises(EngineError, match=r"call sleep_rollout\(\) of the role, before training"):
+        worker.update_actor(batch)
+    worker.sleep_rollout()
+    worker.update_actor(batch)
+    assert not torch.equal(worker.generate_sequences(prompts())["rollout_log_probs"].values, before)
+
+
+def test_a_failed_generation_puts_the_rollout_to_sleep(worker: ActorRolloutRefWorker) -> None:
+    empty = DataProto.from_dict({"prompts": Ragged.from_rows([[]], torch.int64)})
+    worker.sync_weights()
+    with pytest.raises(RolloutError, match="empty prompt"):
+        worker.generate_sequences(empty)
+    with pytest.raises(RolloutError, match="asleep"):
+        worker.rollout.rollout.weight_digests()
+    assert "timing_s/sync" in worker.generate_sequences(prompts()).meta_info["metrics"]
+
+
+def test_a_rollout_without_an_engine_generates_with_its_own_weights(worker: ActorRolloutRefWorker) -> None:
+    config = worker.actor.config
+    alone = build_worker(RolloutWorker, RankInfo(rank=1, world=3), [config], {})
+    assert alone.seat == Seat(rank=1, world=3, dp_rank=1, dp_size=3)
+    alone.init_model()
+    with pytest.raises(RolloutError, match="this rollout has no engine"):
+        alone.sync_weights()
+    alone.rollout.load_weights(worker.actor.engine.named_weights(), 7)
+    outs = [alone.generate_sequences(prompts()) for _ in range(2)]
+    expected = worker.generate_sequences(prompts())
+    for out in outs:
+        assert torch.equal(out["responses"].values, expected["responses"].values)
+        assert torch.equal(out["rollout_log_probs"].values, expected["rollout_log_probs"].values)
+    assert alone.rollout.version == 7
 
 
 def test_a_checkpoint_of_a_role_reproduces_its_next_update(home: Path, tmp_path: Path) -> None:
