@@ -37,8 +37,8 @@ def score(config: EvalConfig) -> None:
     """Score the responses, print the metrics as a table, and write the output files."""
     from rich.console import Console
 
+    from camshaft.tracking.terminal import log_to_console
     from camshaft.trainer.evaluate import evaluate, score_table
-    from camshaft.trainer.session import log_to_console
 
     console = Console(highlight=False)
     with log_to_console(console, seed=0):

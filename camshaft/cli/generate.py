@@ -33,11 +33,13 @@ def main(argv: Sequence[str]) -> int:
 def generate(config: GenerateConfig) -> None:
     """Generate the missing responses, write the output file, and print the scores if a function is configured."""
     from camshaft.config.auto import format_choices
+    from camshaft.controller.placement import check_device
     from camshaft.tracking import Tracking
     from camshaft.tracking.console import shared_console
+    from camshaft.tracking.terminal import log_to_console
     from camshaft.trainer.evaluate import score_table
     from camshaft.trainer.generate import GenerateRun
-    from camshaft.trainer.session import check_device, check_libraries, log_to_console
+    from camshaft.trainer.session import check_libraries
 
     check_libraries(config)
     console = shared_console()

@@ -13,6 +13,7 @@
 
     group.py           pools, worker groups, `spawn` and `submit`
     worker.py          the base class of roles, the placement of a rank, and the dispatch of calls to ranks
+    placement.py       the pools and devices of a config
     resources.py       compares the resources that pools request with those of the machines
     process_pool.py    the base class of pools of processes: requests, answers, time limits and errors
     executor.py        executes requests in a worker process and joins the process group of its pool
@@ -22,7 +23,7 @@
     ray.py             the backend for a Ray cluster
     network.py         detects dead machines of a cluster and finds network interfaces
 
-This package does not depend on reinforcement learning.
+Only `placement.py` reads the config of a run. The other modules do not depend on reinforcement learning.
 """
 
 from camshaft.controller.group import (

@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.config import PPOConfig
+from camshaft.controller.placement import pool_specs
 from camshaft.device import peak_memory
 from camshaft.errors import WorkerError
 from camshaft.masking import mask_arguments
 from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
 from camshaft.subprocesses import resident_memory
-from camshaft.trainer.session import pool_specs
 
 SECONDS = 60.0
 """Time limit of the forecast."""

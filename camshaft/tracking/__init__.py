@@ -10,6 +10,7 @@ Modules:
     names.py        table of all metrics, and the reference page
     console.py, jsonl.py, mlflow.py, prometheus.py, tensorboard.py, trackio.py, wandb.py
                     one tracker each
+    terminal.py     the log on the console, and standard streams without a reader
     record.py       run.json, config.yaml, status.json and log.txt in the run folder
     no_signal.py    finds out why a step gives the policy no signal
     samples.py      responses of the steps in the run folder

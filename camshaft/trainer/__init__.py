@@ -14,7 +14,7 @@ supervised.py        supervised fine-tuning and reward model training
 generate.py          `camshaft generate`: generates responses to the prompts of a file
 evaluate.py          `camshaft eval`: scores the responses in a file
 check_data.py        `camshaft check-data`: checks the data and the reward function
-session.py           setup shared by all trainers: logging, output folder, worker pools, trackers, hooks
+session.py           setup shared by all trainers: logging, output folder, run length, trackers, hooks
 resume.py            checks and log messages for runs that resume
 main_ppo.py          `python -m camshaft.trainer.main_ppo`, equivalent to `camshaft ppo`
 main_sft.py          `python -m camshaft.trainer.main_sft`, equivalent to `camshaft sft`

@@ -21,6 +21,7 @@ from camshaft.config import PPOConfig
 from camshaft.config.checks import check_critic_warmup
 from camshaft.config.errors import format_problems
 from camshaft.controller import spawn, submit
+from camshaft.controller.placement import pool_specs, run_pools
 from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError, RewardError
@@ -34,7 +35,7 @@ from camshaft.tracking.record import RunStatus
 from camshaft.tracking.samples import SampleWriter
 from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.scoring import build_run_rewards, check_scorable
-from camshaft.trainer.session import finish_saving, fit_batch, pool_specs, run_length, run_pools
+from camshaft.trainer.session import finish_saving, fit_batch, run_length
 
 REWARD_MODEL_COLUMNS = (
     *("prompts", "responses", "response_mask", "raw_prompt", "raw_input_ids"),

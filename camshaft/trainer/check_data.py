@@ -36,9 +36,10 @@ from camshaft.errors import CamshaftError, RewardError
 from camshaft.masking import printable
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import RewardManager, Scores
+from camshaft.tracking.terminal import log_to_console
 from camshaft.trainer.build import prompt_files, prompt_options
 from camshaft.trainer.scoring import build_rewards, check_scorable
-from camshaft.trainer.session import fit_batch, log_to_console
+from camshaft.trainer.session import fit_batch
 
 _NUM_SCORED = 10
 _MAX_CHARACTERS = 2000

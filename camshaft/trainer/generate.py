@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from camshaft.config import GLOBAL_POOL, GenerateConfig, unread_keys, without_secrets
 from camshaft.controller import spawn
+from camshaft.controller.placement import global_pool, run_pools
 from camshaft.data import PromptOptions, ResponseFile, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer, local_folder, model_folder
@@ -27,7 +28,6 @@ from camshaft.storage import fingerprints
 from camshaft.tracking import RunInfo, Tracking
 from camshaft.trainer.mini_batches import VALIDATION, sampling_seeds
 from camshaft.trainer.scoring import build_answer_rewards, check_scorable
-from camshaft.trainer.session import global_pool, run_pools
 from camshaft.trainer.validate import ScoredResponse, at_n_metrics
 
 PATH_KEYS = (

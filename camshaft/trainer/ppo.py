@@ -27,6 +27,7 @@ from camshaft.checkpoint import BestStep, SavedCheckpoint
 from camshaft.config import PPOConfig, batch_table, render_batch_table
 from camshaft.config.schema.engine import PPOUpdateSection
 from camshaft.controller import Pending, submit
+from camshaft.controller.placement import pool_specs
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, ScoringAbandoned
 from camshaft.garbage import frozen_objects
@@ -49,7 +50,7 @@ from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
 from camshaft.trainer.mini_batches import first_mini_batch, sampling_seeds, shard_rows, shuffle_seed
 from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume, recorded_steps
 from camshaft.trainer.schedule import SAVE_INTERVAL, Schedule
-from camshaft.trainer.session import Extensions, StepHook, call_hooks, check_libraries, pool_specs, session
+from camshaft.trainer.session import Extensions, StepHook, call_hooks, check_libraries, session
 from camshaft.trainer.validate import Sample, best_and_worst, decode_samples, save_samples, validate
 
 logger = logging.getLogger(__name__)

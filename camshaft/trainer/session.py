@@ -1,61 +1,48 @@
-"""Setup shared by all trainers: logging, seeding, output folder, worker pools, run length, trackers, hooks.
+"""Setup shared by all trainers: logging, seeding, output folder, run length, trackers, hooks.
 
 with session(config.trainer) as run:
-    with run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, logs) as pools:
-        critic = spawn(CriticWorker, ..., pool=pools["critic_pool"])
-        total_steps = run_length(config.trainer, loader)
-        with run.tracking(config, total_steps, saved) as tracking:
-            stop = run.listen()
+    total_steps = run_length(config.trainer, loader)
+    with run.tracking(config, total_steps, saved) as tracking:
+        stop = run.listen()
 """
 
 import contextlib
-import errno
 import importlib.util
-import io
 import itertools
 import logging
 import numbers
-import os
-import select
 import shlex
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from rich.console import Console
 
 from camshaft import storage
 from camshaft.checkpoint import CheckpointManager, SavedCheckpoint
 from camshaft.checkpoint.manager import LATEST
 from camshaft.config import (
-    GLOBAL_POOL,
-    PlacementConfig,
     PPOConfig,
     RMConfig,
     SFTConfig,
     SupervisedConfig,
     SupervisedTrainerConfig,
-    pool_sizes,
     resume_arguments,
     run_name,
     without_secrets,
 )
 from camshaft.config.auto import TrainingConfig, fit_to_rows, format_choices
 from camshaft.config.checks.backends import required_libraries
-from camshaft.config.layout import Phase
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.tree import shorten
-from camshaft.controller import Options, Pool, PoolSpec, pools
+from camshaft.controller.placement import check_device
 from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.machine import CPU, describe_contention
-from camshaft.masking import PrintableFormatter, printable
+from camshaft.masking import printable
 from camshaft.plugins import install_command
 from camshaft.rewards.callables import name_of
 from camshaft.rewards.manager import FAILED_REWARDS
@@ -69,6 +56,7 @@ from camshaft.tracking.base import Command
 from camshaft.tracking.console import shared_console
 from camshaft.tracking.jsonl import FILE_NAME
 from camshaft.tracking.record import RECORD, check_folder, log_text, log_to_file, record_failed_start
+from camshaft.tracking.terminal import continue_without_reader, log_to_console
 from camshaft.trainer.resume import recorded_steps
 
 COMMANDS: Mapping[type[PPOConfig | SupervisedConfig], Command] = {PPOConfig: "ppo", SFTConfig: "sft", RMConfig: "rm"}
@@ -198,123 +186,6 @@ def session(
                 raise
 
 
-class _ConsoleHandler(logging.Handler):
-    """Print log records to a console, each on one line. The terminal wraps long lines, so paths can be copied."""
-
-    def __init__(self, console: Console):
-        super().__init__()
-        self.setFormatter(PrintableFormatter("%(asctime)s %(levelname)-8s %(message)s", "%H:%M:%S"))
-        self._console = console
-
-    def emit(self, record: logging.LogRecord) -> None:
-        try:
-            style = _STYLES.get(record.levelno)
-            self._console.print(self.format(record), style=style, markup=False, highlight=False, soft_wrap=True)
-        except Exception:
-            self.handleError(record)
-
-
-_STYLES = {logging.WARNING: "yellow", logging.ERROR: "red", logging.CRITICAL: "red"}
-
-
-@contextlib.contextmanager
-def log_to_console(console: Console, seed: int) -> Iterator[None]:
-    """Log to the console, and seed the global generator of torch, which libraries may use."""
-    handler = _ConsoleHandler(console)
-    root = logging.getLogger("camshaft")
-    level = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    torch.manual_seed(seed)
-    try:
-        yield
-    finally:
-        root.removeHandler(handler)
-        root.setLevel(level)
-
-
-class _Stream(io.FileIO):
-    """The descriptor of a standard stream. If its reader is gone, it is replaced by the file `log`.
-
-    Text is lost while the disk of a redirected stream is full.
-    """
-
-    def __init__(self, descriptor: int, log: Path):
-        super().__init__(descriptor, "w", closefd=False)
-        self._log = log
-        self._name = "standard output" if descriptor == 1 else "standard error"
-        self._has_lost_text = False
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._write(data)
-        except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # a closed pipe, a closed terminal
-                raise
-        self._redirect()
-        return self._write(data)
-
-    def _write(self, data: Any) -> int:
-        try:
-            while (count := super().write(data)) is None:  # the pipe does not block, and it is full
-                select.select([], [self], [])
-            return count
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            if not self._has_lost_text:
-                self._has_lost_text = True
-                log_text(f"{self._name} cannot be written: {error.strerror}. The run continues, and its output is lost")
-            return len(data)
-
-    def _redirect(self) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-        try:
-            self._log.parent.mkdir(parents=True, exist_ok=True)
-            file = os.open(self._log, flags, 0o644)
-        except OSError:
-            file = os.open(os.devnull, flags)
-        os.dup2(file, self.fileno())
-        os.close(file)
-        message = f"camshaft: {self._name} was closed; the run continues, and writes to {self._log}\n".encode()
-        for descriptor in {self.fileno(), 2}:
-            with contextlib.suppress(OSError):  # standard error may be closed too
-                os.write(descriptor, message)
-
-
-@contextlib.contextmanager
-def continue_without_reader(log: Path) -> Iterator[None]:
-    """Write standard output and standard error to `log` when their pipe is closed, as by `camshaft ppo ... | head`.
-
-    rich would end the process without a message. Streams that a program has replaced are left as they are.
-    """
-    streams = sys.stdout, sys.stderr
-    if streams != (sys.__stdout__, sys.__stderr__) or None in streams:
-        yield
-        return
-    for stream in streams:
-        with contextlib.suppress(OSError):
-            stream.flush()
-    sys.stdout, sys.stderr = (
-        io.TextIOWrapper(
-            io.BufferedWriter(_Stream(stream.fileno(), log)),
-            encoding=stream.encoding,
-            errors="backslashreplace",  # a locale may lack characters of a response
-            line_buffering=bool(stream.line_buffering),
-        )
-        for stream in streams
-    )
-    try:
-        yield
-    finally:
-        try:
-            for stream in (sys.stdout, sys.stderr):
-                with contextlib.suppress(OSError):
-                    stream.flush()
-        finally:
-            sys.stdout, sys.stderr = streams
-
-
 def _unused(folder: Path) -> Path:
     """Return the folder, or the first of folder-2, folder-3, ... if it exists."""
     others = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
@@ -384,27 +255,6 @@ def check_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) -> No
             )
 
 
-def check_device(device: str, ranks: int) -> None:
-    """Raise ConfigError unless each rank, of all resource pools, has a device of this kind. All ranks share the CPU."""
-    try:
-        kind = torch.device(device).type
-    except RuntimeError as error:
-        raise ConfigError(
-            f"trainer.device={device} is not a device of this torch build; use trainer.device=cpu"
-        ) from error
-    if kind == "cpu":
-        return
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != kind:
-        raise ConfigError(f"trainer.device={device}: this machine has no {kind} device; use trainer.device=cpu")
-    count = torch.accelerator.device_count()
-    if count < ranks:
-        raise ConfigError(
-            f"the run has {ranks} ranks, and each needs a {kind} device, but this machine has {count}; use "
-            f"trainer.n_gpus_per_node={count}, and no separate trainer.resource_pools"
-        )
-
-
 # -- Python objects of a run ----------------------------------------------------------------------
 
 StepHook = Callable[[int, DataProto, dict[str, float]], Mapping[str, float] | None]
@@ -441,63 +291,3 @@ def call_hooks(hooks: Sequence[StepHook], step: int, batch: DataProto, metrics: 
 def _is_metric(name: object, value: object) -> bool:
     is_scalar = isinstance(value, torch.Tensor) and value.numel() == 1
     return isinstance(name, str) and (isinstance(value, numbers.Real) or is_scalar)
-
-
-# -- worker pools ---------------------------------------------------------------------------------
-
-ROLE_MODULES = ("camshaft.roles",)
-"""Modules that worker processes import at startup."""
-PHASES: dict[str, Phase] = {
-    **dict.fromkeys(("sync_weights", "generate_sequences"), "generate"),
-    **dict.fromkeys(("update_actor", "update_critic", "train_batch"), "update"),
-    **dict.fromkeys(("save_checkpoint", "wait_for_checkpoint", "export"), "save"),
-}
-"""Phase of `trainer.worker_timeouts` of each method of a role. Other methods have no phase."""
-
-
-def pool_specs(config: PPOConfig) -> list[PoolSpec]:
-    """Return the pools of a PPO run that host at least one role, starting with the pool of the actor."""
-    trainer, pool_of = config.trainer, config.pools()
-    sizes = pool_sizes(trainer, trainer.resource_pools)
-    return [
-        PoolSpec(
-            name,
-            sizes[name].nnodes,
-            sizes[name].n_gpus_per_node,
-            trainer.device,
-            trainer.cpus_per_rank,
-            roles=tuple(role for role, pool in pool_of.items() if pool == name),
-        )
-        for name in dict.fromkeys(pool_of.values())
-    ]
-
-
-def global_pool(trainer: PlacementConfig, role: str) -> PoolSpec:
-    """Return the pool of a run with a single role."""
-    ranks = trainer.nnodes, trainer.n_gpus_per_node, trainer.device, trainer.cpus_per_rank
-    return PoolSpec(GLOBAL_POOL, *ranks, roles=(role,))
-
-
-@contextlib.contextmanager
-def run_pools(
-    trainer: PlacementConfig, specs: Sequence[PoolSpec], ray_init: Mapping[str, Any], log_folder: Path | None
-) -> Iterator[dict[str, Pool]]:
-    """Start the pools and yield them by name. Workers write their output to files in `log_folder`."""
-    logs = None if log_folder is None else str(log_folder.expanduser().absolute())
-    options = Options(
-        trainer.worker_timeout,
-        setting="trainer.worker_timeout",
-        limits={method: trainer.worker_limit(phase) for method, phase in PHASES.items()},
-        log_folder=logs,
-        preload=ROLE_MODULES,
-        import_main=False,
-        ray_init=ray_init,
-    )
-    backend = trainer.backend()
-    for spec in specs:
-        if backend != "local" or spec.world_size > 1:
-            size = f"{spec.nnodes} x {spec.ranks_per_node} processes"
-            output = f"; output in {logs}/{spec.name}_rank*.log" if logs else ""
-            logger.info("%s (%s): %s on %s%s", spec.name, ", ".join(spec.roles), size, backend, output)
-    with pools(specs, backend, options) as worker_pools:
-        yield {pool.spec.name: pool for pool in worker_pools}

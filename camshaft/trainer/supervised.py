@@ -25,6 +25,7 @@ from camshaft.algorithms import preference_loss
 from camshaft.checkpoint import BestStep, CheckpointManager, SavedCheckpoint, check_export_path
 from camshaft.config import GLOBAL_POOL, RMConfig, SFTConfig, SupervisedConfig, Topology
 from camshaft.controller import spawn
+from camshaft.controller.placement import global_pool, run_pools
 from camshaft.data import PreferenceOptions, SFTOptions, StatefulLoader, data_files, load_preferences, load_sft
 from camshaft.dataproto import DataProto
 from camshaft.garbage import frozen_objects
@@ -45,9 +46,7 @@ from camshaft.trainer.session import (
     check_libraries,
     finish_saving,
     fit_batch,
-    global_pool,
     run_length,
-    run_pools,
     session,
 )
 

@@ -9,9 +9,10 @@ import pytest
 from support.ppo_runs import ppo_config
 
 from camshaft.config import PPOConfig
+from camshaft.controller.placement import pool_specs, run_pools
 from camshaft.roles import ActorRolloutRefWorker, CriticWorker, RewardModelWorker
 from camshaft.tracking import RunInfo, Tracker
-from camshaft.trainer.session import Session, pool_specs, run_pools
+from camshaft.trainer.session import Session
 from spec.fields import ACTOR, ROLLOUT
 from spec.test_fields import run_with
 
@@ -61,7 +62,9 @@ def test_key_changes_the_requested_processes(key: str, tmp_path: Path) -> None:
 
 def test_time_limits_reach_the_controller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     options: list[Any] = []
-    monkeypatch.setattr("camshaft.trainer.session.pools", lambda _, __, given: nullcontext(options.append(given) or []))
+    monkeypatch.setattr(
+        "camshaft.controller.placement.pools", lambda _, __, given: nullcontext(options.append(given) or [])
+    )
     limits = {
         "trainer.worker_timeout": 60,
         "trainer.worker_timeouts.save": 90,

@@ -21,6 +21,7 @@ from camshaft.config import PPOConfig
 from camshaft.config.load import as_override
 from camshaft.config.model_settings import local_model
 from camshaft.config.schema.model import AnyModelConfig, ModelSource
+from camshaft.controller.placement import check_device, pool_specs
 from camshaft.controller.ray_cluster import find_cluster, head_may_answer
 from camshaft.data import data_files, read_prompts, summarize_files
 from camshaft.errors import CamshaftError
@@ -41,7 +42,7 @@ from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
 from camshaft.storage import is_url
 from camshaft.trainer.build import prompt_files, prompt_options
 from camshaft.trainer.scoring import build_rewards
-from camshaft.trainer.session import check_device, check_libraries, pool_specs
+from camshaft.trainer.session import check_libraries
 
 SAMPLE_ROWS = 64
 """Number of rows of each data set that are tokenized."""

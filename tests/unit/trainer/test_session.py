@@ -12,12 +12,14 @@ from rich.console import Console
 from support.ppo_runs import ppo_config
 
 from camshaft.config import TrainerConfig
+from camshaft.controller.placement import check_device
 from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError, WorkerError
 from camshaft.tracking import RunInfo, Tracker
 from camshaft.tracking.run_folder import RunFolder
-from camshaft.trainer.session import check_device, finish_saving, log_to_console, run_length, session
+from camshaft.tracking.terminal import log_to_console
+from camshaft.trainer.session import finish_saving, run_length, session
 from camshaft.view.advice import advise
 
 
@@ -179,7 +181,7 @@ def test_a_run_that_fails_before_its_first_step_shows_its_error(
 
 FULL_DISK = """
 import os, resource, sys
-from camshaft.trainer.session import continue_without_reader
+from camshaft.tracking.terminal import continue_without_reader
 from camshaft.tracking.record import log_to_file
 from pathlib import Path
 folder = Path(sys.argv[1])
