@@ -25,6 +25,7 @@ from camshaft.rewards.manager import PendingScores
 from camshaft.roles.actor import ActorWorker
 from camshaft.roles.critic import CriticWorker
 from camshaft.trainer.build import PPOParts
+from camshaft.trainer.metrics import StepMetrics
 from camshaft.trainer.mini_batches import shard_rows
 from camshaft.trainer.ppo import PPOTrainer
 
@@ -159,20 +160,21 @@ class Parts(PPOParts):
 
 
 class Steps:
-    """`PPOTrainer.step` in this process on the prompts of train.parquet, in file order."""
+    """`collect` and `step` of `PPOTrainer` in this process on the prompts of train.parquet, in file order."""
 
     def __init__(self, folder: Path, learning_rate: float, **more: Any):
         answer = {"data.max_response_length": workload.LONGEST_ANSWER}
         rates = {"actor_rollout_ref.actor.optim.lr": learning_rate, "critic.optim.lr": learning_rate}
         settings = config(folder, **(answer | more | rates))
         self.parts = Parts(settings)
-        self.trainer = PPOTrainer(self.parts.config, self.parts)
+        self.trainer = PPOTrainer(self.parts)
         self.trainer.prepare()
         self.batches: Iterator[DataProto] = iter(self.parts.loader)
 
     def step(self) -> dict[str, Any]:
         self.trainer.global_step += 1
-        metrics = self.trainer.step(next(self.batches))
+        collector = StepMetrics(self.trainer.status)
+        metrics = self.trainer.step(self.trainer.collect(next(self.batches), collector), collector)
         return {
             "lengths": self.parts.lengths,
             **{n: v for n, v in metrics.items() if n.startswith("timing_s")},

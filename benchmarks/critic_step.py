@@ -6,7 +6,7 @@ Prompts, responses, lengths and mini-batches are the same as in `ppo_step.py`: o
 for actor and critic. The critic is as large as the actor, the reference is the initial actor, and the KL penalty is
 part of the reward. The benchmark compares the time per response token.
 
-- camshaft: `PPOTrainer.step` in one process; scoring runs in a second process.
+- camshaft: `collect` and `step` of `PPOTrainer` in one process; scoring runs in a second process.
 - bypass: with `algorithm.rollout_correction.bypass_mode`, so the generator's log-probs are the old log-probs, as in
   TRL.
 - apart: as bypass, with the critic in a separate resource pool. The two processes have half of the machine's cores each

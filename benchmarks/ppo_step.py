@@ -7,7 +7,7 @@ model learns from random text to end a response at any token with a probability 
 of real runs, which costs time in a loop that waits for the longest row. The learning rate is so low that all rounds
 sample from the same policy. The sides sample different tokens, so the benchmark compares the time per response token.
 
-- camshaft: `PPOTrainer.step` in one process; scoring runs in a second process.
+- camshaft: `collect` and `step` of `PPOTrainer` in one process; scoring runs in a second process.
 - careful: `CarefulLoop.step`, with `transformers.generate`.
 - trl: `GRPOTrainer` of TRL 1.16 in a separate environment (`trl_side.py`).
 """

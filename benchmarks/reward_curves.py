@@ -50,7 +50,6 @@ from machine import machine
 from camshaft.config import load_ppo
 from camshaft.data import write_arithmetic
 from camshaft.models.tiny import make_tiny_model
-from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
 
 STEPS = 10
@@ -139,11 +138,10 @@ def train(folder: Path, algorithm: str, arm: str, seed: int) -> Run:
         ]
     )
     start, curve = time.perf_counter(), Curve()
-    with PPOParts(config) as parts:
-        trainer = PPOTrainer(parts.config, parts)
+    with PPOTrainer.open(config) as trainer:
         trainer.prepare()
         trainer.fit(curve)  # pyright: ignore[reportArgumentType]
-    del parts, trainer
+    del trainer
     gc.collect()  # frees the generator and its vLLM engine
     assert len(curve.rewards) == STEPS
     return Run(seed, curve.rewards, max(curve.apart), time.perf_counter() - start)

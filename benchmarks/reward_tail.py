@@ -31,7 +31,7 @@ from camshaft.models.tiny import make_tiny_model
 from camshaft.rewards.manager import PendingScores
 from camshaft.rollout import Generation, SamplingParams
 from camshaft.rollout.builtin.rollout import TorchRollout
-from camshaft.trainer.build import PPOParts
+from camshaft.trainer.metrics import StepMetrics
 from camshaft.trainer.ppo import PPOTrainer
 
 ROWS, WORKERS = 32, 4
@@ -94,7 +94,8 @@ def config_in(folder: Path) -> PPOConfig:
 
 def seconds_of(trainer: PPOTrainer, prompts: DataProto) -> float:
     trainer.global_step += 1
-    return trainer.step(prompts)["timing_s/step"]
+    metrics = StepMetrics(trainer.status)
+    return trainer.step(trainer.collect(prompts, metrics), metrics)["timing_s/step"]
 
 
 def nothing_begins(rows: DataProto) -> PendingScores | None:
@@ -130,8 +131,7 @@ def main() -> None:
         os.environ[SLEEPS] = f"{folder}/sleeps"
         Path(os.environ[SLEEPS]).write_text("0 0 0")
         config = config_in(Path(folder))
-        with PPOParts(config) as parts:
-            trainer = PPOTrainer(parts.config, parts)
+        with PPOTrainer.open(config) as trainer:
             trainer.prepare()
             rows = measured(trainer, options.pairs)
     head = ["seconds per rank", "seconds per call"]

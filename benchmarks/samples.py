@@ -16,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -55,7 +56,7 @@ def measure(model: str, rounds: int) -> str:
         with steps.parts:
             for number in range(rounds + 1):
                 step = timed(steps.step)
-                write = timed(steps.trainer.save_samples)
+                write = timed(partial(steps.parts.samples.write, steps.trainer.batch, steps.trainer.global_step))
                 if number:  # the first round warms up
                     steps_spent.append(step)
                     writes.append(write)

@@ -19,7 +19,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -50,15 +50,18 @@ class StepPath:
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Profile all threads, and wrap the trainer's step and the model's forward."""
-        step, forward = PPOTrainer.step, PackedModel.forward
+        """Profile all threads, and wrap `collect` and `step` of the trainer and the forward pass of the model."""
+        collect, step, forward = PPOTrainer.collect, PPOTrainer.step, PackedModel.forward
 
-        def recorded_step(trainer: PPOTrainer, *args: Any) -> dict[str, float]:
-            self._in_step = True
-            try:
-                return step(trainer, *args)
-            finally:
-                self._in_step = False
+        def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
+            def call(trainer: PPOTrainer, *args: Any) -> Any:
+                self._in_step = True
+                try:
+                    return method(trainer, *args)
+                finally:
+                    self._in_step = False
+
+            return call
 
         def recorded_forward(model: PackedModel, *args: Any, **kwargs: Any) -> Any:
             if self._in_step and torch.is_grad_enabled():
@@ -67,7 +70,8 @@ class StepPath:
                     self.stack = stack
             return forward(model, *args, **kwargs)
 
-        PPOTrainer.step, PackedModel.forward = recorded_step, recorded_forward  # pyright: ignore
+        PPOTrainer.collect, PPOTrainer.step = recorded(collect), recorded(step)  # pyright: ignore
+        PackedModel.forward = recorded_forward  # pyright: ignore
         threading.setprofile(self._profile)
         sys.setprofile(self._profile)
         try:
@@ -75,7 +79,7 @@ class StepPath:
         finally:
             sys.setprofile(None)
             threading.setprofile(None)
-            PPOTrainer.step, PackedModel.forward = step, forward  # pyright: ignore
+            PPOTrainer.collect, PPOTrainer.step, PackedModel.forward = collect, step, forward  # pyright: ignore
 
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code

@@ -34,10 +34,11 @@ def main(argv: Sequence[str]) -> int:
     status = 0
     for config in compose(argv, PPOConfig):
         from camshaft.planning.memory_error import explain_memory_errors
-        from camshaft.trainer.ppo import run_ppo
+        from camshaft.trainer.loop import run
+        from camshaft.trainer.ppo import PPOTrainer
 
         with explain_memory_errors(config, argv):
-            status = max(status, run_ppo(config))
+            status = max(status, run(config, PPOTrainer.open))
         if status > ENDED_BY_SIGNAL:
             break
     return status

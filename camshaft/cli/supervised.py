@@ -1,9 +1,11 @@
 """`camshaft sft` and `camshaft rm`: supervised fine-tuning, and training of a reward model on preference pairs."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from camshaft.cli.usage import CONFIG_OPTIONS, print_help, short_name_table
-from camshaft.config import RMConfig, SFTConfig, compose
+from camshaft.config import RMConfig, SFTConfig, SupervisedConfig, compose
+from camshaft.stop import ENDED_BY_SIGNAL
 
 
 def sft(argv: Sequence[str]) -> int:
@@ -11,9 +13,9 @@ def sft(argv: Sequence[str]) -> int:
     if print_help(argv, _usage("sft", "supervised fine-tuning", SFTConfig, "train.jsonl")):
         return 0
     configs = compose(argv, SFTConfig)
-    from camshaft.trainer.supervised import SFTTrainer, train_all
+    from camshaft.trainer.supervised import SFTTrainer
 
-    return train_all(configs, SFTTrainer)
+    return _train_all(configs, SFTTrainer)
 
 
 def rm(argv: Sequence[str]) -> int:
@@ -21,9 +23,21 @@ def rm(argv: Sequence[str]) -> int:
     if print_help(argv, _usage("rm", "train a reward model on preference pairs", RMConfig, "pairs.jsonl")):
         return 0
     configs = compose(argv, RMConfig)
-    from camshaft.trainer.supervised import RMTrainer, train_all
+    from camshaft.trainer.supervised import RMTrainer
 
-    return train_all(configs, RMTrainer)
+    return _train_all(configs, RMTrainer)
+
+
+def _train_all(configs: Sequence[SupervisedConfig], trainer_class: Callable[..., Any]) -> int:
+    """Train with one config after the other, until a signal stops a run. Return the largest exit status."""
+    from camshaft.trainer.loop import run
+
+    status = 0
+    for config in configs:
+        status = max(status, run(config, trainer_class))
+        if status > ENDED_BY_SIGNAL:
+            break
+    return status
 
 
 def _usage(name: str, description: str, schema: type[SFTConfig] | type[RMConfig], data: str) -> str:

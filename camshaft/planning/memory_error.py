@@ -1,7 +1,7 @@
 """Explain why a run ran out of memory: its forecast and its peak side by side.
 
 with explain_memory_errors(config, arguments):
-    run_ppo(config)
+    run(config, PPOTrainer.open)
 """
 
 import contextlib

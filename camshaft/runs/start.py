@@ -3,8 +3,8 @@
     folder, launch = start("ppo", Objects(model, tokenizer, data, val_data), keys, config, reward, on_step)
     folder, launch = resume(folder, launch, changed)
 
-The keys are composed and checked as those of the command line, and the run is the same function (`run_ppo` or
-`run_supervised`). Objects are first written to the run folder (`inputs.py`).
+The keys are composed and checked as those of the command line, and the run is the same function
+(`trainer.loop.run`). Objects are first written to the run folder (`inputs.py`).
 """
 
 import contextlib
@@ -257,20 +257,21 @@ def _start_time(folder: Path) -> Any:
 
 def _status(config: Config, launch: Launch) -> int:
     """Run the trainer of a config, and return the exit status."""
+    from camshaft.trainer.loop import run
     from camshaft.trainer.session import Extensions
 
     if isinstance(config, PPOConfig):
         from camshaft.planning.memory_error import explain_memory_errors
         from camshaft.rewards.callables import pickle_reward
-        from camshaft.trainer.ppo import run_ppo
+        from camshaft.trainer.ppo import PPOTrainer
 
         reward = () if launch.reward is None else pickle_reward(launch.reward)
         arguments = [as_override(key, value) for key, value in _with_function(launch).items()]
         with explain_memory_errors(config, arguments):
-            return run_ppo(config, Extensions(reward, launch.on_step, from_python=True))
-    from camshaft.trainer.supervised import RMTrainer, SFTTrainer, run_supervised
+            return run(config, PPOTrainer.open, Extensions(reward, launch.on_step, from_python=True))
+    from camshaft.trainer.supervised import RMTrainer, SFTTrainer
 
     extensions = Extensions(on_step=launch.on_step, from_python=True)
     if isinstance(config, SFTConfig):
-        return run_supervised(config, SFTTrainer, extensions)
-    return run_supervised(config, RMTrainer, extensions)
+        return run(config, SFTTrainer, extensions)
+    return run(config, RMTrainer, extensions)

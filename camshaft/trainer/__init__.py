@@ -1,7 +1,8 @@
 """Trainers for PPO, supervised fine-tuning and reward models.
 
-ppo.py               PPOTrainer with the training step and the training loop; read this first
-build.py             PPOParts: data, rewards, worker pools, roles and checkpoints of a PPO run
+ppo.py               PPOTrainer with the training step; read this first
+loop.py              TrainingLoop, which all trainers share, and `run`
+build.py             PPOParts: data, rewards, worker pools and roles of a PPO run
 advantages.py        scores, rewards, advantages and rollout correction, which are computed on the driver
 scoring.py           builds the reward function and the other sources of scores
 dynamic_sampling.py  samples prompts until enough of them have a learning signal (DAPO)
@@ -10,6 +11,7 @@ validate.py          scores and responses on held-out prompts
 metrics.py           metrics of a step
 schedule.py          steps at which a run saves checkpoints and validates
 divergence.py        ends a run whose model has diverged
+idle.py              ends a run in which nothing is trained
 supervised.py        supervised fine-tuning and reward model training
 generate.py          `camshaft generate`: generates responses to the prompts of a file
 evaluate.py          `camshaft eval`: scores the responses in a file

@@ -1,12 +1,12 @@
 """Build the components of a PPO run from its config.
 
-    with PPOParts(config) as parts:
-        trainer = PPOTrainer(parts.config, parts)
+    with PPOParts(config) as parts, PPOTrainer(parts) as trainer:
+        ...
 
 Components that are cheap to check are built first, so that errors are reported early: tokenizer, reward function and
 data, then the worker pools and their roles. One worker process per device hosts actor, rollout and reference, and also
 the critic and the reward model unless these have separate pools. A single rank runs in this process. When the `with`
-block exits, pending checkpoints are completed and all worker processes are ended.
+block exits, all worker processes are ended.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from camshaft.checkpoint import CheckpointManager
 from camshaft.config import PPOConfig
 from camshaft.config.checks import check_critic_warmup
 from camshaft.config.errors import format_problems
@@ -30,12 +29,11 @@ from camshaft.rewards.manager import PendingScores
 from camshaft.rewards.messages import FunctionSpec
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
 from camshaft.stop import Stop
-from camshaft.tracking.durable import RunFiles
 from camshaft.tracking.record import RunStatus
 from camshaft.tracking.samples import SampleWriter
 from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.scoring import build_run_rewards, check_scorable
-from camshaft.trainer.session import finish_saving, fit_batch, run_length
+from camshaft.trainer.session import fit_batch, run_length
 
 REWARD_MODEL_COLUMNS = (
     *("prompts", "responses", "response_mask", "raw_prompt", "raw_input_ids"),
@@ -45,7 +43,7 @@ REWARD_MODEL_COLUMNS = (
 
 
 class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
-    """Tokenizer, data, rewards, roles and checkpoints of a run."""
+    """Tokenizer, data, rewards and roles of a run."""
 
     def __init__(self, config: PPOConfig, reward: Sequence[FunctionSpec] = ()):
         """Build the parts. The functions in `reward` replace those that the config names."""
@@ -71,11 +69,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             problems = list(check_critic_warmup(config.trainer.critic_warmup, self.total_steps))
             if problems and not config.trainer.val_only:
                 raise ConfigError(format_problems(problems))
-            self.checkpoints = CheckpointManager(
-                config.trainer.default_local_dir, config.trainer.default_hdfs_dir, config.trainer.worker_limit("save")
-            )
             self.samples = SampleWriter(self.folder, config.trainer.samples, self.decode)
-            self.files = RunFiles(self.folder)
             specs, logs = pool_specs(config), self.folder / "logs"
             pools = stack.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, logs))
             pool_of = {role: pools[name] for role, name in config.pools().items()}
@@ -95,12 +89,8 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
                 self.reward_model = spawn(reward_class, config, topology, pool=pool, name="reward_model")
             self._exit = stack.pop_all()
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with self._exit:
-            self.finish_saving(failed=kind is not None)
-
-    def finish_saving(self, failed: bool = False) -> None:
-        finish_saving(self.trained.values(), self.checkpoints, failed)
+    def __exit__(self, *_: object) -> None:
+        self._exit.close()
 
     def roles(self) -> list[ActorRolloutRefWorker | CriticWorker | RewardModelWorker]:
         return [*self.trained.values(), *([] if self.reward_model is None else [self.reward_model])]

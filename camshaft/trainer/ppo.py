@@ -1,39 +1,30 @@
-"""Trainer for PPO and related algorithms: the training step and the training loop.
+"""Trainer for PPO and related algorithms.
 
-    with PPOParts(config) as parts, Tracking(...) as tracking:
-        trainer = PPOTrainer(parts.config, parts)
-        trainer.prepare()
-        trainer.fit(tracking)
+    status = run(config, PPOTrainer.open)        # of `loop.py`, which trains, validates and saves
 
-    status = run_ppo(config)        # also sets up session and trackers
-
-`step` is the algorithm, phase by phase. Each phase adds columns to the batch, which `columns.py` lists. Roles compute
-on the ranks, and the functions of `advantages.py` compute on the driver.
+`collect` and `step` are the algorithm, phase by phase. Each phase adds columns to the batch, which `columns.py` lists.
+Roles compute on the ranks, and the functions of `advantages.py` compute on the driver.
 """
 
 import contextlib
-import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor
 
-from camshaft.checkpoint import BestStep, SavedCheckpoint
+from camshaft.checkpoint import SavedCheckpoint
 from camshaft.config import PPOConfig, batch_table, render_batch_table
 from camshaft.config.schema.engine import PPOUpdateSection
 from camshaft.controller import Pending, submit
-from camshaft.controller.placement import pool_specs
 from camshaft.dataproto import DataProto
-from camshaft.errors import CamshaftError, ScoringAbandoned
-from camshaft.garbage import frozen_objects
 from camshaft.rewards.manager import PendingScores, RewardResult, log_failures
-from camshaft.stop import Stop
 from camshaft.tracking import Tracking
+from camshaft.tracking.durable import Ranges
 from camshaft.trainer.advantages import (
     add_scores,
     build_kl_controller,
@@ -43,17 +34,14 @@ from camshaft.trainer.advantages import (
     compute_token_rewards,
 )
 from camshaft.trainer.build import PPOParts
-from camshaft.trainer.divergence import DivergenceCheck
 from camshaft.trainer.dynamic_sampling import sample_informative_prompts
 from camshaft.trainer.idle import IdleCheck
+from camshaft.trainer.loop import TrainingLoop
 from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
 from camshaft.trainer.mini_batches import first_mini_batch, sampling_seeds, shard_rows, shuffle_seed
-from camshaft.trainer.resume import check_resume, config_record, input_checksums, log_resume, recorded_steps
-from camshaft.trainer.schedule import SAVE_INTERVAL, Schedule
-from camshaft.trainer.session import Extensions, StepHook, call_hooks, check_libraries, session
+from camshaft.trainer.resume import input_checksums, recorded_steps
+from camshaft.trainer.session import Extensions, StepHook
 from camshaft.trainer.validate import Sample, best_and_worst, decode_samples, save_samples, validate
-
-logger = logging.getLogger(__name__)
 
 SEQUENCES = ("prompts", "responses", "response_mask")
 """Columns that roles read for a forward pass over the batch."""
@@ -66,13 +54,19 @@ DRIVER_ONLY = (
 """Columns that are not sent to the ranks for the updates, which do not read them."""
 
 
-class PPOTrainer:
+Responses = tuple[DataProto, PendingScores | None]
+"""A batch with responses, and the reward calls that have already started."""
+
+
+class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
     """Training run with PPO or a related algorithm."""
 
-    def __init__(self, config: PPOConfig, parts: PPOParts, on_step: Sequence[StepHook] = ()):
+    def __init__(self, parts: PPOParts, on_step: Sequence[StepHook] = ()):
         """Set `on_step` to hooks that are called after each step, and may add metrics."""
-        assert config.data == parts.config.data, "pass parts.config, whose batch size fits the data"
-        self.config, self.parts, self.on_step = config, parts, on_step
+        config, checksums = parts.config, input_checksums(parts.config, parts.reward)
+        super().__init__(config, parts.loader, parts.total_steps, parts.trained, parts.status, checksums, parts.stop)
+        self.parts, self.on_step = parts, on_step
+        self.validates_first, self.only_validates = config.trainer.val_before_train, config.trainer.val_only
         self.actor, self.critic, self.rewards = parts.actor, parts.critic, parts.rewards
         self.kl = build_kl_controller(config.algorithm)
         self.is_routed = config.routing_mode() is not None
@@ -81,30 +75,43 @@ class PPOTrainer:
         self.needs_greedy, self.needs_ref_log_prob = config.needs_greedy(), config.needs_ref_log_prob()
         correction = config.algorithm.rollout_correction
         self.correction = correction if correction.is_enabled() else None
-        self.best = BestStep(config.trainer.best_metric, config.trainer.best_metric_mode)
-        self.divergence = DivergenceCheck(parts.trained, config.trainer.max_skipped_steps)
         self.idle = IdleCheck(config)
-        self.input_checksums = input_checksums(config, parts.reward)
-        self.global_step = 0
-        self._batch = DataProto()
-        """Batch of the step that `fit` is about to log."""
         self.examples: list[Sample] = []
         """Best and worst response of the last step, if they are shown (`trainer.sample_interval`)."""
         self._next_examples = 0.0
 
+    @classmethod
+    @contextlib.contextmanager
+    def open(cls, config: PPOConfig, extensions: Extensions | None = None) -> Iterator[Self]:
+        """Build the parts of a run, and yield its trainer."""
+        extensions = extensions or Extensions()
+        with PPOParts(config, extensions.reward) as parts, cls(parts, extensions.on_step) as trainer:
+            yield trainer
+
+    def introduction(self) -> Iterator[str]:
+        yield render_batch_table(batch_table(self.config, self.config.topology()))
+        for rule, (low, high) in self.config.algorithm.rollout_correction.rejection_bounds():
+            yield f"rollout_rs={rule} accepts values from {low:g} to {high:g}"
+
+    def init_models(self) -> None:
+        pending = [submit(role.init_model) for role in self.parts.roles()]
+        for init in pending:
+            init.result()
+
     # -- training step ----------------------------------------------------------------------------
 
-    def step(self, prompts: DataProto) -> dict[str, float]:
-        """Run one training step: generate, score, evaluate, compute advantages, update critic and actor."""
-        config, parts, metrics = self.config, self.parts, StepMetrics(self.parts.status)
+    def collect(self, inputs: DataProto, metrics: StepMetrics) -> Responses:
+        """Generate responses to prompts. With dynamic sampling, they are already scored."""
         if self.needs_greedy:
-            prompts = self._add_baselines(prompts, metrics)
-        scoring: PendingScores | None = None
-        if config.algorithm.filter_groups.enable:
-            batch = sample_informative_prompts(prompts, self._generate_and_score, parts.loader, config, metrics)
-        else:
-            batch, scoring = self._generate(prompts, metrics)
-        batch = self._evaluate(batch, scoring, metrics)
+            inputs = self._add_baselines(inputs, metrics)
+        if not self.config.algorithm.filter_groups.enable:
+            return self._generate(inputs, metrics)
+        generate, loader = self._generate_and_score, self.parts.loader
+        return sample_informative_prompts(inputs, generate, loader, self.config, metrics), None
+
+    def step(self, responses: Responses, metrics: StepMetrics) -> dict[str, float]:
+        """Learn from responses: score, evaluate, compute advantages, update critic and actor."""
+        config, parts, batch = self.config, self.parts, self._evaluate(*responses, metrics)
         with metrics.phase("adv"):
             rewards, penalty = compute_token_rewards(batch, config.algorithm, self.kl)
             batch = batch.union(rewards)
@@ -142,9 +149,8 @@ class PPOTrainer:
         metrics.add(batch_metrics(batch))
         if compared is not None:
             metrics.add(mismatch(compared))
-        self._batch = batch
-        values = metrics.finished(batch)
-        return call_hooks(self.on_step, self.global_step, batch, values) if self.on_step else values
+        self.batch = batch
+        return metrics.finished(batch)
 
     def _evaluate(self, batch: DataProto, scoring: PendingScores | None, metrics: StepMetrics) -> DataProto:
         """Add scores, reference log-probs, values and, unless the update computes them, old log-probs.
@@ -249,136 +255,28 @@ class PPOTrainer:
         seed = shuffle_seed(self.config.trainer.seed, self.global_step) if section.shuffle else None
         return shard_rows(count, mini_batch, section.ppo_epochs, seed, dp_size)
 
-    # -- training loop ---------------------------------------------------------------------------------
+    # -- after the step ---------------------------------------------------------------------------
 
-    def prepare(self) -> SavedCheckpoint | None:
-        """Build the models. If the run resumes from a checkpoint, load and return it."""
-        self.parts.status.enter("load")
-        saved = self._checkpoint_to_resume()
-        if saved is not None:
-            check_resume(saved, self.config, self.parts.trained, self.input_checksums)
-        pending = [submit(role.init_model) for role in self.parts.roles()]
-        for init in pending:
-            init.result()
-        if saved is not None:
-            for name, role in self.parts.trained.items():
-                role.load_checkpoint(saved.role(name))
-            self.parts.loader.load_state_dict(saved.state["loader"])
-            self.kl.load_state_dict(saved.state["kl"])
-            self.best.load_state_dict(saved.state["best"])
-            self.idle.load_state_dict(saved.state.get("idle", {}))
-            self.global_step = saved.step
-            if not self.config.trainer.val_only:
-                log_resume(saved, self.parts.total_steps)
-        if self.config.trainer.resume_mode != "auto" and not self.config.trainer.val_only:
-            self.parts.checkpoints.move_aside(after=self.global_step)
-        if not self.config.trainer.val_only:
-            recorded = recorded_steps(saved, self.parts.folder)
-            self.parts.samples.start(None if saved is None else saved.step, recorded["samples"])
-        return saved
-
-    def fit(self, tracking: Tracking, stop: Stop | None = None) -> dict[str, float]:
-        """Train until the last step or a stop signal, or only validate (`val_only`). Return the last metrics.
-
-        If the scoring of a step does not end in time after a stop signal, the step is abandoned.
-        """
-        trainer, total, stop = self.config.trainer, self.parts.total_steps, stop or Stop()
-        saves, tests = Schedule(trainer.save_freq, SAVE_INTERVAL), Schedule(trainer.test_freq)
-        metrics: dict[str, float] = {}
-        if trainer.val_only or (trainer.val_before_train and self.global_step == 0):
-            metrics, is_validated = self._validate_first(tracking, tests)
-            if not is_validated:
-                stop.acknowledge(self.global_step, total)
-            if trainer.val_only or not is_validated:
-                return metrics
-        saved_step, is_good, should_save = self.global_step, True, False
-        loader_state = self.parts.loader.state_dict()
-        for prompts in self.parts.loader:
-            if self.global_step >= total or self.idle.is_over:
-                break
-            self.global_step += 1
-            self.parts.status.step = self.global_step
-            try:
-                metrics = self.step(prompts)
-            except ScoringAbandoned as error:
-                logger.warning("abandoned step %d: %s", self.global_step, error)
-                self.global_step -= 1
-                self.parts.loader.load_state_dict(loader_state)
-                if self.global_step > saved_step:
-                    self.save(prune=is_good)
-                stop.acknowledge(self.global_step, total)
-                break
-            metrics |= self.idle.check(self.global_step, self._batch, metrics)
-            self.save_samples()
-            is_last = self.global_step == total or self.parts.loader.exhausted or self.idle.is_over
-            should_save = should_save or self.idle.is_over or saves.is_due(self.global_step, is_last)
-            is_validated = True
-            if tests.is_due(self.global_step, is_last):
-                val_metrics = self._validate_step(tracking, tests, metrics)
-                is_validated = val_metrics is not None
-                if val_metrics is not None:
-                    should_save = self.best.update(val_metrics, self.global_step) or should_save
-                    metrics |= val_metrics
-            if self.examples:
-                tracking.log_samples([asdict(example) for example in self.examples], step=self.global_step)
-            tracking.log(metrics, step=self.global_step)
-            is_good = self.divergence.check_updates(self.global_step, metrics)
-            is_stopped = stop.requested is not None and not (is_last and is_validated)
-            if is_stopped or (should_save and (is_good or is_last)):
-                with saves.measure():
-                    self.save(prune=is_good)
-                saved_step, should_save = self.global_step, False
-            elif should_save:
-                self.divergence.check_outputs(self.global_step)
-            if is_stopped:
-                stop.acknowledge(self.global_step, total)
-                break
-            loader_state = self.parts.loader.state_dict()
-        if not stop.status:
-            self.idle.finish(self.global_step)
-        return metrics
-
-    def _validate_first(self, tracking: Tracking, tests: Schedule) -> tuple[dict[str, float], bool]:
-        """Validate before the first step. Return the metrics, and False if a stop signal ended the validation."""
-        try:
-            with tests.measure():
-                metrics = self.validate(tracking)
-        except ScoringAbandoned as error:
-            logger.warning("abandoned the validation before step %d: %s", self.global_step + 1, error)
-            return {}, False
-        tracking.log(metrics, step=self.global_step)
-        if not self.config.trainer.val_only:
-            self.best.update(metrics, step=0)
-        return metrics, True
-
-    def _validate_step(self, tracking: Tracking, tests: Schedule, metrics: dict[str, float]) -> dict[str, float] | None:
-        """Validate after a step. Return the metrics, or None if a stop signal ended the validation.
-
-        If the validation fails, log `metrics`, those of the step, first.
-        """
-        try:
-            with tests.measure():
-                self.divergence.check_outputs(self.global_step)
-                return self.validate(tracking)
-        except ScoringAbandoned as error:
-            logger.warning("abandoned the validation after step %d: %s", self.global_step, error)
-            return None
-        except CamshaftError:
-            tracking.log(metrics, step=self.global_step)
-            raise
-
-    def save_samples(self) -> None:
-        """Write the responses of the step, select those that are shown, and release the batch."""
-        batch, self._batch = self._batch, DataProto()
-        self.examples = best_and_worst(self.parts, batch) if self._shows_examples() else []
+    def after_step(self, metrics: dict[str, float]) -> None:
+        """Report a step in which nothing is trained, write its responses, and select those that are shown."""
+        metrics |= self.idle.check(self.global_step, self.batch, metrics)
+        self.is_over = self.idle.is_over
+        self.examples = best_and_worst(self.parts, self.batch) if self._shows_examples() else []
         if self.config.trainer.samples.enable:
-            self.parts.status.enter("samples")
-            self.parts.files.add(self.parts.samples.write(batch, self.global_step))
+            self.status.enter("samples")
+            self.files.add(self.parts.samples.write(self.batch, self.global_step))
+
+    def log_samples(self, tracking: Tracking) -> None:
+        if self.examples:
+            tracking.log_samples([asdict(example) for example in self.examples], step=self.global_step)
+
+    def finish(self) -> None:
+        """Raise IdleError if the run has ended because nothing was trained, unless its prompts are solved."""
+        self.idle.finish(self.global_step)
 
     def validate(self, tracking: Tracking) -> dict[str, float]:
         """Score and write responses to the validation prompts, and log the first `log_val_generations` of them."""
         trainer = self.config.trainer
-        self.parts.status.enter("validate")
         metrics, samples = validate(self.parts, self.config)
         logged_samples = samples[: trainer.log_val_generations]
         if logged_samples:
@@ -392,74 +290,43 @@ class PPOTrainer:
     def _write(self, samples: list[Sample], folder: str) -> None:
         path = Path(folder).expanduser() / f"step_{self.global_step}.jsonl"
         save_samples(samples, path)
-        self.parts.files.add(path)
+        self.files.add(path)
 
     # -- checkpoints ------------------------------------------------------------------------------
 
-    def save(self, prune: bool = True) -> None:
-        """Save the state of the run as an atomic checkpoint, unless a model has diverged, and prune old checkpoints.
-
-        The files of the steps up to this one are flushed to the disk before.
-        """
-        trainer, step = self.config.trainer, self.global_step
-        self.parts.status.enter("save")
-        self.divergence.check_outputs(step)
-        trained = self.parts.trained
-        roles = {name: partial(role.save_checkpoint, global_step=step) for name, role in trained.items()}
-        state = {
-            "loader": self.parts.loader.state_dict(),
-            "kl": self.kl.state_dict(),
-            "best": self.best.state_dict(),
-            "idle": self.idle.state_dict(),
-            "config": config_record(self.config),
-            "inputs": self.input_checksums,
-            "tokenizer": str(Path(self.parts.tokenizer.name_or_path).absolute()),
-            "recorded": {"metrics": self.parts.files.flush(), "samples": self.parts.samples.stored_steps()},
-        }
-        keep = {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep} if prune else {}
-        contents = {"actor": self.config.actor_rollout_ref.actor.checkpoint, "critic": self.config.critic.checkpoint}
-        exports = {
-            name: partial(role.export, tokenizer=self.config.tokenizer_path())
-            for name, role in trained.items()
-            if contents[name].saves_hf_model()
-        }
-        self.parts.checkpoints.save(step, roles, state, keep, exports, self.best.step)
-
-    def _checkpoint_to_resume(self) -> SavedCheckpoint | None:
-        trainer, checkpoints = self.config.trainer, self.parts.checkpoints
-        if trainer.resume_mode == "disable":
-            return None
+    def checkpoint_to_resume(self) -> SavedCheckpoint | None:
+        trainer = self.config.trainer
         if trainer.resume_mode == "resume_path":
             assert trainer.resume_from_path is not None, "validated by the config"
-            return checkpoints.open(trainer.resume_from_path)
-        return checkpoints.latest()
+            return self.checkpoints.open(trainer.resume_from_path)
+        return super().checkpoint_to_resume()
 
+    def prepare(self) -> SavedCheckpoint | None:
+        saved = super().prepare()
+        if not self.only_validates:
+            recorded = recorded_steps(saved, self.parts.folder)
+            self.parts.samples.start(None if saved is None else saved.step, recorded["samples"])
+        return saved
 
-def run_ppo(config: PPOConfig, extensions: Extensions | None = None) -> int:
-    """Train with one config, and return the exit status."""
-    extensions = extensions or Extensions()
-    check_libraries(config)
-    ranks = sum(spec.world_size for spec in pool_specs(config))
-    with contextlib.ExitStack() as stack:
-        run = stack.enter_context(session(config.trainer, ranks, extensions.from_python))
-        run.say_choices(config)
-        parts = stack.enter_context(PPOParts(config, extensions.reward))
-        config = parts.config
-        run.say(render_batch_table(batch_table(config, config.topology())))
-        for rule, (low, high) in config.algorithm.rollout_correction.rejection_bounds():
-            run.say(f"rollout_rs={rule} accepts values from {low:g} to {high:g}")
-        trainer = PPOTrainer(config, parts, extensions.on_step)
-        saved = trainer.prepare()
-        only_validate = config.trainer.val_only
-        resumed, subfolder = (None, "validation") if only_validate else (saved, "")
-        with run.tracking(config, parts.total_steps, resumed, subfolder) as tracking, frozen_objects():
-            stop = run.listen(parts.stop, extensions.from_python)
-            trainer.fit(tracking, stop)
-            parts.finish_saving()  # write all checkpoints before the trackers report the run as finished
-            if stop.status:
-                tracking.ending = "stopped"
-        if stop.status:
-            run.say_how_to_resume()
-        elif not only_validate:
-            run.say_results(parts.total_steps, parts.loader.steps_per_epoch)
-    return stop.status
+    def state(self) -> dict[str, Any]:
+        tokenizer = str(Path(self.parts.tokenizer.name_or_path).absolute())
+        return {"kl": self.kl.state_dict(), "idle": self.idle.state_dict(), "tokenizer": tokenizer}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        self.kl.load_state_dict(state["kl"])
+        self.idle.load_state_dict(state.get("idle", {}))
+
+    def recorded(self) -> dict[str, Ranges]:
+        return super().recorded() | {"samples": self.parts.samples.stored_steps()}
+
+    def keep(self) -> dict[str, int | None]:
+        trainer = self.config.trainer
+        return {"actor": trainer.max_actor_ckpt_to_keep, "critic": trainer.max_critic_ckpt_to_keep}
+
+    def exports(self) -> dict[str, Callable[[str, str | None], None]]:
+        contents = {"actor": self.config.actor_rollout_ref.actor.checkpoint, "critic": self.config.critic.checkpoint}
+        return {
+            name: partial(role.export, tokenizer=self.config.tokenizer_path())
+            for name, role in self.trained.items()
+            if contents[name].saves_hf_model()
+        }

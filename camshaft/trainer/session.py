@@ -13,14 +13,14 @@ import logging
 import numbers
 import shlex
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from camshaft import storage
-from camshaft.checkpoint import CheckpointManager, SavedCheckpoint
+from camshaft.checkpoint import SavedCheckpoint
 from camshaft.checkpoint.manager import LATEST
 from camshaft.config import (
     PPOConfig,
@@ -40,14 +40,13 @@ from camshaft.config.tree import shorten
 from camshaft.controller.placement import check_device
 from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
-from camshaft.errors import CamshaftError, ConfigError
+from camshaft.errors import ConfigError
 from camshaft.machine import CPU, describe_contention
 from camshaft.masking import printable
 from camshaft.plugins import install_command
 from camshaft.rewards.callables import name_of
 from camshaft.rewards.manager import FAILED_REWARDS
 from camshaft.rewards.messages import FunctionSpec
-from camshaft.roles import ActorRolloutRefWorker, CriticWorker, SupervisedWorker
 from camshaft.stop import Stop, handle_stop_signals
 from camshaft.subprocesses import open_closed_streams
 from camshaft.temporary import remove_leftovers
@@ -191,18 +190,6 @@ def _unused(folder: Path) -> Path:
     others = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     names = itertools.chain([folder], others)
     return next(path for path in names if not path.exists())
-
-
-def finish_saving(
-    roles: Iterable[ActorRolloutRefWorker | CriticWorker | SupervisedWorker],
-    checkpoints: CheckpointManager,
-    failed: bool,
-) -> None:
-    """Wait for checkpoints that are being written in the background, and complete the last one."""
-    for finish in (*(role.wait_for_checkpoint for role in roles), checkpoints.bind):
-        # If the run failed, that error is reported, and errors of workers that ended because of it are suppressed.
-        with contextlib.suppress(CamshaftError, OSError) if failed else contextlib.nullcontext():
-            finish()
 
 
 def fit_batch(config: TrainingConfig, rows: int) -> TrainingConfig:

@@ -1,10 +1,10 @@
 """Every config key is read by the code. The test follows types through the source to find the reads.
 
 A read is an attribute access on an expression whose type is a section: a parameter with that annotation, a name or
-an attribute of `self` that was assigned from one, or a field of another section. A key counts as read if its last
-name is read from its section and each section above it is read from its parent. A read of the actor's `optim.lr`
-therefore does not count for `critic.optim.lr`. If the type of an expression is unknown (an item of a list, say), a
-read counts for a key whose name is unique among all sections.
+an attribute of `self` that was assigned from one, or a field of another section. A type variable stands for its bound.
+A key counts as read if its last name is read from its section and each section above it is read from its parent. A read
+of the actor's `optim.lr` therefore does not count for `critic.optim.lr`. If the type of an expression is unknown (an
+item of a list, say), a read counts for a key whose name is unique among all sections.
 
 Config checks do not act on a key, so their reads count only for the keys of `ONLY_CHECKED`.
 """
@@ -75,6 +75,8 @@ class Reader:
     attributes: dict[str, dict[str, Kinds]] = field(default_factory=dict)
     """Class -> attribute of self -> its types."""
     bases: dict[str, list[str]] = field(default_factory=dict)
+    bounds: dict[str, Kinds] = field(default_factory=dict)
+    """Type variable of the current file -> the types of its bound."""
 
     def read(self, sources: Iterable[str]) -> None:
         trees = [ast.parse(source) for source in sources]
@@ -82,13 +84,15 @@ class Reader:
             self.reads.clear()
             self.loose.clear()
             for tree in trees:
+                self.bounds = {}
                 self._body(tree, {}, None)
 
     # -- statements -------------------------------------------------------------------------------
 
     def _body(self, node: ast.AST, names: dict[str, Kinds], inside: str | None) -> None:
         if isinstance(node, ast.ClassDef):
-            self.bases[node.name] = [base.id for base in node.bases if isinstance(base, ast.Name)]
+            bases = [base.value if isinstance(base, ast.Subscript) else base for base in node.bases]
+            self.bases[node.name] = [base.id for base in bases if isinstance(base, ast.Name)]
             for child in node.body:
                 self._body(child, {}, node.name)
             return
@@ -120,8 +124,9 @@ class Reader:
     def _annotated(self, annotation: ast.expr | None) -> Kinds:
         if annotation is None:
             return NOTHING
-        parts = (node.id for node in ast.walk(annotation) if isinstance(node, ast.Name))
-        return frozenset(self.classes[part] for part in parts if part in self.classes)
+        parts = [node.id for node in ast.walk(annotation) if isinstance(node, ast.Name)]
+        named = frozenset(self.classes[part] for part in parts if part in self.classes)
+        return named.union(*(self.bounds.get(part, NOTHING) for part in parts))
 
     def _assign(self, target: ast.expr, value: ast.expr, names: dict[str, Kinds], inside: str | None) -> None:
         if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
@@ -129,6 +134,9 @@ class Reader:
                 self._assign(left, right, names, inside)
         elif isinstance(target, ast.Name):
             names[target.id] = self._kinds(value, names, inside)
+            if isinstance(value, ast.Call) and ast.unparse(value.func) == "TypeVar":
+                bound = next((keyword.value for keyword in value.keywords if keyword.arg == "bound"), None)
+                self.bounds[target.id] = self._annotated(bound)
         elif _of_self(target) and inside is not None:
             assert isinstance(target, ast.Attribute)
             attributes = self.attributes.setdefault(inside, {})

@@ -107,7 +107,8 @@ def test_best_step_by_the_metric_is_saved(
     """Run three empty steps with the validation metrics 0.5, 0.25 and 0.75."""
     saved_steps: list[int] = []
     values = iter((0.5, 0.25, 0.75))
-    monkeypatch.setattr(PPOTrainer, "step", lambda trainer, prompts: {})
+    monkeypatch.setattr(PPOTrainer, "collect", lambda trainer, prompts, metrics: None)
+    monkeypatch.setattr(PPOTrainer, "step", lambda trainer, responses, metrics: {})
     monkeypatch.setattr(IdleCheck, "check", lambda check, step, batch, metrics: {})
     monkeypatch.setattr(PPOTrainer, "validate", lambda trainer, tracking: {"val/x": next(values)})
     monkeypatch.setattr(PPOTrainer, "save", lambda trainer, prune: saved_steps.append(trainer.global_step))

@@ -108,11 +108,10 @@ def run_ppo(folder: Path, overrides: Mapping[str, Any] | None = None, steps: int
     """Train for `steps` steps and return them. A validation before training is the first entry."""
     lengths = {"trainer.total_training_steps": steps, "trainer.total_epochs": steps}
     config = ppo_config(folder, {**lengths, **(overrides or {})})
-    with PPOParts(config) as parts:
-        trainer = PPOTrainer(parts.config, parts)
-        trainer.rewards = watched = _WatchedRewards(parts.rewards)  # pyright: ignore[reportAttributeAccessIssue]
+    with PPOTrainer.open(config) as trainer:
+        trainer.rewards = watched = _WatchedRewards(trainer.rewards)  # pyright: ignore
         trainer.prepare()
-        recorder = _Recorder(parts, watched)
+        recorder = _Recorder(trainer.parts, watched)
         trainer.fit(recorder)  # pyright: ignore[reportArgumentType]
     return recorder.steps
 

@@ -56,12 +56,11 @@ def run_with_vllm(folder: Path, overrides: Mapping[str, Any] | None = None, step
     with_wide_heads(folder)
     lengths = {"trainer.total_training_steps": steps, "trainer.total_epochs": steps}
     config = ppo_config(folder, {**FOR_VLLM, **lengths, **(overrides or {})})
-    with PPOParts(config) as parts:
-        trainer = PPOTrainer(parts.config, parts)
+    with PPOTrainer.open(config) as trainer:
         trainer.prepare()
         model = config.actor_rollout_ref.model
         scaling = model.lora_alpha / max(model.lora_rank, 1)
-        listener = _Listener(parts, folder / "actor", config.data.max_response_length, scaling)
+        listener = _Listener(trainer.parts, folder / "actor", config.data.max_response_length, scaling)
         trainer.fit(listener)  # pyright: ignore[reportArgumentType]
     return listener.steps
 

@@ -75,11 +75,11 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Statuses:
     def replace(*statuses: int) -> list[int]:
         seeds: list[int] = []
 
-        def train(config: PPOConfig) -> int:
+        def train(config: PPOConfig, _: object) -> int:
             seeds.append(config.trainer.seed)
             return statuses[len(seeds) - 1]
 
-        monkeypatch.setattr("camshaft.trainer.ppo.run_ppo", train)
+        monkeypatch.setattr("camshaft.trainer.loop.run", train)
         return seeds
 
     return replace
@@ -153,19 +153,19 @@ def test_an_invalid_number_of_ranks_is_rejected(ranks: str, capsys: pytest.Captu
     ],
 )
 def test_errors_of_a_run_become_one_message(error, status: int, message: str, monkeypatch, tmp_path: Path) -> None:
-    def train(_: PPOConfig) -> int:
+    def train(*_: object) -> int:
         raise error
 
-    monkeypatch.setattr("camshaft.trainer.ppo.run_ppo", train)
+    monkeypatch.setattr("camshaft.trainer.loop.run", train)
     run = camshaft("ppo", *ppo_args(tmp_path))
     assert (run.status, run.err) == (status, message)
 
 
 def test_unexpected_errors_keep_their_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def train(_: PPOConfig) -> int:
+    def train(*_: object) -> int:
         raise ZeroDivisionError("in the run")
 
-    monkeypatch.setattr("camshaft.trainer.ppo.run_ppo", train)
+    monkeypatch.setattr("camshaft.trainer.loop.run", train)
     with pytest.raises(ZeroDivisionError, match="in the run"):
         main(["ppo", *ppo_args(tmp_path)])
 

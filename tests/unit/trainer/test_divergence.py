@@ -16,7 +16,6 @@ from camshaft.config import load_sft
 from camshaft.errors import DivergenceError, RewardError
 from camshaft.roles.base import SkippedSteps
 from camshaft.tracking import RunInfo, Tracking
-from camshaft.trainer.build import PPOParts
 from camshaft.trainer.divergence import DivergenceCheck
 from camshaft.trainer.ppo import PPOTrainer
 from camshaft.trainer.supervised import SFTTrainer
@@ -63,8 +62,7 @@ def test_the_step_before_a_validation_of_a_diverged_actor_is_logged(tmp_path: Pa
             logged.append(step)
 
     settings = {ACTOR: 1e30, "trainer.test_freq": 1, "trainer.total_training_steps": 2}
-    with PPOParts(ppo_config(tmp_path, settings)) as parts:
-        trainer = PPOTrainer(parts.config, parts)
+    with PPOTrainer.open(ppo_config(tmp_path, settings)) as trainer:
         trainer.prepare()
         with (
             Recorder([], RunInfo("p", "e", tmp_path, 2, None, {})) as tracking,

@@ -15,7 +15,6 @@ from camshaft.config import load_sft
 from camshaft.errors import BatchError, CheckpointError
 from camshaft.models.tiny import make_tiny_model
 from camshaft.tracking import RunInfo, Tracking
-from camshaft.trainer.build import PPOParts
 from camshaft.trainer.ppo import PPOTrainer
 from camshaft.trainer.resume import config_record, list_changes
 from camshaft.trainer.supervised import SFTTrainer
@@ -40,13 +39,12 @@ def run(folder: Path, overrides: dict[str, Any], saves_to: Path | None = None, s
     """Start or resume a run up to so many steps; return the folder of the newest step, or of a repeated save."""
     config = ppo_config(folder, {**BUSY, "trainer.total_training_steps": steps, **overrides})
     info = RunInfo("p", "e", folder, steps)
-    with PPOParts(config) as parts, Tracking([], info) as tracking:
-        trainer = PPOTrainer(parts.config, parts)
+    with PPOTrainer.open(config) as trainer, Tracking([], info) as tracking:
         trainer.prepare()
         if saves_to is None:
             trainer.fit(tracking)
-            return parts.checkpoints.root / f"global_step_{steps}"
-        parts.checkpoints = CheckpointManager(saves_to)
+            return trainer.checkpoints.root / f"global_step_{steps}"
+        trainer.checkpoints = CheckpointManager(saves_to)
         trainer.save()
         return saves_to / f"global_step_{trainer.global_step}"
 

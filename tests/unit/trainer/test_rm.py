@@ -92,7 +92,7 @@ def oracle(home: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[d
     model: Any = AutoModelForSequenceClassification.from_pretrained(home / "start", dtype=torch.float64)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01)
     steps = []
-    for batch in trainer.loader:
+    for batch in trainer.source:
         losses, lead = oracle_terms(model, batch)
         optimizer.zero_grad()
         losses.mean().backward()

@@ -13,7 +13,8 @@ from camshaft.cli import main
 from camshaft.config import load_ppo
 from camshaft.config.checks.backends import required_libraries
 from camshaft.errors import ConfigError
-from camshaft.trainer.ppo import run_ppo
+from camshaft.trainer.loop import run
+from camshaft.trainer.ppo import PPOTrainer
 
 
 def words(folder: Path) -> list[str]:
@@ -84,7 +85,7 @@ def test_missing_library_is_an_error_before_the_run(
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == library else installed(name))
     (key, value) = next(iter(settings.items()))
     with pytest.raises(ConfigError, match=rf"^{re.escape(key)}={value} requires '{library}', which is not installed"):
-        run_ppo(config)
+        run(config, PPOTrainer.open)
     assert not (tmp_path / "run").exists()
 
 

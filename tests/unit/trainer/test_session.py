@@ -4,7 +4,6 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -15,11 +14,11 @@ from camshaft.config import TrainerConfig
 from camshaft.controller.placement import check_device
 from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
-from camshaft.errors import ConfigError, WorkerError
+from camshaft.errors import ConfigError
 from camshaft.tracking import RunInfo, Tracker
 from camshaft.tracking.run_folder import RunFolder
 from camshaft.tracking.terminal import log_to_console
-from camshaft.trainer.session import finish_saving, run_length, session
+from camshaft.trainer.session import run_length, session
 from camshaft.view.advice import advise
 
 
@@ -205,15 +204,6 @@ except KeyError:
 def test_a_full_disk_behind_the_output_does_not_end_a_run(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], check=False).returncode == 3
     assert (tmp_path / "log.txt").read_text().count("standard output cannot be written: File too large") == 1
-
-
-def test_a_failed_run_waits_for_the_checkpoints_of_all_roles() -> None:
-    ended, critic = Mock(), Mock()
-    ended.wait_for_checkpoint.side_effect = WorkerError("its workers have ended")
-    checkpoints = Mock()
-    finish_saving([ended, critic], checkpoints, failed=True)
-    critic.wait_for_checkpoint.assert_called_once()
-    checkpoints.bind.assert_called_once()
 
 
 def test_the_suggested_export_folder_does_not_exist(

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from camshaft.config import load_sft
 from camshaft.dataproto import DataProto
 from camshaft.errors import CheckpointError
+from camshaft.trainer.metrics import StepMetrics
 from camshaft.trainer.supervised import SFTTrainer
 
 
@@ -19,6 +20,10 @@ def trainer_of(folder: Path, **overrides: Any) -> SFTTrainer:
     trainer = SFTTrainer(load_sft(args))
     trainer.prepare()
     return trainer
+
+
+def learn(trainer: SFTTrainer, batch: DataProto) -> dict[str, float]:
+    return trainer.step(batch, StepMetrics(trainer.status))
 
 
 def oracle_loss(model: Any, rows: DataProto) -> float:
@@ -37,17 +42,17 @@ def test_losses_match_transformers_over_all_trained_tokens(tmp_path: Path) -> No
     trainer = trainer_of(tmp_path, **{"data.train_batch_size": 6, "data.micro_batch_size_per_gpu": 4})
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "actor")
     assert trainer.val_rows is not None
-    assert trainer.validate(trainer.val_rows)["val/loss"] == pytest.approx(
+    assert trainer.evaluate(trainer.val_rows)["val/loss"] == pytest.approx(
         oracle_loss(model, trainer.val_rows), rel=1e-5
     )
-    batch = next(iter(trainer.loader))
-    assert trainer.step(batch)["train/loss"] == pytest.approx(oracle_loss(model, batch), rel=1e-5)
+    batch = next(iter(trainer.source))
+    assert learn(trainer, batch)["train/loss"] == pytest.approx(oracle_loss(model, batch), rel=1e-5)
 
 
 def test_a_step_trains_and_reports_its_learning_rate(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, **{"optim.lr": 0.01, "optim.lr_warmup_steps": 2})
-    batch = next(iter(trainer.loader))
-    steps = [trainer.step(batch) for _ in range(3)]
+    batch = next(iter(trainer.source))
+    steps = [learn(trainer, batch) for _ in range(3)]
     assert steps[0]["train/loss"] > steps[1]["train/loss"] > steps[2]["train/loss"]
     assert [step["train/lr"] for step in steps] == [0.005, 0.01, 0.01]
     assert steps[0]["train/skipped_steps"] == 0
@@ -58,7 +63,8 @@ def test_the_log_tells_training_data_from_validation_data(tmp_path: Path, caplog
     with caplog.at_level(logging.INFO, "camshaft.data"):
         trainer = trainer_of(tmp_path)
     assert trainer.val_rows is not None
-    files = {"training": len(trainer.loader.data), "validation": len(trainer.val_rows)}
+    source: Any = trainer.source
+    files = {"training": len(source.data), "validation": len(trainer.val_rows)}
     for message, (kind, count) in zip(caplog.messages, files.items(), strict=True):
         assert message.startswith(f"{kind} data: {count} sequences, ")
     assert caplog.messages[1].endswith(f"from {tmp_path}/data/sft_heldout.parquet")
@@ -74,12 +80,12 @@ def test_a_taken_export_folder_is_an_error_before_training(tmp_path: Path) -> No
 def test_the_model_folder_is_optional_and_removed_with_its_step(tmp_path: Path) -> None:
     contents = {"checkpoint.save_contents": "[model,optimizer,extra,hf_model]", "trainer.max_ckpt_to_keep": 1}
     trainer = trainer_of(tmp_path, **contents)
-    batch = next(iter(trainer.loader))
+    batch = next(iter(trainer.source))
     for trainer.global_step in (1, 2):
-        trainer.step(batch)
+        learn(trainer, batch)
         trainer.save()
     root = tmp_path / "sft"
     assert not (root / "global_step_1").exists()
     assert sorted(path.name for path in (root / "global_step_2").iterdir()) == ["model", "model_huggingface", "trainer"]
     exported: Any = AutoModelForCausalLM.from_pretrained(root / "global_step_2" / "model_huggingface")
-    assert trainer.step(batch)["train/loss"] == pytest.approx(oracle_loss(exported, batch), rel=1e-5)
+    assert learn(trainer, batch)["train/loss"] == pytest.approx(oracle_loss(exported, batch), rel=1e-5)
