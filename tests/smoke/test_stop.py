@@ -2,6 +2,7 @@
 
 import os
 import pty
+import shutil
 import signal
 import sys
 import time
@@ -75,7 +76,7 @@ def test_sigusr1_ends_a_supervised_run_without_export(
     assert (result.status, steps(run)) == (138, [3])
     assert not (run / "huggingface").exists()
     assert "wrote" not in result.out
-    storage.remove(run)
+    shutil.rmtree(run)
     result = run_until(4, run, command, monkeypatch, signal.SIGUSR1)
     assert result.status == 0
     assert (run / "huggingface").is_dir()
