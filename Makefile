@@ -4,8 +4,10 @@
 # make check         format, lint and types
 # make test-fast     a contributor's first check, under a minute: algorithms, config, data, batches, one engine
 # make test          what CI runs: check, test-kernels, test-vllm and test-engines side by side, then test-main
-# make test-all      make test, test-slow, test-titan, test-megatron(-slow), test-server, test-matrix, test-cluster (hours)
-# make test-main     the test suite of the package, without its slow cases and without optional libraries
+# make test-nightly  builds of the distributions and of the site, the notebook, the benchmark scripts
+# make test-all      make test, test-nightly, test-slow, test-remote, test-titan, test-megatron(-slow), test-server,
+#                    test-matrix, test-cluster (hours)
+# make test-main     the test suite of the package, without its nightly and slow cases and without optional libraries
 # make test-slow     the cases that test-main leaves out: every layout of a run, kills at random moments, more random inputs
 # make test-kernels  GPU kernels, in Triton's interpreter and compiler
 # make test-vllm     the vLLM rollout, with a CPU build of vLLM
@@ -75,11 +77,13 @@ ALONE = $(shell grep -rlE --include='test_*.py' 'mark\.alone' tests)
 SUITE := not matrix and not vllm and not sglang and not megatron and not titan and not cluster and not interpreted and not compiled and not remote and not page
 # Tests of the CUDA code path on tensors of another device. Where Triton is installed, they take the path of its kernels.
 WITH_TRITON := tests/unit/engine/test_no_host_sync.py tests/unit/models/test_logprob_memory.py
+NIGHTLY := tests/packaging tests/unit/benchmarks tests/smoke/test_closed_pipe.py tests/smoke/test_notebook.py \
+	tests/smoke/test_shadowed.py tests/smoke/test_site.py
 FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/config/test_schema.py \
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo gpu-packages test test-fast test-all test-main test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
+.PHONY: demo gpu-packages test test-fast test-all test-main test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
 
 install: $(INSTALLED)
 
@@ -170,7 +174,7 @@ test: $(INSTALLED) $(TRITON_INSTALLED) $(VLLM_INSTALLED) $(MEGATRON_INSTALLED) $
 	$(MAKE) --jobs=4 --output-sync=target check test-kernels test-vllm test-engines
 	$(MAKE) test-main
 
-test-all: test test-slow test-remote test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
+test-all: test test-nightly test-slow test-remote test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
 
 test-fast: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "$(SUITE) and not slow and not alone" \
@@ -178,8 +182,12 @@ test-fast: $(INSTALLED)
 
 # Two tests at a time, then those that bound a time: they mostly wait, so two of them do not delay each other.
 test-main: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and not slow and not alone"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and not slow and not alone" \
+		$(NIGHTLY:%=--ignore=%)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "$(SUITE) and not slow and alone" $(ALONE)
+
+test-nightly: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and not slow" $(NIGHTLY)
 
 test-slow: $(INSTALLED) $(TRITON_INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and slow and not alone"
