@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -37,6 +38,12 @@ def _preload_fork_server() -> Iterator[None]:
     for name in ("support.tiny", "support.ppo_runs"):  # processes of pytest-xdist end without finalizers
         if module := sys.modules.get(name):
             module.HOME.cleanup()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder for the files and runs that the tests of a module share; a module may fill it."""
+    return tmp_path_factory.mktemp("home")
 
 
 @pytest.fixture(autouse=True, scope="module")

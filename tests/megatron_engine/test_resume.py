@@ -46,9 +46,8 @@ def lines(run: Path) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(home: Path) -> Path:
     """Return a folder with an uninterrupted run in its folder `whole`."""
-    home = tmp_path_factory.mktemp("home")
     assert camshaft(*run_args(home, home / "whole")).status == 0
     return home
 

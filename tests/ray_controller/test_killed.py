@@ -69,12 +69,11 @@ def _environment() -> Any:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(home: Path) -> Path:
     """Return a folder with an uninterrupted run in its folder `whole`."""
-    folder = tmp_path_factory.mktemp("home")
-    result = finished(start("-m", "camshaft", *run_args(folder, folder / "whole")))
+    result = finished(start("-m", "camshaft", *run_args(home, home / "whole")))
     assert result.status == 0, result.err
-    return folder
+    return home
 
 
 def run_args(home: Path, run: Path) -> list[str]:

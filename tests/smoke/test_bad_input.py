@@ -35,9 +35,8 @@ ANSWERED = {"data_source": "x", "prompt": [{"role": "user", "content": "1+1="}],
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(home: Path) -> Path:
     """Return a folder with valid models and data."""
-    home = tmp_path_factory.mktemp("home")
     ppo_args(home)
     return home
 

@@ -31,9 +31,8 @@ HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info):\
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(home: Path) -> Path:
     """Return a folder with a model and prompts."""
-    home = tmp_path_factory.mktemp("home")
     ppo_args(home)
     return home
 

@@ -23,8 +23,7 @@ SCORED: dict[str, Any] = {"reward_model.enable": True, "reward_model.micro_batch
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("home")
+def home(home: Path) -> Path:
     ppo_args(home)  # writes data, actor and critic
     make_tiny_reward_model(home / "rm")
     return home

@@ -38,11 +38,6 @@ def test_rollout_and_engine_agree_on_sampled_tokens(rollout: str, engine: str, t
         assert step.metrics["rollout/effective_sample_share"] > 0.999
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("gae", "rloo", "remax"))) for n in ESTIMATORS]
 )

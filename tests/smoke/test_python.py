@@ -36,10 +36,9 @@ def count_distinct(step: int, batch: DataProto, metrics: dict[str, float]) -> di
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("home")
-    make_tiny_model(folder / "tiny", hidden=32)
-    return folder
+def home(home: Path) -> Path:
+    make_tiny_model(home / "tiny", hidden=32)
+    return home
 
 
 @pytest.fixture(scope="module")

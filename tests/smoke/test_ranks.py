@@ -196,9 +196,8 @@ def run_args(home: Path, run: Path, async_save: bool) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(home: Path) -> Path:
     """Return a folder with an uninterrupted run in its folder `whole`."""
-    home = tmp_path_factory.mktemp("home")
     assert camshaft(*run_args(home, home / "whole", async_save=False)).status == 0
     return home
 

@@ -62,8 +62,7 @@ SFT: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("home")
+def home(home: Path) -> Path:
     ppo_args(home)
     return home
 

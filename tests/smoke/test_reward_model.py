@@ -29,9 +29,8 @@ def server() -> None:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(home: Path) -> Path:
     """Return a folder with data, a policy, and a reward model in `rm` with another tokenizer and chat template."""
-    home = tmp_path_factory.mktemp("home")
     ppo_args(home)  # writes data and policy
     make_tiny_reward_model(home / "rm", template=NEWLINE, turned=True)
     return home

@@ -25,8 +25,7 @@ pytestmark = pytest.mark.timeout(150)
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("home")
+def home(home: Path) -> Path:
     rm_args(home)
     return home
 

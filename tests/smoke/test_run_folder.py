@@ -19,9 +19,8 @@ NAMED = set(re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", PAGE, flags=re.DOT
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(home: Path) -> Path:
     """Train with every column that a file can have, and repeat the run without samples in `plain`."""
-    home = tmp_path_factory.mktemp("home")
     overrides = {
         "actor_rollout_ref.rollout.n": 2,
         "algorithm.use_kl_in_reward": True,

@@ -38,8 +38,7 @@ def _no_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("home")
+def home(home: Path) -> Path:
     ppo_config(home)
     for name, count in {"train": ROWS, "val": 4, "more": ROWS + 1}.items():
         write_parquet(home / f"{name}.parquet", rows(count))

@@ -65,11 +65,6 @@ def filled(value: Any, folder: Path) -> Any:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="module")
 def usual(home: Path) -> Callable[[Mapping[str, Any]], PPOConfig]:
     """Return configs without the key, each built once."""
     configs: dict[str, PPOConfig] = {}

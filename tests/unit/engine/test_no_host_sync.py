@@ -38,11 +38,6 @@ LOSSES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("waits")
-
-
 @pytest.fixture
 def accelerator(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     with accelerated(monkeypatch) as device:

@@ -52,11 +52,6 @@ def server() -> None:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("home")
-
-
-@pytest.fixture(scope="module")
 def one_rank(home: Path) -> list[Step]:
     return run_ppo(home, FULL, steps=2)
 

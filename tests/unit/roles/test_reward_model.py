@@ -27,9 +27,8 @@ ANSWERS = ["3", "30!", "", "fifteen"]
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(home: Path) -> Path:
     """Return a folder with reward models in `same` (the policy's tokens) and `other` (other token ids and template)."""
-    home = tmp_path_factory.mktemp("reward")
     make_tiny_reward_model(home / "same")
     make_tiny_reward_model(home / "other", template=NEWLINE, turned=True)
     return home

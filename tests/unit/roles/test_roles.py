@@ -27,11 +27,6 @@ TEMPERATURE = 0.7
 STEPS = 10
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("roles")
-
-
 def config_of(home: Path, **overrides: Any) -> PPOConfig:
     keys = {key.replace("__", "."): value for key, value in overrides.items()}
     return ppo_config(home, {"actor_rollout_ref.rollout.temperature": TEMPERATURE, **keys})

@@ -27,14 +27,13 @@ pytestmark = pytest.mark.timeout(200)
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two runs of `camshaft sft`."""
-    folder = tmp_path_factory.mktemp("home")
+def home(home: Path) -> Path:
+    """Return a folder with two runs of `camshaft sft`."""
     for name, lr in (("low", 1e-4), ("high", 1e-2)):
-        keys = {"optim.lr": lr, "trainer.default_local_dir": folder / name, "trainer.total_training_steps": 2}
-        done = camshaft("sft", *sft_args(folder, keys))
+        keys = {"optim.lr": lr, "trainer.default_local_dir": home / name, "trainer.total_training_steps": 2}
+        done = camshaft("sft", *sft_args(home, keys))
         assert done.status == 0, done.err
-    return folder
+    return home
 
 
 def test_runs_of_the_command_line_are_compared(home: Path) -> None:

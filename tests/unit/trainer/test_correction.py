@@ -43,11 +43,6 @@ def batch_of() -> DataProto:
     )
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("correction")
-
-
 Run = Callable[[Mapping[str, Any]], Step]
 
 

@@ -28,11 +28,6 @@ DROPPED = (1, 4)
 KEPT = [row for row in range(len(LENGTHS)) if row not in DROPPED]
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("drop")
-
-
 def estimated(batch: DataProto, config: AlgorithmConfig) -> DataProto:
     """Run `compute_advantages` with the configured estimator."""
     return compute_advantages(batch, config, load_estimator(config))

@@ -18,8 +18,7 @@ SCORED = {"custom_reward_function.name": "exact_match"}
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    home = tmp_path_factory.mktemp("home")
+def home(home: Path) -> Path:
     ppo_args(home)
     return home
 

@@ -50,11 +50,10 @@ def run(folder: Path, overrides: dict[str, Any], saves_to: Path | None = None, s
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(home: Path) -> Path:
     """Return a folder with a run of two steps."""
-    folder = tmp_path_factory.mktemp("home")
-    run(folder, {})
-    return folder
+    run(home, {})
+    return home
 
 
 KINDS = {

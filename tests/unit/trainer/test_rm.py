@@ -45,9 +45,8 @@ class Recorder:
 
 
 @pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def home(home: Path) -> Path:
     """Return a folder with a reward model `start`, pairs with margins in `pairs.parquet`, and odd `heldout.parquet`."""
-    home = tmp_path_factory.mktemp("home")
     rm_args(home)
     make_tiny_reward_model(home / "start")
     for name, split, count in (("pairs", "train", 24), ("heldout", "heldout", 7)):
