@@ -15,13 +15,14 @@ import pytest
 import torch
 from support import even_digits
 from support.command_line import ROOT
+from support.forked_python import fork_python
 
 import camshaft
 from benchmarks.plan import run_arguments, write_inputs
 from camshaft.config import PPOConfig, compose
 from camshaft.errors import WorkerError
 from camshaft.models.tiny import make_tiny_model
-from camshaft.planning import memory_error
+from camshaft.planning import memory_error, plan_process
 from camshaft.planning.memory_error import explain_memory_errors, is_out_of_memory, phase_of
 from camshaft.planning.plan_process import PlanUnavailable
 from camshaft.subprocesses import describe_exit
@@ -77,7 +78,9 @@ def test_the_stack_names_the_phase_of_a_run_in_one_process() -> None:
     assert phase_of(caught.value) == "old_log_prob"
 
 
-def test_a_run_from_python_shows_its_forecast(tmp_path: Path) -> None:
+def test_a_run_from_python_shows_its_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_process, "start_python", fork_python)
+
     def allocate(*_: Any) -> None:
         bytearray(1 << 60)
 

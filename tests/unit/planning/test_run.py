@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 from support.command_line import camshaft
+from support.forked_python import fork_python
 from support.ppo_runs import ppo_args, ppo_config
 
+from camshaft.planning import plan_process
 from camshaft.planning.doctor import run
 from camshaft.planning.doctor.weights import read_shapes
 from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
@@ -85,7 +87,8 @@ def test_proposed_change_ends_the_finding(tmp_path: Path, monkeypatch: pytest.Mo
     assert doctor(tmp_path, {**overrides, **changes})["forecast"][0] == "OK"
 
 
-def test_unsupported_run_is_not_forecast(tmp_path: Path) -> None:
+def test_unsupported_run_is_not_forecast(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_process, "start_python", fork_python)
     status, message, _ = doctor(tmp_path, {"actor_rollout_ref.actor.strategy": "fsdp1"})["forecast"]
     assert status == "OK"
     assert message.startswith("the memory is not forecast: ")

@@ -7,13 +7,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from support.faulty_rollouts import CRASHES, EXITS, FORGETS, HANGS, NAME, PRINTS, STARTS
+from support.forked_python import fork_python
 from support.processes import none_left_behind, still_running
 from support.tiny import tiny_folder, tiny_rows
 from torch import Tensor
@@ -57,8 +57,17 @@ def path() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def faulty() -> ProcessRollout:
-    """Return one rollout for all tests that leave its process alive."""
-    return start(rollout=NAME)
+    """Return one rollout for all tests that leave its process alive. The process gets all stop signals at its start."""
+
+    def start_and_stop(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
+        process = start_python(*arguments, **options)
+        for number in STOP_SIGNALS:
+            process.send_signal(number)
+        return process
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "start_python", start_and_stop)
+        return start(rollout=NAME)
 
 
 @pytest.fixture
@@ -172,15 +181,9 @@ def test_exception_in_the_child_has_its_traceback(faulty: ProcessRollout, engine
         generate(faulty)
 
 
-def test_child_ignores_stop_signals_from_its_start_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def start_and_stop(*arguments: Any, **options: Any) -> subprocess.Popen[bytes]:
-        process = start_python(*arguments, **options)
-        for number in STOP_SIGNALS:
-            process.send_signal(number)
-        return process
-
-    monkeypatch.setattr(module, "start_python", start_and_stop)
-    start()
+def test_child_ignores_stop_signals_from_its_start_on(faulty: ProcessRollout) -> None:
+    faulty.wake_up()
+    assert is_running(pid_of(faulty))
 
 
 def test_weights_of_another_sync_are_rejected(faulty: ProcessRollout, engine: BaseEngine) -> None:
@@ -196,10 +199,11 @@ def test_weights_of_another_sync_are_rejected(faulty: ProcessRollout, engine: Ba
 
 @pytest.fixture(scope="module")
 def killed() -> list[ProcessRollout]:
-    """Return one rollout for each of the following tests, which kill its process. All start at the same time."""
+    """Return one rollout for each of the following tests, which kill its process."""
     options: list[dict[str, Any]] = [{"rollout": NAME}, {"rollout": NAME, "timeout": 2}, {"timeout": 1}]
-    with ThreadPoolExecutor() as threads:
-        return list(threads.map(lambda some: start(**some), options))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "start_python", fork_python)
+        return [start(**some) for some in options]
 
 
 @pytest.mark.alone

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_servers import fake_server
+from support.forked_python import fork_python
 from support.gated_rollouts import FOLDER, GATED, LAST, Progress, WorkerReplies, numbered_weights
 from support.tiny import tiny_folder
 from torch import Tensor
@@ -18,6 +19,7 @@ from camshaft.errors import RolloutError
 from camshaft.models.loader import stored_weights
 from camshaft.planning.tensor_memory import TensorMemory
 from camshaft.rollout import build_rollout
+from camshaft.rollout.process import rollout as process
 from camshaft.rollout.weights.buckets import Assembler, pack_buckets
 from camshaft.rollout.weights.transport import BUFFERS, SharedMemory
 
@@ -37,6 +39,12 @@ def model_weights() -> tuple[str, list[tuple[str, Tensor]]]:
 
 
 NUM_LARGE = 6
+
+
+@pytest.fixture(autouse=True)
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork the processes of rollouts, because importing torch takes longer than the tests."""
+    monkeypatch.setattr(process, "start_python", fork_python)
 
 
 @pytest.fixture
