@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.clock import EventClock
 from support.command_line import Forked, finished
 from support.interrupting import NAME
 from support.ppo_runs import ppo_args
@@ -23,7 +24,7 @@ RUN: dict[str, Any] = {
     "trainer.total_training_steps": 9,
     "trainer.total_epochs": 9,
     "trainer.logger": f"[jsonl,{NAME}]",
-    GENERATE: 5,
+    GENERATE: 60,
 }
 GENERATOR: dict[str, Any] = {"actor_rollout_ref.rollout.name": "process"}
 
@@ -34,6 +35,14 @@ def is_rank(pid: int) -> bool:
 
 def is_generator(pid: int) -> bool:
     return "camshaft.rollout.process.child" in command_line(pid)
+
+
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> EventClock:
+    """Return the clock of the waits of the driver, which exceed the limit with the first event."""
+    clock = EventClock(tmp_path / "events", seconds=100.0)
+    monkeypatch.setattr(subprocesses, "time", clock)
+    return clock
 
 
 @pytest.fixture
@@ -58,7 +67,7 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     ],
 )
 def test_a_suspended_process_is_named_and_ends_the_run(
-    overrides: dict[str, Any], is_victim: Any, target: str, mark: str, tmp_path: Path
+    overrides: dict[str, Any], is_victim: Any, target: str, mark: str, clock: EventClock, tmp_path: Path
 ) -> None:
     run = tmp_path / "run"
     run.mkdir()
@@ -76,13 +85,14 @@ def test_a_suspended_process_is_named_and_ends_the_run(
     while "no answer from" not in " ".join(process.output()[earlier:].split()):
         assert time.monotonic() < begin + 200
         time.sleep(0.05)
+    clock.advance()
     result = finished(process, 30)
     assert result.status == 1
     warning = " ".join(result.out[earlier:].split())
     assert f"process {victim}, suspended; `kill -CONT {victim}` resumes it" in warning
     assert target in warning
-    assert f"the limit is {GENERATE}=5" in warning
+    assert f"the limit is {GENERATE}=60" in warning
     assert f"process {victim}, suspended" in result.err
-    assert f"If the call is only slow, increase the limit {GENERATE}=5" in result.err
+    assert f"If the call is only slow, increase the limit {GENERATE}=60" in result.err
     assert "Traceback" not in result.err
     assert still_running(marked(mark)) == []

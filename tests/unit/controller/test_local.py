@@ -297,7 +297,8 @@ def test_garbage_collection_copies_no_memory_of_the_fork_server():
 
 UNGUARDED = """
 from camshaft.contracts.controller.roles import Toy
-from camshaft.controller import Options, PoolSpec, pools, spawn
+from camshaft.controller import Options, PoolSpec, local, pools, spawn
+local.PRELOAD[:] = ["camshaft.controller.local"]  # the script starts a fork server of its own
 print("started", flush=True)
 with pools([PoolSpec("pool", 1, 2, "cpu")], "local", Options(import_main=False)) as (pool,):
     print("pids", len(set(spawn(Toy, pool=pool, name="toy").pids())), flush=True)

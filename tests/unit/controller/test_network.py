@@ -9,7 +9,8 @@ from camshaft.controller import network
 from camshaft.controller.network import PortMonitor
 
 
-def test_only_a_closed_port_is_reported():
+def test_only_a_closed_port_is_reported(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(network, "HEARTBEAT_SECONDS", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as open_server, socket.create_server(("127.0.0.1", 0)) as leaving:
         monitor = PortMonitor()
         monitor.add("the one that stays", *open_server.getsockname())

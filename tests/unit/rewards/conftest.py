@@ -3,10 +3,13 @@
 import textwrap
 
 import pytest
+from support.clock import EventClock
 from support.processes import marked, none_left_behind, process_name
 
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.rewards import pool
 from camshaft.rewards.manager import RewardManager
+from camshaft.workers import worker
 
 
 @pytest.fixture(autouse=True)
@@ -14,6 +17,15 @@ def mark():
     """Mark all processes that the test starts, and fail if one is left."""
     with none_left_behind() as mark:
         yield mark
+
+
+@pytest.fixture
+def clock(tmp_path, monkeypatch):
+    """Let `clock.event` in a reward function exceed the time limits of calls, 20 s by default, of all workers."""
+    clock = EventClock(tmp_path / "events")
+    monkeypatch.setattr(pool, "time", clock)
+    monkeypatch.setattr(worker, "time", clock)
+    return clock
 
 
 @pytest.fixture

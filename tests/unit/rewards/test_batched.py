@@ -46,7 +46,6 @@ def test_a_batch_without_rows_makes_no_call(batched, score):
     assert len(score(batched("raise ValueError"), []).scores) == 0
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("failure", "metric"),
     [
@@ -58,8 +57,10 @@ def test_a_batch_without_rows_makes_no_call(batched, score):
         ("return {'score': 1.0}", "invalid"),
     ],
 )
-def test_a_sample_that_fails_its_batch_fails_alone(batched, score, failure, metric):
-    rewards = batched(f"if '5' in solution_strs: {failure}\nreturn [1.0] * len(solution_strs)", timeout=1.0)
+def test_a_sample_that_fails_its_batch_fails_alone(batched, score, clock, failure, metric):
+    fail = f"{clock.event}; {failure}" if metric == "timeouts" else failure
+    body = f"if '5' in solution_strs: {fail}\nreturn [1.0] * len(solution_strs)"
+    rewards = batched(body, num_workers=1 if metric == "timeouts" else 2)
     result = score(rewards, [str(i) for i in range(8)])
     assert result.scores.tolist() == [1, 1, 1, 1, 1, 0, 1, 1]
     assert result.metrics[f"reward/{metric}"] == result.num_failed == 1

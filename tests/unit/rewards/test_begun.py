@@ -221,14 +221,16 @@ def test_combined_and_penalized_rewards_can_begin_early(manager):
     assert CombinedRewards(None).begin(batch) is None
 
 
-@pytest.mark.alone
-def test_a_process_that_does_not_read_its_calls_is_killed_at_the_time_limit(manager):
+def test_a_process_that_does_not_read_its_calls_is_killed_at_the_time_limit(manager, clock):
     """A regular expression holds the interpreter lock, so the process does not read the calls that follow."""
-    body = "import re\nif solution_str == 'b': re.match('(a+)+$', 'a' * 60 + 'b')\nreturn 1.0"
-    rewards = manager(body, head="async def", timeout=2.0, num_workers=1)
+    body = f"import re\nif solution_str == 'b': {clock.event}; re.match('(a+)+$', 'a' * 60 + 'b')\nreturn 1.0"
+    clock.seconds = 0.0
+    rewards = manager(body, head="async def", num_workers=1)
     texts = ["b", *["x" * 100_000] * 8]
     begun = added(rewards.begin(batch_of(texts)), texts, [(0, 1)])
-    time.sleep(1.0)
+    while not clock.num_events:
+        time.sleep(0.01)
+    clock.seconds = 30.0
     result = rewards.score(batch_of(texts), decode, added(begun, texts, [(1, 9)]))
     assert result.scores.tolist() == [0, *[1] * 8]
     assert result.metrics["reward/timeouts"] == 1.0

@@ -43,14 +43,15 @@ def test_a_call_is_cancelled_at_its_time_limit(manager, score, tmp_path):
     assert (tmp_path / "trace").read_text().count("-") == 4  # the calls were cancelled, not killed
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize(
     ("failure", "kind"),
     [("os._exit(7)", "crash"), ("time.sleep(60)", "timeout"), ("raise SystemExit", "error"), ("return 'x'", "invalid")],
 )
-def test_a_failure_affects_only_its_own_call(manager, score, failure, kind):
-    body = f"import asyncio, os, time\nif solution_str == '5': {failure}\nawait asyncio.sleep(0.05)\nreturn 1.0"
-    result = score(manager(body, head="async def", timeout=2.0), [str(row) for row in range(8)])
+def test_a_failure_affects_only_its_own_call(manager, score, clock, failure, kind):
+    fail = f"{clock.event}; {failure}" if kind == "timeout" else failure
+    body = f"import asyncio, os, time\nif solution_str == '5': {fail}\nawait asyncio.sleep(0.05)\nreturn 1.0"
+    rewards = manager(body, head="async def", num_workers=1 if kind == "timeout" else 2)
+    result = score(rewards, [str(row) for row in range(8)])
     assert result.scores.tolist() == [1, 1, 1, 1, 1, 0, 1, 1]
     assert [(failure.row, failure.kind) for failure in result.failures if failure.kind != "slow"] == [(5, kind)]
 

@@ -9,13 +9,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
 from support.fake_servers import HANG_UP, fake_server
+from support.forked_python import fork_python
 from support.processes import still_running
 from support.tiny import tiny_folder
 
@@ -124,14 +124,12 @@ def test_server_that_stops_answering_is_named(
 ) -> None:
     monkeypatch.setattr(subprocesses, "REPORT_SECONDS", 0.5)
     monkeypatch.setattr(subprocesses.Wait, "longest", {})
-    path = str(Path(__file__).parents[2])
-    server = subprocess.Popen([sys.executable, "-c", SERVER], stdout=subprocess.PIPE, text=True,
-                              env=os.environ | {"PYTHONPATH": path})  # fmt: skip
+    server = fork_python(["-c", SERVER], stdout=subprocess.PIPE)
     limit = Limit(1e9 if engine_kwargs else 2.0, "trainer.worker_timeout=2")
     setting = "engine_kwargs.timeout=2" if engine_kwargs else "trainer.worker_timeout=2"
     try:
         assert server.stdout is not None
-        url = server.stdout.readline().strip()
+        url = server.stdout.readline().decode().strip()
         rollout: Any = build_rollout("server", config(vllm_server_base_url=url, **engine_kwargs))
         rollout._loaded_version = "mine"
         with subprocesses.limit_waits(limit):
