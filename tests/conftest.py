@@ -16,6 +16,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "CAMSHAFT_CACHE" not in os.environ:
     _CACHE = tempfile.TemporaryDirectory(prefix="camshaft-cache-")
     os.environ["CAMSHAFT_CACHE"] = _CACHE.name  # caches of a test are deleted when it ends
+if "CAMSHAFT_TEST_FOLDERS" not in os.environ:
+    _FOLDERS = tempfile.TemporaryDirectory(prefix="camshaft-folders-")
+    os.environ["CAMSHAFT_TEST_FOLDERS"] = _FOLDERS.name  # processes of pytest-xdist share them
 
 # Without a deadline: hypothesis fails an example that takes 0.2 s by default. `make test-slow` tries more examples.
 settings.register_profile("camshaft", deadline=None, max_examples=int(os.environ.get("CAMSHAFT_EXAMPLES", "20")))

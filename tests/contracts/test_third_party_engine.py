@@ -23,6 +23,7 @@ from support.command_line import ROOT, Run, camshaft
 from support.ppo_runs import ppo_args, saved_weights
 from support.processes import MARK, marked, none_left_behind, start_fork_server, still_running
 from support.same_run import ACTOR, MEASURED, SHUFFLED, close
+from support.shared_folders import shared_folder
 
 from camshaft.contracts.engine.suite import RULES
 from camshaft.controller.local import PRELOAD
@@ -63,16 +64,19 @@ Command = Callable[..., Run]
 
 
 @pytest.fixture(scope="module")
-def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packages() -> Path:
     """Return a folder with the installed packages."""
-    sources, folder = tmp_path_factory.mktemp("sources"), tmp_path_factory.mktemp("packages")
+    return shared_folder("third-party", install) / "packages"
+
+
+def install(folder: Path) -> None:
+    """Install the packages of the examples."""
     # setuptools writes its build folder beside the sources.
-    copies = [str(shutil.copytree(example, sources / example.name)) for example in EXAMPLES]
+    copies = [str(shutil.copytree(example, folder / "sources" / example.name)) for example in EXAMPLES]
     options = ["-q", "--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check"]
-    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder), *copies]
+    command = [sys.executable, "-m", "pip", "install", *options, "--target", str(folder / "packages"), *copies]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr
-    return folder
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from support.command_line import Run, camshaft, sft_args
+from support.shared_folders import shared_folder
 
 from camshaft import cli, storage
 from camshaft.checkpoint.manager import BEST, TRAINER
@@ -26,18 +27,15 @@ from camshaft.tracking.jsonl import read_metrics
 STEPS = {"trainer.total_training_steps": 2, "trainer.save_freq": 1}
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the home folder of a finished run of two steps, with a checkpoint of each."""
-    home = tmp_path_factory.mktemp("home")
-    assert camshaft("sft", *sft_args(home, STEPS)).status == 0
-    return home
+def train(folder: Path) -> None:
+    """Run two steps, with a checkpoint of each."""
+    assert camshaft("sft", *sft_args(folder, STEPS)).status == 0
 
 
 @pytest.fixture
-def home(trained: Path, tmp_path: Path) -> Path:
-    """Return a copy of the folder, which a test may damage."""
-    return Path(shutil.copytree(trained, tmp_path / "home"))
+def home(tmp_path: Path) -> Path:
+    """Return a copy of the home folder of a finished run, which a test may damage."""
+    return Path(shutil.copytree(shared_folder("sft-every-step", train), tmp_path / "home"))
 
 
 def resume(home: Path, *more: str) -> Run:

@@ -1,6 +1,7 @@
 """Resume modes, and the report of a changed config."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from support.command_line import sft_args
 from support.ppo_runs import ppo_config
+from support.shared_folders import shared_folder
 
 from camshaft import storage
 from camshaft.checkpoint import CheckpointManager
@@ -50,10 +52,16 @@ def run(folder: Path, overrides: dict[str, Any], saves_to: Path | None = None, s
 
 
 @pytest.fixture(scope="module")
-def home(home: Path) -> Path:
-    """Return a folder with a run of two steps."""
-    run(home, {})
-    return home
+def home() -> Path:
+    """Return the read-only folder of a run of two steps."""
+    return shared_folder("resume", lambda folder: run(folder, {}))
+
+
+@pytest.fixture
+def newest(tmp_path: Path) -> Path:
+    """Return the newest of two checkpoints, which a test may damage."""
+    folder = shared_folder("resume-every-step", lambda folder: run(folder, {"trainer.save_freq": 1}))
+    return Path(shutil.copytree(folder / "run", tmp_path / "run")) / "global_step_2"
 
 
 KINDS = {
@@ -165,9 +173,8 @@ def _flip_byte(path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["actor/model/model.safetensors", "critic/state.json", "actor/manifest.json"])
 def test_a_flipped_byte_in_the_newest_step_resumes_from_the_step_before(
-    file: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    file: str, newest: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    newest = run(tmp_path, {"trainer.save_freq": 1})
     _flip_byte(newest / file)
     manager = CheckpointManager(newest.parent)
     with caplog.at_level("WARNING", "camshaft"):
@@ -180,8 +187,7 @@ def test_a_flipped_byte_in_the_newest_step_resumes_from_the_step_before(
         manager.latest()
 
 
-def test_an_edited_fact_of_a_checkpoint_is_detected(tmp_path: Path) -> None:
-    newest = run(tmp_path, {"trainer.save_freq": 2})
+def test_an_edited_fact_of_a_checkpoint_is_detected(newest: Path) -> None:
     manifest = newest / "trainer" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"global_step": 2', '"global_step": 7'))
     with pytest.raises(CheckpointError, match=r"manifest.json does not match its checksum"):
