@@ -3,7 +3,7 @@
 #
 # make check         format, lint and types
 # make test-fast     a contributor's first check, under a minute: algorithms, config, data, batches, one engine
-# make test          what CI runs: check, test-kernels, test-vllm and test-engines side by side, then test-main
+# make test          what CI runs: check, test-main, test-vllm, test-kernels and test-engines, some of them side by side
 # make test-nightly  builds of the distributions and of the site, the notebook, the benchmark scripts
 # make test-all      make test, test-nightly, test-slow, test-remote, test-titan, test-megatron(-slow), test-server,
 #                    test-matrix, test-cluster (hours)
@@ -83,7 +83,7 @@ FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/conf
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo gpu-packages test test-fast test-all test-main test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
+.PHONY: demo gpu-packages test test-fast test-all test-main test-unbounded test-alone test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
 
 install: $(INSTALLED)
 
@@ -168,11 +168,11 @@ trl: $(TRL_INSTALLED) $(TRL_PPO_INSTALLED)
 demo: $(INSTALLED)
 	$(BIN)/python examples/arithmetic/demo.py
 
-# The first four leave a core idle, so they run at the same time; the output of each appears when it ends.
+# Three at a time leave no core of two idle; the output of each appears when it ends. The tests that bound a time follow.
 # The environments are prerequisites, because two installations at the same time would write to the same egg-info.
 test: $(INSTALLED) $(TRITON_INSTALLED) $(VLLM_INSTALLED) $(MEGATRON_INSTALLED) $(TITAN_INSTALLED)
-	$(MAKE) --jobs=4 --output-sync=target check test-kernels test-vllm test-engines
-	$(MAKE) test-main
+	$(MAKE) --jobs=3 --output-sync=target test-unbounded check test-vllm test-kernels test-engines
+	$(MAKE) test-alone
 
 test-all: test test-nightly test-slow test-remote test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
 
@@ -180,11 +180,17 @@ test-fast: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "$(SUITE) and not slow and not alone" \
 		-k "(not test_engine_contract or reference) and not test_path" $(FAST)
 
-# Two tests at a time, then those that bound a time: they mostly wait, so two of them do not delay each other.
-test-main: $(INSTALLED)
+test-main:
+	$(MAKE) test-unbounded
+	$(MAKE) test-alone
+
+test-unbounded: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and not slow and not alone" \
 		$(NIGHTLY:%=--ignore=%)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "$(SUITE) and not slow and alone" $(ALONE)
+
+# The tests that bound a time. They mostly wait, so two of them do not delay each other.
+test-alone: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal -m "$(SUITE) and not slow and alone" $(filter-out $(NIGHTLY),$(ALONE))
 
 test-nightly: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and not slow" $(NIGHTLY)
