@@ -12,6 +12,7 @@
     torchtitan/         `ShardedEngine` with model definitions of torchtitan (`torchtitan`)
     pipeline.py         losses, outputs and weights of pipeline stages
     micro_batches.py    splits a mini-batch into micro-batches
+    prefix_sharing.py   computes a common prompt once for all of its responses
     routing.py          auxiliary loss and metrics of the routers of a mixture of experts
     optim.py            optimizer, learning-rate schedule, gradient clipping
     offload.py          moves parameters, gradients and optimizer state to host memory between phases

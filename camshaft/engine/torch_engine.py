@@ -60,17 +60,16 @@ from camshaft.engine.compute_dtype import cast_parameters
 from camshaft.engine.micro_batches import (
     Hooks,
     MicroBatches,
-    PrefixGroup,
     as_batch,
     attention_pivot,
     call_hook,
     check_gradient,
     has_input_ids,
     plan_micro_batches,
-    prefix_groups,
 )
 from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
+from camshaft.engine.prefix_sharing import PrefixGroup, prefix_groups
 from camshaft.engine.routing import RoutingStep
 from camshaft.errors import EngineError
 from camshaft.models.attention import least_shared

@@ -6,7 +6,8 @@ from support.emulated_cuda import DEVICE, emulated_cuda
 
 from camshaft.config.engine import EngineConfig, EngineModel
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.micro_batches import PrefixGroup, pack_rows, plan_micro_batches, prefix_groups
+from camshaft.engine.micro_batches import plan_micro_batches
+from camshaft.engine.prefix_sharing import PrefixGroup, pack_rows, prefix_groups
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.models.packing import Packing
 from camshaft.models.tiny import make_tiny_model
