@@ -27,13 +27,14 @@ from transformers import PreTrainedConfig
 
 from camshaft import storage
 from camshaft.config import EngineModel
+from camshaft.config.engine import Head
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.digest import digest
 from camshaft.errors import CheckpointError
 from camshaft.models.folders import complete_index, convert_model_errors
+from camshaft.models.heads import default_output
 from camshaft.models.loader import CLASSES, file_layout, load_config, load_tokenizer, model_folder, quiet_transformers
 from camshaft.models.lora import load_adapter, save_adapter
-from camshaft.models.packed import OUTPUTS, Head
 
 KIND = "huggingface"
 
@@ -149,7 +150,7 @@ def export_adapter(
         digests = {name: _digest(tensor, dtype) for name, tensor in tensors.items()}
         _compare_weights(weights_loaded, digests, dtype, target)
         rows = _rows(config)
-        _compare(loaded, model.head, rows, check.run(rows)[OUTPUTS[model.head][0]], check.dtype, target)
+        _compare(loaded, model.head, rows, check.run(rows)[default_output(model.head)], check.dtype, target)
 
 
 def _write(
@@ -185,7 +186,7 @@ def _write(
         config.save_pretrained(work)
         predictions = ranks.finish()
         if ranks.check is not None:
-            outputs = predictions[OUTPUTS[model.head][0]]
+            outputs = predictions[default_output(model.head)]
             _compare(loaded, model.head, ranks.rows, outputs, ranks.check.dtype, target)
 
 
@@ -285,8 +286,8 @@ def _compare(model: Any, head: Head, rows: DataProto, outputs: Ragged | Tensor, 
     tolerance = max(TOLERANCES[dtype], TOLERANCES[str(model.dtype).removeprefix("torch.")])
     if not difference <= tolerance:
         raise CheckpointError(
-            f"{target}: with the exported weights, the {OUTPUTS[head][0]} of transformers and of the engine differ by "
-            f"{difference:.1e}, which exceeds the tolerance of {tolerance:.0e}"
+            f"{target}: with the exported weights, the {default_output(head)} of transformers and of the engine "
+            f"differ by {difference:.1e}, which exceeds the tolerance of {tolerance:.0e}"
         )
 
 

@@ -4,6 +4,7 @@
     engine = build_engine("reference", EngineConfig(...))
 
     base.py             the interface; roles import from this package, never from a backend
+    context.py          what a caller requests of a step, and what the step returns beside predictions
     torch_engine.py     base class of the built-in engines: a packed model and a torch optimizer
     single.py           `TorchEngine` on one device (`reference`)
     sharded.py          base class of engines that shard a model over ranks
@@ -25,12 +26,14 @@
 from camshaft.config import backends
 from camshaft.config.backends import targets
 from camshaft.config.engine import EngineCapabilities, EngineConfig, EngineOptions
-from camshaft.engine.base import BaseEngine, Output, Predictions, StepContext, StepResult
+from camshaft.engine.base import BaseEngine, Predictions, StepResult
+from camshaft.engine.context import RoutingMode, StepContext
+from camshaft.models.heads import Output
 from camshaft.plugins import load
 
 __all__ = [
     "ENGINES", "BaseEngine", "EngineCapabilities", "EngineConfig", "EngineOptions", "Output", "Predictions",
-    "StepContext", "StepResult", "build_engine", "engine_class",
+    "RoutingMode", "StepContext", "StepResult", "build_engine", "engine_class",
 ]  # fmt: skip
 
 ENGINES = targets(backends.ENGINES)

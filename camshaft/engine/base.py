@@ -16,62 +16,24 @@ log-prob of token j. `scores` hold one value per sequence.
 """
 
 import functools
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from camshaft.config.engine import EngineCapabilities, EngineConfig
 from camshaft.dataproto import DataProto
+from camshaft.engine.context import StepContext
 from camshaft.errors import EngineError
 from camshaft.seat import Seat
-
-Output = Literal["log_probs", "entropy", "distribution", "full_kl", "values", "scores"]
-OUTPUTS_OF_HEAD: dict[str, tuple[Output, ...]] = {
-    "causal_lm": ("log_probs", "entropy", "distribution", "full_kl"),
-    "value": ("values",),
-    "reward": ("scores",),
-}
-"""Outputs that a model supports, by its head; the first is the default.
-
-`distribution` holds the log-probs of the whole vocabulary for each token, without gradient. `full_kl` is KL(p || q) =
-sum_v p(v) (log p(v) - log q(v)) of the model's distribution p. The batch's column `log_q` holds log q, the
-`distribution` of another model; a `preprocess_fn` may add it. The gradient flows through p only.
-"""
-
-RoutingMode = Literal["compare", "replay"]
 
 Batch = DataProto | Mapping[str, Any]
 Predictions = Mapping[str, Any]
 """Maps names to `Ragged` columns (one value per token), or to tensors or lists (one value per row)."""
-
-
-class StepContext(TypedDict, total=False):
-    """Control keys and results of one `forward_backward_step`.
-
-    Hooks and callers may add keys. The engine returns these keys unchanged and accepts them in the next call.
-    """
-
-    outputs: tuple[Output, ...]
-    """Predictions to compute; defaults to the first output of the head."""
-    temperature: float
-    """The engine divides the logits by it before it computes log-probs and entropy; defaults to 1.0."""
-    routing: RoutingMode
-    """Use of the batch's column `routed_experts` by a mixture-of-experts model. "replay" computes each token with these
-    experts. Both values add the prediction `routing_mismatch`: for each token, the fraction of the routers' choices at
-    the previous token that the column does not contain. Without this key, the column is not read."""
-    num_tokens: float
-    """Number of `loss_mask` tokens in the mini-batch, summed over all data-parallel ranks. Set by the engine."""
-    num_sequences: float
-    """Number of rows with at least one `loss_mask` token, summed over all data-parallel ranks. Set by the engine."""
-    metrics: dict[str, Tensor]
-    """Metrics of one micro-batch, divided by the counts of the mini-batch. Set by the loss; the engine sums them."""
-
 
 PreprocessFn = Callable[[Any, StepContext], tuple[Any, StepContext]]
 PostprocessFn = Callable[[Predictions, StepContext], tuple[Any, StepContext]]
@@ -94,57 +56,6 @@ class StepResult:
     skipped: bool
     predictions: Any = None
     metrics: dict[str, float] = field(default_factory=dict)
-
-
-COUNTS = frozenset({"num_tokens", "num_sequences"})
-
-
-class CallContext(dict[str, Any]):
-    """Context of one `forward_backward_step` that records if the loss reads a count."""
-
-    counts_read = False
-
-    def __getitem__(self, key: str) -> Any:
-        self.counts_read |= key in COUNTS
-        return super().__getitem__(key)
-
-    def get(self, key: str, default: Any = None) -> Any:
-        self.counts_read |= key in COUNTS
-        return super().get(key, default)
-
-
-def call_context(ctx: Mapping[str, Any] | None, head: str) -> CallContext:
-    """Check the control keys of `ctx` and return a copy with defaults filled in and empty metrics."""
-    values = CallContext(ctx or {})
-    control = StepContext.__annotations__
-    for key in values.keys() - control.keys():
-        nearest = next((name for name in control if isinstance(key, str) and _is_misspelled(key, name)), None)
-        if nearest is not None:
-            raise EngineError(
-                f"ctx['{key}'] is not a control key; did you mean '{nearest}'? If '{key}' is a custom key, choose a "
-                f"name that differs in more than one letter. Control keys: {', '.join(control)}"
-            )
-    supported = OUTPUTS_OF_HEAD[head]
-    outputs = tuple(values.get("outputs", supported[:1]))
-    unsupported = [name for name in outputs if name not in supported]
-    if unsupported:
-        raise EngineError(
-            f"ctx['outputs'] contains {', '.join(unsupported)}, but an engine with head={head} supports only "
-            f"{', '.join(supported)}"
-        )
-    temperature = float(values.get("temperature", 1.0))
-    if temperature <= 0:
-        raise EngineError(f"ctx['temperature']={temperature} is not above 0; use 1.0 for unscaled logits")
-    values.update(outputs=outputs, temperature=temperature, metrics={})
-    return values
-
-
-def _is_misspelled(key: str, name: str) -> bool:
-    """Return True if one letter of `name` is missing, added or replaced in `key`, or two neighbors are swapped."""
-    equal = itertools.takewhile(lambda letters: letters[0] == letters[1], zip(key, name, strict=False))
-    start = len(list(equal))
-    rest, expected = key[start:], name[start:]
-    return expected in (expected[:1] + rest[1:], rest[1:], rest[1::-1] + rest[2:]) or rest == expected[1:]
 
 
 class BaseEngine(ABC):

@@ -25,9 +25,11 @@ from torch import Tensor
 from camshaft.algorithms.partition import BinPacker, attention_pivot, row_cost
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.device import to_device
-from camshaft.engine.base import LossFn, PostprocessFn, Predictions, PreprocessFn, StepContext
+from camshaft.engine.base import LossFn, PostprocessFn, Predictions, PreprocessFn
+from camshaft.engine.context import StepContext
 from camshaft.engine.prefix_sharing import PrefixGroup, pack_rows, prefix_groups
 from camshaft.errors import BatchError, EngineError
+from camshaft.models.heads import DIMENSIONS
 from camshaft.models.packed import OpaqueTensor
 from camshaft.models.packing import Packing
 
@@ -195,9 +197,6 @@ def restore_order(plan: Sequence[Sequence[int]], parts: Sequence[Any]) -> Any:
 
 # -- running the micro-batches ---------------------------------------------------------------------
 
-PER_TOKEN = frozenset({"log_probs", "entropy", "distribution", "full_kl", "values", "routing_mismatch"})
-"""Model outputs with one entry per token. The other outputs have one entry per row."""
-
 
 class Hooks(NamedTuple):
     """Functions that a caller passes to `forward_backward_step`."""
@@ -350,7 +349,7 @@ class MicroBatches:
         positions = to_device(positions, self._device)
         aligned: dict[str, Any] = {}
         for name, value in outputs.items():
-            if name in PER_TOKEN:
+            if "row" not in DIMENSIONS.get(name, ()):
                 value = ids.like(value.new_zeros((len(ids.values), *value.shape[1:])).index_copy_(0, positions, value))
             aligned[name] = value
         return aligned

@@ -19,6 +19,7 @@ from torch import Tensor
 from camshaft.engine.base import DtypeOf, cast_weight
 from camshaft.engine.collectives import on_every_rank
 from camshaft.engine.micro_batches import MicroBatches, ModelInputs
+from camshaft.models.heads import DIMENSIONS
 from camshaft.models.packed import unwrap
 
 Outputs = Mapping[str, Tensor]
@@ -68,11 +69,11 @@ class PipelineRun:
         self, inputs: ModelInputs, outputs: Outputs | None, vocabulary_size: int, dtype: torch.dtype
     ) -> Outputs:
         """Return the outputs of the last stage, the only one whose `outputs` are not None, on every stage."""
-        tokens, rows = len(unwrap(inputs.at)), len(inputs.packing.lengths)
+        sizes = {"token": len(unwrap(inputs.at)), "row": len(inputs.packing.lengths), "vocabulary": vocabulary_size}
         received = {}
         for name in inputs.outputs:
             if outputs is None:
-                shape = {"scores": (rows,), "distribution": (tokens, vocabulary_size)}.get(name, (tokens,))
+                shape = [sizes[dimension] for dimension in DIMENSIONS[name]]
                 output_dtype = torch.promote_types(dtype, torch.float32)
                 received[name] = torch.empty(shape, dtype=output_dtype, device=inputs.tokens.device)
             else:

@@ -25,8 +25,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from camshaft.device import random_states, set_random_states, to_device
-from camshaft.engine.base import OUTPUTS_OF_HEAD, RoutingMode
+from camshaft.engine.context import RoutingMode
 from camshaft.engine.micro_batches import ModelInputs
+from camshaft.models.heads import default_output
 from camshaft.models.packed import OpaqueTensor, PackedModule, unwrap
 from camshaft.models.routing import LayerRouting, Routers
 
@@ -78,7 +79,7 @@ class RoutingStep:
         The passes draw the same random numbers as those of the training step, which dropout and router noise use.
         """
         nothing = OpaqueTensor(torch.empty(0, dtype=torch.int64))
-        outputs = OUTPUTS_OF_HEAD[self._module.head][:1]
+        outputs = (default_output(self._module.head),)
         random = random_states(self._device)
         counts = []
         for each, experts, dummy in zip(inputs, routed, is_dummy, strict=True):

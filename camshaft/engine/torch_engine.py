@@ -47,16 +47,14 @@ from camshaft.engine import checkpoint
 from camshaft.engine.base import (
     BaseEngine,
     Batch,
-    CallContext,
     DtypeOf,
     LossFn,
     PostprocessFn,
     PreprocessFn,
-    StepContext,
-    call_context,
     cast_weight,
 )
 from camshaft.engine.compute_dtype import cast_parameters
+from camshaft.engine.context import CallContext, StepContext, call_context
 from camshaft.engine.micro_batches import (
     Hooks,
     MicroBatches,

@@ -6,6 +6,7 @@
     out = model(tokens, Packing([5, 3]), at, outputs=("log_probs",))
 
     packed.py           `PackedModel`: a transformers model and its head, called on packed rows
+    heads.py            the outputs of each head, and their dimensions
     packing.py          `Packing`: lengths of packed segments, and shared prefixes
     attention.py        the attention implementation "packed" of transformers models
     linear_logprob.py   the fused output layer: log-probs, entropy and KL divergence in tiles

@@ -27,17 +27,11 @@ from camshaft.models.activations import Mode, checkpointing_kwargs
 from camshaft.models.attention import PACKED, packed_kwargs, reject_unsupported, rope_limit
 from camshaft.models.cpu import replace_norms
 from camshaft.models.flash import MAX_HEAD_DIM
+from camshaft.models.heads import OUTPUTS, default_output
 from camshaft.models.linear_logprob import VocabularyShard, linear_full_kl, linear_logprob, log_distribution
 from camshaft.models.packing import Packing
 from camshaft.models.routing import Routers, find_routers
 from camshaft.models.sequence import SequenceSplit
-
-OUTPUTS: dict[Head, tuple[str, ...]] = {
-    "causal_lm": ("log_probs", "entropy", "distribution", "full_kl"),
-    "value": ("values",),
-    "reward": ("scores",),
-}
-"""Outputs that each head supports."""
 
 LOGIT_FACTORS = {
     "cohere": ("logit_scale", 1),
@@ -280,7 +274,7 @@ def head_outputs(output: nn.Module, head: Head, hidden: Tensor, inputs: HeadInpu
     gradients of the same parameters.
     """
     if head != "causal_lm":
-        return {OUTPUTS[head][0]: _scalar_output(output, hidden)}
+        return {default_output(head): _scalar_output(output, hidden)}
     if not isinstance(output, nn.Linear):
         raise EngineError(
             f"the output layer is a {type(output).__name__}, not an nn.Linear; exclude lm_head from the layers "

@@ -18,8 +18,8 @@ from camshaft.algorithms import POLICY_LOSSES, Clip, PolicyLoss, entropy_loss, f
 from camshaft.config import PPOConfig, Topology, actor_engine, ref_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
-from camshaft.engine import BaseEngine, StepContext, build_engine
-from camshaft.engine.base import Output, PreprocessFn, RoutingMode
+from camshaft.engine import BaseEngine, Output, RoutingMode, StepContext, build_engine
+from camshaft.engine.base import PreprocessFn
 from camshaft.errors import BatchError, ConfigError
 from camshaft.plugins import load_function
 from camshaft.roles.base import EngineRole, TrainedRole, build_counts, mini_batches, select_responses

@@ -14,7 +14,8 @@ from torch import Tensor
 from camshaft.config.engine import OptimConfig
 from camshaft.dataproto import DataProto
 from camshaft.engine import micro_batches
-from camshaft.engine.base import Batch, DtypeOf, Seat, StepContext
+from camshaft.engine.base import Batch, DtypeOf, Seat
+from camshaft.engine.context import StepContext
 from camshaft.engine.micro_batches import MicroBatches, as_batch
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.models import packed

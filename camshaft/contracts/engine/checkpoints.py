@@ -14,7 +14,8 @@ from camshaft.config.engine import OptimConfig
 from camshaft.contracts.engine.harness import EngineHarness, expect_close, expect_equal
 from camshaft.contracts.engine.oracle import oracle_outputs
 from camshaft.contracts.rules import expect, expect_error, find_problem
-from camshaft.engine.base import BaseEngine, StepContext
+from camshaft.engine.base import BaseEngine
+from camshaft.engine.context import StepContext
 from camshaft.engine.single import SingleDeviceEngine
 
 

@@ -13,7 +13,8 @@ from camshaft.contracts.engine.harness import EngineHarness, expect_close, expec
 from camshaft.contracts.engine.oracle import collect_gradients, oracle_outputs
 from camshaft.contracts.rules import expect, expect_error
 from camshaft.dataproto import DataProto
-from camshaft.engine.base import BaseEngine, PreprocessFn, StepContext
+from camshaft.engine.base import BaseEngine, PreprocessFn
+from camshaft.engine.context import StepContext
 from camshaft.errors import EngineError
 
 REQUEST = StepContext(outputs=("log_probs", "full_kl"), temperature=0.7)

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
+from camshaft.config.engine import EngineConfig, EngineModel, Head, OptimConfig
 from camshaft.contracts.engine.oracle import (
     HEAD_CLASSES,
     LOSS_OUTPUT,
@@ -33,7 +33,8 @@ from camshaft.contracts.engine.oracle import (
 )
 from camshaft.contracts.rules import Violation, expect
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.base import BaseEngine, LossFn, PreprocessFn, StepContext, StepResult
+from camshaft.engine.base import BaseEngine, LossFn, PreprocessFn, StepResult
+from camshaft.engine.context import StepContext
 from camshaft.models.loader import DTYPES, quiet_transformers
 from camshaft.models.tiny import PAD_ID, VOCABULARY_ROWS, make_tiny_model, make_tiny_tokenizer
 
@@ -151,7 +152,7 @@ class EngineHarness:
         path = str(self.model_folder)
         return EngineConfig(model=EngineModel(path=path, head=head, **model), **(defaults | changes))  # pyright: ignore
 
-    def heads(self, *heads: str) -> tuple[str, ...]:
+    def heads(self, *heads: Head) -> tuple[Head, ...]:
         """Return those of `heads` that the engine class supports."""
         return tuple(head for head in heads if head in self.engine_class.capabilities.heads)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.base import StepContext
+from camshaft.engine.context import StepContext
 
 HEAD_CLASSES: dict[str, Any] = {
     "causal_lm": AutoModelForCausalLM,

@@ -34,8 +34,10 @@ from camshaft.contracts.engine.harness import EngineHarness, expect_close, expec
 from camshaft.contracts.engine.oracle import oracle_outputs, oracle_step
 from camshaft.contracts.rules import Rule, Verdict, expect, expect_error, find_problem, make_rules, run_rules
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.base import OUTPUTS_OF_HEAD, BaseEngine, StepContext
+from camshaft.engine.base import BaseEngine
+from camshaft.engine.context import StepContext
 from camshaft.errors import EngineError
+from camshaft.models.heads import OUTPUTS
 
 
 def interface(harness: EngineHarness) -> None:
@@ -58,8 +60,8 @@ def interface(harness: EngineHarness) -> None:
 
 def predictions(harness: EngineHarness) -> None:
     """Each output of each head equals that of transformers on one row at a time, and is zero outside loss_mask."""
-    for head in harness.heads(*OUTPUTS_OF_HEAD):
-        outputs = OUTPUTS_OF_HEAD[head]
+    for head in harness.heads(*OUTPUTS):
+        outputs = tuple(OUTPUTS[head])
         engine = harness.build(head=head)
         result = harness.infer(engine, StepContext(outputs=outputs, temperature=0.7))
         expected = oracle_outputs(harness.oracle_model(engine, head), harness.batch, head, temperature=0.7)
@@ -185,7 +187,7 @@ def step_equals_oracle(harness: EngineHarness) -> None:
     # A temperature above 1 makes the gradients and their rounding errors smaller.
     scaled: StepContext = {"temperature": 1.5}
     with_entropy: StepContext = {"temperature": 1.5, "outputs": ("log_probs", "entropy")}
-    cases = [(head, StepContext()) for head in harness.heads(*OUTPUTS_OF_HEAD)]
+    cases = [(head, StepContext()) for head in harness.heads(*OUTPUTS)]
     cases += [(head, request) for head in harness.heads("causal_lm") for request in (scaled, with_entropy)]
     for head, request in cases:
         engine = harness.build(head=head)
@@ -292,7 +294,7 @@ def prefix_sharing(harness: EngineHarness) -> None:
         loss, _, gradients = harness.oracle_gradients(engines[0], head, batch)
         for engine, limits in zip(engines, variants, strict=True):
             variant = f"of a {head} engine with {limits}"
-            outputs = harness.infer(engine, StepContext(outputs=OUTPUTS_OF_HEAD[head]), batch)
+            outputs = harness.infer(engine, StepContext(outputs=tuple(OUTPUTS[head])), batch)
             for name, values in outputs.items():
                 expect_close(values, expected[name], harness.tolerance, f"{name} {variant}")
             result = harness.step(engine, batch)

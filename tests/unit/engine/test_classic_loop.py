@@ -8,7 +8,7 @@ import torch
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
 from camshaft.contracts.engine.harness import EngineHarness
 from camshaft.dataproto import DataProto
-from camshaft.engine.base import StepContext
+from camshaft.engine.context import StepContext
 from camshaft.engine.single import SingleDeviceEngine
 
 

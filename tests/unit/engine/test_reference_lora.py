@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig, OptimConfig
 from camshaft.dataproto import DataProto
-from camshaft.engine.base import StepContext
+from camshaft.engine.context import StepContext
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.errors import CheckpointError, EngineError
 from camshaft.models.lora import save_adapter

@@ -15,7 +15,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 from camshaft.config.engine import EngineCapabilities, EngineConfig, EngineModel
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine import engine_class
-from camshaft.engine.base import StepContext
+from camshaft.engine.context import StepContext
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.errors import EngineError
 from camshaft.models.packing import Packing

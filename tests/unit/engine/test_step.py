@@ -5,7 +5,8 @@ import torch
 
 from camshaft.config.engine import EngineConfig, EngineModel
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine.base import LossFn, PostprocessFn, PreprocessFn, StepContext, call_context
+from camshaft.engine.base import LossFn, PostprocessFn, PreprocessFn
+from camshaft.engine.context import StepContext, call_context
 from camshaft.engine.micro_batches import as_batch
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.errors import BatchError, EngineError

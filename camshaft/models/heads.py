@@ -1,0 +1,40 @@
+"""Outputs of a model, by its head.
+
+tuple(OUTPUTS["causal_lm"])         # "log_probs", "entropy", "distribution", "full_kl"
+DIMENSIONS["distribution"]          # "token", "vocabulary"
+"""
+
+from collections.abc import Mapping
+from typing import Literal
+
+from camshaft.config.engine import Head
+
+Output = Literal["log_probs", "entropy", "distribution", "full_kl", "values", "scores"]
+Dimension = Literal["row", "token", "vocabulary"]
+
+OUTPUTS: dict[Head, dict[Output, tuple[Dimension, ...]]] = {
+    "causal_lm": {
+        "log_probs": ("token",),
+        "entropy": ("token",),
+        "distribution": ("token", "vocabulary"),
+        "full_kl": ("token",),
+    },
+    "value": {"values": ("token",)},
+    "reward": {"scores": ("row",)},
+}
+"""Outputs that each head supports, with their dimensions; the first is the default.
+
+`distribution` holds the log-probs of the whole vocabulary for each token, without gradient. `full_kl` is KL(p || q) =
+sum_v p(v) (log p(v) - log q(v)) of the model's distribution p. The batch's column `log_q` holds log q, the
+`distribution` of another model; a `preprocess_fn` may add it. The gradient flows through p only.
+"""
+
+DIMENSIONS: Mapping[str, tuple[Dimension, ...]] = {
+    name: dimensions for outputs in OUTPUTS.values() for name, dimensions in outputs.items()
+}
+"""Dimensions of every output."""
+
+
+def default_output(head: Head) -> Output:
+    """Return the output that a head computes if none is requested."""
+    return next(iter(OUTPUTS[head]))
