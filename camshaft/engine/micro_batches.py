@@ -16,7 +16,8 @@ rows of equal length into one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -220,6 +221,7 @@ class ModelInputs(NamedTuple):
 class PreparedRows(NamedTuple):
     """Rows of a micro-batch between `prepare` and `finish`."""
 
+    inputs: ModelInputs
     data: DataProto
     """The rows before `preprocess_fn`, which the loss receives."""
     ids: Ragged
@@ -231,6 +233,26 @@ class PreparedRows(NamedTuple):
     """(N, layers, top-k) experts of the packed tokens, if the context has the key `routing`."""
 
 
+class StepExtension(AbstractContextManager[Any], Protocol):
+    """Additional work in the steps of some models. It is entered while the micro-batches of a step run."""
+
+    def prepare(self, micro_batches: MicroBatches) -> None:
+        """Run before the first micro-batch. It may prepare all of them."""
+        ...
+
+    def forward(self, index: int, inputs: ModelInputs) -> Mapping[str, Tensor]:
+        """Run the model on a prepared micro-batch, in place of a call of the module."""
+        ...
+
+    def add_loss(self, loss: Tensor) -> Tensor:
+        """Add to the loss of the micro-batch of the latest `forward`, before its backward pass."""
+        ...
+
+    def results(self) -> tuple[Tensor, Mapping[str, Tensor]]:
+        """Return the added loss and the metrics of the mini-batch, over all ranks."""
+        ...
+
+
 class MicroBatches:
     """The micro-batches of one `forward_backward_step`: calls the hooks and the loss, and collects the results.
 
@@ -238,10 +260,14 @@ class MicroBatches:
         outputs = module(*inputs)
         loss = micro_batches.finish(0, outputs) # postprocess_fn and loss_fn; None for a forward pass
 
-    Call `prepare` and `finish` once per micro-batch and in order. A pipeline may prepare later micro-batches before it
-    finishes earlier ones. Every rank runs the same number of micro-batches, since they contain collectives. A rank with
-    fewer rows runs its shortest row as a dummy: its loss is multiplied by zero and its results are dropped.
+    Call `prepare` and `finish` once per micro-batch and in order. A pipeline or an extension may prepare later
+    micro-batches before it finishes earlier ones; to prepare one again returns the same inputs. Every rank runs the
+    same number of micro-batches, since they contain collectives. A rank with fewer rows runs its shortest row as a
+    dummy: its loss is multiplied by zero and its results are dropped.
     """
+
+    extension: StepExtension | None = None
+    """Additional work of this step; None for most models."""
 
     def __init__(
         self,
@@ -270,6 +296,8 @@ class MicroBatches:
 
     def prepare(self, index: int) -> ModelInputs:
         """Call `preprocess_fn` on the rows of a micro-batch, pack them, and move them to the device."""
+        if index in self._prepared:
+            return self._prepared[index].inputs
         rows = self._plan[index] or [self._shortest_row]
         data = inputs = self._data.reorder(rows)
         ctx = self.ctx
@@ -286,13 +314,10 @@ class MicroBatches:
         routed = inputs.ragged("routed_experts") if ctx.get("routing") is not None else None
         packed = pack_rows(ids, positions, prefix_groups(ids, mask, routed) if self._shares_prefixes else ())
         experts = None if routed is None else to_device(packed.reorder(routed.values), self._device)
-        self._prepared[index] = PreparedRows(
-            data, ids, positions, {"metrics": ctx.get("metrics", {})} | ctx_changes, experts
-        )
         log_q = None
         if "full_kl" in ctx["outputs"]:
             log_q = OpaqueTensor(to_device(packed.reorder(inputs.ragged("log_q").values), self._device))
-        return ModelInputs(
+        model_inputs = ModelInputs(
             to_device(packed.tokens, self._device),
             packed.packing,
             OpaqueTensor(packed.at),  # on the CPU, so that the model checks it without waiting for a device
@@ -300,6 +325,9 @@ class MicroBatches:
             ctx["temperature"],
             log_q,
         )
+        ctx_changes = {"metrics": ctx.get("metrics", {})} | ctx_changes
+        self._prepared[index] = PreparedRows(model_inputs, data, ids, positions, ctx_changes, experts)
+        return model_inputs
 
     def routed_experts(self, index: int) -> Tensor | None:
         """Return the experts (N, layers, top-k) of the packed tokens of a prepared micro-batch."""
@@ -330,11 +358,12 @@ class MicroBatches:
         if is_dummy:
             return None if loss is None else loss * 0
         self._predictions.append(detached)
-        if loss is not None:
-            self.loss = self.loss + loss.detach()
-            for name, share in self.ctx.get("metrics", {}).items():
-                self.metrics[name] = self.metrics.get(name, 0) + share.detach().reshape(())
-        return loss
+        if loss is None:
+            return None
+        self.loss = self.loss + loss.detach()
+        for name, share in self.ctx.get("metrics", {}).items():
+            self.metrics[name] = self.metrics.get(name, 0) + share.detach().reshape(())
+        return loss if self.extension is None else self.extension.add_loss(loss)
 
     def predictions(self) -> Predictions:
         """Return the predictions of all finished micro-batches in the order of the rows."""

@@ -1,9 +1,11 @@
 """Routing of one `forward_backward_step` of a mixture-of-experts model: auxiliary loss, metrics and replay.
 
-    routing = RoutingStep(module, routers, coefficient, device, sum_over_ranks, mode)
-    outputs = routing.forward(inputs, routed_experts, is_dummy)     # for each micro-batch
-    loss = routing.add_loss(loss)
-    aux_loss, metrics = routing.results()                           # of the mini-batch
+    routing = routing_step(engine, ctx, forward_only)   # None for a dense model
+    with routing:
+        routing.prepare(micro_batches)
+        outputs = routing.forward(index, inputs)        # for each micro-batch
+        loss = routing.add_loss(loss)
+    aux_loss, metrics = routing.results()               # of the mini-batch
 
 The auxiliary loss of a mini-batch with N tokens, L layers and E experts is that of `load_balancing_loss_func` in
 transformers (Fedus et al., "Switch Transformers", 2021, equations 4 to 6):
@@ -17,22 +19,51 @@ first backward pass. With one micro-batch, the ranks sum n between its forward a
 micro-batches first run forward without gradients and without the output layer, to count n.
 """
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from camshaft.config.engine import EngineModel
 from camshaft.device import random_states, set_random_states, to_device
-from camshaft.engine.context import RoutingMode
-from camshaft.engine.micro_batches import ModelInputs
+from camshaft.engine.context import RoutingMode, StepContext
+from camshaft.engine.micro_batches import MicroBatches, ModelInputs, StepExtension
+from camshaft.errors import EngineError
 from camshaft.models.heads import default_output
-from camshaft.models.packed import OpaqueTensor, PackedModule, unwrap
-from camshaft.models.routing import LayerRouting, Routers
+from camshaft.models.packed import OpaqueTensor, unwrap
+from camshaft.models.routing import LayerRouting, Routers, supported_models
+
+if TYPE_CHECKING:
+    from camshaft.engine.torch_engine import TorchEngine
 
 MISMATCH = "routing_mismatch"
 """Name of the prediction that compares the routers' choices with the batch's column `routed_experts`."""
+
+
+def check_coefficient(model: EngineModel, routers: Routers | None) -> None:
+    """Raise `EngineError` if the model has an auxiliary loss, but no routers that it can be computed from."""
+    if model.router_aux_loss_coef and routers is None:
+        raise EngineError(
+            f"router_aux_loss_coef={model.router_aux_loss_coef} requires a mixture of experts with supported routers "
+            f"({supported_models()}), which {model.path} is not; set router_aux_loss_coef=0"
+        )
+
+
+def routing_step(engine: TorchEngine, ctx: StepContext, forward_only: bool) -> RoutingStep | None:
+    """Return the routing of a step; None for a dense model, or if the engine or the step does not use it."""
+    routers, mode, capabilities = engine.module.routers, ctx.get("routing"), engine.capabilities
+    if mode is not None and (routers is None or not capabilities.supports_router_replay):
+        raise EngineError(
+            f"ctx['routing']={mode} requires an engine that supports router replay and a model with routers "
+            f"({supported_models()}), got {type(engine).__name__} and {engine.config.model.path}; omit the key"
+        )
+    if routers is None or not capabilities.supports_router_aux_loss or (forward_only and mode is None):
+        return None
+    return RoutingStep(engine, routers, mode)
 
 
 class RoutingSums(NamedTuple):
@@ -48,32 +79,29 @@ class RoutingSums(NamedTuple):
     """Entropies of the routers' distributions, summed over tokens and layers."""
 
 
-class RoutingStep:
+class RoutingStep(StepExtension):
     """Routing of the micro-batches of one `forward_backward_step`."""
 
-    def __init__(
-        self,
-        module: PackedModule,
-        routers: Routers,
-        coefficient: float,
-        device: torch.device,
-        sum_over_ranks: Callable[[Tensor], Tensor],
-        mode: RoutingMode | None = None,
-    ):
-        self.routers, self.coefficient, self._mode = routers, coefficient, mode
-        self._module, self._device, self._sum_over_ranks = module, device, sum_over_ranks
+    def __init__(self, engine: TorchEngine, routers: Routers, mode: RoutingMode | None = None):
+        self.routers, self.coefficient, self._mode = routers, engine.config.model.router_aux_loss_coef, mode
+        self._module, self._device, self._sum_over_ranks = engine.module, engine.device, engine.sum_over_ranks
         self._micro_batch: RoutingSums | None = None
         self._total: Tensor | None = None
         self._factors: Tensor | None = None
 
+    def __exit__(self, *_: object) -> None:
+        self.routers.stop()  # otherwise the next step would replay these choices
+
     # -- auxiliary loss ---------------------------------------------------------------------------
 
-    def needs_count(self, micro_batches: int) -> bool:
-        """Return True if loads must be counted before the first backward pass."""
-        return self.coefficient > 0 and torch.is_grad_enabled() and micro_batches > 1
+    def prepare(self, micro_batches: MicroBatches) -> None:
+        """Count the loads of all micro-batches if they must be known before the first backward pass."""
+        self._micro_batches = micro_batches
+        if self.coefficient > 0 and torch.is_grad_enabled() and len(micro_batches) > 1:
+            self._count_loads([micro_batches.prepare(index) for index in range(len(micro_batches))])
 
     @torch.no_grad()
-    def count(self, inputs: Sequence[ModelInputs], routed: Sequence[Tensor | None], is_dummy: Sequence[bool]) -> None:
+    def _count_loads(self, inputs: Sequence[ModelInputs]) -> None:
         """Count the loads of all micro-batches in forward passes without gradients and without the output layer.
 
         The passes draw the same random numbers as those of the training step, which dropout and router noise use.
@@ -82,23 +110,23 @@ class RoutingStep:
         outputs = (default_output(self._module.head),)
         random = random_states(self._device)
         counts = []
-        for each, experts, dummy in zip(inputs, routed, is_dummy, strict=True):
-            weights, local_experts = self._local_tokens(each, experts)
-            _, layers = self._run(each._replace(at=nothing, outputs=outputs, log_q=None), local_experts)
-            sums = self._sums(layers, weights)
-            counts.append(torch.cat([sums.tokens[None], sums.loads.sum(0)]).double() * (not dummy))
+        for index, each in enumerate(inputs):
+            weights, experts = self._local_tokens(index, each)
+            _, layers = self._run(each._replace(at=nothing, outputs=outputs, log_q=None), experts)
+            sums, is_dummy = self._sums(layers, weights), self._micro_batches.is_dummy(index)
+            counts.append(torch.cat([sums.tokens[None], sums.loads.sum(0)]).double() * (not is_dummy))
         set_random_states(random, self._device)
         self._set_factors(torch.stack(counts).sum(0))
 
-    def forward(self, inputs: ModelInputs, routed_experts: Tensor | None, is_dummy: bool) -> dict[str, Tensor]:
-        """Run the model on one micro-batch. `routed_experts` (N, layers, top-k) are compared or replayed."""
-        weights, local_experts = self._local_tokens(inputs, routed_experts)
-        outputs, layers = self._run(inputs, local_experts)
-        if local_experts is not None:
-            outputs[MISMATCH] = self._mismatch(layers, local_experts, inputs)
+    def forward(self, index: int, inputs: ModelInputs) -> dict[str, Tensor]:
+        """Run the model on one micro-batch, whose column `routed_experts` is compared or replayed."""
+        weights, experts = self._local_tokens(index, inputs)
+        outputs, layers = self._run(inputs, experts)
+        if experts is not None:
+            outputs[MISMATCH] = self._mismatch(layers, experts, inputs)
         if not torch.is_grad_enabled():
             return outputs
-        sums = self._sums(layers, weights)
+        sums, is_dummy = self._sums(layers, weights), self._micro_batches.is_dummy(index)
         self._micro_batch = None if is_dummy else sums
         if not is_dummy:
             flat = torch.cat([tensor.detach().double().flatten() for tensor in sums])
@@ -132,10 +160,10 @@ class RoutingStep:
         outputs = self._module(*inputs)
         return outputs, self.routers.finish()
 
-    def _local_tokens(self, inputs: ModelInputs, routed_experts: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    def _local_tokens(self, index: int, inputs: ModelInputs) -> tuple[Tensor, Tensor | None]:
         """Return the number of rows that contain each token of this rank (n,), 0 for padding, and its experts."""
         split, count = self._module.sequence, len(inputs.tokens)
-        weights = inputs.packing.row_counts()
+        weights, routed_experts = inputs.packing.row_counts(), self._micro_batches.routed_experts(index)
         if split is not None:
             extra = -count % split.size
             chunk = split.chunk(count + extra)

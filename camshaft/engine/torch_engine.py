@@ -68,13 +68,12 @@ from camshaft.engine.micro_batches import (
 from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
 from camshaft.engine.prefix_sharing import PrefixGroup, prefix_groups
-from camshaft.engine.routing import RoutingStep
+from camshaft.engine.routing import check_coefficient, routing_step
 from camshaft.errors import EngineError
 from camshaft.models.attention import least_shared
 from camshaft.models.loader import DTYPES
 from camshaft.models.lora import adapter_weights, disable_adapter, merged_weights
 from camshaft.models.packed import PackedModel, PackedModule
-from camshaft.models.routing import supported_models
 from camshaft.models.sequence import join_columns, split_columns
 from camshaft.progress import track
 from camshaft.seat import ONLY_RANK, Seat
@@ -108,7 +107,6 @@ class TorchEngine(BaseEngine):
         self._warned_of_unread_counts = False
         self._skipped_steps = 0
         self._series = secrets.token_hex(8)
-        self._routing: RoutingStep | None = None
 
     # -- placement on devices, implemented by subclasses ------------------------------------------
 
@@ -186,12 +184,7 @@ class TorchEngine(BaseEngine):
     def init_model(self) -> None:
         self.device = resolve_device(self.config.device)
         self.module = self.build_model()
-        coefficient = self.config.model.router_aux_loss_coef
-        if coefficient and self.module.routers is None:
-            raise EngineError(
-                f"router_aux_loss_coef={coefficient} requires a mixture of experts with supported routers "
-                f"({supported_models()}), which {self.config.model.path} is not; set router_aux_loss_coef=0"
-            )
+        check_coefficient(self.config.model, self.module.routers)
         if self.config.optim is not None:
             # Built after `build_model`, which may replace parameters, and before any forward pass.
             self._optimizer = self.build_optimizer(self.config.optim)
@@ -262,13 +255,14 @@ class TorchEngine(BaseEngine):
             preprocess_fn = None
         data = as_batch(batch)
         self._count(data, call)
-        self._routing = self._start_routing(call, forward_only)
+        extension = routing_step(self, call, forward_only)
         groups = self._prefix_groups(data, call.get("routing") is not None)
         plan = self._plan(data, forward_only, groups)
         hooks = Hooks(preprocess_fn, postprocess_fn, loss_fn)
         shares_prefixes, vocabulary_size = groups is not None, self.module.vocabulary_size
         micro_batches = MicroBatches(data, plan, call, hooks, self.device, shares_prefixes, vocabulary_size)
-        with torch.set_grad_enabled(not forward_only), self.step_context():
+        micro_batches.extension = extension
+        with torch.set_grad_enabled(not forward_only), self.step_context(), extension or contextlib.nullcontext():
             self.run_micro_batches(micro_batches)
         predictions, call = micro_batches.predictions(), micro_batches.ctx
         if loss_fn is None:
@@ -282,9 +276,9 @@ class TorchEngine(BaseEngine):
             torch.stack([torch.as_tensor(s, device=self.device).double() for s in shares])
         )
         call["metrics"] = dict(zip(micro_batches.metrics, sums, strict=True))
-        if self._routing is not None:
-            aux_loss, metrics = self._routing.results()
-            loss, call["metrics"] = loss + aux_loss, call["metrics"] | metrics
+        if extension is not None:
+            added_loss, metrics = extension.results()
+            loss, call["metrics"] = loss + added_loss, {**call["metrics"], **metrics}
         return predictions, loss, {**call}
 
     def run_micro_batches(self, micro_batches: MicroBatches) -> None:
@@ -293,49 +287,16 @@ class TorchEngine(BaseEngine):
         A pipeline overrides this method with its schedule. If the rows are in host memory, this method never waits for
         an accelerator, so the host can queue several micro-batches.
         """
-        if self._routing is not None:
-            self._run_routed(micro_batches, self._routing)
-            return
+        extension = micro_batches.extension
+        if extension is not None:
+            extension.prepare(micro_batches)
         for index in track(range(len(micro_batches)), len(micro_batches), "micro-batches"):
             inputs = micro_batches.prepare(index)
             with self.forward_context():
-                outputs = self.module(*inputs)
+                outputs = self.module(*inputs) if extension is None else extension.forward(index, inputs)
             loss = micro_batches.finish(index, outputs)
             if loss is not None:
                 self.backward(check_gradient(loss))
-
-    def _run_routed(self, micro_batches: MicroBatches, routing: RoutingStep) -> None:
-        """Run the micro-batches of a mixture-of-experts model, with its auxiliary loss."""
-        indices = range(len(micro_batches))
-        needs_count = routing.needs_count(len(micro_batches))
-        prepared = [micro_batches.prepare(index) for index in indices] if needs_count else []
-        try:
-            if needs_count:
-                routed = [micro_batches.routed_experts(index) for index in indices]
-                routing.count(prepared, routed, [micro_batches.is_dummy(index) for index in indices])
-            for index in track(indices, len(indices), "micro-batches"):
-                inputs = prepared[index] if needs_count else micro_batches.prepare(index)
-                with self.forward_context():
-                    experts, is_dummy = micro_batches.routed_experts(index), micro_batches.is_dummy(index)
-                    outputs = routing.forward(inputs, experts, is_dummy)
-                loss = micro_batches.finish(index, outputs)
-                if loss is not None:
-                    self.backward(check_gradient(routing.add_loss(loss)))
-        finally:
-            routing.routers.stop()  # otherwise the next step would replay these choices
-
-    def _start_routing(self, ctx: StepContext, forward_only: bool) -> RoutingStep | None:
-        """Return the routing of a step; None for a dense model, or if the engine or the step does not use it."""
-        routers, mode = self.module.routers, ctx.get("routing")
-        if mode is not None and (routers is None or not self.capabilities.supports_router_replay):
-            raise EngineError(
-                f"ctx['routing']={mode} requires an engine that supports router replay and a model with routers "
-                f"({supported_models()}), got {type(self).__name__} and {self.config.model.path}; omit the key"
-            )
-        if routers is None or not self.capabilities.supports_router_aux_loss or (forward_only and mode is None):
-            return None
-        coefficient = self.config.model.router_aux_loss_coef
-        return RoutingStep(self.module, routers, coefficient, self.device, self.sum_over_ranks, mode)
 
     def _prefix_groups(self, data: DataProto, is_routed: bool) -> list[PrefixGroup] | None:
         """Group the rows by their prefixes, each of which is computed only once; None if prefixes are not shared."""

@@ -139,6 +139,26 @@ def test_config_value_of_the_model_is_not_used(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+def test_inference_in_a_hook_leaves_loss_and_metrics_of_the_step(tmp_path: Path) -> None:
+    harness = MoEHarness(
+        engine_class("reference"),
+        tmp_path,
+        {"router_aux_loss_coef": COEFFICIENT, "micro_batch_size": 3},
+        MODELS["mixtral"],
+    )
+    usual, nested = harness.build(), harness.build()
+
+    def infer(data: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:
+        nested.infer_batch(data)
+        return data, ctx
+
+    with usual.train_mode(), nested.train_mode():
+        expected = usual.train_batch(harness.batch)
+        result = nested.train_batch(harness.batch, preprocess_fn=infer)
+    assert (result.loss, result.metrics) == (expected.loss, expected.metrics)
+    assert "moe/aux_loss" in result.metrics
+
+
 # -- comparison and replay ------------------------------------------------------------------------
 
 
