@@ -15,12 +15,11 @@ log-prob of token j. `scores` hold one value per sequence.
 `camshaft check-engine my_pkg.my_engine:MyEngine`.
 """
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -59,9 +58,12 @@ class StepResult:
 
 
 class BaseEngine(ABC):
-    """One model, its optimizer, and the placement of both on devices."""
+    """One model, its optimizer, and the placement of both on devices.
 
-    _initialized = False
+    Before `init_model`, every other member raises an `EngineError` that names the missing call, except
+    `wait_for_checkpoint`, which the cleanup after a failed start calls.
+    """
+
     _readers = 0
     """Number of open `share_weights` contexts."""
 
@@ -77,19 +79,6 @@ class BaseEngine(ABC):
         self.config = config
         self.options: Any = self.capabilities.validate(config)
         """`config.options`, validated and parsed as an instance of `capabilities.options`."""
-
-    def __init_subclass__(cls, **arguments: Any) -> None:
-        super().__init_subclass__(**arguments)
-        if "init_model" in vars(cls):
-            cls.init_model = _mark_initialized(cls.init_model)  # pyright: ignore[reportAttributeAccessIssue]
-
-    if not TYPE_CHECKING:  # a type checker would accept every attribute name
-
-        def __getattribute__(self, name: str) -> Any:
-            """Raise `EngineError` if a method or property of the interface is used before `init_model`."""
-            if name in _NEEDS_MODEL and not object.__getattribute__(self, "_initialized"):
-                raise EngineError(f"{name} requires the model; call init_model() first")
-            return object.__getattribute__(self, name)
 
     # -- implemented by an engine -----------------------------------------------------------------
 
@@ -303,30 +292,3 @@ class BaseEngine(ABC):
         """Compute predictions without gradients. Call it inside `eval_mode` or `train_mode`."""
         predictions, _ = self.forward_backward_step(batch, ctx, True, preprocess_fn, postprocess_fn)
         return predictions
-
-
-_NEEDS_MODEL = frozenset(
-    name
-    for name, member in vars(BaseEngine).items()
-    if not name.startswith("_") and (isinstance(member, property) or callable(member))
-) - {
-    "init_model",
-    "capabilities",
-    "wait_for_checkpoint",  # the cleanup after a failed start calls it
-}
-"""Methods and properties of the interface that raise `EngineError` before `init_model`."""
-
-
-def _mark_initialized(init_model: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wrap `init_model` so that it enables the interface; if it fails, the interface stays disabled."""
-
-    @functools.wraps(init_model)
-    def wrapper(self: BaseEngine) -> None:
-        self._initialized = True  # set before the call, because init_model may use the interface
-        try:
-            init_model(self)
-        except BaseException:
-            self._initialized = False
-            raise
-
-    return wrapper

@@ -86,12 +86,15 @@ FORWARD_ONLY = "this engine is forward-only; set EngineConfig.optim to train it"
 class TorchEngine(BaseEngine):
     """A `PackedModel`, its optimizer and its schedule. A subclass places the model on devices."""
 
-    # `init_model` sets the first three attributes.
+    # `init_model` sets the first four attributes.
+    _has_model = False
     module: PackedModule
     parts: Parts
     device: torch.device
     offloaded_parts: tuple[Part, ...] = ()
     """Parts that stay in host memory outside `train_mode` and `eval_mode`."""
+    copies_weights = False
+    """True if `named_weights` yields copies of the weights in every layout."""
     casts_parameters = False
     """True if a step casts the parameters to `compute_dtype`. A sharding library casts them itself."""
     checkpoint_group: dist.ProcessGroup | None = None
@@ -172,10 +175,12 @@ class TorchEngine(BaseEngine):
         return clip_and_step(self.optimizer, self.config.grad_clip)
 
     def shard_data(self, data: DataProto) -> DataProto:
+        self.require_model()
         split = self.module.sequence
         return data if split is None else split_columns(data, split)
 
     def unshard_data(self, data: DataProto) -> DataProto:
+        self.require_model()
         split = self.module.sequence
         return data if split is None else join_columns(data, split)
 
@@ -190,21 +195,30 @@ class TorchEngine(BaseEngine):
             self._optimizer = self.build_optimizer(self.config.optim)
             self._schedule = Schedule(self._optimizer, self.config.optim)
         self.parts = Parts(self.module, self._optimizer, self.home_device, self.offloaded_parts)
+        self._has_model = True
+
+    def require_model(self) -> None:
+        """Raise `EngineError` before `init_model`. Members of the interface call it before they read the state."""
+        if not self._has_model:
+            raise EngineError("the engine has no model; call init_model() first")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
+        self.require_model()
         if self._optimizer is None:
             raise EngineError(FORWARD_ONLY)
         return self._optimizer
 
     @property
     def schedule(self) -> Schedule:
+        self.require_model()
         if self._schedule is None:
             raise EngineError(FORWARD_ONLY)
         return self._schedule
 
     @property
     def skipped_steps(self) -> int:
+        self.require_model()
         return self._skipped_steps
 
     # -- modes and devices ------------------------------------------------------------------------
@@ -218,6 +232,7 @@ class TorchEngine(BaseEngine):
 
     @contextlib.contextmanager
     def _mode(self, training: bool, *parts: Part) -> Iterator[None]:
+        self.require_model()
         was_training = self.module.training
         with self.parts.on_device(*parts):
             self.module.train(training)
@@ -227,6 +242,7 @@ class TorchEngine(BaseEngine):
                 self.module.train(was_training)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        self.require_model()
         target = available_device(device)
         target = self.home_device if target.type == self.home_device.type else target
         parts: dict[Part, bool] = {"model": model, "optimizer": optimizer}
@@ -235,6 +251,7 @@ class TorchEngine(BaseEngine):
     # -- one step ---------------------------------------------------------------------------------
 
     def set_loss_fn(self, loss_fn: LossFn) -> None:
+        self.require_model()
         self._loss_fn = loss_fn
 
     def forward_backward_step(
@@ -245,6 +262,7 @@ class TorchEngine(BaseEngine):
         preprocess_fn: PreprocessFn | None = None,
         postprocess_fn: PostprocessFn | None = None,
     ) -> tuple[Any, ...]:
+        self.require_model()
         loss_fn = None if forward_only else self._loss_fn
         if not forward_only and loss_fn is None:
             raise EngineError("the engine has no loss function; call set_loss_fn(loss_fn), or pass forward_only=True")
@@ -352,6 +370,7 @@ class TorchEngine(BaseEngine):
         self.parts.clear_gradients()
 
     def optimizer_step(self) -> float:
+        self.require_model()
         with self.parts.on_device("model", "gradients", "optimizer"):
             norm, updated = self.clip_and_step()
         self._skipped_steps += not updated
@@ -379,6 +398,7 @@ class TorchEngine(BaseEngine):
     @property
     def seat(self) -> Seat:
         """Rank and data-parallel rank of this process; engines that run on several ranks override it."""
+        self.require_model()
         return ONLY_RANK
 
     @property
@@ -390,6 +410,7 @@ class TorchEngine(BaseEngine):
     def named_weights(
         self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
     ) -> Iterator[tuple[str, Tensor]]:
+        self.require_model()
         if adapter_only:
             return adapter_weights(self._adapted_model, self.full_tensor)
         if self.config.model.lora is not None:
@@ -401,9 +422,11 @@ class TorchEngine(BaseEngine):
     @property
     def yields_live_weights(self) -> bool:
         # Gathering, merging an adapter, and moving weights from host memory to the device make copies.
-        return self.seat.world == 1 and self.config.model.lora is None and self.home_device == self.device
+        copies = self.seat.world > 1 or self.config.model.lora is not None or self.home_device != self.device
+        return not copies and not self.copies_weights
 
     def disable_adapter(self) -> contextlib.AbstractContextManager[Any]:
+        self.require_model()
         return disable_adapter(self._adapted_model)
 
     @property
@@ -416,6 +439,7 @@ class TorchEngine(BaseEngine):
     def save_checkpoint(
         self, local_path: str, hdfs_path: str | None = None, global_step: int = 0, max_ckpt_to_keep: int | None = None
     ) -> None:
+        self.require_model()
         options = {"hdfs_path": hdfs_path, "global_step": global_step, "max_ckpt_to_keep": max_ckpt_to_keep}
         self._save(self._state(), local_path, **options)
 
@@ -424,6 +448,7 @@ class TorchEngine(BaseEngine):
         checkpoint.save(state, local_path, group=self.checkpoint_group, **options)
 
     def load_checkpoint(self, local_path: str, hdfs_path: str | None = None, del_local_after_load: bool = True) -> None:
+        self.require_model()
         self.wait_for_checkpoint()
         folder_context = checkpoint.fetch_folder(local_path, hdfs_path, del_local_after_load, self.checkpoint_group)
         # State is loaded on the compute device; offloaded parts return to host memory when the block ends.
@@ -459,6 +484,7 @@ class TorchEngine(BaseEngine):
 
     def named_parameters(self) -> dict[str, Tensor]:
         """Return the parameters by the names under which a checkpoint stores their optimizer state."""
+        self.require_model()
         return dict(self.module.weight_parameters())
 
     def checkpoint_weights(self) -> dict[str, Tensor]:

@@ -47,6 +47,7 @@ class DDPEngine(TorchEngine):
 
     @property
     def seat(self) -> Seat:
+        self.require_model()
         rank, world = dist.get_rank(), dist.get_world_size()
         return Seat(rank, world, dp_rank=rank, dp_size=world)
 

@@ -63,6 +63,7 @@ class FSDPEngine(ShardedEngine):
 
     @property
     def seat(self) -> Seat:
+        self.require_model()
         return self.meshes.layout.seat(dist.get_rank())
 
     @property
@@ -71,6 +72,7 @@ class FSDPEngine(ShardedEngine):
         return HOST if self.options.offload_policy else self.device
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        self.require_model()
         if self.options.offload_policy:  # all parts stay in host memory
             available_device(device)
         else:

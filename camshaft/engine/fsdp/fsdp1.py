@@ -46,6 +46,7 @@ class FSDP1Engine(FSDPEngine):
     """One model, sharded by `FullyShardedDataParallel`."""
 
     capabilities = FSDP1
+    copies_weights = True
 
     def _build_sharded(self, group: dist.ProcessGroup) -> PackedModel:
         full_model = load_full_model(self.config, group)
@@ -81,15 +82,12 @@ class FSDP1Engine(FSDPEngine):
         return squares.sqrt()
 
     def to(self, device: str, model: bool = True, optimizer: bool = True) -> None:
+        self.require_model()
         if model and available_device(device).type != self.device.type:
             raise EngineError(f"strategy=fsdp1 cannot move parameters to {device}; set strategy=fsdp")
         super().to(device, model=False, optimizer=optimizer)
 
     # -- weights and checkpoints ------------------------------------------------------------------
-
-    @property
-    def yields_live_weights(self) -> bool:
-        return False
 
     def named_weights(
         self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
@@ -98,6 +96,7 @@ class FSDP1Engine(FSDPEngine):
             raise EngineError(
                 "the model has no adapter, because strategy=fsdp1 does not support LoRA; set strategy=fsdp"
             )
+        self.require_model()
         for name, tensor in self._shards().items():
             yield name, self.full_tensor(cast_weight(name, tensor, dtype_of))
 

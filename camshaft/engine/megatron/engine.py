@@ -53,6 +53,7 @@ class MegatronEngine(ShardedEngine):
     """One GPT model of megatron-core, parallel over the ranks of the default process group."""
 
     capabilities = MEGATRON
+    copies_weights = True
     options: MegatronOptions
     module: MegatronModel  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -115,6 +116,7 @@ class MegatronEngine(ShardedEngine):
 
     @property
     def seat(self) -> Seat:
+        self.require_model()
         return self.layout.seat(dist.get_rank())
 
     # -- one step ---------------------------------------------------------------------------------
@@ -148,12 +150,14 @@ class MegatronEngine(ShardedEngine):
         return super().max_over_ranks(count)
 
     def optimizer_zero_grad(self) -> None:
+        self.require_model()
         self.data_parallel.zero_grad()
 
     def clip_and_step(self) -> tuple[float, bool]:
         return self.data_parallel.clip_and_step(self.config.grad_clip)
 
     def non_finite_gradient(self) -> str | None:
+        self.require_model()
         for block in reversed(self._blocks):
             gradients: list[Tensor] = [cast(Any, parameter).main_grad for parameter in block.parameters]
             if not all(gradient.isfinite().all() for gradient in gradients):
@@ -161,6 +165,7 @@ class MegatronEngine(ShardedEngine):
         return None
 
     def overflowing_weight(self) -> str | None:
+        self.require_model()
         for block in self._blocks:
             if not all(parameter.detach().float().square().sum().isfinite() for parameter in block.parameters):
                 return block.weights[0].name
@@ -168,13 +173,10 @@ class MegatronEngine(ShardedEngine):
 
     # -- weights and checkpoints ------------------------------------------------------------------
 
-    @property
-    def yields_live_weights(self) -> bool:
-        return False
-
     def named_weights(
         self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
     ) -> Iterator[tuple[str, Tensor]]:
+        self.require_model()
         if adapter_only:
             return super().named_weights(adapter_only)  # raises an error
         weights = {weight.name: weight for block in self._blocks for weight in block.weights}

@@ -34,6 +34,7 @@ class TorchtitanEngine(ShardedEngine):
     """One model of torchtitan on the ranks of the default process group."""
 
     capabilities = TORCHTITAN
+    copies_weights = True
     options: TorchtitanOptions
     module: TitanModel  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -60,6 +61,7 @@ class TorchtitanEngine(ShardedEngine):
 
     @property
     def seat(self) -> Seat:
+        self.require_model()
         return self.meshes.layout.seat(dist.get_rank())
 
     # -- pipeline stages --------------------------------------------------------------------------
@@ -89,13 +91,10 @@ class TorchtitanEngine(ShardedEngine):
 
         return clip_and_step(self.optimizer, self.config.grad_clip, total_norm)
 
-    @property
-    def yields_live_weights(self) -> bool:
-        return False
-
     def named_weights(
         self, adapter_only: bool = False, dtype_of: DtypeOf | None = None
     ) -> Iterator[tuple[str, Tensor]]:
+        self.require_model()
         pipeline = self.meshes.pipeline
         if pipeline is None or adapter_only:
             return super().named_weights(adapter_only, dtype_of)

@@ -60,6 +60,7 @@ class PipelineEngine(TorchEngine):
 
     @property
     def seat(self) -> Seat:
+        self.require_model()
         rank, world, size = dist.get_rank(), dist.get_world_size(), self.options.pipeline_size
         return Seat(rank, world, rank // size, world // size, collects=rank % size == 0)
 
@@ -93,6 +94,7 @@ class PipelineEngine(TorchEngine):
     ) -> Iterator[tuple[str, Tensor]]:
         if adapter_only:
             raise EngineError("no adapter: strategy=pipeline does not support LoRA")
+        self.require_model()
         local = dict(self.module.hf.named_parameters())
 
         def full_weight(name: str) -> Tensor:
