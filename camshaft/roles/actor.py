@@ -9,6 +9,7 @@ correction `rollout_is_weights` and `rollout_rs_mask`.
 """
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ from camshaft.engine.base import PreprocessFn
 from camshaft.errors import BatchError, ConfigError
 from camshaft.plugins import load_function
 from camshaft.roles.base import EngineRole, TrainedRole, build_counts, mini_batches, select_responses
+from camshaft.roles.exact_kl import reference_distribution
 
 OldLogProbs = Literal["actor", "update", "rollout"]
 """Source of the old log-probs, as returned by `PPOConfig.old_log_prob_source`."""
@@ -30,6 +32,9 @@ OldLogProbs = Literal["actor", "update", "rollout"]
 
 class ActorWorker(TrainedRole):
     """The trained policy with its optimizer and the PPO update."""
+
+    reference: EngineRole | None = None
+    """Reference in the same process, whose distribution an exact KL loss needs."""
 
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
@@ -61,7 +66,6 @@ class ActorWorker(TrainedRole):
         seed: int = 0,
         presharded: bool = False,
         old_log_probs: OldLogProbs = "actor",
-        preprocess: PreprocessFn | None = None,
     ) -> DataProto:
         """Run the PPO update and return its metrics in `meta_info["metrics"]`.
 
@@ -72,8 +76,7 @@ class ActorWorker(TrainedRole):
 
         By default, each rank shuffles its own rows with `seed`. If `presharded` is True, the rows are already in the
         order of the mini-batches of all epochs, so that mini-batches do not depend on the number of ranks
-        (`trainer/mini_batches.py`). `preprocess` is a hook that runs on each micro-batch before the forward pass, such
-        as `exact_kl.reference_distribution`.
+        (`trainer/mini_batches.py`).
         """
         in_update = old_log_probs == "update"
         columns = ["prompts", "responses", "response_mask", "advantages"]
@@ -104,13 +107,19 @@ class ActorWorker(TrainedRole):
             outputs.append("full_kl")
         ctx = self._context(*outputs, routing=routing)
         loss, result = partial(self._loss, old_log_probs), DataProto({})
-        with self.update() as metrics:
+        with self._reference_distribution() as preprocess, self.update() as metrics:
             for mini_batch in mini_batches(rows, self.mini_batch_size, self.actor.ppo_epochs, order, presharded):
                 step = self.engine.train_batch(mini_batch, ctx, loss, preprocess)
                 metrics.add(step)
                 if old_log_probs != "actor" and not result.columns:
                     result = _policy_columns(step.predictions, mini_batch)
         return result.with_meta(metrics=metrics.result("actor"))
+
+    def _reference_distribution(self) -> AbstractContextManager[PreprocessFn | None]:
+        """Return the context of a hook that adds the distribution of the reference; None without an exact KL loss."""
+        if self.reference is None or not self.full_kl_loss:
+            return nullcontext()
+        return reference_distribution(self.reference, self.temperature)
 
     def _context(self, *outputs: Output, routing: RoutingMode | None) -> StepContext:
         ctx = StepContext(outputs=outputs, temperature=self.temperature)

@@ -2,7 +2,7 @@
 
     full_kl = exact_kl(actor, ref, data, temperature)                       # column `full_kl` of the responses
     with reference_distribution(ref, temperature) as preprocess:            # update whose loss uses `full_kl`
-        actor.update_actor(data, preprocess=preprocess)
+        actor.engine.train_batch(mini_batch, ctx, loss, preprocess)
 
 `exact_kl` reads the columns `prompts`, `responses` and `response_mask`, and writes `full_kl`. The two models alternate
 for each micro-batch: before the forward pass of the actor, the reference computes its log-probs over the vocabulary as

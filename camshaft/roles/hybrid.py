@@ -4,7 +4,6 @@ The reference is optional: its weights are loaded only if the reward or the loss
 a different parallel layout than the actor, in which case batches are split differently for its calls.
 """
 
-from contextlib import nullcontext
 from typing import ClassVar
 
 from camshaft.config import PPOConfig, Topology
@@ -13,7 +12,7 @@ from camshaft.dataproto import DataProto
 from camshaft.errors import EngineError
 from camshaft.roles.actor import ActorWorker, AdapterlessRef, OldLogProbs, RefWorker
 from camshaft.roles.base import SkippedSteps
-from camshaft.roles.exact_kl import exact_kl, reference_distribution
+from camshaft.roles.exact_kl import exact_kl
 from camshaft.roles.rollout import RolloutWorker
 from camshaft.seat import Seat
 
@@ -37,6 +36,7 @@ class ActorRolloutRefWorker(Worker):
             self.ref = self.ref_class(config, topology)
         elif config.needs_reference():
             self.ref = AdapterlessRef(config, self.actor.engine)
+        self.actor.reference = self.ref
         self.rollout = self.rollout_class(config, self.actor.engine)
 
     @property
@@ -96,10 +96,7 @@ class ActorRolloutRefWorker(Worker):
     def update_actor(
         self, data: DataProto, seed: int = 0, presharded: bool = False, old_log_probs: OldLogProbs = "actor"
     ) -> DataProto:
-        """Run `ActorWorker.update_actor`, with the distribution of the reference if the KL loss is exact."""
-        exact = self.actor.full_kl_loss
-        with reference_distribution(self._reference(), self.actor.temperature) if exact else nullcontext() as hook:
-            return self.actor.update_actor(data, seed, presharded, old_log_probs, hook)
+        return self.actor.update_actor(data, seed, presharded, old_log_probs)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def skipped_steps(self) -> SkippedSteps:
