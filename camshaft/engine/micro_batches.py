@@ -54,9 +54,9 @@ def as_batch(batch: Any) -> DataProto:
     A missing `loss_mask` selects all tokens except the first of each row.
     """
     if not has_input_ids(batch):
-        raise BatchError(f"the batch is {_describe(batch)}; expected {EXPECTED_BATCH}")
+        raise BatchError(f"the batch is {_describe_batch(batch)}; expected {EXPECTED_BATCH}")
     if not isinstance(batch, DataProto):
-        batch = _unpad(batch)
+        batch = _unpad_mapping(batch)
     ids = batch.ragged("input_ids")
     if "loss_mask" not in batch:
         return batch.with_columns(loss_mask=ids.like(ids.positions() > 0))
@@ -71,7 +71,7 @@ def as_batch(batch: Any) -> DataProto:
     return batch
 
 
-def _describe(batch: Any) -> str:
+def _describe_batch(batch: Any) -> str:
     """Return the type of `batch`, with its shape or column names, for an error message."""
     if isinstance(batch, Tensor):
         return f"a tensor of shape {tuple(batch.shape)}"
@@ -81,7 +81,7 @@ def _describe(batch: Any) -> str:
     return f"a {type(batch).__name__}"
 
 
-def _unpad(batch: Mapping[str, Any]) -> DataProto:
+def _unpad_mapping(batch: Mapping[str, Any]) -> DataProto:
     """Convert padded (B, S) tensors to `Ragged` columns and drop the mask and the position ids."""
     if "attention_mask" not in batch:
         raise BatchError(
@@ -135,7 +135,7 @@ def plan_micro_batches(
         units = rows if prefix_groups is None or size is not None else _split_groups(prefix_groups, sizes, max_tokens)
         packer = BinPacker(
             sizes=[unit.tokens(sizes) for unit in units],
-            costs=[_cost(unit, sizes, pivot) for unit in units],
+            costs=[_group_cost(unit, sizes, pivot) for unit in units],
             max_items=size or len(units),
             max_tokens=max_tokens,
         )
@@ -148,7 +148,7 @@ def plan_micro_batches(
     return [sorted(micro_batch, key=lambda row: (sizes[row], row)) for micro_batch in plan]
 
 
-def _cost(group: PrefixGroup, sizes: Sequence[int], pivot: float) -> float:
+def _group_cost(group: PrefixGroup, sizes: Sequence[int], pivot: float) -> float:
     """Return the compute cost of the rows of `group`, with their prefix counted once."""
     prefix_cost = row_cost(group.shared, pivot)
     return prefix_cost + sum(row_cost(sizes[row], pivot) - prefix_cost for row in group.rows)
@@ -341,10 +341,10 @@ class MicroBatches:
         """Call `postprocess_fn` and the loss on the outputs of a micro-batch; return the loss to differentiate."""
         rows, is_dummy = self._prepared.pop(index), self.is_dummy(index)
         self.ctx.update(rows.ctx_changes)  # pyright: ignore[reportArgumentType, reportCallIssue]
-        predictions: Any = self._align(outputs, rows.ids, rows.positions)
+        predictions: Any = self._align_outputs(outputs, rows.ids, rows.positions)
         if self._hooks.postprocess is not None:
             predictions, self.ctx = call_hook("postprocess_fn", self._hooks.postprocess, predictions, self.ctx)
-        detached, loss = _detach(predictions, len(rows.data)), None
+        detached, loss = _detach_predictions(predictions, len(rows.data)), None
         if self._predictions and detached.keys() != self._predictions[0].keys():
             raise EngineError(
                 f"postprocess_fn returned {sorted(detached)} for a micro-batch and {sorted(self._predictions[0])} for "
@@ -370,7 +370,7 @@ class MicroBatches:
         names = self._predictions[0]
         return {name: restore_order(self._plan, [part[name] for part in self._predictions]) for name in names}
 
-    def _align(self, outputs: Mapping[str, Tensor], ids: Ragged, positions: Tensor) -> dict[str, Any]:
+    def _align_outputs(self, outputs: Mapping[str, Tensor], ids: Ragged, positions: Tensor) -> dict[str, Any]:
         """Convert outputs of the counted tokens, at flattened offsets `positions`, to `Ragged` columns like `ids`.
 
         Entries of other tokens are zero. Outputs per row are unchanged.
@@ -384,7 +384,7 @@ class MicroBatches:
         return aligned
 
 
-def _detach(predictions: Any, rows: int) -> dict[str, Any]:
+def _detach_predictions(predictions: Any, rows: int) -> dict[str, Any]:
     """Detach the predictions of one micro-batch; raise `EngineError` for predictions without one entry per row."""
     if not isinstance(predictions, Mapping):
         raise EngineError(

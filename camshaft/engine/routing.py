@@ -112,8 +112,8 @@ class RoutingStep(StepExtension):
         counts = []
         for index, each in enumerate(inputs):
             weights, experts = self._local_tokens(index, each)
-            _, layers = self._run(each._replace(at=nothing, outputs=outputs, log_q=None), experts)
-            sums, is_dummy = self._sums(layers, weights), self._micro_batches.is_dummy(index)
+            _, layers = self._run_model(each._replace(at=nothing, outputs=outputs, log_q=None), experts)
+            sums, is_dummy = self._sum_routing(layers, weights), self._micro_batches.is_dummy(index)
             counts.append(torch.cat([sums.tokens[None], sums.loads.sum(0)]).double() * (not is_dummy))
         set_random_states(random, self._device)
         self._set_factors(torch.stack(counts).sum(0))
@@ -121,12 +121,12 @@ class RoutingStep(StepExtension):
     def forward(self, index: int, inputs: ModelInputs) -> dict[str, Tensor]:
         """Run the model on one micro-batch, whose column `routed_experts` is compared or replayed."""
         weights, experts = self._local_tokens(index, inputs)
-        outputs, layers = self._run(inputs, experts)
+        outputs, layers = self._run_model(inputs, experts)
         if experts is not None:
-            outputs[MISMATCH] = self._mismatch(layers, experts, inputs)
+            outputs[MISMATCH] = self._mismatch_before(layers, experts, inputs)
         if not torch.is_grad_enabled():
             return outputs
-        sums, is_dummy = self._sums(layers, weights), self._micro_batches.is_dummy(index)
+        sums, is_dummy = self._sum_routing(layers, weights), self._micro_batches.is_dummy(index)
         self._micro_batch = None if is_dummy else sums
         if not is_dummy:
             flat = torch.cat([tensor.detach().double().flatten() for tensor in sums])
@@ -143,11 +143,11 @@ class RoutingStep(StepExtension):
 
     def _set_factors(self, local: Tensor) -> None:
         """Compute E f_e / NL, by which the loss multiplies the sums of probabilities. `local` holds N and n_e."""
-        tokens, *_ = total = self._sum(local.double())
+        tokens, *_ = total = self._sum_mini_batch(local.double())
         scale = (tokens * self.routers.num_layers).clamp(min=1)
         self._factors = self.routers.num_experts * total[1:] / scale.square()
 
-    def _sum(self, tensor: Tensor) -> Tensor:
+    def _sum_mini_batch(self, tensor: Tensor) -> Tensor:
         """Sum over all ranks that hold tokens of the mini-batch."""
         if self._module.sequence is not None:
             dist.all_reduce(tensor, group=self._module.sequence.group)
@@ -155,7 +155,7 @@ class RoutingStep(StepExtension):
 
     # -- one forward pass -------------------------------------------------------------------------
 
-    def _run(self, inputs: ModelInputs, experts: Tensor | None) -> tuple[dict[str, Tensor], list[LayerRouting]]:
+    def _run_model(self, inputs: ModelInputs, experts: Tensor | None) -> tuple[dict[str, Tensor], list[LayerRouting]]:
         self.routers.start(experts if self._mode == "replay" else None)
         outputs = self._module(*inputs)
         return outputs, self.routers.finish()
@@ -173,7 +173,7 @@ class RoutingStep(StepExtension):
                 routed_experts = torch.cat([routed_experts, padding])[chunk]
         return to_device(weights, self._device), routed_experts
 
-    def _sums(self, layers: Sequence[LayerRouting], weights: Tensor) -> RoutingSums:
+    def _sum_routing(self, layers: Sequence[LayerRouting], weights: Tensor) -> RoutingSums:
         """Sum the routing of this rank's tokens. Probabilities receive gradients if the auxiliary loss is used."""
         loads, entropies, probabilities = [], [], []
         dtype = torch.promote_types(layers[0].logits.dtype, torch.float32)
@@ -190,7 +190,7 @@ class RoutingStep(StepExtension):
         probability_sum, entropy_sum = torch.stack(probabilities).sum(0), torch.stack(entropies).sum()
         return RoutingSums(weights.sum(), torch.stack(loads), probability_sum, entropy_sum)
 
-    def _mismatch(self, layers: Sequence[LayerRouting], experts: Tensor, inputs: ModelInputs) -> Tensor:
+    def _mismatch_before(self, layers: Sequence[LayerRouting], experts: Tensor, inputs: ModelInputs) -> Tensor:
         """Return the fraction (M,) of differing choices at the tokens before `inputs.at`, which predict them."""
         mismatch, split = routing_mismatch(layers, experts), self._module.sequence
         previous = inputs.packing.previous(unwrap(inputs.at))
@@ -206,7 +206,7 @@ class RoutingStep(StepExtension):
         routers = self.routers
         sizes = [1, routers.num_layers * routers.num_experts, routers.num_experts, 1]
         assert self._total is not None, "every rank runs at least one row"
-        tokens, loads, probabilities, entropies = self._sum(self._total).split(sizes)
+        tokens, loads, probabilities, entropies = self._sum_mini_batch(self._total).split(sizes)
         scale = (tokens * routers.num_layers).clamp(min=1)[0]
         loads = loads.view(routers.num_layers, routers.num_experts)
         aux = routers.num_experts * (loads.sum(0) * probabilities).sum() / scale.square()

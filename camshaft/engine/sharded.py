@@ -64,9 +64,9 @@ class ShardedEngine(TorchEngine):
             on_device: Any = tensor.detach().to(self.device)
             return on_device.full_tensor()
 
-    def _save(self, state: checkpoint.State, local_path: str, **options: Any) -> None:
+    def _write_checkpoint(self, state: checkpoint.State, local_path: str, **options: Any) -> None:
         if self._background_save is None:
-            super()._save(state, local_path, **options)
+            super()._write_checkpoint(state, local_path, **options)
         else:
             self._background_save.start(state, local_path, **options)
 

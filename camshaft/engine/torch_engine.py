@@ -225,13 +225,13 @@ class TorchEngine(BaseEngine):
 
     def train_mode(self) -> contextlib.AbstractContextManager[None]:
         self.check_not_shared()
-        return self._mode(True, "model", "gradients", "optimizer")
+        return self._enter_mode(True, "model", "gradients", "optimizer")
 
     def eval_mode(self) -> contextlib.AbstractContextManager[None]:
-        return self._mode(False, "model")
+        return self._enter_mode(False, "model")
 
     @contextlib.contextmanager
-    def _mode(self, training: bool, *parts: Part) -> Iterator[None]:
+    def _enter_mode(self, training: bool, *parts: Part) -> Iterator[None]:
         self.require_model()
         was_training = self.module.training
         with self.parts.on_device(*parts):
@@ -272,10 +272,10 @@ class TorchEngine(BaseEngine):
             batch, call = call_hook("preprocess_fn", preprocess_fn, batch, call)
             preprocess_fn = None
         data = as_batch(batch)
-        self._count(data, call)
+        self._store_counts(data, call)
         extension = routing_step(self, call, forward_only)
         groups = self._prefix_groups(data, call.get("routing") is not None)
-        plan = self._plan(data, forward_only, groups)
+        plan = self._plan_micro_batches(data, forward_only, groups)
         hooks = Hooks(preprocess_fn, postprocess_fn, loss_fn)
         shares_prefixes, vocabulary_size = groups is not None, self.module.vocabulary_size
         micro_batches = MicroBatches(data, plan, call, hooks, self.device, shares_prefixes, vocabulary_size)
@@ -328,7 +328,9 @@ class TorchEngine(BaseEngine):
         saved = sum(group.shared * (len(group.rows) - 1) for group in groups)
         return groups if saved >= least * len(ids.values) else None
 
-    def _plan(self, data: DataProto, forward_only: bool, groups: list[PrefixGroup] | None) -> list[list[int]]:
+    def _plan_micro_batches(
+        self, data: DataProto, forward_only: bool, groups: list[PrefixGroup] | None
+    ) -> list[list[int]]:
         """Return the row numbers of each micro-batch. All data-parallel ranks get the same number of micro-batches."""
         config, ids = self.config, data.ragged("input_ids")
         size = config.infer_micro_batch_size if forward_only else config.micro_batch_size
@@ -339,7 +341,7 @@ class TorchEngine(BaseEngine):
         pivot = attention_pivot(self.module.hidden_size)
         return plan_micro_batches(ids.lengths, size, max_tokens, self.max_over_ranks, pivot, groups)
 
-    def _count(self, data: DataProto, ctx: StepContext) -> None:
+    def _store_counts(self, data: DataProto, ctx: StepContext) -> None:
         """Store `num_tokens` and `num_sequences` of the mini-batch, over all data-parallel ranks, in `ctx`."""
         mask = data.ragged("loss_mask").map(Tensor.double)
         local_counts = torch.stack([mask.values.sum(), (mask.sum() > 0).sum().double()])
@@ -441,9 +443,9 @@ class TorchEngine(BaseEngine):
     ) -> None:
         self.require_model()
         options = {"hdfs_path": hdfs_path, "global_step": global_step, "max_ckpt_to_keep": max_ckpt_to_keep}
-        self._save(self._state(), local_path, **options)
+        self._write_checkpoint(self._checkpoint_state(), local_path, **options)
 
-    def _save(self, state: checkpoint.State, local_path: str, **options: Any) -> None:
+    def _write_checkpoint(self, state: checkpoint.State, local_path: str, **options: Any) -> None:
         """Write a checkpoint. The options are those of `checkpoint.save`."""
         checkpoint.save(state, local_path, group=self.checkpoint_group, **options)
 
@@ -453,7 +455,7 @@ class TorchEngine(BaseEngine):
         folder_context = checkpoint.fetch_folder(local_path, hdfs_path, del_local_after_load, self.checkpoint_group)
         # State is loaded on the compute device; offloaded parts return to host memory when the block ends.
         with folder_context as folder, self.parts.on_device("model", "optimizer"):
-            loaded_state = self._load_state(folder)
+            loaded_state = self._load_checkpoint_state(folder)
         if self._optimizer is not None:
             self.schedule.set_update(loaded_state.metadata["update"])
             if loaded_state.random:
@@ -461,19 +463,19 @@ class TorchEngine(BaseEngine):
         self._skipped_steps = loaded_state.metadata["skipped_steps"]
         self._series = loaded_state.metadata.get("series", self._series)
 
-    def _state(self) -> checkpoint.State:
+    def _checkpoint_state(self) -> checkpoint.State:
         random = random_states(self.device)
         return checkpoint.State.collect(
-            self.checkpoint_weights(), self._optimizer, self.named_parameters(), self._metadata(), random
+            self.checkpoint_weights(), self._optimizer, self.named_parameters(), self._checkpoint_metadata(), random
         )
 
-    def _load_state(self, folder: Path) -> checkpoint.LoadedState:
+    def _load_checkpoint_state(self, folder: Path) -> checkpoint.LoadedState:
         weights = self.checkpoint_weights()
         return checkpoint.load_into(
             folder, weights, self._optimizer, self.named_parameters(), group=self.checkpoint_group
         )
 
-    def _metadata(self) -> dict[str, Any]:
+    def _checkpoint_metadata(self) -> dict[str, Any]:
         """Return the position of the schedule, the series of checkpoints, and the model description for exports."""
         update, path = self._schedule.update if self._schedule else 0, Path(self.config.model.path).expanduser()
         model = self.config.model.model_dump(mode="json", fallback=str)

@@ -177,15 +177,15 @@ class ForgetsRandomState(SingleDeviceEngine):
 class ForgetsSchedule(SingleDeviceEngine):
     """Restart the schedule of the learning rate after a resume."""
 
-    def _metadata(self) -> dict[str, Any]:
-        return super()._metadata() | {"update": 0}
+    def _checkpoint_metadata(self) -> dict[str, Any]:
+        return super()._checkpoint_metadata() | {"update": 0}
 
 
 class ForgetsSkippedSteps(SingleDeviceEngine):
     """Restart the count of skipped steps after a resume."""
 
-    def _metadata(self) -> dict[str, Any]:
-        return super()._metadata() | {"skipped_steps": 0}
+    def _checkpoint_metadata(self) -> dict[str, Any]:
+        return super()._checkpoint_metadata() | {"skipped_steps": 0}
 
 
 class IgnoresWeightDecay(SingleDeviceEngine):
@@ -265,8 +265,8 @@ class KeepsUnnumberedCheckpoints(SingleDeviceEngine):
 
 
 class DeletesCheckpointsOfOtherEngines(SingleDeviceEngine):
-    def _metadata(self) -> dict[str, Any]:
-        return super()._metadata() | {"series": "all"}
+    def _checkpoint_metadata(self) -> dict[str, Any]:
+        return super()._checkpoint_metadata() | {"series": "all"}
 
 
 class DeletesOriginals(SingleDeviceEngine):

@@ -105,7 +105,7 @@ class FSDP1Engine(FSDPEngine):
         state: Any = get_model_state_dict(self.module)
         return {name: state[PREFIX + name] for name in self._weight_names}
 
-    def _state(self) -> checkpoint.State:
+    def _checkpoint_state(self) -> checkpoint.State:
         shards = self._shards()
         parameters, optimizer = self._mirror(shards)
         # Without this check, torch would run an optimizer step to create missing state.
@@ -113,9 +113,11 @@ class FSDP1Engine(FSDPEngine):
             state: Any = get_optimizer_state_dict(self.module, self.optimizer)["state"]
             for name, parameter in parameters.items():
                 optimizer.state[parameter] = dict(state[PREFIX + name])
-        return checkpoint.State.collect(shards, optimizer, parameters, self._metadata(), random_states(self.device))
+        return checkpoint.State.collect(
+            shards, optimizer, parameters, self._checkpoint_metadata(), random_states(self.device)
+        )
 
-    def _load_state(self, folder: Path) -> checkpoint.LoadedState:
+    def _load_checkpoint_state(self, folder: Path) -> checkpoint.LoadedState:
         shards = self._shards()
         parameters, optimizer = self._mirror(shards)
         loaded_state = checkpoint.load_into(folder, shards, optimizer, parameters, group=self.checkpoint_group)

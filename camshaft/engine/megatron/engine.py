@@ -190,14 +190,14 @@ class MegatronEngine(ShardedEngine):
             self._stage_of, full_weight, self._templates, dtype_of, self.groups.pp, self.device
         )
 
-    def _state(self) -> checkpoint.State:
+    def _checkpoint_state(self) -> checkpoint.State:
         mirror = Mirror(self._blocks, self._store, self.config.optim)
         mirror.read()
         return checkpoint.State.collect(
-            mirror.weights, mirror.optimizer, mirror.parameters, self._metadata(), random_states(self.device)
+            mirror.weights, mirror.optimizer, mirror.parameters, self._checkpoint_metadata(), random_states(self.device)
         )
 
-    def _load_state(self, folder: Path) -> checkpoint.LoadedState:
+    def _load_checkpoint_state(self, folder: Path) -> checkpoint.LoadedState:
         mirror = Mirror(self._blocks, self._store, self.config.optim)
         loaded_state = checkpoint.load_into(
             folder, mirror.weights, mirror.optimizer, mirror.parameters, group=self.checkpoint_group
