@@ -76,7 +76,7 @@ class Recorder:
 
 
 def compare(
-    make_trainer: Callable[[dict[str, Any]], SupervisedTrainer[Any]], engine: dict[str, Any], home: Path
+    make_trainer: Callable[[dict[str, Any]], SupervisedTrainer[Any, Any]], engine: dict[str, Any], home: Path
 ) -> None:
     """Compare the metrics of all steps and the final weights of a run with those of the reference engine."""
     results = []
