@@ -31,7 +31,7 @@ def cases() -> Iterator[object]:
         yield pytest.param(start_local, rule, id=f"local-{rule.name.replace(' ', '_')}", marks=marks)
 
 
-@pytest.mark.parametrize(("start", "rule"), cases())
+@pytest.mark.parametrize(("start", "rule"), list(cases()))
 def test_backend_keeps_rule(start: Start, rule: Rule[ControllerHarness], tmp_path: Path) -> None:
     rule.check(ControllerHarness(start, tmp_path))
 

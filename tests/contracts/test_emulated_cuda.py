@@ -57,13 +57,13 @@ def rules(suite: Any, fast: set[str]) -> Iterator[Any]:
         yield pytest.param(rule, id=rule.name.replace(" ", "_"), marks=[pytest.mark.slow] * (rule.name not in fast))
 
 
-@pytest.mark.parametrize("rule", rules(engine_suite, FAST_ENGINE))
+@pytest.mark.parametrize("rule", list(rules(engine_suite, FAST_ENGINE)))
 def test_engine_keeps_rule(rule: Rule, device: Emulator, tmp_path: Path) -> None:
     rule.check(EngineHarness(SingleDeviceEngine, tmp_path, DEVICE))
 
 
 @pytest.mark.parametrize("rollout", [TorchRollout, Captured], ids=["eager", "captured"])
-@pytest.mark.parametrize("rule", rules(rollout_suite, FAST_ROLLOUT))
+@pytest.mark.parametrize("rule", list(rules(rollout_suite, FAST_ROLLOUT)))
 def test_rollout_keeps_rule(
     rule: Rule, rollout: type[TorchRollout], device: Emulator, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,7 +38,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(strategy, rule, id=f"{strategy}-{rule.name.replace(' ', '_')}", marks=marks)
 
 
-@pytest.mark.parametrize(("strategy", "rule"), cases())
+@pytest.mark.parametrize(("strategy", "rule"), list(cases()))
 def test_engine_keeps_rule(strategy: str, rule: Rule, tmp_path: Path) -> None:
     rule.check(EngineHarness(engine_class(strategy), tmp_path))
 

@@ -102,12 +102,12 @@ def test_an_unsupported_head_is_rejected() -> None:
 # -- cells and construction -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("engine", "feature"), cases("supported"))
+@pytest.mark.parametrize(("engine", "feature"), list(cases("supported")))
 def test_engines_accept_supported_features(engine: str, feature: Feature) -> None:
     engine_class(engine)(feature.config(support_of(engine, feature).options))
 
 
-@pytest.mark.parametrize(("engine", "feature"), cases("rejected"))
+@pytest.mark.parametrize(("engine", "feature"), list(cases("rejected")))
 def test_engines_reject_rejected_features(engine: str, feature: Feature, tmp_path: Path) -> None:
     if feature.ranks > 1 and not engine_capabilities(engine).multiple_ranks:
         overrides = {f"{ACTOR}.strategy": engine, "trainer.n_gpus_per_node": feature.ranks}
@@ -120,7 +120,7 @@ def test_engines_reject_rejected_features(engine: str, feature: Feature, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "feature"), cases("supported", "rejected", families=True))
+@pytest.mark.parametrize(("engine", "feature"), list(cases("supported", "rejected", families=True)))
 def test_models_of_a_family_load_only_in_engines_that_support_it(engine: str, feature: Feature) -> None:
     assert feature.family is not None
     folder = tiny_folder(feature.family, hidden=32, **MODELS.get(feature.family, {}))
@@ -147,7 +147,7 @@ def two_ranks() -> Iterator[RuleRanks]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("engine", "feature"), cases("supported", ranks=True))
+@pytest.mark.parametrize(("engine", "feature"), list(cases("supported", ranks=True)))
 def test_engines_build_supported_layouts_on_two_ranks(
     engine: str, feature: Feature, two_ranks: RuleRanks, tmp_path: Path
 ) -> None:

@@ -38,7 +38,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(name, rule, id=f"{name}-{rule.name.replace(' ', '_')}", marks=[pytest.mark.slow] * slow)
 
 
-@pytest.mark.parametrize(("name", "rule"), cases())
+@pytest.mark.parametrize(("name", "rule"), list(cases()))
 def test_rollout_keeps_rule(name: str, rule: Rule, scratch: Path) -> None:
     rule.check(RolloutHarness(rollout_class(name), scratch))
 

@@ -63,7 +63,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RuleRanks]:
         yield rule_ranks
 
 
-@pytest.mark.parametrize(("ranks", "layout", "rule"), _cases(), indirect=["ranks"], scope="module")
+@pytest.mark.parametrize(("ranks", "layout", "rule"), list(_cases()), indirect=["ranks"], scope="module")
 def test_sharded_engine_keeps_rule(ranks: RuleRanks, layout: Layout, rule: str, tmp_path: Path) -> None:
     problem = ranks.find_problem(rule, engine_class(layout.strategy), str(tmp_path), layout.common_fields)
     assert problem is None, problem

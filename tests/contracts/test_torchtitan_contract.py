@@ -83,7 +83,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[RuleRanks]:
         yield rule_ranks
 
 
-@pytest.mark.parametrize(("ranks", "options", "rule"), _cases(), indirect=["ranks"], scope="module")
+@pytest.mark.parametrize(("ranks", "options", "rule"), list(_cases()), indirect=["ranks"], scope="module")
 def test_torchtitan_keeps_rule(ranks: RuleRanks, options: dict[str, Any], rule: str, tmp_path: Path) -> None:
     problem = ranks.find_problem(rule, engine_class("torchtitan"), str(tmp_path), {"options": options})
     assert problem is None, problem

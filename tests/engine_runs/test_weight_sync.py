@@ -68,7 +68,7 @@ def check(
         assert sync.log_probs.std() > 0.5, "a uniform distribution would hide wrong weights"
 
 
-@pytest.mark.parametrize(("strategy", "options", "rollout", "fields", "tolerance"), cases())
+@pytest.mark.parametrize(("strategy", "options", "rollout", "fields", "tolerance"), list(cases()))
 def test_weights_arrive_in_the_rollout(
     strategy: str, options: dict[str, Any], rollout: str, fields: dict[str, Any], tolerance: float, tmp_path: Path
 ) -> None:

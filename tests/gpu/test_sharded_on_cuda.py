@@ -44,7 +44,7 @@ def _cases() -> Iterator[Any]:
                     yield pytest.param((strategy, world, feature), rule.name, id=name)
 
 
-@pytest.mark.parametrize(("problem", "rule"), _cases(), indirect=["problem"], scope="module")
+@pytest.mark.parametrize(("problem", "rule"), list(_cases()), indirect=["problem"], scope="module")
 def test_engine_keeps_rule_on_the_accelerator(
     problem: Callable[[str, str], str | None], rule: str, tmp_path: Path
 ) -> None:

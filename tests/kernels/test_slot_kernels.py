@@ -80,7 +80,7 @@ def cases() -> Iterator[Any]:
             yield pytest.param(shape, window, marks=[pytest.mark.slow] * slow)
 
 
-@pytest.mark.parametrize(("shape", "window"), cases())
+@pytest.mark.parametrize(("shape", "window"), list(cases()))
 def test_attention_matches_the_oracle_for_each_row(
     kernels: ModuleType, split: str, shape: str, window: int | None
 ) -> None:

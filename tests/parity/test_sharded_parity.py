@@ -104,7 +104,7 @@ def _mark(name: str) -> pytest.MarkDecorator:
     return pytest.mark.matrix if name == "compiled" else pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", _cases())
+@pytest.mark.parametrize("name", list(_cases()))
 def test_three_steps_in_float32(name: str, tmp_path: Path) -> None:
     _check(*_compared(LAYOUTS[name], "float32", tmp_path), bound=1e-5)
 

@@ -25,7 +25,7 @@ def pairs() -> Iterator[Any]:
             yield pytest.param(rollout, engine, marks=() if fast else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("rollout", "engine"), pairs())
+@pytest.mark.parametrize(("rollout", "engine"), list(pairs()))
 def test_rollout_and_engine_agree_on_sampled_tokens(rollout: str, engine: str, tmp_path: Path) -> None:
     names = {
         "actor_rollout_ref.actor.strategy": engine,

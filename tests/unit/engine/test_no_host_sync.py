@@ -92,7 +92,7 @@ def actor_cases() -> Iterator[Any]:
             yield pytest.param(loss, half, id=name, marks=[pytest.mark.slow] * (name not in FAST))
 
 
-@pytest.mark.parametrize(("loss", "half"), actor_cases())
+@pytest.mark.parametrize(("loss", "half"), list(actor_cases()))
 def test_no_micro_batch_of_an_actor_waits(
     home: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch, loss: str, half: bool
 ) -> None:

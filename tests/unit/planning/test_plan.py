@@ -46,7 +46,7 @@ def quick_or_slow() -> Iterator[Any]:
         yield pytest.param(*case, marks=() if case in QUICK else pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("strategy", "ranks", "group", "feature"), quick_or_slow())
+@pytest.mark.parametrize(("strategy", "ranks", "group", "feature"), list(quick_or_slow()))
 def test_forecast_matches_real_ranks(
     folder: Path, process: ProcessPoolExecutor, strategy: str, ranks: int, group: str, feature: str
 ) -> None:
