@@ -12,7 +12,6 @@ CONFIG_OPTIONS = """\
   -m key=1,2,3                           start one run per value, one after another
   --cfg job                              print and validate the config without starting a run
   --config-dir DIR --config-name NAME    merge DIR/NAME.yaml into the defaults
-  --hydra-help                           other options of Hydra
 """
 
 

@@ -15,7 +15,10 @@
     engine_features.py  features of the engines, and the page that lists them
     layout.py           resource pools, numbers of ranks, controller
     auto.py             chooses the values of keys that are `auto`
-    load.py             composes files and overrides, renames aliases, resolves `${...}` and validates
+    defaults.py         reads the YAML files
+    load.py             renames aliases, resolves `${...}` and validates
+    composition.py      composes config files and overrides, in the syntax of Hydra
+    config_files.py     reads config files and their defaults lists
     short_names.py      short names of common keys, and algorithm names that set several keys
     command.py          loads configs from command-line arguments, including sweeps
     checks/             checks that involve several keys: engines and rollouts, models, scoring functions, and notices
@@ -26,7 +29,6 @@
     run_folder.py       names and folders of runs
     render.py           renders descriptions of keys, the reference page, batch sizes, and values without secrets
     errors.py           problems of keys, and the error message that lists them
-    hydra_errors.py     converts exceptions of Hydra to config errors
     tree.py             access to nested dicts by dotted key
 
 To add a key, add its default to the YAML file and its field to the schema. This package does not import torch.

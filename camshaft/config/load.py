@@ -2,18 +2,16 @@
 
     config = load_ppo(["trainer.device=cpu", "algorithm.adv_estimator=grpo"])
 
-Hydra composes the config file and the overrides; `override_defaults` does so if no file is given. The result is merged
-into the defaults, so a config file needs to contain only the keys that differ. Then aliases are renamed, `${...}` is
-resolved, and all checks run. A single `ConfigError` lists all problems. Python programs call this module; `command.py`
-loads configs for the command line.
+Config files and overrides are composed (`composition.py`) and merged into the defaults, so a config file needs to
+contain only the keys that differ. Then aliases are renamed, `${...}` is resolved, and all checks run. A single
+`ConfigError` lists all problems. Python programs call this module; `command.py` loads configs for the command line.
 """
 
-import contextlib
 import copy
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from types import NoneType
@@ -27,9 +25,9 @@ from camshaft.config.auto import choose
 from camshaft.config.checks import check
 from camshaft.config.checks.ineffective import find_notices
 from camshaft.config.checks.model import find_model_notices
+from camshaft.config.composition import compose_jobs, overridden_keys
+from camshaft.config.defaults import raw_defaults
 from camshaft.config.errors import Problem, format_problems, from_validation, group_problems
-from camshaft.config.hydra_errors import as_config_errors
-from camshaft.config.hydra_files import check_aliases, keys_of_files, merge_files
 from camshaft.config.run_folder import FOLDER, NAME, generated_name, uses_name
 from camshaft.config.schema.aliases import rename_aliases
 from camshaft.config.schema.evaluation import EvalConfig
@@ -40,33 +38,19 @@ from camshaft.config.schema.supervised import RMConfig, SFTConfig
 from camshaft.config.short_names import (
     REWARD,
     REWARD_KEYS,
-    expand_overrides,
     expand_recipe,
     expand_short_names,
     short_names,
     suggest_names,
 )
-from camshaft.config.tree import expand_keys, flatten, format_value, get, has_key, leaf_fields, put, remove
+from camshaft.config.tree import expand_keys, flatten, get, has_key, leaf_fields, merge, put, remove
 from camshaft.errors import ConfigError
 from camshaft.machine import Machine, detect_machine
 from camshaft.masking import remember_secrets
 
 Config = TypeVar("Config", PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig)
 
-HOME = Path(__file__).parent
-DEFAULTS: dict[type[Section], str] = {
-    PPOConfig: "ppo_trainer",
-    SFTConfig: "sft_trainer",
-    RMConfig: "rm_trainer",
-    GenerateConfig: "generation",
-    EvalConfig: "evaluation",
-}
-"""Name of the YAML file that contains the defaults of each schema."""
-
 logger = logging.getLogger("camshaft.config")
-
-_SIMPLE_OVERRIDE = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*=")
-_PATH = re.compile(r"(?!\w+\(|[\[{])(?!.*\$\{)[^,'\"]*/[^,'\"]*")
 
 
 def load_ppo(
@@ -79,8 +63,8 @@ def load_ppo(
 
     Args:
         overrides: `key=value` strings. They take precedence over the config file.
-        config_dir: Folder of the config file. None uses the folder of the built-in config files.
-        config_name: Name of the config file without its extension. It takes precedence over the defaults.
+        config_dir: Folder of config files and groups.
+        config_name: Name of the config file without its extension. None selects the defaults.
         machine: Machine for which the values of `auto` keys are chosen. None selects this machine.
     """
     return _load(PPOConfig, overrides, config_dir, config_name, machine)
@@ -130,10 +114,9 @@ def _load(
     config_name: str | None,
     machine: Machine | None = None,
 ) -> Config:
-    folder = str(HOME) if config_dir is None else config_dir
-    overrides = expand_overrides(overrides, schema, [folder])
-    composed, file_keys = _compose(schema, overrides, config_dir, config_name)
-    return from_container(composed, schema, overridden_keys(overrides), machine, file_keys)
+    folders = [] if config_dir is None else [Path(config_dir).expanduser().absolute()]
+    (job,) = compose_jobs(schema, overrides, folders, config_name)
+    return from_container(job.tree, schema, overridden_keys(job.overrides), machine, job.file_keys)
 
 
 def from_container(
@@ -141,25 +124,23 @@ def from_container(
     schema: type[Config],
     set_keys: Collection[str] | None = None,
     machine: Machine | None = None,
-    file_keys: Mapping[str, Any] | None = None,
+    file_keys: Collection[str] = (),
 ) -> Config:
     """Validate a nested dict and return the config. Missing keys have their default values.
 
     `set_keys` lists the keys that the user set. None means that the user set all keys in the dict. `file_keys` contains
-    those of config files, which take precedence over a recipe even if their values are the defaults; None means that
-    there are no files. The values of keys that are `auto` depend on `machine`, by default this machine.
+    those of config files, which take precedence over a recipe even if their values are the defaults. The values of keys
+    that are `auto` depend on `machine`, by default this machine.
     """
     remember_secrets(container)
     leaves, defaults = leaf_fields(schema), raw_defaults(schema)
-    if file_keys is not None:
-        container = merge_files(container, file_keys, schema, set_keys or ())
     expanded = expand_keys(expand_short_names(container, schema, set_keys), leaves)
     if set_keys is not None and REWARD in set_keys:
         set_keys = {*set_keys, *REWARD_KEYS}
     user_keys = flatten(expanded, leaves).keys() if set_keys is None else set_keys
     tree, problems = rename_aliases(expanded, defaults, user_keys, leaves)
-    changes = changed_keys(_merge(defaults, tree), schema) | set(set_keys or ())
-    for key, value in expand_recipe(tree, {*changes, *user_keys, *(file_keys or ())}).items():
+    changes = changed_keys(merge(defaults, tree), schema) | set(set_keys or ())
+    for key, value in expand_recipe(tree, {*changes, *user_keys, *file_keys}).items():
         put(tree, key, value)
     tree, choices = choose_automatic(tree, schema, detect_machine() if machine is None else machine)
     values, unresolved = _resolve_with_name(tree, schema)
@@ -177,7 +158,7 @@ def from_container(
         ]
     if problems:
         raise ConfigError(format_problems(problems))
-    for notice in (*find_model_notices(config), *find_notices(config, _merge(defaults, tree), changes)):
+    for notice in (*find_model_notices(config), *find_notices(config, merge(defaults, tree), changes)):
         logger.warning("config: %s", notice)
     return config
 
@@ -190,7 +171,7 @@ def choose_automatic(
     A key that refers to another key, such as `${actor_rollout_ref.actor.strategy}`, is not chosen separately.
     """
     values, _ = resolve(tree, schema)
-    chosen, merged, choices = copy.deepcopy(dict(tree)), _merge(raw_defaults(schema), tree), []
+    chosen, merged, choices = copy.deepcopy(dict(tree)), merge(raw_defaults(schema), tree), []
     for choice in choose(values, schema, machine):
         if not _REFERENCE.fullmatch(str(get(merged, choice.key))):
             put(chosen, choice.key, choice.value)
@@ -228,7 +209,7 @@ def changed_keys(tree: Mapping[str, Any], schema: type[Section]) -> set[str]:
 
 def _resolve_with_name(tree: dict[str, Any], schema: type[Section]) -> tuple[dict[str, Any], list[Problem]]:
     """Resolve `${...}`. In a run without a name, `${trainer.experiment_name}` is generated or taken from the folder."""
-    merged = _merge(raw_defaults(schema), tree)
+    merged = merge(raw_defaults(schema), tree)
     if not has_key(merged, NAME) or get(merged, NAME) is not None:
         return resolve(tree, schema)
     named = copy.deepcopy(tree)
@@ -254,14 +235,6 @@ def _resolve_with_name(tree: dict[str, Any], schema: type[Section]) -> tuple[dic
 
 
 @cache
-def raw_defaults(schema: type[Section]) -> Mapping[str, Any]:
-    """Return the defaults as they are written in the YAML file, with `${...}` unresolved."""
-    defaults = OmegaConf.load(HOME / f"{DEFAULTS[schema]}.yaml")
-    assert isinstance(defaults, DictConfig)
-    return to_dict(defaults)
-
-
-@cache
 def resolved_defaults(schema: type[Section]) -> Mapping[str, Any]:
     """Return the defaults with `${...}` resolved."""
     return _resolve_interpolations(raw_defaults(schema))
@@ -271,7 +244,7 @@ def resolved_defaults(schema: type[Section]) -> Mapping[str, Any]:
 def valid_defaults(schema: type[Section]) -> Mapping[str, Any]:
     """Return valid values for all keys: the defaults, choices for a CPU, and a placeholder for the model."""
     chosen, _ = choose_automatic({}, schema, Machine())
-    values = _resolve_interpolations(_merge(raw_defaults(schema), chosen))
+    values = _resolve_interpolations(merge(raw_defaults(schema), chosen))
     list(_fill_in_models(values, schema))
     return values
 
@@ -283,7 +256,7 @@ def resolve(tree: Mapping[str, Any], schema: type[Section]) -> tuple[dict[str, A
     can run. A default that cannot be resolved is not reported: it refers to an invalid value that is reported already.
     """
     leaves, defaults = leaf_fields(schema), raw_defaults(schema)
-    merged, problems = copy.deepcopy(_merge(defaults, tree)), []
+    merged, problems = copy.deepcopy(merge(defaults, tree)), []
     for key, value in flatten(tree, leaves).items():
         if value == "???":
             problems.append(Problem(key, value, f"a value is required. Set {key}=<value>."))
@@ -338,13 +311,6 @@ def _resolve_references(node: Any, tree: Mapping[str, Any]) -> Any:
     if any(isinstance(value, dict | list) for value in values):
         raise TypeError(node)
     return first + "".join(f"{value}{literal}" for value, literal in zip(values, literals[1:], strict=True))
-
-
-def _merge(defaults: Any, tree: Any) -> Any:
-    """Return `tree` with missing keys of every section added from `defaults`."""
-    if not isinstance(defaults, Mapping) or not isinstance(tree, Mapping):
-        return tree
-    return {**defaults, **{name: _merge(defaults.get(name), value) for name, value in tree.items()}}
 
 
 def _config_key(tree: Mapping[str, Any], path: str, leaves: Collection[str]) -> str:
@@ -454,128 +420,3 @@ def check_implemented(tree: Mapping[str, Any], schema: type[Section]) -> Iterato
         if not any(path.startswith(f"{folder}/") for folder in remote):  # report a folder and its contents only once
             message = "must be a local path. Only data, models and trainer.default_hdfs_dir accept URLs."
             yield group_problems(keys, path, message)
-
-
-# -- Hydra ----------------------------------------------------------------------------------------
-
-
-def _compose(
-    schema: type[Section], overrides: Sequence[str], config_dir: str | None = None, config_name: str | None = None
-) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Compose config files and overrides, without resolving `${...}` and without validation.
-
-    Return the config, and the keys that config files set; None if there are no files.
-    """
-    folder = HOME if config_dir is None else Path(os.path.expanduser(config_dir)).absolute()
-    name = config_name or DEFAULTS[schema]
-    arguments = prepare_overrides(list(overrides), [str(folder)])
-    if (folder, name) == (HOME, DEFAULTS[schema]) and (composed := override_defaults(schema, arguments)) is not None:
-        return composed, None
-    import hydra
-
-    if folder != HOME:
-        check_aliases(folder)
-        contains_config = os.path.isfile(folder / f"{name.removesuffix('.yaml')}.yaml")
-        arguments.append(f"hydra.searchpath=[file://{HOME if contains_config else folder}]")
-        folder = folder if contains_config else HOME
-    with (
-        as_config_errors(arguments),
-        _separate_hydra(),
-        hydra.initialize_config_dir(str(folder), version_base="1.3", job_name="camshaft"),
-    ):
-        composed = hydra.compose(name, arguments, return_hydra_config=True)
-        file_keys = keys_of_files(schema, arguments, composed.hydra, HOME)
-        return {key: value for key, value in to_dict(composed).items() if key != "hydra"}, file_keys
-
-
-def override_defaults(schema: type[Section], overrides: Iterable[str]) -> dict[str, Any] | None:
-    """Apply prepared overrides to the defaults without Hydra, which takes ten times as long.
-
-    The result is None if Hydra has to compose the config: for other overrides than `++key=value`, for keys of Hydra,
-    interpolations, sweeps, and errors.
-    """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    parser, tree = OverridesParser.create(), OmegaConf.create()
-    try:
-        for text in overrides:
-            override = parser.parse_override(text)
-            is_group = override.package is not None or override.is_hydra_override()
-            if not override.is_force_add() or override.is_sweep_override() or is_group or "${" in text:
-                return None
-            OmegaConf.update(tree, str(override.key_or_group), override.value(), merge=True, force_add=True)
-    except (HydraException, OmegaConfBaseException, ValueError, RecursionError):
-        return None
-    return _merge(raw_defaults(schema), to_dict(tree))
-
-
-def prepare_overrides(overrides: list[str], folders: list[str]) -> list[str]:
-    """Rewrite `key=value` as `++key=value`, so that Hydra accepts unknown keys and the schema check reports them.
-
-    Keys of Hydra and config groups (folders in `folders`) are unchanged. Paths are quoted, because the grammar of Hydra
-    requires quotes around characters such as ~ = # and accented letters.
-    """
-
-    def prepare(override: str) -> str:
-        key, _, value = override.partition("=")
-        group = any(os.path.isdir(os.path.join(os.path.expanduser(folder), key)) for folder in folders)
-        if _PATH.fullmatch(value) and not group:
-            override = f"{key}='{value}'"
-        is_key = _SIMPLE_OVERRIDE.match(override) is not None and key.partition(".")[0] != "hydra" and not group
-        return f"++{override}" if is_key else override
-
-    return [prepare(override) for override in overrides]
-
-
-def as_override(key: str, value: Any) -> str:
-    """Return `key=value` with the quotes that the command line requires."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    def element(value: Any) -> str:
-        if isinstance(value, str):
-            return QuotedString(value, Quote.double).with_quotes()
-        if isinstance(value, Mapping):
-            return "{" + ",".join(f"{name}:{element(item)}" for name, item in value.items()) + "}"
-        if isinstance(value, Sequence):
-            return "[" + ",".join(map(element, value)) + "]"
-        return format_value(value)
-
-    return f"{key}={element(value)}"
-
-
-def overridden_keys(overrides: Sequence[str]) -> set[str]:
-    """Return the keys that `overrides` set. The value of a section, such as `{enable: false}`, sets keys in it."""
-    keys: set[str] = set()
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if not override.startswith("~"):
-            keys |= {key, *(f"{key}.{name}" for name in _keys_of_mapping(value))}
-    return keys
-
-
-def _keys_of_mapping(value: str) -> Iterable[str]:
-    """Return the keys in the value of an override, if it is a mapping."""
-    if not value.startswith("{"):
-        return ()
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
-
-    try:
-        mapping = OverridesParser.create().parse_override(f"key={value}").value()
-    except HydraException:  # reported when the config is composed
-        return ()
-    return flatten(mapping, ()) if isinstance(mapping, Mapping) else ()
-
-
-@contextlib.contextmanager
-def _separate_hydra() -> Iterator[None]:
-    """Save and restore the global state of Hydra, so that calling programs can use Hydra too."""
-    from hydra.core.global_hydra import GlobalHydra
-
-    previous_hydra = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        yield
-    finally:
-        GlobalHydra.instance().hydra = previous_hydra

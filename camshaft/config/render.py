@@ -17,9 +17,10 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from camshaft.config.defaults import BUILT_IN, HOME, raw_defaults
 from camshaft.config.derive import MicroBatch, Pass, micro_batch, pass_limits
 from camshaft.config.layout import Topology, divide_evenly
-from camshaft.config.load import DEFAULTS, HOME, NOT_IMPLEMENTED, raw_defaults, resolved_defaults
+from camshaft.config.load import NOT_IMPLEMENTED, resolved_defaults
 from camshaft.config.schema.aliases import ALIASES
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section, describe
@@ -134,7 +135,7 @@ def _has_unimplemented_values(key: str) -> bool:
 
 @cache
 def _file(schema: type[Section]) -> str:
-    return (HOME / f"{DEFAULTS[schema]}.yaml").read_text(encoding="utf-8")
+    return (HOME / f"{BUILT_IN[schema]}.yaml").read_text(encoding="utf-8")
 
 
 @cache

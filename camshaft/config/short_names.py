@@ -319,7 +319,7 @@ def split_reward(value: Any) -> dict[str, Any]:
     """Return the keys that `reward` sets: path and name of a function, or a list of functions."""
     if isinstance(value, list | tuple):
         return {REWARD_FUNCTIONS: list(value)}
-    if isinstance(value, str) and value.startswith("["):  # an override that Hydra has not parsed yet
+    if isinstance(value, str) and value.startswith("["):  # an override that is not parsed yet
         return {REWARD_FUNCTIONS: value}
     if value is None:
         return {REWARD_PATH: None, REWARD_NAME: None}
@@ -358,7 +358,7 @@ def expand_overrides(overrides: Sequence[str], schema: type[Section], folders: I
     """Replace short names in overrides, which may have a prefix (`+`, `++`, `~`) or several values of a sweep.
 
     `folders` contain config groups, whose names take precedence over short names. `reward`, which sets several keys, is
-    replaced by `expand_short_names` after Hydra has composed the config.
+    replaced by `expand_short_names` after the config is composed.
     """
     names = {
         name: key

@@ -17,7 +17,7 @@ from camshaft.config.schema.fields import Section
 
 @cache
 def fields(schema: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
-    """Map every key of the schema to its field, in order. The keys of sections are included."""
+    """Map every key of the schema to its field. The keys of sections are included."""
     keys = {}
     for name, field in schema.model_fields.items():
         key = f"{prefix}{name}"
@@ -97,6 +97,13 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:
             tree[name] = {}
         tree = tree[name]
     tree[last] = value
+
+
+def merge(defaults: Any, tree: Any) -> Any:
+    """Return `tree` with missing keys of every section added from `defaults`."""
+    if not isinstance(defaults, Mapping) or not isinstance(tree, Mapping):
+        return tree
+    return {**defaults, **{name: merge(defaults.get(name), value) for name, value in tree.items()}}
 
 
 def remove(tree: dict[str, Any], key: str) -> None:

@@ -16,7 +16,9 @@ from typing import Any, NamedTuple
 
 from camshaft.config import PPOConfig, SFTConfig, from_container
 from camshaft.config.auto import AUTO, RULES
-from camshaft.config.load import as_override, choose_automatic, raw_defaults, resolve
+from camshaft.config.composition import as_override
+from camshaft.config.defaults import raw_defaults
+from camshaft.config.load import choose_automatic, resolve
 from camshaft.config.run_folder import FOLDER, NAME, generated_name
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.supervised import RMConfig

@@ -18,7 +18,7 @@ from typing import Any
 
 from camshaft import hub
 from camshaft.config import PPOConfig
-from camshaft.config.load import as_override
+from camshaft.config.composition import as_override
 from camshaft.config.model_settings import local_model
 from camshaft.config.schema.model import AnyModelConfig, ModelSource
 from camshaft.controller.placement import check_device, pool_specs

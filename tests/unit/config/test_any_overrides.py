@@ -31,7 +31,7 @@ from camshaft.config import (
     load_rm,
     load_sft,
 )
-from camshaft.config.load import raw_defaults
+from camshaft.config.defaults import raw_defaults
 from camshaft.config.schema.aliases import ALIASES
 from camshaft.config.tree import fields, put
 from camshaft.errors import ConfigError

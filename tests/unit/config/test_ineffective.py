@@ -35,17 +35,11 @@ from camshaft.config.checks.ineffective import (
     SUPERVISED_RULES,
     find_notices,
 )
-from camshaft.config.load import (
-    choose_automatic,
-    from_container,
-    overridden_keys,
-    override_defaults,
-    prepare_overrides,
-    raw_defaults,
-    resolve,
-)
+from camshaft.config.composition import compose_jobs, overridden_keys
+from camshaft.config.defaults import raw_defaults
+from camshaft.config.load import choose_automatic, from_container, resolve
 from camshaft.config.schema.fields import Section
-from camshaft.config.tree import leaf_fields
+from camshaft.config.tree import leaf_fields, merge
 from camshaft.errors import ConfigError
 from camshaft.machine import Machine
 
@@ -526,10 +520,10 @@ def documented_commands(text: str) -> Iterator[tuple[type[Section], list[str]]]:
 
 def notices(schema: type[Section], words: list[str]) -> list[str]:
     """Return the notices of a command whose files do not exist."""
-    tree = override_defaults(schema, prepare_overrides(words, []))
-    assert tree is not None
+    (job,) = compose_jobs(schema, words)
+    tree = merge(raw_defaults(schema), job.tree)
     chosen, _ = choose_automatic(tree, schema, Machine("cuda", 8, frozenset({"vllm"})))
-    return list(find_notices(schema.model_validate(resolve(chosen, schema)[0]), tree, overridden_keys(words)))
+    return list(find_notices(schema.model_validate(resolve(chosen, schema)[0]), tree, overridden_keys(job.overrides)))
 
 
 @pytest.mark.parametrize("path", sorted(map(str, ROOT.glob("examples/ppo_trainer/*.sh"))))

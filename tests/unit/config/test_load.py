@@ -1,6 +1,5 @@
 """Composition: overrides, files, complete error reports, and the command line of Hydra."""
 
-import json
 import logging
 from pathlib import Path
 from typing import Any
@@ -8,8 +7,8 @@ from typing import Any
 import hydra
 import pytest
 
-from camshaft.config import PPOConfig, SFTConfig, compose, from_container, load, load_ppo, load_sft
-from camshaft.config.load import as_override
+from camshaft.config import PPOConfig, SFTConfig, compose, from_container, load_ppo, load_sft
+from camshaft.config.composition import as_override
 from camshaft.config.tree import get
 from camshaft.errors import ConfigError, report_error
 
@@ -487,10 +486,12 @@ def test_printed_config_is_validated(words, capfd):
     assert "Did you mean trainer.seed?" in err
 
 
-def test_help_of_hydra_is_available(capfd):
-    with pytest.raises(SystemExit, match="0"):
-        _run(["--hydra-help"])
-    assert "Hydra" in capfd.readouterr().out
+@pytest.mark.parametrize(
+    "argument", ["--hydra-help", "--info=all", "--experimental-rerun", "-p", "hydra/launcher=joblib"]
+)
+def test_options_of_the_application_of_hydra_are_answered(words, argument, capfd):
+    assert _run([*words, argument]) == (2, [])
+    assert "of Hydra's application, which camshaft does not run" in capfd.readouterr().err
 
 
 def test_argument_without_a_value_is_rejected(words, capfd):
@@ -502,29 +503,6 @@ def test_supervised_run_has_a_separate_schema(sft_words):
     config = load_sft([*sft_words, "trainer.experiment_name=a"])
     assert isinstance(config, SFTConfig)
     assert config.export_path() == "checkpoints/camshaft_examples/a/huggingface"
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        [],
-        ["trainer.seed=7", "trainer.seed=8"],
-        ["actor_rollout_ref.actor.optim.lr=1e-5", "algorithm.gamma=.5", "trainer.total_epochs=0x10"],
-        ["trainer.logger=[console,'a b',\"c,d\"]", "trainer.experiment_name='1e5'", "trainer.project_name=1_000"],
-        ["trainer.experiment_name=null", "data.shuffle=yes", "trainer.project_name=''", "critic.optim.lr=nan"],
-        ["actor_rollout_ref.actor.fsdp_config={fsdp_size: 2, wrap_policy: {min_num_params: 4}}"],
-        ["actor_rollout_ref.actor.fsdp_config.fsdp_size=3", "++actor_rollout_ref.actor.engine_kwargs.a.b=[1,{c: d}]"],
-        ["trainer.experiment_name=x\\,y", "trainer.project_name=path/to:some@where"],
-        ["reward_model.reward_kwargs={a: 1}", "reward_model.reward_kwargs.b=2", "trainer.project_name=int(3.6)"],
-    ],
-    ids=lambda overrides: " ".join(overrides)[:40] or "none",
-)
-def test_plain_overrides_are_applied_as_by_hydra(overrides: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments = load.prepare_overrides(list(overrides), [str(load.HOME)])
-    direct = load.override_defaults(PPOConfig, arguments)
-    monkeypatch.setattr(load, "override_defaults", lambda *_: None)
-    by_hydra, _ = load._compose(PPOConfig, overrides)
-    assert json.dumps(direct, sort_keys=True) == json.dumps(by_hydra, sort_keys=True)
 
 
 def test_an_environment_variable_is_a_text_until_it_is_decoded(words, monkeypatch):

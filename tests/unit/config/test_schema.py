@@ -12,7 +12,8 @@ from pydantic import ValidationError
 from camshaft import algorithms
 from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig, load_ppo
 from camshaft.config.auto import RULES
-from camshaft.config.load import raw_defaults, resolved_defaults, valid_defaults
+from camshaft.config.defaults import raw_defaults
+from camshaft.config.load import resolved_defaults, valid_defaults
 from camshaft.config.schema.algorithm import ESTIMATORS, POLICY_LOSSES
 from camshaft.config.schema.fields import KLPenalty, LossAggMode, accepts_auto
 from camshaft.config.tree import expand_keys, fields, flatten, get, leaf_fields
