@@ -4,18 +4,16 @@
     config = load_ppo(["actor_rollout_ref.actor.strategy=reference", "trainer.device=cpu", ...])
     config.actor_rollout_ref.actor.optim.lr
 
-    ppo_trainer.yaml sft_trainer.yaml rm_trainer.yaml generation.yaml evaluation.yaml
-                        default values with comments
-    schema/             types, bounds and descriptions of keys, one file per section. `fields.py` defines the base class
-                        of sections and shared value types, `fsdp.py` and `rollouts.py` the options of backends,
-                        `aliases.py` the aliases of keys and values
+    schema/             types, bounds, defaults and descriptions of keys, one file per section. `fields.py` defines the
+                        base class of sections and shared value types, `fsdp.py` and `rollouts.py` the options of
+                        backends, `aliases.py` the aliases of keys and values
+    defaults.py         the tree of the defaults of a command
     engine.py           config, options and capabilities of a training engine
     rollout.py          config, options and capabilities of a rollout
     backends.py         registry of engines and rollouts
     engine_features.py  features of the engines, and the page that lists them
     layout.py           resource pools, numbers of ranks, controller
     auto.py             chooses the values of keys that are `auto`
-    defaults.py         reads the YAML files
     load.py             renames aliases, resolves `${...}` and validates
     composition.py      composes config files and overrides, in the syntax of Hydra
     config_files.py     reads config files and their defaults lists
@@ -31,7 +29,7 @@
     errors.py           problems of keys, and the error message that lists them
     tree.py             access to nested dicts by dotted key
 
-To add a key, add its default to the YAML file and its field to the schema. This package does not import torch.
+To add a key, add its field to the schema. This package does not import torch.
 """
 
 from camshaft.config.backends import unread_keys

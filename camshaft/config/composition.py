@@ -16,8 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from camshaft.config.config_files import ConfigFiles
-from camshaft.config.defaults import BUILT_IN, raw_defaults
+from camshaft.config.defaults import raw_defaults
+from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section
+from camshaft.config.schema.generate import GenerateConfig
+from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.supervised import RMConfig, SFTConfig
 from camshaft.config.short_names import REWARD, expand_overrides, expand_short_names, reset_reward
 from camshaft.config.tree import (
     expand_keys,
@@ -35,6 +39,15 @@ from camshaft.errors import ConfigError
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
+
+BUILT_IN: dict[type[Section], str] = {
+    PPOConfig: "ppo_trainer",
+    SFTConfig: "sft_trainer",
+    RMConfig: "rm_trainer",
+    GenerateConfig: "generation",
+    EvalConfig: "evaluation",
+}
+"""Name of the defaults of each command in the defaults list of a config file."""
 
 _PLAIN_KEY = re.compile(r"[A-Za-z_][\w-]*(\.[\w-]+)*")
 _PATH = re.compile(r"(?!\w+\(|[\[{])(?!.*\$\{)[^,'\"]*/[^,'\"]*")

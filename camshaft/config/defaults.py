@@ -1,35 +1,29 @@
-"""Defaults of each command, read from its YAML file.
+"""Defaults of each command, read from the fields of its schema.
 
 raw_defaults(PPOConfig)["data"]["train_batch_size"]     # "auto"
 """
 
 from collections.abc import Mapping
 from functools import cache
-from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from camshaft.config.schema.evaluation import EvalConfig
-from camshaft.config.schema.fields import Section
-from camshaft.config.schema.generate import GenerateConfig
-from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.supervised import RMConfig, SFTConfig
-
-HOME = Path(__file__).parent
-BUILT_IN: dict[type[Section], str] = {
-    PPOConfig: "ppo_trainer",
-    SFTConfig: "sft_trainer",
-    RMConfig: "rm_trainer",
-    GenerateConfig: "generation",
-    EvalConfig: "evaluation",
-}
-"""Name of the YAML file that contains the defaults of each schema."""
+from camshaft.config.schema.fields import Section, differing_defaults
+from camshaft.config.tree import has_key, ordered_names, put, section_class
 
 
 @cache
 def raw_defaults(schema: type[Section]) -> Mapping[str, Any]:
-    """Return the defaults as they are written in the YAML file, with `${...}` unresolved."""
-    defaults = OmegaConf.to_container(OmegaConf.load(HOME / f"{BUILT_IN[schema]}.yaml"), resolve=False)
-    assert isinstance(defaults, dict)
-    return {str(key): value for key, value in defaults.items()}
+    """Return the default of every key of a schema, with `${...}` unresolved."""
+    return _defaults(schema)
+
+
+def _defaults(section: type[Section]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name in ordered_names(section):
+        field = section.model_fields[name]
+        kind = section_class(field)
+        tree[name] = field.default if kind is None else _defaults(kind)
+        for key, value in differing_defaults(field).items():
+            assert has_key(tree[name], key), f"{section.__name__}.{name} has no key {key}"
+            put(tree[name], key, value)
+    return tree

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat
 
-from camshaft.config.schema.fields import Auto, Count, Section, Text
+from camshaft.config.schema.fields import Auto, Count, Section, Text, key, section
 from camshaft.errors import ConfigError
 from camshaft.subprocesses import Limit
 
@@ -23,9 +23,9 @@ GLOBAL_POOL = "global_pool"
 
 
 class PoolConfig(Section):
-    """Size of a resource pool. Users define pools, so the default of `nnodes` is here and not in the YAML files."""
+    """Size of a resource pool."""
 
-    nnodes: int = Field(default=1, ge=1, description="Number of machines.")
+    nnodes: int = key(1, "Number of machines.", ge=1)
     n_gpus_per_node: Count = Field(description="Number of processes per machine. Each process uses one device.")
 
     @property
@@ -36,14 +36,15 @@ class PoolConfig(Section):
 class WorkerTimeouts(Section):
     """Time limits of single phases, which override `worker_timeout`."""
 
-    generate: PositiveFloat | None = Field(
-        description="Time limit, in seconds, of a generation and its weight sync. null applies worker_timeout."
+    generate: PositiveFloat | None = key(
+        None, "Time limit, in seconds, of a generation and its weight sync. null applies worker_timeout."
     )
-    update: PositiveFloat | None = Field(
-        description="Time limit, in seconds, of an update of the actor or critic. null applies worker_timeout."
+    update: PositiveFloat | None = key(
+        None, "Time limit, in seconds, of an update of the actor or critic. null applies worker_timeout."
     )
-    save: PositiveFloat | None = Field(
-        description="Time limit, in seconds, of saving one role, including its copy to default_hdfs_dir. null applies "
+    save: PositiveFloat | None = key(
+        None,
+        "Time limit, in seconds, of saving one role, including its copy to default_hdfs_dir. null applies "
         "worker_timeout.",
     )
 
@@ -55,27 +56,29 @@ Phase = Literal["generate", "update", "save"]
 class PlacementConfig(Section):
     """Keys of the section `trainer` that all commands share: machines, devices and controller."""
 
-    nnodes: Count = Field(description="Number of machines.")
-    n_gpus_per_node: Annotated[Count, Auto()] = Field(
-        description="Number of processes per machine. Each process uses one device. auto uses all accelerators of the "
-        "machine on which the command runs, or one process on a CPU.",
+    nnodes: Count = key(1, "Number of machines.")
+    n_gpus_per_node: Annotated[Count, Auto()] = key(
+        "auto",
+        "Number of processes per machine. Each process uses one device. auto uses all accelerators of the machine on "
+        "which the command runs, or one process on a CPU.",
     )
-    device: Annotated[Text, Auto()] = Field(
-        description="Device type that models run on: cpu, cuda, or another PyTorch device type. auto selects the "
-        "accelerator of the machine on which the command runs, or cpu if it has none."
+    device: Annotated[Text, Auto()] = key(
+        "auto",
+        "Device type that models run on: cpu, cuda, or another PyTorch device type. auto selects the accelerator of "
+        "the machine on which the command runs, or cpu if it has none.",
     )
-    controller: Literal["auto", "local", "ray"] = Field(
-        description="Launcher of the processes. local starts them on this machine; ray starts them on a Ray cluster; "
-        "auto selects ray if the run uses more than one machine."
+    controller: Literal["auto", "local", "ray"] = key(
+        "auto",
+        "Launcher of the processes. local starts them on this machine; ray starts them on a Ray cluster; auto "
+        "selects ray if the run uses more than one machine.",
     )
-    cpus_per_rank: PositiveFloat = Field(
-        description="Number of CPUs that Ray reserves for each process. Fractions are allowed."
+    cpus_per_rank: PositiveFloat = key(1.0, "Number of CPUs that Ray reserves for each process. Fractions are allowed.")
+    worker_timeout: PositiveFloat = key(
+        3600.0,
+        "Time limit, in seconds, of a call to another process, such as a training rank, a generator or a server. The "
+        "run ends with an error that names the process. Waits are logged after 10, 20, 40, ... seconds.",
     )
-    worker_timeout: PositiveFloat = Field(
-        description="Time limit, in seconds, of a call to another process, such as a training rank, a generator or a "
-        "server. The run ends with an error that names the process. Waits are logged after 10, 20, 40, ... seconds.",
-    )
-    worker_timeouts: WorkerTimeouts = Field(description="Time limits of single phases, which override worker_timeout.")
+    worker_timeouts: WorkerTimeouts = section("Time limits of single phases, which override worker_timeout.")
 
     @property
     def world_size(self) -> int:
@@ -100,9 +103,10 @@ class PlacementConfig(Section):
 class RayConfig(Section):
     """Settings of the Ray controller."""
 
-    ray_init: dict[str, Any] = Field(
-        description="Arguments of ray.init, such as address, num_cpus and runtime_env. Without an address, Ray "
-        "connects to RAY_ADDRESS or to a cluster that runs on this machine, and otherwise starts a new cluster."
+    ray_init: dict[str, Any] = key(
+        {},
+        "Arguments of ray.init, such as address, num_cpus and runtime_env. Without an address, Ray connects to "
+        "RAY_ADDRESS or to a cluster that runs on this machine, and otherwise starts a new cluster.",
     )
 
 

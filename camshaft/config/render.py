@@ -6,18 +6,15 @@
     render_batch_table(batch_table(config, topology))   # logged at the start of an RL run
     without_secrets(config)                             # for trackers, checkpoints and response files
 
-Descriptions, types and bounds are read from the schema. Defaults, comments and the order of keys are read from the YAML
-files.
+Descriptions, types, bounds, defaults and the order of keys are read from the schema.
 """
 
-import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
-from camshaft.config.defaults import BUILT_IN, HOME, raw_defaults
+from camshaft.config.defaults import raw_defaults
 from camshaft.config.derive import MicroBatch, Pass, micro_batch, pass_limits
 from camshaft.config.layout import Topology, divide_evenly
 from camshaft.config.load import NOT_IMPLEMENTED, resolved_defaults
@@ -29,7 +26,17 @@ from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import ActorConfig, CriticConfig
 from camshaft.config.schema.supervised import RMConfig, SFTConfig
 from camshaft.config.short_names import SHORT_NAMES, short_names
-from camshaft.config.tree import fields, flatten, format_value, get, leaf_fields, nearest_keys, put, section_class
+from camshaft.config.tree import (
+    fields,
+    flatten,
+    format_value,
+    get,
+    leaf_fields,
+    nearest_keys,
+    ordered_names,
+    put,
+    section_class,
+)
 from camshaft.errors import ConfigError
 from camshaft.masking import mask_value
 
@@ -43,7 +50,15 @@ SCHEMAS: dict[str, type[Section]] = {
     "eval": EvalConfig,
 }
 
-_LINE = re.compile(r"(?P<indent> *)(?P<key>[A-Za-z_]\w*):(?P<value>.*)")
+
+_HEADER = """\
+# Defaults of camshaft {trainer}. To see the description, type and bounds of a key:
+#   camshaft config explain {option}KEY
+#
+# Override a value on the command line (trainer.seed=7), or in a config file that is selected with
+# --config-dir FOLDER --config-name NAME and contains only the keys that differ.
+
+"""
 
 
 def explain(key: str, trainer: str = "ppo") -> str:
@@ -61,8 +76,19 @@ def explain(key: str, trainer: str = "ppo") -> str:
 
 
 def show(trainer: str = "ppo") -> str:
-    """Return the YAML file with the defaults and their comments."""
-    return _file(SCHEMAS[trainer]).rstrip("\n")
+    """Return the defaults as YAML. The first sentence of each description follows the value as a comment."""
+    schema, option = SCHEMAS[trainer], "" if trainer == "ppo" else f"--trainer {trainer} "
+    return _HEADER.format(trainer=trainer, option=option) + "\n".join(_lines(schema, raw_defaults(schema), ""))
+
+
+def _lines(section: type[Section], values: Mapping[str, Any], indent: str) -> Iterator[str]:
+    for name in ordered_names(section):
+        field = section.model_fields[name]
+        kind = section_class(field)
+        value = "" if kind else f" {format_value(values[name])}"
+        yield f"{indent}{name}:{value} # {(field.description or '').partition('. ')[0].removesuffix('.')}"
+        if kind is not None:
+            yield from _lines(kind, values[name], f"{indent}  ")
 
 
 def reference_page() -> str:
@@ -90,7 +116,6 @@ def _leaf(key: str, schema: type[Section]) -> str:
     value = format_value(get(resolved_defaults(schema), key))
     if value != rows[-1][1]:
         rows.append(("resolved", value))
-    rows += [("comment", comment) for comment in [comments(schema).get(key)] if comment]
     rows += [("short name", name) for name, target in short_names(schema).items() if target == key]
     rows += [("alias", alias) for alias, name in ALIASES.items() if name == key]
     rows += [("note", "some values are not implemented")] if _has_unimplemented_values(key) else []
@@ -100,7 +125,7 @@ def _leaf(key: str, schema: type[Section]) -> str:
 def _section(key: str, section: type[Section], schema: type[Section]) -> str:
     lines = [key, _wrap(fields(schema)[key].description), ""]
     width = max(len(name) for name in section.model_fields)
-    for name in get(raw_defaults(schema), key):
+    for name in ordered_names(section):
         lines.append(_wrap(section.model_fields[name].description, f"  {name:<{width}}  "))
     if key in short_names(schema):
         lines += ["", f"{key}=<value>, with a value that is not a section, is short for {short_names(schema)[key]}."]
@@ -131,35 +156,6 @@ def _unknown(key: str, trainer: str) -> str:
 def _has_unimplemented_values(key: str) -> bool:
     """Return True if the schema accepts values of the key that are not implemented."""
     return any(key in entry.keys for entry in NOT_IMPLEMENTED)
-
-
-@cache
-def _file(schema: type[Section]) -> str:
-    return (HOME / f"{BUILT_IN[schema]}.yaml").read_text(encoding="utf-8")
-
-
-@cache
-def comments(schema: type[Section]) -> dict[str, str]:
-    """Map each key to its YAML comment: the comment lines above the key, and the comment after its value."""
-    texts: dict[str, str] = {}
-    above: list[str] = []
-    path: list[tuple[int, str]] = []
-    for line in _file(schema).splitlines():
-        if line.lstrip().startswith("#"):
-            above.append(line.strip(" #"))
-            continue
-        match = _LINE.fullmatch(line)
-        if match is None:
-            above = []
-            continue
-        indent = len(match["indent"])
-        path = [(depth, name) for depth, name in path if depth < indent] + [(indent, match["key"])]
-        _, _, trailing = match["value"].partition(" # ")
-        text = " ".join([*above, *([trailing.strip()] if trailing else [])])
-        if text:
-            texts[".".join(name for _, name in path)] = text
-        above = []
-    return texts
 
 
 # -- batch sizes ----------------------------------------------------------------------------------

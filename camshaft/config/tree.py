@@ -28,6 +28,16 @@ def fields(schema: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     return keys
 
 
+def ordered_names(section: type[Section]) -> list[str]:
+    """Return the names of the keys of a section, in the order of its `key_order`."""
+    names, position = list(section.key_order), 0
+    for name in section.model_fields:
+        if name not in names:
+            names.insert(position, name)
+        position = names.index(name) + 1
+    return names
+
+
 @cache
 def leaf_fields(schema: type[Section]) -> dict[str, FieldInfo]:
     """Map every key of the schema that has a value to its field. The keys of sections are excluded."""

@@ -41,7 +41,7 @@ def wheel_files(wheel: Path) -> set[str]:
 def test_wheel_holds_every_file_of_the_package_and_no_other(wheel_files: set[str]) -> None:
     in_package = {name for name in wheel_files if name.startswith("camshaft/")}
     assert in_package == package_files()
-    assert "camshaft/config/ppo_trainer.yaml" in in_package
+    assert "camshaft/py.typed" in in_package
     folders = {PurePosixPath(name).parts[0] for name in wheel_files}
     assert folders == {"camshaft", f"camshaft-{__version__}.dist-info"}
     assert f"camshaft-{__version__}.dist-info/licenses/LICENSE" in wheel_files

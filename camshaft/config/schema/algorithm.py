@@ -5,9 +5,9 @@ import re
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import BeforeValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from camshaft.config.schema.fields import Count, Described, Fraction, KLPenalty, Section, Text
+from camshaft.config.schema.fields import Count, Described, Fraction, KLPenalty, Section, Text, key, section
 
 
 class EstimatorInputs(NamedTuple):
@@ -103,29 +103,31 @@ def parse_threshold(rule: str, text: str) -> tuple[float, float]:
 class RolloutCorrectionConfig(Section):
     """Corrections for the mismatch between the log-probs of the rollout and the trainer. Disabled by default."""
 
-    rollout_is: Literal["token", "sequence"] | None = Field(
-        description="Truncated importance sampling: weight the policy loss by the ratio of trainer to rollout "
-        "probabilities, per token (token) or per response (sequence). null disables the weights."
+    rollout_is: Literal["token", "sequence"] | None = key(
+        None,
+        "Truncated importance sampling: weight the policy loss by the ratio of trainer to rollout probabilities, per "
+        "token (token) or per response (sequence). null disables the weights.",
     )
-    rollout_is_threshold: PositiveFloat = Field(
-        description="Upper bound of the importance weights. Larger weights are truncated to this value."
+    rollout_is_threshold: PositiveFloat = key(
+        2.0, "Upper bound of the importance weights. Larger weights are truncated to this value."
     )
-    rollout_is_batch_normalize: bool = Field(
-        description="Divide the importance weights by their mean over the iteration."
+    rollout_is_batch_normalize: bool = key(False, "Divide the importance weights by their mean over the iteration.")
+    rollout_rs: RejectionRules = key(
+        None,
+        "Rejection sampling: rules that mask tokens (token_*) or whole responses (seq_*) out of the loss. *_k1 rules "
+        "bound the ratio of trainer to rollout probabilities; *_k2 and *_k3 rules bound a divergence estimate. A "
+        "token or response is kept only if it satisfies all rules. null disables rejection.",
     )
-    rollout_rs: RejectionRules = Field(
-        description="Rejection sampling: rules that mask tokens (token_*) or whole responses (seq_*) out of the loss. "
-        "*_k1 rules bound the ratio of trainer to rollout probabilities; *_k2 and *_k3 rules bound a divergence "
-        "estimate. A token or response is kept only if it satisfies all rules. null disables rejection."
+    rollout_rs_threshold: Thresholds = key(
+        None,
+        "Thresholds of the rejection rules: one value per rule, or a single value for all rules of the same kind. A "
+        "k1 threshold is a range of ratios such as 0.5-2.0, or its upper end (2.0 means 0.5-2.0). A k2 or k3 "
+        "threshold is the maximum divergence.",
     )
-    rollout_rs_threshold: Thresholds = Field(
-        description="Thresholds of the rejection rules: one value per rule, or a single value for all rules of the "
-        "same kind. A k1 threshold is a range of ratios such as 0.5-2.0, or its upper end (2.0 means 0.5-2.0). A k2 "
-        "or k3 threshold is the maximum divergence."
-    )
-    bypass_mode: bool = Field(
-        description="Use the rollout's log-probs as old log-probs in the policy loss and in the KL penalty, instead "
-        "of recomputing them with the trainer."
+    bypass_mode: bool = key(
+        False,
+        "Use the rollout's log-probs as old log-probs in the policy loss and in the KL penalty, instead of "
+        "recomputing them with the trainer.",
     )
 
     def is_enabled(self) -> bool:
@@ -140,57 +142,60 @@ class RolloutCorrectionConfig(Section):
 
 
 class KLCtrlConfig(Section):
-    type: Literal["fixed", "adaptive"] = Field(
-        description="fixed keeps kl_coef constant; adaptive adjusts it so that the measured KL divergence approaches "
-        "target_kl."
+    type: Literal["fixed", "adaptive"] = key(
+        "fixed",
+        "fixed keeps kl_coef constant; adaptive adjusts it so that the measured KL divergence approaches target_kl.",
     )
-    kl_coef: NonNegativeFloat = Field(description="KL coefficient, or its initial value with type=adaptive.")
-    horizon: Count = Field(
-        description="Horizon of the adaptive coefficient in sequences. Larger values adapt it more slowly."
-    )
-    target_kl: PositiveFloat = Field(description="Target KL divergence of the adaptive coefficient.")
+    kl_coef: NonNegativeFloat = key(0.005, "KL coefficient, or its initial value with type=adaptive.")
+    horizon: Count = key(10000, "Horizon of the adaptive coefficient in sequences. Larger values adapt it more slowly.")
+    target_kl: PositiveFloat = key(0.1, "Target KL divergence of the adaptive coefficient.")
 
 
 class FilterGroupsConfig(Section):
     """Dynamic sampling (DAPO): train only on prompts whose responses have different rewards."""
 
-    enable: bool = Field(
-        description="Drop prompts whose responses all have the same value of metric, and generate responses to "
-        "further prompts until data.train_batch_size prompts remain."
+    enable: bool = key(
+        False,
+        "Drop prompts whose responses all have the same value of metric, and generate responses to further prompts "
+        "until data.train_batch_size prompts remain.",
     )
-    metric: Text = Field(
-        description="Value that must differ between the responses to a prompt: seq_reward, the reward before the KL "
-        "penalty (alias seq_final_reward); score, the reward before the penalty of reward_model.overlong_buffer; or a "
-        "number that the scoring function returns, such as acc."
+    metric: Text = key(
+        "seq_reward",
+        "Value that must differ between the responses to a prompt: seq_reward, the reward before the KL penalty "
+        "(alias seq_final_reward); score, the reward before the penalty of reward_model.overlong_buffer; or a number "
+        "that the scoring function returns, such as acc.",
     )
-    max_num_gen_batches: NonNegativeInt = Field(
-        description="Maximum number of generation batches (data.gen_batch_size prompts each) per iteration. The run "
-        "stops with an error if an iteration needs more. 0 sets no limit.",
+    max_num_gen_batches: NonNegativeInt = key(
+        0,
+        "Maximum number of generation batches (data.gen_batch_size prompts each) per iteration. The run stops with "
+        "an error if an iteration needs more. 0 sets no limit.",
     )
 
 
 class AlgorithmConfig(Section):
-    gamma: Fraction = Field(description="Discount factor per token.")
-    lam: Fraction = Field(
-        description="Lambda of generalized advantage estimation. 0 uses one-step temporal differences of the critic's "
-        "values; 1 uses the observed returns.",
+    gamma: Fraction = key(1.0, "Discount factor per token.")
+    lam: Fraction = key(
+        1.0,
+        "Lambda of generalized advantage estimation. 0 uses one-step temporal differences of the critic's values; 1 "
+        "uses the observed returns.",
     )
-    adv_estimator: EstimatorName = Field(description="Advantage estimator. gae requires a critic. See algorithms.md.")
-    norm_adv_by_std_in_grpo: bool = Field(
-        description="Divide GRPO advantages by the standard deviation of the rewards in the group. false corresponds "
-        "to Dr.GRPO."
+    adv_estimator: EstimatorName = key("gae", "Advantage estimator. gae requires a critic. See algorithms.md.")
+    norm_adv_by_std_in_grpo: bool = key(
+        True,
+        "Divide GRPO advantages by the standard deviation of the rewards in the group. false corresponds to Dr.GRPO.",
     )
-    kl_penalty: KLPenalty = Field(
-        description="Estimator of the KL divergence from the reference policy in the reward. full computes the exact "
-        "divergence over the vocabulary."
+    kl_penalty: KLPenalty = key(
+        "kl",
+        "Estimator of the KL divergence from the reference policy in the reward. full computes the exact divergence "
+        "over the vocabulary.",
     )
-    use_kl_in_reward: bool = Field(
-        description="Subtract the KL divergence from the reference policy, multiplied by the KL coefficient, from the "
-        "reward of each token."
+    use_kl_in_reward: bool = key(
+        False,
+        "Subtract the KL divergence from the reference policy, multiplied by the KL coefficient, from the reward of "
+        "each token.",
     )
-    kl_ctrl: KLCtrlConfig = Field(description="Coefficient of the KL penalty in the reward.")
-    filter_groups: FilterGroupsConfig = Field(description="Dynamic sampling (DAPO). See algorithms.md.")
-    rollout_correction: RolloutCorrectionConfig = Field(
-        description="Corrections for the difference between the log-probs of the rollout and the trainer. See "
-        "mismatch.md."
+    kl_ctrl: KLCtrlConfig = section("Coefficient of the KL penalty in the reward.")
+    filter_groups: FilterGroupsConfig = section("Dynamic sampling (DAPO). See algorithms.md.")
+    rollout_correction: RolloutCorrectionConfig = section(
+        "Corrections for the difference between the log-probs of the rollout and the trainer. See mismatch.md."
     )

@@ -1,22 +1,25 @@
-"""Building blocks of the config schema: the base class of sections and the value types that sections share.
+"""Building blocks of the config schema: the base class of sections, keys, and the value types that sections share.
 
-A section of the config is a subclass of `Section`. A key is an annotated attribute with `Field(description=...)`. Keys
-have no defaults in the schema, because the YAML files define them.
+A section of the config is a subclass of `Section`. A key is an attribute with its default and its description. A
+section that stands at several places can have other defaults at one of them, which the enclosing section gives.
 
     class KLCtrlConfig(Section):
-        kl_coef: float = Field(ge=0, description="Weight of the KL penalty.")
+        kl_coef: float = key(0.005, "Weight of the KL penalty.", ge=0)
+
+    class AlgorithmConfig(Section):
+        kl_ctrl: KLCtrlConfig = section("Coefficient of the KL penalty in the reward.", {"kl_coef": 0.001})
 
 `describe(field)` formats the type and the bounds of a key for error messages and `camshaft config explain`.
 """
 
 import os.path
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, PrivateAttr
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from camshaft.config.engine import Frozen
@@ -29,6 +32,39 @@ class Section(Frozen):
     """
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    key_order: ClassVar[tuple[str, ...]] = ()
+    """Keys in the order of the generated pages, if inherited keys stand between the keys of the class. A key that is
+    not listed follows its predecessor in the class."""
+
+
+def key(default: Any, description: str, **bounds: Any) -> Any:
+    """Declare a key. The default can refer to another key, such as `${trainer.seed}`; loading a config resolves it."""
+    return Field(default, description=description, **bounds)
+
+
+@dataclass(frozen=True)
+class DifferingDefaults:
+    """Defaults of keys in a section that differ at one place of the section."""
+
+    values: Mapping[str, Any]
+
+
+def section(description: str, defaults: Mapping[str, Any] | None = None, **options: Any) -> Any:
+    """Declare a section. `defaults` contains the defaults that its keys, which may be dotted, have at this place."""
+    field = Field(description=description, **options)
+    field.metadata.append(DifferingDefaults(defaults or {}))
+    return field
+
+
+def differing_defaults(field: FieldInfo) -> dict[str, Any]:
+    """Return the defaults of keys in a section that differ at the place of `field`."""
+    return {
+        key: value
+        for mark in field.metadata
+        if isinstance(mark, DifferingDefaults)
+        for key, value in mark.values.items()
+    }
 
 
 @dataclass(frozen=True)

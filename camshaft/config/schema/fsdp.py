@@ -3,8 +3,8 @@
     options = FSDPOptions.from_dict({"fsdp_size": 2, "mixed_precision": {"param_dtype": "bfloat16"}})
     options.ranks_per_row()
 
-Unlike other sections, these classes define defaults, for programs that build an engine without a config file. The YAML
-files repeat the same values.
+Programs that build an engine without a config file read these defaults too. Therefore `param_dtype` is None by default,
+and only a config file has `auto`, which is chosen when the file is loaded.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from camshaft.config.engine import Conflict, EngineModel, EngineOptions, format_division, largest_divisor
-from camshaft.config.schema.fields import Auto, DType, OffOrPositive, Section, Text
+from camshaft.config.schema.fields import Auto, DType, OffOrPositive, Section, Text, key, section
 
 ComputeDType = Literal["float32", "bfloat16"]
 
@@ -21,94 +21,97 @@ ComputeDType = Literal["float32", "bfloat16"]
 class WrapPolicy(Section):
     """Selection of the modules that FSDP shards as one unit each. By default these are the decoder layers."""
 
-    transformer_layer_cls_to_wrap: Text | None = Field(
-        default=None,
-        description="Comma-separated class names of the layers that are sharded as one unit each. null uses the "
-        "decoder layer class of the model.",
+    transformer_layer_cls_to_wrap: Text | None = key(
+        None,
+        "Comma-separated class names of the layers that are sharded as one unit each. null uses the decoder layer "
+        "class of the model.",
     )
-    min_num_params: int = Field(
-        default=0,
+    min_num_params: int = key(
+        0,
+        "Shard each module with at least this many parameters as one unit, instead of selecting layers by class. 0 "
+        "selects layers by class.",
         ge=0,
-        description="Shard each module with at least this many parameters as one unit, instead of selecting layers by "
-        "class. 0 selects layers by class.",
     )
 
 
 class ForwardMixedPrecision(Section):
     """Dtype in which a frozen model computes."""
 
-    param_dtype: Annotated[ComputeDType | None, Auto()] = Field(
-        default=None,
-        description="Dtype of the weights and activations during computation. null uses model_dtype. auto is bfloat16 "
-        "for float32 weights on an accelerator, if the engine supports it, and null otherwise.",
+    param_dtype: Annotated[ComputeDType | None, Auto()] = key(
+        None,
+        "Dtype of the weights and activations during computation. Master weights have model_dtype. null uses "
+        "model_dtype. auto is bfloat16 for float32 weights on an accelerator, if the engine supports it, and null "
+        "otherwise.",
     )
 
 
 class MixedPrecision(ForwardMixedPrecision):
     """Dtypes in which a trained model computes. The optimizer updates the weights in `model_dtype`."""
 
-    reduce_dtype: ComputeDType | None = Field(
-        default="float32", description="Dtype in which gradients are reduced across ranks. null uses param_dtype."
+    reduce_dtype: ComputeDType | None = key(
+        "float32", "Dtype in which gradients are reduced across ranks. null uses param_dtype."
     )
 
 
 class Sharding(Section):
     """Sharding and offloading keys that trained and frozen models share."""
 
-    wrap_policy: WrapPolicy = Field(
-        default=WrapPolicy(), description="Selection of the modules that are sharded as one unit each."
+    wrap_policy: WrapPolicy = section(
+        "Selection of the modules that are sharded as one unit each.", default=WrapPolicy()
     )
-    fsdp_size: OffOrPositive = Field(
-        default=-1,
-        description="Number of ranks in a shard group. -1 shards the model over all ranks; a smaller group replicates "
-        "the model across groups (HSDP).",
+    fsdp_size: OffOrPositive = key(
+        -1,
+        "Number of ranks in a shard group. -1 shards the model over all ranks; a smaller group replicates the model "
+        "across groups (HSDP).",
     )
-    reshard_after_forward: bool = Field(
-        default=True,
-        description="Free the gathered weights of each unit after its forward pass. This saves memory and costs one "
-        "more all-gather in the backward pass.",
+    reshard_after_forward: bool = key(
+        True,
+        "Free the gathered weights of each unit after its forward pass. This saves memory and costs one more "
+        "all-gather in the backward pass.",
     )
-    forward_prefetch: bool = Field(
-        default=False, description="Gather the weights of the next unit while the current unit runs its forward pass."
+    forward_prefetch: bool = key(
+        False, "Gather the weights of the next unit while the current unit runs its forward pass."
     )
-    tensor_parallel_size: int = Field(
-        default=1, ge=1, description="Tensor-parallel size: number of ranks over which each weight matrix is split."
+    tensor_parallel_size: int = key(
+        1, "Tensor-parallel size: number of ranks over which each weight matrix is split.", ge=1
     )
-    param_offload: bool = Field(
-        default=False, description="Offload the parameters to CPU memory while the engine is idle."
+    param_offload: bool = key(
+        False,
+        "Offload the parameters to CPU memory while the engine is idle. Recommended for a reference model with more "
+        "than 7B parameters.",
     )
-    offload_policy: bool = Field(
-        default=False,
-        description="Keep parameters, gradients and optimizer state in CPU memory at all times. Each unit is copied "
-        "to the device when it is computed.",
+    offload_policy: bool = key(
+        False,
+        "Keep parameters, gradients and optimizer state in CPU memory at all times. This replaces the other offload "
+        "keys. Each unit is copied to the device when it is computed.",
     )
-    mixed_precision: ForwardMixedPrecision = Field(
-        default=ForwardMixedPrecision(), description="Dtypes used during computation."
+    mixed_precision: ForwardMixedPrecision = section(
+        "Dtypes used during computation.", {"param_dtype": "auto"}, default=ForwardMixedPrecision()
     )
 
 
 class TrainedSharding(Sharding):
     """Sharding and offloading keys of a trained model."""
 
-    mixed_precision: MixedPrecision = Field(default=MixedPrecision(), description="Dtypes used during computation.")
-    grad_offload: bool = Field(
-        default=False, description="Offload the gradients to CPU memory while the engine is idle."
+    mixed_precision: MixedPrecision = section(
+        "Dtypes used during computation.", {"param_dtype": "auto"}, default=MixedPrecision()
     )
-    optimizer_offload: bool = Field(
-        default=False, description="Offload the optimizer state to CPU memory while the engine is idle."
-    )
+    grad_offload: bool = key(False, "Offload the gradients to CPU memory while the engine is idle.")
+    optimizer_offload: bool = key(False, "Offload the optimizer state to CPU memory while the engine is idle.")
 
 
 class ForwardFSDPConfig(Sharding):
     """Weight dtype and FSDP sharding of a frozen model."""
 
-    model_dtype: DType = Field(description="Dtype in which the weights are stored.")
+    model_dtype: DType = key(
+        "${actor_rollout_ref.actor.fsdp_config.model_dtype}", "Dtype in which the weights are stored."
+    )
 
 
 class FSDPConfig(TrainedSharding):
     """Weight dtype and FSDP sharding of a trained model."""
 
-    model_dtype: DType = Field(description="Dtype in which the weights are stored.")
+    model_dtype: DType = key("float32", "Dtype in which the weights are stored.")
 
     def compute_dtype(self) -> str:
         """Return the dtype in which the model computes. It can have a lower precision than the weights."""

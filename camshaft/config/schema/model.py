@@ -2,20 +2,34 @@
 
 from typing import Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from camshaft import hub
-from camshaft.config.schema.fields import Betas, Contents, Fraction, Modules, Names, OffOrPositive, Path, Section, Text
+from camshaft.config.schema.fields import (
+    Betas,
+    Contents,
+    Fraction,
+    Modules,
+    Names,
+    OffOrPositive,
+    Path,
+    Section,
+    Text,
+    key,
+)
 
 
 class ModelSource(Section):
     """Path of a model, and permission to download it."""
 
-    path: Path = Field(
-        description="Hugging Face model folder (config.json, weights and tokenizer), the URL of one, or the name of a "
-        "model in the local Hugging Face cache (owner/name)."
+    path: Path = key(
+        None,
+        "Hugging Face model folder (config.json, weights and tokenizer), the URL of one, or the name of a model in "
+        "the local Hugging Face cache (owner/name). Required if the default is null.",
     )
-    download: bool = Field(description="If path is a model name, download the files that the Hugging Face cache lacks.")
+    download: bool = key(
+        False, "If path is the name of a model on the Hugging Face Hub, download the files that the local cache lacks."
+    )
 
     def source(self, path: str | None = None) -> str:
         """Return the path of the model, or `path`; as a URL if it is a model name that may be downloaded."""
@@ -25,77 +39,79 @@ class ModelSource(Section):
 class LoadedModel(ModelSource):
     """Model that the run does not train."""
 
-    external_lib: Modules | None = Field(
-        description="Python modules to import before the model is loaded, for example to register a model class."
+    external_lib: Modules | None = key(
+        None, "Python modules to import before the model is loaded, for example to register a model class."
     )
-    override_config: dict[str, Any] = Field(description="Overrides of entries in the model's config.json.")
-    trust_remote_code: bool = Field(
-        description="Allow transformers to execute custom Python code from the model folder."
-    )
+    override_config: dict[str, Any] = key({}, "Overrides of entries in the model's config.json.")
+    trust_remote_code: bool = key(False, "Allow transformers to execute custom Python code from the model folder.")
 
 
 class AnyModelConfig(ModelSource):
     """Hugging Face model, gradient checkpointing and LoRA."""
 
-    external_lib: Modules | None = Field(
-        description="Python modules to import before the model is loaded, for example to register a model class."
+    external_lib: Modules | None = key(
+        None, "Python modules to import before the model is loaded, for example to register a model class."
     )
-    override_config: dict[str, Any] = Field(
-        description="Overrides of entries in the model's config.json, for example dropout probabilities."
+    override_config: dict[str, Any] = key(
+        {}, "Overrides of entries in the model's config.json, for example dropout probabilities."
     )
-    enable_gradient_checkpointing: bool = Field(
-        description="Recompute activations in the backward pass instead of storing them, to save memory."
+    enable_gradient_checkpointing: bool = key(
+        False, "Recompute activations in the backward pass instead of storing them, to save memory."
     )
-    gradient_checkpointing_mode: Literal["full", "selective"] = Field(
-        description="full recomputes entire layers; selective stores the outputs of matrix multiplications and "
-        "attention and recomputes the rest."
+    gradient_checkpointing_mode: Literal["full", "selective"] = key(
+        "full",
+        "full recomputes entire layers; selective stores the outputs of matrix multiplications and attention and "
+        "recomputes the rest.",
     )
-    enable_activation_offload: bool = Field(
-        description="Offload the activations that are saved for the backward pass to CPU memory."
+    enable_activation_offload: bool = key(
+        False, "Offload the activations that are saved for the backward pass to CPU memory."
     )
-    router_aux_loss_coef: NonNegativeFloat = Field(
-        description="Coefficient of the load-balancing loss that a mixture of experts adds to the loss. 0 disables it. "
-        "The value in the model's config.json is not used. See moe.md.",
+    router_aux_loss_coef: NonNegativeFloat = key(
+        0.0,
+        "Coefficient of the load-balancing loss that a mixture of experts adds to the loss. 0 disables it; 1e-3 is a "
+        "common value. The value in the model's config.json is not used. See moe.md.",
     )
-    use_remove_padding: bool = Field(
-        description="Has no effect and is accepted for compatibility only. Batches are never padded."
+    use_remove_padding: bool = key(
+        True, "Has no effect and is accepted for compatibility only. Batches are never padded."
     )
-    trust_remote_code: bool = Field(
-        description="Allow transformers to execute custom Python code from the model folder."
+    trust_remote_code: bool = key(False, "Allow transformers to execute custom Python code from the model folder.")
+    lora_rank: NonNegativeInt = key(
+        0, "Rank of the LoRA adapters. A positive rank freezes the base model; 0 trains all weights without adapters."
     )
-    lora_rank: NonNegativeInt = Field(
-        description="Rank of the LoRA adapters. A positive rank freezes the base model; 0 trains all weights without "
-        "adapters.",
+    lora_alpha: PositiveFloat = key(
+        16, "LoRA scaling factor. The output of each adapter is multiplied by lora_alpha / lora_rank."
     )
-    lora_alpha: PositiveFloat = Field(
-        description="LoRA scaling factor. The output of each adapter is multiplied by lora_alpha / lora_rank."
+    target_modules: Names = key(
+        "all-linear",
+        "Name suffixes of the linear layers to add LoRA adapters to, for example [q_proj, v_proj]. all-linear "
+        "selects every linear layer except the output head.",
     )
-    target_modules: Names = Field(
-        description="Name suffixes of the linear layers to add LoRA adapters to. all-linear selects every linear "
-        "layer except the output head."
-    )
-    exclude_modules: Names = Field(
-        description="Name suffixes of linear layers to exclude from LoRA. null excludes none."
-    )
-    lora_adapter_path: Path | None = Field(
-        description="Folder of a PEFT adapter to start from. null initializes the adapters so that they do not change "
-        "the model's outputs."
+    exclude_modules: Names = key(None, "Name suffixes of linear layers to exclude from LoRA. null excludes none.")
+    lora_adapter_path: Path | None = key(
+        None,
+        "Folder of a PEFT adapter to start from. null initializes the adapters so that they do not change the "
+        "model's outputs.",
     )
 
 
 class ResponsesModelConfig(AnyModelConfig):
     """Model of a role that processes several responses per prompt."""
 
-    use_prefix_grouper: bool = Field(
-        description="Compute a prompt that several responses in a micro-batch share only once (prefix sharing). "
-        "Applies only to models with full attention, on a CPU or in half precision on a GPU."
+    use_prefix_grouper: bool = key(
+        True,
+        "Compute a prompt that several responses in a micro-batch share only once (prefix sharing). Applies only to "
+        "models with full attention, on a CPU or in half precision on a GPU.",
     )
 
 
 class ModelConfig(AnyModelConfig):
     """Language model that can be initialized randomly."""
 
-    random_init: bool = Field(description="Initialize the weights randomly from trainer.seed instead of loading them.")
+    random_init: bool = key(
+        False,
+        "Initialize the weights randomly from trainer.seed instead of loading them, for tests without pretrained "
+        "weights.",
+    )
 
 
 class PolicyModelConfig(ModelConfig, ResponsesModelConfig):
@@ -108,31 +124,28 @@ class OptimSection(Section):
     The schedule advances once per iteration in RL runs, and once per optimizer step in supervised runs.
     """
 
-    optimizer: Text = Field(
-        description="Optimizer: a class name in torch.optim, or an import path package.module:Class."
+    optimizer: Text = key("AdamW", "Optimizer: a class name in torch.optim, or an import path package.module:Class.")
+    override_optimizer_config: dict[str, Any] = key(
+        {}, "Additional keyword arguments of the optimizer. They take precedence over the other keys of this section."
     )
-    override_optimizer_config: dict[str, Any] = Field(
-        description="Additional keyword arguments of the optimizer. They take precedence over the other keys of this "
-        "section."
+    lr: PositiveFloat = key(1e-5, "Peak learning rate, reached at the end of the warm-up.")
+    betas: Betas = key([0.9, 0.999], "Decay rates of the first and second moment estimates of Adam.")
+    weight_decay: NonNegativeFloat = key(
+        0.01, "Weight decay coefficient. AdamW decouples the decay from the gradient update."
     )
-    lr: PositiveFloat = Field(description="Peak learning rate, reached at the end of the warm-up.")
-    betas: Betas = Field(description="Decay rates of the first and second moment estimates of Adam.")
-    weight_decay: NonNegativeFloat = Field(
-        description="Weight decay coefficient. AdamW decouples the decay from the gradient update."
+    lr_warmup_steps: int = key(-1, "Number of linear warm-up steps. -1 uses lr_warmup_steps_ratio.", ge=-1)
+    lr_warmup_steps_ratio: Fraction = key(0.0, "Length of the warm-up as a fraction of the schedule length.")
+    min_lr_ratio: Fraction | None = key(
+        None, "Minimum learning rate of the cosine and linear schedules, as a fraction of lr. null decays to 0."
     )
-    lr_warmup_steps: int = Field(ge=-1, description="Number of linear warm-up steps. -1 uses lr_warmup_steps_ratio.")
-    lr_warmup_steps_ratio: Fraction = Field(description="Length of the warm-up as a fraction of the schedule length.")
-    min_lr_ratio: Fraction | None = Field(
-        description="Minimum learning rate of the cosine and linear schedules, as a fraction of lr. null decays to 0.",
+    num_cycles: PositiveFloat = key(
+        0.5, "Number of periods of the cosine schedule. 0.5 decays once from lr to the minimum."
     )
-    num_cycles: PositiveFloat = Field(
-        description="Number of periods of the cosine schedule. 0.5 decays once from lr to the minimum."
+    lr_scheduler_type: Literal["constant", "cosine", "linear"] = key(
+        "constant", "Learning-rate schedule after the warm-up."
     )
-    lr_scheduler_type: Literal["constant", "cosine", "linear"] = Field(
-        description="Learning-rate schedule after the warm-up."
-    )
-    total_training_steps: OffOrPositive = Field(
-        description="Length of the learning-rate schedule in steps. -1 uses the length of the run."
+    total_training_steps: OffOrPositive = key(
+        -1, "Length of the learning-rate schedule in steps. -1 uses the length of the run."
     )
 
     def warmup_steps(self, total_steps: int) -> int:
@@ -143,12 +156,13 @@ class OptimSection(Section):
 
 
 class CheckpointConfig(Section):
-    save_contents: Contents = Field(
-        description="Contents of a checkpoint. model, optimizer and extra (random states and learning-rate schedule) "
-        "are required because resuming needs them; hf_model adds a Hugging Face model folder."
+    save_contents: Contents = key(
+        ["model", "optimizer", "extra"],
+        "Contents of a checkpoint. model, optimizer and extra (random states and learning-rate schedule) are "
+        "required because resuming needs them; hf_model adds a Hugging Face model folder.",
     )
-    async_save: bool = Field(
-        description="Write checkpoints in the background from a copy in CPU memory, while training continues."
+    async_save: bool = key(
+        False, "Write checkpoints in the background from a copy in CPU memory, while training continues."
     )
 
     def saves_hf_model(self) -> bool:

@@ -6,14 +6,12 @@ config.needs_critic()                   # False
 
 from typing import Literal
 
-from pydantic import Field
-
 from camshaft.config.backends import ranks_per_row
 from camshaft.config.layout import RayConfig, Topology, divide_evenly, pool_sizes
 from camshaft.config.model_settings import read_settings
 from camshaft.config.schema.algorithm import AlgorithmConfig, estimator_inputs
 from camshaft.config.schema.data import DataConfig
-from camshaft.config.schema.fields import CommandConfig
+from camshaft.config.schema.fields import CommandConfig, section
 from camshaft.config.schema.reward import CustomRewardConfig, RewardModelConfig
 from camshaft.config.schema.roles import ActorRolloutRefConfig, CriticConfig
 from camshaft.config.schema.trainer import TrainerConfig
@@ -22,16 +20,22 @@ from camshaft.config.schema.trainer import TrainerConfig
 class PPOConfig(CommandConfig):
     """All keys of an RL run."""
 
-    data: DataConfig = Field(description="Prompts, length limits and batch sizes.")
-    actor_rollout_ref: ActorRolloutRefConfig = Field(description="Actor, rollout and reference policy.")
-    critic: CriticConfig = Field(
-        description="Value function. Used only with adv_estimator=gae, unless critic.enable is set."
+    data: DataConfig = section("Prompts, length limits and batch sizes.")
+    actor_rollout_ref: ActorRolloutRefConfig = section("Actor, rollout and reference policy.")
+    critic: CriticConfig = section(
+        "Value function. Used only with adv_estimator=gae, unless critic.enable is set.",
+        {
+            "ppo_max_token_len_per_gpu": 32768,
+            "ppo_epochs": "${actor_rollout_ref.actor.ppo_epochs}",
+            "shuffle": "${actor_rollout_ref.actor.shuffle}",
+            "loss_agg_mode": "${actor_rollout_ref.actor.loss_agg_mode}",
+        },
     )
-    reward_model: RewardModelConfig = Field(description="Reward model, which scores complete responses.")
-    custom_reward_function: CustomRewardConfig = Field(description="Scoring function.")
-    algorithm: AlgorithmConfig = Field(description="Advantage estimation and the KL penalty in the reward.")
-    trainer: TrainerConfig = Field(description="Run length, devices, logging, validation and checkpoints.")
-    ray_kwargs: RayConfig = Field(description="Settings of Ray, used with trainer.controller=ray.")
+    reward_model: RewardModelConfig = section("Reward model, which scores complete responses.")
+    custom_reward_function: CustomRewardConfig = section("Scoring function.")
+    algorithm: AlgorithmConfig = section("Advantage estimation and the KL penalty in the reward.")
+    trainer: TrainerConfig = section("Run length, devices, logging, validation and checkpoints.")
+    ray_kwargs: RayConfig = section("Settings of Ray, used with trainer.controller=ray.")
 
     def needs_critic(self) -> bool:
         """Return True if the run has a critic."""

@@ -4,7 +4,7 @@ import os.path
 from collections import Counter
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from camshaft.config.schema.engine import (
     PooledSection,
@@ -13,63 +13,88 @@ from camshaft.config.schema.engine import (
     size_field,
     tokens_field,
 )
-from camshaft.config.schema.fields import Count, Functions, Numbers, Path, Section, Text
+from camshaft.config.schema.fields import Count, Functions, Numbers, Path, Section, Text, key, section
 from camshaft.config.schema.fsdp import ForwardFSDPConfig
 from camshaft.config.schema.model import LoadedModel
 
 
 class RewardModelModelConfig(LoadedModel):
-    input_tokenizer: Path | None = Field(
-        description="Path of the policy's tokenizer, if the reward model uses a different tokenizer or chat template. "
-        "Responses are then decoded to text, and the conversation is formatted with the chat template of the reward "
-        "model. null passes the policy's token IDs to the reward model."
+    key_order = ("path", "input_tokenizer", "external_lib", "fsdp_config")
+
+    input_tokenizer: Path | None = key(
+        "${actor_rollout_ref.model.path}",
+        "Path of the policy's tokenizer, if the reward model uses a different tokenizer or chat template. Responses "
+        "are then decoded to text, and the conversation is formatted with the chat template of the reward model. "
+        "null passes the policy's token IDs to the reward model.",
     )
-    path: Path = Field(
-        description="Hugging Face folder of a sequence-classification model, the URL of one, or the name of one in the "
-        "local Hugging Face cache (owner/name)."
+    path: Path = key(
+        "~/models/Anomy-RM-v0.1",
+        "Hugging Face folder of a sequence-classification model, the URL of one, or the name of one in the local "
+        "Hugging Face cache (owner/name).",
     )
-    fsdp_config: ForwardFSDPConfig = Field(description="Weight dtype and sharding of the reward model.")
+    fsdp_config: ForwardFSDPConfig = section(
+        "Weight dtype and sharding of the reward model.",
+        {"mixed_precision.param_dtype": "${actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype}"},
+    )
 
 
 class OverlongBufferConfig(Section):
     """Soft overlong penalty (DAPO): a penalty that grows linearly as a response approaches the length limit."""
 
-    enable: bool = Field(
-        description="Subtract the penalty from the scores of training responses. Validation scores are not penalized."
+    enable: bool = key(
+        False, "Subtract the penalty from the scores of training responses. Validation scores are not penalized."
     )
-    len: NonNegativeInt = Field(
-        description="Length of the penalty interval in tokens. The penalty grows linearly from 0 to penalty_factor "
-        "over the last len tokens before the response length limit.",
+    len: NonNegativeInt = key(
+        0,
+        "Length of the penalty interval in tokens, for example a quarter of data.max_response_length. The penalty "
+        "grows linearly from 0 to penalty_factor over the last len tokens before the response length limit.",
     )
-    penalty_factor: NonNegativeFloat = Field(description="Penalty of a response that reaches the length limit.")
-    log: bool = Field(description="Log the mean penalty and the fraction of penalized responses.")
+    penalty_factor: NonNegativeFloat = key(1.0, "Penalty of a response that reaches the length limit.")
+    log: bool = key(False, "Log the mean penalty and the fraction of penalized responses.")
 
 
 class RewardModelConfig(PooledSection, SelectedEngineSection):
     """Reward model that scores complete responses, in addition to a scoring function or instead of it."""
 
-    enable: bool = Field(description="Score responses with a reward model. false uses only the scoring function.")
-    worker_cls: Text | None = Field(
-        description="Import path package.module:Class of a custom reward worker that implements init_model and "
-        "compute_rm_score. null uses the built-in worker."
+    key_order = ("resource_pool", "enable", "strategy", "model", "ulysses_sequence_parallel_size", "max_length")
+
+    enable: bool = key(
+        False,
+        "Score responses with a reward model. false uses only the scoring function, and reads only overlong_buffer "
+        "of this section.",
     )
-    weight: float = Field(
-        description="Weight of the reward model in the score: score = function score + weight * model score. Without "
-        "a scoring function (custom_reward_function.name=null), the score is the unweighted model score."
+    worker_cls: Text | None = key(
+        None,
+        "Import path package.module:Class of a custom reward worker that implements init_model and compute_rm_score. "
+        "null uses the built-in worker.",
     )
-    model: RewardModelModelConfig = Field(description="Reward model.")
-    micro_batch_size: int | None = global_size_field("forward pass")
-    micro_batch_size_per_gpu: int | None = size_field("forward pass", "micro_batch_size")
-    use_dynamic_bsz: bool = Field(
-        description="Limit micro-batches by tokens (forward_max_token_len_per_gpu) instead of by sequences."
+    weight: float = key(
+        1.0,
+        "Weight of the reward model in the score: score = function score + weight * model score. Without a scoring "
+        "function (custom_reward_function.name=null), the score is the unweighted model score.",
     )
-    forward_max_token_len_per_gpu: int = tokens_field("forward pass")
-    max_length: Count | None = Field(
-        description="Maximum sequence length in tokens of the reward model. Longer sequences are truncated on the "
-        "left, and their number is logged. null uses prompt length plus response length.",
+    model: RewardModelModelConfig = section(
+        "Reward model.",
+        {
+            "download": "${actor_rollout_ref.model.download}",
+            "external_lib": "${actor_rollout_ref.model.external_lib}",
+            "trust_remote_code": "${actor_rollout_ref.model.trust_remote_code}",
+        },
     )
-    overlong_buffer: OverlongBufferConfig = Field(
-        description="Penalty for long responses, applied with or without a reward model."
+    micro_batch_size: int | None = global_size_field(None, "forward pass")
+    micro_batch_size_per_gpu: int | None = size_field(8, "forward pass", "micro_batch_size")
+    use_dynamic_bsz: bool = key(
+        "${critic.use_dynamic_bsz}",
+        "Limit micro-batches by tokens (forward_max_token_len_per_gpu) instead of by sequences.",
+    )
+    forward_max_token_len_per_gpu: int = tokens_field("${critic.forward_max_token_len_per_gpu}", "forward pass")
+    max_length: Count | None = key(
+        None,
+        "Maximum sequence length in tokens of the reward model. Longer sequences are truncated on the left, and "
+        "their number is logged. null uses prompt length plus response length.",
+    )
+    overlong_buffer: OverlongBufferConfig = section(
+        "Soft penalty for overlong responses (DAPO), applied with or without a reward model."
     )
 
     def sharding(self) -> ForwardFSDPConfig:
@@ -101,43 +126,45 @@ def split_function(text: str) -> tuple[str | None, str | None]:
 class CustomRewardConfig(Section):
     """Selection of the scoring function, and settings that apply to every scoring function."""
 
-    path: Path | None = Field(
-        description="Python file or module that defines the scoring function. null selects a built-in function."
+    path: Path | None = key(
+        None, "Python file or module that defines the scoring function. null selects a built-in function."
     )
-    name: Text | None = Field(
-        description="Name of the function, or the name it is registered under with @register_reward. Without a path, "
-        "compute_score selects a built-in function by data source. null means compute_score if path is set; otherwise "
-        "it disables scoring functions in camshaft generate and in runs with a reward model."
+    name: Text | None = key(
+        DEFAULT_FUNCTION,
+        "Name of the function, or the name it is registered under with @register_reward, such as gsm8k or "
+        "exact_match. Without a path, compute_score selects a built-in function by data source. null means "
+        "compute_score if path is set; otherwise it disables scoring functions in camshaft generate and in runs with "
+        "a reward model.",
     )
-    functions: Functions = Field(
-        description="Several scoring functions instead of path and name. The score is their weighted sum, and each of "
-        "them has metrics reward/<function>/mean, ..."
+    functions: Functions = key(
+        [],
+        "Several scoring functions instead of path and name, for example [format.py, math.py:score]. The score is "
+        "their weighted sum, and each of them has metrics reward/<function>/mean, ...",
     )
-    weights: Numbers = Field(
-        description="Weight of each function in functions. An empty list means a weight of 1 for each."
+    weights: Numbers = key([], "Weight of each function in functions. An empty list means a weight of 1 for each.")
+    reward_kwargs: dict[str, Any] = key(
+        {},
+        "Additional keyword arguments passed to every call of the function. With functions, a mapping of arguments "
+        "for each function.",
     )
-    reward_kwargs: dict[str, Any] = Field(
-        description="Additional keyword arguments passed to every call of the function. With functions, a mapping of "
-        "arguments for each function."
+    batched: bool | None = key(
+        None,
+        "Call the function once per batch with the lists data_sources, solution_strs, ground_truths and extra_infos. "
+        "null detects a batched function by its parameter names.",
     )
-    batched: bool | None = Field(
-        description="Call the function once per batch with the lists data_sources, solution_strs, ground_truths and "
-        "extra_infos. null detects a batched function by its parameter names."
+    max_abs_score: PositiveFloat = key(
+        1e6, "Largest valid absolute value of a score. A sample whose score exceeds it counts as failed."
     )
-    max_abs_score: PositiveFloat = Field(
-        description="Largest valid absolute value of a score. A sample whose score exceeds it counts as failed."
+    timeout: PositiveFloat = key(30.0, "Time limit of one call in seconds.")
+    load_timeout: PositiveFloat = key(120.0, "Time limit, in seconds, for importing the function in a scoring process.")
+    num_workers: Count = key(2, "Number of processes that run the scoring functions.")
+    max_concurrency: Count = key(
+        32, "Number of calls of async functions that run at the same time, over all processes."
     )
-    timeout: PositiveFloat = Field(description="Time limit of one call in seconds.")
-    load_timeout: PositiveFloat = Field(
-        description="Time limit, in seconds, for importing the function in a scoring process."
-    )
-    num_workers: Count = Field(description="Number of processes that run the scoring functions.")
-    max_concurrency: Count = Field(
-        description="Number of calls of async functions that run at the same time, over all processes."
-    )
-    on_error: Literal["zero", "drop", "raise"] = Field(
-        description="Handling of a sample whose call fails or times out: zero scores it 0, drop excludes it from the "
-        "update, raise stops the run. Validation, camshaft generate and camshaft eval treat drop as zero."
+    on_error: Literal["zero", "drop", "raise"] = key(
+        "zero",
+        "Handling of a sample whose call fails or times out: zero scores it 0, drop excludes it from the update, "
+        "raise stops the run. Validation, camshaft generate and camshaft eval treat drop as zero.",
     )
 
     def is_named(self) -> bool:

@@ -7,7 +7,7 @@ summed over all ranks. `camshaft.config.batch_table` computes the resulting batc
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, PositiveFloat
+from pydantic import NonNegativeFloat, PositiveFloat
 
 from camshaft.config.schema.algorithm import POLICY_LOSSES
 from camshaft.config.schema.engine import (
@@ -32,6 +32,8 @@ from camshaft.config.schema.fields import (
     Section,
     Text,
     TokenIDs,
+    key,
+    section,
 )
 from camshaft.config.schema.fsdp import ForwardFSDPConfig, FSDPConfig
 from camshaft.config.schema.model import OptimSection, PolicyModelConfig, ResponsesModelConfig
@@ -43,59 +45,77 @@ PolicyLossName = Annotated[Text, Described(f"one of {', '.join(POLICY_LOSSES)}, 
 
 
 class PolicyLossConfig(Section):
-    loss_mode: PolicyLossName = Field(description="Policy loss. vanilla is the clipped PPO loss. See algorithms.md.")
+    loss_mode: PolicyLossName = key("vanilla", "Policy loss. vanilla is the clipped PPO loss. See algorithms.md.")
 
 
 class RouterReplayConfig(Section):
     """Replay of the expert choices of the rollout in a mixture of experts."""
 
-    mode: Literal["disabled", "R3"] = Field(
-        description="R3 (rollout routing replay) computes old log-probs and updates with the experts that the rollout "
-        "chose for each token. The weights of these experts come from the actor's routers. See moe.md."
+    mode: Literal["disabled", "R3"] = key(
+        "disabled",
+        "R3 (rollout routing replay) computes old log-probs and updates with the experts that the rollout chose for "
+        "each token. The weights of these experts come from the actor's routers. See moe.md.",
     )
 
 
 class ActorConfig(PPOUpdateSection):
-    strategy: Annotated[Text, Auto()] = Field(
-        description="Training engine: a registered name, or an import path package.module:Class. auto selects "
-        "reference for one process on a CPU, and fsdp otherwise."
+    key_order = (
+        "strategy", "ppo_mini_batch_size", "ppo_micro_batch_size", "use_dynamic_bsz", "ppo_max_token_len_per_gpu",
+        "grad_clip", "clip_ratio", "loss_agg_mode", "use_kl_loss", "ppo_epochs", "optim",
+        "ulysses_sequence_parallel_size", "checkpoint",
+    )  # fmt: skip
+
+    strategy: Annotated[Text, Auto()] = key(
+        "auto",
+        "Training engine: fsdp (FSDP2, alias fsdp2), megatron, torchtitan, reference (one process without sharding), "
+        "another registered name, or an import path package.module:Class. auto selects reference for one process on "
+        "a CPU, and fsdp otherwise.",
     )
-    ppo_mini_batch_size: Annotated[Count, Auto()] = Field(
-        description="Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n "
-        "sequences. auto is data.train_batch_size: one optimizer step per epoch.",
+    ppo_mini_batch_size: Annotated[Count, Auto()] = key(
+        "auto",
+        "Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n sequences. "
+        "auto is data.train_batch_size: one optimizer step per epoch.",
     )
-    use_dynamic_bsz: bool = Field(
-        description="Limit micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by sequences."
+    use_dynamic_bsz: bool = key(
+        False,
+        "Limit micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by sequences. Batches are not padded, "
+        "so memory use depends on tokens.",
     )
-    clip_ratio: NonNegativeFloat = Field(
-        description="PPO clip range: the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]."
+    clip_ratio: NonNegativeFloat = key(
+        0.2,
+        "PPO clip range: the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]. It is the default of "
+        "clip_ratio_low and clip_ratio_high.",
     )
-    clip_ratio_low: NonNegativeFloat | None = Field(
-        description="Lower clip range: the probability ratio is clipped from below at 1 - clip_ratio_low. A value of "
-        "1 or more disables the lower bound. null uses clip_ratio.",
+    clip_ratio_low: NonNegativeFloat | None = key(
+        None,
+        "Lower clip range: the probability ratio is clipped from below at 1 - clip_ratio_low. A value of 1 or more "
+        "disables the lower bound. null uses clip_ratio.",
     )
-    clip_ratio_high: NonNegativeFloat | None = Field(
-        description="Upper clip range: the probability ratio is clipped from above at 1 + clip_ratio_high. null uses "
-        "clip_ratio.",
+    clip_ratio_high: NonNegativeFloat | None = key(
+        None,
+        "Upper clip range: the probability ratio is clipped from above at 1 + clip_ratio_high. null uses clip_ratio.",
     )
-    clip_ratio_c: float = Field(
+    clip_ratio_c: float = key(
+        3.0,
+        "Dual-clip coefficient of the vanilla loss: the loss of a token with a negative advantage is at most "
+        "-advantage * clip_ratio_c.",
         gt=1,
-        description="Dual-clip coefficient of the vanilla loss: the loss of a token with a negative advantage is at "
-        "most -advantage * clip_ratio_c.",
     )
-    entropy_coeff: float = Field(
-        description="Coefficient of the entropy bonus, which is subtracted from the loss. 0 disables the bonus."
+    entropy_coeff: float = key(
+        0.001, "Coefficient of the entropy bonus, which is subtracted from the loss. 0 disables the bonus."
     )
-    use_kl_loss: bool = Field(description="Add the KL divergence from the reference policy to the loss.")
-    kl_loss_coef: NonNegativeFloat = Field(description="Coefficient of the KL loss.")
-    kl_loss_type: KLPenalty = Field(
-        description="Estimator of the KL divergence in the loss. full computes the exact divergence over the "
-        "vocabulary."
+    use_kl_loss: bool = key(
+        False, "Add the KL divergence from the reference policy to the loss. Usually true with GRPO."
     )
-    policy_loss: PolicyLossConfig = Field(description="Policy loss.")
-    router_replay: RouterReplayConfig = Field(description="Replay of expert choices in a mixture of experts.")
-    optim: OptimSection = Field(description="Optimizer and learning-rate schedule of the actor.")
-    fsdp_config: FSDPConfig = Field(description="Weight dtype and sharding of the actor.")
+    kl_loss_coef: NonNegativeFloat = key(0.001, "Coefficient of the KL loss.")
+    kl_loss_type: KLPenalty = key(
+        "low_var_kl",
+        "Estimator of the KL divergence in the loss. full computes the exact divergence over the vocabulary.",
+    )
+    policy_loss: PolicyLossConfig = section("Policy loss.")
+    router_replay: RouterReplayConfig = section("Replay of expert choices in a mixture of experts.")
+    optim: OptimSection = section("Optimizer and learning-rate schedule of the actor.", {"lr": 1e-6})
+    fsdp_config: FSDPConfig = section("Weight dtype and sharding of the actor.")
 
     def sharding(self) -> FSDPConfig:
         return self.fsdp_config
@@ -113,211 +133,266 @@ class RefConfig(EngineSection):
     With `model.lora_rank > 0` the reference is the actor with its adapter disabled, and this section is not read.
     """
 
-    fsdp_config: ForwardFSDPConfig = Field(description="Weight dtype and sharding of the reference model.")
-    log_prob_micro_batch_size: int | None = global_size_field("forward pass")
-    log_prob_micro_batch_size_per_gpu: int | None = size_field("forward pass", "log_prob_micro_batch_size")
-    log_prob_use_dynamic_bsz: bool = Field(
-        description="Limit micro-batches by tokens (log_prob_max_token_len_per_gpu) instead of by sequences."
+    key_order = ("fsdp_config", "ulysses_sequence_parallel_size", "log_prob_micro_batch_size")
+
+    fsdp_config: ForwardFSDPConfig = section(
+        "Weight dtype and sharding of the reference model.",
+        {
+            "tensor_parallel_size": "${actor_rollout_ref.actor.fsdp_config.tensor_parallel_size}",
+            "mixed_precision.param_dtype": "${actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype}",
+        },
     )
-    log_prob_max_token_len_per_gpu: int = tokens_field("forward pass", "log_prob_use_dynamic_bsz")
+    log_prob_micro_batch_size: int | None = global_size_field(None, "forward pass")
+    log_prob_micro_batch_size_per_gpu: int | None = size_field(16, "forward pass", "log_prob_micro_batch_size")
+    log_prob_use_dynamic_bsz: bool = key(
+        "${actor_rollout_ref.actor.use_dynamic_bsz}",
+        "Limit micro-batches by tokens (log_prob_max_token_len_per_gpu) instead of by sequences.",
+    )
+    log_prob_max_token_len_per_gpu: int = tokens_field(
+        "${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}", "forward pass", "log_prob_use_dynamic_bsz"
+    )
 
     def sharding(self) -> ForwardFSDPConfig:
         return self.fsdp_config
 
 
 class ValKwargs(Section):
-    do_sample: bool = Field(description="Sample the validation responses. false uses greedy decoding.")
-    temperature: NonNegativeFloat = Field(description="Sampling temperature in validation. 0 uses greedy decoding.")
-    top_k: int = Field(
-        ge=-1, description="Number of most likely tokens to sample from in validation. 0 or -1 samples from all tokens."
+    do_sample: bool = key(False, "Sample the validation responses. false uses greedy decoding.")
+    temperature: NonNegativeFloat = key(0, "Sampling temperature in validation. 0 uses greedy decoding.")
+    top_k: int = key(
+        -1, "Number of most likely tokens to sample from in validation. 0 or -1 samples from all tokens.", ge=-1
     )
-    top_p: PositiveFraction = Field(
-        description="Cumulative probability of the most likely tokens to sample from in validation (nucleus "
-        "sampling). 1 samples from all tokens.",
+    top_p: PositiveFraction = key(
+        1.0,
+        "Cumulative probability of the most likely tokens to sample from in validation (nucleus sampling). 1 samples "
+        "from all tokens.",
     )
-    min_p: Fraction = Field(
-        description="Minimum probability of a token in validation, relative to the most likely token. 0 samples from "
-        "all tokens.",
+    min_p: Fraction = key(
+        0.0,
+        "Minimum probability of a token in validation, relative to the most likely token. 0 samples from all tokens.",
     )
-    repetition_penalty: PositiveFloat = Field(
-        description="Penalty in validation on tokens of the prompt and the response. 1 disables it."
+    repetition_penalty: PositiveFloat = key(
+        1.0, "Penalty in validation on tokens of the prompt and the response. 1 disables it."
     )
-    presence_penalty: Penalty = Field(description="Penalty in validation on tokens of the response. 0 disables it.")
-    frequency_penalty: Penalty = Field(
-        description="Penalty in validation on each occurrence of a token in the response. 0 disables it."
+    presence_penalty: Penalty = key(0.0, "Penalty in validation on tokens of the response. 0 disables it.")
+    frequency_penalty: Penalty = key(
+        0.0, "Penalty in validation on each occurrence of a token in the response. 0 disables it."
     )
-    stop: Names = Field(description="Strings that end a validation response.")
-    stop_token_ids: TokenIDs = Field(
-        description="Token IDs that end a validation response, in addition to the end-of-sequence tokens of the model."
+    stop: Names = key("${actor_rollout_ref.rollout.stop}", "Strings that end a validation response.")
+    stop_token_ids: TokenIDs = key(
+        "${actor_rollout_ref.rollout.stop_token_ids}",
+        "Token IDs that end a validation response, in addition to the end-of-sequence tokens of the model.",
     )
-    n: Count = Field(description="Number of responses to generate per validation prompt.")
+    n: Count = key(1, "Number of responses to generate per validation prompt.")
 
 
 class GeneratorConfig(Section):
     """Settings of the rollout backend, in training and in `camshaft generate`."""
 
-    name: Annotated[Text, Auto()] = Field(
-        description="Rollout backend: a registered name, or an import path package.module:Class. auto selects vllm on "
-        "an accelerator if vLLM is installed, and torch otherwise."
-    )
-    n: Annotated[Count, Auto()] = Field(
-        description="Number of responses to generate per prompt. auto is 8 if the responses to a prompt are compared "
-        "with each other (GRPO and other group estimators, estimators that are not built in, dynamic sampling), and 1 "
+    name: Annotated[Text, Auto()] = key(
+        "auto",
+        "Rollout backend: vllm, torch (built in), server, hf (transformers.generate), another registered name, or an "
+        "import path package.module:Class. auto selects vllm on an accelerator if vLLM is installed, and torch "
         "otherwise.",
     )
-    temperature: Annotated[float, Described("a number > 0 (greedy decoding: do_sample=false)")] = Field(
+    n: Annotated[Count, Auto()] = key(
+        "auto",
+        "Number of responses to generate per prompt. auto is 8 if the responses to a prompt are compared with each "
+        "other (GRPO and other group estimators, estimators that are not built in, dynamic sampling), and 1 "
+        "otherwise. Group estimators require more than 1.",
+    )
+    temperature: Annotated[float, Described("a number > 0 (greedy decoding: do_sample=false)")] = key(
+        1.0,
+        "Sampling temperature. In training, logits are divided by the same temperature before log-probs are computed.",
         gt=0,
-        description="Sampling temperature. In training, logits are divided by the same temperature before log-probs "
-        "are computed.",
     )
-    top_k: int = Field(
-        ge=-1, description="Number of most likely tokens to sample from. 0 or -1 samples from all tokens."
+    top_k: int = key(-1, "Number of most likely tokens to sample from. 0 or -1 samples from all tokens.", ge=-1)
+    top_p: PositiveFraction = key(
+        1.0,
+        "Cumulative probability of the most likely tokens to sample from (nucleus sampling). 1 samples from all "
+        "tokens.",
     )
-    top_p: PositiveFraction = Field(
-        description="Cumulative probability of the most likely tokens to sample from (nucleus sampling). 1 samples "
-        "from all tokens.",
+    min_p: Fraction = key(
+        0.0,
+        "Minimum probability of a token, relative to the most likely token. 0 samples from all tokens. Like the "
+        "penalties, it requires a rollout that supports it (torch, hf, vllm, server).",
     )
-    min_p: Fraction = Field(
-        description="Minimum probability of a token, relative to the most likely token. 0 samples from all tokens. "
-        "Like the penalties, it requires a rollout that supports it (torch, hf, vllm, server).",
+    repetition_penalty: PositiveFloat = key(
+        1.0,
+        "Penalty on tokens of the prompt and the response: positive logits are divided by it, others are multiplied "
+        "by it. 1 disables it.",
     )
-    repetition_penalty: PositiveFloat = Field(
-        description="Penalty on tokens of the prompt and the response: positive logits are divided by it, others are "
-        "multiplied by it. 1 disables it.",
+    presence_penalty: Penalty = key(0.0, "Number to subtract from the logits of tokens in the response. 0 disables it.")
+    frequency_penalty: Penalty = key(
+        0.0, "Number to subtract from the logit of a token for each of its occurrences in the response. 0 disables it."
     )
-    presence_penalty: Penalty = Field(
-        description="Number to subtract from the logits of tokens in the response. 0 disables it."
+    stop: Names = key(
+        None,
+        "Strings that end a response. The token that completes a string is kept. null ends responses at the "
+        "end-of-sequence token only.",
     )
-    frequency_penalty: Penalty = Field(
-        description="Number to subtract from the logit of a token for each of its occurrences in the response. 0 "
-        "disables it.",
+    stop_token_ids: TokenIDs = key(
+        None, "Token IDs that end a response, in addition to the end-of-sequence tokens of the model."
     )
-    stop: Names = Field(
-        description="Strings that end a response. The token that completes a string is kept. null ends responses at "
-        "the end-of-sequence token only."
+    prompt_length: Count = key(512, "Maximum prompt length in tokens.")
+    response_length: Count = key(512, "Maximum response length in tokens. Generation stops at this length.")
+    dtype: Annotated[DType, Auto()] = key(
+        "auto",
+        "Dtype of the weights in the rollout backend. It should equal the dtype in which the actor computes. auto is "
+        "that dtype; without an actor it is bfloat16 on an accelerator and float32 on a CPU.",
     )
-    stop_token_ids: TokenIDs = Field(
-        description="Token IDs that end a response, in addition to the end-of-sequence tokens of the model."
+    gpu_memory_utilization: PositiveFraction = key(
+        0.5,
+        "Fraction of device memory that weights and KV cache of the rollout may use (vllm, sglang, and torch on a "
+        "GPU). Rows that do not fit wait.",
     )
-    prompt_length: Count = Field(description="Maximum prompt length in tokens.")
-    response_length: Count = Field(description="Maximum response length in tokens. Generation stops at this length.")
-    dtype: Annotated[DType, Auto()] = Field(
-        description="Dtype of the weights in the rollout backend. It should equal the dtype in which the actor "
-        "computes. auto is that dtype; without an actor it is bfloat16 on an accelerator and float32 on a CPU."
+    ignore_eos: bool = key(False, "Continue to generate after the end-of-sequence token.")
+    enforce_eager: Annotated[bool, Auto()] = key(
+        "auto",
+        "Run the model eagerly, without CUDA graphs and compilation (vllm, sglang, and torch on a GPU). auto is "
+        "false on an accelerator.",
     )
-    gpu_memory_utilization: PositiveFraction = Field(
-        description="Fraction of device memory that weights and KV cache of the rollout may use (vllm, sglang, and "
-        "torch on a GPU). Rows that do not fit wait.",
+    free_cache_engine: bool = key(True, "Free the KV cache after generation, so that training can use the memory.")
+    load_format: LoadFormat = key(
+        "dummy_dtensor",
+        "Initial weights of the rollout backend (vllm, server and sglang only). dummy_* formats start with "
+        "uninitialized weights, which the first weight sync replaces; the other formats load the weights from the "
+        "model folder. megatron and dummy_megatron require an actor with strategy=megatron. The format does not "
+        "change what a weight sync sends.",
     )
-    ignore_eos: bool = Field(description="Continue to generate after the end-of-sequence token.")
-    enforce_eager: Annotated[bool, Auto()] = Field(
-        description="Run the model eagerly, without CUDA graphs and compilation (vllm, sglang, and torch on a GPU). "
-        "auto is false on an accelerator."
+    tensor_model_parallel_size: Count = key(
+        1,
+        "Tensor-parallel size of the rollout backend: number of consecutive ranks per vLLM engine, or of processes "
+        "per SGLang engine.",
     )
-    free_cache_engine: bool = Field(
-        description="Free the KV cache after generation, so that training can use the memory."
+    enable_prefix_caching: bool = key(True, "Reuse the KV cache of shared prompt prefixes (vllm and sglang only).")
+    update_weights_bucket_megabytes: Count = key(
+        512,
+        "Size in megabytes of the buckets in which weights are sent to a rollout backend in another process. Two "
+        "buckets are in memory during a sync, because one is filled while the other is loaded.",
     )
-    load_format: LoadFormat = Field(
-        description="Initial weights of the rollout backend (vllm, server and sglang only). dummy_* formats start with "
-        "uninitialized weights; the other formats load the weights from the model folder. megatron and dummy_megatron "
-        "require an actor with strategy=megatron. The format does not change what a weight sync sends."
-    )
-    tensor_model_parallel_size: Count = Field(
-        description="Tensor-parallel size of the rollout backend: number of consecutive ranks per vLLM engine, or of "
-        "processes per SGLang engine.",
-    )
-    enable_prefix_caching: bool = Field(
-        description="Reuse the KV cache of shared prompt prefixes (vllm and sglang only)."
-    )
-    update_weights_bucket_megabytes: Count = Field(
-        description="Size in megabytes of the buckets in which weights are sent to a rollout backend in another "
-        "process. Two buckets are in memory during a sync, because one is filled while the other is loaded.",
-    )
-    max_num_batched_tokens: Count = Field(description="Maximum number of prompt tokens per prefill step on each rank.")
-    max_num_seqs: Count = Field(description="Maximum number of sequences decoded concurrently on each rank.")
-    do_sample: bool = Field(description="Sample the responses. false uses greedy decoding.")
-    engine_kwargs: dict[str, Any] = Field(
-        description="Options passed to the rollout backend (vllm, sglang, server or a custom one). torch and hf "
-        "accept no options."
+    max_num_batched_tokens: Count = key(8192, "Maximum number of prompt tokens per prefill step on each rank.")
+    max_num_seqs: Count = key(1024, "Maximum number of sequences decoded concurrently on each rank.")
+    do_sample: bool = key(True, "Sample the responses. false uses greedy decoding.")
+    engine_kwargs: dict[str, Any] = key(
+        {},
+        "Options passed to the rollout backend (vllm, sglang, server or a custom one). torch and hf accept no options.",
     )
 
 
 class RolloutConfig(GeneratorConfig):
     """Rollout: generation of the responses in training."""
 
-    enable_return_routed_experts: bool = Field(
-        description="Return the experts that a mixture of experts chose for each token, and log how many of them the "
-        "actor chooses differently. Enabled by actor.router_replay.mode=R3. See moe.md."
+    enable_return_routed_experts: bool = key(
+        False,
+        "Return the experts that a mixture of experts chose for each token, and log how many of them the actor "
+        "chooses differently. Enabled by actor.router_replay.mode=R3. See moe.md.",
     )
-    lora_weights: Literal["merged", "adapter"] = Field(
-        description="Weights sent in a weight sync with model.lora_rank > 0. merged sends all weights with the "
-        "adapter merged into them; adapter (vllm only) sends the base model once, and then only the adapter."
+    lora_weights: Literal["merged", "adapter"] = key(
+        "merged",
+        "Weights sent in a weight sync with model.lora_rank > 0. merged sends all weights with the adapter merged "
+        "into them; adapter (vllm only) sends the base model once, and then only the adapter.",
     )
-    log_prob_micro_batch_size: int | None = global_size_field("forward pass that recomputes old log-probs")
+    log_prob_micro_batch_size: int | None = global_size_field(None, "forward pass that recomputes old log-probs")
     log_prob_micro_batch_size_per_gpu: int | None = size_field(
-        "forward pass that recomputes old log-probs", "log_prob_micro_batch_size"
+        16, "forward pass that recomputes old log-probs", "log_prob_micro_batch_size"
     )
-    log_prob_use_dynamic_bsz: bool = Field(
-        description="When old log-probs are recomputed, limit micro-batches by tokens "
-        "(log_prob_max_token_len_per_gpu) instead of by sequences."
+    log_prob_use_dynamic_bsz: bool = key(
+        "${actor_rollout_ref.actor.use_dynamic_bsz}",
+        "When old log-probs are recomputed, limit micro-batches by tokens (log_prob_max_token_len_per_gpu) instead "
+        "of by sequences.",
     )
     log_prob_max_token_len_per_gpu: int = tokens_field(
-        "forward pass that recomputes old log-probs", "log_prob_use_dynamic_bsz"
+        "${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}",
+        "forward pass that recomputes old log-probs",
+        "log_prob_use_dynamic_bsz",
     )
-    val_kwargs: ValKwargs = Field(description="Sampling parameters in validation.")
+    val_kwargs: ValKwargs = section("Sampling parameters in validation. By default, one greedy response per prompt.")
 
 
 class ActorRolloutRefConfig(PooledSection):
     """Actor, rollout and reference policy, which use the same model."""
 
-    worker_cls: Text | None = Field(
-        description="Import path package.module:Class of the worker that runs actor, rollout and reference. null uses "
-        "ActorRolloutRefWorker."
+    worker_cls: Text | None = key(
+        None,
+        "Import path package.module:Class of the worker that runs actor, rollout and reference. null uses "
+        "ActorRolloutRefWorker.",
     )
-    hybrid_engine: bool = Field(description="Run actor and rollout on the same devices. Only true is implemented.")
-    model: PolicyModelConfig = Field(description="Model of actor, rollout and reference.")
-    actor: ActorConfig = Field(description="Actor: training of the policy.")
-    ref: RefConfig = Field(description="Frozen reference policy for the KL divergence.")
-    rollout: RolloutConfig = Field(description="Rollout: generation of the responses.")
+    hybrid_engine: bool = key(True, "Run actor and rollout on the same devices. Only true is implemented.")
+    model: PolicyModelConfig = section("Model of actor, rollout and reference.")
+    actor: ActorConfig = section("Actor: training of the policy.")
+    ref: RefConfig = section(
+        "Frozen reference policy for the KL divergence. Not read with model.lora_rank > 0, because the reference is "
+        "then the actor with its adapter disabled.",
+        {
+            "ulysses_sequence_parallel_size": "${actor_rollout_ref.actor.ulysses_sequence_parallel_size}",
+            "use_torch_compile": "${actor_rollout_ref.actor.use_torch_compile}",
+            "engine_kwargs": "${actor_rollout_ref.actor.engine_kwargs}",
+        },
+    )
+    rollout: RolloutConfig = section(
+        "Rollout: generation of the responses.",
+        {"prompt_length": "${data.max_prompt_length}", "response_length": "${data.max_response_length}"},
+    )
 
 
 class CriticModelConfig(ResponsesModelConfig):
     """Model of the critic: a language model with a value head that computes one value per token."""
 
-    tokenizer_path: Path = Field(
-        description="Path of the critic's tokenizer. It must map text to the same token IDs as the actor's tokenizer."
+    tokenizer_path: Path = key(
+        "${actor_rollout_ref.model.path}",
+        "Path of the critic's tokenizer. It must map text to the same token IDs as the actor's tokenizer.",
     )
-    fsdp_config: FSDPConfig = Field(description="Weight dtype and sharding of the critic.")
+    fsdp_config: FSDPConfig = section("Weight dtype and sharding of the critic.")
 
 
 class CriticConfig(PooledSection, PPOUpdateSection):
     """Critic: training of the value function, if the advantage estimator reads values (gae or a custom one)."""
 
-    enable: bool | None = Field(
-        description="Train a critic. null trains one only with algorithm.adv_estimator=gae. Set true for a custom "
-        "estimator that reads values."
+    key_order = (
+        "enable", "resource_pool", "worker_cls", "strategy", "optim", "ppo_mini_batch_size", "ppo_micro_batch_size",
+        "forward_micro_batch_size", "use_dynamic_bsz", "ppo_max_token_len_per_gpu", "forward_max_token_len_per_gpu",
+        "ppo_epochs", "grad_clip", "cliprange_value", "loss_agg_mode", "ulysses_sequence_parallel_size", "checkpoint",
+    )  # fmt: skip
+
+    enable: bool | None = key(
+        None,
+        "Train a critic. null trains one only with algorithm.adv_estimator=gae. Set true for a custom estimator that "
+        "reads values.",
     )
-    worker_cls: Text | None = Field(
-        description="Import path package.module:Class of the worker that runs the critic. null uses CriticWorker."
+    worker_cls: Text | None = key(
+        None, "Import path package.module:Class of the worker that runs the critic. null uses CriticWorker."
     )
-    optim: OptimSection = Field(description="Optimizer and learning-rate schedule of the critic.")
-    model: CriticModelConfig = Field(description="Model of the critic.")
-    ppo_mini_batch_size: Count = Field(
-        description="Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n "
+    optim: OptimSection = section("Optimizer and learning-rate schedule of the critic.")
+    model: CriticModelConfig = section(
+        "Model of the critic.",
+        {
+            "path": "${actor_rollout_ref.model.path}",
+            "download": "${actor_rollout_ref.model.download}",
+            "external_lib": "${actor_rollout_ref.model.external_lib}",
+            "trust_remote_code": "${actor_rollout_ref.model.trust_remote_code}",
+        },
+    )
+    ppo_mini_batch_size: Count = key(
+        "${actor_rollout_ref.actor.ppo_mini_batch_size}",
+        "Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n sequences.",
+    )
+    forward_micro_batch_size: int | None = global_size_field(
+        "${critic.ppo_micro_batch_size}", "forward pass that computes values"
+    )
+    forward_micro_batch_size_per_gpu: int | None = size_field(
+        "${critic.ppo_micro_batch_size_per_gpu}", "forward pass that computes values", "forward_micro_batch_size"
+    )
+    use_dynamic_bsz: bool = key(
+        "${actor_rollout_ref.actor.use_dynamic_bsz}",
+        "Limit micro-batches by tokens (ppo_max_token_len_per_gpu, forward_max_token_len_per_gpu) instead of by "
         "sequences.",
     )
-    forward_micro_batch_size: int | None = global_size_field("forward pass that computes values")
-    forward_micro_batch_size_per_gpu: int | None = size_field(
-        "forward pass that computes values", "forward_micro_batch_size"
+    forward_max_token_len_per_gpu: int = tokens_field(
+        "${critic.ppo_max_token_len_per_gpu}", "forward pass that computes values"
     )
-    use_dynamic_bsz: bool = Field(
-        description="Limit micro-batches by tokens (ppo_max_token_len_per_gpu, forward_max_token_len_per_gpu) instead "
-        "of by sequences."
-    )
-    forward_max_token_len_per_gpu: int = tokens_field("forward pass that computes values")
-    cliprange_value: PositiveFloat = Field(
-        description="Clip range of the value loss: new values are clipped to the interval old values +- "
-        "cliprange_value.",
+    cliprange_value: PositiveFloat = key(
+        0.5, "Clip range of the value loss: new values are clipped to the interval old values +- cliprange_value."
     )
 
     def sharding(self) -> FSDPConfig:

@@ -3,7 +3,7 @@
 from abc import abstractmethod
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt
+from pydantic import NonNegativeFloat, NonNegativeInt
 
 from camshaft.config.layout import RayConfig
 from camshaft.config.schema.data import Truncation
@@ -18,6 +18,8 @@ from camshaft.config.schema.fields import (
     Paths,
     Section,
     Text,
+    key,
+    section,
 )
 from camshaft.config.schema.fsdp import FSDPConfig
 from camshaft.config.schema.model import ModelConfig, OptimSection
@@ -27,93 +29,121 @@ from camshaft.config.schema.trainer import RunConfig
 class SupervisedDataConfig(Section):
     """Training data, length limit and batch sizes."""
 
-    train_files: Paths = Field(
-        description="Data files with training data: a path, folder, glob pattern or URL, or a list of them. The "
-        "files are loaded into memory."
+    train_files: Paths = key(
+        None,
+        "Data files with training data: a path, folder, glob pattern or URL, or a list of them. Required. The files "
+        "are loaded into memory.",
     )
-    val_files: Paths = Field(
-        description="Data files for the validation loss, specified like train_files. null if the run does not validate."
+    val_files: Paths = key(
+        None, "Data files for the validation loss, specified like train_files. null if the run does not validate."
     )
-    max_length: int = Field(ge=2, description="Maximum sequence length in tokens, prompt and response together.")
-    truncation: Truncation = Field(
-        description="Handling of sequences longer than max_length. error raises an error; left, right and middle "
-        "remove tokens at that position."
+    max_length: int = key(
+        1024,
+        "Maximum sequence length in tokens, prompt and response together. It applies to each of the two sequences of "
+        "a pair.",
+        ge=2,
     )
-    train_batch_size: Annotated[Count, Auto()] = Field(
-        description="Number of sequences (sft) or pairs (rm) per optimizer step, summed over all ranks. auto is 64, or "
-        "the number of rows of smaller data.",
+    truncation: Truncation = key(
+        "error",
+        "Handling of sequences longer than max_length. error raises an error; left, right and middle remove tokens "
+        "at that position. For a reward model, left matches the truncation in camshaft ppo: it keeps the end of the "
+        "sequence, at which the score is computed.",
     )
-    micro_batch_size_per_gpu: Count = Field(
-        description="Number of sequences (sft) or pairs (rm) per forward and backward pass on each rank."
+    train_batch_size: Annotated[Count, Auto()] = key(
+        "auto",
+        "Number of sequences (sft) or pairs (rm) per optimizer step, summed over all ranks. auto is 64, or the "
+        "number of rows of smaller data.",
     )
-    use_dynamic_bsz: bool = Field(
-        description="Limit micro-batches by tokens (max_token_len_per_gpu) instead of by sequences or pairs."
+    micro_batch_size_per_gpu: Count = key(
+        4, "Number of sequences (sft) or pairs (rm) per forward and backward pass on each rank."
     )
-    max_token_len_per_gpu: int = tokens_field("forward and backward pass")
-    shuffle: bool = Field(description="Shuffle the training data in every epoch.")
-    seed: NonNegativeInt | None = Field(description="Seed for shuffling the data. null uses trainer.seed.")
-    train_max_samples: OffOrPositive = Field(description="Maximum number of training rows to load. -1 loads all rows.")
+    use_dynamic_bsz: bool = key(
+        False,
+        "Limit micro-batches by tokens (max_token_len_per_gpu) instead of by sequences or pairs. Batches are not "
+        "padded, so memory use depends on tokens. The tokens of both sequences of a pair are counted.",
+    )
+    max_token_len_per_gpu: int = tokens_field(8192, "forward and backward pass")
+    shuffle: bool = key(True, "Shuffle the training data in every epoch.")
+    seed: NonNegativeInt | None = key(None, "Seed for shuffling the data. null uses trainer.seed.")
+    train_max_samples: OffOrPositive = key(-1, "Maximum number of training rows to load. -1 loads all rows.")
 
 
 class SupervisedTrainerConfig(RunConfig):
-    total_epochs: Annotated[Count | None, Auto()] = Field(
-        description="Maximum number of epochs over the training data. auto is null if total_training_steps is set, "
-        "and otherwise 4 for camshaft sft and 1 for camshaft rm. null sets no limit.",
+    key_order = ("nnodes", "total_epochs", "project_name", "save_freq", "default_local_dir", "max_ckpt_to_keep")
+
+    total_epochs: Annotated[Count | None, Auto()] = key(
+        "auto",
+        "Maximum number of epochs over the training data. auto is null if total_training_steps is set, and otherwise "
+        "4 for camshaft sft and 1 for camshaft rm. null sets no limit.",
     )
-    total_training_steps: Count | None = Field(
-        description="Maximum number of optimizer steps. null trains for total_epochs. If both are set, the "
-        "run ends at the first limit.",
+    total_training_steps: Count | None = key(
+        None,
+        "Maximum number of optimizer steps. null trains for total_epochs. If both are set, the run ends at the first "
+        "limit.",
     )
-    save_freq: Frequency = Field(
-        description="Number of steps between checkpoints. auto saves every 10 minutes, or less often if saving would "
-        "take more than a fifth of the time, and at the end. -1 disables checkpoints."
+    save_freq: Frequency = key(
+        "auto",
+        "Number of steps between checkpoints. auto saves every 10 minutes, or less often if saving would take more "
+        "than a fifth of the time, and at the end. -1 disables checkpoints.",
     )
-    test_freq: Frequency = Field(
-        description="Number of steps between validations. auto spends up to a fifth of the time on validation, and "
-        "validates at the end. -1 disables validation."
+    test_freq: Frequency = key(
+        "auto",
+        "Number of steps between validations. auto spends up to a fifth of the time on validation, and validates at "
+        "the end. -1 disables validation.",
     )
-    max_skipped_steps: Count | None = Field(
-        description="The run ends with an error after this many consecutive optimizer steps with a non-finite "
-        "gradient, or after 3 consecutive updates without an applied step. null disables both limits.",
+    max_skipped_steps: Count | None = key(
+        10,
+        "The run ends with an error after this many consecutive optimizer steps with a non-finite gradient, or after "
+        "3 consecutive updates without an applied step. null disables both limits.",
     )
-    max_ckpt_to_keep: Annotated[Count | None, Auto()] = Field(
-        description="Number of most recent checkpoints to keep. null keeps all. auto is 2 with save_freq=auto, and "
-        "null otherwise.",
+    max_ckpt_to_keep: Annotated[Count | None, Auto()] = key(
+        "auto",
+        "Number of most recent checkpoints to keep. null keeps all. auto is 2 with save_freq=auto, and null otherwise.",
     )
-    best_metric: Text | None = Field(
-        description="Validation metric that selects the best checkpoint, for example val/loss. The best checkpoint is "
-        "kept in addition to the most recent ones. null disables the selection."
+    best_metric: Text | None = key(
+        None,
+        "Validation metric that selects the best checkpoint, for example val/loss, or val/accuracy of a reward model "
+        "with best_metric_mode=max. The best checkpoint is kept in addition to the most recent ones. null disables "
+        "the selection.",
     )
-    best_metric_mode: Literal["max", "min"] = Field(
-        description="Direction of best_metric: min selects the checkpoint with the smallest value, max the one with "
-        "the largest value."
+    best_metric_mode: Literal["max", "min"] = key(
+        "min",
+        "Direction of best_metric: min selects the checkpoint with the smallest value, max the one with the largest "
+        "value.",
     )
-    resume_mode: Literal["auto", "disable"] = Field(
-        description="auto resumes from the newest checkpoint in default_local_dir (or default_hdfs_dir), if there is "
-        "one. disable starts from model.path."
+    resume_mode: Literal["auto", "disable"] = key(
+        "auto",
+        "auto resumes from the newest checkpoint in default_local_dir (or default_hdfs_dir), if there is one. "
+        "disable starts from model.path.",
     )
-    export_path: Path | None = Field(
-        description="Folder to export the final model to, in Hugging Face format. null uses "
-        "<default_local_dir>/huggingface."
+    export_path: Path | None = key(
+        None, "Folder to export the final model to, in Hugging Face format. null uses <default_local_dir>/huggingface."
     )
-    seed: int = Field(ge=0, lt=2**32, description="Random seed.")
+    seed: int = key(1, "Random seed.", ge=0, lt=2**32)
 
 
 class SupervisedConfig(CommandConfig, TrainedSection):
     """Keys that `camshaft sft` and `camshaft rm` share."""
 
-    strategy: Annotated[Text, Auto()] = Field(
-        description="Training engine: a registered name, or an import path package.module:Class. auto selects "
-        "reference for one process on a CPU, and fsdp otherwise."
+    key_order = (
+        "strategy", "data", "grad_clip", "fsdp_config", "ulysses_sequence_parallel_size", "checkpoint", "trainer",
+    )  # fmt: skip
+
+    strategy: Annotated[Text, Auto()] = key(
+        "auto",
+        "Training engine: fsdp (FSDP2, alias fsdp2), megatron, torchtitan, reference (one process without sharding), "
+        "another registered name, or an import path package.module:Class. auto selects reference for one process on "
+        "a CPU, and fsdp otherwise.",
     )
-    data: SupervisedDataConfig = Field(description="Training files, length limit and batch sizes.")
-    model: ModelConfig = Field(description="Model to train.")
-    optim: OptimSection = Field(
-        description="Optimizer and learning-rate schedule. The schedule advances once per optimizer step."
+    data: SupervisedDataConfig = section("Training files, length limit and batch sizes.")
+    model: ModelConfig = section("Model to train.")
+    optim: OptimSection = section(
+        "Optimizer and learning-rate schedule. The schedule advances once per optimizer step.",
+        {"lr_warmup_steps_ratio": 0.03, "lr_scheduler_type": "cosine"},
     )
-    fsdp_config: FSDPConfig = Field(description="Weight dtype and sharding of the model.")
-    trainer: SupervisedTrainerConfig = Field(description="Run length, devices, logging, validation and checkpoints.")
-    ray_kwargs: RayConfig = Field(description="Settings of Ray, used with trainer.controller=ray.")
+    fsdp_config: FSDPConfig = section("Weight dtype and sharding of the model.")
+    trainer: SupervisedTrainerConfig = section("Run length, devices, logging, validation and checkpoints.")
+    ray_kwargs: RayConfig = section("Settings of Ray, used with trainer.controller=ray.")
 
     @abstractmethod
     def max_row_length(self) -> int:
@@ -137,16 +167,16 @@ class SupervisedConfig(CommandConfig, TrainedSection):
 class SFTDataConfig(SupervisedDataConfig):
     """Prompts with target responses, length limit and batch sizes."""
 
-    prompt_key: Text = Field(
-        description="Column that contains the prompt, either a list of {role, content} messages or a string."
+    prompt_key: Text = key(
+        "prompt", "Column that contains the prompt, either a list of {role, content} messages or a string."
     )
-    response_key: Text = Field(description="Column that contains the target response.")
+    response_key: Text = key("response", "Column that contains the target response.")
 
 
 class SFTConfig(SupervisedConfig):
     """All keys of `camshaft sft`."""
 
-    data: SFTDataConfig = Field(description="Prompts with target responses, and batch sizes.")
+    data: SFTDataConfig = section("Prompts with target responses, and batch sizes.")
 
     def max_row_length(self) -> int:
         return self.data.max_length
@@ -155,29 +185,30 @@ class SFTConfig(SupervisedConfig):
 class RMDataConfig(SupervisedDataConfig):
     """Preference pairs, length limit, and batch sizes in pairs."""
 
-    prompt_key: Text | None = Field(
-        description="Column that contains the prompt, either a list of {role, content} messages or a string. null if "
-        "the chosen and rejected columns contain complete conversations."
+    prompt_key: Text | None = key(
+        "prompt",
+        "Column that contains the prompt, either a list of {role, content} messages or a string. null if the chosen "
+        "and rejected columns contain complete conversations.",
     )
-    chosen_key: Text = Field(
-        description="Column that contains the chosen response, either a string or a list of messages."
+    chosen_key: Text = key("chosen", "Column that contains the chosen response, either a string or a list of messages.")
+    rejected_key: Text = key(
+        "rejected", "Column that contains the rejected response, either a string or a list of messages."
     )
-    rejected_key: Text = Field(
-        description="Column that contains the rejected response, either a string or a list of messages."
-    )
-    margin_key: Text | None = Field(
-        description="Column that contains the margin by which the score of the chosen response should exceed the "
-        "score of the rejected one. null uses no margin."
+    margin_key: Text | None = key(
+        None,
+        "Column that contains the margin by which the score of the chosen response should exceed the score of the "
+        "rejected one. null uses no margin.",
     )
 
 
 class RMConfig(SupervisedConfig):
     """All keys of `camshaft rm`."""
 
-    data: RMDataConfig = Field(description="Preference pairs, and batch sizes.")
-    center_rewards_coefficient: NonNegativeFloat = Field(
-        description="Coefficient of an additional loss term, the squared sum of the two scores of a pair, which "
-        "centers the scores at 0. 0 disables the term.",
+    data: RMDataConfig = section("Preference pairs, and batch sizes.")
+    center_rewards_coefficient: NonNegativeFloat = key(
+        0.0,
+        "Coefficient of an additional loss term, the squared sum of the two scores of a pair, which centers the "
+        "scores at 0. 0 disables the term; 0.01 is a typical value.",
     )
 
     def max_row_length(self) -> int:

@@ -1,20 +1,22 @@
 """Descriptions of keys and sections, the file of defaults, and the reference page."""
 
 import pytest
+from omegaconf import OmegaConf
 
 from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig, explain, reference_page, show
-from camshaft.config.render import comments
+from camshaft.config.defaults import raw_defaults
+from camshaft.config.render import SCHEMAS
 from camshaft.config.short_names import SHORT_NAMES
 from camshaft.config.tree import fields, leaf_fields
 from camshaft.errors import ConfigError
 
 
-def test_explain_shows_description_type_default_and_comment():
+def test_explain_shows_description_type_and_default():
     text = explain("actor_rollout_ref.actor.ppo_mini_batch_size")
     assert text.startswith("actor_rollout_ref.actor.ppo_mini_batch_size\n  Number of prompts per optimizer step")
     assert "type        auto, or an integer >= 1" in text
     assert "default     auto" in text
-    assert "prompts, summed over all ranks; each contributes rollout.n sequences" in text
+    assert "summed over all ranks. Each prompt contributes rollout.n sequences." in text
 
 
 def test_explain_resolves_a_default_that_refers_to_another_key():
@@ -56,18 +58,14 @@ def test_every_key_can_be_explained(trainer, schema):
     assert all(explain(key, trainer).startswith(key) for key in fields(schema))
 
 
-def test_comments_belong_to_the_key_on_their_line():
-    remarks = comments(PPOConfig)
-    assert remarks["data.truncation"] == "or left, right, middle"
-    assert remarks["actor_rollout_ref.actor.optim.num_cycles"] == "cosine only"
-    assert remarks["actor_rollout_ref.actor.use_dynamic_bsz"].startswith(
-        "Alternatively, limit micro-batches by tokens."
-    )
-    assert set(remarks) <= set(fields(PPOConfig))
+@pytest.mark.parametrize(("trainer", "schema"), SCHEMAS.items())
+def test_show_returns_the_defaults_as_yaml(trainer, schema):
+    shown = OmegaConf.to_container(OmegaConf.create(show(trainer)), resolve=False)
+    assert shown == raw_defaults(schema)
 
 
-def test_show_returns_the_file_of_defaults():
-    assert "train_batch_size: auto # prompts, summed over all ranks" in show()
+def test_show_describes_each_key_in_a_comment():
+    assert "train_batch_size: auto # Number of prompts per training iteration, summed over all ranks" in show()
     assert "micro_batch_size_per_gpu: 4" in show("sft")
 
 

@@ -1,4 +1,4 @@
-"""The YAML files and the schema agree with each other, the specification and the registries."""
+"""The schema and its defaults agree with the specification and the registries."""
 
 import contextlib
 import subprocess
@@ -15,16 +15,23 @@ from camshaft.config.auto import RULES
 from camshaft.config.defaults import raw_defaults
 from camshaft.config.load import resolved_defaults, valid_defaults
 from camshaft.config.schema.algorithm import ESTIMATORS, POLICY_LOSSES
-from camshaft.config.schema.fields import KLPenalty, LossAggMode, accepts_auto
-from camshaft.config.tree import expand_keys, fields, flatten, get, leaf_fields
+from camshaft.config.schema.fields import KLPenalty, LossAggMode, accepts_auto, differing_defaults
+from camshaft.config.tree import expand_keys, fields, flatten, get, leaf_fields, ordered_names, section_class
 
 SCHEMAS = [PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig]
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_yaml_and_schema_have_equal_keys(schema):
+def test_tree_of_defaults_has_every_key(schema):
     leaves = leaf_fields(schema)
     assert flatten(raw_defaults(schema), leaves).keys() == leaves.keys()
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_order_of_keys_names_keys_of_the_section(schema):
+    sections = {schema, *filter(None, map(section_class, fields(schema).values()))}
+    for section in sections:
+        assert sorted(ordered_names(section)) == sorted(section.model_fields), section
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
@@ -36,14 +43,17 @@ def test_every_key_has_a_description_of_one_line(schema):
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_defaults_are_in_the_yaml_files(schema):
-    """The fields of `fsdp_config` have defaults for engines without a config file; they equal those of the files."""
-    defaults = valid_defaults(schema)
-    for key, field in fields(schema).items():
-        if "fsdp_config." not in key:
-            assert field.is_required(), key
-        elif key in leaf_fields(schema) and not field.is_required():
-            assert get(defaults, key) == field.default, key
+def test_every_key_has_its_default_at_its_field(schema):
+    for key, field in leaf_fields(schema).items():
+        assert not field.is_required(), key
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_only_enclosing_sections_change_a_default(schema):
+    differing = {f"{place}.{key}" for place, field in fields(schema).items() for key in differing_defaults(field)}
+    defaults = flatten(raw_defaults(schema), leaf_fields(schema))
+    assert {key for key, field in leaf_fields(schema).items() if defaults[key] != field.default} <= differing
+    assert differing <= leaf_fields(schema).keys()
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
