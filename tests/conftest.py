@@ -1,5 +1,6 @@
 """Use one thread per process: the tests are many small programs on few cores, and sums keep their order."""
 
+import atexit
 import gc
 import os
 import sys
@@ -13,12 +14,11 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if "CAMSHAFT_CACHE" not in os.environ:
-    _CACHE = tempfile.TemporaryDirectory(prefix="camshaft-cache-")
-    os.environ["CAMSHAFT_CACHE"] = _CACHE.name  # caches of a test are deleted when it ends
-if "CAMSHAFT_TEST_FOLDERS" not in os.environ:
-    _FOLDERS = tempfile.TemporaryDirectory(prefix="camshaft-folders-")
-    os.environ["CAMSHAFT_TEST_FOLDERS"] = _FOLDERS.name  # processes of pytest-xdist share them
+for variable in ("CAMSHAFT_CACHE", "CAMSHAFT_TEST_FOLDERS"):
+    if variable not in os.environ:  # processes of pytest-xdist share the folders
+        folder = tempfile.TemporaryDirectory(prefix="camshaft-test-")
+        atexit.register(folder.cleanup)
+        os.environ[variable] = folder.name
 
 # Without a deadline: hypothesis fails an example that takes 0.2 s by default. `make test-slow` tries more examples.
 settings.register_profile("camshaft", deadline=None, max_examples=int(os.environ.get("CAMSHAFT_EXAMPLES", "20")))

@@ -27,14 +27,19 @@ def fork_python(
             with contextlib.suppress(OSError):  # that of the listing is closed
                 os.close(number)
         os.environ.update(env or {})
-        sys.stdin, sys.stdout, sys.stderr = (os.fdopen(number, mode) for number, mode in enumerate("rww"))
+        for number, name in enumerate(("stdin", "stdout", "stderr")):
+            stream = os.fdopen(number, "w" if number else "r")
+            setattr(sys, name, stream)
+            setattr(sys, f"__{name}__", stream)
         torch.set_num_threads(1)  # a forked process has no OpenMP threads
         status = _run_program(*arguments)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
 
-    return subprocess.Popen([sys.executable], preexec_fn=run, start_new_session=True, pass_fds=pass_fds, **options)
+    # Without `restore_signals`, because Python ignores SIGPIPE and SIGXFSZ from its start on.
+    options |= {"start_new_session": True, "restore_signals": False, "pass_fds": pass_fds}
+    return subprocess.Popen([sys.executable], preexec_fn=run, **options)
 
 
 def _run_program(option: str, program: str, *arguments: str) -> int:

@@ -1,5 +1,4 @@
 import logging
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from rich.console import Console
+from support.forked_python import fork_python
 from support.ppo_runs import ppo_config
 
 from camshaft.config import TrainerConfig
@@ -202,7 +202,7 @@ except KeyError:
 
 
 def test_a_full_disk_behind_the_output_does_not_end_a_run(tmp_path: Path) -> None:
-    assert subprocess.run([sys.executable, "-c", FULL_DISK, str(tmp_path)], check=False).returncode == 3
+    assert fork_python(["-c", FULL_DISK, str(tmp_path)]).wait(120) == 3
     assert (tmp_path / "log.txt").read_text().count("standard output cannot be written: File too large") == 1
 
 
