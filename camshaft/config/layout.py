@@ -37,7 +37,7 @@ class WorkerTimeouts(Section):
     """Time limits of single phases, which override `worker_timeout`."""
 
     generate: PositiveFloat | None = key(
-        None, "Time limit, in seconds, of a generation and its weight sync. null applies worker_timeout."
+        None, "Time limit, in seconds, of a weight sync and of a generation. null applies worker_timeout."
     )
     update: PositiveFloat | None = key(
         None, "Time limit, in seconds, of an update of the actor or critic. null applies worker_timeout."

@@ -28,6 +28,7 @@ BUFFERS = 100 << 20
 """Upper bound of the growth of a process besides its tensors, for libraries and buffers (docs/plan.md)."""
 PHASES = {
     "init_model": "build",
+    "sync_weights": "sync",
     "generate_sequences": "gen",
     "compute_rm_score": "reward",
     "compute_log_prob": "old_log_prob",

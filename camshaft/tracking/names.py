@@ -179,12 +179,12 @@ val-aux/reward/{errors,invalid,timeouts,crashes,slow,model/truncated} | response
 val-aux/reward/<function>/{scored,failed} | responses | trainer/validate.py |
     Same as reward/<function>/..., for the validation responses.
 # times and speed
-timing_s/{gen,reward,old_log_prob,ref,values,adv,update_critic,update_actor} | seconds | trainer/ppo.py |
-    Time that the step waited for this phase. Roles in separate resource pools run concurrently, and the reward
-    function scores the responses of a rank as soon as they are generated.
+timing_s/{sync,gen,reward,old_log_prob,ref,values,adv,update_critic,update_actor} | seconds | trainer/ppo.py |
+    Time that the step waited for this phase; `sync` is the weight sync. Roles in separate resource pools run
+    concurrently, and the reward function scores the responses of a rank as soon as they are generated.
 timing_s/{gen_max,reward_max} | seconds | trainer/ppo.py | Time to generate and score the baseline responses of ReMax.
 timing_s/reward_call_max | seconds | rewards/manager.py | Duration of the slowest call of the reward function.
-timing_s/{sync,sync_check} | seconds | reshard/hybrid.py | Duration of the weight sync, and of the weight check.
+timing_s/sync_check | seconds | reshard/hybrid.py | Duration of the weight check, which is a part of the weight sync.
 timing/at | Unix seconds | tracking/run_folder.py | Time at which the step was logged. Only in `metrics.jsonl`.
 timing_s/step | seconds | trainer/metrics.py | Duration of the step, without validation and saving.
 perf/total_num_tokens | tokens | trainer/metrics.py | Prompt and response tokens of the step.

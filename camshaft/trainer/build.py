@@ -10,7 +10,7 @@ block exits, all worker processes are ended.
 """
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from camshaft.controller import spawn, submit
 from camshaft.controller.placement import pool_specs, run_pools
 from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
-from camshaft.errors import ConfigError, RewardError
+from camshaft.errors import CamshaftError, ConfigError, RewardError
 from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import PendingScores
 from camshaft.rewards.messages import FunctionSpec
@@ -32,6 +32,7 @@ from camshaft.stop import Stop
 from camshaft.tracking.record import RunStatus
 from camshaft.tracking.samples import SampleWriter
 from camshaft.trainer.advantages import load_estimator
+from camshaft.trainer.metrics import merge_ranks
 from camshaft.trainer.scoring import build_run_rewards, check_scorable
 from camshaft.trainer.session import fit_batch, run_length
 
@@ -84,8 +85,12 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
                 self.trained["critic"] = self.critic
             self.reward_model: RewardModelWorker | None = None
             self.reward_model_ranks = topology.reward_model_topology().world_size
+            self.is_rollout_awake = False
+            """True between `sync_weights` and `sleep_rollout`."""
+            self._scores_beside_rollout = False
             if config.reward_model.enable:
                 pool = pool_of["reward_model"]
+                self._scores_beside_rollout = pool is pool_of[name]
                 self.reward_model = spawn(reward_class, config, topology, pool=pool, name="reward_model")
             self._exit = stack.pop_all()
 
@@ -94,6 +99,31 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
 
     def roles(self) -> list[ActorRolloutRefWorker | CriticWorker | RewardModelWorker]:
         return [*self.trained.values(), *([] if self.reward_model is None else [self.reward_model])]
+
+    # -- generation and scoring -------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def rollout_phase(self) -> Iterator[None]:
+        """Put the rollout to sleep at the end of the block, and before an error leaves it."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(CamshaftError):  # its workers may have ended
+                self.sleep_rollout()
+            raise
+        self.sleep_rollout()
+
+    def sync_weights(self) -> dict[str, float]:
+        """Send the weights of the actor to the rollout, which stays awake. Return the metrics of the sync."""
+        self.is_rollout_awake = True  # on some ranks, even if the call fails
+        ranks: Any = self.actor.sync_weights()
+        return merge_ranks(ranks)
+
+    def sleep_rollout(self) -> None:
+        """Free the memory of the rollout if it is awake."""
+        if self.is_rollout_awake:
+            self.is_rollout_awake = False
+            self.actor.sleep_rollout()
 
     def generate(
         self, batch: DataProto, *, validate: bool = False, greedy: bool = False
@@ -116,12 +146,14 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         return pending.result().unpad(num_padding_rows), scoring
 
     def add_model_scores(self, batch: DataProto) -> DataProto:
-        """Add the column `rm_scores` if the run has a reward model.
+        """Add the column `rm_scores` if the run has a reward model. A rollout on its devices is put to sleep.
 
         The batch is padded to the same number of rows per rank. The result does not contain the padding rows.
         """
         if self.reward_model is None:
             return batch
+        if self._scores_beside_rollout:
+            self.sleep_rollout()
         inputs = batch.select(*(name for name in REWARD_MODEL_COLUMNS if name in batch))
         padded, num_padding_rows = inputs.pad_to_divisor(self.reward_model_ranks)
         return batch.union(DataProto(self.reward_model.compute_rm_score(padded).unpad(num_padding_rows).columns))

@@ -77,12 +77,17 @@ those of custom rollouts, the value of the first rank is used."""
 
 def reduce_ranks(result: DataProto) -> dict[str, float]:
     """Return the metrics of a worker call, reduced over ranks."""
-    metrics: dict[str, float] = dict(result.meta_info.get("metrics", {}))
-    ranks = result.meta_info.get(RANKS, ())
-    for name, merge in RANK_REDUCTIONS.items():
-        if ranks and name in metrics:
-            metrics[name] = merge([meta["metrics"][name] for meta in ranks])
-    return metrics
+    metrics: dict[str, float] = result.meta_info.get("metrics", {})
+    ranks = [meta["metrics"] for meta in result.meta_info.get(RANKS, ())] if metrics else []
+    return merge_ranks(ranks or [metrics])
+
+
+def merge_ranks(ranks: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return metrics that every rank has measured, reduced over ranks."""
+    merged = dict(ranks[0])
+    for name in merged.keys() & RANK_REDUCTIONS.keys():
+        merged[name] = RANK_REDUCTIONS[name]([metrics[name] for metrics in ranks])
+    return merged
 
 
 CALL_REDUCTIONS: dict[str, Callable[[Sequence[float]], float]] = {

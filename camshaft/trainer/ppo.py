@@ -101,13 +101,14 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
     # -- training step ----------------------------------------------------------------------------
 
     def collect(self, inputs: DataProto, metrics: StepMetrics) -> Responses:
-        """Generate responses to prompts. With dynamic sampling, they are already scored."""
-        if self.needs_greedy:
-            inputs = self._add_baselines(inputs, metrics)
-        if not self.config.algorithm.filter_groups.enable:
-            return self._generate(inputs, metrics)
-        generate, loader = self._generate_and_score, self.parts.loader
-        return sample_informative_prompts(inputs, generate, loader, self.config, metrics), None
+        """Generate responses to prompts, with one weight sync. With dynamic sampling, they are already scored."""
+        with self.parts.rollout_phase():
+            if self.needs_greedy:
+                inputs = self._add_baselines(inputs, metrics)
+            if not self.config.algorithm.filter_groups.enable:
+                return self._generate(inputs, metrics)
+            generate, loader = self._generate_and_score, self.parts.loader
+            return sample_informative_prompts(inputs, generate, loader, self.config, metrics), None
 
     def step(self, responses: Responses, metrics: StepMetrics) -> dict[str, float]:
         """Learn from responses: score, evaluate, compute advantages, update critic and actor."""
@@ -189,12 +190,22 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
 
         `first_row` is the number of rows that were generated earlier in this step.
         """
+        self._sync(metrics)
         with metrics.phase("gen"):
             rows = prompts.repeat(self.config.actor_rollout_ref.rollout.n)
             seeds = sampling_seeds(self.config.trainer.seed, self.global_step, len(rows), first_row)
             batch = rows.with_columns(sampling_seed=seeds)
             generated, scoring = self.parts.generate(batch)
             return metrics.union(batch, generated), scoring
+
+    def _sync(self, metrics: StepMetrics) -> None:
+        """Send the weights to the rollout, unless it is awake since an earlier generation of the step."""
+        if self.parts.is_rollout_awake:
+            return
+        with metrics.phase("sync"):
+            measured = self.parts.sync_weights()
+        measured.pop("timing_s/sync", None)  # of the slowest rank; the phase has the time that the step waits
+        metrics.add(measured)
 
     def _score(
         self, batch: DataProto, scoring: PendingScores | None, metrics: StepMetrics
@@ -221,6 +232,7 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         `baseline/...`. If a greedy response is dropped because its scoring failed, the baseline is NaN, and
         `add_scores` drops the samples of the prompt.
         """
+        self._sync(metrics)
         with metrics.phase("gen_max"):
             generated, scoring = self.parts.generate(prompts, greedy=True)
         with metrics.phase("reward_max"):
@@ -277,7 +289,8 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
     def validate(self, tracking: Tracking) -> dict[str, float]:
         """Score and write responses to the validation prompts, and log the first `log_val_generations` of them."""
         trainer = self.config.trainer
-        metrics, samples = validate(self.parts, self.config)
+        with self.parts.rollout_phase():
+            metrics, samples = validate(self.parts, self.config)
         logged_samples = samples[: trainer.log_val_generations]
         if logged_samples:
             tracking.log_generations([asdict(sample) for sample in logged_samples], step=self.global_step)

@@ -62,6 +62,8 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
     prompts = parts.val_prompts.repeat(n)
     seeds = sampling_seeds(config.trainer.seed, VALIDATION, len(prompts))
     for batch in prompts.with_columns(sampling_seed=seeds).split(config.data.val_batch_size * n):
+        if not parts.is_rollout_awake:
+            parts.sync_weights()
         generated, pending = parts.generate(batch, validate=True)
         batch = parts.add_model_scores(batch.union(DataProto(generated.columns)))
         result = parts.rewards.score(batch, parts.decode, pending)

@@ -62,7 +62,8 @@ ROWS = {
 }
 """Charts by the title of their row."""
 PHASES = (
-    "gen", "gen_max", "reward", "reward_max", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor"
+    "sync", "gen", "gen_max", "reward", "reward_max", "old_log_prob", "ref", "values", "adv", "update_critic",
+    "update_actor",
 )  # fmt: skip
 """Phases of a step, whose times `timing_s/<phase>` add up to the time of the step."""
 
