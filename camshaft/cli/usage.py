@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from camshaft.config.schema.algorithm import ESTIMATORS
 from camshaft.config.schema.fields import Section
-from camshaft.config.short_names import RECIPES, SHORT_NAMES
+from camshaft.config.short_names import RECIPES, declared_short_names
 
 CONFIG_OPTIONS = """\
   -m key=1,2,3                           start one run per value, one after another
@@ -26,7 +26,8 @@ def print_help(argv: Sequence[str], usage: str) -> bool:
 def short_name_table(schema: type[Section]) -> str:
     """Return the short names of a command with their values and keys, as lines of a help text."""
     lines = ["Short names of the most common keys:"]
-    lines += [f"  {entry.name + '=':<17} {entry.values:<56} {entry.key}" for entry in SHORT_NAMES[schema]]
+    entries = declared_short_names(schema).items()
+    lines += [f"  {entry.name + '=':<17} {entry.values:<56} {key}" for key, entry in entries]
     return "\n".join(lines)
 
 

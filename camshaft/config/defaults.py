@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
-from camshaft.config.schema.fields import Section, differing_defaults
+from camshaft.config.schema.fields import DifferingDefaults, Section, marks
 from camshaft.config.tree import has_key, ordered_names, put, section_class
 
 
@@ -23,7 +23,8 @@ def _defaults(section: type[Section]) -> dict[str, Any]:
         field = section.model_fields[name]
         kind = section_class(field)
         tree[name] = field.default if kind is None else _defaults(kind)
-        for key, value in differing_defaults(field).items():
-            assert has_key(tree[name], key), f"{section.__name__}.{name} has no key {key}"
-            put(tree[name], key, value)
+        for differing in marks(field, DifferingDefaults):
+            for key, value in differing.values.items():
+                assert has_key(tree[name], key), f"{section.__name__}.{name} has no key {key}"
+                put(tree[name], key, value)
     return tree

@@ -61,11 +61,13 @@ class PlacementConfig(Section):
         "auto",
         "Number of processes per machine. Each process uses one device. auto uses all accelerators of the machine on "
         "which the command runs, or one process on a CPU.",
+        short=("devices", "devices (processes) per machine"),
     )
     device: Annotated[Text, Auto()] = key(
         "auto",
         "Device type that models run on: cpu, cuda, or another PyTorch device type. auto selects the accelerator of "
         "the machine on which the command runs, or cpu if it has none.",
+        short=("device", "cpu, cuda, or another PyTorch device"),
     )
     controller: Literal["auto", "local", "ray"] = key(
         "auto",

@@ -12,7 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar
@@ -53,70 +53,32 @@ Config = TypeVar("Config", PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalC
 logger = logging.getLogger("camshaft.config")
 
 
-def load_ppo(
+def load(
+    schema: type[Config],
     overrides: Sequence[str] = (),
     config_dir: str | None = None,
     config_name: str | None = None,
     machine: Machine | None = None,
-) -> PPOConfig:
-    """Load the config of an RL run.
+) -> Config:
+    """Load the config of a command.
 
     Args:
+        schema: Schema of the config.
         overrides: `key=value` strings. They take precedence over the config file.
         config_dir: Folder of config files and groups.
         config_name: Name of the config file without its extension. None selects the defaults.
         machine: Machine for which the values of `auto` keys are chosen. None selects this machine.
     """
-    return _load(PPOConfig, overrides, config_dir, config_name, machine)
-
-
-def load_sft(
-    overrides: Sequence[str] = (),
-    config_dir: str | None = None,
-    config_name: str | None = None,
-    machine: Machine | None = None,
-) -> SFTConfig:
-    """Load the config of `camshaft sft`. The arguments are the same as for `load_ppo`."""
-    return _load(SFTConfig, overrides, config_dir, config_name, machine)
-
-
-def load_rm(
-    overrides: Sequence[str] = (),
-    config_dir: str | None = None,
-    config_name: str | None = None,
-    machine: Machine | None = None,
-) -> RMConfig:
-    """Load the config of `camshaft rm`. The arguments are the same as for `load_ppo`."""
-    return _load(RMConfig, overrides, config_dir, config_name, machine)
-
-
-def load_generate(
-    overrides: Sequence[str] = (),
-    config_dir: str | None = None,
-    config_name: str | None = None,
-    machine: Machine | None = None,
-) -> GenerateConfig:
-    """Load the config of `camshaft generate`. The arguments are the same as for `load_ppo`."""
-    return _load(GenerateConfig, overrides, config_dir, config_name, machine)
-
-
-def load_eval(
-    overrides: Sequence[str] = (), config_dir: str | None = None, config_name: str | None = None
-) -> EvalConfig:
-    """Load the config of `camshaft eval`. The arguments are the same as for `load_ppo`."""
-    return _load(EvalConfig, overrides, config_dir, config_name)
-
-
-def _load(
-    schema: type[Config],
-    overrides: Sequence[str],
-    config_dir: str | None,
-    config_name: str | None,
-    machine: Machine | None = None,
-) -> Config:
     folders = [] if config_dir is None else [Path(config_dir).expanduser().absolute()]
     (job,) = compose_jobs(schema, overrides, folders, config_name)
     return from_container(job.tree, schema, overridden_keys(job.overrides), machine, job.file_keys)
+
+
+load_ppo = partial(load, PPOConfig)
+load_sft = partial(load, SFTConfig)
+load_rm = partial(load, RMConfig)
+load_generate = partial(load, GenerateConfig)
+load_eval = partial(load, EvalConfig)
 
 
 def from_container(

@@ -25,7 +25,7 @@ from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import ActorConfig, CriticConfig
 from camshaft.config.schema.supervised import RMConfig, SFTConfig
-from camshaft.config.short_names import SHORT_NAMES, short_names
+from camshaft.config.short_names import declared_short_names, short_names
 from camshaft.config.tree import (
     fields,
     flatten,
@@ -97,7 +97,9 @@ def reference_page() -> str:
     for trainer, schema in SCHEMAS.items():
         parts.append(f"## `camshaft {trainer}`\n")
         parts.append("| short name | key | value |\n|---|---|---|")
-        parts += [f"| `{entry.name}` | `{entry.key}` | {entry.values} |" for entry in SHORT_NAMES[schema]]
+        parts += [
+            f"| `{entry.name}` | `{key}` | {entry.values} |" for key, entry in declared_short_names(schema).items()
+        ]
         parts.append("")
         parts.append("| key | default | type | description |\n|---|---|---|---|")
         for key in flatten(raw_defaults(schema), leaf_fields(schema)):

@@ -5,7 +5,7 @@
     expand_overrides(["lr=1e-5,1e-4", "data.seed=3"], PPOConfig)
     # ["actor_rollout_ref.actor.optim.lr=1e-5,1e-4", "data.seed=3"]
 
-`SHORT_NAMES` lists the short names of each command. They are valid on the command line, in config files and in Python.
+Short names stand at the fields of their keys. They are valid on the command line, in config files and in Python.
 `data`, `model`, `algorithm` and `rollout` are names of sections too: a mapping is the section, any other value is the
 value of the short name.
 """
@@ -14,16 +14,14 @@ import difflib
 import os.path
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import cache
+from typing import Any
 
+from camshaft.config.defaults import raw_defaults
 from camshaft.config.errors import Problem, format_problems
-from camshaft.config.schema.evaluation import EvalConfig
-from camshaft.config.schema.fields import Section
-from camshaft.config.schema.generate import GenerateConfig
-from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.fields import Section, ShortName, marks
 from camshaft.config.schema.reward import DEFAULT_FUNCTION, split_function
-from camshaft.config.schema.supervised import RMConfig, SFTConfig
-from camshaft.config.tree import fields, format_value
+from camshaft.config.tree import fields, flatten, format_value, leaf_fields
 from camshaft.errors import ConfigError
 
 REWARD = "reward"
@@ -33,82 +31,23 @@ REWARD_FUNCTIONS = "custom_reward_function.functions"
 REWARD_KEYS = (REWARD_PATH, REWARD_NAME, REWARD_FUNCTIONS)
 
 
-class ShortName(NamedTuple):
-    """A short name, the key that it sets, and a description of its values for help texts."""
+_ORDER = (
+    "model", "data", "val_data", "data.output_path", "reward", "reward_weights", "algorithm", "steps", "epochs", "lr",
+    "batch", "n", "lora", "max_length", "prompt_length", "response_length", "engine", "rollout", "device", "devices",
+    "seed", "out",
+)  # fmt: skip
+"""Short names, or their keys, in the order of help texts. Others follow."""
 
-    name: str
-    key: str
-    values: str
 
-
-_MODEL = "model folder, or name of a cached Hugging Face model"
-_REWARD = ShortName(REWARD, REWARD_PATH, "file.py, file.py:function, or a built-in function; or a list")
-_REWARD_WEIGHTS = ShortName("reward_weights", "custom_reward_function.weights", "weight of each function in reward")
-_PLACE = (
-    ShortName("device", "trainer.device", "cpu, cuda, or another PyTorch device"),
-    ShortName("devices", "trainer.n_gpus_per_node", "devices (processes) per machine"),
-    ShortName("seed", "trainer.seed", "random seed"),
-)
-
-_SUPERVISED = (
-    ShortName("model", "model.path", _MODEL),
-    ShortName("data", "data.train_files", "training data"),
-    ShortName("val_data", "data.val_files", "validation data"),
-    ShortName("steps", "trainer.total_training_steps", "training steps"),
-    ShortName("epochs", "trainer.total_epochs", "epochs over the training data"),
-    ShortName("lr", "optim.lr", "learning rate"),
-    ShortName("batch", "data.train_batch_size", "rows per training step"),
-    ShortName("lora", "model.lora_rank", "rank of LoRA adapters"),
-    ShortName("max_length", "data.max_length", "maximum sequence length in tokens"),
-    ShortName("engine", "strategy", "training engine"),
-    *_PLACE,
-    ShortName("out", "trainer.default_local_dir", "run folder"),
-)
-
-SHORT_NAMES: dict[type[Section], tuple[ShortName, ...]] = {
-    PPOConfig: (
-        ShortName("model", "actor_rollout_ref.model.path", _MODEL),
-        ShortName("data", "data.train_files", "training prompts"),
-        ShortName("val_data", "data.val_files", "validation prompts"),
-        _REWARD,
-        _REWARD_WEIGHTS,
-        ShortName("algorithm", "algorithm.adv_estimator", "ppo, grpo, rloo, dapo, ...; see below"),
-        ShortName("steps", "trainer.total_training_steps", "training steps"),
-        ShortName("epochs", "trainer.total_epochs", "epochs over the training prompts"),
-        ShortName("lr", "actor_rollout_ref.actor.optim.lr", "learning rate of the policy"),
-        ShortName("batch", "data.train_batch_size", "prompts per training step"),
-        ShortName("n", "actor_rollout_ref.rollout.n", "responses per prompt"),
-        ShortName("lora", "actor_rollout_ref.model.lora_rank", "rank of LoRA adapters"),
-        ShortName("prompt_length", "data.max_prompt_length", "maximum prompt length in tokens"),
-        ShortName("response_length", "data.max_response_length", "maximum response length in tokens"),
-        ShortName("engine", "actor_rollout_ref.actor.strategy", "training engine"),
-        ShortName("rollout", "actor_rollout_ref.rollout.name", "rollout backend, which generates the responses"),
-        *_PLACE,
-        ShortName("out", "trainer.default_local_dir", "run folder"),
-    ),
-    SFTConfig: _SUPERVISED,
-    RMConfig: _SUPERVISED,
-    GenerateConfig: (
-        ShortName("model", "model.path", _MODEL),
-        ShortName("data", "data.path", "prompts"),
-        ShortName("out", "data.output_path", "parquet file for the responses"),
-        _REWARD,
-        _REWARD_WEIGHTS,
-        ShortName("batch", "data.batch_size", "prompts per generation batch"),
-        ShortName("n", "rollout.n", "responses per prompt"),
-        ShortName("prompt_length", "rollout.prompt_length", "maximum prompt length in tokens"),
-        ShortName("response_length", "rollout.response_length", "maximum response length in tokens"),
-        ShortName("rollout", "rollout.name", "rollout backend"),
-        *_PLACE,
-    ),
-    EvalConfig: (
-        ShortName("data", "data.path", "responses"),
-        ShortName("out", "data.output_path", "parquet file for the scores"),
-        _REWARD,
-        _REWARD_WEIGHTS,
-    ),
-}
-"""Short names of each command, in the order of its help text."""
+@cache
+def declared_short_names(schema: type[Section]) -> dict[str, ShortName]:
+    """Map the keys of a schema that have a short name to it, in the order of its help text."""
+    keys: dict[str, tuple[str, ShortName]] = {}
+    for key in flatten(raw_defaults(schema), leaf_fields(schema)):
+        for mark in marks(leaf_fields(schema)[key], ShortName):
+            keys.setdefault(mark.name, (key, mark))
+    order = {name: index for index, name in enumerate(_ORDER)}
+    return dict(sorted(keys.values(), key=lambda entry: order.get(entry[0], order.get(entry[1].name, len(order)))))
 
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -268,7 +207,7 @@ def suggest_names(key: str, schema: type[Section]) -> list[str]:
 
 def short_names(schema: type[Section]) -> dict[str, str]:
     """Map the short names of a command to its config keys."""
-    return {entry.name: entry.key for entry in SHORT_NAMES[schema]}
+    return {entry.name: key for key, entry in declared_short_names(schema).items()}
 
 
 def expand_short_names(

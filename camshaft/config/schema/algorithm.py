@@ -7,7 +7,18 @@ from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
-from camshaft.config.schema.fields import Count, Described, Fraction, KLPenalty, Section, Text, key, section
+from camshaft.config.schema.fields import (
+    Count,
+    Described,
+    Fraction,
+    KLPenalty,
+    Section,
+    Text,
+    Unread,
+    key,
+    section,
+    unless,
+)
 
 
 class EstimatorInputs(NamedTuple):
@@ -100,6 +111,18 @@ def parse_threshold(rule: str, text: str) -> tuple[float, float]:
     raise ValueError("must be a maximum divergence, one number >= 0 such as 0.01")
 
 
+_WITHOUT_WEIGHTS = Unread(
+    lambda correction: correction.rollout_is is None, "{rollout_is}", "set [rollout_is]=token, or omit the key"
+)
+_FIXED_COEFFICIENT = Unread(lambda ctrl: ctrl.type == "fixed", "{type}", "set [type]=adaptive, or omit the key")
+
+
+def _not_in_formula(name: str, note: str, fix: str) -> Unread:
+    """Return the condition of a key that the formula of a built-in estimator does not contain."""
+    lacking = [estimator for estimator, inputs in ESTIMATORS.items() if name not in inputs.keys]
+    return Unread(lambda algorithm: algorithm.adv_estimator in lacking, f"{{adv_estimator}}{note}", fix)
+
+
 class RolloutCorrectionConfig(Section):
     """Corrections for the mismatch between the log-probs of the rollout and the trainer. Disabled by default."""
 
@@ -109,9 +132,13 @@ class RolloutCorrectionConfig(Section):
         "token (token) or per response (sequence). null disables the weights.",
     )
     rollout_is_threshold: PositiveFloat = key(
-        2.0, "Upper bound of the importance weights. Larger weights are truncated to this value."
+        2.0,
+        "Upper bound of the importance weights. Larger weights are truncated to this value.",
+        unread=_WITHOUT_WEIGHTS,
     )
-    rollout_is_batch_normalize: bool = key(False, "Divide the importance weights by their mean over the iteration.")
+    rollout_is_batch_normalize: bool = key(
+        False, "Divide the importance weights by their mean over the iteration.", unread=_WITHOUT_WEIGHTS
+    )
     rollout_rs: RejectionRules = key(
         None,
         "Rejection sampling: rules that mask tokens (token_*) or whole responses (seq_*) out of the loss. *_k1 rules "
@@ -147,8 +174,12 @@ class KLCtrlConfig(Section):
         "fixed keeps kl_coef constant; adaptive adjusts it so that the measured KL divergence approaches target_kl.",
     )
     kl_coef: NonNegativeFloat = key(0.005, "KL coefficient, or its initial value with type=adaptive.")
-    horizon: Count = key(10000, "Horizon of the adaptive coefficient in sequences. Larger values adapt it more slowly.")
-    target_kl: PositiveFloat = key(0.1, "Target KL divergence of the adaptive coefficient.")
+    horizon: Count = key(
+        10000,
+        "Horizon of the adaptive coefficient in sequences. Larger values adapt it more slowly.",
+        unread=_FIXED_COEFFICIENT,
+    )
+    target_kl: PositiveFloat = key(0.1, "Target KL divergence of the adaptive coefficient.", unread=_FIXED_COEFFICIENT)
 
 
 class FilterGroupsConfig(Section):
@@ -164,37 +195,51 @@ class FilterGroupsConfig(Section):
         "Value that must differ between the responses to a prompt: seq_reward, the reward before the KL penalty "
         "(alias seq_final_reward); score, the reward before the penalty of reward_model.overlong_buffer; or a number "
         "that the scoring function returns, such as acc.",
+        unread=unless("enable"),
     )
     max_num_gen_batches: NonNegativeInt = key(
         0,
         "Maximum number of generation batches (data.gen_batch_size prompts each) per iteration. The run stops with "
         "an error if an iteration needs more. 0 sets no limit.",
+        unread=unless("enable"),
     )
 
 
 class AlgorithmConfig(Section):
-    gamma: Fraction = key(1.0, "Discount factor per token.")
+    gamma: Fraction = key(
+        1.0,
+        "Discount factor per token.",
+        unread=_not_in_formula("gamma", ", which does not discount rewards", "omit the key"),
+        alias="gemma",
+    )
     lam: Fraction = key(
         1.0,
         "Lambda of generalized advantage estimation. 0 uses one-step temporal differences of the critic's values; 1 "
         "uses the observed returns.",
+        unread=_not_in_formula("lam", "", "set [adv_estimator]=gae, or omit the key"),
     )
-    adv_estimator: EstimatorName = key("gae", "Advantage estimator. gae requires a critic. See algorithms.md.")
+    adv_estimator: EstimatorName = key(
+        "gae",
+        "Advantage estimator. gae requires a critic. See algorithms.md.",
+        short=("algorithm", "ppo, grpo, rloo, dapo, ...; see below"),
+    )
     norm_adv_by_std_in_grpo: bool = key(
         True,
         "Divide GRPO advantages by the standard deviation of the rewards in the group. false corresponds to Dr.GRPO.",
+        unread=_not_in_formula("norm_adv_by_std_in_grpo", "", "set [adv_estimator]=grpo, or omit the key"),
     )
     kl_penalty: KLPenalty = key(
         "kl",
         "Estimator of the KL divergence from the reference policy in the reward. full computes the exact divergence "
         "over the vocabulary.",
+        unread=unless("use_kl_in_reward"),
     )
     use_kl_in_reward: bool = key(
         False,
         "Subtract the KL divergence from the reference policy, multiplied by the KL coefficient, from the reward of "
         "each token.",
     )
-    kl_ctrl: KLCtrlConfig = section("Coefficient of the KL penalty in the reward.")
+    kl_ctrl: KLCtrlConfig = section("Coefficient of the KL penalty in the reward.", unread=unless("use_kl_in_reward"))
     filter_groups: FilterGroupsConfig = section("Dynamic sampling (DAPO). See algorithms.md.")
     rollout_correction: RolloutCorrectionConfig = section(
         "Corrections for the difference between the log-probs of the rollout and the trainer. See mismatch.md."

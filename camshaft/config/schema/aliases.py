@@ -2,35 +2,42 @@
 
 import copy
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from camshaft.config.errors import Problem
-from camshaft.config.tree import flatten, format_value, get, has_key, put, remove
+from camshaft.config.schema.fields import Alias, marks
+from camshaft.config.schema.generate import GenerateConfig
+from camshaft.config.schema.ppo import PPOConfig
+from camshaft.config.schema.supervised import RMConfig, SFTConfig
+from camshaft.config.tree import fields, flatten, format_value, get, has_key, put, remove
 
 logger = logging.getLogger("camshaft.config")
 
-ALIASES = {
-    "actor_rollout_ref.model.external_libs": "actor_rollout_ref.model.external_lib",
+
+def _declared_aliases() -> Iterator[tuple[str, str]]:
+    """Yield the aliases at the fields of all commands, with their keys."""
+    for schema in (PPOConfig, SFTConfig, RMConfig, GenerateConfig):
+        for key, field in fields(schema).items():
+            for alias in marks(field, Alias):
+                section, dot, _ = key.rpartition(".")
+                yield f"{section}{dot}{alias.name}", key
+
+
+ALIASES = dict(_declared_aliases()) | {
     "actor_rollout_ref.model.tokenizer_path": "data.tokenizer",
-    "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
     "actor_rollout_ref.actor.optim.clip_grad": "actor_rollout_ref.actor.grad_clip",
     "actor_rollout_ref.actor.optim.grad_clip": "actor_rollout_ref.actor.grad_clip",
-    "critic.model.external_libs": "critic.model.external_lib",
-    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
     "critic.optim.clip_grad": "critic.grad_clip",
     "critic.optim.grad_clip": "critic.grad_clip",
-    "reward_model.model.external_libs": "reward_model.model.external_lib",
     "reward_model.model.fsdp_config.min_num_params": "reward_model.model.fsdp_config.wrap_policy.min_num_params",
     "reward.custom_reward_function": "custom_reward_function",
-    "algorithm.gemma": "algorithm.gamma",
-    "model.external_libs": "model.external_lib",
-    "optim.warmup_style": "optim.lr_scheduler_type",
     "optim.clip_grad": "grad_clip",
     "optim.grad_clip": "grad_clip",
     "data.n_samples": "rollout.n",
 }
-"""Maps aliases to config keys. The alias of a section applies to all keys in the section."""
+"""Maps aliases to config keys. The alias of a section applies to all keys in the section. Those of keys in the same
+section stand at the fields."""
 
 REMOVED_IN = "camshaft 1.0"
 """Version that removes the aliases and the deprecated keys."""

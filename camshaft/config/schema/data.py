@@ -4,9 +4,17 @@ from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt
 
-from camshaft.config.schema.fields import Auto, Count, OffOrPositive, Path, Paths, Section, Text, key
+from camshaft.config.schema.fields import Auto, Count, OffOrPositive, Path, Paths, Section, Text, Unread, key
 
 Truncation = Literal["error", "left", "right", "middle"]
+
+
+NOT_SHUFFLED = Unread(lambda data: not data.shuffle, "{shuffle}")
+DROPS_OVERLONG = Unread(
+    lambda data: data.filter_overlong_prompts,
+    "{filter_overlong_prompts}, which drops overlong prompts",
+    harmless=("error",),
+)
 
 
 class DataConfig(Section):
@@ -17,9 +25,12 @@ class DataConfig(Section):
         None,
         "Data files with training prompts: a path, folder, glob pattern or URL (hdfs://, s3://), or a list of them. "
         "Required. The files are loaded into memory.",
+        short=("data", "training prompts"),
     )
     val_files: Paths = key(
-        None, "Data files with validation prompts, specified like train_files. null if the run does not validate."
+        None,
+        "Data files with validation prompts, specified like train_files. null if the run does not validate.",
+        short=("val_data", "validation prompts"),
     )
     prompt_key: Text = key(
         "prompt",
@@ -34,16 +45,22 @@ class DataConfig(Section):
     max_prompt_id_length: Count | None = key(
         None, "Maximum length of a prompt ID in tokens. A longer ID raises an error. null sets no limit."
     )
-    max_prompt_length: Count = key(512, "Maximum prompt length in tokens, including the chat template.")
+    max_prompt_length: Count = key(
+        512,
+        "Maximum prompt length in tokens, including the chat template.",
+        short=("prompt_length", "maximum prompt length in tokens"),
+    )
     max_response_length: Count = key(
         512,
         "Maximum response length in tokens. Generation stops at this length, unless rollout.response_length is "
         "smaller.",
+        short=("response_length", "maximum response length in tokens"),
     )
     train_batch_size: Annotated[Count, Auto()] = key(
         "auto",
         "Number of prompts per training iteration, summed over all ranks. The rollout generates rollout.n responses "
         "per prompt. auto generates about 256 responses per iteration, or fewer if the data has fewer prompts.",
+        short=("batch", "prompts per training step"),
     )
     gen_batch_size: Count | None = key(
         None,
@@ -65,13 +82,16 @@ class DataConfig(Section):
         "error",
         "Handling of prompts longer than max_prompt_length. error raises an error; left, right and middle remove "
         "tokens at that position.",
+        unread=DROPS_OVERLONG,
     )
     filter_overlong_prompts: bool = key(False, "Drop prompts longer than max_prompt_length when the data is loaded.")
     filter_overlong_prompts_workers: Count | None = key(
         None, "Number of processes that tokenize a large dataset. null uses one per CPU, at most 16."
     )
     shuffle: bool = key(True, "Shuffle the training prompts in every epoch.")
-    seed: NonNegativeInt | None = key(None, "Seed for shuffling the prompts. null uses trainer.seed.")
+    seed: NonNegativeInt | None = key(
+        None, "Seed for shuffling the prompts. null uses trainer.seed.", unread=NOT_SHUFFLED
+    )
     reward_fn_key: Text = key(
         "data_source",
         "Column that contains the data source of each row. The data source selects the built-in scoring function and "

@@ -1,37 +1,65 @@
 """Keys that sections with a training engine share."""
 
 from abc import abstractmethod
+from dataclasses import dataclass
+from functools import cache, cached_property
 from typing import Annotated, Any
 
 from pydantic import PositiveFloat
 
 from camshaft.config.backends import ranks_per_row
-from camshaft.config.schema.fields import Auto, Count, LossAggMode, Section, Text, key, section
+from camshaft.config.schema.fields import Auto, Count, LossAggMode, Section, Text, Unread, key, section, unless
 from camshaft.config.schema.fsdp import ForwardFSDPConfig, FSDPConfig
 from camshaft.config.schema.model import CheckpointConfig
 
 
-def global_size_field(default: int | str | None, passes: str) -> Any:
-    """Declare a deprecated micro-batch size, which counts the sequences of all ranks."""
-    replacement = "Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu."
-    return key(default, f"{replacement} Number of sequences per {passes}, summed over all ranks.", ge=1)
+@dataclass(frozen=True)
+class MicroBatchKeys:
+    """Keys of a section that limit micro-batches by sequences or by tokens."""
+
+    passes: str
+    """The passes of a micro-batch, for the descriptions."""
+    size: str
+    """Key of the number of sequences on each rank. Without the suffix `_per_gpu`, the sequences of all ranks count."""
+    tokens: str
+    dynamic: str = "use_dynamic_bsz"
+    """Key that selects the limit by tokens."""
+
+    def global_size_key(self, default: int | str | None) -> Any:
+        """Declare the deprecated number of sequences of all ranks."""
+        replacement = "Deprecated, removed in camshaft 1.0. Use the key with the suffix _per_gpu."
+        description = f"{replacement} Number of sequences per {self.passes}, summed over all ranks."
+        return key(default, description, unread=(self.by_tokens, _limited_per_rank(self.size)), ge=1)
+
+    def size_key(self, default: int | str) -> Any:
+        """Declare the number of sequences on each rank."""
+        description = f"Number of sequences per {self._on_each_rank().removesuffix(',')}. Takes precedence over "
+        description += f"{self.size.removesuffix('_per_gpu')}."
+        return key(default, description, unread=self.by_tokens, ge=1)
+
+    def tokens_key(self, default: int | str) -> Any:
+        """Declare the number of tokens on each rank."""
+        description = f"Maximum number of tokens per {self._on_each_rank()} with {self.dynamic}=true."
+        return key(default, description, unread=unless(self.dynamic), ge=1)
+
+    @cached_property
+    def by_tokens(self) -> Unread:
+        """Condition under which nothing reads a limit by sequences."""
+        fix = f"set [{self.tokens}], or omit the key"
+        return Unread(lambda section: getattr(section, self.dynamic), f"{{{self.dynamic}}}", fix)
+
+    def _on_each_rank(self) -> str:
+        """Describe the passes on each rank, with commas around a relative clause."""
+        return f"{self.passes}, on each rank," if " that " in self.passes else f"{self.passes} on each rank"
 
 
-def size_field(default: int | str, passes: str, global_key: str) -> Any:
-    """Declare a micro-batch size in sequences."""
-    ranks = _on_each_rank(passes).removesuffix(",")
-    return key(default, f"Number of sequences per {ranks}. Takes precedence over {global_key}.", ge=1)
+@cache
+def _limited_per_rank(size: str) -> Unread:
+    """Return the condition under which nothing reads a limit over all ranks."""
+    return Unread(lambda section: getattr(section, size) is not None, f"{{{size}}}")
 
 
-def tokens_field(default: int | str, passes: str, dynamic_key: str = "use_dynamic_bsz") -> Any:
-    """Declare a micro-batch size in tokens."""
-    ranks = _on_each_rank(passes)
-    return key(default, f"Maximum number of tokens per {ranks} with {dynamic_key}=true.", ge=1)
-
-
-def _on_each_rank(passes: str) -> str:
-    """Describe passes on each rank, with commas around a relative clause."""
-    return f"{passes}, on each rank," if " that " in passes else f"{passes} on each rank"
+UPDATES = MicroBatchKeys("forward and backward pass", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")
 
 
 class PooledSection(Section):
@@ -96,12 +124,13 @@ class TrainedSection(SelectedEngineSection):
 class PPOUpdateSection(TrainedSection):
     """Keys of the updates of actor and critic."""
 
-    ppo_micro_batch_size: int | None = global_size_field(None, "forward and backward pass")
-    ppo_micro_batch_size_per_gpu: int | None = size_field(8, "forward and backward pass", "ppo_micro_batch_size")
+    ppo_micro_batch_size: int | None = UPDATES.global_size_key(None)
+    ppo_micro_batch_size_per_gpu: int | None = UPDATES.size_key(8)
     ppo_max_token_len_per_gpu: Count = key(
         16384,
         "Maximum number of tokens per forward and backward pass on each rank with use_dynamic_bsz=true. "
         "Sequence-parallel ranks share these tokens.",
+        unread=unless("use_dynamic_bsz"),
     )
     loss_agg_mode: LossAggMode = key(
         "token-mean",

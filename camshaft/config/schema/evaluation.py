@@ -13,6 +13,7 @@ class EvalDataConfig(Section):
         "~/data/generated.parquet",
         "Data files with responses to score, written by camshaft generate or by another program: a path, folder, "
         "glob pattern or URL, or a list of them.",
+        short=("data", "responses"),
     )
     prompt_key: Text = key(
         "prompt",
@@ -33,7 +34,11 @@ class EvalDataConfig(Section):
         "Column of output_path to write the scores to. Extracted answers are written to the column <score_key>_pred.",
     )
     pass_score: float = key(1.0, "Minimum score at which a response counts as passed in pass@k.")
-    output_path: Path | None = key(None, "Parquet file to write all rows and their scores to. null writes no file.")
+    output_path: Path | None = key(
+        None,
+        "Parquet file to write all rows and their scores to. null writes no file.",
+        short=("out", "parquet file for the scores"),
+    )
     metrics_path: Path | None = key(None, "JSON file for the metrics of the printed table. null writes no file.")
 
 

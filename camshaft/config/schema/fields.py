@@ -7,16 +7,20 @@ section that stands at several places can have other defaults at one of them, wh
         kl_coef: float = key(0.005, "Weight of the KL penalty.", ge=0)
 
     class AlgorithmConfig(Section):
-        kl_ctrl: KLCtrlConfig = section("Coefficient of the KL penalty in the reward.", {"kl_coef": 0.001})
+        use_kl_in_reward: bool = key(False, "Subtract the KL penalty from the reward.")
+        kl_ctrl: KLCtrlConfig = section(
+            "Coefficient of the KL penalty.", {"kl_coef": 0.001}, unread=unless("use_kl_in_reward")
+        )
 
 `describe(field)` formats the type and the bounds of a key for error messages and `camshaft config explain`.
 """
 
 import os.path
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Self, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PrivateAttr
@@ -38,9 +42,42 @@ class Section(Frozen):
     not listed follows its predecessor in the class."""
 
 
-def key(default: Any, description: str, **bounds: Any) -> Any:
-    """Declare a key. The default can refer to another key, such as `${trainer.seed}`; loading a config resolves it."""
-    return Field(default, description=description, **bounds)
+@dataclass(frozen=True)
+class Unread:
+    """Condition under which nothing reads a key, which depends on other keys of the same section."""
+
+    test: Callable[[Any], bool]
+    """Predicate on the section."""
+    cause: str
+    """Settings that cause it, completing the sentence "has no effect with ...", or a clause that starts with because.
+    `{name}` stands for a key of the section and its value."""
+    fix: str = "omit the key"
+    """What to do instead. `[name]` stands for a key of the section."""
+    harmless: tuple[Any, ...] = ()
+    """Values that describe what the run does anyway. Setting them is not reported."""
+
+
+@cache
+def unless(switch: str, harmless: tuple[Any, ...] = ()) -> Unread:
+    """Return the condition of a key that nothing reads if `switch` is false."""
+    fix = f"set [{switch}]=true, or omit the key"
+    return Unread(lambda section: not getattr(section, switch), f"{{{switch}}}", fix, harmless)
+
+
+@dataclass(frozen=True)
+class ShortName:
+    """Short name of a key. If keys of several sections have it, it is that of the first one."""
+
+    name: str
+    values: str
+    """Description of the values for help texts."""
+
+
+@dataclass(frozen=True)
+class Alias:
+    """Deprecated name of a key in the same section."""
+
+    name: str
 
 
 @dataclass(frozen=True)
@@ -50,21 +87,53 @@ class DifferingDefaults:
     values: Mapping[str, Any]
 
 
-def section(description: str, defaults: Mapping[str, Any] | None = None, **options: Any) -> Any:
-    """Declare a section. `defaults` contains the defaults that its keys, which may be dotted, have at this place."""
-    field = Field(description=description, **options)
-    field.metadata.append(DifferingDefaults(defaults or {}))
+Mark = TypeVar("Mark", Unread, ShortName, Alias, DifferingDefaults)
+
+
+def marks(field: FieldInfo, kind: type[Mark]) -> list[Mark]:
+    """Return the marks of one kind that `key` or `section` has attached to a field."""
+    return [mark for mark in field.metadata if isinstance(mark, kind)]
+
+
+def key(
+    default: Any,
+    description: str,
+    *,
+    unread: Unread | Sequence[Unread] = (),
+    short: str | tuple[str, str] | None = None,
+    alias: str | None = None,
+    **bounds: Any,
+) -> Any:
+    """Declare a key. The default can refer to another key, such as `${trainer.seed}`.
+
+    Nothing reads the key under the conditions `unread`. `short` is a short name, if wanted with a description of its
+    values. `alias` is a deprecated name of the key in the same section.
+    """
+    field = Field(default, description=description, **bounds)
+    field.metadata += [unread] if isinstance(unread, Unread) else unread
+    if short is not None:
+        name, values = (short, description.partition(".")[0]) if isinstance(short, str) else short
+        field.metadata.append(ShortName(name, values))
+    if alias is not None:
+        field.metadata.append(Alias(alias))
     return field
 
 
-def differing_defaults(field: FieldInfo) -> dict[str, Any]:
-    """Return the defaults of keys in a section that differ at the place of `field`."""
-    return {
-        key: value
-        for mark in field.metadata
-        if isinstance(mark, DifferingDefaults)
-        for key, value in mark.values.items()
-    }
+def section(
+    description: str,
+    defaults: Mapping[str, Any] | None = None,
+    *,
+    unread: Unread | None = None,
+    **options: Any,
+) -> Any:
+    """Declare a section. `defaults` contains the defaults that its keys, which may be dotted, have at this place.
+
+    Nothing reads the keys of the section under the condition `unread`.
+    """
+    field = Field(description=description, **options)
+    field.metadata.append(DifferingDefaults(defaults or {}))
+    field.metadata += [] if unread is None else [unread]
+    return field
 
 
 @dataclass(frozen=True)

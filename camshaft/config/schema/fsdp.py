@@ -13,9 +13,12 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from camshaft.config.engine import Conflict, EngineModel, EngineOptions, format_division, largest_divisor
-from camshaft.config.schema.fields import Auto, DType, OffOrPositive, Section, Text, key, section
+from camshaft.config.schema.fields import Auto, DType, OffOrPositive, Section, Text, Unread, key, section
 
 ComputeDType = Literal["float32", "bfloat16"]
+
+
+_BY_SIZE = Unread(lambda policy: policy.min_num_params > 0, "{min_num_params}")
 
 
 class WrapPolicy(Section):
@@ -25,6 +28,7 @@ class WrapPolicy(Section):
         None,
         "Comma-separated class names of the layers that are sharded as one unit each. null uses the decoder layer "
         "class of the model.",
+        unread=_BY_SIZE,
     )
     min_num_params: int = key(
         0,

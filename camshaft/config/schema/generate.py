@@ -5,7 +5,7 @@ config.custom_reward_function.is_named()          # False
 """
 
 from camshaft.config.layout import PlacementConfig, RayConfig
-from camshaft.config.schema.data import Truncation
+from camshaft.config.schema.data import DROPS_OVERLONG, Truncation
 from camshaft.config.schema.fields import CommandConfig, Count, OffOrPositive, Path, Paths, Section, Text, key, section
 from camshaft.config.schema.model import LoadedModel
 from camshaft.config.schema.reward import CustomRewardConfig
@@ -17,10 +17,12 @@ class GenerateDataConfig(Section):
         None,
         "Data files with prompts: a path, folder, glob pattern or URL, or a list of them. Required. The files are "
         "loaded into memory.",
+        short=("data", "prompts"),
     )
     output_path: Path = key(
         "~/data/generated.parquet",
         "Parquet file to write. It contains the rows of data.path in order, with the responses in additional columns.",
+        short=("out", "parquet file for the responses"),
     )
     prompt_key: Text = key(
         "prompt", "Column that contains the prompt, either a list of {role, content} messages or a string."
@@ -38,18 +40,20 @@ class GenerateDataConfig(Section):
         128,
         "Number of prompts per generation batch, summed over all ranks. Each prompt has rollout.n responses. Each "
         "batch is written to disk when it is complete.",
+        short=("batch", "prompts per generation batch"),
     )
     truncation: Truncation = key(
         "error",
         "Handling of prompts longer than rollout.prompt_length. error raises an error; left, right and middle remove "
         "tokens at that position.",
+        unread=DROPS_OVERLONG,
     )
     filter_overlong_prompts: bool = key(False, "Drop rows whose prompt is longer than rollout.prompt_length.")
     max_samples: OffOrPositive = key(-1, "Maximum number of rows to read. -1 reads all rows.")
 
 
 class GenerateTrainerConfig(PlacementConfig):
-    seed: int = key(1, "Random seed.", ge=0, lt=2**32)
+    seed: int = key(1, "Random seed.", ge=0, lt=2**32, short=("seed", "random seed"))
 
 
 class GenerateConfig(CommandConfig):
@@ -58,7 +62,8 @@ class GenerateConfig(CommandConfig):
     data: GenerateDataConfig = section("Prompts to read, and the output file.")
     model: LoadedModel = section("Language model.")
     rollout: GeneratorConfig = section(
-        "Settings of the generator.", {"n": 1, "gpu_memory_utilization": 0.9, "load_format": "dummy_hf"}
+        "Settings of the generator.",
+        {"n": 1, "gpu_memory_utilization": 0.9, "load_format": "dummy_hf"},
     )
     custom_reward_function: CustomRewardConfig = section("Scoring function for the responses.", {"name": None})
     trainer: GenerateTrainerConfig = section("Devices and random seed.")

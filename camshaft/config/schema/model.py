@@ -15,7 +15,14 @@ from camshaft.config.schema.fields import (
     Path,
     Section,
     Text,
+    Unread,
     key,
+    unless,
+)
+
+_NEVER_PADDED = Unread(lambda model: True, "because batches are never padded", harmless=(True,))
+_WITHOUT_LORA = Unread(
+    lambda model: model.lora_rank == 0, "{lora_rank}", "set [lora_rank] to the rank of the adapters, or omit the key"
 )
 
 
@@ -26,6 +33,7 @@ class ModelSource(Section):
         None,
         "Hugging Face model folder (config.json, weights and tokenizer), the URL of one, or the name of a model in "
         "the local Hugging Face cache (owner/name). Required if the default is null.",
+        short=("model", "model folder, or name of a cached Hugging Face model"),
     )
     download: bool = key(
         False, "If path is the name of a model on the Hugging Face Hub, download the files that the local cache lacks."
@@ -40,7 +48,9 @@ class LoadedModel(ModelSource):
     """Model that the run does not train."""
 
     external_lib: Modules | None = key(
-        None, "Python modules to import before the model is loaded, for example to register a model class."
+        None,
+        "Python modules to import before the model is loaded, for example to register a model class.",
+        alias="external_libs",
     )
     override_config: dict[str, Any] = key({}, "Overrides of entries in the model's config.json.")
     trust_remote_code: bool = key(False, "Allow transformers to execute custom Python code from the model folder.")
@@ -50,7 +60,9 @@ class AnyModelConfig(ModelSource):
     """Hugging Face model, gradient checkpointing and LoRA."""
 
     external_lib: Modules | None = key(
-        None, "Python modules to import before the model is loaded, for example to register a model class."
+        None,
+        "Python modules to import before the model is loaded, for example to register a model class.",
+        alias="external_libs",
     )
     override_config: dict[str, Any] = key(
         {}, "Overrides of entries in the model's config.json, for example dropout probabilities."
@@ -62,6 +74,7 @@ class AnyModelConfig(ModelSource):
         "full",
         "full recomputes entire layers; selective stores the outputs of matrix multiplications and attention and "
         "recomputes the rest.",
+        unread=unless("enable_gradient_checkpointing"),
     )
     enable_activation_offload: bool = key(
         False, "Offload the activations that are saved for the backward pass to CPU memory."
@@ -72,21 +85,30 @@ class AnyModelConfig(ModelSource):
         "common value. The value in the model's config.json is not used. See moe.md.",
     )
     use_remove_padding: bool = key(
-        True, "Has no effect and is accepted for compatibility only. Batches are never padded."
+        True,
+        "Has no effect and is accepted for compatibility only. Batches are never padded.",
+        unread=_NEVER_PADDED,
     )
     trust_remote_code: bool = key(False, "Allow transformers to execute custom Python code from the model folder.")
     lora_rank: NonNegativeInt = key(
-        0, "Rank of the LoRA adapters. A positive rank freezes the base model; 0 trains all weights without adapters."
+        0,
+        "Rank of the LoRA adapters. A positive rank freezes the base model; 0 trains all weights without adapters.",
+        short=("lora", "rank of LoRA adapters"),
     )
     lora_alpha: PositiveFloat = key(
-        16, "LoRA scaling factor. The output of each adapter is multiplied by lora_alpha / lora_rank."
+        16,
+        "LoRA scaling factor. The output of each adapter is multiplied by lora_alpha / lora_rank.",
+        unread=_WITHOUT_LORA,
     )
     target_modules: Names = key(
         "all-linear",
         "Name suffixes of the linear layers to add LoRA adapters to, for example [q_proj, v_proj]. all-linear "
         "selects every linear layer except the output head.",
+        unread=_WITHOUT_LORA,
     )
-    exclude_modules: Names = key(None, "Name suffixes of linear layers to exclude from LoRA. null excludes none.")
+    exclude_modules: Names = key(
+        None, "Name suffixes of linear layers to exclude from LoRA. null excludes none.", unread=_WITHOUT_LORA
+    )
     lora_adapter_path: Path | None = key(
         None,
         "Folder of a PEFT adapter to start from. null initializes the adapters so that they do not change the "
@@ -118,6 +140,26 @@ class PolicyModelConfig(ModelConfig, ResponsesModelConfig):
     """Language model of actor, rollout and reference."""
 
 
+OPTIMIZERS_WITHOUT_BETAS = ("SGD", "Adagrad", "Adadelta", "ASGD", "RMSprop", "Rprop", "Adafactor", "Muon")
+"""Optimizers of torch.optim without the argument `betas`. The config must not import torch."""
+_WITHOUT_BETAS = Unread(lambda optim: optim.optimizer in OPTIMIZERS_WITHOUT_BETAS, "{optimizer}")
+_RPROP = Unread(lambda optim: optim.optimizer == "Rprop", "{optimizer}")
+_COSINE = "set [lr_scheduler_type]=cosine, or omit the key"
+_CONSTANT = Unread(lambda optim: optim.lr_scheduler_type == "constant", "{lr_scheduler_type}", _COSINE)
+_WITHOUT_CYCLES = Unread(lambda optim: optim.lr_scheduler_type != "cosine", "{lr_scheduler_type}", _COSINE)
+_WARMUP_BY_STEPS = Unread(lambda optim: optim.lr_warmup_steps >= 0, "{lr_warmup_steps}")
+_ANY_LENGTH = Unread(
+    lambda optim: _CONSTANT.test(optim) and (_WARMUP_BY_STEPS.test(optim) or optim.lr_warmup_steps_ratio == 0),
+    "{lr_scheduler_type}, because the learning rate does not depend on the length of the schedule",
+    _COSINE,
+    harmless=(-1,),
+)
+
+
+def _overridden(name: str) -> Unread:
+    return Unread(lambda optim: name in optim.override_optimizer_config, "{override_optimizer_config}")
+
+
 class OptimSection(Section):
     """Optimizer and learning-rate schedule.
 
@@ -128,24 +170,45 @@ class OptimSection(Section):
     override_optimizer_config: dict[str, Any] = key(
         {}, "Additional keyword arguments of the optimizer. They take precedence over the other keys of this section."
     )
-    lr: PositiveFloat = key(1e-5, "Peak learning rate, reached at the end of the warm-up.")
-    betas: Betas = key([0.9, 0.999], "Decay rates of the first and second moment estimates of Adam.")
+    lr: PositiveFloat = key(
+        1e-5,
+        "Peak learning rate, reached at the end of the warm-up.",
+        unread=_overridden("lr"),
+        short=("lr", "learning rate"),
+    )
+    betas: Betas = key(
+        [0.9, 0.999],
+        "Decay rates of the first and second moment estimates of Adam.",
+        unread=(_WITHOUT_BETAS, _overridden("betas")),
+    )
     weight_decay: NonNegativeFloat = key(
-        0.01, "Weight decay coefficient. AdamW decouples the decay from the gradient update."
+        0.01,
+        "Weight decay coefficient. AdamW decouples the decay from the gradient update.",
+        unread=(_RPROP, _overridden("weight_decay")),
     )
     lr_warmup_steps: int = key(-1, "Number of linear warm-up steps. -1 uses lr_warmup_steps_ratio.", ge=-1)
-    lr_warmup_steps_ratio: Fraction = key(0.0, "Length of the warm-up as a fraction of the schedule length.")
+    lr_warmup_steps_ratio: Fraction = key(
+        0.0, "Length of the warm-up as a fraction of the schedule length.", unread=_WARMUP_BY_STEPS
+    )
     min_lr_ratio: Fraction | None = key(
-        None, "Minimum learning rate of the cosine and linear schedules, as a fraction of lr. null decays to 0."
+        None,
+        "Minimum learning rate of the cosine and linear schedules, as a fraction of lr. null decays to 0.",
+        unread=_CONSTANT,
     )
     num_cycles: PositiveFloat = key(
-        0.5, "Number of periods of the cosine schedule. 0.5 decays once from lr to the minimum."
+        0.5,
+        "Number of periods of the cosine schedule. 0.5 decays once from lr to the minimum.",
+        unread=_WITHOUT_CYCLES,
     )
     lr_scheduler_type: Literal["constant", "cosine", "linear"] = key(
-        "constant", "Learning-rate schedule after the warm-up."
+        "constant",
+        "Learning-rate schedule after the warm-up.",
+        alias="warmup_style",
     )
     total_training_steps: OffOrPositive = key(
-        -1, "Length of the learning-rate schedule in steps. -1 uses the length of the run."
+        -1,
+        "Length of the learning-rate schedule in steps. -1 uses the length of the run.",
+        unread=_ANY_LENGTH,
     )
 
     def warmup_steps(self, total_steps: int) -> int:

@@ -7,15 +7,15 @@ from typing import Any, Literal, NamedTuple
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from camshaft.config.schema.engine import (
+    MicroBatchKeys,
     PooledSection,
     SelectedEngineSection,
-    global_size_field,
-    size_field,
-    tokens_field,
 )
-from camshaft.config.schema.fields import Count, Functions, Numbers, Path, Section, Text, key, section
+from camshaft.config.schema.fields import Count, Functions, Numbers, Path, Section, Text, key, section, unless
 from camshaft.config.schema.fsdp import ForwardFSDPConfig
 from camshaft.config.schema.model import LoadedModel
+
+_PASSES = MicroBatchKeys("forward pass", "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
 
 
 class RewardModelModelConfig(LoadedModel):
@@ -48,9 +48,12 @@ class OverlongBufferConfig(Section):
         0,
         "Length of the penalty interval in tokens, for example a quarter of data.max_response_length. The penalty "
         "grows linearly from 0 to penalty_factor over the last len tokens before the response length limit.",
+        unread=unless("enable"),
     )
-    penalty_factor: NonNegativeFloat = key(1.0, "Penalty of a response that reaches the length limit.")
-    log: bool = key(False, "Log the mean penalty and the fraction of penalized responses.")
+    penalty_factor: NonNegativeFloat = key(
+        1.0, "Penalty of a response that reaches the length limit.", unread=unless("enable")
+    )
+    log: bool = key(False, "Log the mean penalty and the fraction of penalized responses.", unread=unless("enable"))
 
 
 class RewardModelConfig(PooledSection, SelectedEngineSection):
@@ -81,13 +84,13 @@ class RewardModelConfig(PooledSection, SelectedEngineSection):
             "trust_remote_code": "${actor_rollout_ref.model.trust_remote_code}",
         },
     )
-    micro_batch_size: int | None = global_size_field(None, "forward pass")
-    micro_batch_size_per_gpu: int | None = size_field(8, "forward pass", "micro_batch_size")
+    micro_batch_size: int | None = _PASSES.global_size_key(None)
+    micro_batch_size_per_gpu: int | None = _PASSES.size_key(8)
     use_dynamic_bsz: bool = key(
         "${critic.use_dynamic_bsz}",
         "Limit micro-batches by tokens (forward_max_token_len_per_gpu) instead of by sequences.",
     )
-    forward_max_token_len_per_gpu: int = tokens_field("${critic.forward_max_token_len_per_gpu}", "forward pass")
+    forward_max_token_len_per_gpu: int = _PASSES.tokens_key("${critic.forward_max_token_len_per_gpu}")
     max_length: Count | None = key(
         None,
         "Maximum sequence length in tokens of the reward model. Longer sequences are truncated on the left, and "
@@ -127,7 +130,9 @@ class CustomRewardConfig(Section):
     """Selection of the scoring function, and settings that apply to every scoring function."""
 
     path: Path | None = key(
-        None, "Python file or module that defines the scoring function. null selects a built-in function."
+        None,
+        "Python file or module that defines the scoring function. null selects a built-in function.",
+        short=("reward", "file.py, file.py:function, or a built-in function; or a list"),
     )
     name: Text | None = key(
         DEFAULT_FUNCTION,
@@ -141,7 +146,11 @@ class CustomRewardConfig(Section):
         "Several scoring functions instead of path and name, for example [format.py, math.py:score]. The score is "
         "their weighted sum, and each of them has metrics reward/<function>/mean, ...",
     )
-    weights: Numbers = key([], "Weight of each function in functions. An empty list means a weight of 1 for each.")
+    weights: Numbers = key(
+        [],
+        "Weight of each function in functions. An empty list means a weight of 1 for each.",
+        short=("reward_weights", "weight of each function in reward"),
+    )
     reward_kwargs: dict[str, Any] = key(
         {},
         "Additional keyword arguments passed to every call of the function. With functions, a mapping of arguments "

@@ -12,11 +12,9 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from camshaft.config.schema.algorithm import POLICY_LOSSES
 from camshaft.config.schema.engine import (
     EngineSection,
+    MicroBatchKeys,
     PooledSection,
     PPOUpdateSection,
-    global_size_field,
-    size_field,
-    tokens_field,
 )
 from camshaft.config.schema.fields import (
     Auto,
@@ -32,8 +30,10 @@ from camshaft.config.schema.fields import (
     Section,
     Text,
     TokenIDs,
+    Unread,
     key,
     section,
+    unless,
 )
 from camshaft.config.schema.fsdp import ForwardFSDPConfig, FSDPConfig
 from camshaft.config.schema.model import OptimSection, PolicyModelConfig, ResponsesModelConfig
@@ -42,6 +42,27 @@ LoadFormat = Literal["auto", "hf", "dtensor", "megatron", "dummy_hf", "dummy_dte
 
 
 PolicyLossName = Annotated[Text, Described(f"one of {', '.join(POLICY_LOSSES)}, or package.module:function")]
+
+
+DUAL_CLIP_LOSSES = ("vanilla",)
+"""Built-in policy losses with a dual clip."""
+_WITHOUT_DUAL_CLIP = Unread(
+    lambda actor: actor.policy_loss.loss_mode in set(POLICY_LOSSES) - set(DUAL_CLIP_LOSSES),
+    "{policy_loss.loss_mode}, which has no dual clip",
+)
+_SEPARATE_CLIP_RANGES = Unread(
+    lambda actor: actor.clip_ratio_low is not None and actor.clip_ratio_high is not None,
+    "{clip_ratio_low} {clip_ratio_high}",
+)
+GREEDY = unless("do_sample", harmless=(0,))
+"""Condition of sampling parameters, which greedy decoding does not read."""
+
+_LOG_PROB_KEYS = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz")
+_REF_PASSES = MicroBatchKeys("forward pass", *_LOG_PROB_KEYS)
+_OLD_LOG_PROBS = MicroBatchKeys("forward pass that recomputes old log-probs", *_LOG_PROB_KEYS)
+_VALUES = MicroBatchKeys(
+    "forward pass that computes values", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu"
+)
 
 
 class PolicyLossConfig(Section):
@@ -70,6 +91,7 @@ class ActorConfig(PPOUpdateSection):
         "Training engine: fsdp (FSDP2, alias fsdp2), megatron, torchtitan, reference (one process without sharding), "
         "another registered name, or an import path package.module:Class. auto selects reference for one process on "
         "a CPU, and fsdp otherwise.",
+        short=("engine", "training engine"),
     )
     ppo_mini_batch_size: Annotated[Count, Auto()] = key(
         "auto",
@@ -85,6 +107,7 @@ class ActorConfig(PPOUpdateSection):
         0.2,
         "PPO clip range: the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]. It is the default of "
         "clip_ratio_low and clip_ratio_high.",
+        unread=_SEPARATE_CLIP_RANGES,
     )
     clip_ratio_low: NonNegativeFloat | None = key(
         None,
@@ -100,6 +123,7 @@ class ActorConfig(PPOUpdateSection):
         "Dual-clip coefficient of the vanilla loss: the loss of a token with a negative advantage is at most "
         "-advantage * clip_ratio_c.",
         gt=1,
+        unread=_WITHOUT_DUAL_CLIP,
     )
     entropy_coeff: float = key(
         0.001, "Coefficient of the entropy bonus, which is subtracted from the loss. 0 disables the bonus."
@@ -107,14 +131,18 @@ class ActorConfig(PPOUpdateSection):
     use_kl_loss: bool = key(
         False, "Add the KL divergence from the reference policy to the loss. Usually true with GRPO."
     )
-    kl_loss_coef: NonNegativeFloat = key(0.001, "Coefficient of the KL loss.")
+    kl_loss_coef: NonNegativeFloat = key(0.001, "Coefficient of the KL loss.", unread=unless("use_kl_loss"))
     kl_loss_type: KLPenalty = key(
         "low_var_kl",
         "Estimator of the KL divergence in the loss. full computes the exact divergence over the vocabulary.",
+        unread=unless("use_kl_loss"),
     )
     policy_loss: PolicyLossConfig = section("Policy loss.")
     router_replay: RouterReplayConfig = section("Replay of expert choices in a mixture of experts.")
-    optim: OptimSection = section("Optimizer and learning-rate schedule of the actor.", {"lr": 1e-6})
+    optim: OptimSection = section(
+        "Optimizer and learning-rate schedule of the actor.",
+        {"lr": 1e-6},
+    )
     fsdp_config: FSDPConfig = section("Weight dtype and sharding of the actor.")
 
     def sharding(self) -> FSDPConfig:
@@ -142,15 +170,13 @@ class RefConfig(EngineSection):
             "mixed_precision.param_dtype": "${actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype}",
         },
     )
-    log_prob_micro_batch_size: int | None = global_size_field(None, "forward pass")
-    log_prob_micro_batch_size_per_gpu: int | None = size_field(16, "forward pass", "log_prob_micro_batch_size")
+    log_prob_micro_batch_size: int | None = _REF_PASSES.global_size_key(None)
+    log_prob_micro_batch_size_per_gpu: int | None = _REF_PASSES.size_key(16)
     log_prob_use_dynamic_bsz: bool = key(
         "${actor_rollout_ref.actor.use_dynamic_bsz}",
         "Limit micro-batches by tokens (log_prob_max_token_len_per_gpu) instead of by sequences.",
     )
-    log_prob_max_token_len_per_gpu: int = tokens_field(
-        "${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}", "forward pass", "log_prob_use_dynamic_bsz"
-    )
+    log_prob_max_token_len_per_gpu: int = _REF_PASSES.tokens_key("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}")
 
     def sharding(self) -> ForwardFSDPConfig:
         return self.fsdp_config
@@ -158,18 +184,23 @@ class RefConfig(EngineSection):
 
 class ValKwargs(Section):
     do_sample: bool = key(False, "Sample the validation responses. false uses greedy decoding.")
-    temperature: NonNegativeFloat = key(0, "Sampling temperature in validation. 0 uses greedy decoding.")
+    temperature: NonNegativeFloat = key(0, "Sampling temperature in validation. 0 uses greedy decoding.", unread=GREEDY)
     top_k: int = key(
-        -1, "Number of most likely tokens to sample from in validation. 0 or -1 samples from all tokens.", ge=-1
+        -1,
+        "Number of most likely tokens to sample from in validation. 0 or -1 samples from all tokens.",
+        ge=-1,
+        unread=GREEDY,
     )
     top_p: PositiveFraction = key(
         1.0,
         "Cumulative probability of the most likely tokens to sample from in validation (nucleus sampling). 1 samples "
         "from all tokens.",
+        unread=GREEDY,
     )
     min_p: Fraction = key(
         0.0,
         "Minimum probability of a token in validation, relative to the most likely token. 0 samples from all tokens.",
+        unread=GREEDY,
     )
     repetition_penalty: PositiveFloat = key(
         1.0, "Penalty in validation on tokens of the prompt and the response. 1 disables it."
@@ -194,28 +225,34 @@ class GeneratorConfig(Section):
         "Rollout backend: vllm, torch (built in), server, hf (transformers.generate), another registered name, or an "
         "import path package.module:Class. auto selects vllm on an accelerator if vLLM is installed, and torch "
         "otherwise.",
+        short=("rollout", "rollout backend, which generates the responses"),
     )
     n: Annotated[Count, Auto()] = key(
         "auto",
         "Number of responses to generate per prompt. auto is 8 if the responses to a prompt are compared with each "
         "other (GRPO and other group estimators, estimators that are not built in, dynamic sampling), and 1 "
         "otherwise. Group estimators require more than 1.",
+        short=("n", "responses per prompt"),
     )
     temperature: Annotated[float, Described("a number > 0 (greedy decoding: do_sample=false)")] = key(
         1.0,
         "Sampling temperature. In training, logits are divided by the same temperature before log-probs are computed.",
         gt=0,
     )
-    top_k: int = key(-1, "Number of most likely tokens to sample from. 0 or -1 samples from all tokens.", ge=-1)
+    top_k: int = key(
+        -1, "Number of most likely tokens to sample from. 0 or -1 samples from all tokens.", ge=-1, unread=GREEDY
+    )
     top_p: PositiveFraction = key(
         1.0,
         "Cumulative probability of the most likely tokens to sample from (nucleus sampling). 1 samples from all "
         "tokens.",
+        unread=GREEDY,
     )
     min_p: Fraction = key(
         0.0,
         "Minimum probability of a token, relative to the most likely token. 0 samples from all tokens. Like the "
         "penalties, it requires a rollout that supports it (torch, hf, vllm, server).",
+        unread=GREEDY,
     )
     repetition_penalty: PositiveFloat = key(
         1.0,
@@ -234,8 +271,14 @@ class GeneratorConfig(Section):
     stop_token_ids: TokenIDs = key(
         None, "Token IDs that end a response, in addition to the end-of-sequence tokens of the model."
     )
-    prompt_length: Count = key(512, "Maximum prompt length in tokens.")
-    response_length: Count = key(512, "Maximum response length in tokens. Generation stops at this length.")
+    prompt_length: Count = key(
+        512, "Maximum prompt length in tokens.", short=("prompt_length", "maximum prompt length in tokens")
+    )
+    response_length: Count = key(
+        512,
+        "Maximum response length in tokens. Generation stops at this length.",
+        short=("response_length", "maximum response length in tokens"),
+    )
     dtype: Annotated[DType, Auto()] = key(
         "auto",
         "Dtype of the weights in the rollout backend. It should equal the dtype in which the actor computes. auto is "
@@ -293,19 +336,15 @@ class RolloutConfig(GeneratorConfig):
         "Weights sent in a weight sync with model.lora_rank > 0. merged sends all weights with the adapter merged "
         "into them; adapter (vllm only) sends the base model once, and then only the adapter.",
     )
-    log_prob_micro_batch_size: int | None = global_size_field(None, "forward pass that recomputes old log-probs")
-    log_prob_micro_batch_size_per_gpu: int | None = size_field(
-        16, "forward pass that recomputes old log-probs", "log_prob_micro_batch_size"
-    )
+    log_prob_micro_batch_size: int | None = _OLD_LOG_PROBS.global_size_key(None)
+    log_prob_micro_batch_size_per_gpu: int | None = _OLD_LOG_PROBS.size_key(16)
     log_prob_use_dynamic_bsz: bool = key(
         "${actor_rollout_ref.actor.use_dynamic_bsz}",
         "When old log-probs are recomputed, limit micro-batches by tokens (log_prob_max_token_len_per_gpu) instead "
         "of by sequences.",
     )
-    log_prob_max_token_len_per_gpu: int = tokens_field(
-        "${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}",
-        "forward pass that recomputes old log-probs",
-        "log_prob_use_dynamic_bsz",
+    log_prob_max_token_len_per_gpu: int = _OLD_LOG_PROBS.tokens_key(
+        "${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}"
     )
     val_kwargs: ValKwargs = section("Sampling parameters in validation. By default, one greedy response per prompt.")
 
@@ -319,7 +358,9 @@ class ActorRolloutRefConfig(PooledSection):
         "ActorRolloutRefWorker.",
     )
     hybrid_engine: bool = key(True, "Run actor and rollout on the same devices. Only true is implemented.")
-    model: PolicyModelConfig = section("Model of actor, rollout and reference.")
+    model: PolicyModelConfig = section(
+        "Model of actor, rollout and reference.",
+    )
     actor: ActorConfig = section("Actor: training of the policy.")
     ref: RefConfig = section(
         "Frozen reference policy for the KL divergence. Not read with model.lora_rank > 0, because the reference is "
@@ -377,20 +418,14 @@ class CriticConfig(PooledSection, PPOUpdateSection):
         "${actor_rollout_ref.actor.ppo_mini_batch_size}",
         "Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n sequences.",
     )
-    forward_micro_batch_size: int | None = global_size_field(
-        "${critic.ppo_micro_batch_size}", "forward pass that computes values"
-    )
-    forward_micro_batch_size_per_gpu: int | None = size_field(
-        "${critic.ppo_micro_batch_size_per_gpu}", "forward pass that computes values", "forward_micro_batch_size"
-    )
+    forward_micro_batch_size: int | None = _VALUES.global_size_key("${critic.ppo_micro_batch_size}")
+    forward_micro_batch_size_per_gpu: int | None = _VALUES.size_key("${critic.ppo_micro_batch_size_per_gpu}")
     use_dynamic_bsz: bool = key(
         "${actor_rollout_ref.actor.use_dynamic_bsz}",
         "Limit micro-batches by tokens (ppo_max_token_len_per_gpu, forward_max_token_len_per_gpu) instead of by "
         "sequences.",
     )
-    forward_max_token_len_per_gpu: int = tokens_field(
-        "${critic.ppo_max_token_len_per_gpu}", "forward pass that computes values"
-    )
+    forward_max_token_len_per_gpu: int = _VALUES.tokens_key("${critic.ppo_max_token_len_per_gpu}")
     cliprange_value: PositiveFloat = key(
         0.5, "Clip range of the value loss: new values are clipped to the interval old values +- cliprange_value."
     )

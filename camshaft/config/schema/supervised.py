@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 from pydantic import NonNegativeFloat, NonNegativeInt
 
 from camshaft.config.layout import RayConfig
-from camshaft.config.schema.data import Truncation
-from camshaft.config.schema.engine import TrainedSection, tokens_field
+from camshaft.config.schema.data import NOT_SHUFFLED, Truncation
+from camshaft.config.schema.engine import MicroBatchKeys, TrainedSection
 from camshaft.config.schema.fields import (
     Auto,
     CommandConfig,
@@ -23,7 +23,9 @@ from camshaft.config.schema.fields import (
 )
 from camshaft.config.schema.fsdp import FSDPConfig
 from camshaft.config.schema.model import ModelConfig, OptimSection
-from camshaft.config.schema.trainer import RunConfig
+from camshaft.config.schema.trainer import WITHOUT_BEST_METRIC, RunConfig
+
+_UPDATES = MicroBatchKeys("forward and backward pass", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
 
 
 class SupervisedDataConfig(Section):
@@ -33,15 +35,19 @@ class SupervisedDataConfig(Section):
         None,
         "Data files with training data: a path, folder, glob pattern or URL, or a list of them. Required. The files "
         "are loaded into memory.",
+        short=("data", "training data"),
     )
     val_files: Paths = key(
-        None, "Data files for the validation loss, specified like train_files. null if the run does not validate."
+        None,
+        "Data files for the validation loss, specified like train_files. null if the run does not validate.",
+        short=("val_data", "validation data"),
     )
     max_length: int = key(
         1024,
         "Maximum sequence length in tokens, prompt and response together. It applies to each of the two sequences of "
         "a pair.",
         ge=2,
+        short=("max_length", "maximum sequence length in tokens"),
     )
     truncation: Truncation = key(
         "error",
@@ -53,18 +59,21 @@ class SupervisedDataConfig(Section):
         "auto",
         "Number of sequences (sft) or pairs (rm) per optimizer step, summed over all ranks. auto is 64, or the "
         "number of rows of smaller data.",
+        short=("batch", "rows per training step"),
     )
     micro_batch_size_per_gpu: Count = key(
-        4, "Number of sequences (sft) or pairs (rm) per forward and backward pass on each rank."
+        4,
+        "Number of sequences (sft) or pairs (rm) per forward and backward pass on each rank.",
+        unread=_UPDATES.by_tokens,
     )
     use_dynamic_bsz: bool = key(
         False,
         "Limit micro-batches by tokens (max_token_len_per_gpu) instead of by sequences or pairs. Batches are not "
         "padded, so memory use depends on tokens. The tokens of both sequences of a pair are counted.",
     )
-    max_token_len_per_gpu: int = tokens_field(8192, "forward and backward pass")
+    max_token_len_per_gpu: int = _UPDATES.tokens_key(8192)
     shuffle: bool = key(True, "Shuffle the training data in every epoch.")
-    seed: NonNegativeInt | None = key(None, "Seed for shuffling the data. null uses trainer.seed.")
+    seed: NonNegativeInt | None = key(None, "Seed for shuffling the data. null uses trainer.seed.", unread=NOT_SHUFFLED)
     train_max_samples: OffOrPositive = key(-1, "Maximum number of training rows to load. -1 loads all rows.")
 
 
@@ -75,11 +84,13 @@ class SupervisedTrainerConfig(RunConfig):
         "auto",
         "Maximum number of epochs over the training data. auto is null if total_training_steps is set, and otherwise "
         "4 for camshaft sft and 1 for camshaft rm. null sets no limit.",
+        short=("epochs", "epochs over the training data"),
     )
     total_training_steps: Count | None = key(
         None,
         "Maximum number of optimizer steps. null trains for total_epochs. If both are set, the run ends at the first "
         "limit.",
+        short=("steps", "training steps"),
     )
     save_freq: Frequency = key(
         "auto",
@@ -110,6 +121,7 @@ class SupervisedTrainerConfig(RunConfig):
         "min",
         "Direction of best_metric: min selects the checkpoint with the smallest value, max the one with the largest "
         "value.",
+        unread=WITHOUT_BEST_METRIC,
     )
     resume_mode: Literal["auto", "disable"] = key(
         "auto",
@@ -119,7 +131,7 @@ class SupervisedTrainerConfig(RunConfig):
     export_path: Path | None = key(
         None, "Folder to export the final model to, in Hugging Face format. null uses <default_local_dir>/huggingface."
     )
-    seed: int = key(1, "Random seed.", ge=0, lt=2**32)
+    seed: int = key(1, "Random seed.", ge=0, lt=2**32, short=("seed", "random seed"))
 
 
 class SupervisedConfig(CommandConfig, TrainedSection):
@@ -134,9 +146,12 @@ class SupervisedConfig(CommandConfig, TrainedSection):
         "Training engine: fsdp (FSDP2, alias fsdp2), megatron, torchtitan, reference (one process without sharding), "
         "another registered name, or an import path package.module:Class. auto selects reference for one process on "
         "a CPU, and fsdp otherwise.",
+        short=("engine", "training engine"),
     )
     data: SupervisedDataConfig = section("Training files, length limit and batch sizes.")
-    model: ModelConfig = section("Model to train.")
+    model: ModelConfig = section(
+        "Model to train.",
+    )
     optim: OptimSection = section(
         "Optimizer and learning-rate schedule. The schedule advances once per optimizer step.",
         {"lr_warmup_steps_ratio": 0.03, "lr_scheduler_type": "cosine"},

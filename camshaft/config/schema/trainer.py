@@ -5,7 +5,11 @@ from typing import Annotated, Literal
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from camshaft.config.layout import PlacementConfig, PoolConfig
-from camshaft.config.schema.fields import Auto, Count, Frequency, Names, Path, Section, Text, key, section
+from camshaft.config.schema.fields import Auto, Count, Frequency, Names, Path, Section, Text, Unread, key, section
+
+WITHOUT_BEST_METRIC = Unread(
+    lambda trainer: trainer.best_metric is None, "{best_metric}", "set [best_metric], or omit the key"
+)
 
 
 class SamplesConfig(Section):
@@ -42,7 +46,9 @@ class RunConfig(PlacementConfig):
         "import path package.module:Class.",
     )
     default_local_dir: Path = key(
-        "checkpoints/${trainer.project_name}/${trainer.experiment_name}", "Folder for checkpoints and metrics."
+        "checkpoints/${trainer.project_name}/${trainer.experiment_name}",
+        "Folder for checkpoints and metrics.",
+        short=("out", "run folder"),
     )
     default_hdfs_dir: Path | None = key(
         None,
@@ -66,11 +72,13 @@ class TrainerConfig(RunConfig):
         "auto",
         "Maximum number of epochs over the training prompts. auto is null if total_training_steps is set, and 30 "
         "otherwise. null sets no limit.",
+        short=("epochs", "epochs over the training prompts"),
     )
     total_training_steps: Count | None = key(
         None,
         "Maximum number of training iterations. null trains for total_epochs. If both are set, the run ends at the "
         "first limit.",
+        short=("steps", "training steps"),
     )
     save_freq: Frequency = key(
         "auto",
@@ -143,6 +151,7 @@ class TrainerConfig(RunConfig):
         "max",
         "Direction of best_metric: max selects the checkpoint with the largest value, min the one with the smallest "
         "value.",
+        unread=WITHOUT_BEST_METRIC,
     )
     resume_mode: Literal["auto", "disable", "resume_path"] = key(
         "auto",
@@ -155,4 +164,4 @@ class TrainerConfig(RunConfig):
         "Has no effect and is accepted for compatibility only. camshaft has no legacy implementation, so enable and "
         "true are rejected.",
     )
-    seed: int = key(1, "Random seed.", ge=0, lt=2**32)
+    seed: int = key(1, "Random seed.", ge=0, lt=2**32, short=("seed", "random seed"))

@@ -28,17 +28,15 @@ from camshaft.config import (
     load_sft,
 )
 from camshaft.config.checks.ineffective import (
-    GENERATE_RULES,
-    OPTIMIZERS_WITHOUT_BETAS,
-    PPO_RULES,
     RULES,
-    SUPERVISED_RULES,
+    field_rules,
     find_notices,
 )
 from camshaft.config.composition import compose_jobs, overridden_keys
 from camshaft.config.defaults import raw_defaults
 from camshaft.config.load import choose_automatic, from_container, resolve
 from camshaft.config.schema.fields import Section
+from camshaft.config.schema.model import OPTIMIZERS_WITHOUT_BETAS
 from camshaft.config.tree import leaf_fields, merge
 from camshaft.errors import ConfigError
 from camshaft.machine import Machine
@@ -284,15 +282,16 @@ def test_key_that_nothing_reads_is_reported(command: str, case: Case, commands: 
 
 
 def test_every_rule_has_a_case() -> None:
-    cases = {PPO_RULES: PPO_CASES, SUPERVISED_RULES: SUPERVISED_CASES, GENERATE_RULES: GENERATE_CASES}
-    for rules, listed in cases.items():
+    cases = {PPOConfig: PPO_CASES, SFTConfig: SUPERVISED_CASES, GenerateConfig: GENERATE_CASES}
+    for schema, listed in cases.items():
         keys = {setting.lstrip("+").partition("=")[0] for setting, _, _ in listed}
+        rules = (*RULES[schema], *field_rules(schema))
         assert [rule.keys for rule in rules if not any(rule.covers(key) for key in keys)] == []
 
 
 def test_rules_name_keys_of_their_command() -> None:
     for schema, rules in RULES.items():
-        for rule in rules:
+        for rule in (*rules, *field_rules(schema)):
             for name in (*rule.keys, *rule.exempt):
                 assert any(key == name or key.startswith(f"{name}.") for key in leaf_fields(schema)), (schema, name)
 

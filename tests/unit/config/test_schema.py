@@ -15,7 +15,7 @@ from camshaft.config.auto import RULES
 from camshaft.config.defaults import raw_defaults
 from camshaft.config.load import resolved_defaults, valid_defaults
 from camshaft.config.schema.algorithm import ESTIMATORS, POLICY_LOSSES
-from camshaft.config.schema.fields import KLPenalty, LossAggMode, accepts_auto, differing_defaults
+from camshaft.config.schema.fields import DifferingDefaults, KLPenalty, LossAggMode, accepts_auto, marks
 from camshaft.config.tree import expand_keys, fields, flatten, get, leaf_fields, ordered_names, section_class
 
 SCHEMAS = [PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig]
@@ -50,7 +50,12 @@ def test_every_key_has_its_default_at_its_field(schema):
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_only_enclosing_sections_change_a_default(schema):
-    differing = {f"{place}.{key}" for place, field in fields(schema).items() for key in differing_defaults(field)}
+    differing = {
+        f"{place}.{key}"
+        for place, field in fields(schema).items()
+        for mark in marks(field, DifferingDefaults)
+        for key in mark.values
+    }
     defaults = flatten(raw_defaults(schema), leaf_fields(schema))
     assert {key for key, field in leaf_fields(schema).items() if defaults[key] != field.default} <= differing
     assert differing <= leaf_fields(schema).keys()

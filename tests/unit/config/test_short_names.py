@@ -19,7 +19,7 @@ from camshaft.config import (
     load_sft,
 )
 from camshaft.config.schema.algorithm import ESTIMATORS
-from camshaft.config.short_names import OTHER_NAMES, RECIPES, SHORT_NAMES, SUPERVISED_NAMES, short_names
+from camshaft.config.short_names import OTHER_NAMES, RECIPES, SUPERVISED_NAMES, declared_short_names, short_names
 from camshaft.config.tree import format_value, get, leaf_fields
 from camshaft.errors import ConfigError
 
@@ -42,9 +42,9 @@ def places(tmp_path, words):
 
 @pytest.mark.parametrize("schema", SCHEMAS)
 def test_short_names_are_unique_and_name_keys(schema):
-    names = [entry.name for entry in SHORT_NAMES[schema]]
+    names = [entry.name for entry in declared_short_names(schema).values()]
     assert len(set(names)) == len(names)
-    assert {entry.key for entry in SHORT_NAMES[schema]} <= set(leaf_fields(schema))
+    assert declared_short_names(schema).keys() <= leaf_fields(schema).keys()
 
 
 def test_recipes_set_keys_and_estimators():
@@ -348,7 +348,7 @@ def test_help_lists_the_short_names(capsys):
     for command, schema in (("ppo", PPOConfig), ("sft", SFTConfig), ("rm", RMConfig), ("generate", GenerateConfig)):
         assert main([command, "--help"]) == 0
         text = capsys.readouterr().out
-        assert all(f"  {entry.name}=" in text and entry.key in text for entry in SHORT_NAMES[schema])
+        assert all(f"  {entry.name}=" in text and key in text for key, entry in declared_short_names(schema).items())
         assert max(map(len, text.splitlines())) <= 120
 
 
