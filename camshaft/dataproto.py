@@ -221,8 +221,9 @@ def _as_column(name: str, value: Any) -> Column:
         if value.ndim == 0:
             raise BatchError(f"column '{name}' is a scalar, but a tensor column must have one entry per row")
         return value
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, (Sequence, np.ndarray)):
-        raise BatchError(f"column '{name}' must be a tensor, a Ragged or a list of objects, got {type(value).__name__}")
+    kind: type[object] = value.__class__
+    if issubclass(kind, str | bytes | Mapping) or not issubclass(kind, Sequence | np.ndarray):
+        raise BatchError(f"column '{name}' must be a tensor, a Ragged or a list of objects, got {kind.__name__}")
     return _objects(list(value))
 
 
@@ -253,17 +254,18 @@ def _concat(name: str, parts: Sequence[Column]) -> Column:
 def _equal(a: Any, b: Any) -> bool:
     if a is b:
         return True
-    if type(a) is not type(b):
+    kind: type[object] = a.__class__
+    if kind is not b.__class__:
         return False
-    if isinstance(a, Ragged):
+    if issubclass(kind, Ragged):
         return torch.equal(a.lengths, b.lengths) and _equal(a.values, b.values)
-    if isinstance(a, Tensor):
+    if issubclass(kind, Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b.to(a.device))
-    if isinstance(a, np.ndarray):
+    if issubclass(kind, np.ndarray):
         return a.shape == b.shape and a.dtype == b.dtype and _equal(a.tolist(), b.tolist())
-    if isinstance(a, (list, tuple)):
+    if issubclass(kind, list | tuple):
         return len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict):
+    if issubclass(kind, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     return bool(a == b)
 

@@ -13,6 +13,7 @@ estimators with groups, and the reward-to-go otherwise.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,8 +161,10 @@ class _Groups:
     """Statistics per group of a (B,) tensor. Each row receives the value of its group, so results are (B,)."""
 
     def __init__(self, groups: Tensor):
-        names, self._inverse = torch.unique(groups, return_inverse=True)
+        untyped: Any = groups  # torch does not annotate `unique`
+        names, inverse = untyped.unique(return_inverse=True)
         self._num_groups = len(names)
+        self._inverse: Tensor = inverse
         self.size = torch.bincount(self._inverse, minlength=self._num_groups)[self._inverse]
 
     def sum(self, x: Tensor) -> Tensor:

@@ -114,7 +114,8 @@ class BinPacker:
 
     def _repair(self, bins: list[list[int]]) -> list[list[int]] | None:
         """Move the shortest items of bins over a limit to the cheapest bin with space; return None if no bin has."""
-        bins, moved_items = [sorted(items, key=lambda item: (-self.sizes[item], item)) for items in bins], []
+        bins = [sorted(items, key=lambda item: (-self.sizes[item], item)) for items in bins]
+        moved_items: list[int] = []
         tokens = [sum(self.sizes[item] for item in items) for items in bins]
         costs = [self.cost(items) for items in bins]
         for index, items in enumerate(bins):

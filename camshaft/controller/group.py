@@ -19,7 +19,7 @@ the backends that start them.
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import methodcaller
@@ -59,7 +59,7 @@ class Options:
     """Time limit of a call, in seconds. Collectives inside the call time out a little later."""
     setting: str = "Options(timeout=...)"
     """Name of the setting that determines `timeout`, for messages."""
-    limits: Mapping[str, Limit] = field(default_factory=dict)
+    limits: Mapping[str, Limit] = field(default_factory=dict[str, Limit])
     """Limits of the methods whose limit is not `timeout`, by method name."""
     log_folder: str | None = None
     """Folder for the output of the workers, with one file per rank. If None, workers share the output of the driver."""
@@ -67,7 +67,7 @@ class Options:
     """Modules that worker processes may import while they start."""
     import_main: bool = True
     """Import the main module of the driver in local worker processes, so that roles can be classes of it."""
-    ray_init: Mapping[str, Any] = field(default_factory=dict)
+    ray_init: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of `ray.init`. Only the backend `ray` reads them."""
 
     def limit(self, method: str) -> Limit:
@@ -204,31 +204,45 @@ class InProcessPool(Pool):
         return role
 
 
+@dataclass(frozen=True)
+class SpawnedRole:
+    """A role that has been built on the ranks of a pool."""
+
+    pool: Pool
+    spec: RoleSpec
+    owns_pool: bool
+    """True if the pool ends with the role."""
+    key: int
+    modes: Mapping[str, Dispatch]
+    """Dispatch mode of each registered method."""
+    seats: dict[str, list[Seat]] = field(default_factory=dict[str, list[Seat]])
+    """Seats of the ranks by method name, read at the first call that needs them."""
+
+
 class WorkerGroup:
     """The workers of one role, one on each rank of a pool. It has the registered methods of the role.
 
     `spawn` returns a group typed as its role. Accessing a registered method returns a `GroupMethod`. Accessing any
-    other attribute raises an error.
+    other attribute but `spawned` raises an error.
     """
 
-    __slots__ = ("_key", "_modes", "_owns_pool", "_pool", "_role", "_seats")
+    __slots__ = ("spawned",)
 
     def __init__(self, pool: Pool, role: RoleSpec, owns_pool: bool):
-        self._pool, self._role, self._owns_pool = pool, role, owns_pool
-        self._modes = registered_methods(role.role_class)
-        self._seats: dict[str, list[Seat]] = {}
-        self._key = pool.build(role)
+        self.spawned = SpawnedRole(pool, role, owns_pool, pool.build(role), registered_methods(role.role_class))
 
     def __getattr__(self, name: str) -> "GroupMethod":
-        if name not in self._modes:
-            raise AttributeError(_not_registered(self._role.role_class, name, list(self._modes)))
-        return GroupMethod(self, name, self._modes[name])
+        modes = self.spawned.modes
+        if name not in modes:
+            raise AttributeError(_not_registered(self.spawned.spec.role_class, name, list(modes)))
+        return GroupMethod(self.spawned, name, modes[name])
 
     def __dir__(self) -> list[str]:
-        return sorted(self._modes)
+        return sorted(self.spawned.modes)
 
     def __repr__(self) -> str:
-        return f"<{self._role.name}: {self._role.role_class.__name__} on {self._pool.world_size} rank(s)>"
+        role, pool = self.spawned.spec, self.spawned.pool
+        return f"<{role.name}: {role.role_class.__name__} on {pool.world_size} rank(s)>"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r} cannot be copied or sent to a worker; use it only in the driver")
@@ -237,10 +251,10 @@ class WorkerGroup:
 class GroupMethod:
     """A registered method of a worker group, which can be called or passed to `submit`."""
 
-    __slots__ = ("group", "mode", "name")
+    __slots__ = ("mode", "name", "role")
 
-    def __init__(self, group: WorkerGroup, name: str, mode: Dispatch):
-        self.group, self.name, self.mode = group, name, mode
+    def __init__(self, role: SpawnedRole, name: str, mode: Dispatch):
+        self.role, self.name, self.mode = role, name, mode
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return submit(self, *args, **kwargs).result()
@@ -290,19 +304,19 @@ def submit(method: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Pending
     """
     if not isinstance(method, GroupMethod):
         raise TypeError(f"submit() got {method!r}; pass a method of a spawned role, such as critic.compute_values")
-    group, mode = method.group, method.mode
+    role, mode = method.role, method.mode
     if mode is Dispatch.DP_COMPUTE_PROTO:
-        if method.name not in group._seats:
-            group._seats[method.name] = group._pool.seats(group._key, method.name)
-        seats = group._seats[method.name]
+        if method.name not in role.seats:
+            role.seats[method.name] = role.pool.seats(role.key, method.name)
+        seats = role.seats[method.name]
     else:
         # These modes do not read seats, because a role may have none before its model is built. The call may change
         # the seats, so the cached ones are dropped.
-        group._seats.clear()
-        seats = [Seat(rank=rank, world=group._pool.world_size) for rank in range(group._pool.world_size)]
+        role.seats.clear()
+        seats = [Seat(rank=rank, world=role.pool.world_size) for rank in range(role.pool.world_size)]
     calls = scatter(mode, seats, args, kwargs)
     send_result = [result_slot(mode, seat) is not None for seat in seats]
-    return Pending(mode, seats, group._pool.submit(group._key, method.name, calls, send_result))
+    return Pending(mode, seats, role.pool.submit(role.key, method.name, calls, send_result))
 
 
 def shutdown(*roles: Worker) -> None:
@@ -310,14 +324,15 @@ def shutdown(*roles: Worker) -> None:
     for role in roles:
         if not isinstance(role, WorkerGroup):
             raise TypeError(f"shutdown() got {type(role).__name__}; pass roles returned by spawn()")
-        if role._owns_pool:
-            role._pool.shutdown()
+        spawned = role.spawned
+        if spawned.owns_pool:
+            spawned.pool.shutdown()
         else:
-            role._pool.drop(role._key)
+            spawned.pool.drop(spawned.key)
 
 
 @contextmanager
-def workers(role_class: type[R], *args: Any, **kwargs: Any) -> Iterator[R]:
+def workers(role_class: type[R], *args: Any, **kwargs: Any) -> Generator[R]:
     """Spawn a role for a `with` block. The arguments are those of `spawn`."""
     role = spawn(role_class, *args, **kwargs)
     try:
@@ -338,7 +353,7 @@ def start_pools(specs: Sequence[PoolSpec], backend: str = "local", options: Opti
 
 
 @contextmanager
-def pools(specs: Sequence[PoolSpec], backend: str = "local", options: Options | None = None) -> Iterator[list[Pool]]:
+def pools(specs: Sequence[PoolSpec], backend: str = "local", options: Options | None = None) -> Generator[list[Pool]]:
     """Start pools for a `with` block."""
     running_pools = start_pools(specs, backend, options)
     try:
@@ -349,7 +364,7 @@ def pools(specs: Sequence[PoolSpec], backend: str = "local", options: Options | 
 
 
 @contextmanager
-def pool(spec: PoolSpec, backend: str = "local", options: Options | None = None) -> Iterator[Pool]:
+def pool(spec: PoolSpec, backend: str = "local", options: Options | None = None) -> Generator[Pool]:
     """Start one pool for a `with` block."""
     with pools([spec], backend, options) as (running_pool,):
         yield running_pool

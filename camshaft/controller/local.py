@@ -21,12 +21,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from functools import partial
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -176,7 +177,8 @@ class LocalProcess(WorkerProcess):
                 except (EOFError, ConnectionError) as error:
                     raise WorkerError(f"the fork server ended while it started {name}, {_OUT_OF_MEMORY}") from error
         self.pid = self._process.pid
-        self.fork_server: int = forkserver._forkserver._forkserver_pid  # pyright: ignore[reportAttributeAccessIssue]
+        private_names: Any = forkserver
+        self.fork_server: int = private_names._forkserver._forkserver_pid
         threading.Thread(target=self._exchange_messages, name=f"messages-{name}", daemon=True).start()
 
     def post(self, payload: Frames) -> None:
@@ -236,7 +238,7 @@ class LocalProcess(WorkerProcess):
 
 
 @contextlib.contextmanager
-def _hidden_main_module() -> Iterator[None]:
+def _hidden_main_module() -> Generator[None]:
     """Keep `multiprocessing` from running the program of this process again in a process that it starts.
 
     It would do so for the classes of `__main__`, and run a script without `if __name__ == "__main__"` twice.
@@ -250,7 +252,7 @@ def _hidden_main_module() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _temporary_files_in(folder: Path) -> Iterator[None]:
+def _temporary_files_in(folder: Path) -> Generator[None]:
     """Let `multiprocessing`, which starts the fork server once, create its socket in the folder.
 
     Its default folder would stay behind if this process is killed.
@@ -299,7 +301,8 @@ def serve(connection: socket.socket, rank_info: RankInfo, folder: Path, driver: 
         logger.exception("rank %d cannot exchange messages with the driver and exits", rank_info.rank)
         status = 1
     # Remove semaphores, such as that of tqdm, which the resource tracker would report as leaked.
-    util._run_finalizers(0)  # pyright: ignore[reportAttributeAccessIssue]
+    private_names: Any = util
+    private_names._run_finalizers(0)
     # Exit without finalizing the interpreter, because finalization sometimes aborts while gloo threads run.
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the disk may be full

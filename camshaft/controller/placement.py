@@ -7,7 +7,7 @@ with run_pools(config.trainer, pool_specs(config), config.ray_kwargs.ray_init, l
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,7 @@ def global_pool(trainer: PlacementConfig, role: str) -> PoolSpec:
 @contextlib.contextmanager
 def run_pools(
     trainer: PlacementConfig, specs: Sequence[PoolSpec], ray_init: Mapping[str, Any], log_folder: Path | None
-) -> Iterator[dict[str, Pool]]:
+) -> Generator[dict[str, Pool]]:
     """Start the pools and yield them by name. Workers write their output to files in `log_folder`."""
     logs = None if log_folder is None else str(log_folder.expanduser().absolute())
     options = Options(

@@ -19,7 +19,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -125,7 +125,7 @@ class ProcessPool(Pool):
         try:
             self.create_processes()
         except BaseException:
-            self._terminate("it could not be started")
+            self.terminate("it could not be started")
             raise
 
     def rank_info(self, rank: int, device: str) -> RankInfo:
@@ -151,7 +151,7 @@ class ProcessPool(Pool):
             self.request("__init__", ("join", self.rendezvous()))
             self._resident = [resident_memory(process.local_pid()) for process in self.processes]
         except BaseException:
-            self._terminate("it could not be started")
+            self.terminate("it could not be started")
             raise
 
     # -- implemented by a backend -----------------------------------------------------------------
@@ -226,7 +226,7 @@ class ProcessPool(Pool):
                     process.stop()
                 for process in self.processes:
                     process.join(max(0.0, deadline - time.monotonic()))
-            self._terminate("it was shut down")
+            self.terminate("it was shut down")
 
     def _role(self, key: int, method: str) -> RoleSpec:
         if key not in self._roles:
@@ -295,11 +295,11 @@ class ProcessPool(Pool):
             raise WorkerError(f"{request}: its workers have ended ({self._end_reason}); spawn it again")
 
     @contextlib.contextmanager
-    def _terminate_on_error(self, request: Request) -> Iterator[None]:
+    def _terminate_on_error(self, request: Request) -> Generator[None]:
         try:
             yield
         except BaseException as error:
-            self._terminate(f"{request.method} failed: {str(error).partition(chr(10))[0] or type(error).__name__}")
+            self.terminate(f"{request.method} failed: {str(error).partition(chr(10))[0] or type(error).__name__}")
             raise
 
     def _poll_if_unattended(self) -> None:
@@ -370,7 +370,7 @@ class ProcessPool(Pool):
 
     def _stacks(self, ranks: list[int], short: bool) -> str:
         """Return the stacks of ranks for a message, or only the innermost frames of some of them."""
-        texts = []
+        texts: list[str] = []
         for rank in ranks[:MAX_STACKS] if short else ranks:
             stacks = self.processes[rank].stacks()
             stacks = innermost_frames(stacks) if short else stacks
@@ -414,7 +414,7 @@ class ProcessPool(Pool):
         growths = [resident_memory(process.local_pid(), "VmHWM") - start for process, start in pairs]
         return max(growths, default=0) or None
 
-    def _terminate(self, reason: str) -> None:
+    def terminate(self, reason: str) -> None:
         """Kill all processes. Calling it again has no effect, unless an interrupt ended the first call."""
         if self._end_reason and self not in _LIVE:
             return
@@ -433,7 +433,7 @@ _LIVE: set[ProcessPool] = set()
 @atexit.register
 def _terminate_all() -> None:
     for pool in list(_LIVE):
-        pool._terminate("the driver ended")
+        pool.terminate("the driver ended")
 
 
 # A forked child of the driver must not terminate the driver's workers.

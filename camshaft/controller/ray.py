@@ -12,6 +12,8 @@ to the daemons of the cluster, which detects a dead machine within seconds. Ray 
 least as many CPUs as the pools request, so on a small machine the ranks share the cores.
 """
 
+# Ray annotates few of its functions.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 import atexit
 import contextlib
 import logging
@@ -24,7 +26,7 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -169,7 +171,7 @@ def _is_secret(name: str, value: str) -> bool:
 
 
 @contextlib.contextmanager
-def _guard_cluster() -> Iterator[None]:
+def _guard_cluster() -> Generator[None]:
     """Mark the processes that start in the block, and kill those that outlive this process if it is killed.
 
     Ray's agents would wait a minute for the head of the cluster, which ends together with this process.
@@ -391,7 +393,7 @@ class ActorProcess(WorkerProcess):
             kill_group(self.pid)  # ray.kill would wait five seconds for the process, even if it is suspended
         if not self._monitor.error() and _head_answers():
             with contextlib.suppress(ray.exceptions.RayError):
-                ray.kill(self._actor, no_restart=True)  # pyright: ignore[reportArgumentType]
+                ray.kill(self._actor, no_restart=True)
 
     def join(self, seconds: float) -> None:
         """Do nothing. The process group ends with the actor, and the actor may run on another machine."""
@@ -439,7 +441,7 @@ class ActorExecutor:
         return as_arrays(self._executor.answer(frames))
 
 
-_ACTOR = ray.remote(ActorExecutor)
+_ACTOR: Any = ray.remote(ActorExecutor)
 
 
 class _PickledClass:

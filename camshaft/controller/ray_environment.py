@@ -10,7 +10,7 @@ these settings when it is imported and when its daemons start.
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any
 
 from camshaft.controller.group import Options, Pool
@@ -34,7 +34,7 @@ def start(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
 
 
 @contextlib.contextmanager
-def _ray_environment(ray_init: Mapping[str, Any]) -> Iterator[None]:
+def _ray_environment(ray_init: Mapping[str, Any]) -> Generator[None]:
     """Configure Ray for one machine while it is imported and its processes start. Values set by the user win."""
     settings = {SEVERAL_MACHINES: "0"} | ({} if ray_init.get("include_dashboard") else NO_METRICS)
     unset = {name: value for name, value in settings.items() if name not in os.environ}

@@ -44,7 +44,7 @@ class Node:
 
     name: str
     total: Amounts
-    free: Amounts = field(default_factory=dict)
+    free: Amounts = field(default_factory=dict[str, float])
 
 
 def shortage(specs: Sequence[PoolSpec], nodes: Sequence[Node]) -> str | None:

@@ -229,8 +229,9 @@ def _split_argument(argument: int | str, value: Any, dp_size: int) -> list[Any]:
 
 
 def _check_entries(argument: int | str, value: Any, world: int) -> None:
-    if not isinstance(value, list) or len(value) != world:
-        got = f"a list of {len(value)}" if isinstance(value, list) else type(value).__name__
+    kind: type[object] = value.__class__
+    if not issubclass(kind, list) or len(value) != world:
+        got = f"a list of {len(value)}" if issubclass(kind, list) else kind.__name__
         raise BatchError(
             f"ALL_TO_ALL: argument {argument!r} must be a list with one entry for each of {world} ranks; got {got}"
         )

@@ -16,7 +16,7 @@ log-prob of token j. `scores` hold one value per sequence.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -54,7 +54,7 @@ class StepResult:
     grad_norm: float
     skipped: bool
     predictions: Any = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict[str, float])
 
 
 class BaseEngine(ABC):
@@ -71,9 +71,10 @@ class BaseEngine(ABC):
     """Supported features and the schema of the options. A class attribute, readable without an instance."""
 
     def __init__(self, config: EngineConfig):
-        if not isinstance(config, EngineConfig):
+        given: Any = config
+        if not isinstance(given, EngineConfig):
             raise EngineError(
-                f"config is a {type(config).__name__}; pass an EngineConfig, for example "
+                f"config is a {type(given).__name__}; pass an EngineConfig, for example "
                 "EngineConfig.model_validate({'model': {'path': 'models/tiny'}})"
             )
         self.config = config
@@ -98,7 +99,7 @@ class BaseEngine(ABC):
         """Move offloaded parameters to the device and call `module.eval()`; undo both on exit."""
 
     @contextmanager
-    def share_weights(self) -> Iterator[None]:
+    def share_weights(self) -> Generator[None]:
         """Enter `eval_mode` for a reader that shares the storage of the weights, such as a rollout.
 
         `train_mode` raises an error until the context is left, because an update would change what the reader reads.
@@ -278,7 +279,8 @@ class BaseEngine(ABC):
         grad_norm = self.optimizer_step()
         sums: dict[str, Tensor] = results["metrics"]
         # One device-to-host copy for the loss and all metrics.
-        value, *metrics = torch.stack([loss.double(), *(share.double() for share in sums.values())]).tolist()
+        stacked: Any = torch.stack([loss.double(), *(share.double() for share in sums.values())])
+        value, *metrics = stacked.tolist()
         skipped = self.skipped_steps > skipped_before
         return StepResult(value, grad_norm, skipped, predictions, dict(zip(sums, metrics, strict=True)))
 

@@ -61,7 +61,8 @@ def call_context(ctx: Mapping[str, Any] | None, head: Head) -> CallContext:
     """Check the control keys of `ctx` and return a copy with defaults filled in and empty metrics."""
     values = CallContext(ctx or {})
     control = StepContext.__annotations__
-    for key in values.keys() - control.keys():
+    custom_keys: set[Any] = values.keys() - control.keys()
+    for key in custom_keys:
         nearest = next((name for name in control if isinstance(key, str) and _is_misspelled(key, name)), None)
         if nearest is not None:
             raise EngineError(

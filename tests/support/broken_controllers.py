@@ -197,15 +197,15 @@ class IgnoresShutdown(LocalPool):
 class SurvivesErrors(LocalPool):
     """Leave the processes running after an error, until the shutdown."""
 
-    def _terminate(self, reason: str) -> None:
+    def terminate(self, reason: str) -> None:
         if "failed" in reason:
             self._end_reason = reason
         else:
-            super()._terminate(reason)
+            super().terminate(reason)
 
     def shutdown(self) -> None:
         self._end_reason = ""
-        super()._terminate("it was shut down")
+        super().terminate("it was shut down")
 
 
 def without_process_group(specs: Sequence[PoolSpec], options: Options) -> list[Pool]:
