@@ -1,10 +1,11 @@
 """The contract of `BaseEngine`.
 
-suite.py         `check_engine`, and rules about predictions, steps and modes
-checkpoints.py   rules about checkpoints and exported weights
-adapters.py      the rule about LoRA adapters
-exact_kl.py      rules about losses that contain the KL divergence over the whole vocabulary
-harness.py       builds engines on a tiny model, runs steps and compares results
-oracle.py        computes the expected results with transformers
-ranks.py         runs the contract in several processes
+suite.py          `check_engine`, and rules about predictions, steps and modes
+checkpoints.py    rules about checkpoints and exported weights
+adapters.py       the rule about LoRA adapters
+missing_calls.py  the rule about errors of calls that come too early
+exact_kl.py       rules about losses that contain the KL divergence over the whole vocabulary
+harness.py        builds engines on a tiny model, runs steps and compares results
+oracle.py         computes the expected results with transformers
+ranks.py          runs the contract in several processes
 """
