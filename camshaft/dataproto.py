@@ -47,6 +47,22 @@ class DataProto:
         """Build a batch. Tensors and `Ragged` are used directly; other sequences become columns of Python objects."""
         return DataProto({name: _as_column(name, value) for name, value in columns.items()}, meta_info)
 
+    @staticmethod
+    def from_responses(prompts: Ragged, responses: Ragged, **columns: Ragged) -> DataProto:
+        """Build a batch that an engine reads: sequences of a prompt and its response as `input_ids`.
+
+        Each of `columns` has one value per response token, such as `advantages`, and is 0 at the tokens of the prompt.
+        `loss_mask` is one of them; by default, it is True at all response tokens.
+        """
+        columns = {"loss_mask": responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))} | columns
+        sequences = {"input_ids": Ragged.join(prompts, responses)}
+        for name, column in columns.items():
+            if not torch.equal(column.lengths, responses.lengths):
+                raise BatchError(f"from_responses: column '{name}' must have one value per response token")
+            zeros = column.values.new_zeros(len(prompts.values), *column.values.shape[1:])
+            sequences[name] = Ragged.join(prompts.like(zeros), column)
+        return DataProto(sequences)
+
     # -- access -----------------------------------------------------------------------------------
 
     def __len__(self) -> int:

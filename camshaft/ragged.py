@@ -114,6 +114,11 @@ class Ragged:
         """Start of each row in `values`, and the end of the last row, shape (B + 1,)."""
         return torch.cat([torch.zeros(1, dtype=torch.int64), self.lengths.cumsum(0)])
 
+    @property
+    def device_lengths(self) -> Tensor:
+        """`lengths` on the device of `values`. The copy does not wait for the device."""
+        return to_device(self.lengths, self.values.device)
+
     def rows(self) -> list[Tensor]:
         """Return one tensor per row. The tensors share storage with `values`."""
         return list(self.values.split(self.lengths.tolist()))
@@ -188,14 +193,14 @@ class Ragged:
 
         The result is int64 for integer and bool values, float64 for float64 values, and float32 for other floats.
         """
-        values, lengths = self.values, to_device(self.lengths, self.values.device)
+        values = self.values
         is_float = values.is_floating_point()
         values = values.long() if not is_float else values.float() if values.itemsize < 4 else values
         if not len(self):
             return values.clone()
         if not is_float:
             return values.new_zeros((len(self), *values.shape[1:])).index_add(0, self.row_ids(), values)
-        return torch.segment_reduce(values, "sum", unsafe=True, lengths=lengths, initial=0)
+        return torch.segment_reduce(values, "sum", unsafe=True, lengths=self.device_lengths, initial=0)
 
     # -- serialization ----------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ Glossary of names and formulas:
     share           contribution of a micro-batch to a mini-batch mean: micro-batch sum / mini-batch count
 """
 
-from camshaft.algorithms.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions, Estimator
+from camshaft.algorithms.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions, Estimator, group_advantages
 from camshaft.algorithms.kl import KL_PENALTIES, AdaptiveKL, FixedKL, kl_penalty
 from camshaft.algorithms.losses import (
     AGGREGATIONS,
@@ -53,7 +53,7 @@ from camshaft.algorithms.preference import preference_loss
 
 __all__ = [
     "ESTIMATORS", "POLICY_LOSSES", "KL_PENALTIES", "AGGREGATIONS",
-    "AdvantageInputs", "AdvantageOptions", "Estimator",
+    "AdvantageInputs", "AdvantageOptions", "Estimator", "group_advantages",
     "FixedKL", "AdaptiveKL", "kl_penalty",
     "Clip", "PolicyLoss", "policy_loss", "gspo_loss", "cispo_loss",
     "Counts", "aggregate", "value_loss", "entropy_loss", "kl_loss", "full_kl_loss", "sft_loss",

@@ -108,18 +108,33 @@ def remax(rewards: Tensor, mask: Tensor, baselines: Tensor) -> Result:
 
 
 @torch.no_grad()
+def group_advantages(
+    scores: Tensor, groups: Tensor, *, norm_by_std: bool = True, leave_one_out: bool = False
+) -> Tensor:
+    """Compute an advantage per row from the scores R of its group: A = (R - b_g) / (std_g + 1e-6) as in GRPO.
+
+    b_g is the mean R of the group, or with `leave_one_out` that of its other rows, and std_g is unbiased. Without
+    `norm_by_std`, A = R - b_g. The arithmetic is in float64. `scores`, `groups` and the result are (B,).
+    """
+    totals, members = scores.double(), _Groups(groups)
+    mean = members.mean(totals)
+    baseline = members.mean_of_others(totals) if leave_one_out else mean
+    advantages = totals - baseline
+    if norm_by_std:
+        std = (members.sum((totals - mean).square()) / (members.size - 1).clamp(min=1)).sqrt()
+        advantages = advantages / (torch.where(members.size > 1, std, 1.0) + 1e-6)
+    return advantages.to(scores.dtype)
+
+
+@torch.no_grad()
 def grpo(rewards: Tensor, mask: Tensor, groups: Tensor, *, norm_by_std: bool = True) -> Result:
     """GRPO: A = (R - mean_g) / (std_g + 1e-6) with the unbiased std_g; without `norm_by_std` (Dr.GRPO) A = R - mean_g.
 
     `groups` is (B,); all other tensors are (B, T).
     Shao et al., arXiv:2402.03300; Liu et al., arXiv:2503.20783.
     """
-    totals, members = _totals(rewards, mask), _Groups(groups)
-    centered = totals - members.mean(totals)
-    if norm_by_std:
-        std = (members.sum(centered.square()) / (members.size - 1).clamp(min=1)).sqrt()
-        centered = centered / (torch.where(members.size > 1, std, 1.0) + 1e-6)
-    return _broadcast(centered, totals, rewards, mask)
+    totals = _totals(rewards, mask)
+    return _broadcast(group_advantages(totals, groups, norm_by_std=norm_by_std), totals, rewards, mask)
 
 
 @torch.no_grad()
@@ -128,9 +143,9 @@ def rloo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
 
     `groups` is (B,); all other tensors are (B, T). Ahmadian et al., arXiv:2402.14740.
     """
-    totals, members = _totals(rewards, mask), _Groups(groups)
-    baseline = (members.sum(totals) - totals) / (members.size - 1).clamp(min=1)
-    return _broadcast(totals - torch.where(members.size > 1, baseline, 0.0), totals, rewards, mask)
+    totals = _totals(rewards, mask)
+    advantages = group_advantages(totals, groups, norm_by_std=False, leave_one_out=True)
+    return _broadcast(advantages, totals, rewards, mask)
 
 
 @torch.no_grad()
@@ -139,8 +154,8 @@ def reinforce_plus_plus_baseline(rewards: Tensor, mask: Tensor, groups: Tensor) 
 
     `groups` is (B,); all other tensors are (B, T). Hu et al., arXiv:2501.03262.
     """
-    totals, members = _totals(rewards, mask), _Groups(groups)
-    advantages, returns = _broadcast(totals - members.mean(totals), totals, rewards, mask)
+    totals = _totals(rewards, mask)
+    advantages, returns = _broadcast(group_advantages(totals, groups, norm_by_std=False), totals, rewards, mask)
     return whiten(advantages, mask), returns
 
 
@@ -173,6 +188,10 @@ class _Groups:
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean over the group of each row; 0 for a group of one."""
         return torch.where(self.size > 1, self.sum(x) / self.size, 0.0)
+
+    def mean_of_others(self, x: Tensor) -> Tensor:
+        """Return the mean over the other rows in the group of each row; 0 for a group of one."""
+        return torch.where(self.size > 1, (self.sum(x) - x) / (self.size - 1).clamp(min=1), 0.0)
 
 
 def _totals(rewards: Tensor, mask: Tensor) -> Tensor:

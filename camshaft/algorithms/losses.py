@@ -1,6 +1,6 @@
 """Policy, value, entropy, KL and SFT losses, and their aggregation, which the roles call once per micro-batch.
 
-    counts = Counts(mask, lengths, num_tokens=ctx["num_tokens"], num_sequences=ctx["num_sequences"])
+    counts = Counts.of(mask, ctx)               # mask of a micro-batch, and the ctx that the engine passes to a loss
     loss, metrics = value_loss(values, old_values, returns, counts, cliprange=0.5, mode="token-mean")
     loss = loss - entropy_coeff * entropy_loss(entropy, counts, mode="token-mean")
 
@@ -15,9 +15,9 @@ shares of all micro-batches therefore sum to the result of the mini-batch, for a
 the device.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -26,6 +26,15 @@ from camshaft.algorithms.kl import kl_penalty
 from camshaft.algorithms.masked import masked_sum
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+
+
+class TokenMask(Protocol):
+    """The mask of a micro-batch, such as a `Ragged` with bool values."""
+
+    @property
+    def values(self) -> Tensor: ...
+    @property
+    def device_lengths(self) -> Tensor: ...
 
 
 @dataclass(frozen=True)
@@ -42,6 +51,11 @@ class Counts:
     """Number of rows in the mini-batch with a masked-in token, over all micro-batches and ranks."""
     horizon: float | None = None
     """Divisor of `seq-mean-token-sum-norm`, for example the maximum response length."""
+
+    @classmethod
+    def of(cls, mask: TokenMask, ctx: Mapping[str, Any], horizon: float | None = None) -> Self:
+        """Return the mask of a micro-batch with the counts of its mini-batch, which the engine writes to `ctx`."""
+        return cls(mask.values, mask.device_lengths, ctx["num_tokens"], ctx["num_sequences"], horizon)
 
 
 # -- aggregation --------------------------------------------------------------------------------------

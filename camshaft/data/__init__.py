@@ -26,6 +26,7 @@ Data files have the columns of verl: `data_source`, `prompt`, `reward_model.grou
 use this package. It does not depend on engines or roles.
 """
 
+from camshaft.data.chat import encode_prompts
 from camshaft.data.check import count_repeated, count_shared, summarize_files, summarize_lengths
 from camshaft.data.files import data_files
 from camshaft.data.loader import StatefulLoader
@@ -46,6 +47,6 @@ from camshaft.data.tasks import ArithmeticPaths, write_arithmetic
 __all__ = [
     "OPTIONAL", "ArithmeticPaths", "PreferenceOptions", "PreferenceSet", "PromptOptions", "PromptSet",
     "TokenizedPrompts", "ResponseFile", "SFTOptions", "SFTSet", "StatefulLoader", "build_prompt_set", "data_files",
-    "summarize_files", "summarize_lengths", "load_preferences", "load_prompts", "load_sft", "count_repeated",
-    "count_shared", "read_prompts", "write_arithmetic",
+    "encode_prompts", "summarize_files", "summarize_lengths", "load_preferences", "load_prompts", "load_sft",
+    "count_repeated", "count_shared", "read_prompts", "write_arithmetic",
 ]  # fmt: skip

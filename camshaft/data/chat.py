@@ -122,9 +122,13 @@ def render_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, location: 
 
 
 def encode_prompts(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, locations: Sequence[str]
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, locations: Sequence[str] | None = None
 ) -> list[list[int]]:
-    """Tokenize prompts for generation; messages are formatted with the chat template."""
+    """Tokenize prompts for generation; messages are formatted with the chat template.
+
+    Errors name the entry of `locations`, or by default the number of the prompt.
+    """
+    locations = [f"prompt {number}" for number in range(len(prompts))] if locations is None else locations
     rendered = [render_prompt(prompt, tokenizer, location) for prompt, location in zip(prompts, locations, strict=True)]
     # Templates include special tokens. For plain text, the tokenizer adds them.
     ids = encode_each(rendered, [isinstance(prompt, str) for prompt in prompts], tokenizer)

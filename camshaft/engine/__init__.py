@@ -25,15 +25,15 @@
 
 from camshaft.config import backends
 from camshaft.config.backends import targets
-from camshaft.config.engine import EngineCapabilities, EngineConfig, EngineOptions
+from camshaft.config.engine import EngineCapabilities, EngineConfig, EngineModel, EngineOptions, OptimConfig
 from camshaft.engine.base import BaseEngine, Predictions, StepResult
 from camshaft.engine.context import RoutingMode, StepContext
 from camshaft.models.heads import Output
 from camshaft.plugins import load
 
 __all__ = [
-    "ENGINES", "BaseEngine", "EngineCapabilities", "EngineConfig", "EngineOptions", "Output", "Predictions",
-    "RoutingMode", "StepContext", "StepResult", "build_engine", "engine_class",
+    "ENGINES", "BaseEngine", "EngineCapabilities", "EngineConfig", "EngineModel", "EngineOptions", "OptimConfig",
+    "Output", "Predictions", "RoutingMode", "StepContext", "StepResult", "build_engine", "engine_class",
 ]  # fmt: skip
 
 ENGINES = targets(backends.ENGINES)

@@ -270,7 +270,10 @@ class BaseEngine(ABC):
         preprocess_fn: PreprocessFn | None = None,
         postprocess_fn: PostprocessFn | None = None,
     ) -> StepResult:
-        """Run one optimizer step on one mini-batch. Call it inside `train_mode`. The schedule does not advance."""
+        """Run one optimizer step on one mini-batch. Call it inside `train_mode`. The schedule does not advance.
+
+        Without `loss_fn`, the step uses that of an earlier step or of `set_loss_fn`.
+        """
         if loss_fn is not None:
             self.set_loss_fn(loss_fn)
         self.optimizer_zero_grad()

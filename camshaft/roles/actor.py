@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from camshaft.algorithms import POLICY_LOSSES, Clip, PolicyLoss, entropy_loss, full_kl_loss, kl_loss
+from camshaft.algorithms import POLICY_LOSSES, Clip, Counts, PolicyLoss, entropy_loss, full_kl_loss, kl_loss
 from camshaft.config import PPOConfig, Topology, actor_engine, ref_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
@@ -23,7 +23,7 @@ from camshaft.engine import BaseEngine, Output, RoutingMode, StepContext, build_
 from camshaft.engine.base import PreprocessFn
 from camshaft.errors import BatchError, ConfigError
 from camshaft.plugins import load_function
-from camshaft.roles.base import EngineRole, TrainedRole, build_counts, mini_batches, select_responses
+from camshaft.roles.base import EngineRole, TrainedRole, mini_batches, select_responses
 from camshaft.roles.exact_kl import reference_distribution
 
 OldLogProbs = Literal["actor", "update", "rollout"]
@@ -132,7 +132,7 @@ class ActorWorker(TrainedRole):
     ) -> tuple[Tensor, StepContext]:
         """Compute the policy loss minus the entropy bonus plus the KL loss, all with the same aggregation."""
         actor, mode = self.actor, self.actor.loss_agg_mode
-        counts = build_counts(data.ragged("response_mask"), ctx, horizon=self.config.data.max_response_length)
+        counts = Counts.of(data.ragged("response_mask"), ctx, horizon=self.config.data.max_response_length)
         log_probs = select_responses(predictions, "log_probs", data).values
         result = self.policy_loss(
             log_probs,

@@ -23,11 +23,9 @@ from typing import Any
 import torch
 
 from camshaft import storage
-from camshaft.algorithms import Counts
 from camshaft.checkpoint import Probe, export_hugging_face
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.device import to_device
 from camshaft.engine import BaseEngine, StepContext, StepResult
 from camshaft.progress import track
 from camshaft.seat import Seat
@@ -36,19 +34,12 @@ from camshaft.seat import Seat
 def as_sequences(data: DataProto) -> DataProto:
     """Add `input_ids`, prompt followed by response, and `loss_mask`, True for tokens that the policy sampled."""
     prompts, responses, mask = data.ragged("prompts"), data.ragged("responses"), data.ragged("response_mask")
-    no_prompt_tokens = prompts.like(mask.values.new_zeros(len(prompts.values)))
-    return data.with_columns(input_ids=Ragged.join(prompts, responses), loss_mask=Ragged.join(no_prompt_tokens, mask))
+    return data.with_columns(**DataProto.from_responses(prompts, responses, loss_mask=mask).columns)
 
 
 def select_responses(predictions: Mapping[str, Any], name: str, data: DataProto) -> Ragged:
     """Return a prediction at the response tokens."""
     return predictions[name].suffix(data.ragged("responses").lengths)
-
-
-def build_counts(mask: Ragged, ctx: StepContext, horizon: float | None = None) -> Counts:
-    """Return the mask of a micro-batch with the token and row counts of the mini-batch, for the loss functions."""
-    lengths = to_device(mask.lengths, mask.values.device)
-    return Counts(mask.values, lengths, ctx["num_tokens"], ctx["num_sequences"], horizon)
 
 
 def mini_batches(data: DataProto, size: int, epochs: int, seed: int | None, presharded: bool) -> Iterator[DataProto]:

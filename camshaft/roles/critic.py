@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from camshaft.algorithms import value_loss
+from camshaft.algorithms import Counts, value_loss
 from camshaft.config import PPOConfig, Topology, critic_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext, build_engine
-from camshaft.roles.base import TrainedRole, build_counts, mini_batches, select_responses
+from camshaft.roles.base import TrainedRole, mini_batches, select_responses
 
 
 class CriticWorker(TrainedRole):
@@ -48,7 +48,7 @@ class CriticWorker(TrainedRole):
             select_responses(predictions, "values", data).values,
             data["values"].values,
             data["returns"].values,
-            build_counts(data.ragged("response_mask"), ctx, horizon=self.config.data.max_response_length),
+            Counts.of(data.ragged("response_mask"), ctx, horizon=self.config.data.max_response_length),
             cliprange=self.critic.cliprange_value,
             mode=self.critic.loss_agg_mode,
         )

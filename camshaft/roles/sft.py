@@ -7,18 +7,17 @@ from typing import Any
 
 from torch import Tensor
 
-from camshaft.algorithms import sft_loss
+from camshaft.algorithms import Counts, sft_loss
 from camshaft.config import SFTConfig, sft_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import StepContext, StepResult
-from camshaft.roles.base import build_counts
 from camshaft.roles.supervised import SupervisedWorker
 
 
 def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
     """Compute the cross-entropy of the trained tokens."""
-    return sft_loss(predictions["log_probs"].values, build_counts(data.ragged("loss_mask"), ctx)), ctx
+    return sft_loss(predictions["log_probs"].values, Counts.of(data.ragged("loss_mask"), ctx)), ctx
 
 
 class SFTWorker(SupervisedWorker):

@@ -11,9 +11,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.engine import build_engine
+from camshaft.engine import EngineConfig, EngineModel, OptimConfig, build_engine
 from camshaft.models.tiny import make_tiny_model, make_tiny_tokenizer
 
 

@@ -25,7 +25,10 @@ SPECIFIED = {
 
 PUBLIC = {
     "camshaft.dataproto": {"DataProto", "Ragged"},
-    "camshaft.engine": {"BaseEngine", "EngineConfig", "StepContext", "StepResult", "build_engine", "ENGINES"},
+    "camshaft.engine": {
+        *("BaseEngine", "EngineConfig", "EngineModel", "OptimConfig", "StepContext", "StepResult"),
+        *("build_engine", "ENGINES"),
+    },
     "camshaft.rollout": {"BaseRollout", "SamplingParams", "Generation", "build_rollout", "ROLLOUTS"},
     "camshaft.controller": {"Dispatch", "Worker", "WorkerGroup", "register", "spawn"},
     "camshaft.roles": {

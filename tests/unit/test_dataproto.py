@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
@@ -22,6 +23,23 @@ def batch_of(num_rows=4):
         },
         {"step": 7},
     )
+
+
+def test_sequences_are_built_from_prompts_and_responses():
+    prompts, responses = Ragged.from_rows([[1, 2], [3], [4]]), Ragged.from_rows([[5], [6, 7], []])
+    advantages = responses.like(torch.tensor([0.5, 1.5, 2.5]))
+    experts = responses.like(torch.arange(6).view(3, 2))
+    batch = DataProto.from_responses(prompts, responses, advantages=advantages, experts=experts)
+    assert [row.tolist() for row in batch["input_ids"].rows()] == [[1, 2, 5], [3, 6, 7], [4]]
+    assert [row.tolist() for row in batch["loss_mask"].rows()] == [[False, False, True], [False, True, True], [False]]
+    assert [row.tolist() for row in batch["advantages"].rows()] == [[0, 0, 0.5], [0, 1.5, 2.5], [0]]
+    assert batch["experts"].values.tolist() == [[0, 0], [0, 0], [0, 1], [0, 0], [2, 3], [4, 5], [0, 0]]
+    assert batch["loss_mask"].values.dtype == torch.bool
+    tool = responses.like(torch.tensor([True, False, True]))
+    masked = DataProto.from_responses(prompts, responses, loss_mask=tool)["loss_mask"]
+    assert masked.values.tolist() == [False, False, True, False, False, True, False]
+    with pytest.raises(BatchError, match="column 'values' must have one value per response token"):
+        DataProto.from_responses(prompts, responses, values=prompts.map(Tensor.float))
 
 
 def ids(batch):

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from camshaft.algorithms import ESTIMATORS, AdvantageInputs, AdvantageOptions, masked_var
+from camshaft.algorithms import ESTIMATORS, AdvantageInputs, AdvantageOptions, group_advantages, masked_var
 from camshaft.algorithms.advantages import (
     gae,
     grpo,
@@ -88,6 +88,21 @@ def test_grpo_by_hand():
 def test_grpo_without_the_standard_deviation_only_centres():
     advantages, _ = grpo(REWARDS, MASK, GROUPS, norm_by_std=False)
     torch.testing.assert_close(advantages, spread(-1.0, 1.0, -2.0, 2.0))
+
+
+def test_advantages_of_groups_by_hand():
+    scores, groups = torch.tensor([1.0, 2.0, 6.0, 5.0, 2.0, 6.0]), torch.tensor([7, 7, 7, 9, 3, 3])
+    # group 7: mean 3, variance (4 + 1 + 9) / 2 = 7;  group 9 of one row: mean 0, std 1;  group 3: mean 4, variance 8
+    a, b = math.sqrt(7) + 1e-6, math.sqrt(8) + 1e-6
+    expected = torch.tensor([-2 / a, -1 / a, 3 / a, 5 / (1 + 1e-6), -2 / b, 2 / b])
+    torch.testing.assert_close(group_advantages(scores, groups), expected)
+    centered = torch.tensor([-2.0, -1.0, 3.0, 5.0, -2.0, 2.0])
+    torch.testing.assert_close(group_advantages(scores, groups, norm_by_std=False), centered)
+    # 1 - (2 + 6) / 2, 2 - (1 + 6) / 2, 6 - (1 + 2) / 2;  5 - 0;  2 - 6, 6 - 2
+    others = torch.tensor([-3.0, -1.5, 4.5, 5.0, -4.0, 4.0])
+    torch.testing.assert_close(group_advantages(scores, groups, norm_by_std=False, leave_one_out=True), others)
+    both = others / torch.tensor([a, a, a, 1 + 1e-6, b, b])
+    torch.testing.assert_close(group_advantages(scores, groups, leave_one_out=True), both)
 
 
 def test_equal_rewards_have_no_advantage_not_even_a_rounding_error():

@@ -19,6 +19,7 @@ from camshaft.algorithms import (
     sft_loss,
     value_loss,
 )
+from camshaft.ragged import Ragged
 
 NAN = float("nan")
 F64 = torch.float64
@@ -58,6 +59,14 @@ def test_counts_cover_the_mini_batch():
     counts = Counts(COUNTS.mask, COUNTS.lengths, num_tokens=12.0, num_sequences=4.0, horizon=10.0)
     result = [float(aggregate(PER_TOKEN, counts, mode)) for mode in MODES]
     assert result == pytest.approx([7 / 12, 7 / 4, 5.5 / 4, 7 / 40])
+
+
+def test_counts_of_a_mask_are_those_of_its_context():
+    mask = Ragged.from_rows([[True, False], [], [True]])
+    counts = Counts.of(mask, {"num_tokens": 12.0, "num_sequences": 4.0, "other": 1}, horizon=8)
+    assert counts.mask is mask.values
+    assert counts.lengths.tolist() == [2, 0, 1]
+    assert (counts.num_tokens, counts.num_sequences, counts.horizon) == (12.0, 4.0, 8)
 
 
 def test_unknown_mode_lists_the_valid_ones():

@@ -2,6 +2,7 @@ import copy
 
 import pytest
 
+from camshaft.data import encode_prompts
 from camshaft.data.prompts import PromptOptions, load_prompts
 from camshaft.data.tables import write_parquet
 from camshaft.errors import BatchError
@@ -258,6 +259,14 @@ def test_a_prompt_without_tokens_is_an_error(load, tokenizer):
     # The tiny tokenizer drops non-ASCII characters.
     with pytest.raises(BatchError, match=r"row 0: the prompt '.*' has no tokens"):
         load([row("\u00e9")])
+
+
+def test_prompts_are_encoded_without_a_file(tokenizer):
+    chat, text = user("1+2="), "1+2="
+    expected = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    assert encode_prompts([chat, text], tokenizer) == [expected, tokenizer(text)["input_ids"]]
+    with pytest.raises(BatchError, match=r"prompt 1: the prompt '.*' has no tokens"):
+        encode_prompts([chat, "\u00e9"], tokenizer)
 
 
 def test_template_errors_name_the_row(load, tokenizer):
