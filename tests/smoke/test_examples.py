@@ -1,5 +1,6 @@
-"""The script in examples/engine runs as documented."""
+"""The scripts in examples/ run as documented."""
 
+import os
 import re
 import subprocess
 import sys
@@ -10,6 +11,21 @@ import pytest
 from camshaft import storage
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_a_grpo_loop_of_less_than_80_lines_learns(tmp_path: Path) -> None:
+    script = ROOT / "examples" / "grpo_loop.py"
+    assert len(script.read_text().splitlines()) < 80
+    command = [sys.executable, str(script)]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    process = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert process.returncode == 0, process.stderr
+    rewards = [float(reward) for reward in re.findall(r"reward (\d\.\d+)", process.stdout)]
+    assert len(rewards) == 40
+    assert rewards[0] < 0.2
+    assert rewards[-1] > 0.95
 
 
 @pytest.mark.slow
