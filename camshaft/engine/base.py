@@ -91,7 +91,7 @@ class BaseEngine(ABC):
     def train_mode(self) -> AbstractContextManager[Any]:
         """Move offloaded parameters, gradients and optimizer state to the device and call `module.train()`.
 
-        Exiting the context undoes both.
+        Exiting the context undoes both. Call `check_not_shared` before.
         """
 
     @abstractmethod

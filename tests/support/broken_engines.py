@@ -141,6 +141,13 @@ class AlwaysTrains(SingleDeviceEngine):
             yield
 
 
+class TrainsSharedWeights(SingleDeviceEngine):
+    """Train while a rollout reads the weights in place."""
+
+    def check_not_shared(self) -> None:
+        pass
+
+
 class IgnoresTemperature(SingleDeviceEngine):
     """Compute log-probs at temperature 1 for any sampling temperature."""
 
@@ -574,6 +581,7 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     StepsIntoNaN: "non finite gradient is skipped",
     ReadsEachLoss: "no wait per micro batch",
     AlwaysTrains: "modes",
+    TrainsSharedWeights: "modes",
     IgnoresTemperature: "predictions",
     DropsUnknownKeys: "context",
     ForgetsOptimizer: "resume is bitwise",

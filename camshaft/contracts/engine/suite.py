@@ -419,7 +419,8 @@ def no_wait_per_micro_batch(harness: EngineHarness) -> None:
 
 
 def modes(harness: EngineHarness) -> None:
-    """train_mode enables dropout, eval_mode disables it, and both restore the previous mode."""
+    """train_mode enables dropout, eval_mode disables it, and both restore the previous mode. Inside share_weights,
+    train_mode raises an error."""
     engine = harness.build(override_config={"attention_dropout": 0.5})
     with engine.eval_mode():
         log_probs, repeated = (engine.infer_batch(harness.batch)["log_probs"] for _ in range(2))
@@ -429,6 +430,11 @@ def modes(harness: EngineHarness) -> None:
     expect(not torch.equal(with_dropout.values, log_probs.values), "train_mode did not enable dropout")
     expect(torch.equal(log_probs.values, repeated.values), "eval_mode did not disable dropout")
     expect(torch.equal(log_probs.values, restored.values), "leaving train_mode did not restore eval_mode")
+    with engine.share_weights(), contextlib.ExitStack() as stack:
+        problem = "train_mode raised no error inside share_weights; call check_not_shared in train_mode"
+        expect_error(lambda: stack.enter_context(engine.train_mode()), "shares the weights", problem, EngineError)
+    with engine.train_mode():
+        pass
 
 
 def schedule(harness: EngineHarness) -> None:
