@@ -7,6 +7,7 @@ comparison is exact on that processor; elsewhere it allows rounding differences.
 """
 
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Callable
@@ -39,9 +40,13 @@ STEPS = 5
 
 
 def processor() -> str:
-    """Describe the environment on which rounding depends: processor model, vector units and torch version."""
+    """Describe the environment on which rounding depends: processor, vector units and torch version.
+
+    The name alone does not identify a processor, because virtual machines shorten it.
+    """
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
-    model = next((line.split(":")[1].strip() for line in info.splitlines() if line.startswith("model name")), "?")
+    fields = dict(re.findall(r"^(.*\S)\s*: (.*)$", info.split("\n\n")[0], re.MULTILINE))
+    model = "/".join(fields.get(name, "?") for name in ("model name", "cpu family", "model", "stepping"))
     return f"{model}, {torch.backends.cpu.get_cpu_capability()}, torch {torch.__version__}"
 
 
