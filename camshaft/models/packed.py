@@ -12,13 +12,13 @@ import copy
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Set
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions, ModelOutput
 
 from camshaft.config.engine import Head
 from camshaft.device import to_device
@@ -400,6 +400,27 @@ def _check_head_input(hf: PreTrainedModel, output: nn.Module, head: Head) -> Non
         )
 
 
+class _FixedDecoder(nn.Module):
+    """Replaces a decoder and those inside it, and returns fixed results. Its other attributes are the decoder's."""
+
+    def __init__(self, decoder: nn.Module, results: ModelOutput):
+        super().__init__()
+        self._decoder, self._results = (decoder,), results  # a module in a tuple is not a submodule
+        self._modules.update(
+            (name, _FixedDecoder(child, results) if isinstance(child, PreTrainedModel) else child)
+            for name, child in decoder.named_children()
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._decoder[0], name)
+
+    def forward(self, *_: Any, **__: Any) -> ModelOutput:
+        return self._results
+
+
 @torch.no_grad()
 def _head_input(hf: PreTrainedModel, output: nn.Module, hidden: Tensor) -> Tensor | None:
     """Return the input of the output layer if the decoder returns `hidden`; None if the layer is not called.
@@ -411,20 +432,11 @@ def _head_input(hf: PreTrainedModel, output: nn.Module, hidden: Tensor) -> Tenso
         pooler_output=torch.zeros_like(hidden[:, 0]),  # pyright: ignore[reportArgumentType]
     )
 
-    def replace_decoders(module: nn.Module) -> nn.Module:
-        replaced = copy.copy(module)
-        replaced.forward = lambda *_, **__: results
-        children = module._modules.items()
-        replaced._modules = {
-            name: replace_decoders(child) if isinstance(child, PreTrainedModel) else child for name, child in children
-        }
-        return replaced
-
     def stop(_: nn.Module, arguments: tuple[Tensor, ...]) -> None:
         raise _HeadReached(arguments[0])
 
     model, was_training = copy.copy(hf), hf.training
-    model._modules = hf._modules | {hf.base_model_prefix: replace_decoders(hf.base_model)}
+    model._modules = hf._modules | {hf.base_model_prefix: _FixedDecoder(hf.base_model, results)}
     handle = output.register_forward_pre_hook(stop)
     try:
         model.eval()(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=hidden.device))
