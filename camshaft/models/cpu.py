@@ -181,7 +181,7 @@ def replace_norms(model: nn.Module) -> int:
             if cls not in is_rms_norm:
                 is_rms_norm[cls] = cls.__name__.endswith("RMSNorm") and _computes_rms_norm(cls)
             if is_rms_norm[cls]:
-                setattr(parent, name, replacements.setdefault(child, FusedRMSNorm(child)))
+                parent.register_module(name, replacements.setdefault(child, FusedRMSNorm(child)))
     return len(replacements)
 
 

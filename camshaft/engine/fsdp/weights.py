@@ -62,5 +62,6 @@ def broadcast_weights(packed: nn.Module, full_model: nn.Module | None, device: t
         source = old_buffer if full_model is None else buffers[name.replace(WRAPPED, "")]
         buffer = torch.empty_like(source, device=device) if full_model is None else source.to(device)
         dist.broadcast(buffer, src=0)
-        owner, _, leaf = name.rpartition(".")
-        setattr(packed.get_submodule(owner), leaf, buffer)
+        path, _, leaf = name.rpartition(".")
+        owner = packed.get_submodule(path)
+        owner.register_buffer(leaf, buffer, persistent=leaf not in owner._non_persistent_buffers_set)

@@ -54,7 +54,7 @@ def _set_environment(device: str) -> None:
     os.environ["PYTHONSAFEPATH"] = "1"  # processes that vLLM starts do not import files of the working directory
     if world_size() > 1:
         local_rank = with_device_index(device).index or 0
-        os.environ |= {"RANK": str(rank()), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world_size())}
+        os.environ.update(RANK=str(rank()), LOCAL_RANK=str(local_rank), WORLD_SIZE=str(world_size()))
 
 
 @contextlib.contextmanager

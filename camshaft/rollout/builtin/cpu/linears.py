@@ -156,8 +156,7 @@ def use_packable_linears(model: nn.Module) -> None:
         if type(layer) is nn.Linear:
             if layer not in replacements:
                 replacements[layer] = _make_packable(layer)
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, replacements[layer])
+            model.set_submodule(name, replacements[layer])
 
 
 def _make_packable(layer: nn.Linear) -> PackableLinear:
