@@ -33,8 +33,8 @@ def shard(packed: PackedModel, mesh: DeviceMesh, options: FSDPOptions, device: t
     }
     units = list(units_of(packed, options.wrap_policy))
     for unit in units:
-        if options.use_torch_compile:  # compiled before `fully_shard`, so that the graph excludes the hooks of FSDP
-            unit.forward = torch.compile(unit.forward, dynamic=True)
+        if options.use_torch_compile:
+            unit.compile(dynamic=True)  # the graphs exclude the hooks of FSDP, which torch does not trace
         fully_shard(unit, **arguments, reshard_after_forward=options.reshard_after_forward)
     # By default the root unit stays gathered after a forward pass. Optimizers, exports and checkpoints need shards.
     fully_shard(packed, **arguments, reshard_after_forward=True)
