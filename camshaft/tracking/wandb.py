@@ -7,10 +7,9 @@ wandb writes its files to `<folder>/wandb`. The ID of the wandb run is saved in 
 continues the same wandb run. Steps that a killed run logged after its last checkpoint are kept.
 """
 
-import contextlib
 import logging
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import wandb
 import wandb.sdk  # fails if `wandb` is only a folder with run files, which Python imports as a namespace package
@@ -43,16 +42,15 @@ class WandbTracker(Tracker):
         self.check()
         self._exit_code = _EXIT_CODE["finished"]
         saved_id = run.load_run_id("wandb")
-        with _masked_arguments():
-            self._run = wandb.init(
-                project=run.project,
-                name=run.experiment,
-                id=saved_id,
-                resume="allow",
-                dir=run.path(""),
-                config=dict(run.config),
-                settings=_settings(),
-            )
+        self._run = wandb.init(
+            project=run.project,
+            name=run.experiment,
+            id=saved_id,
+            resume="allow",
+            dir=run.path(""),
+            config=dict(run.config),
+            settings=_settings(),
+        )
         run.save_run_id("wandb", self._run.id)
         logger.info("wandb: %s", self._run.dir if self._run.offline else self._run.url)
 
@@ -70,17 +68,16 @@ class WandbTracker(Tracker):
         self._run.finish(exit_code=self._exit_code)
 
 
-@contextlib.contextmanager
-def _masked_arguments() -> Iterator[None]:
-    """Set `sys.argv`, which wandb stores, to the arguments without secrets."""
-    arguments, sys.argv = sys.argv, mask_arguments(sys.argv)
-    try:
-        yield
-    finally:
-        sys.argv = arguments
-
-
 def _settings() -> wandb.Settings:
-    """Return settings that limit the final upload to half of FINISH_SECONDS, so that the process exits in time."""
-    limit = FINISH_SECONDS / 2
-    return wandb.Settings(silent=True, console="off", finish_timeout=limit, finish_timeout_raises=True)
+    """Return settings that limit the final upload to half of FINISH_SECONDS, so that the process exits in time.
+
+    wandb stores the command line with the description of the machine. Both are left out if an argument is a secret.
+    """
+    limit, has_secrets = FINISH_SECONDS / 2, mask_arguments(sys.argv) != sys.argv
+    return wandb.Settings(
+        silent=True,
+        console="off",
+        finish_timeout=limit,
+        finish_timeout_raises=True,
+        x_disable_meta=has_secrets,
+    )
