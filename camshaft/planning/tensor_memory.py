@@ -9,8 +9,8 @@
 Both count the storages of tensors in host memory as operators create them and as they are freed, so a forecast follows
 the code that a run executes. Memory that a kernel allocates and frees inside an operator is not counted, nor are the
 buffers of communication libraries. FSDP frees and reallocates gathered weights by resizing their storage, which no
-operator reports. A measurement reads the sizes of such storages again at each operator. A forecast replaces the method
-of torch that resizes a storage, which takes less time.
+operator reports. The size of a storage is therefore read again when an operator fills it, and the sizes of all filled
+storages when the peak may rise. (`MemTracker` of torch replaces `torch.UntypedStorage.resize_` instead.)
 
 With `computes=False`, operators on floating-point tensors return tensors of the right size whose memory is never
 written, so the operating system commits no memory for them. Operators on integer tensors, such as tokens and masks, and
@@ -46,14 +46,9 @@ ALIASES = frozenset({"aten::_unsafe_view", "_c10d_functional::wait_tensor", "_c1
 """Operators that return memory of their argument, but are not marked as views."""
 DEVICE_ONLY = frozenset({"aten::mm.dtype", "aten::_flash_attention_forward", "aten::_flash_attention_backward"})
 """Operators that a CPU does not have."""
-RESIZES = frozenset({"aten::copy_", "fsdp::split_with_sizes_copy"})
-"""Operators by which FSDP fills the storages that it resizes."""
-
 PACKED: Any = torch._mkldnn  # pyright: ignore[reportAttributeAccessIssue]
 """Layout of the packed weights of oneDNN and MKL, which have no storage."""
 
-_RESIZE: Any = torch.UntypedStorage.resize_
-"""The method of torch, which `_resize` calls."""
 _active: ContextVar["TensorMemory"] = ContextVar("memory of the forecast")
 
 
@@ -95,19 +90,16 @@ class TensorMemory(TorchDispatchMode):
         self._label: Hashable = None
         self._on_host = False
         self._entries: dict[int, _Entry] = {}
-        self._resized: set[int] = set()
+        self._filled: set[int] = set()
+        """Keys of storages that an operator has filled. A storage whose size becomes 0 is removed."""
         self._results: dict[Any, Any] = {}
 
     def __enter__(self) -> Self:
         self._token = _active.set(self)
-        if not self.computes:
-            torch.UntypedStorage.resize_ = _resize  # pyright: ignore[reportAttributeAccessIssue]
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)
-        if not self.computes:
-            del torch.UntypedStorage.resize_  # which reveals the method of the base class
         _active.reset(self._token)
 
     # -- peaks ------------------------------------------------------------------------------------
@@ -119,13 +111,13 @@ class TensorMemory(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Forget earlier peaks and parts."""
-        self._measure(self._entries)
+        self._measure(self._filled)
         self.parts.clear()
         self._label, self._peak, self._host_peak = None, self.live, self.host_live
 
     def mark(self, label: Hashable) -> None:
         """End a part, and start the next one with this label."""
-        self._measure(self._resized)
+        self._measure(self._filled)
         self.parts.append(Part(self._label, self._peak, self._host_peak))
         self._label, self._peak, self._host_peak = label, self.live, self.host_live
 
@@ -172,7 +164,8 @@ class TensorMemory(TorchDispatchMode):
             return func(*args, **kwargs)  # DTensor computes shapes with fake tensors
         if any(issubclass(cls, Tensor) and cls not in PLAIN for cls in types):
             return NotImplemented  # a DTensor calls the operator on its local tensor, which comes here again
-        self._measure(self._resized)
+        if "out" in kwargs or func._schema.name == "aten::copy_":
+            self._fill(_tensors(kwargs.get("out", args[:1])))
         result = func(*args, **kwargs) if self.computes or func.is_view else self._skip(func, args, kwargs)
         for value in _tensors(result):
             if type(value) in PLAIN:  # the tensor inside of another class has been counted
@@ -182,9 +175,6 @@ class TensorMemory(TorchDispatchMode):
     def _skip(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Return the results of an operator without computing large floating-point results."""
         name, special = func._schema.name, SPECIAL.get(func._schema.name)
-        if name in RESIZES:
-            for value in _tensors(kwargs.get("out") or args[0]):
-                self._watch(value)
         if special is not None:
             return special(self, args, kwargs)
         if kwargs.get("pin_memory"):
@@ -233,28 +223,32 @@ class TensorMemory(TorchDispatchMode):
             reference = weakref.ref(storage, lambda _: self._forget(key))
             entry = self._entries[key] = _Entry(reference, _num_bytes(storage), self._on_host)
             self._add(entry, entry.size)
-            if self.computes and (self.live > self._peak or self.host_live > self._host_peak):
-                self._measure(self._entries)  # a forecast counts a resize at once
-            else:
-                self._update_peak()
+            self._update_peak()
         return entry
+
+    def _fill(self, tensors: Iterable[Tensor]) -> None:
+        """Count the present sizes of the storages that an operator fills."""
+        strided = (tensor for tensor in tensors if tensor.layout is torch.strided)
+        keys = {tensor.untyped_storage()._cdata for tensor in strided if self._watch(tensor) is not None}
+        self._filled |= keys
+        self._measure(keys)
+        self._update_peak()
 
     def _forget(self, key: int) -> None:
         entry = self._entries.pop(key)
         self._add(entry, -entry.size)
-        self._resized.discard(key)
+        self._filled.discard(key)
 
     def _measure(self, keys: Iterable[int]) -> None:
-        """Read the sizes of some storages again, and update the peak."""
+        """Read the sizes of some storages again."""
         for key in list(keys):
             entry = self._entries.get(key)  # None if another thread has freed the storage meanwhile
             storage = entry.reference() if entry else None
             if entry and storage is not None and (size := _num_bytes(storage)) != entry.size:
                 self._add(entry, size - entry.size)
                 entry.size = size
-                if self.computes:
-                    self._resized.add(key)
-        self._update_peak()
+                if not size:
+                    self._filled.discard(key)
 
     def _add(self, entry: _Entry, size: int) -> None:
         if entry.on_host:
@@ -263,16 +257,10 @@ class TensorMemory(TorchDispatchMode):
             self.live += size
 
     def _update_peak(self) -> None:
-        self._peak, self._host_peak = max(self._peak, self.live), max(self._host_peak, self.host_live)
-
-
-def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-    """Resize a storage, and count its new size."""
-    _RESIZE(storage, size)
-    memory = _active.get(None)
-    if memory is not None:  # another thread has no active memory
-        memory._measure({storage._cdata} & memory._entries.keys())
-    return storage
+        """Update the peaks, but first count the storages that have been freed without an operator."""
+        if self.live > self._peak or self.host_live > self._host_peak:
+            self._measure(self._filled)
+            self._peak, self._host_peak = max(self._peak, self.live), max(self._host_peak, self.host_live)
 
 
 def _num_bytes(storage: torch.UntypedStorage | Tensor) -> int:
