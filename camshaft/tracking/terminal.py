@@ -119,7 +119,7 @@ def continue_without_reader(log: Path) -> Iterator[None]:
     for stream in streams:
         with contextlib.suppress(OSError):
             stream.flush()
-    sys.stdout, sys.stderr = (
+    out, err = (
         io.TextIOWrapper(
             io.BufferedWriter(_Stream(stream.fileno(), log)),
             encoding=stream.encoding,
@@ -128,12 +128,10 @@ def continue_without_reader(log: Path) -> Iterator[None]:
         )
         for stream in streams
     )
-    try:
-        yield
-    finally:
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
+            yield
+        finally:
             for stream in (sys.stdout, sys.stderr):
                 with contextlib.suppress(OSError):
                     stream.flush()
-        finally:
-            sys.stdout, sys.stderr = streams
