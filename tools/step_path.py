@@ -2,12 +2,12 @@
 
     python tools/step_path.py                # counts
     python tools/step_path.py --stack        # also the call stack at the model
-    python tools/step_path.py --files        # also the files with at least one function called during the step
+    python tools/step_path.py --files        # also the files of the functions that the step enters, by lines entered
     python tools/step_path.py --json         # everything as JSON
 
-`frames` counts frames of the package between the command line and the model inside the actor's update. `files` counts
-source files of the package with at least one function called during the step, in any thread. Further arguments are
-config overrides.
+`frames` counts frames of the package between the command line and the model inside the actor's update. `functions`
+counts the functions of the package that the step enters in the thread of the driver, and `lines` counts their lines, so
+neither changes when a function moves to another file. Further arguments are config overrides.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import json
 import os
 import sys
 import tempfile
-import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -41,16 +41,24 @@ PACKAGE = f"{ROOT / 'camshaft'}/"
 
 
 class StepPath:
-    """Records the files entered by a step and the stack at the actor's forward pass with gradients."""
+    """Records the functions that a step enters and the stack at the actor's forward pass with gradients."""
 
     def __init__(self) -> None:
-        self.files: set[str] = set()
+        self.functions: set[CodeType] = set()
         self.stack: list[str] = []
         self._in_step = False
 
+    def lines(self) -> Counter[str]:
+        """Return the number of lines of the functions, by file."""
+        counts: Counter[str] = Counter()
+        for code in self.functions:
+            last = max(line for _, _, line in code.co_lines() if line is not None)
+            counts[code.co_filename.removeprefix(PACKAGE)] += 1 + last - code.co_firstlineno
+        return counts
+
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Profile all threads, and wrap `collect` and `step` of the trainer and the forward pass of the model."""
+        """Profile this thread, and wrap `collect` and `step` of the trainer and the forward pass of the model."""
         collect, step, forward = PPOTrainer.collect, PPOTrainer.step, PackedModel.forward
 
         def recorded(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -72,20 +80,18 @@ class StepPath:
 
         PPOTrainer.collect, PPOTrainer.step = recorded(collect), recorded(step)  # pyright: ignore
         PackedModel.forward = recorded_forward  # pyright: ignore
-        threading.setprofile(self._profile)
         sys.setprofile(self._profile)
         try:
             yield
         finally:
             sys.setprofile(None)
-            threading.setprofile(None)
             PPOTrainer.collect, PPOTrainer.step, PackedModel.forward = collect, step, forward  # pyright: ignore
 
     def _profile(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
         is_function = event == "call" and not code.co_name.startswith("<")
         if self._in_step and is_function and code.co_filename.startswith(PACKAGE):
-            self.files.add(code.co_filename.removeprefix(PACKAGE))
+            self.functions.add(code)
 
 
 def _frames(frame: FrameType | None) -> Iterator[str]:
@@ -144,14 +150,15 @@ def main() -> None:
     options, overrides = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(sys.stderr):
         path = measure(Path(folder), overrides)
-    files = sorted(path.files)
+    lines = path.lines()
     if options.json:
-        sys.stdout.write(json.dumps({"stack": path.stack, "files": files}) + "\n")
+        facts = {"stack": path.stack, "functions": len(path.functions), "lines": lines}
+        sys.stdout.write(json.dumps(facts) + "\n")
         return
-    lines = [f"{len(path.stack)} frames, {len(files)} files"]
-    lines += path.stack if options.stack else []
-    lines += files if options.files else []
-    sys.stdout.write("\n".join(lines) + "\n")
+    text = [f"{len(path.stack)} frames, {len(path.functions)} functions with {lines.total()} lines"]
+    text += path.stack if options.stack else []
+    text += [f"{lines[file]:4} {file}" for file in sorted(lines, key=lambda file: (-lines[file], file))] * options.files
+    sys.stdout.write("\n".join(text) + "\n")
 
 
 if __name__ == "__main__":
