@@ -7,7 +7,7 @@ from architecture.source import PACKAGE, ROOT, package, parse
 
 MEDIAN = 3
 """Median number of homes of a key."""
-ABOVE_FOUR = 69
+ABOVE_FOUR = 67
 """Number of keys with more than four homes. It only falls."""
 ABOVE_THREE = """
     activation_offload actor_rollout_ref adv_estimator async_save best_metric bypass_mode clip_ratio
@@ -20,11 +20,11 @@ ABOVE_THREE = """
     mixed_precision model_dtype offload_policy optimizer_offload output_path override_config param_dtype
     param_offload policy_loss ppo_epochs ppo_max_token_len_per_gpu ppo_micro_batch_size ppo_mini_batch_size
     presence_penalty prompt_key prompt_length random_init ray_kwargs reduce_dtype repetition_penalty resource_pool
-    response_key response_length resume_from_path resume_mode reward_model rollout_correction router_aux_loss_coef
-    save_freq stop_token_ids target_modules tensor_model_parallel_size tensor_parallel_size test_freq tokenizer_path
-    top_k top_p total_epochs total_training_steps train_batch_size train_files trust_remote_code
-    ulysses_sequence_parallel_size update_weights_bucket_megabytes use_dynamic_bsz use_prefix_grouper
-    use_torch_compile val_files val_kwargs weight_decay worker_cls
+    response_key response_length reward_model rollout_correction router_aux_loss_coef save_freq stop_token_ids
+    target_modules tensor_model_parallel_size tensor_parallel_size test_freq tokenizer_path top_k top_p total_epochs
+    total_training_steps train_batch_size train_files trust_remote_code ulysses_sequence_parallel_size
+    update_weights_bucket_megabytes use_dynamic_bsz use_prefix_grouper use_torch_compile val_files val_kwargs
+    weight_decay worker_cls
 """
 """Keys with more than three homes. A new key has at most three."""
 

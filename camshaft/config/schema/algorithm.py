@@ -2,11 +2,12 @@
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
+from camshaft.config.errors import Problem
 from camshaft.config.schema.fields import (
     Count,
     Described,
@@ -156,6 +157,40 @@ class RolloutCorrectionConfig(Section):
         "Use the rollout's log-probs as old log-probs in the policy loss and in the KL penalty, instead of "
         "recomputing them with the trainer.",
     )
+
+    def problems(self) -> Iterator[Problem]:
+        for name, value in {"rollout_is": self.rollout_is, "rollout_rs": self.rollout_rs}.items():
+            if value and self.bypass_mode:
+                message = (
+                    f"{name} compares the log-probs of rollout and trainer, but bypass_mode skips those of the "
+                    f"trainer. Set [{name}]=null."
+                )
+                yield Problem("bypass_mode", True, message, (name,))
+        yield from self._threshold_problems()
+
+    def _threshold_problems(self) -> Iterator[Problem]:
+        rules, texts, key, related = self.rollout_rs, self.rollout_rs_threshold, "rollout_rs_threshold", ("rollout_rs",)
+        if rules and not texts:
+            example = "2.0" if rules[0].endswith("k1") else "0.01"
+            yield Problem(key, None, f"a threshold is required for {', '.join(rules)}. Set [{key}]={example}.", related)
+        elif texts and not rules:
+            yield Problem(key, texts, f"has no effect without [rollout_rs]. Set [{key}]=null.", related)
+        elif len(texts) not in (1, len(rules)):
+            counts = f"{len(texts)} values are set for {len(rules)} rules"
+            yield Problem(key, texts, f"{counts}. Set one value for all rules, or one per rule.", related)
+        elif len(texts) < len(rules) and len({rule.endswith("k1") for rule in rules}) == 2:
+            values = ",".join("2.0" if rule.endswith("k1") else "0.01" for rule in rules)
+            message = (
+                "a single value cannot apply to both ratios (k1) and divergences (k2, k3). Set one "
+                f"value per rule: '[{key}]=[{values}]'."
+            )
+            yield Problem(key, texts, message, related)
+            return
+        for rule, text in zip(rules, texts * len(rules) if len(texts) == 1 else texts, strict=False):
+            try:
+                parse_threshold(rule, text)
+            except ValueError as error:
+                yield Problem(key, text, f"the threshold of {rule} {error}.", related)
 
     def is_enabled(self) -> bool:
         """Return True if importance weights or rejection rules are configured."""

@@ -1,9 +1,11 @@
 """Section `data` of RL runs: prompt files, length limits and batch sizes."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import NonNegativeInt
 
+from camshaft.config.errors import Problem
 from camshaft.config.schema.fields import Auto, Count, OffOrPositive, Path, Paths, Section, Text, Unread, key
 
 Truncation = Literal["error", "left", "right", "middle"]
@@ -103,3 +105,11 @@ class DataConfig(Section):
         "${actor_rollout_ref.model.trust_remote_code}",
         "Allow the tokenizer to execute custom Python code from its folder.",
     )
+
+    def problems(self) -> Iterator[Problem]:
+        if self.max_prompt_id_length is not None and self.prompt_id_key is None:
+            message = (
+                "has no effect without [prompt_id_key]. Set [prompt_id_key] to the column of prompt IDs, or omit "
+                "[max_prompt_id_length]."
+            )
+            yield Problem("max_prompt_id_length", self.max_prompt_id_length, message, ("prompt_id_key",))

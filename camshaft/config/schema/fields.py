@@ -16,17 +16,20 @@ section that stands at several places can have other defaults at one of them, wh
 """
 
 import os.path
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from camshaft.config.engine import Frozen
+
+if TYPE_CHECKING:
+    from camshaft.config.errors import Problem
 
 
 class Section(Frozen):
@@ -40,6 +43,13 @@ class Section(Frozen):
     key_order: ClassVar[tuple[str, ...]] = ()
     """Keys in the order of the generated pages, if inherited keys stand between the keys of the class. A key that is
     not listed follows its predecessor in the class."""
+
+    def problems(self) -> Iterator["Problem"]:
+        """Yield the problems that values of this section have with each other.
+
+        Keys are relative to the section. In a message, `[name]` stands for the complete key.
+        """
+        return iter(())
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,12 @@ Batch sizes have different units. `ppo_mini_batch_size` counts prompts, summed o
 summed over all ranks. `camshaft.config.batch_table` computes the resulting batch sizes.
 """
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat
 
+from camshaft.config.errors import Problem
 from camshaft.config.schema.algorithm import POLICY_LOSSES
 from camshaft.config.schema.engine import (
     EngineSection,
@@ -145,6 +147,13 @@ class ActorConfig(PPOUpdateSection):
     )
     fsdp_config: FSDPConfig = section("Weight dtype and sharding of the actor.")
 
+    def problems(self) -> Iterator[Problem]:
+        if self.policy_loss.loss_mode == "gspo" and self.loss_agg_mode != "seq-mean-token-mean":
+            message = (
+                "[policy_loss.loss_mode]=gspo weights all responses equally. Set [loss_agg_mode]=seq-mean-token-mean."
+            )
+            yield Problem("loss_agg_mode", self.loss_agg_mode, message, ("policy_loss.loss_mode",))
+
     def sharding(self) -> FSDPConfig:
         return self.fsdp_config
 
@@ -215,6 +224,17 @@ class ValKwargs(Section):
         "Token IDs that end a validation response, in addition to the end-of-sequence tokens of the model.",
     )
     n: Count = key(1, "Number of responses to generate per validation prompt.")
+
+    def problems(self) -> Iterator[Problem]:
+        if self.do_sample and self.temperature == 0:
+            message = "has no effect with [temperature]=0. Set [temperature]=1.0."
+            yield Problem("do_sample", self.do_sample, message, ("temperature",))
+        if self.n > 1 and not self.do_sample:
+            message = (
+                f"greedy decoding generates {self.n} identical responses per prompt. Set [do_sample]=true "
+                "[temperature]=1.0."
+            )
+            yield Problem("n", self.n, message, ("do_sample",))
 
 
 class GeneratorConfig(Section):
@@ -321,6 +341,13 @@ class GeneratorConfig(Section):
         {},
         "Options passed to the rollout backend (vllm, sglang, server or a custom one). torch and hf accept no options.",
     )
+
+    def problems(self) -> Iterator[Problem]:
+        if self.n > 1 and not self.do_sample:
+            message = (
+                f"greedy decoding generates {self.n} identical responses per prompt. Set [do_sample]=true, or [n]=1."
+            )
+            yield Problem("n", self.n, message, ("do_sample",))
 
 
 class RolloutConfig(GeneratorConfig):

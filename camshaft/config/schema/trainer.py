@@ -1,9 +1,11 @@
 """Section `trainer` of RL runs: run length, devices, logging, validation and checkpoints."""
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
+from camshaft.config.errors import Problem
 from camshaft.config.layout import PlacementConfig, PoolConfig
 from camshaft.config.schema.fields import Auto, Count, Frequency, Names, Path, Section, Text, Unread, key, section
 
@@ -165,3 +167,14 @@ class TrainerConfig(RunConfig):
         "true are rejected.",
     )
     seed: int = key(1, "Random seed.", ge=0, lt=2**32, short=("seed", "random seed"))
+
+    def problems(self) -> Iterator[Problem]:
+        if self.resume_mode == "resume_path" and self.resume_from_path is None:
+            message = "requires a checkpoint to resume from. Set [resume_from_path]=<folder>, or [resume_mode]=auto."
+            yield Problem("resume_mode", "resume_path", message, ("resume_from_path",))
+        if self.resume_mode != "resume_path" and self.resume_from_path is not None:
+            message = f"has no effect with [resume_mode]={self.resume_mode}. Set [resume_mode]=resume_path."
+            yield Problem("resume_from_path", self.resume_from_path, message, ("resume_mode",))
+        if self.use_legacy_worker_impl in ("enable", True):
+            message = "camshaft has no legacy implementation. Omit the key."
+            yield Problem("use_legacy_worker_impl", self.use_legacy_worker_impl, message)

@@ -1,0 +1,48 @@
+"""Checks of resource pools, the controller, and the classes of workers."""
+
+from collections.abc import Iterator, Mapping
+
+from camshaft.config.errors import Problem, check_name
+from camshaft.config.layout import GLOBAL_POOL, PlacementConfig, PoolConfig, pool_sizes
+from camshaft.config.schema.ppo import PPOConfig
+
+
+def check_ppo_placement(config: PPOConfig) -> Iterator[Problem]:
+    """Check the resource pools, the controller and the workers of an RL run."""
+    pools = {f"{role}.resource_pool": name for role, name in config.pools().items()}
+    yield from check_placement(config.trainer, config.trainer.resource_pools, pools)
+    workers = {"actor_rollout_ref": config.actor_rollout_ref.worker_cls, "critic": config.critic.worker_cls}
+    for role, name in workers.items():
+        if name is not None:
+            yield from check_name(f"{role}.worker_cls", name, (), "roles")
+
+
+def check_placement(
+    trainer: PlacementConfig, pools: Mapping[str, PoolConfig] | None = None, used: Mapping[str, str] | None = None
+) -> Iterator[Problem]:
+    """Check the resource pools and the controller. `used` maps config keys to the names of the pools they select."""
+    pools, used = pools or {}, used or {}
+    if GLOBAL_POOL in pools:
+        message = (
+            "this name is reserved for the pool that trainer.nnodes and trainer.n_gpus_per_node define. "
+            "Rename the pool."
+        )
+        yield Problem(f"trainer.resource_pools.{GLOBAL_POOL}", pools[GLOBAL_POOL].model_dump(), message)
+    for key, name in used.items():
+        if name != GLOBAL_POOL and name not in pools:
+            message = (
+                f"unknown resource pool; the pools are {', '.join((GLOBAL_POOL, *pools))}. Set {key}={GLOBAL_POOL}, or "
+                f"add the pool with trainer.resource_pools.{name}.n_gpus_per_node=1."
+            )
+            yield Problem(key, name, message)
+    for name in pools:
+        if name != GLOBAL_POOL and name not in used.values():
+            message = (
+                "no role uses this pool. Select it with actor_rollout_ref.resource_pool, critic.resource_pool or "
+                "reward_model.resource_pool, or remove it."
+            )
+            yield Problem(f"trainer.resource_pools.{name}", pools[name].model_dump(), message)
+    machines = max((pool_sizes(trainer, pools)[name].nnodes for name in used.values() if name in pools), default=1)
+    if trainer.backend() == "local" and max(machines, trainer.nnodes) > 1:
+        message = "the local controller starts processes on this machine only. Set trainer.controller=ray."
+        yield Problem("trainer.controller", trainer.controller, message, ("trainer.nnodes",))
