@@ -355,7 +355,7 @@ def _is_divisible(config: PPOConfig | SupervisedConfig) -> bool:
     roles = [(config.actor_rollout_ref.actor.ppo_mini_batch_size, config.actor_dp_size(topology))]
     if config.needs_critic():
         roles.append((config.critic.ppo_mini_batch_size, config.critic_dp_size(topology)))
-    if config.needs_reference():
+    if config.kl_plan().is_used:
         roles.append((size, config.ref_dp_size(topology)))
     return all(size % mini == 0 and mini * n % dp_size == 0 for mini, dp_size in roles)
 

@@ -201,7 +201,7 @@ def batch_table(config: PPOConfig, topology: Topology) -> list[BatchRow]:
     """
     actor = _column(config, topology, config.actor_rollout_ref.actor, "actor", "old_log_prob")
     ref: dict[str, int | str] = {}
-    if config.needs_reference_model():
+    if config.kl_plan().needs_model:
         ref = {RANKS: config.ref_dp_size(topology), FORWARD: _size(micro_batch(config, topology, "ref"))}
     critic: dict[str, int | str] = {}
     if config.needs_critic():

@@ -147,7 +147,7 @@ class _Tracer:
         if group == POLICY:
             self.worker: Any = policy(config, topology, STEPS)
             self.engines["actor"] = self.worker.actor.engine
-            if config.needs_reference_model():
+            if config.kl_plan().needs_model:
                 self.engines["ref"] = self.worker.ref.engine
         else:
             self.worker = critic(config, topology, STEPS) if group == CRITIC else reward(config, topology)
@@ -222,8 +222,8 @@ class _Tracer:
         if config.needs_log_prob_passes():
             rows = self._inference_batch(dp_size)
             yield "actor", "old_log_prob", lambda: worker.compute_log_prob(rows)
-        if config.needs_ref_log_prob():
-            role = "ref" if config.needs_reference_model() else "actor"
+        if config.kl_plan().needs_log_probs:
+            role = "ref" if config.kl_plan().needs_model else "actor"
             ref_rows = self._inference_batch(config.ref_dp_size(config.topology()), role)
             yield role, "ref", lambda: worker.compute_ref_log_prob(ref_rows)
         mini_batch = config.actor_mini_batch_per_rank(config.topology())

@@ -1,6 +1,6 @@
 """Roles of the policy: the trained actor and the frozen reference.
 
-    ref = RefWorker(config, topology) if config.needs_reference_model() else AdapterlessRef(config, actor.engine)
+    ref = RefWorker(config, topology) if config.kl_plan().needs_model else AdapterlessRef(config, actor.engine)
 
 `compute_log_prob` reads the columns `prompts`, `responses` and `response_mask`, and writes `old_log_probs` and
 `entropy`. `compute_ref_log_prob` reads the same columns and writes `ref_log_prob`. `update_actor` also reads
@@ -42,7 +42,7 @@ class ActorWorker(TrainedRole):
         self.mini_batch_size = config.actor_mini_batch_per_rank(topology)
         self.clip = Clip(*self.actor.clip_range(), self.actor.clip_ratio_c)
         self.correction = config.algorithm.rollout_correction
-        self.sampled_kl_loss, self.full_kl_loss = config.needs_sampled_kl_loss(), config.needs_full_kl_loss()
+        self.kl = config.kl_plan()
         mode = self.actor.policy_loss.loss_mode
         self.policy_loss: PolicyLoss = load_function(mode, POLICY_LOSSES, "camshaft.policy_losses")
         self.engine = build_engine(self.actor.strategy, actor_engine(config, topology, total_steps))
@@ -82,7 +82,7 @@ class ActorWorker(TrainedRole):
         columns = ["prompts", "responses", "response_mask", "advantages"]
         if not in_update:
             columns.append("old_log_probs")
-        if self.sampled_kl_loss:
+        if self.kl.is_sampled_in_loss:
             columns.append("ref_log_prob")
         if self.correction.rollout_is:
             columns.append("rollout_is_weights")
@@ -103,7 +103,7 @@ class ActorWorker(TrainedRole):
         outputs: list[Output] = ["log_probs"]
         if self.actor.entropy_coeff or old_log_probs != "actor":
             outputs.append("entropy")
-        if self.full_kl_loss:
+        if self.kl.in_loss == "full":
             outputs.append("full_kl")
         ctx = self._context(*outputs, routing=routing)
         loss, result = partial(self._loss, old_log_probs), DataProto({})
@@ -117,7 +117,7 @@ class ActorWorker(TrainedRole):
 
     def _reference_distribution(self) -> AbstractContextManager[PreprocessFn | None]:
         """Return the context of a hook that adds the distribution of the reference; None without an exact KL loss."""
-        if self.reference is None or not self.full_kl_loss:
+        if self.reference is None or self.kl.in_loss != "full":
             return nullcontext()
         return reference_distribution(self.reference, self.temperature)
 
@@ -152,7 +152,7 @@ class ActorWorker(TrainedRole):
             entropy = select_responses(predictions, "entropy", data).values.detach()
             metrics["entropy"] = entropy_loss(entropy, counts, mode="token-mean")
         if actor.use_kl_loss:
-            if self.full_kl_loss:
+            if self.kl.in_loss == "full":
                 divergence = full_kl_loss(select_responses(predictions, "full_kl", data).values, counts, mode=mode)
             else:
                 divergence = kl_loss(log_probs, data["ref_log_prob"].values, counts, kind=actor.kl_loss_type, mode=mode)

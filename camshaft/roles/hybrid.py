@@ -29,12 +29,12 @@ class ActorRolloutRefWorker(Worker):
 
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
-        self.full_kl_in_reward = config.needs_full_kl_in_reward()
+        self.kl = config.kl_plan()
         self.actor = self.actor_class(config, topology, total_steps)
         self.ref: RefWorker | None = None
-        if config.needs_reference_model():
+        if self.kl.needs_model:
             self.ref = self.ref_class(config, topology)
-        elif config.needs_reference():
+        elif self.kl.is_used:
             self.ref = AdapterlessRef(config, self.actor.engine)
         self.actor.reference = self.ref
         self.rollout = self.rollout_class(config, self.actor.engine)
@@ -88,7 +88,7 @@ class ActorRolloutRefWorker(Worker):
         """Compute the column `ref_log_prob`, and `full_kl` if the KL penalty in the reward is exact."""
         ref = self._reference()
         log_probs = ref.compute_ref_log_prob(data)
-        if not self.full_kl_in_reward:
+        if self.kl.in_reward != "full":
             return log_probs
         return log_probs.union(exact_kl(self.actor, ref, data, self.actor.temperature))
 

@@ -72,7 +72,7 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         self.is_routed = config.routing_mode() is not None
         self.old_log_prob_source: Literal["actor", "update", "rollout"] = config.old_log_prob_source()
         self.actor_mini_batch, self.critic_mini_batch = config.actor_mini_batch(), config.critic_mini_batch()
-        self.needs_greedy, self.needs_ref_log_prob = config.needs_greedy(), config.needs_ref_log_prob()
+        self.needs_greedy, self.needs_ref_log_prob = config.needs_greedy(), config.kl_plan().needs_log_probs
         correction = config.algorithm.rollout_correction
         self.correction = correction if correction.is_enabled() else None
         self.idle = IdleCheck(config)

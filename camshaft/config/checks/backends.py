@@ -97,7 +97,7 @@ class Role:
 def check_ppo_engines(config: PPOConfig) -> Iterator[Problem]:
     """Check the engines of all roles of an RL run."""
     yield from _check_engines(_ppo_roles(config), config.trainer)
-    if config.needs_reference():
+    if config.kl_plan().is_used:
         yield from _check_reference_layout(config)
 
 
@@ -123,7 +123,7 @@ def _ppo_roles(config: PPOConfig) -> list[tuple[list[Role], int]]:
             roles.actor.engine_kwargs, model, MODEL, roles.model,
         )
     ]  # fmt: skip
-    if config.needs_reference_model():
+    if config.kl_plan().needs_model:
         policy.append(
             Role(
                 strategy, f"{ACTOR}.strategy", f"{REF}.", f"{REF}.fsdp_config", roles.ref.engine_keys(),
@@ -336,14 +336,15 @@ def _check_reference_layout(config: PPOConfig) -> Iterator[Problem]:
     With LoRA, both use the same engine. With an exact KL divergence, each rank compares the distributions of both.
     """
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
-    if not config.needs_reference_model():
+    kl = config.kl_plan()
+    if not kl.needs_model:
         cause = f"{MODEL}.lora_rank"
         reason = (
             f"has no effect with {cause}={config.actor_rollout_ref.model.lora_rank}, because the reference is the "
             "actor's engine with its adapter disabled."
         )
-    elif config.needs_full_kl_in_reward() or config.needs_full_kl_loss():
-        cause = "algorithm.kl_penalty" if config.needs_full_kl_in_reward() else f"{ACTOR}.kl_loss_type"
+    elif "full" in (kl.in_reward, kl.in_loss):
+        cause = "algorithm.kl_penalty" if kl.in_reward == "full" else f"{ACTOR}.kl_loss_type"
         reason = (
             f"differs from the value of the actor, but {cause}=full requires the same layout, because it compares both "
             "distributions on the same ranks."

@@ -55,7 +55,7 @@ def _check_batches(config: PPOConfig) -> Iterator[Problem]:
         if (critic, critic_dp) != (actor, actor_dp):
             critic_ranks = topology.critic_topology().world_size
             yield from _check_mini_batches(config, "critic.ppo_mini_batch_size", critic, critic_dp, critic_ranks)
-    if config.needs_reference() and (ref_dp := config.ref_dp_size(topology)) != actor_dp:
+    if config.kl_plan().is_used and (ref_dp := config.ref_dp_size(topology)) != actor_dp:
         train, ranks = config.data.train_batch_size, topology.world_size
         yield from _check_share(config, "data.train_batch_size", train, ref_dp, ranks, " of the reference model")
     prompts, limit = config.prompts_per_generation_batch(), config.data.train_max_samples
@@ -125,7 +125,7 @@ def _used_limits(config: PPOConfig) -> dict[Pass, PassLimit]:
     """Return the limits of the micro-batches that the run has."""
     uses: dict[Pass, bool] = {
         "old_log_prob": config.needs_log_prob_passes(),
-        "ref": config.needs_reference_model(),
+        "ref": config.kl_plan().needs_model,
         "critic": config.needs_critic(),
         "values": config.needs_critic(),
         "reward": config.needs_reward_engine(),

@@ -284,12 +284,12 @@ PPO_RULES = (
         "set algorithm.adv_estimator=gae, or omit the key", ("critic.enable",),
     ),
     Rule(
-        (REF,), lambda config: not config.needs_reference(),
+        (REF,), lambda config: not config.kl_plan().is_used,
         f"{{algorithm.use_kl_in_reward}} {{{ACTOR}.use_kl_loss}}, because the run has no reference model",
         f"set {ACTOR}.use_kl_loss=true, or omit the key",
     ),
     Rule(
-        (REF,), lambda config: not config.needs_reference_model(),
+        (REF,), lambda config: not config.kl_plan().needs_model,
         f"{{{MODEL}.lora_rank}}, because the reference is the actor with its adapter disabled",
     ),
     Rule(

@@ -4,6 +4,7 @@ config = load_ppo(["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=
 config.needs_critic()                   # False
 """
 
+from dataclasses import dataclass
 from typing import Literal
 
 from camshaft.config.backends import ranks_per_row
@@ -11,10 +12,42 @@ from camshaft.config.layout import RayConfig, Topology, divide_evenly, pool_size
 from camshaft.config.model_settings import read_settings
 from camshaft.config.schema.algorithm import AlgorithmConfig, estimator_inputs
 from camshaft.config.schema.data import DataConfig
-from camshaft.config.schema.fields import CommandConfig, section
+from camshaft.config.schema.fields import CommandConfig, KLPenalty, section
 from camshaft.config.schema.reward import CustomRewardConfig, RewardModelConfig
 from camshaft.config.schema.roles import ActorRolloutRefConfig, CriticConfig
 from camshaft.config.schema.trainer import TrainerConfig
+
+
+@dataclass(frozen=True)
+class KLPlan:
+    """Uses of the KL divergence from the reference policy in a run."""
+
+    in_reward: KLPenalty | None
+    """Estimator of the divergence in the reward. None: the reward does not include it."""
+    in_loss: KLPenalty | None
+    """Estimator of the divergence in the loss."""
+    has_adapter: bool
+    """The reference is the actor with its LoRA adapter disabled, and not a model of its own."""
+
+    @property
+    def is_used(self) -> bool:
+        """True if the run has a reference policy."""
+        return self.in_reward is not None or self.in_loss is not None
+
+    @property
+    def needs_model(self) -> bool:
+        """True if the reference is a separate model."""
+        return self.is_used and not self.has_adapter
+
+    @property
+    def is_sampled_in_loss(self) -> bool:
+        """True if the loss estimates the divergence from the sampled tokens; full is exact over the vocabulary."""
+        return self.in_loss not in (None, "full")
+
+    @property
+    def needs_log_probs(self) -> bool:
+        """True if the run needs reference log-probs of the sampled tokens."""
+        return self.in_reward is not None or self.is_sampled_in_loss
 
 
 class PPOConfig(CommandConfig):
@@ -51,29 +84,14 @@ class PPOConfig(CommandConfig):
         size = self.data.gen_batch_size if self.algorithm.filter_groups.enable else None
         return size or self.data.train_batch_size
 
-    def needs_reference(self) -> bool:
-        """Return True if the reward or the loss includes the KL divergence from the reference policy."""
-        return self.algorithm.use_kl_in_reward or self.actor_rollout_ref.actor.use_kl_loss
-
-    def needs_full_kl_in_reward(self) -> bool:
-        """Return True if the KL penalty in the reward is computed exactly over the vocabulary."""
-        return self.algorithm.use_kl_in_reward and self.algorithm.kl_penalty == "full"
-
-    def needs_full_kl_loss(self) -> bool:
-        """Return True if the KL loss is computed exactly over the vocabulary."""
-        return self.actor_rollout_ref.actor.use_kl_loss and self.actor_rollout_ref.actor.kl_loss_type == "full"
-
-    def needs_sampled_kl_loss(self) -> bool:
-        """Return True if the KL loss is estimated from the sampled tokens."""
-        return self.actor_rollout_ref.actor.use_kl_loss and not self.needs_full_kl_loss()
-
-    def needs_ref_log_prob(self) -> bool:
-        """Return True if the reward or the KL loss requires reference log-probs of the sampled tokens."""
-        return self.algorithm.use_kl_in_reward or self.needs_sampled_kl_loss()
-
-    def needs_reference_model(self) -> bool:
-        """Return True if the reference is a separate model. With LoRA it is the actor with its adapter disabled."""
-        return self.needs_reference() and self.actor_rollout_ref.model.lora_rank == 0
+    def kl_plan(self) -> KLPlan:
+        """Return where the run uses the KL divergence from the reference policy."""
+        algorithm, actor = self.algorithm, self.actor_rollout_ref.actor
+        return KLPlan(
+            algorithm.kl_penalty if algorithm.use_kl_in_reward else None,
+            actor.kl_loss_type if actor.use_kl_loss else None,
+            self.actor_rollout_ref.model.lora_rank > 0,
+        )
 
     def needs_function(self) -> bool:
         """Return True if a scoring function is used. It is optional only if a reward model is enabled."""
@@ -126,7 +144,7 @@ class PPOConfig(CommandConfig):
 
     def ref_dp_size(self, topology: Topology) -> int:
         """Return the data-parallel size of the reference model."""
-        if not self.needs_reference_model():
+        if not self.kl_plan().needs_model:
             return self.actor_dp_size(topology)
         strategy, ref = self.actor_rollout_ref.actor.strategy, self.actor_rollout_ref.ref
         return topology.dp_size(ranks_per_row(strategy, ref.engine_keys(), ref.engine_kwargs))
@@ -169,7 +187,7 @@ class PPOConfig(CommandConfig):
         These are old log-probs, or with LoRA the log-probs of the reference.
         """
         source, warmup = self.old_log_prob_source(), self.trainer.critic_warmup > 0
-        is_reference = self.needs_ref_log_prob() and not self.needs_reference_model()
+        is_reference = self.kl_plan().needs_log_probs and self.kl_plan().has_adapter
         return source == "actor" or (source == "update" and warmup) or is_reference
 
     def routing_mode(self) -> Literal["compare", "replay"] | None:

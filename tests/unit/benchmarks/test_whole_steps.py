@@ -106,6 +106,6 @@ def test_settings_with_a_critic_match_the_stated_numbers(tmp_path: Path) -> None
     (tmp_path / "train.parquet").touch()
     actual = config(tmp_path, **with_critic(tmp_path))
     assert actual.needs_critic()
-    assert actual.needs_ref_log_prob()
+    assert actual.kl_plan().needs_log_probs
     assert (actual.algorithm.lam, actual.algorithm.gamma, actual.algorithm.kl_ctrl.kl_coef) == (0.95, 1.0, 0.05)
     assert actual.critic_mini_batch() == actual.actor_mini_batch()

@@ -483,7 +483,7 @@ def test_rollout_config_has_a_separately_synced_adapter(words):
 
 def test_reference_is_no_separate_model_with_an_adapter(words):
     config = load_ppo([*words, "algorithm.use_kl_in_reward=true", f"{MODEL}.lora_rank=4"])
-    assert (config.needs_reference(), config.needs_reference_model()) == (True, False)
+    assert (config.kl_plan().is_used, config.kl_plan().needs_model) == (True, False)
     shared = (f"{MODEL}.lora_rank=4", "algorithm.use_kl_in_reward=true", f"{ACTOR}.ulysses_sequence_parallel_size=2")
     config = load_ppo(_on(words, 4, *shared))
     assert config.ref_dp_size(Topology(4)) == config.actor_dp_size(Topology(4)) == 2

@@ -132,10 +132,10 @@ def test_clip_ratio_sets_both_sides_unless_overridden(words):
 
 def test_algorithm_determines_the_roles(words):
     plain = load_ppo(words)
-    assert (plain.needs_critic(), plain.needs_reference()) == (True, False)
-    assert load_ppo([*words, "algorithm.use_kl_in_reward=true"]).needs_reference()
+    assert (plain.needs_critic(), plain.kl_plan().is_used) == (True, False)
+    assert load_ppo([*words, "algorithm.use_kl_in_reward=true"]).kl_plan().is_used
     group = load_ppo([*words, "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4", f"{ACTOR}.use_kl_loss=true"])
-    assert (group.needs_critic(), group.needs_reference()) == (False, True)
+    assert (group.needs_critic(), group.kl_plan().is_used) == (False, True)
 
 
 def test_mini_batches_per_rank_count_sequences(words):

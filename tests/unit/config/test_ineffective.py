@@ -407,7 +407,7 @@ def run_config(folder: Path, settings: Mapping[str, Any]) -> PPOConfig:
 def parts(config: PPOConfig) -> dict[str, Any]:
     """Return the configs of the engines and of the rollout that the run has."""
     exists = {
-        "ref": config.needs_reference_model(),
+        "ref": config.kl_plan().needs_model,
         "critic": config.needs_critic(),
         "reward": config.reward_model.enable,
     }
