@@ -185,12 +185,7 @@ def test_deeply_nested_json_is_a_damaged_checkpoint(
 @pytest.mark.alone
 def test_a_killed_fork_server_is_named(tmp_path: Path) -> None:
     ranks = {"strategy": "fsdp", "trainer.n_gpus_per_node": 2}
-    process = subprocess.Popen(
-        [*COMMAND, "sft", *sft_args(tmp_path, {**RUN, **ranks})],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    process = Forked("sft", *sft_args(tmp_path, {**RUN, **ranks}))
     os.kill(fork_server(process), signal.SIGKILL)
     run = finished(process)
     assert run.status == 1
@@ -198,7 +193,7 @@ def test_a_killed_fork_server_is_named(tmp_path: Path) -> None:
     assert "the fork server ended while it started global_pool-0, as after SIGKILL" in run.err
 
 
-def fork_server(process: subprocess.Popen[str]) -> int:
+def fork_server(process: Forked) -> int:
     """Wait until the process has started its fork server, which then imports torch for seconds."""
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:

@@ -62,7 +62,7 @@ def resume_is_bitwise(harness: EngineHarness) -> None:
         "optim": optim,
     }
     engine = harness.build(**changes)
-    engine.set_loss_fn(lambda data, outputs, ctx: (outputs["log_probs"].values.sum() * float("nan"), ctx))
+    engine.set_loss_fn(lambda _, out, ctx: (out["log_probs"].values.sum() * float("nan") / ctx["num_tokens"], ctx))
     harness.train(engine, harness.batch)
     engine.set_loss_fn(harness.loss_fn("causal_lm"))
     for _ in range(2):

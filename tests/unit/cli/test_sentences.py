@@ -257,6 +257,7 @@ def test_a_planted_pickle_is_not_loaded(home: Path) -> None:
     assert not (home / "actor" / "RAN").exists()
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol:UserWarning")
 def test_weights_that_are_a_plain_pickle_are_not_loaded(home: Path) -> None:
     replace_weights(home / "actor").write_bytes(pickle.dumps(Planted(home / "actor" / "RAN")))
     run = resume(home, "trainer.resume_mode=disable")

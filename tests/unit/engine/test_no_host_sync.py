@@ -232,7 +232,7 @@ def test_injected_loss_waits_are_detected(
 def test_injected_model_waits_are_detected(home: Path, accelerator: str, monkeypatch: pytest.MonkeyPatch) -> None:
     actor = actor_of(home, {})
     norm = actor.engine.module.hf.base_model.norm  # pyright: ignore[reportAttributeAccessIssue]
-    norm.register_forward_hook(lambda _module, _inputs, output: float(output[0, 0, 0]) * output)
+    norm.register_forward_hook(lambda _module, _inputs, output: float(output[0, 0, 0].detach()) * output)
     numbers, waits = watch_micro_batches(monkeypatch)
     with HostWaits():
         actor.update_actor(batch_of())
