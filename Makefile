@@ -5,7 +5,7 @@
 # make test-fast     a contributor's first check, under a minute: algorithms, config, data, batches, one engine
 # make test          what CI runs: check, test-main, test-vllm, test-kernels and test-engines, some of them side by side
 # make test-nightly  builds of the distributions and of the site, the notebook, the benchmark scripts
-# make test-all      make test, test-nightly, test-slow, test-remote, test-titan, test-megatron(-slow), test-server,
+# make test-all      make test, test-nightly, test-slow, test-remote, test-hub, test-titan, test-megatron(-slow), test-server,
 #                    test-matrix, test-cluster (hours)
 # make test-main     the test suite of the package, without its nightly and slow cases and without optional libraries
 # make test-slow     the cases that test-main leaves out: every layout of a run, kills at random moments, more random inputs
@@ -17,6 +17,7 @@
 # make test-megatron-slow    its other layouts, models and rules (half an hour)
 # make test-sglang   the SGLang rollout, on a CPU (slow)
 # make test-titan    the torchtitan engine, on a CPU; `make titan` creates its environment
+# make test-hub      data sets of the Hugging Face hub, from a local server, and chat templates of published models
 # make test-page     the page of `camshaft view` in Chromium
 # make test-remote   data, models and checkpoints on an S3 server; `make remote` installs client and server
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)
@@ -60,6 +61,8 @@ TITAN := .venv-titan
 TITAN_INSTALLED := $(TITAN)/.installed
 REMOTE := .venv-remote
 REMOTE_INSTALLED := $(REMOTE)/.installed
+HUB := .venv-hub
+HUB_INSTALLED := $(HUB)/.installed
 PAGE := .venv-page
 PAGE_INSTALLED := $(PAGE)/.installed
 TRL_INSTALLED := .venv-trl/.installed
@@ -74,7 +77,7 @@ GPU_ENV := PYTHONPATH=$(CURDIR):$(CURDIR)/$(GPU_PACKAGES) OMP_NUM_THREADS=1
 # Unset: tests start hundreds of Python processes, each of which would compile the package again.
 export PYTHONDONTWRITEBYTECODE :=
 ALONE = $(shell grep -rlE --include='test_*.py' 'mark\.alone' tests)
-SUITE := not matrix and not vllm and not sglang and not megatron and not titan and not cluster and not interpreted and not compiled and not remote and not page
+SUITE := not matrix and not vllm and not sglang and not megatron and not titan and not cluster and not interpreted and not compiled and not remote and not page and not hub
 # Tests of the CUDA code path on tensors of another device. Where Triton is installed, they take the path of its kernels.
 WITH_TRITON := tests/unit/engine/test_no_host_sync.py tests/unit/models/test_logprob_memory.py
 NIGHTLY := tests/packaging tests/unit/benchmarks tests/smoke/test_closed_pipe.py tests/smoke/test_notebook.py \
@@ -83,7 +86,7 @@ FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/conf
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo gpu-packages test test-fast test-all test-main test-unbounded test-alone test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
+.PHONY: demo gpu-packages test test-fast test-all test-main test-unbounded test-alone test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-hub test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
 
 install: $(INSTALLED)
 
@@ -122,6 +125,10 @@ $(REMOTE_INSTALLED): $(INSTALLED) requirements-remote.txt
 	touch $(REMOTE_INSTALLED)
 
 remote: $(REMOTE_INSTALLED)
+
+$(HUB_INSTALLED): $(INSTALLED) requirements-hub.txt
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(HUB) -r requirements-hub.txt
+	touch $(HUB_INSTALLED)
 
 $(PAGE_INSTALLED): $(INSTALLED) requirements-page.txt
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PAGE) -r requirements-page.txt
@@ -174,7 +181,7 @@ test: $(INSTALLED) $(TRITON_INSTALLED) $(VLLM_INSTALLED) $(MEGATRON_INSTALLED) $
 	$(MAKE) --jobs=3 --output-sync=target test-unbounded check test-vllm test-kernels test-engines
 	$(MAKE) test-alone
 
-test-all: test test-nightly test-slow test-remote test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
+test-all: test test-nightly test-slow test-remote test-hub test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
 
 test-fast: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "$(SUITE) and not slow and not alone" \
@@ -250,6 +257,9 @@ test-titan: $(TITAN_INSTALLED) $(VLLM_ENGINES_INSTALLED)
 test-page: $(PAGE_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(PAGE) $(BIN)/python -m pytest -m page tests/page
 
+test-hub: $(HUB_INSTALLED) $(VLLM_INSTALLED)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(HUB) $(BIN)/python -m pytest -m hub tests/hub
+
 test-remote: $(REMOTE_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(REMOTE) $(BIN)/python -m pytest -m "remote or not remote" tests/remote
 
@@ -321,4 +331,4 @@ serve-site: site
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs/site 8000
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(PAGE) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(HUB) $(PAGE) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache

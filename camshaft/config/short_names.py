@@ -15,7 +15,7 @@ import os.path
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, get_origin
 
 from camshaft.config.defaults import raw_defaults
 from camshaft.config.errors import Problem, format_problems
@@ -219,7 +219,9 @@ def expand_short_names(
     overrides set; a short name takes precedence over all other keys. None means that it must not contradict any key.
     """
     names = short_names(schema)
-    expanded = {key: value for key, value in values.items() if key not in names or isinstance(value, Mapping)}
+    mappings = _mapping_names(schema)
+    sections = [key for key, value in values.items() if isinstance(value, Mapping) and key not in mappings]
+    expanded = {key: value for key, value in values.items() if key not in names or key in sections}
     problems = []
     for name in [name for name in names if name in values and name not in expanded]:
         if name == REWARD and set_keys is not None:
@@ -233,6 +235,13 @@ def expand_short_names(
     if problems:
         raise ConfigError(format_problems(problems))
     return expanded
+
+
+@cache
+def _mapping_names(schema: type[Section]) -> frozenset[str]:
+    """Return the short names of keys whose value is a mapping. That of other names is a section."""
+    leaves = leaf_fields(schema)
+    return frozenset(name for name, key in short_names(schema).items() if get_origin(leaves[key].annotation) is dict)
 
 
 _ABSENT = object()
@@ -290,7 +299,7 @@ def expand_recipe(tree: Mapping[str, Any], is_set: Collection[str]) -> dict[str,
 
 # -- overrides ------------------------------------------------------------------------------------
 
-_OVERRIDE = re.compile(r"(?P<prefix>\+{0,2}|~)(?P<key>[A-Za-z_]\w*)(?P<rest>=.*)?", re.DOTALL)
+_OVERRIDE = re.compile(r"(?P<prefix>\+{0,2}|~)(?P<key>[A-Za-z_]\w*)(?P<part>(?:\.\w+)*)(?P<rest>=.*)?", re.DOTALL)
 
 
 def expand_overrides(overrides: Sequence[str], schema: type[Section], folders: Iterable[str] = ()) -> list[str]:
@@ -305,14 +314,16 @@ def expand_overrides(overrides: Sequence[str], schema: type[Section], folders: I
         if not any(os.path.isdir(os.path.join(os.path.expanduser(folder), name)) for folder in folders)
     }
     _check_contradictions(overrides, names)
-    return [part for override in overrides for part in _expand_override(override, names)]
+    return [part for override in overrides for part in _expand_override(override, names, _mapping_names(schema))]
 
 
-def _expand_override(override: str, names: Mapping[str, str]) -> list[str]:
+def _expand_override(override: str, names: Mapping[str, str], mappings: Collection[str]) -> list[str]:
     match = _OVERRIDE.fullmatch(override)
-    if match is None or match["key"] not in names:
+    if match is None or match["key"] not in names or (match["part"] and match["key"] not in mappings):
         return [override]
     name, prefix, rest = match["key"], match["prefix"], match["rest"] or ""
+    if name in mappings:
+        return [f"{prefix}{names[name]}{match['part']}{rest}"]
     if name == REWARD:
         return [f"~{key}" for key in REWARD_KEYS] if prefix == "~" else [override]
     return [override if rest.startswith("={") else f"{prefix}{names[name]}{rest}"]

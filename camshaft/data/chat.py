@@ -8,6 +8,9 @@
 `location`, the file and row number of the text.
 """
 
+import json
+import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, TypeVar, cast
 
@@ -16,6 +19,8 @@ import rich.progress
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from camshaft.config.schema.data import ChatTemplateConfig
+from camshaft.config.tree import shorten
 from camshaft.errors import BatchError
 from camshaft.progress import track
 
@@ -24,9 +29,15 @@ Prompt = str | list[Message]
 Truncation = Literal["error", "left", "right", "middle"]
 T = TypeVar("T")
 
+Arguments = Mapping[str, Any]
+"""Arguments of a chat template for one row, besides the messages, such as `tools`."""
+NO_ARGUMENTS: Arguments = {}
+
 _CHUNK = 1000
 _MIN_PROGRESS_ROWS = 20_000
 """Minimum number of rows for which a progress bar is shown."""
+
+logger = logging.getLogger(__name__)
 
 
 def track_progress(items: Sequence[T], label: str, num_rows: int) -> Iterable[T]:
@@ -55,16 +66,72 @@ def _check_message(message: Any, number: int, location: str, column: str) -> Mes
     if not isinstance(message, Mapping):
         raise BatchError(f"{subject} has type {type(message).__name__}; it must be a mapping with role and content")
     for key in ("role", "content"):
+        if key == "content" and message.get(key) is None and message.get("tool_calls"):
+            continue
         if key not in message:
             raise BatchError(f"{subject} has no '{key}', only {sorted(message)}; add it")
         if not isinstance(message[key], str):
             raise BatchError(f"{subject} has {key}={message[key]!r}; it must be a string")
-    # Parquet stores missing fields as None. Drop them, since templates test whether a field exists.
-    return {key: item for key, item in message.items() if item is not None}
+    # In OpenAI's format, the content of a message with tool calls is null.
+    return {key: _without_nulls(item) for key, item in message.items() if item is not None or key == "content"}
+
+
+def _without_nulls(value: Any) -> Any:
+    """Drop null fields. Parquet stores missing fields as null, but templates test whether a field exists."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def template_arguments(row: Mapping[str, Any], location: str, chat: ChatTemplateConfig) -> Arguments:
+    """Return the arguments of the chat template for a row: those of all rows, and the tools of the row."""
+    tools = row.get(chat.tools_key) if chat.tools_key else None
+    if not tools:
+        return chat.chat_template_kwargs
+    return {**chat.chat_template_kwargs, "tools": _check_tools(tools, f"{location}: '{chat.tools_key}'")}
+
+
+def _check_tools(value: Any, subject: str) -> list[Any]:
+    """Validate and return the tools of a row: a list of JSON schemas, which may be JSON texts, or a JSON text."""
+    try:
+        items = json.loads(value) if isinstance(value, str) else value
+        tools = [json.loads(item) if isinstance(item, str) else _without_nulls(item) for item in items]
+        if all(isinstance(tool, Mapping) for tool in tools):
+            return tools
+    except (TypeError, ValueError):
+        pass
+    raise BatchError(f"{subject} is {shorten(repr(value))}; it must be a list of JSON schemas, or its JSON text")
+
+
+def log_unread_arguments(
+    arguments: Iterable[Arguments], has_messages: bool, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Log a warning for each argument that the chat template ignores, because it does not contain the name."""
+    template = str(tokenizer.chat_template or "")
+    for name in sorted({name for values in arguments for name in values}):
+        subject = "the tools of the rows are" if name == "tools" else f"'{name}' of data.chat_template_kwargs is"
+        if not has_messages:
+            logger.warning("%s not read, because no chat template formats plain text; use a list of messages", subject)
+        elif not re.search(rf"\b{re.escape(name)}\b", template):
+            logger.warning(
+                "%s not read by the chat template; correct the name, use the tokenizer of another model, or set "
+                "data.chat_template",
+                subject,
+            )
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Return the ids of all special tokens, including those that a chat template uses."""
+    added = (number for number, token in tokenizer.added_tokens_decoder.items() if token.special)
+    return frozenset([*tokenizer.all_special_ids, *added])
 
 
 def render(
-    messages: list[Message], tokenizer: PreTrainedTokenizerBase, location: str, add_generation_prompt: bool
+    messages: list[Message],
+    tokenizer: PreTrainedTokenizerBase,
+    location: str,
+    add_generation_prompt: bool,
+    arguments: Arguments = NO_ARGUMENTS,
 ) -> str:
     """Format messages as text with the tokenizer's chat template."""
     if not tokenizer.chat_template:
@@ -74,7 +141,9 @@ def render(
             "store plain text in this column"
         )
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+        text = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **arguments
+        )
     except Exception as error:  # a template is a program in the model folder, which can raise anything
         roles = [message["role"] for message in messages]
         reason = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
@@ -116,20 +185,28 @@ def get_eos_token_id(tokenizer: PreTrainedTokenizerBase, location: str) -> int:
     return tokenizer.eos_token_id
 
 
-def render_prompt(prompt: Prompt, tokenizer: PreTrainedTokenizerBase, location: str) -> str:
+def render_prompt(
+    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, location: str, arguments: Arguments = NO_ARGUMENTS
+) -> str:
     """Return the text of a prompt for generation; messages are formatted with the chat template."""
-    return prompt if isinstance(prompt, str) else render(prompt, tokenizer, location, add_generation_prompt=True)
+    return prompt if isinstance(prompt, str) else render(prompt, tokenizer, location, True, arguments)
 
 
 def encode_prompts(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, locations: Sequence[str] | None = None
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    locations: Sequence[str] | None = None,
+    arguments: Sequence[Arguments] | None = None,
 ) -> list[list[int]]:
     """Tokenize prompts for generation; messages are formatted with the chat template.
 
-    Errors name the entry of `locations`, or by default the number of the prompt.
+    Errors name the entry of `locations`, or by default the number of the prompt. `arguments` contains the arguments of
+    the chat template for each prompt, for example `{"enable_thinking": False}`.
     """
     locations = [f"prompt {number}" for number in range(len(prompts))] if locations is None else locations
-    rendered = [render_prompt(prompt, tokenizer, location) for prompt, location in zip(prompts, locations, strict=True)]
+    arguments = [NO_ARGUMENTS] * len(prompts) if arguments is None else arguments
+    rows = zip(prompts, locations, arguments, strict=True)
+    rendered = [render_prompt(prompt, tokenizer, location, values) for prompt, location, values in rows]
     # Templates include special tokens. For plain text, the tokenizer adds them.
     ids = encode_each(rendered, [isinstance(prompt, str) for prompt in prompts], tokenizer)
     for row, tokens in enumerate(ids):

@@ -11,14 +11,15 @@ are tokenized before training starts, so invalid rows are reported immediately. 
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from camshaft.data.chat import Prompt, Truncation, check_prompt, encode
+from camshaft.config.schema.data import ChatTemplateConfig
+from camshaft.data.chat import Prompt, Truncation, check_prompt, encode, template_arguments
 from camshaft.data.tables import Paths, Table, read_columns, read_rows
 from camshaft.data.tokens import tokenize
 from camshaft.dataproto import DataProto, Ragged
@@ -38,6 +39,8 @@ class PromptOptions:
     workers: int | None = None
     """Number of tokenizer processes; None means one per CPU, up to 16."""
     prompt_key: str = "prompt"
+    chat: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
+    """Arguments of the chat template, and the column with tools."""
     prompt_id_key: str | None = None
     """Column with prompt ids. Their token ids become column `prompt_id`; `extra_info` receives the original id."""
     max_prompt_id_length: int | None = None
@@ -55,13 +58,14 @@ class PromptOptions:
     def required_columns(self) -> list[str]:
         """Return the columns that every file must contain."""
         source_key = None if self.reward_fn_key == DATA_SOURCE else self.reward_fn_key
-        return list(dict.fromkeys(name for name in (self.prompt_key, source_key, self.prompt_id_key) if name))
+        names = (self.prompt_key, source_key, self.prompt_id_key, *self.chat.tools_columns(required=True))
+        return list(dict.fromkeys(name for name in names if name))
 
     def optional_columns(self) -> list[str] | None:
         """Return the columns that are read if a file contains them; None for all columns."""
         if self.reward_columns is None:
             return None
-        return list(dict.fromkeys([*OPTIONAL, *self.reward_columns]))
+        return list(dict.fromkeys([*OPTIONAL, *self.chat.tools_columns(required=False), *self.reward_columns]))
 
 
 DATA_SOURCE = "data_source"
@@ -138,7 +142,9 @@ def read_prompts(
             "a column without the answer",
             *(key, num_answered, len(prompts), ", ".join(map(str, table.files))),
         )
-    return TokenizedPrompts(table, prompts, tokenize(prompts, tokenizer, locations, options.workers))
+    arguments = [template_arguments(*row, options.chat) for row in zip(table.rows, locations, strict=True)]
+    ids = tokenize(prompts, tokenizer, locations, options.workers, arguments)
+    return TokenizedPrompts(table, prompts, ids)
 
 
 def build_prompt_set(

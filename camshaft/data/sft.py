@@ -11,18 +11,23 @@ the last trained token are removed.
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from camshaft.config.schema.data import ChatTemplateConfig
 from camshaft.data.chat import (
+    Arguments,
     Message,
     Truncation,
     check_prompt,
     encode_each,
     get_eos_token_id,
+    log_unread_arguments,
     render,
+    special_token_ids,
+    template_arguments,
     track_progress,
     truncate,
 )
@@ -44,6 +49,8 @@ class SFTOptions:
     response_key: str = "response"
     messages_key: str = "messages"
     """Column with whole conversations, which is used if the files have no column `response_key`."""
+    chat: ChatTemplateConfig = field(default_factory=ChatTemplateConfig)
+    """Arguments of the chat template, and the column with tools."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +101,16 @@ def load_sft(
     available = read_columns(paths)
     conversations = options.messages_key in available and options.response_key not in available
     columns_to_read = [options.messages_key] if conversations else [options.prompt_key, options.response_key]
-    table = read_rows(paths, columns_to_read, max_samples=max_samples)
-    if any(isinstance(value, list) for value in table.rows[0].values()):
+    table = read_rows(
+        paths,
+        [*columns_to_read, *options.chat.tools_columns(required=True)],
+        options.chat.tools_columns(required=False),
+        max_samples,
+    )
+    has_messages = any(isinstance(table.rows[0][name], list) for name in columns_to_read)
+    arguments = (template_arguments(row, table.location(i), options.chat) for i, row in enumerate(table.rows))
+    log_unread_arguments(arguments, has_messages, tokenizer)
+    if has_messages:
         try_template(tokenizer, lambda: _sequences(table.rows[0], table.location(0), tokenizer, options))
     sequences: list[_Sequence] = []
     for index in track_progress(range(len(table)), "chat template", len(table)):
@@ -150,12 +165,13 @@ def _sequences(
         trained_turns = [i for i, message in enumerate(turns) if i >= len(before) and message["role"] == "assistant"]
         if not trained_turns:
             raise BatchError(f"{location}: '{options.response_key}' has no assistant message")
-    pieces = _pieces(turns, trained_turns, tokenizer, location, options)
+    arguments = template_arguments(row, location, options.chat)
+    pieces = _pieces(turns, trained_turns, tokenizer, location, arguments)
     if pieces is not None:
         return [_Sequence(pieces, location, True)]
     # The template formats a turn differently if other turns follow it; some templates drop its reasoning. The model
     # generates each turn at the end of a conversation, so each turn becomes a separate sequence.
-    per_turn = [_pieces(turns[: i + 1], [i], tokenizer, location, options) for i in trained_turns]
+    per_turn = [_pieces(turns[: i + 1], [i], tokenizer, location, arguments) for i in trained_turns]
     if any(pieces is None for pieces in per_turn):
         raise BatchError(
             f"{location}: with this chat template, a formatted conversation does not start with its formatted prompt, "
@@ -169,7 +185,7 @@ def _pieces(
     trained_turns: Sequence[int],
     tokenizer: PreTrainedTokenizerBase,
     location: str,
-    options: SFTOptions,
+    arguments: Arguments,
 ) -> list[_Piece] | None:
     """Split a conversation into trained turns and the text before each of them.
 
@@ -178,8 +194,8 @@ def _pieces(
     pieces: list[_Piece] = []
     prefix = ""
     for i in trained_turns:
-        prompt_text = render(turns[:i], tokenizer, location, True)
-        turn_text = render(turns[: i + 1], tokenizer, location, False)
+        prompt_text = render(turns[:i], tokenizer, location, True, arguments)
+        turn_text = render(turns[: i + 1], tokenizer, location, False, arguments)
         if not (prompt_text.startswith(prefix) and turn_text.startswith(prompt_text)):
             return None
         pieces += [_Piece(prompt_text[len(prefix) :], False), _Piece(turn_text[len(prompt_text) :], True)]
@@ -191,8 +207,7 @@ def _tokenize(sequences: Sequence[_Sequence], tokenizer: PreTrainedTokenizerBase
     """Return the ids and the loss mask of each sequence up to its last trained token."""
     flat = [piece for sequence in sequences for piece in sequence.pieces]
     ids = encode_each([piece.text for piece in flat], [piece.special_tokens for piece in flat], tokenizer)
-    special_ids = [number for number, token in tokenizer.added_tokens_decoder.items() if token.special]
-    end_ids = frozenset([*tokenizer.all_special_ids, *special_ids])
+    end_ids = special_token_ids(tokenizer)
     rows, index = [], 0
     for sequence in sequences:
         tokens: list[int] = []

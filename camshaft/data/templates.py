@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
 from camshaft.errors import BatchError
 from camshaft.subprocesses import describe_exit, resident_memory
@@ -83,5 +84,5 @@ def _render_within_limits(render: Callable[[], object], seconds: float) -> None:
 
 def _file(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return the file of the chat template in the folder of a tokenizer."""
-    file = Path(tokenizer.name_or_path) / "chat_template.jinja"
+    file = Path(tokenizer.name_or_path) / CHAT_TEMPLATE_FILE
     return str(file if file.is_file() else tokenizer.name_or_path or "the tokenizer")

@@ -31,7 +31,15 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedTokenizerBase
 
 from camshaft import storage
-from camshaft.data.chat import Prompt, encode_prompts, render_prompt, track_progress
+from camshaft.data.chat import (
+    NO_ARGUMENTS,
+    Arguments,
+    Prompt,
+    encode_prompts,
+    log_unread_arguments,
+    render_prompt,
+    track_progress,
+)
 from camshaft.data.templates import try_template
 from camshaft.dataproto import Ragged
 from camshaft.errors import BatchError
@@ -50,25 +58,35 @@ class _Job(NamedTuple):
     prompts: Sequence[Prompt]
     tokenizer: PreTrainedTokenizerBase
     locations: Sequence[str]
+    arguments: Sequence[Arguments]
 
     def tokenize(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the concatenated token ids and the lengths of rows `start` to `stop - 1`."""
-        rows = encode_prompts(self.prompts[start:stop], self.tokenizer, self.locations[start:stop])
+        rows = encode_prompts(
+            self.prompts[start:stop], self.tokenizer, self.locations[start:stop], self.arguments[start:stop]
+        )
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         return np.fromiter((token for row in rows for token in row), np.int32, int(lengths.sum())), lengths
 
 
 def tokenize(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, locations: Sequence[str], workers: int | None = None
+    prompts: Sequence[Prompt],
+    tokenizer: PreTrainedTokenizerBase,
+    locations: Sequence[str],
+    workers: int | None = None,
+    arguments: Sequence[Arguments] | None = None,
 ) -> Ragged:
     """Tokenize prompts; messages are formatted with the chat template. Errors report the row.
 
-    `workers` is the maximum number of processes; None means one per available CPU, up to 16.
+    `workers` is the maximum number of processes; None means one per available CPU, up to 16. `arguments` contains the
+    arguments of the chat template for each prompt.
     """
     chat = next((row for row, prompt in enumerate(prompts) if not isinstance(prompt, str)), None)
+    rows = [NO_ARGUMENTS] * len(prompts) if arguments is None else arguments
+    log_unread_arguments(rows, chat is not None, tokenizer)
     if chat is not None:
-        try_template(tokenizer, lambda: render_prompt(prompts[chat], tokenizer, locations[chat]))
-    job = _Job(prompts, tokenizer, locations)
+        try_template(tokenizer, lambda: render_prompt(prompts[chat], tokenizer, locations[chat], rows[chat]))
+    job = _Job(prompts, tokenizer, locations, rows)
     if len(prompts) < _MIN_PARALLEL_ROWS:
         return _concatenate([job.tokenize(0, len(prompts))])
     cache = _cache_path(job)
@@ -140,8 +158,8 @@ def _cache_path(job: _Job) -> Path | None:
     metadata = [type(tokenizer).__name__, template, tokenizer.special_tokens_map, today, versions]
     digest = hashlib.sha256(json.dumps(metadata, default=str).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
-    for prompt in job.prompts:
-        digest.update(json.dumps(prompt, default=repr).encode())
+    for prompt, arguments in zip(job.prompts, job.arguments, strict=True):
+        digest.update(json.dumps([prompt, arguments] if arguments else prompt, default=repr).encode())
     return cache_folder("prompts") / f"{digest.hexdigest()}.safetensors"
 
 

@@ -137,8 +137,13 @@ def has_tokenizer(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json"))
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a folder. If it has no pad token, the end-of-sequence token is used."""
+def load_tokenizer(
+    path: str, trust_remote_code: bool = False, chat_template: str | None = None
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder. If it has no pad token, the end-of-sequence token is used.
+
+    `chat_template` is a file with a template that replaces that of the tokenizer.
+    """
     folder = local_folder(path, weights=False)
     check_config(folder, {})
     problem = f"transformers cannot read a tokenizer from {folder}"
@@ -158,6 +163,8 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
                 "tokenizer_config.json"
             )
         tokenizer.pad_token = tokenizer.eos_token
+    if chat_template is not None:
+        tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")
     return tokenizer
 
 

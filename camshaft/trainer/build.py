@@ -24,7 +24,6 @@ from camshaft.controller.placement import pool_specs, run_pools
 from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, ConfigError, RewardError
-from camshaft.models.loader import load_tokenizer
 from camshaft.rewards.manager import PendingScores
 from camshaft.rewards.messages import FunctionSpec
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
@@ -34,7 +33,7 @@ from camshaft.tracking.samples import SampleWriter
 from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.metrics import merge_ranks
 from camshaft.trainer.scoring import build_run_rewards, check_scorable
-from camshaft.trainer.session import fit_batch, run_length
+from camshaft.trainer.session import fit_batch, run_length, run_tokenizer
 
 REWARD_MODEL_COLUMNS = (
     *("prompts", "responses", "response_mask", "raw_prompt", "raw_input_ids"),
@@ -53,7 +52,10 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         self.config = config
         """Config of the run, with the batch size that fits the data."""
         self.folder = Path(config.trainer.default_local_dir)
-        self.tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
+        data = config.data
+        self.tokenizer = run_tokenizer(
+            config.tokenizer_path(), data.trust_remote_code, data.chat_template, config.trainer.default_local_dir
+        )
         self.estimator = load_estimator(config.algorithm)
         topology = config.topology()
         self.actor_dp_size = config.actor_dp_size(topology)
@@ -216,6 +218,7 @@ def prompt_options(config: PPOConfig, reward_columns: tuple[str, ...] | None = (
         filter_overlong=data.filter_overlong_prompts,
         workers=data.filter_overlong_prompts_workers,
         prompt_key=data.prompt_key,
+        chat=data,
         prompt_id_key=data.prompt_id_key,
         max_prompt_id_length=data.max_prompt_id_length,
         reward_fn_key=data.reward_fn_key,

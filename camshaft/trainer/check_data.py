@@ -7,6 +7,7 @@ same. No model is loaded. The exit status is 0 if a run can start. It is 1 if a 
 function fails. The last line of the output states the result.
 """
 
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -29,7 +30,7 @@ from camshaft.data import (
     summarize_files,
     summarize_lengths,
 )
-from camshaft.data.chat import render_prompt
+from camshaft.data.chat import special_token_ids
 from camshaft.data.prompts import find_prompt_key
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, RewardError
@@ -91,7 +92,7 @@ def _check_prompts(
     config: PPOConfig, rewards: RewardManager | None, say: Print
 ) -> Generator[str, None, dict[str, DataProto]]:
     """Print the report on the data files, yield problems, and return the prompts."""
-    tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
+    tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code, config.data.chat_template)
     options = prompt_options(config, reward_columns=None)
     tokenized_prompts: dict[str, TokenizedPrompts] = {}
     batches: dict[str, DataProto] = {}
@@ -102,15 +103,11 @@ def _check_prompts(
         say(f"\n{name} prompts")
         files = data_files(paths)
         options = replace(options, prompt_key=find_prompt_key(files, config.data.prompt_key))
-        _print_schema(files, [*options.required_columns(), *OPTIONAL], rewards, say)
+        columns = [*options.required_columns(), *OPTIONAL, *options.chat.tools_columns(required=False)]
+        _print_schema(files, columns, rewards, say)
         prompts = tokenized_prompts[name] = read_prompts(files, tokenizer, options, max_rows)
         if train:
-            first = prompts.prompts[0]
-            text = render_prompt(first, tokenizer, prompts.table.location(0))
-            template = "" if isinstance(first, str) else " with the chat template applied"
-            say(f"  first prompt{template}:\n{_shorten(text, _MAX_CHARACTERS)}")
-            kinds = sorted({"text" if isinstance(prompt, str) else "messages" for prompt in prompts.prompts})
-            say(f"  ({int(prompts.ids.lengths[0])} tokens; the prompts in these files are {' and '.join(kinds)})")
+            _print_first_prompt(prompts, tokenizer, say)
         _print_lengths(prompts, options, say)
         try:
             batches[name] = build_prompt_set(prompts, tokenizer, options).batch
@@ -139,6 +136,20 @@ def _print_schema(paths: Sequence[Path], columns: Sequence[str], rewards: Reward
         for column in file.columns:
             missing = "not read" if column.missing is None else f"{column.missing} missing"
             say(f"    {column.name:<20} {missing:<12} {_shorten(column.type, 80)}")
+
+
+def _print_first_prompt(prompts: TokenizedPrompts, tokenizer: Any, say: Print) -> None:
+    """Print the first prompt as the model receives it, with its special tokens."""
+    ids, special_ids = prompts.ids.rows()[0].tolist(), special_token_ids(tokenizer)
+    text = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    if len(text) > _MAX_CHARACTERS:  # the end shows where the response begins
+        text = f"{text[: _MAX_CHARACTERS // 2]} ... {text[-_MAX_CHARACTERS // 2 :]}"
+    template = "" if isinstance(prompts.prompts[0], str) else " with the chat template applied"
+    say(f"  first prompt{template}:\n{text}")
+    tokens = Counter(tokenizer.convert_ids_to_tokens([number for number in ids if number in special_ids]))
+    special = ", ".join(f"{token} ({count})" for token, count in tokens.items()) or "none"
+    kinds = sorted({"text" if isinstance(prompt, str) else "messages" for prompt in prompts.prompts})
+    say(f"  ({len(ids)} tokens; special tokens: {special}; the prompts in these files are {' and '.join(kinds)})")
 
 
 def _print_lengths(prompts: TokenizedPrompts, options: PromptOptions, say: Print) -> None:

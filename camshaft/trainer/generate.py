@@ -53,12 +53,15 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
 
     def __init__(self, config: GenerateConfig):
         self.config, data, custom = config, config.data, config.custom_reward_function
-        self.tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.model.trust_remote_code)
+        self.tokenizer: Any = load_tokenizer(
+            config.tokenizer_path(), config.model.trust_remote_code, data.chat_template
+        )
         options = PromptOptions(
             max_prompt_length=config.rollout.prompt_length,
             truncation=data.truncation,
             filter_overlong=data.filter_overlong_prompts,
             prompt_key=data.prompt_key,
+            chat=data,
             reward_fn_key=data.reward_fn_key if custom.is_named() else None,
             reward_columns=None if any(function.path for function in custom.selected()) else (),
             length_key="rollout.prompt_length",

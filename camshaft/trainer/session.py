@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -43,6 +44,7 @@ from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError
 from camshaft.machine import CPU, describe_contention
 from camshaft.masking import printable
+from camshaft.models.loader import load_tokenizer
 from camshaft.plugins import install_command
 from camshaft.rewards.callables import name_of
 from camshaft.rewards.manager import FAILED_REWARDS
@@ -190,6 +192,22 @@ def _unused(folder: Path) -> Path:
     others = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     names = itertools.chain([folder], others)
     return next(path for path in names if not path.exists())
+
+
+def run_tokenizer(path: str, trust_remote_code: bool, chat_template: str | None, folder: str) -> Any:
+    """Load the tokenizer of a run.
+
+    With a chat template of its own, it is also written to `folder`, the run folder, as the tokenizer of exported
+    models.
+    """
+    tokenizer = load_tokenizer(path, trust_remote_code, chat_template)
+    if chat_template is not None:
+        target = Path(folder).expanduser().absolute() / "tokenizer"
+        storage.check_replaceable(target, "tokenizer")
+        with storage.new_folder(target, kind="tokenizer") as work:
+            tokenizer.save_pretrained(work)
+        tokenizer.name_or_path = str(target)
+    return tokenizer
 
 
 def fit_batch(config: TrainingConfig, rows: int) -> TrainingConfig:

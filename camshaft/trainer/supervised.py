@@ -11,6 +11,7 @@ import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -23,7 +24,7 @@ from camshaft.controller import spawn
 from camshaft.controller.placement import pool_specs, run_pools
 from camshaft.data import PreferenceOptions, SFTOptions, StatefulLoader, data_files, load_preferences, load_sft
 from camshaft.dataproto import DataProto
-from camshaft.models.loader import import_external, load_config, load_tokenizer, model_folder
+from camshaft.models.loader import import_external, load_config, model_folder
 from camshaft.roles import RMWorker, SFTWorker, SupervisedWorker
 from camshaft.tracking import Tracking
 from camshaft.tracking.record import RunStatus
@@ -31,7 +32,7 @@ from camshaft.trainer.loop import TrainingLoop
 from camshaft.trainer.metrics import StepMetrics
 from camshaft.trainer.mini_batches import balance_ranks
 from camshaft.trainer.resume import input_checksums
-from camshaft.trainer.session import Extensions, fit_batch, run_length
+from camshaft.trainer.session import Extensions, fit_batch, run_length, run_tokenizer
 
 C = TypeVar("C", bound=SupervisedConfig)
 W = TypeVar("W", bound=SupervisedWorker)
@@ -44,9 +45,13 @@ class SupervisedTrainer(TrainingLoop[C, DataProto, DataProto], Generic[C, W]):
     tokens: ClassVar[tuple[str, ...]]
     """Columns with the token ids that the model reads."""
 
-    def __init__(self, config: C, worker: type[W], extensions: Extensions | None):
+    def __init__(self, config: C, worker: type[W], extensions: Extensions | None, chat_template: str | None = None):
         check_export_path(config.export_path())
-        self.tokenizer: Any = load_tokenizer(config.model.source(), config.model.trust_remote_code)
+        self.tokenizer: Any = run_tokenizer(
+            config.model.source(), config.model.trust_remote_code, chat_template, config.trainer.default_local_dir
+        )
+        self.own_tokenizer = None if chat_template is None else str(self.tokenizer.name_or_path)
+        """Folder of the tokenizer with the chat template of the run. None: the tokenizer is that of the model."""
         self.dp_size = Topology(config.trainer.world_size).dp_size(config.ranks_per_row())
         logs, max_rows = Path(config.trainer.default_local_dir) / "logs", config.data.train_max_samples
         with contextlib.ExitStack() as stack:
@@ -111,11 +116,15 @@ class SupervisedTrainer(TrainingLoop[C, DataProto, DataProto], Generic[C, W]):
     def keep(self) -> dict[str, int | None]:
         return {"model": self.config.trainer.max_ckpt_to_keep}
 
+    def state(self) -> dict[str, Any]:
+        return {"tokenizer": self.own_tokenizer}
+
     def exports(self) -> dict[str, Callable[[str, str | None], None]]:
-        return {"model": self.model.export} if self.config.checkpoint.saves_hf_model() else {}
+        export = partial(self.model.export, tokenizer=self.own_tokenizer)
+        return {"model": export} if self.config.checkpoint.saves_hf_model() else {}
 
     def finish(self) -> None:
-        self.model.export(self.export_path())
+        self.model.export(self.export_path(), tokenizer=self.own_tokenizer)
 
     def export_path(self) -> str:
         return self.config.export_path()
@@ -128,7 +137,7 @@ class SFTTrainer(SupervisedTrainer[SFTConfig, SFTWorker]):
 
     def __init__(self, config: SFTConfig, extensions: Extensions | None = None):
         self.data = config.data
-        super().__init__(config, SFTWorker, extensions)
+        super().__init__(config, SFTWorker, extensions, self.data.chat_template)
 
     def rows(self, files: list[Path], label: str, max_rows: int | None = None) -> DataProto:
         options = SFTOptions(
@@ -136,6 +145,7 @@ class SFTTrainer(SupervisedTrainer[SFTConfig, SFTWorker]):
             truncation=self.data.truncation,
             prompt_key=self.data.prompt_key,
             response_key=self.data.response_key,
+            chat=self.data,
         )
         return load_sft(files, self.tokenizer, options, max_rows, label).batch
 

@@ -12,6 +12,7 @@ from camshaft.data import tokens
 from camshaft.data.tables import write_parquet
 from camshaft.errors import BatchError
 from camshaft.trainer.build import PPOParts
+from camshaft.trainer.session import run_tokenizer
 
 SHORTEST, ROWS = 3, 8
 """Tokens of the first prompt without the template, and rows; each prompt has one token more than the previous one."""
@@ -25,7 +26,7 @@ def rows(count: int) -> list[dict[str, Any]]:
 
     return [
         {"prompt": message("1" * (SHORTEST + row)), "asked": message("2"), "data_source": "a", "kind": "b",
-         "ground_truth": "1", "name": f"row {row}"}
+         "ground_truth": "1", "name": f"row {row}", "functions": [{"name": "f"}]}
         for row in range(count)
     ]  # fmt: skip
 
@@ -40,6 +41,9 @@ def _no_scoring(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def home(home: Path) -> Path:
     ppo_config(home)
+    (home / "bare.jinja").write_text(
+        "{{ mark }}{% for tool in tools or [] %}#{% endfor %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
     for name, count in {"train": ROWS, "val": 4, "more": ROWS + 1}.items():
         write_parquet(home / f"{name}.parquet", rows(count))
     return home
@@ -56,6 +60,9 @@ def order(parts: PPOParts) -> list[str]:
 LONGEST = SHORTEST + ROWS - 1
 SHORT = {"data.max_prompt_length": LONGEST - 1 + TEMPLATE, "data.train_batch_size": 4}
 ALL = list(range(SHORTEST, LONGEST + 1))
+BARE = [length - TEMPLATE for length in ALL]
+"""Lengths with a chat template that adds no tokens."""
+OWN = {"data.chat_template": "{home}/bare.jinja"}
 DAPO = {
     "algorithm.adv_estimator": "grpo", "algorithm.filter_groups.enable": True, "actor_rollout_ref.rollout.n": 2,
     "data.train_batch_size": 4,
@@ -70,6 +77,9 @@ OBSERVED: dict[str, tuple[Any, Mapping[str, Any], Observe, Any, Any]] = {
     "data.train_files": ("{home}/more.parquet", {}, lambda parts: len(parts.loader.data), ROWS, ROWS + 1),
     "data.val_files": ("{home}/more.parquet", {}, lambda parts: len(parts.val_prompts), 4, ROWS + 1),
     "data.prompt_key": ("asked", {}, lengths, ALL, [1] * ROWS),
+    "data.chat_template": ("{home}/bare.jinja", {}, lengths, ALL, BARE),
+    "data.chat_template_kwargs": ("{{mark: ab}}", OWN, lengths, BARE, [length + 2 for length in BARE]),
+    "data.tools_key": ("functions", OWN, lengths, BARE, [length + 1 for length in BARE]),
     "data.prompt_id_key": (
         "name", {}, lambda parts: [extra.get("prompt_id") for extra in parts.loader.data["extra_info"]],
         [None] * ROWS, [f"row {row}" for row in range(ROWS)],
@@ -125,9 +135,10 @@ def test_key_changes_the_order_of_rows(home: Path, key: str) -> None:
 
 def test_tokenizer_code_runs_only_if_trusted(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags: list[bool] = []
-    real = PPOParts.__init__.__globals__["load_tokenizer"]
+    real = run_tokenizer
     monkeypatch.setattr(
-        "camshaft.trainer.build.load_tokenizer", lambda path, trust: (flags.append(trust), real(path, trust))[1]
+        "camshaft.trainer.build.run_tokenizer",
+        lambda path, trust, *rest: (flags.append(trust), real(path, trust, *rest))[1],
     )
     for overrides in ({}, {"data.trust_remote_code": True}, {"actor_rollout_ref.model.trust_remote_code": True}):
         observed(home, len_of_loader, overrides)

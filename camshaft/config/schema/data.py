@@ -1,7 +1,8 @@
 """Section `data` of RL runs: prompt files, length limits and batch sizes."""
 
+import os
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeInt
 
@@ -18,8 +19,52 @@ DROPS_OVERLONG = Unread(
     harmless=("error",),
 )
 
+_RESERVED = (
+    *("messages", "conversation", "chat_template", "tokenize", "add_generation_prompt", "continue_final_message"),
+    "return_assistant_tokens_mask",
+)
+"""Parameters of `apply_chat_template` that are no arguments of the template."""
 
-class DataConfig(Section):
+
+TOOLS = "tools"
+"""Default column with tools, which files need not have."""
+
+
+class ChatTemplateConfig(Section):
+    """Chat template that formats messages, and its arguments."""
+
+    chat_template: Path | None = key(
+        None,
+        "File with a Jinja chat template, which replaces that of the tokenizer. Exported models contain it. null uses "
+        "the template of the tokenizer.",
+    )
+    chat_template_kwargs: dict[str, Any] = key(
+        {},
+        "Arguments that the chat template receives for every row, for example {enable_thinking: false}.",
+        short=("chat_template_kwargs", "arguments of the chat template"),
+        alias="apply_chat_template_kwargs",
+    )
+    tools_key: Text | None = key(
+        TOOLS,
+        "Column that contains the tools of a row, which the chat template receives: a list of JSON schemas, or its "
+        "JSON text. Files need not have the column tools. null reads no tools.",
+    )
+
+    def tools_columns(self, required: bool) -> list[str]:
+        """Return the column with tools in a list, if it is required or optional, as `required` says."""
+        return [self.tools_key] if self.tools_key and required == (self.tools_key != TOOLS) else []
+
+    def problems(self) -> Iterator[Problem]:
+        if self.chat_template is not None and not os.path.isfile(self.chat_template):
+            yield Problem("chat_template", self.chat_template, f"file not found (looked in {os.getcwd()}).")
+        if reserved := [name for name in _RESERVED if name in self.chat_template_kwargs]:
+            message = f"contains {reserved[0]}, which is not an argument of the template. Remove it."
+            yield Problem("chat_template_kwargs", self.chat_template_kwargs, message)
+
+
+class DataConfig(ChatTemplateConfig):
+    key_order = ("tokenizer", "train_files", "val_files", "prompt_key", *ChatTemplateConfig.model_fields)
+
     tokenizer: Path | None = key(
         None, "Path of the tokenizer. null uses the tokenizer of actor_rollout_ref.model.path."
     )
@@ -107,6 +152,7 @@ class DataConfig(Section):
     )
 
     def problems(self) -> Iterator[Problem]:
+        yield from super().problems()
         if self.max_prompt_id_length is not None and self.prompt_id_key is None:
             message = (
                 "has no effect without [prompt_id_key]. Set [prompt_id_key] to the column of prompt IDs, or omit "

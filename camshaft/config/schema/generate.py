@@ -5,14 +5,16 @@ config.custom_reward_function.is_named()          # False
 """
 
 from camshaft.config.layout import PlacementConfig, RayConfig
-from camshaft.config.schema.data import DROPS_OVERLONG, Truncation
-from camshaft.config.schema.fields import CommandConfig, Count, OffOrPositive, Path, Paths, Section, Text, key, section
+from camshaft.config.schema.data import DROPS_OVERLONG, ChatTemplateConfig, Truncation
+from camshaft.config.schema.fields import CommandConfig, Count, OffOrPositive, Path, Paths, Text, key, section
 from camshaft.config.schema.model import LoadedModel
 from camshaft.config.schema.reward import CustomRewardConfig
 from camshaft.config.schema.roles import GeneratorConfig
 
 
-class GenerateDataConfig(Section):
+class GenerateDataConfig(ChatTemplateConfig):
+    key_order = ("path", "output_path", "prompt_key", *ChatTemplateConfig.model_fields)
+
     path: Paths = key(
         None,
         "Data files with prompts: a path, folder, glob pattern or URL, or a list of them. Required. The files are "

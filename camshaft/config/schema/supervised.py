@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import NonNegativeFloat, NonNegativeInt
 
 from camshaft.config.layout import RayConfig
-from camshaft.config.schema.data import NOT_SHUFFLED, Truncation
+from camshaft.config.schema.data import NOT_SHUFFLED, ChatTemplateConfig, Truncation
 from camshaft.config.schema.engine import MicroBatchKeys, TrainedSection
 from camshaft.config.schema.fields import (
     Auto,
@@ -179,8 +179,10 @@ class SupervisedConfig(CommandConfig, TrainedSection):
         return self.trainer.export_path or f"{self.trainer.default_local_dir}/huggingface"
 
 
-class SFTDataConfig(SupervisedDataConfig):
+class SFTDataConfig(SupervisedDataConfig, ChatTemplateConfig):
     """Prompts with target responses, length limit and batch sizes."""
+
+    key_order = ("train_files", "val_files", "prompt_key", "response_key", *ChatTemplateConfig.model_fields)
 
     prompt_key: Text = key(
         "prompt", "Column that contains the prompt, either a list of {role, content} messages or a string."

@@ -126,7 +126,7 @@ def check_tokenizer(config: PPOConfig) -> Iterator[Finding]:
         yield fail("tokenizer", message, "set data.tokenizer=FOLDER, or copy the tokenizer files of the base model")
         return
     try:
-        tokenizer: Any = load_tokenizer(path, config.data.trust_remote_code)
+        tokenizer: Any = load_tokenizer(path, config.data.trust_remote_code, config.data.chat_template)
     except CamshaftError as error:
         yield fail("tokenizer", str(error), "set data.tokenizer=FOLDER")
         return
@@ -142,7 +142,9 @@ def check_data(config: PPOConfig) -> Iterator[Finding]:
         try:
             files = data_files(paths)
             rows = sum(file.num_rows for file in summarize_files(files, ()))
-            tokenizer: Any = load_tokenizer(config.tokenizer_path(), config.data.trust_remote_code)
+            tokenizer: Any = load_tokenizer(
+                config.tokenizer_path(), config.data.trust_remote_code, config.data.chat_template
+            )
             read_prompts(files, tokenizer, prompt_options(config), SAMPLE_ROWS)
         except (CamshaftError, OSError) as error:
             keys = {"data.train_files": config.data.train_files, "data.val_files": config.data.val_files}

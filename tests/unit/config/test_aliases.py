@@ -29,6 +29,8 @@ def warnings(caplog):
         ("actor_rollout_ref.actor.optim.clip_grad=0.3", "actor_rollout_ref.actor.grad_clip", 0.3),
         ("critic.optim.grad_clip=0.3", "critic.grad_clip", 0.3),
         ("algorithm.gemma=0.9", "algorithm.gamma", 0.9),
+        ("data.apply_chat_template_kwargs.a=false", "data.chat_template_kwargs", {"a": False}),
+        ("+data.apply_chat_template_kwargs={a: 1}", "data.chat_template_kwargs", {"a": 1}),
         ("reward.custom_reward_function.timeout=3.0", "custom_reward_function.timeout", 3.0),
         ("reward.custom_reward_function.reward_kwargs.a=1", "custom_reward_function.reward_kwargs", {"a": 1}),
         ("trainer.logger=[console,file]", "trainer.logger", ("console", "jsonl")),

@@ -507,3 +507,24 @@ def test_arguments_of_a_function_whose_name_has_a_dot_are_a_mapping(words, tmp_p
     text = _error([*words, functions, "custom_reward_function.reward_kwargs.f.x=1"])
     assert "'custom_reward_function.reward_kwargs={m.f: {<argument>: <value>}}'" in text
     load_ppo([*words, functions, "custom_reward_function.reward_kwargs={m.f: {x: 1}}"])
+
+
+# -- chat template --------------------------------------------------------------------------------
+
+
+def test_arguments_of_the_chat_template_have_a_short_name(words):
+    config = load_ppo([*words, "chat_template_kwargs.enable_thinking=false", "data.chat_template_kwargs.a=1"])
+    assert config.data.chat_template_kwargs == {"enable_thinking": False, "a": 1}
+
+
+def test_arguments_of_the_chat_template_may_not_be_those_of_the_call(words):
+    text = _error([*words, "data.chat_template_kwargs={tokenize: true}"])
+    assert "data.chat_template_kwargs" in text
+    assert "contains tokenize, which is not an argument of the template. Remove it." in text
+
+
+def test_a_missing_chat_template_is_an_error(words, sft_words):
+    for load, base in ((load_ppo, words), (load_sft, sft_words)):
+        text = _error([*base, "data.chat_template=chat.jinja"], load)
+        assert "data.chat_template = chat.jinja" in text
+        assert "file not found" in text

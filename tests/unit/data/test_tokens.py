@@ -58,9 +58,11 @@ def test_a_second_start_reads_the_cache(tokenizer, monkeypatch, caplog) -> None:
     assert "read cached token ids" in caplog.text
 
 
-@pytest.mark.parametrize("change", ["a prompt", "the order", "the template", "a token", "the version", "the day"])
+@pytest.mark.parametrize(
+    "change", ["a prompt", "the order", "the template", "an argument", "a token", "the version", "the day"]
+)
 def test_changed_inputs_invalidate_the_cache(tokenizer, monkeypatch, change) -> None:
-    other, data = copy.deepcopy(tokenizer), prompts()
+    other, data, arguments = copy.deepcopy(tokenizer), prompts(), None
     if change == "the day":
         tokenizer.chat_template = other.chat_template = "{{ strftime_now('%d') }}" + tokenizer.chat_template
     tokenize(data, tokenizer, PLACES, 1)
@@ -70,6 +72,8 @@ def test_changed_inputs_invalidate_the_cache(tokenizer, monkeypatch, change) -> 
         data = data[::-1]
     elif change == "the template":
         other.chat_template = "{{ messages[0].content }}"
+    elif change == "an argument":
+        arguments = [{"tools": [{"name": "add"}]}] * 30
     elif change == "a token":
         other.add_tokens(["+1="])
     elif change == "the version":
@@ -79,7 +83,7 @@ def test_changed_inputs_invalidate_the_cache(tokenizer, monkeypatch, change) -> 
     created = []
     original = tokens._tokenize
     monkeypatch.setattr(tokens, "_tokenize", lambda *a: (created.append(1), original(*a))[1])
-    assert as_lists(tokenize(data, other, PLACES, 1)) == expected(data, other)
+    assert as_lists(tokenize(data, other, PLACES, 1, arguments)) == expected(data, other)
     assert created
 
 
@@ -145,7 +149,7 @@ def test_processes_exit_with_the_driver() -> None:
         try:
             driver_pid = os.getpid()
             if os.fork() == 0:
-                tokens._begin(tokens._Job([], None, []), driver_pid)
+                tokens._begin(tokens._Job([], None, [], []), driver_pid)
                 time.sleep(60)
         finally:  # a forked test process never returns to pytest
             os._exit(0)

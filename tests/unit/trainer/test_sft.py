@@ -89,3 +89,15 @@ def test_the_model_folder_is_optional_and_removed_with_its_step(tmp_path: Path) 
     assert sorted(path.name for path in (root / "global_step_2").iterdir()) == ["model", "model_huggingface", "trainer"]
     exported: Any = AutoModelForCausalLM.from_pretrained(root / "global_step_2" / "model_huggingface")
     assert learn(trainer, batch)["train/loss"] == pytest.approx(oracle_loss(exported, batch), rel=1e-5)
+
+
+def test_exports_contain_the_chat_template_of_the_run(tmp_path: Path) -> None:
+    file = tmp_path / "mine.jinja"
+    file.write_text("{{ mark }}{% for m in messages %}<|im_start|>{{ m.role[0] }}{{ m.content }}<|im_end|>{% endfor %}"
+                    "{% if add_generation_prompt %}<|im_start|>a{% endif %}")  # fmt: skip
+    own = trainer_of(tmp_path, **{"data.chat_template": file, "data.chat_template_kwargs": "{mark: ab}"})
+    assert own.tokenizer.decode(next(iter(own.source))["input_ids"].rows()[0])[:2] == "ab"
+    own.finish()
+    exported = Path(own.export_path())
+    assert (exported / "chat_template.jinja").read_text() == file.read_text()
+    assert own.state()["tokenizer"] == str(tmp_path / "sft" / "tokenizer")
