@@ -85,6 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _parser().print_help()
                 return 0
             if arguments[0] not in targets:
+                _check_topic(arguments[0])
                 _parser().parse_args(arguments[:1])  # prints help, the version, or an error, and exits
             return import_attribute(targets[arguments[0]])(arguments[1:])
         finally:
@@ -111,6 +112,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")
         return INTERRUPTED
+
+
+def _check_topic(command: str) -> None:
+    """Raise ConfigError if a command is the name of something that is not implemented."""
+    from camshaft.config.foreign.topics import topic_of_name
+
+    if (topic := topic_of_name(command)) is not None:
+        raise ConfigError(f"camshaft {command}: {topic.message()}")
 
 
 def _working_directory() -> str:

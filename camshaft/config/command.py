@@ -18,6 +18,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from camshaft.config.composition import Job, compose_jobs, overridden_keys
 from camshaft.config.defaults import raw_defaults
+from camshaft.config.foreign.topics import topic_of_key
 from camshaft.config.load import Config, from_container
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.supervised import SupervisedConfig
@@ -94,6 +95,8 @@ def _parse_arguments(argv: Sequence[str], schema: type[Section]) -> Arguments:
                 f"'{option}' is an option of Hydra's application, which camshaft does not run. Omit it, or see --help."
             )
         else:
+            if (topic := topic_of_key(option.lstrip("-"))) is not None:
+                raise ConfigError(f"{argument}: {topic.message()}")
             names = suggest_names(option.lstrip("-").replace("-", "_"), schema)
             key = f" with the key {names[0]}" if names else ", for example trainer.seed=7"
             raise ConfigError(f"'{argument}' is not an option. Write key=value{key}.")

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from camshaft.config.config_files import ConfigFiles
 from camshaft.config.defaults import raw_defaults
+from camshaft.config.foreign.topics import topic_of_key
+from camshaft.config.foreign.verl import CONFIG_FILES
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.generate import GenerateConfig
@@ -92,7 +94,7 @@ def _compose_job(schema: type[Section], overrides: list[str], folders: Sequence[
                 f"cannot compose the config: several values in {shorten(text)}\n"
                 "To start a run for each value, add -m. For a list, write key=[1,2]; for a text, \"key='1,2'\"."
             )
-    files = ConfigFiles(folders, BUILT_IN[schema])
+    files = ConfigFiles(folders, {BUILT_IN[schema]: {}} | (CONFIG_FILES if schema is PPOConfig else {}))
     for override in parsed:
         if override.key_or_group == "hydra.searchpath":
             files.add_search_path({"searchpath": override.value()})
@@ -183,6 +185,8 @@ def _apply(override: "Override", tree: dict[str, Any], schema: type[Section]) ->
     """Apply an override to a config in which keys with their defaults are missing."""
     key, text, value = str(override.key_or_group), shorten(str(override.input_line)), override.value()
     if override.package is not None:
+        if (topic := topic_of_key(str(value))) is not None:
+            raise ConfigError(f"{text}: {topic.message()}")
         raise ConfigError(
             f"cannot compose the config: Override {text} looks like a config group override, but config group '{key}' "
             "does not exist."
@@ -200,12 +204,6 @@ def _apply(override: "Override", tree: dict[str, Any], schema: type[Section]) ->
         if has_key(tree, key):
             remove(tree, key)
         return
-    if override.is_add() and exists and get(complete, key) is not None and not isinstance(value, dict | list):
-        raise ConfigError(
-            f"cannot compose the config: Could not append to config. An item is already at '{key}'.\n"
-            f"Either remove + prefix: '{text[1:]}'\n"
-            f"Or add a second + to add or override '{key}': '+{text}'"
-        )
     if not exists and not override.is_add() and not override.is_force_add() and not _PLAIN_KEY.fullmatch(key):
         raise ConfigError(
             f"cannot compose the config: Could not override '{shorten(key)}'.\nTo append to your config use +{text}"

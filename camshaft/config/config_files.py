@@ -1,6 +1,6 @@
 """Read config files and the files in their defaults lists.
 
-    ConfigFiles([Path("conf")], "ppo_trainer").contents("mine", [])
+    ConfigFiles([Path("conf")], {"ppo_trainer": {}}).contents("mine", [])
 
 A file can list other files under `defaults`, with which it is merged in this order. `_self_` stands for the file
 itself, and is the last entry if it is missing:
@@ -28,6 +28,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from camshaft.config.foreign.topics import topic_of_key
 from camshaft.config.tree import nearest_keys
 from camshaft.errors import ConfigError
 
@@ -72,9 +73,10 @@ class ConfigFile(NamedTuple):
 class ConfigFiles:
     """Config files in folders. The first folder that contains a file wins, and all of them win over the defaults."""
 
-    def __init__(self, folders: Sequence[Path], built_in: str = "") -> None:
+    def __init__(self, folders: Sequence[Path], built_in: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         self._folders = list(folders)
-        self._built_in = built_in
+        self._built_in = built_in or {}
+        """Contents of the files that are not in a folder."""
         self._options: dict[str, str | list[str] | None] = {}
         """Options of groups that overrides choose."""
         self._deleted: dict[str, str | None] = {}
@@ -155,7 +157,7 @@ class ConfigFiles:
             if name == "???":
                 options = "\n\t".join(self.options(group))
                 raise _error(f"You must specify '{group}', e.g, {group}=<OPTION>\nAvailable options:\n\t{options}")
-            if (path == self._built_in or entry.is_optional) and self._find(path) is None:
+            if (path in self._built_in or entry.is_optional) and self._find(path) is None:
                 continue
             header = self._read(path, parents).package
             package = _child_package(entry, group, parent_package, header)
@@ -179,7 +181,9 @@ class ConfigFiles:
         folders = hydra.get("searchpath") if isinstance(hydra, Mapping) else None
         for folder in [folders] if isinstance(folders, str) else folders or []:
             if str(folder).startswith("pkg://"):
-                raise ConfigError(f"hydra.searchpath={folder}: must be a folder. Write file://FOLDER.")
+                topic = topic_of_key(str(folder).removeprefix("pkg://"))
+                reason = "must be a folder. Write file://FOLDER." if topic is None else topic.message()
+                raise ConfigError(f"hydra.searchpath={folder}: {reason}")
             self._folders.append(Path(str(folder).removeprefix("file://")).expanduser())
 
     def _find(self, name: str) -> Path | None:
@@ -190,8 +194,8 @@ class ConfigFiles:
 
     def _read(self, name: str, parents: tuple[str, ...]) -> ConfigFile:
         path = self._find(name)
-        if path is None and name == self._built_in:
-            return ConfigFile([], {})
+        if path is None and name in self._built_in:
+            return ConfigFile([], dict(self._built_in[name]))
         if path is None:
             raise ConfigError(self._missing(name, parents))
         return read_config_file(path)

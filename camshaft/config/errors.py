@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from camshaft.config.foreign.topics import topic_of_key
 from camshaft.config.schema.fields import Section, describe
 from camshaft.config.tree import (
     fields,
@@ -18,6 +19,7 @@ from camshaft.config.tree import (
     format_value,
     get,
     has_key,
+    has_words,
     keys_overlap,
     leaf_fields,
     nearest_keys,
@@ -87,9 +89,11 @@ def format_problems(problems: Iterable[Problem]) -> str:
 
 
 def unknown_key(key: str, value: Any, schema: type[Section], names: NamesToType) -> Problem:
-    """Return the problem of a key that is not in the schema, with suggestions for similar keys."""
-    suggestions = names(key, schema) or nearest_keys(key, fields(schema))
-    value = mask_value(value, key)
+    """Return the problem of a key that is not in the schema: what it asks for is not implemented, or similar keys."""
+    value, topic = mask_value(value, key), topic_of_key(key)
+    if topic is not None:
+        return Problem(key, value, topic.message())
+    suggestions = names(key, schema) or [near for near in nearest_keys(key, fields(schema)) if has_words(near, key)]
     if suggestions:
         return Problem(key, value, f"unknown key. Did you mean {' or '.join(suggestions)}?")
     return Problem(key, value, f"unknown key. Keys begin with {', '.join(schema.model_fields)}.")

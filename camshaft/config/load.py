@@ -28,6 +28,7 @@ from camshaft.config.checks.model import find_model_notices
 from camshaft.config.composition import compose_jobs, overridden_keys
 from camshaft.config.defaults import raw_defaults
 from camshaft.config.errors import Problem, format_problems, from_validation, group_problems
+from camshaft.config.foreign.translate import Translation, translate
 from camshaft.config.run_folder import FOLDER, NAME, generated_name, uses_name
 from camshaft.config.schema.aliases import rename_aliases
 from camshaft.config.schema.evaluation import EvalConfig
@@ -99,9 +100,12 @@ def from_container(
     expanded = expand_keys(expand_short_names(container, schema, set_keys), leaves)
     if set_keys is not None and REWARD in set_keys:
         set_keys = {*set_keys, *REWARD_KEYS}
-    user_keys = flatten(expanded, leaves).keys() if set_keys is None else set_keys
-    tree, problems = rename_aliases(expanded, defaults, user_keys, leaves)
-    changes = changed_keys(merge(defaults, tree), schema) | set(set_keys or ())
+    user_keys = set(flatten(expanded, leaves) if set_keys is None else set_keys)
+    translation = translate(expanded, defaults, user_keys) if schema is PPOConfig else Translation(expanded)
+    user_keys |= translation.keys
+    tree, renaming_problems = rename_aliases(translation.tree, defaults, user_keys, leaves)
+    problems = [*translation.problems, *renaming_problems]
+    changes = changed_keys(merge(defaults, tree), schema) | set(set_keys or ()) | translation.keys
     for key, value in expand_recipe(tree, {*changes, *user_keys, *file_keys}).items():
         put(tree, key, value)
     tree, choices = choose_automatic(tree, schema, detect_machine() if machine is None else machine)
@@ -120,7 +124,8 @@ def from_container(
         ]
     if problems:
         raise ConfigError(format_problems(problems))
-    for notice in (*find_model_notices(config), *find_notices(config, merge(defaults, tree), changes)):
+    notices = (*find_model_notices(config), *find_notices(config, merge(defaults, tree), changes))
+    for notice in (*translation.notices, *notices):
         logger.warning("config: %s", notice)
     return config
 

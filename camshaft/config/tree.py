@@ -6,6 +6,7 @@ nearest_keys("trainer.sed", leaf_fields(PPOConfig))        # ["trainer.seed"]
 
 import difflib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
@@ -132,7 +133,7 @@ def nearest_keys(key: str, candidates: Iterable[str], limit: int = 2) -> list[st
     exact match.
     """
     last = key.rpartition(".")[2]
-    initials = "".join(word[:1] for word in last.split("_"))  # learning_rate is an exact match for lr
+    initials = _initials(last)  # learning_rate is an exact match for lr
 
     def similarity(candidate: str) -> float:
         if candidate.endswith(f".{key}"):
@@ -145,6 +146,19 @@ def nearest_keys(key: str, candidates: Iterable[str], limit: int = 2) -> list[st
     scored = sorted(((similarity(candidate), candidate) for candidate in candidates), reverse=True)
     best = scored[0][0] if scored else 0.0
     return [candidate for score, candidate in scored[:limit] if score >= 0.7 and score > best - 0.08]
+
+
+def has_words(candidate: str, key: str) -> bool:
+    """Return True if `candidate` contains every word of `key`, which may be misspelled, or its abbreviation."""
+    section, _, last = key.rpartition(".")
+    words = re.findall("[a-z0-9]+", candidate.lower())
+    is_short = len(last) > 1 and candidate.rpartition(".")[2] == _initials(last)
+    typed = re.findall("[a-z0-9]+", (section if is_short else key).lower())
+    return all(difflib.get_close_matches(word, words, n=1, cutoff=0.7) for word in typed)
+
+
+def _initials(name: str) -> str:
+    return "".join(word[:1] for word in name.split("_"))
 
 
 def keys_overlap(key: str, other: str) -> bool:

@@ -1,7 +1,8 @@
 """The homes of a config key: the files of the package that write its name.
 
 A file writes a name as a field or a keyword in `config`, or in a string that is not a sentence. A read, such as
-`config.lora_rank`, is no home. Names of one word are left out, because they have other meanings too.
+`config.lora_rank`, is no home. Names of one word are left out, because they have other meanings too. The tables of
+names of other libraries are no homes: they contain each key with another name there, and decide nothing about it.
 """
 
 import ast
@@ -15,10 +16,16 @@ SCHEMA = (f"{PACKAGE}.config.schema", f"{PACKAGE}.config.backends")
 """Modules whose classes declare the keys."""
 
 
+TABLES = f"{PACKAGE}.config.foreign"
+"""Tables of names of other libraries."""
+
+
 def find_homes(modules: Modules) -> dict[str, set[str]]:
     """Return the homes of each key of several words."""
     homes: dict[str, set[str]] = {name: set() for name in keys(modules)}
     for module, tree in modules.items():
+        if module.startswith(TABLES):
+            continue
         for name in homes.keys() & set(_written(tree, is_config=module.startswith(f"{PACKAGE}.config"))):
             homes[name].add(module.partition(".")[2])
     return homes

@@ -75,7 +75,7 @@ def _cases() -> Iterator[Any]:
             yield pytest.param(*case, rule, id=f"{name}-{rule.replace(' ', '_')}", marks=marks)
 
 
-@pytest.mark.parametrize(("ranks", "sizes", "options", "rule"), _cases(), indirect=["ranks"], scope="module")
+@pytest.mark.parametrize(("ranks", "sizes", "options", "rule"), list(_cases()), indirect=["ranks"], scope="module")
 def test_model_keeps_rule(
     ranks: ModelRanks, sizes: dict[str, Any], options: dict[str, Any], rule: str, tmp_path: Path
 ) -> None:
@@ -214,6 +214,7 @@ def test_step_follows_weights_that_moved(ranks: ModelRanks, options: dict[str, A
         pytest.param(2, {}, {PIPELINE: 2}, id="pipeline"),
         pytest.param(2, {}, DISTRIBUTED, id="distributed_optimizer"),
         pytest.param(2, QWEN3_MOE, {EXPERT: 2}, id="qwen3_moe-expert"),
+        pytest.param(2, QWEN3_MOE, {EXPERT: 2, "moe_router_dtype": "fp32"}, id="qwen3_moe-router_in_float32"),
         pytest.param(2, QWEN3_MOE, {EXPERT: 2, **DISTRIBUTED}, id="qwen3_moe-expert_and_distributed_optimizer"),
         pytest.param(2, MIXTRAL, {PIPELINE: 2}, id="mixtral-pipeline"),
         pytest.param(2, MIXTRAL, {TENSOR: 2}, id="mixtral-tensor"),

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from camshaft.config.errors import Problem, check_name
+from camshaft.config.foreign.topics import topic_of_name
 from camshaft.config.rollout import OPTIONAL_SAMPLING
 from camshaft.config.schema.algorithm import ESTIMATORS, POLICY_LOSSES, estimator_inputs
 from camshaft.config.schema.ppo import PPOConfig
@@ -23,7 +24,11 @@ def check_algorithm(config: PPOConfig) -> Iterator[Problem]:
 
 def _check_estimator(config: PPOConfig) -> Iterator[Problem]:
     key, estimator, n = "algorithm.adv_estimator", config.algorithm.adv_estimator, config.actor_rollout_ref.rollout.n
-    yield from check_name(key, estimator, (*ESTIMATORS, *RECIPES), "estimators", "module:function")
+    topic = topic_of_name(estimator)
+    if topic is None:
+        yield from check_name(key, estimator, (*ESTIMATORS, *RECIPES), "estimators", "module:function")
+    else:
+        yield Problem(key, estimator, topic.message())
     inputs = estimator_inputs(estimator)
     if estimator in ESTIMATORS and inputs.groups and n == 1:
         yield Problem(key, estimator, f"{ONE_RESPONSE}, or use another estimator.", (f"{ROLLOUT}.n",))

@@ -10,7 +10,7 @@ from camshaft.config.schema.fields import Alias, marks
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.supervised import RMConfig, SFTConfig
-from camshaft.config.tree import fields, flatten, format_value, get, has_key, put, remove
+from camshaft.config.tree import fields, flatten, format_value, get, has_key, leaf_fields, put, remove
 
 logger = logging.getLogger("camshaft.config")
 
@@ -49,16 +49,17 @@ _GLOBAL_MICRO_BATCHES = (
 )
 """Deprecated micro-batch sizes over all ranks. With the suffix `_per_gpu`, they count the sequences of each rank."""
 
+
+def _dtype_keys() -> Iterator[str]:
+    """Yield the keys of all commands whose value is a dtype."""
+    for schema in (PPOConfig, SFTConfig, RMConfig, GenerateConfig):
+        yield from (key for key in leaf_fields(schema) if key.rpartition(".")[2].endswith("dtype"))
+
+
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp64": "float64"}
 VALUE_ALIASES: dict[str, dict[str, str]] = {
     "trainer.logger": {"file": "jsonl", "tracking": "wandb"},
-    "actor_rollout_ref.actor.fsdp_config.model_dtype": _DTYPES,
-    "actor_rollout_ref.ref.fsdp_config.model_dtype": _DTYPES,
-    "actor_rollout_ref.rollout.dtype": _DTYPES,
-    "rollout.dtype": _DTYPES,
-    "critic.model.fsdp_config.model_dtype": _DTYPES,
-    "reward_model.model.fsdp_config.model_dtype": _DTYPES,
-    "fsdp_config.model_dtype": _DTYPES,
+    **dict.fromkeys(_dtype_keys(), _DTYPES),
 }
 """Maps config keys to aliases of their values. For a list, the aliases apply to each item."""
 

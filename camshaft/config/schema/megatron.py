@@ -8,6 +8,7 @@ This module imports neither torch nor Megatron.
 """
 
 from collections.abc import Iterator
+from typing import Literal
 
 from pydantic import Field
 
@@ -30,6 +31,8 @@ class MegatronOptions(EngineOptions):
     """Number of ranks over which the tokens of a micro-batch, and during attention the heads, are split (Ulysses)."""
     expert_model_parallel_size: int = Field(default=1, ge=1)
     """Number of ranks of a pipeline stage over which the experts of a mixture-of-experts model are split."""
+    moe_router_dtype: Literal["fp32", "fp64"] | None = None
+    """Dtype in which the routers of a mixture of experts compute. null computes in the dtype of the layers."""
     use_distributed_optimizer: bool = False
     """Split the optimizer state over the data-parallel ranks."""
     mixed_precision: MixedPrecision = MixedPrecision()

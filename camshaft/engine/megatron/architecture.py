@@ -105,6 +105,7 @@ def _experts(text_config: PreTrainedConfig, options: MegatronOptions) -> dict[st
         # The softmax over the selected experts equals the normalized softmax over all experts.
         "moe_router_pre_softmax": not getattr(text_config, "norm_topk_prob", True),
         "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": options.moe_router_dtype,
         "expert_model_parallel_size": options.expert_model_parallel_size,
         "expert_tensor_parallel_size": 1,  # tensor-parallel ranks process different tokens and hold whole experts
     }

@@ -363,7 +363,7 @@ def test_invalid_config_prints_one_message_with_status_2(words, capfd):
 
 @pytest.mark.parametrize(
     "word",
-    ["trainer.logger=[console", "+trainer.seed=3", "a/b=c", "++trainer@pkg=true"],
+    ["trainer.logger=[console", "a/b=c", "++trainer@pkg=true"],
 )
 def test_hydra_error_prints_one_message_with_status_2(words, word, capfd):
     status, _ = _run([*words, word])

@@ -1,0 +1,209 @@
+"""Topics that camshaft does not implement, and the words by which users ask for them.
+
+    topic_of_key("load_in_4bit")                # LOW_BIT
+    topic_of_algorithm("dpo").message()         # one sentence and the section of docs/not-here.md
+
+`docs/not-here.md` has a section for each topic, which names what to use instead. A topic leaves the list when it is
+implemented.
+"""
+
+import re
+from typing import NamedTuple
+
+PAGE = "docs/not-here.md"
+
+
+class Topic(NamedTuple):
+    """Something that is not implemented."""
+
+    title: str
+    """Title of the section in `PAGE`."""
+    sentence: str
+    keys: str = r"(?!)"
+    """Pattern of words in keys and in the names of config files that ask for it."""
+    names: tuple[str, ...] = ()
+    """Names of commands and of algorithms."""
+
+    @property
+    def anchor(self) -> str:
+        """Anchor of the section."""
+        return re.sub(r"[^a-z0-9]+", "-", self.title.lower()).strip("-")
+
+    def message(self) -> str:
+        """Return the sentence with a reference to the section."""
+        return f"{self.sentence} See {PAGE}#{self.anchor}."
+
+
+ASYNC = Topic(
+    "Asynchronous training",
+    "Asynchronous training is not implemented: a step generates, scores and updates one after the other.",
+    r"async_(?:training|grpo|train)|fully_async|one_step_(?:off|overlap)|staleness|max_off_policy\w*|partial_rollout"
+    r"|async_train\w*|max_inflight_gen_batches",
+    ("async", "async_grpo", "async_ppo", "async_rloo"),
+)
+AGENTS = Topic(
+    "Agents",
+    "Agents are not implemented: a response is one generation, without further turns.",
+    r"multi_?turn|agents?|agent_(?:loop|func)\w*|max_turns|max_(?:assistant|user)_turns|mcp\w*|rollout_func",
+    ("agent",),
+)
+TOOLS = Topic(
+    "Tools",
+    "Tool calls are not implemented: nothing executes a tool in the middle of a response.",
+    r"tools?|tool_(?:config|call)\w*|function_tool\w*|max_tool\w*",
+)
+ENVIRONMENTS = Topic(
+    "Environments",
+    "Environments are not implemented: a scoring function sees a complete response, and no later turn follows.",
+    r"env|envs|environments?|env(?:ironment)?_(?:name|factory|config|kwargs|id)|gym|verifiers|openenv",
+)
+IMAGES = Topic(
+    "Images",
+    "Images are not implemented: prompts and responses are text.",
+    r"images?|image_\w+|limit_images|vlm|vision|vision_\w+|freeze_vision\w*|multi_?modal\w*|pixel\w*|max_pixels"
+    r"|return_multi_modal_inputs|mm_processor_kwargs|processor",
+    ("vlm",),
+)
+VIDEO = Topic(
+    "Video and audio",
+    "Video and audio are not implemented: prompts and responses are text.",
+    r"videos?|video_\w+|audios?|audio_\w+",
+)
+LOW_BIT = Topic(
+    "Low precision",
+    "Training on quantized weights (QLoRA, 4-bit, 8-bit, FP8) is not implemented.",
+    r"load_in_[48]bit|qlora|q?lora_4bit|bnb\w*|bitsandbytes|quantiz\w*|qat|fp8\w*|nf4|gptq|awq|[48]bit|adam_?8bit",
+    ("qlora",),
+)
+DPO = Topic(
+    "DPO",
+    "Preference optimization (DPO and its variants) is not implemented.",
+    r"dpo\w*|ipo|simpo\w*|orpo\w*|cpo\w*|nash_md|xpo",
+    ("dpo", "ipo", "simpo", "orpo", "cpo", "rpo", "online_dpo", "iterative_dpo", "xpo", "nash_md"),
+)
+KTO = Topic("KTO", "KTO and BCO are not implemented.", r"kto\w*|bco\w*", ("kto", "bco"))
+DISTILLATION = Topic(
+    "Distillation",
+    "Distillation from a teacher model is not implemented.",
+    r"distill\w*|teacher\w*|opd|gkd\w*|gold",
+    ("distill", "distillation", "gkd", "opd", "on_policy_distillation", "minillm", "kd"),
+)
+DEEPSPEED = Topic(
+    "DeepSpeed",
+    "DeepSpeed is not an engine of camshaft.",
+    r"deepspeed\w*|ds_\w+|zero_stage|zero3\w*|zpg|adam_offload|overlap_comm",
+    ("deepspeed",),
+)
+JAX = Topic("JAX", "JAX and TPUs are not supported.", r"jax\w*|tpus?|maxtext|tunix")
+PROFILERS = Topic(
+    "Profilers",
+    "Profilers are not started by camshaft; it measures the phases of a step itself.",
+    r"\w*profil\w*|nsys\w*|timeline_json_file|memory_snapshot\w*",
+    ("profile",),
+)
+HUB_PUSH = Topic(
+    "Uploads",
+    "Models are not uploaded to the Hugging Face Hub.",
+    r"push_to_hub\w*|hub_(?:model_id|strategy|token|private_repo|always_push|revision)",
+    ("push", "upload"),
+)
+MTP = Topic(
+    "Multi-token prediction",
+    "Multi-token prediction and speculative decoding are not implemented.",
+    r"mtp\w*|speculative\w*|num_nextn\w*|draft_model\w*|eagle\w*",
+    ("mtp",),
+)
+MEGATRON_FSDP = Topic(
+    "Megatron-FSDP",
+    "Megatron-FSDP is not implemented: strategy=megatron replicates the weights over data-parallel ranks.",
+    r"use_megatron_fsdp|megatron_fsdp\w*",
+)
+MEGATRON_LITE = Topic(
+    "Megatron-lite", "Megatron-lite is not an engine of camshaft.", r"m(?:egatron_)?lite\w*|verl_mlite|impl_cfg"
+)
+MEGATRON_AUX = Topic(
+    "Router losses on Megatron",
+    "The auxiliary loss and the z-loss of a mixture of experts are not implemented with strategy=megatron.",
+    r"moe_(?:aux|z)_loss_coeff|moe_router_load_balancing_type",
+)
+UNEVEN_STAGES = Topic(
+    "Uneven pipeline stages",
+    "Uneven pipeline stages are not implemented: every stage has the same number of layers.",
+    r"num_layers_in_(?:first|last)_pipeline_stage|account_for_(?:embedding|loss)_in_pipeline_split|pipeline_model"
+    r"_parallel_layout",
+)
+MEGATRON_REPLAY = Topic(
+    "Router replay on Megatron",
+    "Replay of expert choices is not implemented with strategy=megatron.",
+    r"(?!)",
+)
+MEGATRON_OPTIONS = Topic(
+    "Other options of Megatron",
+    "This option of Megatron is not supported.",
+)
+MEGATRON_CHECKPOINTS = Topic(
+    "Megatron checkpoints",
+    "Distributed checkpoints of Megatron are not read: a model is a Hugging Face folder.",
+    r"dist_checkpointing\w*|use_dist_ckpt\w*",
+)
+VEOMNI = Topic("VeOmni", "VeOmni is not an engine of camshaft.", r"veomni\w*")
+AUTOMODEL = Topic("NeMo AutoModel", "NeMo AutoModel is not an engine of camshaft.", r"automodel\w*|nemo\w*")
+NPU = Topic(
+    "NPU",
+    "Ascend NPUs are not supported: neither vLLM nor SGLang runs on one with camshaft.",
+    r"npus?|ascend\w*|turbo_config|hccl\w*|mindspeed\w*|context_parallel_algo|use_naive_l2norm",
+)
+EXPERT_SERVERS = Topic(
+    "Expert parallelism over several vLLM engines",
+    "A generator that spans several engines (data parallelism with shared experts, pipeline stages, separate prefill "
+    "servers) is not implemented.",
+    r"disaggregation|decode_replicas|prefill_replicas|rollout_pp",
+)
+TRTLLM = Topic("TensorRT-LLM", "TensorRT-LLM is not a rollout of camshaft.", r"trt_?llm\w*|tensorrt\w*")
+SANDBOX = Topic(
+    "Code sandboxes",
+    "A sandbox for code that responses contain is not part of camshaft.",
+    r"sandbox\w*|code_interpreter|e2b\w*",
+)
+REWARD_MANAGERS = Topic(
+    "Reward managers",
+    "Reward managers of other libraries are not read: a scoring function, a reward model and the overlong penalty are.",
+    r"reward_(?:manager|loop)\w*",
+)
+DATASETS = Topic(
+    "Data set classes",
+    "Data set and sampler classes of other libraries are not read.",
+    r"custom_cls|datagen|sampler|curriculum\w*|class_path",
+)
+PF_PPO = Topic(
+    "PF-PPO", "Reweighting of samples by their rewards (PF-PPO) is not implemented.", r"\w*pf_ppo", ("pf_ppo",)
+)
+TRACES = Topic("Traces of rollouts", "Rollouts are not traced with Weave or MLflow.", r"weave|token2text")
+SYNC_REF = Topic(
+    "Moving reference model",
+    "The reference model does not follow the policy.",
+    r"sync_ref_model|ref_model_(?:mixup_alpha|sync_steps)|enable_ema|ema_beta",
+)
+
+TOPICS = (
+    ASYNC, AGENTS, TOOLS, ENVIRONMENTS, IMAGES, VIDEO, LOW_BIT, DPO, KTO, DISTILLATION, PF_PPO, SYNC_REF, DEEPSPEED,
+    JAX, NPU, VEOMNI, AUTOMODEL, MEGATRON_FSDP, MEGATRON_LITE, MEGATRON_AUX, UNEVEN_STAGES, MEGATRON_REPLAY,
+    MEGATRON_CHECKPOINTS, MEGATRON_OPTIONS, MTP, EXPERT_SERVERS, TRTLLM, REWARD_MANAGERS, SANDBOX, DATASETS,
+    PROFILERS, TRACES, HUB_PUSH,
+)  # fmt: skip
+"""All topics, in the order of `PAGE`."""
+
+
+def topic_of_key(key: str) -> Topic | None:
+    """Return the topic that a part of an unknown key names. A later part of the key is more specific."""
+    for part in reversed(re.split(r"[./]", key.lower().replace("-", "_"))):
+        for topic in TOPICS:
+            if re.fullmatch(topic.keys, part):
+                return topic
+    return None
+
+
+def topic_of_name(name: str) -> Topic | None:
+    """Return the topic that the name of a command or of an algorithm names."""
+    name = name.lower().replace("-", "_")
+    return next((topic for topic in TOPICS if name in topic.names), None)

@@ -1,0 +1,429 @@
+"""Keys of verl that camshaft names otherwise, does not need, passes on to a backend, or does not implement.
+
+Both libraries have the same sections, so a command line of verl needs no other changes (`translate.py`). A row of a key
+stands before that of its section.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from camshaft.config.foreign import topics
+from camshaft.config.foreign.rows import Expanded, Missing, NotNeeded, PassedOn, Renamed, Row
+from camshaft.config.tree import get, has_key
+
+ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
+ROLLOUT, CRITIC, REWARD = "actor_rollout_ref.rollout", "critic", "reward_model"
+FUNCTION, STRATEGY = "custom_reward_function", f"{ACTOR}.strategy"
+RAY = "ray_kwargs.ray_init.runtime_env"
+
+CONFIG_FILES: dict[str, dict[str, Any]] = {"ppo_trainer": {}, "ppo_megatron_trainer": {STRATEGY: "megatron"}}
+"""Default config files of verl, with the settings that they stand for here."""
+
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32"}
+_NEVER_PADDED = "batches are never padded"
+_CHUNKED = "log-probs and entropy are always computed in chunks, without materialized logits"
+_SAME_RESULT = "it changes no result"
+
+
+def _value(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    return get(tree, key) if has_key(tree, key) else default
+
+
+def _generates_with(*names: str) -> Any:
+    """Return the condition that the rollout is one of `names`."""
+    return lambda value, tree: _value(tree, f"{ROLLOUT}.name") in names
+
+
+def _is_megatron(value: Any, tree: Mapping[str, Any]) -> bool:
+    return _value(tree, STRATEGY) == "megatron"
+
+
+def _is_engine_of_actor(value: Any, tree: Mapping[str, Any]) -> bool:
+    actor = _value(tree, STRATEGY, "fsdp")
+    return value == actor or {value, actor} <= {"auto", "fsdp", "fsdp2"}
+
+
+def _is_response_length(value: Any, tree: Mapping[str, Any]) -> bool:
+    return value == _value(tree, f"{ROLLOUT}.response_length", _value(tree, "data.max_response_length", 512))
+
+
+def _is_long_enough(value: Any, tree: Mapping[str, Any]) -> bool:
+    lengths = (_value(tree, f"data.max_{part}_length", 512) for part in ("prompt", "response"))
+    return value >= sum(lengths)
+
+
+def _has_adapter(tree: Mapping[str, Any]) -> bool:
+    return bool(_value(tree, f"{MODEL}.lora_rank"))
+
+
+# -- tables ---------------------------------------------------------------------------------------
+
+
+def _engine(section: str, sharding: str, source: str = "") -> tuple[Row, ...]:
+    """Return the rows of a section with an engine, and of the section `source` with the options of FSDP in verl."""
+    source = source or sharding
+    chunks = ("entropy_from_logits_with_chunking", "entropy_from_logits_chunk_size", "entropy_checkpointing")
+    padding = ("pad_to_length", "pad_to_length_bucket")
+    return (
+        *(NotNeeded(f"{place}.{name}", _CHUNKED) for place in (section, source) for name in chunks),
+        *(NotNeeded(f"{place}.{name}", _NEVER_PADDED) for place in (section, source) for name in padding),
+        Renamed(f"{source}.ulysses_sequence_parallel_size", f"{section}.ulysses_sequence_parallel_size"),
+        Renamed(f"{source}.use_torch_compile", f"{section}.use_torch_compile"),
+        Renamed(f"{source}.dtype", f"{sharding}.mixed_precision.param_dtype", values=_DTYPES),
+        NotNeeded(f"{source}.mixed_precision.buffer_dtype", "buffers are float32", ("float32", "fp32")),
+        NotNeeded(f"{source}.use_orig_params", "FSDP2 always keeps the original parameters"),
+        NotNeeded(f"{source}.forward_only", "it follows from the role"),
+        NotNeeded(f"{source}.strategy", f"it follows {section}.strategy"),
+        NotNeeded(f"{source}.seed", "all seeds follow from trainer.seed"),
+        NotNeeded(f"{source}.full_determinism", "runs are reproducible", (False,)),
+        Missing(f"{source}.qat", topics.LOW_BIT, switch="enable"),
+        Missing(f"{source}.turbo_config", topics.NPU),
+        Missing(f"{section}.veomni", topics.VEOMNI),
+        Missing(f"{section}.profiler", topics.PROFILERS, switch="enable"),
+        NotNeeded(f"{section}.rollout_n", f"it follows {ROLLOUT}.n"),
+        NotNeeded(f"{section}.data_loader_seed", "the order of the sequences follows from trainer.seed"),
+        *_megatron(section, sharding),
+        *(() if source == sharding else (Renamed(source, sharding),)),
+    )
+
+
+_KERNELS = (
+    "apply_rope_fusion", "masked_softmax_fusion", "bias_activation_fusion", "bias_dropout_fusion",
+    "gradient_accumulation_fusion", "persist_layer_norm", "moe_permute_fusion", "moe_grouped_gemm", "use_flash_attn",
+    "use_fused_rmsnorm", "use_fused_swiglu", "attention_backend",
+)  # fmt: skip
+_TRANSPORT = (
+    "moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend", "moe_shared_expert_overlap",
+    "deallocate_pipeline_outputs",
+)  # fmt: skip
+_STAGES = (
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "account_for_loss_in_pipeline_split",
+    "account_for_embedding_in_pipeline_split", "pipeline_model_parallel_layout",
+)  # fmt: skip
+
+
+def _megatron(section: str, sharding: str) -> tuple[Row, ...]:
+    """Return the rows of the section `megatron`, whose options are `engine_kwargs` here."""
+    source = f"{section}.megatron"
+    return (
+        NotNeeded(
+            f"{section}.use_torch_compile", "the layers of Megatron are not compiled",
+            lambda value, tree: value is True and has_key(tree, source),
+        ),
+        Renamed(f"{source}.param_offload", f"{sharding}.param_offload"),
+        NotNeeded(f"{source}.optimizer_offload", "the reference has no optimizer")
+        if section == REF
+        else Renamed(f"{source}.optimizer_offload", f"{sharding}.optimizer_offload"),
+        Renamed(f"{source}.dtype", f"{sharding}.mixed_precision.param_dtype", values=_DTYPES),
+        NotNeeded(f"{source}.grad_offload", "gradients stay on the device, in the buffers of Megatron"),
+        *(
+            NotNeeded(f"{source}.{name}", "weights are read from and exported as Hugging Face folders")
+            for name in ("use_mbridge", "vanilla_mbridge", "load_weight")
+        ),
+        NotNeeded(f"{source}.use_remove_padding", _NEVER_PADDED),
+        NotNeeded(
+            f"{source}.expert_tensor_parallel_size", "tensor-parallel ranks hold whole experts", (1,),
+            topics.MEGATRON_OPTIONS,
+        ),
+        NotNeeded(
+            f"{source}.use_dist_checkpointing", "the weights are those of the model folder",
+            lambda value, tree: not _value(tree, f"{source}.dist_checkpointing_path"), topics.MEGATRON_CHECKPOINTS,
+        ),
+        Missing(f"{source}.dist_checkpointing_path", topics.MEGATRON_CHECKPOINTS, off=("",)),
+        NotNeeded(f"{source}.seed", "all seeds follow from trainer.seed"),
+        Missing(f"{source}.use_megatron_fsdp", topics.MEGATRON_FSDP),
+        Missing(f"{source}.router_replay", topics.MEGATRON_REPLAY, off=("disabled",)),
+        *_transformer(section, f"{source}.override_transformer_config"),
+        PassedOn(
+            source, f"{section}.engine_kwargs", _is_megatron, f"{STRATEGY}=megatron",
+            base=f"{ACTOR}.engine_kwargs" if section == REF else "",
+        ),
+    )  # fmt: skip
+
+
+def _transformer(section: str, source: str) -> tuple[Row, ...]:
+    """Return the rows of the settings of Megatron's transformer."""
+    checkpointing = f"{section if section == CRITIC else 'actor_rollout_ref'}.model.enable_gradient_checkpointing"
+    return (
+        Expanded(f"{source}.recompute_granularity", {"full": {checkpointing: True}}, otherwise=topics.MEGATRON_OPTIONS),
+        *(
+            NotNeeded(f"{source}.{name}", "gradient checkpointing recomputes each layer")
+            for name in ("recompute_method", "recompute_num_layers")
+        ),
+        *(NotNeeded(f"{source}.{name}", f"{_SAME_RESULT}, only the kernels") for name in _KERNELS),
+        *(NotNeeded(f"{source}.{name}", f"{_SAME_RESULT}, only the transport of tokens") for name in _TRANSPORT),
+        *(
+            Missing(f"{source}.{name}", topics.MEGATRON_AUX, off=(0,))
+            for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+        ),
+        Missing(f"{source}.moe_router_load_balancing_type", topics.MEGATRON_AUX, off=("none",)),
+        *(Missing(f"{source}.{name}", topics.UNEVEN_STAGES) for name in _STAGES),
+        *(Missing(f"{source}.{name}", topics.NPU) for name in ("context_parallel_algo", "use_naive_l2norm")),
+        *(
+            PassedOn(f"{source}.{name}", f"{section}.engine_kwargs.{name}", _is_megatron, f"{STRATEGY}=megatron")
+            for name in ("sequence_parallel", "moe_router_dtype")
+        ),
+        Missing(source, topics.MEGATRON_OPTIONS),
+    )
+
+
+def _optimizer(section: str, sharding: str) -> tuple[Row, ...]:
+    source = f"{section}.optim"
+    return (
+        Renamed(f"{source}.lr_decay_style", f"{source}.lr_scheduler_type"),
+        Expanded(f"{source}.optimizer_impl", {"torch.optim": {}}, otherwise=f"Set {source}.optimizer=module:Class."),
+        NotNeeded(f"{source}.zero_indexed_step", "the first step has the first learning rate of the schedule", (True,)),
+        Renamed(f"{source}.override_optimizer_config.optimizer_cpu_offload", f"{sharding}.optimizer_offload"),
+        *(
+            NotNeeded(f"{source}.override_optimizer_config.{name}", f"{_SAME_RESULT}, only where the optimizer runs")
+            for name in ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d", "offload_fraction")
+        ),
+        NotNeeded(
+            f"{source}.override_optimizer_config.use_precision_aware_optimizer", "the optimizer state is float32"
+        ),
+    )
+
+
+MODEL_ROWS: tuple[Row, ...] = (
+    NotNeeded(f"{MODEL}.use_fused_kernels", _CHUNKED),
+    NotNeeded(f"{MODEL}.fused_kernel_options", _CHUNKED),
+    NotNeeded(f"{MODEL}.use_liger", f"{_SAME_RESULT}, only the kernels"),
+    NotNeeded(f"{MODEL}.tiled_mlp", f"{_SAME_RESULT}, only the memory of the update"),
+    NotNeeded(f"{MODEL}.use_shm", "a remote model is cached on the local disk"),
+    NotNeeded(
+        f"{MODEL}.hf_config_path", f"it is {MODEL}.path", lambda value, tree: value == _value(tree, f"{MODEL}.path")
+    ),
+    Missing(f"{MODEL}.mtp", topics.MTP, switch="enable"),
+    Expanded(
+        f"{MODEL}.lora.merge",
+        {True: {f"{ROLLOUT}.lora_weights": "merged"}, False: {f"{ROLLOUT}.lora_weights": "adapter"}},
+    ),
+    Renamed(f"{MODEL}.lora.rank", f"{MODEL}.lora_rank"),
+    Renamed(f"{MODEL}.lora.alpha", f"{MODEL}.lora_alpha"),
+    Renamed(f"{MODEL}.lora.adapter_path", f"{MODEL}.lora_adapter_path"),
+    NotNeeded(f"{MODEL}.lora.dropout", "adapters have no dropout", (0,)),
+    NotNeeded(f"{MODEL}.lora.type", "adapters are LoRA", ("lora",)),
+)  # fmt: skip
+
+ACTOR_ROWS: tuple[Row, ...] = (
+    *(
+        Expanded(
+            name,
+            {
+                "dp": {STRATEGY: "fsdp"}, "fsdp": {STRATEGY: "fsdp"}, "fsdp2": {STRATEGY: "fsdp2"},
+                "megatron": {STRATEGY: "megatron"}, "torchtitan": {STRATEGY: "torchtitan"},
+            },
+        )
+        for name in ("model_engine", f"{ACTOR}.model_engine")
+    ),
+    Missing("model_engine", topics.VEOMNI, only=("veomni",)),
+    Missing("model_engine", topics.AUTOMODEL, only=("automodel",)),
+    Missing(STRATEGY, topics.VEOMNI, only=("veomni",)),
+    Missing(STRATEGY, topics.DEEPSPEED, only=("deepspeed",)),
+    Missing(f"{ACTOR}.engine", topics.MEGATRON_LITE),
+    Renamed(f"{ACTOR}.use_prefix_grouper", f"{MODEL}.use_prefix_grouper"),
+    NotNeeded(f"{ACTOR}.use_fused_kernels", _CHUNKED),
+    NotNeeded(f"{ACTOR}.use_remove_padding", _NEVER_PADDED),
+    NotNeeded(f"{ACTOR}.loss_scale_factor", "the norm is data.max_response_length", ()),
+    Missing(f"{ACTOR}.freeze_vision_tower", topics.IMAGES),
+    *(
+        NotNeeded(f"{section}.checkpoint.{name}", why)
+        for section in (ACTOR, CRITIC)
+        for name, why in {
+            "strict": "all contents of a checkpoint are loaded",
+            "load_contents": "all contents of a checkpoint are loaded",
+        }.items()
+    ),
+    NotNeeded("actor_rollout_ref.nccl_timeout", "trainer.worker_timeout limits the calls to the ranks"),
+)  # fmt: skip
+
+_ADAPTER_DTYPE = tuple(
+    Expanded(
+        f"{section}.fsdp_config.model_dtype",
+        {name: {f"{section}.fsdp_config.mixed_precision.param_dtype": "bfloat16"} for name in ("bf16", "bfloat16")},
+        when=_has_adapter,
+    )
+    for section in (ACTOR, REF)
+)
+"""With LoRA the frozen weights are float32 in memory and bfloat16 in the computation, and the adapters are float32."""
+
+REF_ROWS: tuple[Row, ...] = (
+    *_ADAPTER_DTYPE,
+    NotNeeded(
+        f"{REF}.strategy", "the reference runs on the engine of the actor", _is_engine_of_actor,
+        f"The reference runs on the engine of the actor. Set {STRATEGY}, or omit the key.",
+    ),
+    NotNeeded(f"{REF}.fsdp_config.optimizer_offload", "the reference has no optimizer"),
+    Missing(f"{REF}.router_replay", topics.MEGATRON_REPLAY, off=("disabled",)),
+)  # fmt: skip
+
+_ENGINE_KWARGS = f"{ROLLOUT}.engine_kwargs"
+_USES_VLLM, _VLLM = _generates_with("vllm", "server"), f"{ROLLOUT}.name=vllm"
+
+ROLLOUT_ROWS: tuple[Row, ...] = (
+    NotNeeded(f"{_ENGINE_KWARGS}.vllm.max_model_len", "it follows from the lengths of prompts and responses"),
+    Missing(f"{_ENGINE_KWARGS}.vllm.quantization", topics.LOW_BIT),
+    PassedOn(f"{_ENGINE_KWARGS}.vllm", _ENGINE_KWARGS, _USES_VLLM, _VLLM),
+    PassedOn(f"{_ENGINE_KWARGS}.sglang", _ENGINE_KWARGS, _generates_with("sglang"), f"{ROLLOUT}.name=sglang"),
+    NotNeeded(f"{_ENGINE_KWARGS}.trtllm", "it is read with TensorRT-LLM only"),
+    Missing(f"{ROLLOUT}.name", topics.TRTLLM, only=("trtllm",)),
+    NotNeeded(
+        f"{ROLLOUT}.mode", "it selects how a generator is called; each step waits for its responses in both modes",
+        ("async", "sync"),
+    ),
+    *(
+        PassedOn(f"{ROLLOUT}.{name}", f"{_ENGINE_KWARGS}.{name}", _USES_VLLM, _VLLM)
+        for name in ("enable_chunked_prefill", "cudagraph_capture_sizes", "scheduling_policy")
+    ),
+    NotNeeded(f"{ROLLOUT}.calculate_log_probs", "the rollout always returns its log-probs"),
+    NotNeeded(f"{ROLLOUT}.logprobs_mode", "log-probs are those of the sampled distribution", ("processed_logprobs",)),
+    NotNeeded(
+        f"{ROLLOUT}.max_model_len", "it follows from the lengths of prompts and responses", _is_long_enough,
+        "It follows from the lengths of prompts and responses. Set data.max_prompt_length and "
+        "data.max_response_length, or omit the key.",
+    ),
+    Expanded(f"{ROLLOUT}.expert_parallel_size", {1: {}}),
+    PassedOn(
+        f"{ROLLOUT}.expert_parallel_size", f"{_ENGINE_KWARGS}.enable_expert_parallel", _USES_VLLM, _VLLM, value=True
+    ),
+    NotNeeded(f"{ROLLOUT}.moe_tensor_parallel_size", "it follows from the other parallel sizes of the rollout"),
+    *(
+        NotNeeded(f"{ROLLOUT}.{name}", "the ranks that remain run further generators", (1,), topics.EXPERT_SERVERS)
+        for name in ("data_parallel_size", "pipeline_model_parallel_size")
+    ),
+    Missing(f"{ROLLOUT}.disaggregation", topics.EXPERT_SERVERS, switch="enabled"),
+    Renamed(
+        f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", f"{ROLLOUT}.update_weights_bucket_megabytes"
+    ),
+    NotNeeded(f"{ROLLOUT}.checkpoint_engine", "weights are sent without files"),
+    NotNeeded(f"{ROLLOUT}.layered_summon", "weights are gathered one after the other"),
+    NotNeeded(f"{ROLLOUT}.multi_stage_wake_up", "weights and KV cache return to the device one after the other"),
+    NotNeeded(f"{ROLLOUT}.skip_tokenizer_init", "the rollout receives and returns token IDs"),
+    NotNeeded(f"{ROLLOUT}.disable_log_stats", "speed and memory of the rollout are metrics"),
+    NotNeeded(f"{ROLLOUT}.moe_load_balance_metrics_interval", "it changes no result"),
+    Renamed(f"{ROLLOUT}.enable_rollout_routing_replay", f"{ROLLOUT}.enable_return_routed_experts"),
+    Renamed(f"{ROLLOUT}.load_format", f"{ROLLOUT}.load_format", values={"safetensors": "hf", "dummy": "dummy_dtensor"}),
+    *(NotNeeded(f"{ROLLOUT}.{name}", "all seeds follow from trainer.seed") for name in ("seed", "full_determinism")),
+    Missing(f"{ROLLOUT}.nnodes", topics.ASYNC, off=(0,)),
+    NotNeeded(f"{ROLLOUT}.n_gpus_per_node", "the rollout uses the devices of the actor"),
+    Missing(f"{ROLLOUT}.over_sample_rate", topics.ASYNC, off=(0,)),
+    Missing(f"{ROLLOUT}.quantization", topics.LOW_BIT),
+    Missing(f"{ROLLOUT}.quantization_config_file", topics.LOW_BIT),
+    Missing(f"{ROLLOUT}.mtp", topics.MTP, switch="enable"),
+    Missing(f"{ROLLOUT}.multi_turn", topics.AGENTS, switch="enable"),
+    Missing(f"{ROLLOUT}.agent", topics.AGENTS, off=("single_turn_agent", {"path": None, "name": None})),
+    Missing(f"{ROLLOUT}.profiler", topics.PROFILERS, switch="enable"),
+    Missing(f"{ROLLOUT}.trace", topics.TRACES, switch="backend"),
+    NotNeeded(f"{ROLLOUT}.prometheus", "trainer.logger=prometheus exports the metrics of a run"),
+)  # fmt: skip
+
+_MANAGERS: dict[Any, dict[str, Any]] = {"naive": {}, "dapo": {}, "gdpo": {}, "batch": {f"{FUNCTION}.batched": True}}
+_OVERLONG = f"{REWARD}.overlong_buffer"
+
+
+def _rewards(source: str) -> tuple[Row, ...]:
+    """Return the rows of one of the two sections in which verl keeps its rewards."""
+    return (
+        NotNeeded(f"{source}.reward_manager.source", "scoring functions need no manager", ("register",)),
+        *(
+            Expanded(
+                f"{source}.{name}", _MANAGERS, "scoring functions need no manager", otherwise=topics.REWARD_MANAGERS
+            )
+            for name in ("reward_manager.name", "reward_manager")
+        ),
+        Renamed(f"{source}.reward_kwargs.overlong_buffer_cfg", _OVERLONG),
+        NotNeeded(
+            f"{source}.reward_kwargs.max_resp_len",
+            "the penalty ends at the response length",
+            _is_response_length,
+            "The overlong penalty ends at data.max_response_length. Set this key, or omit both.",
+        ),
+        Renamed(f"{source}.num_workers", f"{FUNCTION}.num_workers"),
+        Missing(f"{source}.sandbox_fusion", topics.SANDBOX, switch="url"),
+        NotNeeded(f"{source}.launch_reward_fn_async", "scoring always overlaps generation"),
+    )
+
+
+REWARD_ROWS: tuple[Row, ...] = (
+    *_rewards("reward"),
+    *_rewards("reward_model"),
+    Missing("sandbox_fusion", topics.SANDBOX, switch="url"),
+    Expanded("reward.reward_model.enable", {True: {f"{REWARD}.enable": True, f"{FUNCTION}.name": None}, False: {}}),
+    Renamed("reward.reward_model.model_path", f"{REWARD}.model.path"),
+    *(
+        NotNeeded(f"{source}.{name}", f"{REWARD}.strategy runs the model on the devices of {REWARD}.resource_pool")
+        for source in ("reward.reward_model", "reward_model")
+        for name in ("rollout", "enable_resource_pool", "nnodes", "n_gpus_per_node")
+    ),
+)  # fmt: skip
+
+DATA_ROWS: tuple[Row, ...] = (
+    Missing("data.image_key", topics.IMAGES),
+    Missing("data.video_key", topics.VIDEO),
+    Missing("data.audio_key", topics.VIDEO),
+    Missing("data.custom_cls", topics.DATASETS, switch="path"),
+    Missing("data.sampler", topics.DATASETS, switch="class_path"),
+    Missing("data.datagen", topics.DATASETS, switch="path"),
+    Missing("data.tool_config_path", topics.TOOLS),
+    Missing("data.function_tool_path", topics.TOOLS),
+    *(
+        NotNeeded(f"data.{name}", "it changes no result")
+        for name in (
+            "filter_overlong_prompts_workers", "dataloader_num_workers", "use_shm", "return_full_prompt",
+            "validation_shuffle",
+        )
+    ),
+    *(
+        NotNeeded(f"data.{name}", "prompts are text")
+        for name in ("image_patch_size", "return_multi_modal_inputs", "mm_processor_kwargs")
+    ),
+)  # fmt: skip
+
+RUN_ROWS: tuple[Row, ...] = (
+    NotNeeded("trainer.balance_batch", "micro-batches that are limited by tokens are balanced on each rank"),
+    NotNeeded(
+        "trainer.resume_from_path", "the run resumes from its own folder in checkpoints",
+        ("checkpoints", "checkpoints/"),
+    ),
+    NotNeeded("trainer.del_local_ckpt_after_load", "checkpoints are kept", (False,)),
+    *(
+        NotNeeded(f"trainer.{name}", "it changes no result")
+        for name in ("esi_redundant_time", "ray_wait_register_center_timeout", "use_v1")
+    ),
+    Missing(
+        "trainer.device", topics.NPU, only=("npu",),
+        when=lambda tree: _value(tree, f"{ROLLOUT}.name") in ("vllm", "server", "sglang"),
+    ),
+    Missing("trainer.logger", topics.TRACES, only=("rl_insight",)),
+    NotNeeded(f"{RAY}.py_executable", "the workers use the Python of the driver", ()),
+    NotNeeded(f"{RAY}.env_vars.TRANSFER_QUEUE_ENABLE", "the controller moves the batches"),
+    NotNeeded("transfer_queue", "the controller moves the batches"),
+    Missing("ray_kwargs.timeline_json_file", topics.PROFILERS),
+    Missing("global_profiler", topics.PROFILERS, switch="steps"),
+    Missing("distillation", topics.DISTILLATION, switch="enabled"),
+    Missing("algorithm.use_pf_ppo", topics.PF_PPO),
+    NotNeeded("algorithm.pf_ppo", "it is read with use_pf_ppo only"),
+    Expanded("algorithm.rollout_correction.loss_type", {"ppo_clip": {}}, "it is the loss of the actor"),
+    NotNeeded(
+        "algorithm.filter_groups.max_inflight_gen_batches", "one batch is generated at a time", (1,), topics.ASYNC
+    ),
+)  # fmt: skip
+
+VERL: dict[str, tuple[Row, ...]] = {
+    "Data": DATA_ROWS,
+    "Model": MODEL_ROWS,
+    "Actor": (
+        *ACTOR_ROWS,
+        *_optimizer(ACTOR, f"{ACTOR}.fsdp_config"),
+        *_engine(ACTOR, f"{ACTOR}.fsdp_config"),
+    ),
+    "Reference": (*REF_ROWS, *_engine(REF, f"{REF}.fsdp_config")),
+    "Rollout": ROLLOUT_ROWS,
+    "Critic": (
+        *_optimizer(CRITIC, f"{CRITIC}.model.fsdp_config"),
+        *_engine(CRITIC, f"{CRITIC}.model.fsdp_config", f"{CRITIC}.fsdp"),
+    ),
+    "Rewards": REWARD_ROWS,
+    "Algorithm and run": RUN_ROWS,
+}
+"""Rows by topic, in the order in which they apply."""

@@ -1,0 +1,295 @@
+"""Keys of verl are translated, and what is not implemented is answered with its topic."""
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from camshaft.config import PPOConfig, load_ppo, load_sft
+from camshaft.config.foreign.rows import Expanded, PassedOn, Renamed
+from camshaft.config.foreign.topics import PAGE, TOPICS, topic_of_key, topic_of_name
+from camshaft.config.foreign.verl import VERL
+from camshaft.config.tree import fields, get
+from camshaft.errors import ConfigError
+
+ROOT = Path(__file__).parents[3]
+A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+FSDP = f"{A}.fsdp_config"
+
+
+@pytest.fixture
+def base(words):
+    """Overrides without the engine and the rollout."""
+    kept = [word for word in words if not word.startswith((f"{A}.strategy", f"{R}.name"))]
+    return [*kept, "trainer.experiment_name=x"]
+
+
+@pytest.fixture
+def notices(caplog):
+    caplog.set_level(logging.WARNING, "camshaft.config")
+    return caplog
+
+
+@pytest.mark.parametrize(
+    ("word", "key", "value"),
+    [
+        (f"+{FSDP}.mixed_precision.param_dtype=bf16", f"{FSDP}.mixed_precision.param_dtype", "bfloat16"),
+        (f"{R}.checkpoint_engine.update_weights_bucket_megabytes=64", f"{R}.update_weights_bucket_megabytes", 64),
+        (f"{A}.fsdp_config.ulysses_sequence_parallel_size=1", f"{A}.ulysses_sequence_parallel_size", 1),
+        (f"{A}.use_prefix_grouper=False", f"{M}.use_prefix_grouper", False),
+        ("critic.fsdp.model_dtype=float64", "critic.model.fsdp_config.model_dtype", "float64"),
+        (f"{A}.fsdp_config.dtype=bf16", f"{A}.fsdp_config.mixed_precision.param_dtype", "bfloat16"),
+        (f"{A}.optim.lr_decay_style=cosine", f"{A}.optim.lr_scheduler_type", "cosine"),
+        (f"{M}.lora.rank=4", f"{M}.lora_rank", 4),
+        ("reward.num_workers=3", "custom_reward_function.num_workers", 3),
+        ("reward_model.num_workers=3", "custom_reward_function.num_workers", 3),
+        ("reward_model.reward_manager=batch", "custom_reward_function.batched", True),
+        ("reward.reward_manager.name=batch", "custom_reward_function.batched", True),
+        ("model_engine=dp", f"{A}.strategy", "fsdp"),
+        ("model_engine=megatron", f"{A}.strategy", "megatron"),
+        (f"{R}.load_format=safetensors", f"{R}.load_format", "hf"),
+    ],
+)  # fmt: skip
+def test_a_key_with_another_name_is_applied_with_a_notice(base, notices, word, key, value):
+    config = load_ppo([*base, word])
+    assert get(config.model_dump(), key) == value
+    section = word.lstrip("+").partition("=")[0].removesuffix(".model_dtype")
+    assert any(section in message for message in notices.messages)
+
+
+@pytest.mark.parametrize("source", ["reward.reward_kwargs", "+reward_model.reward_kwargs"])
+def test_the_overlong_penalty_of_both_homes_of_rewards_is_applied(words, source):
+    buffer = f"{source}.overlong_buffer_cfg"
+    sizes = [f"{buffer}.enable=True", f"{buffer}.len=128", f"{buffer}.penalty_factor=0.5", f"{source}.max_resp_len=512"]
+    overlong = load_ppo([*words, *sizes]).reward_model.overlong_buffer
+    assert (overlong.enable, overlong.len, overlong.penalty_factor) == (True, 128, 0.5)
+    with pytest.raises(ConfigError, match=r"max_resp_len = 400\n.*ends at data\.max_response_length"):
+        load_ppo([*words, *sizes[:3], f"{source}.max_resp_len=400"])
+
+
+def test_a_served_reward_model_is_loaded_by_an_engine(words, tmp_path, notices):
+    (tmp_path / "rm").mkdir()
+    (tmp_path / "rm" / "config.json").write_text("{}")
+    source = "reward.reward_model"
+    config = load_ppo(
+        [*words, f"{source}.enable=True", f"{source}.model_path={tmp_path}/rm", f"{source}.rollout.name=vllm"]
+    )
+    assert (config.reward_model.enable, config.reward_model.model.path) == (True, f"{tmp_path}/rm")
+    assert not config.needs_function()
+    assert any("reward.reward_model.rollout of verl: not needed" in message for message in notices.messages)
+
+
+NOT_NEEDED = [
+    "trainer.balance_batch=True", f"{R}.calculate_log_probs=True", f"{R}.calculate_log_probs=False",
+    f"{M}.use_fused_kernels=True", "actor_rollout_ref.ref.strategy=fsdp2", f"{R}.max_model_len=2048",
+    f"{R}.data_parallel_size=1", f"{A}.entropy_from_logits_with_chunking=True",
+    f"{A}.fsdp_config.entropy_checkpointing=True", f"{R}.mode=async", "reward_model.reward_manager=dapo",
+    "reward.reward_manager.name=naive", "ray_kwargs.ray_init.runtime_env.py_executable=null",
+    f"{R}.enable_chunked_prefill=True", "actor_rollout_ref.nccl_timeout=1200",
+    "algorithm.rollout_correction.loss_type=ppo_clip",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("word", NOT_NEEDED)
+def test_a_key_that_is_not_needed_is_accepted_with_a_notice(base, notices, word):
+    config = load_ppo([*base, word])
+    assert config == load_ppo(base)
+    assert any(f"{word.partition('=')[0]} of verl: " in message for message in notices.messages)
+
+
+@pytest.mark.parametrize(
+    "word",
+    [
+        f"{R}.expert_parallel_size=1", f"{R}.multi_turn.enable=False", f"{R}.multi_turn.format=hermes",
+        "distillation.enabled=False", f"{M}.mtp.enable=False", f"{A}.profiler.enable=False", "global_profiler.tool=npu",
+        "data.custom_cls.path=null", "algorithm.use_pf_ppo=False", f"{R}.quantization=null",
+    ],
+)  # fmt: skip
+def test_a_value_that_asks_for_nothing_is_accepted_in_silence(base, notices, word):
+    load_ppo(base)
+    expected = list(notices.messages)
+    notices.clear()
+    assert load_ppo([*base, word])
+    assert notices.messages == expected
+
+
+def test_notices_of_one_cause_are_one_line(base, notices):
+    words = [f"{A}.entropy_checkpointing=True", "actor_rollout_ref.ref.entropy_checkpointing=True"]
+    load_ppo([*base, *words])
+    (line,) = [message for message in notices.messages if "entropy_checkpointing" in message]
+    assert line.startswith(f"config: {A}.entropy_checkpointing, actor_rollout_ref.ref.entropy_checkpointing of verl: ")
+
+
+def test_options_of_vllm_are_passed_on(base):
+    words = [f"{R}.name=vllm", f"+{R}.engine_kwargs.vllm.compilation_config.cudagraph_mode=FULL_DECODE_ONLY"]
+    words += [f"{R}.enable_chunked_prefill=False", f"{R}.expert_parallel_size=4", f"{R}.engine_kwargs.vllm.seed=3"]
+    assert load_ppo([*base, *words]).actor_rollout_ref.rollout.engine_kwargs == {
+        "compilation_config": {"cudagraph_mode": "FULL_DECODE_ONLY"},
+        "enable_chunked_prefill": False, "enable_expert_parallel": True, "seed": 3,
+    }  # fmt: skip
+
+
+def test_options_of_another_rollout_are_not_passed_on(base, notices):
+    words = [f"{R}.name=vllm", f"{R}.engine_kwargs.sglang.attention_backend=triton"]
+    assert load_ppo([*base, *words]).actor_rollout_ref.rollout.engine_kwargs == {}
+    assert any("not read without actor_rollout_ref.rollout.name=sglang" in message for message in notices.messages)
+
+
+def test_options_of_megatron_are_passed_on(base):
+    settings = f"+{A}.megatron.override_transformer_config"
+    words = [
+        "model_engine=megatron", f"{R}.name=vllm", f"{A}.megatron.tensor_model_parallel_size=1",
+        f"{A}.megatron.sequence_parallel=False", f"{A}.megatron.param_offload=True", f"{A}.megatron.grad_offload=True",
+        f"{settings}.recompute_granularity=full", f"{settings}.recompute_num_layers=1",
+        f"{settings}.moe_router_dtype=fp32", f"{settings}.apply_rope_fusion=True",
+        "actor_rollout_ref.ref.megatron.expert_model_parallel_size=1", f"{A}.use_torch_compile=True",
+    ]  # fmt: skip
+    config = load_ppo([*base, *words])
+    actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
+    options = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "moe_router_dtype": "fp32"}
+    assert actor.engine_kwargs == options
+    assert ref.engine_kwargs == options | {"expert_model_parallel_size": 1}
+    assert actor.fsdp_config.param_offload
+    assert not actor.fsdp_config.grad_offload
+    assert config.actor_rollout_ref.model.enable_gradient_checkpointing
+
+
+@pytest.mark.parametrize(
+    ("word", "topic"),
+    [
+        (f"{R}.multi_turn.enable=True", "Agents"),
+        (f"{R}.agent.num_workers=8", "Agents"),
+        (f"{R}.data_parallel_size=4", "Expert parallelism over several vLLM engines"),
+        (f"{R}.name=trtllm", "TensorRT-LLM"),
+        ("data.image_key=images", "Images"),
+        ("data.custom_cls.path=own.py", "Data set classes"),
+        ("distillation.enabled=True", "Distillation"),
+        (f"{M}.mtp.enable=True", "Multi-token prediction"),
+        (f"{A}.profiler.enable=True", "Profilers"),
+        ("global_profiler.steps=[1,2]", "Profilers"),
+        ("reward_model.reward_manager=prime", "Reward managers"),
+        ("reward.sandbox_fusion.url=http://a", "Code sandboxes"),
+        ("model_engine=veomni", "VeOmni"),
+        (f"{A}.megatron.use_megatron_fsdp=True", "Megatron-FSDP"),
+        (f"{A}.megatron.router_replay.mode=R3", "Router replay on Megatron"),
+        (f"{A}.megatron.expert_tensor_parallel_size=2", "Other options of Megatron"),
+        (f"{A}.megatron.dist_checkpointing_path=/a", "Megatron checkpoints"),
+        (f"+{A}.megatron.override_transformer_config.moe_z_loss_coeff=0.001", "Router losses on Megatron"),
+        (f"+{A}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=5", "Uneven pipeline stages"),
+        (f"+{A}.megatron.override_transformer_config.hidden_dropout=0.1", "Other options of Megatron"),
+        (f"{A}.fsdp_config.qat.enable=True", "Low precision"),
+        (f"{A}@{A}=mlite_actor", "Megatron-lite"),
+        # of no library, and of other ones
+        ("+tools=[search]", "Tools"),
+        ("environment=wordle", "Environments"),
+        ("vlm=1", "Images"),
+        ("load_in_4bit=True", "Low precision"),
+        ("qlora=8", "Low precision"),
+        ("push_to_hub=True", "Uploads"),
+        ("algorithm=dpo", "DPO"),
+        ("algorithm=kto", "KTO"),
+        ("deepspeed=zero3.json", "DeepSpeed"),
+        ("trainer.async_training=True", "Asynchronous training"),
+    ],
+)
+def test_what_is_not_implemented_is_answered_with_its_topic(base, word, topic):
+    (expected,) = [entry for entry in TOPICS if entry.title == topic]
+    with pytest.raises(ConfigError) as caught:
+        load_ppo([*base, word])
+    text = str(caught.value)
+    assert expected.message() in text
+    assert "Did you mean" not in text
+    assert "Keys begin with" not in text
+
+
+def test_an_npu_is_refused_with_vllm_only(base, words):
+    with pytest.raises(ConfigError, match="Ascend NPUs"):
+        load_ppo([*base, "trainer.device=npu", f"{R}.name=vllm"])
+    assert load_ppo([*words, "trainer.device=npu"]).trainer.device == "npu"
+
+
+def test_a_topic_is_one_problem(base):
+    with pytest.raises(ConfigError) as caught:
+        load_ppo([*base, *(f"{A}.profiler.{word}" for word in ("enable=True", "ranks=[0]", "all_ranks=False"))])
+    assert "1 error in the config" in str(caught.value)
+    assert f"The same applies to {A}.profiler.ranks, {A}.profiler.all_ranks." in str(caught.value)
+
+
+@pytest.mark.parametrize("command", ["dpo", "kto", "distill", "push"])
+def test_a_command_that_does_not_exist_is_answered_with_its_topic(command, capsys):
+    from camshaft.cli import main
+
+    assert main([command, "model=a"]) == 2
+    topic = topic_of_name(command)
+    assert topic is not None
+    assert topic.message() in capsys.readouterr().err
+
+
+def test_an_option_of_another_library_is_answered_with_its_topic(words):
+    from camshaft.config import compose
+
+    with pytest.raises(ConfigError, match=r"--push_to_hub: Models are not uploaded"):
+        compose([*words, "--push_to_hub"], PPOConfig)
+
+
+def test_supervised_commands_know_the_topics(sft_words):
+    with pytest.raises(ConfigError, match=r"Training on quantized weights"):
+        load_sft([*sft_words, "load_in_4bit=True"])
+
+
+@pytest.mark.parametrize(
+    "word",
+    [f"{R}.length_penalty=1", f"{R}.cascade.enable=1", "trainer.wombat_size=3", "wombat=3"],
+)
+def test_a_key_without_a_near_one_gets_no_suggestion(words, word):
+    with pytest.raises(ConfigError, match=r"unknown key\. Keys begin with"):
+        load_ppo([*words, word])
+
+
+def test_a_contradiction_of_a_key_and_its_name_in_verl_is_an_error(words):
+    source = f"{R}.checkpoint_engine.update_weights_bucket_megabytes"
+    with pytest.raises(ConfigError, match=r"stands for .*=64, which is set to 32"):
+        load_ppo([*words, f"{source}=64", f"{R}.update_weights_bucket_megabytes=32"])
+    load_ppo([*words, f"{source}=64", f"{R}.update_weights_bucket_megabytes=64"])
+
+
+def test_frozen_weights_of_a_run_with_lora_are_computed_in_bfloat16(base):
+    words = [*base, f"{A}.fsdp_config.model_dtype=bf16"]
+    fsdp = load_ppo([*words, f"{M}.lora_rank=8"]).actor_rollout_ref.actor.fsdp_config
+    assert (fsdp.model_dtype, fsdp.mixed_precision.param_dtype) == ("float32", "bfloat16")
+    with pytest.raises(ConfigError, match="training bfloat16 weights is not implemented"):
+        load_ppo(words)
+
+
+def test_config_files_of_verl_are_known(base):
+    config = load_ppo([*base, f"{R}.name=vllm"], "config", "ppo_megatron_trainer.yaml")
+    assert config.actor_rollout_ref.actor.strategy == "megatron"
+    assert load_ppo(base, "./config", "ppo_trainer") == load_ppo(base)
+
+
+def test_a_plus_before_an_existing_key_is_accepted(words):
+    assert load_ppo([*words, "+trainer.seed=3"]).trainer.seed == 3
+
+
+def test_rows_lead_to_keys():
+    keys = fields(PPOConfig)
+    for row in (row for rows in VERL.values() for row in rows):
+        if isinstance(row, Renamed):
+            assert row.key in keys, row
+        elif isinstance(row, PassedOn):
+            assert row.key.partition(".engine_kwargs")[0] + ".engine_kwargs" in keys, row
+        elif isinstance(row, Expanded):
+            assert all(key in keys for settings in row.values.values() for key in settings), row
+
+
+def test_the_page_has_a_section_for_each_topic():
+    text = (ROOT / PAGE).read_text(encoding="utf-8")
+    sections = dict(re.findall(r"^## (.+)\n\n((?:.+\n)+)\n", text, re.MULTILINE))
+    assert list(sections) == [topic.title for topic in TOPICS]
+    assert {title: " ".join(body.split()) for title, body in sections.items()} == {t.title: t.sentence for t in TOPICS}
+
+
+def test_no_key_is_a_topic():
+    named = {key: topic for key in fields(PPOConfig) if (topic := topic_of_key(key)) is not None}
+    assert not named
