@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Literal, NamedTuple
 
-from camshaft.config.schema.algorithm import estimator_inputs
+from camshaft.config.schema.algorithm import ESTIMATORS, estimator_inputs
 from camshaft.tracking.console import format_number
 
 SHARE = "actor/signal_share"
@@ -87,8 +87,21 @@ def find_cause(metrics: Mapping[str, float], estimator: str, seen: SeenScores) -
             "the responses to each prompt have equal scores. Increase actor_rollout_ref.rollout.n or its temperature, "
             "use other prompts, or a reward that depends on the response",
         )
-    text = f"algorithm.adv_estimator={estimator} returns advantages of 0, although the scores differ. Correct it"
-    return Cause("estimator", text)
+    problem = f"algorithm.adv_estimator={estimator} returns advantages of 0, although the scores differ"
+    fix = "Increase actor_rollout_ref.rollout.n, or use algorithm.adv_estimator=grpo"
+    return Cause("estimator", f"{problem}. {fix if estimator in ESTIMATORS else 'Correct it'}")
+
+
+def explain_equal_advantages(metrics: Mapping[str, float], estimator: str) -> str | None:
+    """Return why an update does not distinguish the responses of a step: all advantages are equal, and not 0."""
+    lowest, highest = metrics.get("critic/advantages/min", 0.0), metrics.get("critic/advantages/max", 0.0)
+    if lowest != highest or not highest or metrics.get("critic/score/min") == metrics.get("critic/score/max"):
+        return None
+    return (
+        f"all advantages are {format_number(highest)}, although the scores differ, so the update does not distinguish "
+        f"the responses. Correct algorithm.adv_estimator={estimator}, or increase actor_rollout_ref.rollout.n if it "
+        "compares the responses to a prompt"
+    )
 
 
 def are_empty(length: float, clip_ratio: float) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from camshaft.config import PPOConfig
 from camshaft.dataproto import DataProto
 from camshaft.errors import IdleError
-from camshaft.tracking.no_signal import PATIENCE, SHARE, Cause, Kind, SeenScores, find_cause
+from camshaft.tracking.no_signal import PATIENCE, SHARE, Cause, Kind, SeenScores, explain_equal_advantages, find_cause
 
 GRADIENTS = ("actor/grad_norm", "critic/grad_norm")
 
@@ -70,6 +70,8 @@ class IdleCheck:
         self._streaks = Streaks()
         self._cause: Cause | None = None
         self._reported: set[Kind] = set()
+        self._has_warned = False
+        """True after a warning about equal advantages."""
 
     def check(self, step: int, batch: DataProto, metrics: Mapping[str, float]) -> dict[str, float]:
         """Count and report a step, and return further metrics.
@@ -91,6 +93,8 @@ class IdleCheck:
             seen = SeenScores(streaks.lowest, streaks.highest, streaks.recent)
             self._cause = find_cause(metrics, self.config.algorithm.adv_estimator, seen)
             self._report(step, self._cause, others)
+        elif metrics.get("critic/advantages/min") == metrics.get("critic/advantages/max"):
+            self._report_equal_advantages(step, metrics)
         self.is_over = self.limit is not None and streaks.idle >= self.limit
         return {SHARE: count / max(tokens, 1), "train/idle_steps": float(streaks.idle)}
 
@@ -107,6 +111,13 @@ class IdleCheck:
         level = logging.INFO if cause.kind == "solved" else logging.WARNING
         message = "step %d: the last %d steps gave the policy no signal, because %s. %s"
         logger.log(level, message, step, count, cause.text, effect)
+
+    def _report_equal_advantages(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log once that all advantages of a step are equal, if the scores differ."""
+        text = explain_equal_advantages(metrics, self.config.algorithm.adv_estimator)
+        if text is not None and not self._has_warned:
+            logger.warning("step %d: %s", step, text)
+            self._has_warned = True
 
     def finish(self, step: int) -> None:
         """Raise IdleError if the run ends because nothing is trained and its prompts are not solved."""

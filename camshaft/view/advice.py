@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from camshaft.tracking.console import format_number
-from camshaft.tracking.no_signal import PATIENCE, SHARE, SeenScores, are_empty, find_cause
+from camshaft.tracking.no_signal import PATIENCE, SHARE, SeenScores, are_empty, explain_equal_advantages, find_cause
 from camshaft.tracking.run_folder import RunFolder
 
 WINDOW = 10
@@ -156,6 +156,12 @@ def _signal_loss(run: RunFolder, now: float) -> str | None:
     return cause.text
 
 
+def _equal_advantages(run: RunFolder, now: float) -> str | None:
+    last_step = run.metrics.at(run.metrics.last_step)
+    text = explain_equal_advantages(last_step, str(run.config().get("algorithm.adv_estimator")))
+    return None if text is None else f"In the last step, {text}."
+
+
 def _equal_groups(run: RunFolder, now: float) -> str | None:
     share, entropy = _recent(run, "groups/same_share"), _recent(run, "actor/entropy")
     scores, best = _values(run, "critic/score/mean"), _best(_values(run, "critic/score/max"), math.inf)
@@ -282,6 +288,7 @@ SYMPTOMS: dict[str, Symptom] = {
     "Reward is always 0": _no_reward,
     "Responses are empty": _empty_responses,
     "Steps without signal": _no_signal,
+    "Advantages are equal": _equal_advantages,
     "Groups without signal": _equal_groups,
     "Entropy collapse": _entropy_collapse,
     "Learning rate too high": _rate_too_high,

@@ -15,6 +15,7 @@ from camshaft.checkpoint import CheckpointManager
 from camshaft.config import PPOConfig
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import IdleError
+from camshaft.tracking.no_signal import explain_equal_advantages
 from camshaft.tracking.run_folder import RunFolder
 from camshaft.trainer.idle import IdleCheck, has_signal, other_losses
 
@@ -36,6 +37,12 @@ def nothing(x, options):
 
 def with_a_bonus(log_probs, old_log_probs, advantages, counts, *, clip, mode, weights=None):
     return -(log_probs * counts.mask).sum() / counts.num_tokens, {}
+"""
+CONSTANT = """
+import torch
+
+def constant(x, options):
+    return torch.where(x.mask, -1.0, 0.0), torch.zeros_like(x.rewards)
 """
 REWARDS = {
     "zero": "def score(response): return 0.0",
@@ -278,3 +285,40 @@ def test_a_run_that_trains_or_has_no_limit_goes_on(settings: dict[str, Any], tmp
     steps = run_ppo(tmp_path, {**SETTINGS, **reward(tmp_path, "zero"), **settings}, steps=6)
     assert len(steps) == 6
     assert [step.metrics["actor/signal_share"] for step in steps] == [0.0] * 6
+
+
+# -- equal advantages -----------------------------------------------------------------------------
+
+CONSTANT_METRICS = {
+    "critic/advantages/min": -1.0,
+    "critic/advantages/max": -1.0,
+    "critic/score/min": 0.0,
+    "critic/score/max": 1.0,
+}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"critic/advantages/max": 1.0},
+        {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0},
+        {"critic/score/max": 0.0},
+    ],
+)
+def test_advantages_that_differ_or_equal_scores_need_no_explanation(changes: dict[str, float]) -> None:
+    assert explain_equal_advantages(CONSTANT_METRICS | changes, "my:one") is None
+    text = explain_equal_advantages(CONSTANT_METRICS, "my:one")
+    assert text is not None
+    assert "all advantages are -1, although the scores differ" in text
+    assert "adv_estimator=my:one, or increase actor_rollout_ref.rollout.n" in text
+
+
+def test_a_run_with_equal_advantages_warns_once(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "constant_estimator.py").write_text(CONSTANT)
+    monkeypatch.syspath_prepend(tmp_path)
+    run_ppo(home, {"algorithm.adv_estimator": "constant_estimator:constant", "actor_rollout_ref.rollout.n": 2}, steps=2)
+    warned = [record.message for record in caplog.records if "all advantages are -1" in record.message]
+    assert len(warned) == 1
+    assert warned[0].startswith("step 1: ")

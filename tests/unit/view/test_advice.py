@@ -58,6 +58,13 @@ BAD: dict[str, dict[str, Curve]] = {
         "critic/score/mean": LOW,
         "critic/score/max": lambda step: 1.0,
     },
+    "Advantages are equal": {
+        "critic/advantages/min": lambda step: -1.0,
+        "critic/advantages/max": lambda step: -1.0,
+        "critic/score/mean": LOW,
+        "critic/score/min": lambda step: 0.0,
+        "critic/score/max": lambda step: 1.0,
+    },
     "Entropy collapse": {
         "actor/entropy": lambda step: 2.0 * 0.8**step,
         "critic/score/mean": lambda step: 0.5 if step < 20 else 0.2,
