@@ -11,7 +11,7 @@ read, and the results are 0 there. `groups` (B,) int64 has the same value for al
 estimators with groups, and the reward-to-go otherwise.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +37,8 @@ class AdvantageInputs:
     """(B,) int64: equal for all responses to one prompt."""
     baselines: Tensor | None = None
     """(B,) float: total reward of the greedy response to the same prompt."""
+    reward_parts: Tensor | None = None
+    """(B, K) float: several rewards of each row; NaN if the row lacks one of them."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ class AdvantageOptions:
     gamma: float = 1.0
     lam: float = 1.0
     norm_by_std: bool = True
-    """Divide GRPO advantages by the standard deviation of the group."""
+    """Divide the advantages of GRPO and its variants by the standard deviation of the group."""
+    part_weights: tuple[float, ...] = ()
+    """Weight of each column of `reward_parts`; empty for equal weights."""
 
 
 Estimator = Callable[[AdvantageInputs, AdvantageOptions], Result]
@@ -121,8 +125,7 @@ def group_advantages(
     baseline = members.mean_of_others(totals) if leave_one_out else mean
     advantages = totals - baseline
     if norm_by_std:
-        std = (members.sum((totals - mean).square()) / (members.size - 1).clamp(min=1)).sqrt()
-        advantages = advantages / (torch.where(members.size > 1, std, 1.0) + 1e-6)
+        advantages = advantages / (members.std(totals) + 1e-6)
     return advantages.to(scores.dtype)
 
 
@@ -172,6 +175,80 @@ def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
     return _broadcast(totals - torch.where(members.size > 1, baseline, 0.0), totals, rewards, mask)
 
 
+@torch.no_grad()
+def grpo_passk(rewards: Tensor, mask: Tensor, groups: Tensor, *, norm_by_std: bool = True) -> Result:
+    """GRPO for pass@k: A = (max_g R - max of the other R) / (std_g + 1e-6) for the best row, and 0 for the other rows.
+
+    This is the leave-one-out advantage of the objective max_g R. If several rows have the highest R, each A of the
+    group is 0. Without `norm_by_std`, A is not divided. `groups` is (B,); all other tensors are (B, T).
+    Tang et al., arXiv:2503.19595.
+    """
+    totals, members = _totals(rewards, mask), _Groups(groups)
+    is_best = totals == members.max(totals)
+    runner_up = members.max(totals.masked_fill(is_best, -torch.inf))
+    is_only_best = is_best & (members.sum(is_best.double()) == 1)
+    advantages = torch.where(is_only_best, totals - torch.where(members.size > 1, runner_up, 0.0), 0.0)
+    if norm_by_std:
+        advantages = advantages / (members.std(totals) + 1e-6)
+    return _broadcast(advantages, totals, rewards, mask)
+
+
+@torch.no_grad()
+def gdpo(
+    rewards: Tensor,
+    mask: Tensor,
+    groups: Tensor,
+    reward_parts: Tensor,
+    *,
+    part_weights: Sequence[float] = (),
+    norm_by_std: bool = True,
+) -> Result:
+    """GDPO: normalize each reward r_k within its groups as GRPO does, and whiten the weighted sum over the batch.
+
+    A = whiten(sum_k w_k (r_k - mean_g r_k) / (std_g r_k + 1e-6))
+
+    `reward_parts` (B, K) contains r_k. A row without r_k (NaN) is not part of the statistics of its group, and the
+    term is 0. w_k are the `part_weights`, or 1. Whitening is over all masked-in tokens. `norm_by_std` has the same
+    meaning as for GRPO. `rewards` and `mask` are (B, T); `rewards` determine only `returns`.
+    Liu et al., arXiv:2601.05242.
+    """
+    total = reward_parts.new_zeros(len(groups), dtype=torch.float64)
+    for part, weight in zip(
+        reward_parts.double().unbind(1), part_weights or [1.0] * reward_parts.shape[1], strict=True
+    ):
+        has_part = ~part.isnan()
+        total[has_part] += weight * group_advantages(part[has_part], groups[has_part], norm_by_std=norm_by_std)
+    advantages, returns = _broadcast(total, _totals(rewards, mask), rewards, mask)
+    return whiten(advantages, mask), returns
+
+
+@torch.no_grad()
+def gpg(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
+    """GPG: A = alpha (R - mean_g), alpha = number of rows / number of rows with R != 0.
+
+    alpha compensates for rows without a gradient. Rows without masked-in tokens do not count. With R = 0 in all rows,
+    A is 0. The paper counts as rows without a gradient those of groups with equal R; this is verl's definition.
+    `groups` is (B,); all other tensors are (B, T). Chu et al., arXiv:2504.02546.
+    """
+    totals = _totals(rewards, mask)
+    alpha = mask.any(dim=1).sum() / (totals != 0).sum().clamp(min=1)
+    return _broadcast(alpha * (totals - _Groups(groups).mean(totals)), totals, rewards, mask)
+
+
+@torch.no_grad()
+def maxrl(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
+    """MaxRL: A = (R - mean_g) / (mean_g + 1e-6), and 0 in groups whose mean is not positive.
+
+    For R in {0, 1} and n rows in a group, it follows the gradient of log p = -sum_k (1 - p)^k / k up to k = n - 1,
+    where p is the probability of R = 1. R must not be negative. A group of one has A = R. `groups` is (B,); all other
+    tensors are (B, T). Tajwar et al., arXiv:2602.02710.
+    """
+    totals, members = _totals(rewards, mask), _Groups(groups)
+    mean = members.mean(totals)
+    normalized = torch.where(mean > 0, (totals - mean) / (mean + 1e-6), 0.0)
+    return _broadcast(torch.where(members.size > 1, normalized, totals), totals, rewards, mask)
+
+
 class _Groups:
     """Statistics per group of a (B,) tensor. Each row receives the value of its group, so results are (B,)."""
 
@@ -184,6 +261,14 @@ class _Groups:
 
     def sum(self, x: Tensor) -> Tensor:
         return x.new_zeros(self._num_groups).index_add(0, self._inverse, x)[self._inverse]
+
+    def max(self, x: Tensor) -> Tensor:
+        return x.new_full((self._num_groups,), -torch.inf).scatter_reduce(0, self._inverse, x, "amax")[self._inverse]
+
+    def std(self, x: Tensor) -> Tensor:
+        """Return the unbiased standard deviation over the group of each row; 1 for a group of one."""
+        variance = self.sum((x - self.mean(x)).square()) / (self.size - 1).clamp(min=1)
+        return torch.where(self.size > 1, variance.sqrt(), 1.0)
 
     def mean(self, x: Tensor) -> Tensor:
         """Return the mean over the group of each row; 0 for a group of one."""
@@ -231,5 +316,16 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "remax": lambda x, _: remax(x.rewards, x.mask, _required(x, "baselines")),
     "opo": lambda x, _: opo(x.rewards, x.mask, _required(x, "groups")),
+    "grpo_passk": lambda x, o: grpo_passk(x.rewards, x.mask, _required(x, "groups"), norm_by_std=o.norm_by_std),
+    "gdpo": lambda x, o: gdpo(
+        x.rewards,
+        x.mask,
+        _required(x, "groups"),
+        _required(x, "reward_parts"),
+        part_weights=o.part_weights,
+        norm_by_std=o.norm_by_std,
+    ),
+    "gpg": lambda x, _: gpg(x.rewards, x.mask, _required(x, "groups")),
+    "maxrl": lambda x, _: maxrl(x.rewards, x.mask, _required(x, "groups")),
 }
 """Estimator of each value of `algorithm.adv_estimator`."""

@@ -10,6 +10,10 @@
 The package `algorithms` contains the formulas. This module converts ragged columns to the (B, T) grids that they use.
 """
 
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -107,8 +111,13 @@ def load_estimator(algorithm: AlgorithmConfig) -> Estimator:
     return load_function(algorithm.adv_estimator, ESTIMATORS, "camshaft.estimators")
 
 
-def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig, estimator: Estimator) -> DataProto:
-    """Compute the columns `advantages` and `returns`."""
+def compute_advantages(
+    batch: DataProto, algorithm: AlgorithmConfig, estimator: Estimator, part_weights: Mapping[str, float] | None = None
+) -> DataProto:
+    """Compute the columns `advantages` and `returns`.
+
+    `part_weights` maps the names of rewards that the estimator reads separately to their weights.
+    """
     rewards, mask = batch.ragged("token_level_rewards"), batch.ragged("response_mask")
     inputs = AdvantageInputs(
         rewards=rewards.padded(),
@@ -116,20 +125,50 @@ def compute_advantages(batch: DataProto, algorithm: AlgorithmConfig, estimator: 
         values=batch.ragged("values").padded() if "values" in batch else None,
         groups=group_ids(batch) if "uid" in batch else None,
         baselines=batch["reward_baselines"] if "reward_baselines" in batch else None,  # noqa: SIM401
+        reward_parts=reward_parts(batch, list(part_weights)) if part_weights else None,
     )
-    options = AdvantageOptions(algorithm.gamma, algorithm.lam, algorithm.norm_adv_by_std_in_grpo)
+    weights = tuple((part_weights or {}).values())
+    options = AdvantageOptions(algorithm.gamma, algorithm.lam, algorithm.norm_adv_by_std_in_grpo, weights)
     row_mask, grids = rewards.mask(), estimator(inputs, options)
-    parts = [
-        tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
-        for part in (grids if isinstance(grids, tuple | list) else [grids])
-    ]
-    if parts != [inputs.rewards.shape] * 2:
-        raise ConfigError(
-            f"algorithm.adv_estimator={algorithm.adv_estimator} returned {parts}; return two tensors, advantages and "
-            f"returns, both of the shape (B, T) of the rewards, {tuple(inputs.rewards.shape)}"
-        )
+    parts = grids if isinstance(grids, tuple | list) else [grids]
+    if [isinstance(part, Tensor) and part.shape for part in parts] != [inputs.rewards.shape] * 2:
+        raise ConfigError(_describe_wrong_grids(algorithm.adv_estimator, parts, inputs.rewards.shape))
     advantages, returns = (Ragged.from_padded(grid, row_mask) for grid in grids)
     return DataProto.from_dict({"advantages": advantages, "returns": returns})
+
+
+def _describe_wrong_grids(estimator: str, parts: Sequence[Any], shape: torch.Size) -> str:
+    returned = [tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
+    return (
+        f"algorithm.adv_estimator={estimator} returned {returned}; return two tensors, advantages and returns, both of "
+        f"the shape (B, T) of the rewards, {tuple(shape)}"
+    )
+
+
+def reward_parts(batch: DataProto, names: Sequence[str]) -> Tensor:
+    """Return several rewards of each row, (B, K) float64: `score`, or numbers that the reward functions returned.
+
+    A failed call counts as 0. Other rows without a number have NaN.
+    """
+    scores, parts = batch.ragged("token_level_scores").sum().tolist(), batch["score_parts"]
+    columns: list[list[float]] = []
+    for name in names:
+        rows = [{"score": score} | row for score, row in zip(scores, parts, strict=True)]
+        require_part(rows, name, "algorithm.gdpo_reward_keys")
+        missing = [math.nan if kind is None else 0.0 for kind in batch["score_failure"]]
+        columns.append([row.get(name, default) for row, default in zip(rows, missing, strict=True)])
+    return torch.tensor(columns, dtype=torch.float64).T
+
+
+def require_part(parts: Sequence[Mapping[str, float]], name: str, key: str) -> None:
+    """Raise RewardError if no row has the number that a key names."""
+    if any(name in part for part in parts):
+        return
+    names = sorted({name for part in parts for name in part} - {"score"})
+    raise RewardError(
+        f"{key}={name}: the results of the reward function contain no number '{name}', only "
+        f"{', '.join(names) or 'the score'}; use {key}=score, or return a dict with '{name}'"
+    )
 
 
 def group_ids(batch: DataProto) -> Tensor:

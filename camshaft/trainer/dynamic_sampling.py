@@ -18,8 +18,9 @@ from torch import Tensor
 from camshaft.config import PPOConfig
 from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
-from camshaft.errors import BatchError, RewardError
+from camshaft.errors import BatchError
 from camshaft.rewards.manager import RewardResult
+from camshaft.trainer.advantages import require_part
 from camshaft.trainer.metrics import StepMetrics, reduce_calls
 
 GenerateAndScore = Callable[[DataProto, StepMetrics, int], tuple[DataProto, RewardResult]]
@@ -84,13 +85,7 @@ def filter_values(scored: RewardResult, metric: str) -> Tensor:
         return scored.token_level_scores.sum()
     if metric == "score":
         return scored.scores
-    if not any(metric in part for part in scored.parts):
-        names = sorted({name for part in scored.parts for name in part})
-        raise RewardError(
-            f"algorithm.filter_groups.metric={metric}: the results of the reward function contain no number "
-            f"'{metric}', only {', '.join(names) or 'the score'}; use algorithm.filter_groups.metric=score, or return "
-            f"a dict with '{metric}'"
-        )
+    require_part(scored.parts, metric, "algorithm.filter_groups.metric")
     return torch.tensor([part.get(metric, 0.0) for part in scored.parts])
 
 

@@ -73,6 +73,7 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         self.old_log_prob_source: Literal["actor", "update", "rollout"] = config.old_log_prob_source()
         self.actor_mini_batch, self.critic_mini_batch = config.actor_mini_batch(), config.critic_mini_batch()
         self.needs_greedy, self.needs_ref_log_prob = config.needs_greedy(), config.kl_plan().needs_log_probs
+        self.part_weights = config.reward_parts()
         correction = config.algorithm.rollout_correction
         self.correction = correction if correction.is_enabled() else None
         self.idle = IdleCheck(config)
@@ -116,7 +117,7 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         with metrics.phase("adv"):
             rewards, penalty = compute_token_rewards(batch, config.algorithm, self.kl)
             batch = batch.union(rewards)
-            batch = batch.union(compute_advantages(batch, config.algorithm, parts.estimator))
+            batch = batch.union(compute_advantages(batch, config.algorithm, parts.estimator, self.part_weights))
             metrics.add(penalty)
             if self.correction is not None:
                 corrections, correction_metrics = compute_corrections(batch, self.correction)

@@ -42,7 +42,8 @@ def test_rollout_and_engine_agree_on_sampled_tokens(rollout: str, engine: str, t
     "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("gae", "rloo", "remax"))) for n in ESTIMATORS]
 )
 def test_every_advantage_estimator_trains(name: str, home: Path) -> None:
-    overrides = {"algorithm.adv_estimator": name, "actor_rollout_ref.rollout.n": 2, "data.train_batch_size": 4}
+    overrides: dict[str, Any] = {"algorithm.adv_estimator": name, "data.train_batch_size": 4}
+    overrides |= {"actor_rollout_ref.rollout.n": 2, "algorithm.gdpo_reward_keys": "score"}
     (step,) = run_ppo(home, overrides, steps=1)
     assert step.metrics["actor/grad_norm"] > 0
     assert bool(step.critic) == (name == "gae")

@@ -20,6 +20,7 @@ _RELATIVES = f"{_PARITY}::test_grpo_variants_match_the_reference_program"
 _PPO = f"{_PARITY}::test_ten_steps_of_ppo_match_the_reference_program"
 _GRPO = f"{_PARITY}::test_grpo_with_a_kl_loss_matches_the_reference_program"
 _ADAPTIVE = f"{_PARITY}::test_adaptive_kl_controller_matches_the_reference_program"
+_ALGORITHMS = "tests/unit/config/test_algorithms.py"
 _CHECKS, _RESUME = "tests/unit/config/test_checks.py", "tests/smoke/test_resume.py"
 _CORRECTION = "tests/unit/trainer/test_correction.py"
 _NOTICE = f"{_PLACE}::test_key_without_effect_is_a_warning"
@@ -135,6 +136,10 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "algorithm.lam": (_PPO,),
     "algorithm.adv_estimator": (_GRPO, "tests/smoke/test_pairs.py::test_every_advantage_estimator_trains"),
     "algorithm.norm_adv_by_std_in_grpo": (f"{_RELATIVES}[dr_grpo]",),
+    **dict.fromkeys(
+        ("algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"),
+        (f"{_ALGORITHMS}::test_rewards_that_an_estimator_reads_separately",),
+    ),
     "algorithm.use_kl_in_reward": (_PPO,),
     "algorithm.kl_ctrl.kl_coef": (_PPO,),
     **dict.fromkeys(

@@ -9,13 +9,15 @@ from camshaft.config.schema.algorithm import ESTIMATORS, POLICY_LOSSES, estimato
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.short_names import RECIPES
 
-ROLLOUT, CORRECTION = "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
 ONE_RESPONSE = f"compares several responses to the same prompt, but {ROLLOUT}.n=1 generates only one. Set {ROLLOUT}.n=8"
 
 
 def check_algorithm(config: PPOConfig) -> Iterator[Problem]:
     """Check the algorithm of an RL run."""
     yield from _check_estimator(config)
+    yield from _check_reward_parts(config)
     yield from _check_policy_loss(config)
     yield from _check_correction(config)
     yield from _check_bypass(config)
@@ -40,6 +42,26 @@ def _check_estimator(config: PPOConfig) -> Iterator[Problem]:
         reason = "requires a critic" if inputs.values else "does not use a critic"
         message = f"algorithm.adv_estimator={estimator} {reason}. Set critic.enable=null."
         yield Problem("critic.enable", enable, message, (key,))
+
+
+def _check_reward_parts(config: PPOConfig) -> Iterator[Problem]:
+    """Check the rewards that GDPO normalizes separately."""
+    algorithm, key = config.algorithm, "algorithm.gdpo_reward_keys"
+    if not estimator_inputs(algorithm.adv_estimator).reward_parts:
+        return
+    if not config.reward_parts():
+        message = (
+            "names the rewards that algorithm.adv_estimator=gdpo normalizes separately. Set it to numbers that the "
+            f"reward function returns in a dict, such as '{key}=[accuracy,format]', or set several functions, such as "
+            "'reward=[accuracy.py,format.py]'."
+        )
+        yield Problem(key, algorithm.gdpo_reward_keys, message, ("algorithm.adv_estimator", "custom_reward_function"))
+    if algorithm.use_kl_in_reward:
+        message = (
+            f"has no effect with algorithm.adv_estimator=gdpo, which reads {key} only. Set "
+            f"algorithm.use_kl_in_reward=false, or {ACTOR}.use_kl_loss=true instead."
+        )
+        yield Problem("algorithm.use_kl_in_reward", True, message, ("algorithm.adv_estimator",))
 
 
 def _check_policy_loss(config: PPOConfig) -> Iterator[Problem]:

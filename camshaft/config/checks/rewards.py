@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 
 from camshaft.config.errors import Problem, check_name
+from camshaft.config.schema.algorithm import estimator_inputs
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import DEFAULT_FUNCTION, CustomRewardConfig
 from camshaft.plugins import REWARDS
@@ -56,6 +57,10 @@ def _check_overlong_buffer(config: PPOConfig) -> Iterator[Problem]:
             "response length."
         )
         yield Problem(key, buffer.len, message, (limit, f"{REWARD}.overlong_buffer.enable"))
+    if buffer.enable and estimator_inputs(config.algorithm.adv_estimator).reward_parts:
+        key = f"{REWARD}.overlong_buffer.enable"
+        message = f"has no effect with algorithm.adv_estimator=gdpo, which reads single rewards only. Set {key}=false."
+        yield Problem(key, True, message, ("algorithm.adv_estimator",))
 
 
 def _check_token_budget_of_scores(config: PPOConfig) -> Iterator[Problem]:

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat
@@ -13,6 +13,8 @@ from camshaft.config.schema.fields import (
     Described,
     Fraction,
     KLPenalty,
+    Names,
+    Numbers,
     Section,
     Text,
     Unread,
@@ -31,6 +33,8 @@ class EstimatorInputs(NamedTuple):
     """Groups of responses to the same prompt, which the estimator compares. This requires `rollout.n > 1`."""
     baselines: bool = False
     """Rewards of greedy responses."""
+    reward_parts: bool = False
+    """Several rewards of each response."""
     keys: tuple[str, ...] = ()
     """Keys of the section `algorithm` that its formula contains."""
 
@@ -43,6 +47,14 @@ ESTIMATORS: dict[str, EstimatorInputs] = {
     "reinforce_plus_plus_baseline": EstimatorInputs(groups=True),
     "remax": EstimatorInputs(baselines=True),
     "opo": EstimatorInputs(groups=True),
+    "grpo_passk": EstimatorInputs(groups=True, keys=("norm_adv_by_std_in_grpo",)),
+    "gdpo": EstimatorInputs(
+        groups=True,
+        reward_parts=True,
+        keys=("norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights"),
+    ),
+    "gpg": EstimatorInputs(groups=True),
+    "maxrl": EstimatorInputs(groups=True),
 }
 POLICY_LOSSES = ("vanilla", "gspo", "cispo")
 """Names of the built-in policy losses. Their functions, like those of `ESTIMATORS`, are in `camshaft.algorithms`.
@@ -260,8 +272,20 @@ class AlgorithmConfig(Section):
     )
     norm_adv_by_std_in_grpo: bool = key(
         True,
-        "Divide GRPO advantages by the standard deviation of the rewards in the group. false corresponds to Dr.GRPO.",
+        "Divide the advantages of grpo, grpo_passk and gdpo by the standard deviation of the rewards in the group. "
+        "false with grpo corresponds to Dr.GRPO.",
         unread=_not_in_formula("norm_adv_by_std_in_grpo", "", "set [adv_estimator]=grpo, or omit the key"),
+    )
+    gdpo_reward_keys: Names = key(
+        [],
+        "Rewards that adv_estimator=gdpo normalizes separately: numbers that the reward function returns in a dict, or "
+        "score. An empty list means the functions of custom_reward_function.functions, with their weights.",
+        unread=_not_in_formula("gdpo_reward_keys", "", "set [adv_estimator]=gdpo, or omit the key"),
+    )
+    gdpo_reward_weights: Numbers = key(
+        [],
+        "Weight of each reward in gdpo_reward_keys. An empty list means a weight of 1 for each.",
+        unread=_not_in_formula("gdpo_reward_weights", "", "set [adv_estimator]=gdpo, or omit the key"),
     )
     kl_penalty: KLPenalty = key(
         "kl",
@@ -279,3 +303,27 @@ class AlgorithmConfig(Section):
     rollout_correction: RolloutCorrectionConfig = section(
         "Corrections for the difference between the log-probs of the rollout and the trainer. See mismatch.md."
     )
+
+    def problems(self) -> Iterator[Problem]:
+        names, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        if len(set(names)) < len(names):
+            yield Problem("gdpo_reward_keys", names, "names a reward twice. Name each once.")
+        elif weights and len(weights) != len(names):
+            message = (
+                f"has {len(weights)} numbers for {len(names)} rewards. Set one weight for each of [gdpo_reward_keys]."
+            )
+            yield Problem("gdpo_reward_weights", weights, message, ("gdpo_reward_keys",))
+
+    def reward_parts(self, functions: Mapping[str, float]) -> dict[str, float]:
+        """Return the rewards that the estimator reads separately, with their weights.
+
+        `functions` maps the names of several scoring functions to their weights, the default of GDPO. An estimator that
+        is not built in reads the rewards in `gdpo_reward_keys`.
+        """
+        names, inputs = self.gdpo_reward_keys, ESTIMATORS.get(self.adv_estimator)
+        if inputs is not None and not inputs.reward_parts:
+            return {}
+        if names or inputs is None:
+            weights = self.gdpo_reward_weights or [1.0] * len(names)
+            return dict(zip(names, weights, strict=False))  # `problems` checks the lengths
+        return dict(functions)

@@ -79,6 +79,11 @@ class PPOConfig(CommandConfig):
         """Return True if the advantage estimator needs a greedy response to each prompt (ReMax)."""
         return estimator_inputs(self.algorithm.adv_estimator).baselines
 
+    def reward_parts(self) -> dict[str, float]:
+        """Return the rewards that the advantage estimator reads separately (GDPO), with their weights."""
+        functions = self.custom_reward_function.selected()
+        return self.algorithm.reward_parts({each.label: each.weight for each in functions if each.label})
+
     def prompts_per_generation_batch(self) -> int:
         """Return `data.gen_batch_size` if dynamic sampling is enabled and the key is set, else the train batch size."""
         size = self.data.gen_batch_size if self.algorithm.filter_groups.enable else None

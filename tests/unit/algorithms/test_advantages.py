@@ -1,7 +1,10 @@
 """Advantage estimators: hand-worked numbers, loops as an oracle, and invariances."""
 
+import itertools
 import math
 import statistics
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,7 +14,11 @@ from hypothesis import strategies as st
 from camshaft.algorithms import ESTIMATORS, AdvantageInputs, AdvantageOptions, group_advantages, masked_var
 from camshaft.algorithms.advantages import (
     gae,
+    gdpo,
+    gpg,
     grpo,
+    grpo_passk,
+    maxrl,
     opo,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
@@ -160,7 +167,100 @@ def test_remax_by_hand():
     torch.testing.assert_close(returns, to_go)
 
 
-@pytest.mark.parametrize("fn", [grpo, rloo, opo])
+@pytest.mark.parametrize(("norm_by_std", "scales"), [(True, (2**0.5 + 1e-6, 8**0.5 + 1e-6)), (False, (1.0, 1.0))])
+def test_pass_at_k_credits_the_only_best_row(norm_by_std, scales):
+    # group 7: 3 - 1 for the second row;  group 3: 6 - 2 for the fourth
+    advantages, returns = grpo_passk(REWARDS, MASK, GROUPS, norm_by_std=norm_by_std)
+    torch.testing.assert_close(advantages, spread(0.0, 2 / scales[0], 0.0, 4 / scales[1]))
+    torch.testing.assert_close(returns, spread(1.0, 3.0, 2.0, 6.0))
+
+
+def test_pass_at_k_credits_no_row_if_two_are_best():
+    rewards, groups = torch.tensor([[1.0], [1.0], [0.0], [0.0], [0.0]]), torch.tensor([0, 0, 0, 1, 1])
+    advantages, _ = grpo_passk(rewards, torch.ones(5, 1, dtype=torch.bool), groups)
+    assert not advantages.any()
+
+
+def test_gdpo_by_hand():
+    # r_1 = 1, 3 | 2, 6 as for GRPO;  r_2 = 5, 5 | 0, 1: equal, and std sqrt(1/2).  w = 1, 2
+    parts = torch.tensor([[1.0, 5.0], [3.0, 5.0], [2.0, 0.0], [6.0, 1.0]], dtype=F64)
+    a, b, c = 1 / (math.sqrt(2) + 1e-6), 2 / (math.sqrt(8) + 1e-6), 0.5 / (math.sqrt(0.5) + 1e-6)
+    advantages, returns = gdpo(REWARDS, MASK, GROUPS, parts, part_weights=(1.0, 2.0))
+    torch.testing.assert_close(advantages, whitened(spread(-a, a, -b - 2 * c, b + 2 * c), MASK))
+    torch.testing.assert_close(returns, spread(1.0, 3.0, 2.0, 6.0))
+    advantages, _ = gdpo(REWARDS, MASK, GROUPS, parts, norm_by_std=False)
+    torch.testing.assert_close(advantages, whitened(spread(-1.0, 1.0, -2.5, 2.5), MASK))
+
+
+def test_gdpo_ignores_the_rewards_that_a_row_lacks():
+    # Of the three rows, two have r_2: 1, 3.  Without std: r_1 gives -2, 0, 2, and r_2 gives -1, 0, 1
+    rewards, mask = torch.zeros(3, 1, dtype=F64), torch.ones(3, 1, dtype=torch.bool)
+    parts = torch.tensor([[0.0, 1.0], [2.0, NAN], [4.0, 3.0]], dtype=F64)
+    advantages, _ = gdpo(rewards, mask, torch.zeros(3, dtype=torch.int64), parts, norm_by_std=False)
+    torch.testing.assert_close(advantages, whitened(torch.tensor([[-3.0], [0.0], [3.0]], dtype=F64), mask))
+
+
+def test_gdpo_separates_rows_whose_sums_are_equal():
+    # Sums 1, 1, 0: GRPO cannot distinguish the first two rows. Half of the rows have r_1, a quarter r_2
+    parts = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 0.0], [0.0, 0.0]], dtype=F64)
+    mask, groups = torch.ones(4, 1, dtype=torch.bool), torch.zeros(4, dtype=torch.int64)
+    advantages, _ = gdpo(parts.sum(1, keepdim=True), mask, groups, parts)
+    assert advantages[1] > advantages[0] > advantages[3]
+
+
+def test_gpg_by_hand():
+    # One of four rows has R != 0, alpha = 4;  group 0: R = 0, 2, mean 1;  group 1: R = 0, 0
+    rewards, groups = torch.tensor([[0.0], [2.0], [0.0], [0.0]], dtype=F64), torch.tensor([0, 0, 1, 1])
+    mask = torch.ones(4, 1, dtype=torch.bool)
+    advantages, returns = gpg(rewards, mask, groups)
+    torch.testing.assert_close(advantages, torch.tensor([[-4.0], [4.0], [0.0], [0.0]], dtype=F64))
+    torch.testing.assert_close(returns, rewards)
+    mask[3] = False  # a dropped row does not count: alpha = 3
+    torch.testing.assert_close(gpg(rewards, mask, groups)[0][:2, 0], torch.tensor([-3.0, 3.0], dtype=F64))
+    assert not gpg(rewards * 0, mask, groups)[0].any()
+
+
+def test_maxrl_by_hand():
+    # group 7: mean 2;  group 3: mean 4
+    a, b = 2 + 1e-6, 4 + 1e-6
+    advantages, returns = maxrl(REWARDS, MASK, GROUPS)
+    torch.testing.assert_close(advantages, spread(-1 / a, 1 / a, -2 / b, 2 / b))
+    torch.testing.assert_close(returns, spread(1.0, 3.0, 2.0, 6.0))
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 0.0, 0.0], [-1.0, -1.0, 1.0], [-1.0, 0.0, 1.0]])
+def test_maxrl_is_0_in_groups_without_a_positive_mean(rewards):
+    grid, mask = torch.tensor(rewards, dtype=F64)[:, None], torch.ones(3, 1, dtype=torch.bool)
+    advantages, _ = maxrl(grid, mask, torch.zeros(3, dtype=torch.int64))
+    assert not advantages.any()
+
+
+def expected_gradient(estimator, count, p):
+    """Return E[sum_i A_i d log pi(y_i) / d p] over all outcomes of `count` Bernoulli(p) responses with R = y."""
+    mask, groups, total = torch.ones(count, 1, dtype=torch.bool), torch.zeros(count, dtype=torch.int64), 0.0
+    for outcome in itertools.product((0.0, 1.0), repeat=count):
+        advantages, _ = estimator(torch.tensor(outcome, dtype=F64)[:, None], mask, groups)
+        probability = math.prod(p if y else 1 - p for y in outcome)
+        scores = [1 / p if y else -1 / (1 - p) for y in outcome]
+        total += probability * math.fsum(a * s for a, s in zip(advantages[:, 0].tolist(), scores, strict=True))
+    return total
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+def test_pass_at_k_follows_the_gradient_of_the_best_reward(p):
+    # d/dp (1 - (1 - p)^k)
+    gradient = expected_gradient(partial(grpo_passk, norm_by_std=False), 4, p)
+    assert gradient == pytest.approx(4 * (1 - p) ** 3)
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.8])
+def test_maxrl_follows_the_gradient_of_the_log_likelihood(p):
+    # log p = -sum_k (1 - p)^k / k; the terms up to k = n - 1 of n rows
+    gradient = expected_gradient(maxrl, 5, p) / 5
+    assert gradient == pytest.approx(sum((1 - p) ** k for k in range(4)), rel=1e-4)
+
+
+@pytest.mark.parametrize("fn", [grpo, rloo, opo, grpo_passk, gpg, maxrl])
 def test_a_group_of_one_has_no_baseline(fn):
     rewards = torch.tensor([[5.0], [1.0], [3.0]], dtype=F64)
     advantages, _ = fn(rewards, torch.ones(3, 1, dtype=torch.bool), torch.tensor([9, 4, 4]))
@@ -189,12 +289,14 @@ def inputs_of(rewards, mask, rows=slice(None)):
         values=torch.where(mask, clean / 2 + 0.25, NAN)[rows],
         groups=GROUPS[rows] if len(rewards) == len(GROUPS) else (torch.arange(len(rewards)) // 2)[rows],
         baselines=(clean.sum(1) / 3)[rows],
+        reward_parts=torch.stack([clean.sum(1), clean.sum(1).square() / 4], dim=1)[rows],
     )
 
 
 def test_names_match_the_config():
     assert set(ESTIMATORS) == {
         "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo",
+        "grpo_passk", "gdpo", "gpg", "maxrl",
     }  # fmt: skip
 
 
@@ -211,11 +313,14 @@ def test_estimators_fail_without_their_inputs(name):
 
 def test_options_reach_the_formulas():
     inputs = inputs_of(REWARDS, MASK)
-    options = AdvantageOptions(gamma=0.5, lam=0.25, norm_by_std=False)
+    options = AdvantageOptions(gamma=0.5, lam=0.25, norm_by_std=False, part_weights=(1.0, 3.0))
+    parts = inputs.reward_parts
     expected = {
         "gae": gae(REWARDS, inputs.values, MASK, gamma=0.5, lam=0.25),
         "grpo": grpo(REWARDS, MASK, GROUPS, norm_by_std=False),
         "reinforce_plus_plus": reinforce_plus_plus(REWARDS, MASK, gamma=0.5),
+        "grpo_passk": grpo_passk(REWARDS, MASK, GROUPS, norm_by_std=False),
+        "gdpo": gdpo(REWARDS, MASK, GROUPS, parts, part_weights=(1.0, 3.0), norm_by_std=False),
     }
     for name, (advantages, returns) in expected.items():
         actual = ESTIMATORS[name](inputs, options)
@@ -257,6 +362,18 @@ def loop_group(name, rewards, mask, groups):
         elif name == "rloo":
             others = [totals[j] for j in members if j != i]
             result.append(totals[i] - (statistics.fmean(others) if others else 0.0))
+        elif name == "grpo_passk":
+            others = [totals[j] for j in members if j != i]
+            std = 1.0 if alone else statistics.stdev([totals[j] for j in members])
+            best = max(totals[j] for j in members)
+            result.append((best - (max(others) if others else 0.0)) / (std + 1e-6))
+        elif name == "gpg":
+            rows = [j for j in range(len(totals)) if lengths[j]]
+            alpha = len(rows) / max(sum(totals[j] != 0 for j in rows), 1)
+            result.append(alpha * (totals[i] - mean))
+        elif name == "maxrl":
+            normalized = (totals[i] - mean) / (mean + 1e-6) if mean > 0 else 0.0
+            result.append(totals[i] if alone else normalized)
         elif name == "opo":
             weighed = sum(lengths[j] * totals[j] for j in members) / max(sum(lengths[j] for j in members), 1)
             result.append(totals[i] - (0.0 if alone else weighed))
@@ -264,6 +381,21 @@ def loop_group(name, rewards, mask, groups):
             result.append(totals[i] - mean)
     grid = torch.where(mask, torch.tensor(result, dtype=F64)[:, None], 0.0)
     return whitened(grid, mask) if name == "reinforce_plus_plus_baseline" else grid
+
+
+def loop_gdpo(batch, weights):
+    """Return the sum of GRPO of each reward over the rows that have it, whitened."""
+    total = torch.zeros(batch.mask.shape, dtype=F64)
+    for k, weight in enumerate(weights):
+        rows = [i for i, part in enumerate(batch.reward_parts[:, k].tolist()) if part == part]
+        column = torch.zeros(batch.mask.shape, dtype=F64)
+        column[:, 0] = batch.reward_parts[:, k]
+        first = torch.zeros_like(batch.mask)
+        first[:, 0] = True
+        terms = loop_group("grpo", column[rows], first[rows], batch.groups[rows])
+        total[rows] += weight * terms[:, :1]
+    grid = torch.where(batch.mask, total, 0.0)
+    return torch.zeros_like(grid) if len(set(grid[batch.mask].tolist())) == 1 else whitened(grid, batch.mask)
 
 
 @st.composite
@@ -278,7 +410,9 @@ def batches(draw):
     values = torch.randn(num_rows, width, dtype=F64, generator=generator)
     groups = torch.randint(0, 3, (num_rows,), generator=generator) * 5 - 3
     baselines = torch.randn(num_rows, dtype=F64, generator=generator)
-    return AdvantageInputs(rewards, mask, values, groups, baselines)
+    parts = torch.randint(-2, 3, (num_rows, 2), generator=generator).to(F64) / 2
+    parts[torch.rand(num_rows, 2, generator=generator) < 0.2] = NAN
+    return AdvantageInputs(rewards, mask, values, groups, baselines, parts)
 
 
 @given(batches(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.9, 1.0]))
@@ -289,12 +423,21 @@ def test_gae_is_the_double_sum_of_the_paper(batch, gamma, lam):
     torch.testing.assert_close(actual[1], expected[1])
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline"])
+LOOPS = ["grpo", "rloo", "opo", "reinforce_plus_plus_baseline", "grpo_passk", "gpg", "maxrl"]
+
+
+@pytest.mark.parametrize("name", LOOPS)
 @given(batch=batches())
 def test_group_estimators_match_a_loop_over_rows(name, batch):
     advantages, _ = ESTIMATORS[name](batch, AdvantageOptions())
     expected = loop_group(name, batch.rewards, batch.mask, batch.groups)
     torch.testing.assert_close(advantages, expected, rtol=1e-6, atol=1e-6)
+
+
+@given(batches(), st.sampled_from([(1.0, 1.0), (0.25, 2.0), (0.0, -1.0)]))
+def test_gdpo_matches_a_loop_over_rewards(batch, weights):
+    advantages, _ = ESTIMATORS["gdpo"](batch, AdvantageOptions(part_weights=weights))
+    torch.testing.assert_close(advantages, loop_gdpo(batch, weights), rtol=1e-6, atol=1e-6)
 
 
 # -- invariances --------------------------------------------------------------------------------------------
@@ -312,7 +455,7 @@ def test_padding_and_masked_values_do_not_matter(name, batch, padding, junk):
         return torch.cat([spoilt, torch.full((len(grid), padding), junk, dtype=grid.dtype)], dim=1)
 
     mask = torch.cat([batch.mask, torch.zeros(len(batch.mask), padding, dtype=torch.bool)], dim=1)
-    spoilt = AdvantageInputs(spoil(batch.rewards), mask, spoil(batch.values), batch.groups, batch.baselines)
+    spoilt = replace(batch, rewards=spoil(batch.rewards), mask=mask, values=spoil(batch.values))
     for expected, actual in zip(ESTIMATORS[name](batch, OPTIONS), ESTIMATORS[name](spoilt, OPTIONS), strict=True):
         torch.testing.assert_close(actual[:, :width], expected)
         assert (actual[~mask] == 0).all()
@@ -322,9 +465,7 @@ def test_padding_and_masked_values_do_not_matter(name, batch, padding, junk):
 @given(batch=batches(), seed=st.integers(0, 1000))
 def test_rows_may_come_in_any_order(name, batch, seed):
     order = torch.randperm(len(batch.mask), generator=torch.Generator().manual_seed(seed))
-    shuffled = AdvantageInputs(
-        batch.rewards[order], batch.mask[order], batch.values[order], batch.groups[order], batch.baselines[order]
-    )
+    shuffled = AdvantageInputs(**{name: tensor[order] for name, tensor in vars(batch).items()})
     for expected, actual in zip(ESTIMATORS[name](batch, OPTIONS), ESTIMATORS[name](shuffled, OPTIONS), strict=True):
         torch.testing.assert_close(actual, expected[order], rtol=1e-6, atol=1e-6)
 
@@ -332,14 +473,14 @@ def test_rows_may_come_in_any_order(name, batch, seed):
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_results_match_the_rewards_in_dtype_and_shape(name):
     batch = inputs_of(REWARDS.float(), MASK)
-    inputs = AdvantageInputs(batch.rewards, MASK, batch.values.requires_grad_(), batch.groups, batch.baselines)
+    inputs = replace(batch, values=batch.values.requires_grad_())
     for grid in ESTIMATORS[name](inputs, AdvantageOptions()):
         assert grid.dtype == torch.float32
         assert grid.shape == MASK.shape
         assert not grid.requires_grad
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo"])
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "grpo_passk", "gpg", "maxrl"])
 def test_names_of_groups_do_not_matter(name):
     renamed = AdvantageInputs(REWARDS, MASK, groups=torch.tensor([-(2**40), -(2**40), 2**40, 2**40]))
     expected = ESTIMATORS[name](inputs_of(REWARDS, MASK), OPTIONS)

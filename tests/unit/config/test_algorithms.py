@@ -7,6 +7,8 @@ from camshaft.errors import ConfigError
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
+GDPO = ("algorithm.adv_estimator=gdpo", f"{ROLLOUT}.n=4")
+KEYS, WEIGHTS = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
 FILTER = "algorithm.filter_groups.enable=true"
 GSPO = f"{ACTOR}.policy_loss.loss_mode=gspo"
 BUFFER = "reward_model.overlong_buffer"
@@ -28,6 +30,14 @@ BUFFER = "reward_model.overlong_buffer"
             [*GRPO, FILTER, "algorithm.filter_groups.metric=seq_final_reward", "algorithm.use_kl_in_reward=true"],
             "Set algorithm.filter_groups.metric=seq_reward.",
         ),
+        ([*GDPO], "'algorithm.gdpo_reward_keys=[accuracy,format]', or set several functions"),
+        ([*GDPO, f"{KEYS}=[a,a]"], "names a reward twice. Name each once."),
+        (
+            [*GDPO, f"{KEYS}=[a,b]", f"{WEIGHTS}=[1]"],
+            f"has 1 numbers for 2 rewards. Set one weight for each of {KEYS}.",
+        ),
+        ([*GDPO, f"{KEYS}=a", "algorithm.use_kl_in_reward=true"], f"or {ACTOR}.use_kl_loss=true instead."),
+        ([*GDPO, f"{KEYS}=a", f"{BUFFER}.enable=true", f"{BUFFER}.len=4"], f"Set {BUFFER}.enable=false."),
         ([f"{BUFFER}.enable=true"], f"must be between 1 and {ROLLOUT}.response_length=512. Set {BUFFER}.len=128"),
         ([f"{BUFFER}.enable=true", f"{BUFFER}.len=513"], f"Set {BUFFER}.len=128"),
     ],
@@ -49,6 +59,8 @@ def test_invalid_combination_is_rejected_with_a_fix(words, more, message):
         [f"{ACTOR}.policy_loss.loss_mode=my.module:mine", "algorithm.adv_estimator=my.module:mine"],
         [*GRPO, FILTER, "data.gen_batch_size=3072", "algorithm.filter_groups.metric=acc"],
         [f"{BUFFER}.enable=true", f"{BUFFER}.len=512"],
+        [*GDPO, f"{KEYS}=[score,acc]", f"{WEIGHTS}=[1,0.5]"],
+        [*GDPO, "custom_reward_function.functions=[exact_match,gsm8k]"],
     ],
 )
 def test_valid_combination_passes(words, more):
@@ -59,3 +71,18 @@ def test_custom_estimator_has_a_critic_if_enabled(words):
     overrides = [*words, "algorithm.adv_estimator=my.module:mine"]
     assert not load_ppo(overrides).needs_critic()
     assert load_ppo([*overrides, "critic.enable=true"]).needs_critic()
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ([*GDPO, f"{KEYS}=[acc,format]"], {"acc": 1.0, "format": 1.0}),
+        ([*GDPO, f"{KEYS}=[acc,format]", f"{WEIGHTS}=[1,0.5]"], {"acc": 1.0, "format": 0.5}),
+        ([*GDPO, "reward=[exact_match,gsm8k]", "reward_weights=[1,0.5]"], {"exact_match": 1.0, "gsm8k": 0.5}),
+        ([*GRPO, "reward=[exact_match,gsm8k]"], {}),
+        (["algorithm.adv_estimator=my.module:mine", f"{KEYS}=acc"], {"acc": 1.0}),
+        (["algorithm.adv_estimator=my.module:mine", "reward=[exact_match,gsm8k]"], {}),
+    ],
+)
+def test_rewards_that_an_estimator_reads_separately(words, more, expected):
+    assert load_ppo([*words, *more]).reward_parts() == expected

@@ -206,6 +206,7 @@ def test_config_choices_match_the_algorithm_registries():
 def test_an_estimator_reads_the_inputs_that_the_config_declares(name):
     rewards, mask = torch.tensor([[0.0, 1.0], [3.0, 0.5], [1.0, 2.0]]), torch.ones(3, 2, dtype=torch.bool)
     options = {"values": rewards / 2, "groups": torch.tensor([0, 0, 1]), "baselines": rewards[:, 0]}
+    options["reward_parts"] = torch.tensor([[1.0, 0.0], [2.0, 4.0], [3.0, 2.0]])
     declared, estimator = ESTIMATORS[name], algorithms.ESTIMATORS[name]
     for missing in options:
         inputs = algorithms.AdvantageInputs(rewards, mask, **{key: options[key] for key in options if key != missing})
@@ -219,10 +220,15 @@ def test_an_estimator_reads_the_inputs_that_the_config_declares(name):
             "gamma": {"gamma": 0.5},
             "lam": {"lam": 0.5},
             "norm_adv_by_std_in_grpo": {"norm_by_std": False},
+            "gdpo_reward_weights": {"part_weights": (1.0, -3.0)},
         }.items()
     }
     default = estimator(inputs, algorithms.AdvantageOptions())[0]
-    assert {key for key, result in results.items() if not torch.equal(result, default)} == set(declared.keys)
+    assert {key for key, result in results.items() if not torch.equal(result, default)} == {
+        key
+        for key in declared.keys
+        if key != "gdpo_reward_keys"  # selects the columns of `reward_parts`
+    }
 
 
 def test_loading_a_config_does_not_import_torch(words):

@@ -337,7 +337,7 @@ def test_values_of_sections_and_files_win_over_a_recipe_even_if_they_are_default
 
 @pytest.mark.parametrize("name", [*RECIPES, *ESTIMATORS])
 def test_every_algorithm_name_is_valid(words, name):
-    config = load_ppo([*words, f"algorithm={name}", "n=8"])
+    config = load_ppo([*words, f"algorithm={name}", "n=8", "algorithm.gdpo_reward_keys=score"])
     expected = RECIPES.get(name, {}) | {"actor_rollout_ref.rollout.n": 8}
     assert {key: get(config.model_dump(), key) for key in expected} == expected
 

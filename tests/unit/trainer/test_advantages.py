@@ -7,13 +7,14 @@ from camshaft.algorithms import AdaptiveKL, FixedKL
 from camshaft.config import AlgorithmConfig
 from camshaft.config.schema.algorithm import KLCtrlConfig
 from camshaft.dataproto import DataProto, Ragged
-from camshaft.errors import ConfigError
+from camshaft.errors import ConfigError, RewardError
 from camshaft.trainer.advantages import (
     build_kl_controller,
     compute_advantages,
     compute_token_rewards,
     group_ids,
     load_estimator,
+    reward_parts,
     row_means,
 )
 
@@ -120,6 +121,39 @@ def test_groups_are_the_rows_of_one_prompt_in_any_order() -> None:
     assert group_ids(batch).tolist() == [0, 1, 0, 1]
     result = estimated(batch, algorithm(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
     assert result["advantages"].values.tolist() == [-1, -1, -2, 1, 2]
+
+
+def scored_rows(parts: list[dict[str, float]], failures: list[str | None]) -> DataProto:
+    scores = floats(*([0.0, float(row)] for row in range(len(parts))))
+    mask = Ragged.from_rows([[True, True]] * len(parts))
+    batch = DataProto.from_dict({"token_level_scores": scores, "token_level_rewards": scores, "response_mask": mask})
+    return batch.with_columns(uid=["0/1"] * len(parts), score_parts=parts, score_failure=failures)
+
+
+def test_parts_of_the_reward_come_from_the_results_of_the_function() -> None:
+    # The second call failed, so its numbers count as 0; the third row has no "format".
+    batch = scored_rows([{"acc": 1.0, "format": 0.5}, {}, {"acc": 0.25}], [None, "timeout", None])
+    parts = reward_parts(batch, ["format", "acc", "score"])
+    expected = torch.tensor([[0.5, 1.0, 0.0], [0.0, 0.0, 1.0], [torch.nan, 0.25, 2.0]], dtype=torch.float64)
+    torch.testing.assert_close(parts, expected, equal_nan=True)
+
+
+def test_gdpo_weighs_the_parts_of_the_reward() -> None:
+    batch = scored_rows([{"acc": 1.0, "format": 0.0}, {"acc": 0.0, "format": 1.0}], [None, None])
+    gdpo = algorithm(adv_estimator="gdpo")
+    result = compute_advantages(batch, gdpo, load_estimator(gdpo), {"acc": 3.0, "format": 1.0})
+    # (3 - 1) / sqrt(2) and its negative, each for two tokens, whitened: +-sqrt(3 / 4)
+    values = result["advantages"].values.tolist()
+    assert values == pytest.approx([0.75**0.5] * 2 + [-(0.75**0.5)] * 2, rel=1e-5)
+    assert result["returns"].values.tolist() == [0, 0, 1, 1]
+
+
+def test_a_part_that_no_result_contains_is_an_error() -> None:
+    batch = scored_rows([{"acc": 1.0}, {"acc": 0.0}], [None, None])
+    with pytest.raises(
+        RewardError, match=r"gdpo_reward_keys=accuracy: .* no number 'accuracy', only acc; use .*=score"
+    ):
+        reward_parts(batch, ["accuracy"])
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ KEPT = [row for row in range(len(LENGTHS)) if row not in DROPPED]
 
 def estimated(batch: DataProto, config: AlgorithmConfig) -> DataProto:
     """Run `compute_advantages` with the configured estimator."""
-    return compute_advantages(batch, config, load_estimator(config))
+    return compute_advantages(batch, config, load_estimator(config), {"score": 1.0})
 
 
 def algorithm(home: Path, **keys: Any) -> AlgorithmConfig:
@@ -73,8 +73,8 @@ def kept_rows(column: Ragged) -> Tensor:
 
 @pytest.mark.parametrize("name", sorted(set(ESTIMATORS) - {"remax"}))
 def test_advantages_equal_those_of_a_batch_without_the_row(home: Path, name: str) -> None:
-    chosen = algorithm(home, adv_estimator=name)
-    full, less = (batch.rename({"token_level_scores": "token_level_rewards"}) for batch in scored())
+    chosen = algorithm(home, adv_estimator=name, gdpo_reward_keys="score")
+    full, less = (batch.with_columns(token_level_rewards=batch["token_level_scores"]) for batch in scored())
     actual, expected = estimated(full, chosen), estimated(less, chosen)
     for column in ("advantages", "returns"):
         torch.testing.assert_close(kept_rows(actual.ragged(column)), expected[column].values)
@@ -92,9 +92,8 @@ def test_a_prompt_without_a_baseline_is_dropped(home: Path) -> None:
         True,
         True,
     ]
-    result = estimated(
-        batch.rename({"token_level_scores": "token_level_rewards"}), algorithm(home, adv_estimator="remax")
-    )
+    batch = batch.with_columns(token_level_rewards=batch["token_level_scores"])
+    result = estimated(batch, algorithm(home, adv_estimator="remax"))
     # Scores 5, 7 and 8, each on its row's last token, are the reward-to-go of every token.
     rows = [row.tolist() for row in result.ragged("advantages").rows()]
     assert rows == [[0.0] * 3, [0.0] * 2, [0.0] * 4, [0.0], [2.5] * 2, [0.0] * 3, [4.5] * 2, [5.5] * 2]
@@ -142,7 +141,7 @@ def update(home: Path, batch: DataProto, mode: str) -> tuple[dict[str, Tensor], 
 @pytest.mark.parametrize("mode", [pytest.param("token-mean", marks=pytest.mark.slow), "seq-mean-token-mean"])
 def test_weights_equal_those_of_an_update_without_the_row(home: Path, mode: str) -> None:
     chosen = algorithm(home)
-    full, less = (batch.rename({"token_level_scores": "token_level_rewards"}) for batch in scored())
+    full, less = (batch.with_columns(token_level_rewards=batch["token_level_scores"]) for batch in scored())
     actual = update(home, full.union(estimated(full, chosen)), mode)
     expected = update(home, less.union(estimated(less, chosen)), mode)
     for weights, reference in zip(actual, expected, strict=True):
