@@ -1,13 +1,15 @@
 """Algorithms as pure functions on tensors, independent of the rest of the package.
 
-    masked.py      masked sums, means and variances
-    kl.py          estimators of the KL to the reference policy, and controllers of the KL coefficient
-    advantages.py  advantages and returns from rewards and values; runs on the driver on (B, T) grids
-    losses.py      policy, value, entropy, KL and SFT losses; run on the workers on flat (N,) tokens
-    preference.py  loss of preference pairs; runs on the workers on the (B,) pairs of a micro-batch
-    mismatch.py    compares rollout and trainer log-probs: statistics, importance weights, rejection; runs on the driver
-    at_n.py        mean@n, best@k, worst@k and maj@k of n responses to one prompt, on Python numbers
-    partition.py   balanced partitions of rows into micro-batches, on Python numbers
+    masked.py         masked sums, means and variances
+    kl.py             estimators of the KL to the reference policy, and controllers of the KL coefficient
+    advantages.py     advantages and returns from rewards and values; runs on the driver on (B, T) grids
+    losses.py         PPO, value, entropy, KL and SFT losses; run on the workers on flat (N,) tokens
+    policy_losses.py  other policy losses; run on the workers on flat (N,) tokens
+    preference.py     loss of preference pairs; runs on the workers on the (B,) pairs of a micro-batch
+    mismatch.py       compares log-probs of rollout and trainer: statistics, importance weights, rejection; runs on the
+                      driver
+    at_n.py           mean@n, best@k, worst@k and maj@k of n responses to one prompt, on Python numbers
+    partition.py      balanced partitions of rows into micro-batches, on Python numbers
 
 To add a variant, write a function with the parameters of the existing ones. Add it to the dict of its kind (ESTIMATORS,
 POLICY_LOSSES, KL_PENALTIES or AGGREGATIONS) and to the names that the config accepts (config/schema/algorithm.py,
@@ -33,15 +35,11 @@ from camshaft.algorithms.advantages import ESTIMATORS, AdvantageInputs, Advantag
 from camshaft.algorithms.kl import KL_PENALTIES, AdaptiveKL, FixedKL, kl_penalty
 from camshaft.algorithms.losses import (
     AGGREGATIONS,
-    POLICY_LOSSES,
     Clip,
     Counts,
-    PolicyLoss,
     aggregate,
-    cispo_loss,
     entropy_loss,
     full_kl_loss,
-    gspo_loss,
     kl_loss,
     policy_loss,
     sft_loss,
@@ -49,13 +47,26 @@ from camshaft.algorithms.losses import (
 )
 from camshaft.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
 from camshaft.algorithms.mismatch import accept_tokens, effective_sample_share, importance_weights, mismatch
+from camshaft.algorithms.policy_losses import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    cispo_loss,
+    dppo_kl_loss,
+    dppo_tv_loss,
+    dro_loss,
+    geo_mean_loss,
+    gpg_loss,
+    gspo_loss,
+    sapo_loss,
+)
 from camshaft.algorithms.preference import preference_loss
 
 __all__ = [
     "ESTIMATORS", "POLICY_LOSSES", "KL_PENALTIES", "AGGREGATIONS",
     "AdvantageInputs", "AdvantageOptions", "Estimator", "group_advantages",
     "FixedKL", "AdaptiveKL", "kl_penalty",
-    "Clip", "PolicyLoss", "policy_loss", "gspo_loss", "cispo_loss",
+    "Clip", "PolicyLoss", "policy_loss", "gspo_loss", "geo_mean_loss", "cispo_loss", "sapo_loss", "dppo_tv_loss",
+    "dppo_kl_loss", "gpg_loss", "dro_loss",
     "Counts", "aggregate", "value_loss", "entropy_loss", "kl_loss", "full_kl_loss", "sft_loss",
     "preference_loss",
     "mismatch", "importance_weights", "accept_tokens", "effective_sample_share",

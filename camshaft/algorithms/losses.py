@@ -4,8 +4,8 @@
     loss, metrics = value_loss(values, old_values, returns, counts, cliprange=0.5, mode="token-mean")
     loss = loss - entropy_coeff * entropy_loss(entropy, counts, mode="token-mean")
 
-`actor.policy_loss.loss_mode` selects the policy loss: a name in POLICY_LOSSES, or `package.module:function` for a
-function with the same parameters. A policy loss always receives complete rows, also with sequence parallelism.
+A loss always receives complete rows, also with sequence parallelism. `policy_losses.py` contains the policy losses
+besides the clipped PPO loss, `policy_loss`.
 
 Tensors of tokens are flat: (N,) concatenates the rows of the micro-batch. Values outside the mask are never read, and
 their gradient is exactly 0.
@@ -65,6 +65,10 @@ def _token_mean(x: Tensor, counts: Counts) -> Tensor:
     return x.sum() / max(counts.num_tokens, 1)
 
 
+def _token_sum(x: Tensor, counts: Counts) -> Tensor:
+    return x.sum()
+
+
 def _seq_mean_token_sum(x: Tensor, counts: Counts) -> Tensor:
     return x.sum() / max(counts.num_sequences, 1)
 
@@ -82,6 +86,7 @@ def _seq_mean_token_sum_norm(x: Tensor, counts: Counts) -> Tensor:
 
 AGGREGATIONS: dict[str, Callable[[Tensor, Counts], Tensor]] = {
     "token-mean": _token_mean,
+    "token-sum": _token_sum,
     "seq-mean-token-sum": _seq_mean_token_sum,
     "seq-mean-token-mean": _seq_mean_token_mean,
     "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
@@ -95,6 +100,7 @@ def aggregate(per_token: Tensor, counts: Counts, mode: str) -> Tensor:
     With mask m, rows i and tokens t of a row:
 
     token-mean               sum_it m l / num_tokens                     equal weight per token
+    token-sum                sum_it m l                                  equal weight, larger for more tokens
     seq-mean-token-sum       sum_it m l / num_sequences                  higher weight for longer rows
     seq-mean-token-mean      sum_i (sum_t m l / sum_t m) / num_sequences equal weight per row
     seq-mean-token-sum-norm  sum_it m l / num_sequences / horizon        seq-mean-token-sum divided by a constant
@@ -179,7 +185,10 @@ def sft_loss(log_probs: Tensor, counts: Counts) -> Tensor:
 
 
 class Clip(NamedTuple):
-    """Clip range [1 - low, 1 + high] of the ratio. For A < 0, the dual clip limits the loss to -A dual."""
+    """Clip range [1 - low, 1 + high] of the ratio. For A < 0, the dual clip limits the loss to -A dual.
+
+    Some policy losses bound other numbers with `low`, `high` and `dual`, as their docstrings describe.
+    """
 
     low: float
     high: float
@@ -221,84 +230,9 @@ def policy_loss(
         "pg_clipfrac_lower": share((advantages < 0) & (pessimistic > ceiling), counts),
         "ppo_kl": share(-difference, counts),
     }
-    return aggregate(_apply_weights(per_token, weights, counts), counts, mode), metrics
+    return aggregate(weighted(per_token, weights, counts), counts, mode), metrics
 
 
-def gspo_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    counts: Counts,
-    *,
-    clip: Clip,
-    mode: str,
-    weights: Tensor | None = None,
-) -> LossAndMetrics:
-    """Compute the GSPO loss, which clips one ratio per response.
-
-    s     = exp(mean_t (log pi - log pi_old)) over the masked-in tokens of the row, with the mean clamped to +-20
-    s_t   = sg(s) pi / sg(pi), where sg stops the gradient: the value is s, the gradient is that of token t
-    l     = max(-A s_t, -A clip(s_t, 1 - low, 1 + high))
-
-    The tensors are (N,); the loss is a scalar; `weights` multiply l as in `policy_loss`. With `mode`
-    seq-mean-token-mean and one advantage per row, objective and gradient are those of the paper. With one advantage per
-    token, the loss is GSPO-token. s is much closer to 1 than the ratio of a token, so typical clip ranges are about
-    1e-4. There is no dual clip.
-
-    Metrics (as shares): `pg_clipfrac`, the fraction of tokens where clipping increases the loss; `ppo_kl`, the mean of
-    log pi_old - log pi.
-    Zheng et al., arXiv:2507.18071.
-    """
-    log_probs, old_log_probs, advantages = zero_masked(counts, log_probs, old_log_probs, advantages)
-    difference = (log_probs - old_log_probs).detach()
-    row_counts = row_sums(counts.mask.to(difference.dtype), counts.lengths).clamp(min=1)
-    means = row_sums(difference, counts.lengths) / row_counts
-    row_differences = torch.repeat_interleave(means, counts.lengths, output_size=len(difference))
-    ratio = (log_probs - log_probs.detach() + row_differences).clamp(-20, 20).exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - clip.low, 1 + clip.high)
-    per_token = torch.maximum(unclipped, clipped)
-    metrics = {"pg_clipfrac": share(clipped > unclipped, counts), "ppo_kl": share(-difference, counts)}
-    return aggregate(_apply_weights(per_token, weights, counts), counts, mode), metrics
-
-
-def cispo_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    counts: Counts,
-    *,
-    clip: Clip,
-    mode: str,
-    weights: Tensor | None = None,
-) -> LossAndMetrics:
-    """Compute the CISPO loss, which clips the weight of a token but never removes its gradient.
-
-    ratio = exp(log pi - log pi_old), with the difference clamped to +-20
-    l     = -sg(clip(ratio, 1 - low, 1 + high)) A log pi, where sg stops the gradient
-
-    The tensors are (N,); the loss is a scalar; `weights` multiply l as in `policy_loss`. A `clip.low` of 1 or more
-    disables the lower bound, as in the paper.
-
-    Metrics (as shares): `pg_clipfrac`, the fraction of tokens with a clipped ratio; `ppo_kl`, the mean of
-    log pi_old - log pi.
-    MiniMax, arXiv:2506.13585.
-    """
-    log_probs, old_log_probs, advantages = zero_masked(counts, log_probs, old_log_probs, advantages)
-    difference = (log_probs - old_log_probs).detach().clamp(-20, 20)
-    ratio = difference.exp()
-    clipped = ratio.clamp(1 - clip.low, 1 + clip.high)
-    per_token = -clipped * advantages * log_probs
-    metrics = {"pg_clipfrac": share(clipped != ratio, counts), "ppo_kl": share(-difference, counts)}
-    return aggregate(_apply_weights(per_token, weights, counts), counts, mode), metrics
-
-
-def _apply_weights(per_token: Tensor, weights: Tensor | None, counts: Counts) -> Tensor:
+def weighted(per_token: Tensor, weights: Tensor | None, counts: Counts) -> Tensor:
+    """Multiply the losses of the tokens by weights, which receive no gradient. None leaves the losses unchanged."""
     return per_token if weights is None else per_token * zero_masked(counts, weights.detach())[0]
-
-
-PolicyLoss = Callable[..., LossAndMetrics]
-"""Function with the parameters of `policy_loss` that returns the scalar loss and the shares of the metrics."""
-
-POLICY_LOSSES: dict[str, PolicyLoss] = {"vanilla": policy_loss, "gspo": gspo_loss, "cispo": cispo_loss}
-"""Policy loss of each value of `actor.policy_loss.loss_mode`."""

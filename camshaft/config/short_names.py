@@ -81,6 +81,23 @@ RECIPES: dict[str, dict[str, Any]] = {
         "actor_rollout_ref.actor.clip_ratio_low": 10.0,
         "actor_rollout_ref.actor.clip_ratio_high": 0.28,
     },
+    "gmpo": {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.actor.policy_loss.loss_mode": "geo_mean",
+        "actor_rollout_ref.actor.clip_ratio_low": 0.4,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.4,
+    },
+    "sapo": {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.actor.policy_loss.loss_mode": "sapo",
+    },
+    "dppo": {
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.actor.policy_loss.loss_mode": "dppo_tv",
+        "actor_rollout_ref.actor.clip_ratio_low": 0.15,
+        "actor_rollout_ref.actor.clip_ratio_high": 0.15,
+        "actor_rollout_ref.actor.clip_ratio_c": 20.0,
+    },
 }
 """Maps algorithm names that are not advantage estimators to the keys that they set. Keys that the user sets win."""
 

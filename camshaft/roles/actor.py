@@ -42,9 +42,9 @@ class ActorWorker(TrainedRole):
         self.mini_batch_size = config.actor_mini_batch_per_rank(topology)
         self.clip = Clip(*self.actor.clip_range(), self.actor.clip_ratio_c)
         self.correction = config.algorithm.rollout_correction
-        self.kl = config.kl_plan()
-        mode = self.actor.policy_loss.loss_mode
-        self.policy_loss: PolicyLoss = load_function(mode, POLICY_LOSSES, "camshaft.policy_losses")
+        self.kl, self.aggregation = config.kl_plan(), self.actor.aggregation()
+        loss = load_function(self.actor.policy_loss.loss_mode, POLICY_LOSSES, "camshaft.policy_losses")
+        self.policy_loss: PolicyLoss = partial(loss, **self.actor.policy_loss.parameters())
         self.engine = build_engine(self.actor.strategy, actor_engine(config, topology, total_steps))
         self.compute_dtype = self.actor.fsdp_config.compute_dtype()
         self.routing: RoutingMode | None = config.routing_mode()
@@ -131,7 +131,7 @@ class ActorWorker(TrainedRole):
         self, source: OldLogProbs, data: DataProto, predictions: Any, ctx: StepContext
     ) -> tuple[Tensor, StepContext]:
         """Compute the policy loss minus the entropy bonus plus the KL loss, all with the same aggregation."""
-        actor, mode = self.actor, self.actor.loss_agg_mode
+        actor, mode = self.actor, self.aggregation
         counts = Counts.of(data.ragged("response_mask"), ctx, horizon=self.config.data.max_response_length)
         log_probs = select_responses(predictions, "log_probs", data).values
         result = self.policy_loss(

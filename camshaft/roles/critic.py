@@ -22,6 +22,7 @@ class CriticWorker(TrainedRole):
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
         self.config, self.critic = config, config.critic
+        self.aggregation = self.critic.aggregation()
         self.mini_batch_size = config.critic_mini_batch_per_rank(topology)
         self.engine = build_engine(self.critic.strategy, critic_engine(config, topology, total_steps))
         self.compute_dtype = self.critic.model.fsdp_config.compute_dtype()
@@ -50,7 +51,7 @@ class CriticWorker(TrainedRole):
             data["returns"].values,
             Counts.of(data.ragged("response_mask"), ctx, horizon=self.config.data.max_response_length),
             cliprange=self.critic.cliprange_value,
-            mode=self.critic.loss_agg_mode,
+            mode=self.aggregation,
         )
         ctx["metrics"] = metrics | {"vf_loss": loss}
         return loss, ctx

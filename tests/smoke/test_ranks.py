@@ -25,9 +25,9 @@ from camshaft.trainer.supervised import SFTTrainer
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.usefixtures("fork_server")]
 
+GRPO: dict[str, Any] = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4}
 LORA: dict[str, Any] = {
-    "algorithm.adv_estimator": "grpo",
-    "actor_rollout_ref.rollout.n": 4,
+    **GRPO,
     f"{ACTOR}.use_kl_loss": True,
     "actor_rollout_ref.model.lora_rank": 4,
 }
@@ -73,6 +73,27 @@ def test_gspo_with_dynamic_sampling_does_not_depend_on_ranks(tmp_path: Path) -> 
     for layout in ({f"{ACTOR}.ulysses_sequence_parallel_size": 2}, {}):
         ranks = run_ppo(tmp_path, {**SHUFFLED, **changes, **RANKS, **layout}, steps=2)
         compare(ranks, one_process, rel=1e-6)
+
+
+LOSSES: dict[str, dict[str, Any]] = {
+    "sapo": {},
+    "geo_mean": {f"{ACTOR}.clip_ratio": 3e-3},
+    "dppo_tv": {f"{ACTOR}.clip_ratio": 1e-3, f"{ACTOR}.loss_agg_mode": "token-sum"},
+    "dppo_kl": {f"{ACTOR}.clip_ratio": 1e-5},
+    "gpg": {},
+    "dro": {f"{ACTOR}.policy_loss.dro_beta": 0.1},
+}
+"""Policy losses with settings that have an effect in a small run."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
+def test_policy_losses_do_not_depend_on_the_number_of_ranks(loss: str, tmp_path: Path) -> None:
+    changes = {**SHUFFLED, **GRPO, f"{ACTOR}.policy_loss.loss_mode": loss, **LOSSES[loss]}
+    one_process = run_ppo(tmp_path, changes, steps=3)
+    compare(run_ppo(tmp_path, {**changes, **RANKS}, steps=3), one_process, rel=1e-6)
+    assert all(step.metrics["actor/ppo_kl"] != 0 for step in one_process)
+    assert all(step.metrics.get("actor/pg_clipfrac", 1) > 0 for step in one_process)
 
 
 @pytest.mark.slow

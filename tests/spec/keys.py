@@ -62,7 +62,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
     **_each(_NOTICE, f"{MODEL}.use_remove_padding", f"{CRITIC}.model.use_remove_padding"),
     **_each(
         f"{_RUN}::test_key_changes_the_run",
-        f"{ACTOR}.shuffle", f"{ACTOR}.clip_ratio", f"{ACTOR}.kl_loss_type", f"{CRITIC}.ppo_mini_batch_size",
+        f"{ACTOR}.shuffle", f"{ACTOR}.clip_ratio", f"{ACTOR}.kl_loss_type", f"{ACTOR}.policy_loss.tau_pos",
+        f"{ACTOR}.policy_loss.tau_neg", f"{ACTOR}.policy_loss.dro_beta", f"{CRITIC}.ppo_mini_batch_size",
         f"{CRITIC}.ppo_epochs", f"{CRITIC}.shuffle", f"{CRITIC}.loss_agg_mode", "algorithm.filter_groups.enable",
         "algorithm.filter_groups.metric", "trainer.test_freq", "trainer.val_before_train", "trainer.val_only",
         "trainer.seed",

@@ -22,6 +22,7 @@ from spec.fields import ACTOR, ROLLOUT
 Steps = list[Step]
 GROUPS = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 2, "data.train_batch_size": 4}
 KL_LOSS = {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.5}
+LOSS = f"{ACTOR}.policy_loss.loss_mode"
 VALIDATED = {"trainer.val_before_train": True}
 
 
@@ -47,6 +48,9 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any], Callable[[Steps], Any]]] = {
     f"{ACTOR}.shuffle": (False, {}, actor),
     f"{ACTOR}.clip_ratio": (0.001, {}, metric("actor/pg_clipfrac")),
     f"{ACTOR}.kl_loss_type": ("abs", KL_LOSS, metric("actor/kl_loss")),
+    f"{ACTOR}.policy_loss.tau_pos": (5.0, {LOSS: "sapo"}, actor),
+    f"{ACTOR}.policy_loss.tau_neg": (5.0, {LOSS: "sapo"}, actor),
+    f"{ACTOR}.policy_loss.dro_beta": (1.0, {LOSS: "dro", f"{ACTOR}.policy_loss.dro_beta": 0.1}, actor),
     "critic.ppo_mini_batch_size": (8, {}, critic),
     "critic.ppo_epochs": (2, {}, critic),
     "critic.shuffle": (False, {}, critic),

@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from camshaft.config.errors import Problem, check_name
 from camshaft.config.foreign.topics import topic_of_name
 from camshaft.config.rollout import OPTIONAL_SAMPLING
-from camshaft.config.schema.algorithm import ESTIMATORS, POLICY_LOSSES, estimator_inputs
+from camshaft.config.schema.algorithm import ESTIMATORS, estimator_inputs
+from camshaft.config.schema.policy_loss import POLICY_LOSSES
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.short_names import RECIPES
 

@@ -17,10 +17,10 @@ from typing import Any
 from camshaft.config.backends import ROLLOUTS, accelerator_keys, ignored_keys, rollouts_that_read, unread_keys
 from camshaft.config.derive import shares_prompts
 from camshaft.config.rollout import OPTIONAL_KEYS
-from camshaft.config.schema.algorithm import POLICY_LOSSES
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section, Unread, marks
 from camshaft.config.schema.generate import GenerateConfig
+from camshaft.config.schema.policy_loss import POLICY_LOSSES
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import GeneratorConfig
 from camshaft.config.schema.supervised import RMConfig, SFTConfig
@@ -300,9 +300,10 @@ PPO_RULES = (
     *_responses_model_rules(MODEL, ACTOR),
     *_sharding_rules(f"{ACTOR}.fsdp_config"),
     Rule(
-        tuple(f"{ACTOR}.clip_ratio{suffix}" for suffix in ("", "_low", "_high", "_c")), _never_clips,
+        (*(f"{ACTOR}.clip_ratio{suffix}" for suffix in ("", "_low", "_high", "_c")), f"{ACTOR}.policy_loss"),
+        _never_clips,
         "because every iteration has one optimizer step, in which the probability ratio is 1",
-        f"set {ACTOR}.ppo_mini_batch_size to less than data.train_batch_size, or omit the key",
+        f"set {ACTOR}.ppo_mini_batch_size to less than data.train_batch_size, or omit the key", (LOSS_MODE,),
     ),
     # reference
     *_sharding_rules(f"{REF}.fsdp_config", trained=False),

@@ -56,8 +56,7 @@ ESTIMATORS: dict[str, EstimatorInputs] = {
     "gpg": EstimatorInputs(groups=True),
     "maxrl": EstimatorInputs(groups=True),
 }
-POLICY_LOSSES = ("vanilla", "gspo", "cispo")
-"""Names of the built-in policy losses. Their functions, like those of `ESTIMATORS`, are in `camshaft.algorithms`.
+"""Built-in estimators. Their functions are in `camshaft.algorithms`.
 
 The config must not import torch, so the names are repeated here. A test compares them with the functions.
 """

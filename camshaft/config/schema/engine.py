@@ -132,12 +132,17 @@ class PPOUpdateSection(TrainedSection):
         "Sequence-parallel ranks share these tokens.",
         unread=unless("use_dynamic_bsz"),
     )
-    loss_agg_mode: LossAggMode = key(
-        "token-mean",
-        "Aggregation of the token losses. token-mean averages over all tokens of a mini-batch. The seq-mean modes "
-        "average over responses: seq-mean-token-sum after summing the tokens of each response, seq-mean-token-mean "
-        "after averaging them, and seq-mean-token-sum-norm after summing them and dividing by "
-        "data.max_response_length.",
+    loss_agg_mode: LossAggMode | None = key(
+        None,
+        "Aggregation of the token losses. token-mean averages over all tokens of a mini-batch, token-sum adds them. "
+        "The seq-mean modes average over responses: seq-mean-token-sum after summing the tokens of each response, "
+        "seq-mean-token-mean after averaging them, and seq-mean-token-sum-norm after summing them and dividing by "
+        "data.max_response_length. null is token-mean, except for policy losses that are defined with another one: "
+        "seq-mean-token-mean for gspo, geo_mean and sapo.",
     )
     ppo_epochs: Count = key(1, "Number of optimization epochs over the responses of one iteration.")
     shuffle: bool = key(True, "Shuffle the sequences in every epoch before they are split into mini-batches.")
+
+    def aggregation(self) -> LossAggMode:
+        """Return the aggregation of the token losses."""
+        return self.loss_agg_mode or "token-mean"

@@ -258,7 +258,9 @@ Betas = Annotated[
     Described("two numbers, each >= 0 and < 1"),
 ]
 DType = Literal["float32", "bfloat16", "float64"]
-LossAggMode = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+LossAggMode = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]  # fmt: skip
 KLPenalty = Literal["kl", "abs", "mse", "low_var_kl", "full"]
 
 

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal
 from pydantic import NonNegativeFloat, PositiveFloat
 
 from camshaft.config.errors import Problem
-from camshaft.config.schema.algorithm import POLICY_LOSSES
 from camshaft.config.schema.engine import (
     EngineSection,
     MicroBatchKeys,
@@ -25,6 +24,7 @@ from camshaft.config.schema.fields import (
     DType,
     Fraction,
     KLPenalty,
+    LossAggMode,
     Names,
     Path,
     Penalty,
@@ -39,18 +39,14 @@ from camshaft.config.schema.fields import (
 )
 from camshaft.config.schema.fsdp import ForwardFSDPConfig, FSDPConfig
 from camshaft.config.schema.model import OptimSection, PolicyModelConfig, ResponsesModelConfig
+from camshaft.config.schema.policy_loss import PolicyLossConfig, PolicyLossInputs, policy_loss_inputs
 
 LoadFormat = Literal["auto", "hf", "dtensor", "megatron", "dummy_hf", "dummy_dtensor", "dummy_megatron"]
 
 
-PolicyLossName = Annotated[Text, Described(f"one of {', '.join(POLICY_LOSSES)}, or package.module:function")]
-
-
-DUAL_CLIP_LOSSES = ("vanilla",)
-"""Built-in policy losses with a dual clip."""
+_WITHOUT_CLIP = Unread(lambda actor: not actor.loss_inputs().clip, "{policy_loss.loss_mode}, which clips no ratio")
 _WITHOUT_DUAL_CLIP = Unread(
-    lambda actor: actor.policy_loss.loss_mode in set(POLICY_LOSSES) - set(DUAL_CLIP_LOSSES),
-    "{policy_loss.loss_mode}, which has no dual clip",
+    lambda actor: not actor.loss_inputs().dual, "{policy_loss.loss_mode}, which has no dual clip"
 )
 _SEPARATE_CLIP_RANGES = Unread(
     lambda actor: actor.clip_ratio_low is not None and actor.clip_ratio_high is not None,
@@ -65,10 +61,6 @@ _OLD_LOG_PROBS = MicroBatchKeys("forward pass that recomputes old log-probs", *_
 _VALUES = MicroBatchKeys(
     "forward pass that computes values", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu"
 )
-
-
-class PolicyLossConfig(Section):
-    loss_mode: PolicyLossName = key("vanilla", "Policy loss. vanilla is the clipped PPO loss. See algorithms.md.")
 
 
 class RouterReplayConfig(Section):
@@ -108,22 +100,25 @@ class ActorConfig(PPOUpdateSection):
     clip_ratio: NonNegativeFloat = key(
         0.2,
         "PPO clip range: the probability ratio is clipped to [1 - clip_ratio, 1 + clip_ratio]. It is the default of "
-        "clip_ratio_low and clip_ratio_high.",
-        unread=_SEPARATE_CLIP_RANGES,
+        "clip_ratio_low and clip_ratio_high. The range of geo_mean bounds the log-ratio, that of dppo_tv and dppo_kl "
+        "the divergence of a token.",
+        unread=(_WITHOUT_CLIP, _SEPARATE_CLIP_RANGES),
     )
     clip_ratio_low: NonNegativeFloat | None = key(
         None,
         "Lower clip range: the probability ratio is clipped from below at 1 - clip_ratio_low. A value of 1 or more "
         "disables the lower bound. null uses clip_ratio.",
+        unread=_WITHOUT_CLIP,
     )
     clip_ratio_high: NonNegativeFloat | None = key(
         None,
         "Upper clip range: the probability ratio is clipped from above at 1 + clip_ratio_high. null uses clip_ratio.",
+        unread=_WITHOUT_CLIP,
     )
     clip_ratio_c: float = key(
         3.0,
         "Dual-clip coefficient of the vanilla loss: the loss of a token with a negative advantage is at most "
-        "-advantage * clip_ratio_c.",
+        "-advantage * clip_ratio_c. The upper bound of the ratio in dppo_tv and dppo_kl.",
         gt=1,
         unread=_WITHOUT_DUAL_CLIP,
     )
@@ -148,11 +143,20 @@ class ActorConfig(PPOUpdateSection):
     fsdp_config: FSDPConfig = section("Weight dtype and sharding of the actor.")
 
     def problems(self) -> Iterator[Problem]:
-        if self.policy_loss.loss_mode == "gspo" and self.loss_agg_mode != "seq-mean-token-mean":
+        inputs = self.loss_inputs()
+        if inputs.per_response and self.aggregation() != inputs.aggregation:
             message = (
-                "[policy_loss.loss_mode]=gspo weights all responses equally. Set [loss_agg_mode]=seq-mean-token-mean."
+                f"[policy_loss.loss_mode]={self.policy_loss.loss_mode} weights all responses equally. Set "
+                f"[loss_agg_mode]={inputs.aggregation}, or omit the key."
             )
             yield Problem("loss_agg_mode", self.loss_agg_mode, message, ("policy_loss.loss_mode",))
+
+    def loss_inputs(self) -> PolicyLossInputs:
+        """Return the settings that the policy loss reads."""
+        return policy_loss_inputs(self.policy_loss.loss_mode)
+
+    def aggregation(self) -> LossAggMode:
+        return self.loss_agg_mode or self.loss_inputs().aggregation
 
     def sharding(self) -> FSDPConfig:
         return self.fsdp_config

@@ -1,6 +1,7 @@
 """Losses: hand-worked numbers, sums over any split into micro-batches, and gradients."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -25,6 +26,7 @@ NAN = float("nan")
 F64 = torch.float64
 CLIP = Clip(low=0.2, high=0.3, dual=3.0)
 MODES = tuple(AGGREGATIONS)
+PARAMETERS = {"dro": {"dro_beta": 0.7}}
 
 
 def counts_of(mask, lengths, horizon=10.0):
@@ -45,6 +47,7 @@ COUNTS = counts_of(torch.tensor([True, True, True, False, False]), (2, 2, 1))
     ("mode", "expected"),
     [
         ("token-mean", 7 / 3),  # (1 + 2 + 4) / 3 tokens
+        ("token-sum", 7),
         ("seq-mean-token-sum", 7 / 2),  # (3 + 4) / 2 sequences
         ("seq-mean-token-mean", (1.5 + 4) / 2),
         ("seq-mean-token-sum-norm", 7 / 2 / 10),  # horizon 10
@@ -58,7 +61,7 @@ def test_counts_cover_the_mini_batch():
     # the same three tokens, but the mini-batch has 12 tokens in 4 sequences
     counts = Counts(COUNTS.mask, COUNTS.lengths, num_tokens=12.0, num_sequences=4.0, horizon=10.0)
     result = [float(aggregate(PER_TOKEN, counts, mode)) for mode in MODES]
-    assert result == pytest.approx([7 / 12, 7 / 4, 5.5 / 4, 7 / 40])
+    assert result == pytest.approx([7 / 12, 7, 7 / 4, 5.5 / 4, 7 / 40])
 
 
 def test_counts_of_a_mask_are_those_of_its_context():
@@ -126,8 +129,9 @@ def mini_batches(draw):
 def all_losses(columns, counts, mode):
     """Return every loss and metric as one flat list of shares, the losses first."""
     a, b, c, d, e, f = columns
-    policies = [loss(a, b, c, counts, clip=CLIP, mode=mode) for loss in POLICY_LOSSES.values()]
-    weighted = [loss(a, b, c, counts, clip=CLIP, mode=mode, weights=d)[0] for loss in POLICY_LOSSES.values()]
+    functions = [partial(loss, **PARAMETERS.get(name, {})) for name, loss in POLICY_LOSSES.items()]
+    policies = [loss(a, b, c, counts, clip=CLIP, mode=mode) for loss in functions]
+    weighted = [loss(a, b, c, counts, clip=CLIP, mode=mode, weights=d.abs())[0] for loss in functions]
     value, value_metrics = value_loss(d, e, f, counts, cliprange=0.5, mode=mode)
     others = [
         entropy_loss(d, counts, mode=mode),

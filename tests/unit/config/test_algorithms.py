@@ -10,7 +10,8 @@ GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
 GDPO = ("algorithm.adv_estimator=gdpo", f"{ROLLOUT}.n=4")
 KEYS, WEIGHTS = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
 FILTER = "algorithm.filter_groups.enable=true"
-GSPO = f"{ACTOR}.policy_loss.loss_mode=gspo"
+LOSS = f"{ACTOR}.policy_loss.loss_mode"
+GSPO = f"{LOSS}=gspo"
 BUFFER = "reward_model.overlong_buffer"
 
 
@@ -18,8 +19,10 @@ BUFFER = "reward_model.overlong_buffer"
     ("more", "message"),
     [
         (["algorithm.adv_estimator=gropo"], "Did you mean grpo?"),
-        ([f"{ACTOR}.policy_loss.loss_mode=gpso"], "must be one of cispo, gspo, vanilla, or package.module:function."),
-        ([GSPO], f"Set {ACTOR}.loss_agg_mode=seq-mean-token-mean."),
+        ([f"{ACTOR}.policy_loss.loss_mode=gpso"], "must be one of cispo, dppo_kl, dppo_tv, dro, "),
+        ([GSPO, f"{ACTOR}.loss_agg_mode=token-mean"], f"Set {ACTOR}.loss_agg_mode=seq-mean-token-mean, or omit"),
+        ([f"{LOSS}=gmpo", f"{ACTOR}.loss_agg_mode=token-sum"], "geo_mean weights all responses equally."),
+        ([f"{LOSS}=dro"], f"Set {ACTOR}.policy_loss.dro_beta=0.1."),
         (["critic.enable=false"], "algorithm.adv_estimator=gae requires a critic. Set critic.enable=null."),
         ([*GRPO, "critic.enable=true"], "algorithm.adv_estimator=grpo does not use a critic. Set critic.enable=null."),
         ([FILTER, f"{ROLLOUT}.n=4"], "algorithm.adv_estimator=gae does not."),
@@ -55,6 +58,8 @@ def test_invalid_combination_is_rejected_with_a_fix(words, more, message):
     [
         ["algorithm.adv_estimator=remax"],
         [GSPO, f"{ACTOR}.loss_agg_mode=seq-mean-token-mean"],
+        [f"{LOSS}=dro", f"{ACTOR}.policy_loss.dro_beta=1"],
+        [f"{LOSS}=sapo", f"{ACTOR}.loss_agg_mode=token-mean"],
         [f"{ACTOR}.policy_loss.loss_mode=cispo", f"{ACTOR}.clip_ratio_low=10"],
         [f"{ACTOR}.policy_loss.loss_mode=my.module:mine", "algorithm.adv_estimator=my.module:mine"],
         [*GRPO, FILTER, "data.gen_batch_size=3072", "algorithm.filter_groups.metric=acc"],
@@ -86,3 +91,26 @@ def test_custom_estimator_has_a_critic_if_enabled(words):
 )
 def test_rewards_that_an_estimator_reads_separately(words, more, expected):
     assert load_ppo([*words, *more]).reward_parts() == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "loss", "aggregation"),
+    [
+        ("gspo", "gspo", "seq-mean-token-mean"),
+        ("gmpo", "geo_mean", "seq-mean-token-mean"),
+        ("dppo-tv", "dppo_tv", "token-mean"),
+        ("sapo", "sapo", "seq-mean-token-mean"),
+        ("my-module:loss", "my-module:loss", "token-mean"),
+    ],
+)
+def test_aggregation_follows_the_policy_loss(words, name, loss, aggregation):
+    config = load_ppo([*words, f"{LOSS}={name}"])
+    actor = config.actor_rollout_ref.actor
+    assert actor.policy_loss.loss_mode == loss
+    assert actor.aggregation() == aggregation
+    assert config.critic.aggregation() == "token-mean"
+
+
+def test_parameters_of_a_loss_are_those_of_its_function(words):
+    loss = load_ppo([*words, f"{LOSS}=sapo", f"{ACTOR}.policy_loss.tau_neg=2"]).actor_rollout_ref.actor.policy_loss
+    assert loss.parameters() == {"tau": (1.0, 2.0)}

@@ -1,6 +1,7 @@
 """The schema and its defaults agree with the specification and the registries."""
 
 import contextlib
+import inspect
 import subprocess
 import sys
 from typing import get_args
@@ -14,8 +15,9 @@ from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFT
 from camshaft.config.auto import RULES
 from camshaft.config.defaults import raw_defaults
 from camshaft.config.load import resolved_defaults, valid_defaults
-from camshaft.config.schema.algorithm import ESTIMATORS, POLICY_LOSSES
+from camshaft.config.schema.algorithm import ESTIMATORS
 from camshaft.config.schema.fields import DifferingDefaults, KLPenalty, LossAggMode, accepts_auto, marks
+from camshaft.config.schema.policy_loss import POLICY_LOSSES, PolicyLossConfig
 from camshaft.config.tree import expand_keys, fields, flatten, get, leaf_fields, ordered_names, section_class
 
 SCHEMAS = [PPOConfig, SFTConfig, RMConfig, GenerateConfig, EvalConfig]
@@ -200,6 +202,13 @@ def test_config_choices_match_the_algorithm_registries():
     assert set(POLICY_LOSSES) == set(algorithms.POLICY_LOSSES)
     assert set(get_args(LossAggMode)) == set(algorithms.AGGREGATIONS)
     assert set(get_args(KLPenalty)) == {*algorithms.KL_PENALTIES, "full"}
+
+
+@pytest.mark.parametrize("name", POLICY_LOSSES)
+def test_a_policy_loss_has_the_parameters_that_the_config_declares(name):
+    common = {*inspect.signature(algorithms.policy_loss).parameters}
+    parameters = PolicyLossConfig(loss_mode=name).parameters()
+    assert {*inspect.signature(algorithms.POLICY_LOSSES[name]).parameters} - common == {*parameters}
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)

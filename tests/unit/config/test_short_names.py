@@ -315,7 +315,7 @@ def test_recipe_sets_the_keys_of_an_algorithm(words):
 
 def test_an_unknown_algorithm_is_answered_with_the_nearest_name(words):
     with pytest.raises(ConfigError, match=r"one of cispo, dapo, .* Did you mean dapo\?"):
-        load_ppo([*words, "algorithm=dappo"])
+        load_ppo([*words, "algorithm=dapoo"])
 
 
 def test_keys_of_the_user_win_over_a_recipe(words):
