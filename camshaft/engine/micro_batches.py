@@ -16,7 +16,6 @@ rows of equal length into one call.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -233,8 +232,8 @@ class PreparedRows(NamedTuple):
     """(N, layers, top-k) experts of the packed tokens, if the context has the key `routing`."""
 
 
-class StepExtension(AbstractContextManager[Any], Protocol):
-    """Additional work in the steps of some models. It is entered while the micro-batches of a step run."""
+class StepExtension(Protocol):
+    """Additional work in the steps of some models."""
 
     def prepare(self, micro_batches: MicroBatches) -> None:
         """Run before the first micro-batch. It may prepare all of them."""

@@ -1,7 +1,7 @@
 """Routing of one `forward_backward_step` of a mixture-of-experts model: auxiliary loss, metrics and replay.
 
     routing = routing_step(engine, ctx, forward_only)   # None for a dense model
-    with routing:
+    with separate_routing(engine):                      # a step can run within another, in a hook
         routing.prepare(micro_batches)
         outputs = routing.forward(index, inputs)        # for each micro-batch
         loss = routing.add_loss(loss)
@@ -22,6 +22,7 @@ micro-batches first run forward without gradients and without the output layer, 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -66,6 +67,12 @@ def routing_step(engine: TorchEngine, ctx: StepContext, forward_only: bool) -> R
     return RoutingStep(engine, routers, mode)
 
 
+def separate_routing(engine: TorchEngine) -> AbstractContextManager[None]:
+    """Return a context whose passes replay no choices of the passes before it, and which restores them."""
+    routers = engine.module.routers
+    return nullcontext() if routers is None else routers.separate()
+
+
 class RoutingSums(NamedTuple):
     """Sums over tokens. A prefix that several rows share counts once per row."""
 
@@ -88,9 +95,6 @@ class RoutingStep(StepExtension):
         self._micro_batch: RoutingSums | None = None
         self._total: Tensor | None = None
         self._factors: Tensor | None = None
-
-    def __exit__(self, *_: object) -> None:
-        self.routers.stop()  # otherwise the next step would replay these choices
 
     # -- auxiliary loss ---------------------------------------------------------------------------
 

@@ -68,7 +68,7 @@ from camshaft.engine.micro_batches import (
 from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
 from camshaft.engine.prefix_sharing import PrefixGroup, prefix_groups
-from camshaft.engine.routing import check_coefficient, routing_step
+from camshaft.engine.routing import check_coefficient, routing_step, separate_routing
 from camshaft.errors import EngineError
 from camshaft.models.attention import least_shared
 from camshaft.models.loader import DTYPES
@@ -280,7 +280,7 @@ class TorchEngine(BaseEngine):
         shares_prefixes, vocabulary_size = groups is not None, self.module.vocabulary_size
         micro_batches = MicroBatches(data, plan, call, hooks, self.device, shares_prefixes, vocabulary_size)
         micro_batches.extension = extension
-        with torch.set_grad_enabled(not forward_only), self.step_context(), extension or contextlib.nullcontext():
+        with torch.set_grad_enabled(not forward_only), self.step_context(), separate_routing(self):
             self.run_micro_batches(micro_batches)
         predictions, call = micro_batches.predictions(), micro_batches.ctx
         if loss_fn is None:

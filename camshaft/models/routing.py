@@ -12,7 +12,8 @@ auxiliary loss; the built-in generator returns recorded choices.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ class Routers:
     """The routers of one model, in the order of the layers.
 
     They are observed from `start` to `finish`. Replayed choices also apply after `finish`, until the next `start` or
-    `stop`, because activation checkpointing calls the routers again in the backward pass.
+    the end of `separate`, because activation checkpointing calls the routers again in the backward pass.
     """
 
     def __init__(self, routers: Sequence[nn.Module]):
@@ -78,9 +79,15 @@ class Routers:
         layers, self._is_recording, self._layers = self._layers, False, {}
         return [layers[index] for index in range(self.num_layers)]
 
-    def stop(self) -> None:
-        """Stop replaying."""
+    @contextmanager
+    def separate(self) -> Iterator[None]:
+        """Enter without choices to replay and without a recording. On exit, restore those of the surrounding pass."""
+        surrounding = self._is_recording, self._layers, self._replayed
         self._is_recording, self._layers, self._replayed = False, {}, None
+        try:
+            yield
+        finally:
+            self._is_recording, self._layers, self._replayed = surrounding
 
     @torch.compiler.disable
     def _route(self, index: int, router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:

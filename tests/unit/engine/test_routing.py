@@ -279,7 +279,6 @@ def _choices_of(engine: Any, batch: DataProto) -> Ragged:
             engine.module(ids, Packing([len(ids)]), torch.empty(0, dtype=torch.int64), ("log_probs",))
         choices = torch.stack([layer.choices for layer in engine.module.routers.finish()], dim=1)
         rows.append(choices.to(torch.uint8))
-    engine.module.routers.stop()
     return Ragged.from_rows(rows)
 
 
@@ -294,6 +293,30 @@ def test_replay_of_the_routers_own_choices_changes_no_bit(model: str, tmp_path: 
     assert isinstance(usual, Ragged)
     assert torch.equal(replayed["log_probs"].values, usual.values)  # pyright: ignore
     assert not replayed["routing_mismatch"].values.any()  # pyright: ignore
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_inference_in_a_hook_leaves_the_replay_of_the_step(checkpointing: bool, tmp_path: Path) -> None:
+    """The hook infers with the routers' own choices. The micro-batches differ in length."""
+    fields = {"micro_batch_size": 2, "enable_gradient_checkpointing": checkpointing}
+    harness = MoEHarness(engine_class("reference"), tmp_path, fields, MODELS["mixtral"])
+    separate, usual, nested = harness.build(forward_only=True), harness.build(), harness.build()
+    batch = harness.shared_prompt_batch
+    batch = batch.with_columns(routed_experts=_random_experts(batch, MODELS["mixtral"]))
+    inferred: list[bool] = []
+
+    def infer(data: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:
+        expected, result = (engine.infer_batch(data)["log_probs"] for engine in (separate, nested))
+        inferred.append(torch.equal(result.values, expected.values))
+        return data, ctx
+
+    ctx = StepContext(routing="replay")
+    expected, result = harness.step(usual, batch, ctx), harness.step(nested, batch, ctx, preprocess_fn=infer)
+    assert len(inferred) > 1
+    assert all(inferred)
+    assert result.loss == expected.loss
+    for name, gradient in expected.gradients.items():
+        assert torch.equal(result.gradients[name], gradient), name
 
 
 def test_a_failed_step_ends_its_replay(tmp_path: Path) -> None:

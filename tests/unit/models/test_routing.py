@@ -53,7 +53,7 @@ def test_gate_weights_equal_those_of_the_router(name: str, normalized: bool) -> 
 
 
 @pytest.mark.parametrize("name", GATES)
-def test_other_experts_are_replayed_until_stop(name: str) -> None:
+def test_other_experts_are_replayed_until_the_context_ends(name: str) -> None:
     model = load_oracle(tiny_folder(**FAMILIES[name], layers=2))
     usual, routers = forward(model), find_routers(model)
     assert routers is not None
@@ -62,12 +62,15 @@ def test_other_experts_are_replayed_until_stop(name: str) -> None:
     assert torch.equal(forward(model), usual)
     choices = torch.stack([layer.choices for layer in routers.finish()], dim=1)
     assert choices.shape == (5, 2, routers.top_k)
-    routers.start((choices + 1).to(torch.uint8) % 4)
-    replayed = forward(model)
-    assert all(torch.equal(layer.experts, (choices[:, i] + 1) % 4) for i, layer in enumerate(routers.finish()))
-    assert not torch.allclose(replayed, usual)
-    assert torch.equal(forward(model), replayed), "checkpointing calls the routers again"
-    routers.stop()
+    with routers.separate():
+        routers.start((choices + 1).to(torch.uint8) % 4)
+        replayed = forward(model)
+        assert all(torch.equal(layer.experts, (choices[:, i] + 1) % 4) for i, layer in enumerate(routers.finish()))
+        assert not torch.allclose(replayed, usual)
+        assert torch.equal(forward(model), replayed), "checkpointing calls the routers again"
+        with routers.separate():
+            assert torch.equal(forward(model), usual)
+        assert torch.equal(forward(model), replayed)
     assert torch.equal(forward(model), usual)
 
 
