@@ -21,7 +21,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,17 @@ def fetch(location: str | Path, weights: bool = True) -> Path:
         with _download_lock(url, target):
             _download_changes(files, root, url, target)
     return target
+
+
+def fetch_models(models: Iterable[tuple[str, bool]]) -> None:
+    """Download models of the Hugging Face hub, with or without their weights, unless they are in the local cache.
+
+    Commands call this before they import torch, so that a wrong name or a missing connection is reported within
+    seconds.
+    """
+    for path, weights in dict.fromkeys(models):
+        if hub.is_model_url(path):
+            fetch(path, weights)
 
 
 @contextlib.contextmanager

@@ -4,21 +4,35 @@
     download("Qwen/Qwen2.5-0.5B")           # the same folder, after downloading the missing files
 
 The config checks and the loader of models call `cached_folder`. A URL `hf://owner/name` stands for a model that may be
-downloaded; `camshaft.fetch` resolves it. HF_HUB_CACHE, HF_HOME, HF_ENDPOINT and HF_TOKEN apply as in `huggingface_hub`.
+downloaded; `camshaft.fetch` resolves it. HF_HUB_CACHE, HF_HOME, HF_ENDPOINT, HF_HUB_OFFLINE and HF_TOKEN apply as in
+`huggingface_hub`.
 """
 
+import logging
 import os.path
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from camshaft.errors import StorageError
 from camshaft.storage import read_json_object
+from camshaft.subprocesses import start_thread
+
+T = TypeVar("T")
 
 SCHEME = "hf://"
 _SMALL = ("*.json", "*.txt", "*.model", "*.jinja", "*.py")
 """Config, tokenizer, and custom Python code of a model."""
 _SAFETENSORS, _BIN = "model*.safetensors", "pytorch_model*.bin"
 _SHARD = re.compile(r"-\d+-of-(\d+)\.\w+$")
+_ANSWER_SECONDS = 8.0
+"""Time in which the hub must answer the first request. The client itself sets no limit."""
+_ATTEMPTS = 5
+_RETRY_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
 
 
 def is_model_name(path: str) -> bool:
@@ -32,8 +46,20 @@ def is_model_url(path: str) -> bool:
 
 
 def source(path: str, may_download: bool) -> str:
-    """Return the URL of a model name that may be downloaded, and any other path unchanged."""
-    return f"{SCHEME}{path}" if may_download and is_model_name(path) and not os.path.isdir(path) else path
+    """Return the URL of a model name that may be downloaded, and any other path unchanged.
+
+    A path whose first folder exists is not a model name, so that a misspelled local path is not sent to the hub.
+    """
+    if not may_download or not is_model_name(path) or os.path.isdir(path.partition("/")[0]) or is_offline():
+        return path
+    return f"{SCHEME}{path}"
+
+
+def is_offline() -> bool:
+    """Return True if HF_HUB_OFFLINE forbids downloads."""
+    from huggingface_hub import constants
+
+    return constants.is_offline_mode()
 
 
 def cache_path() -> Path:
@@ -66,32 +92,86 @@ def download(name: str, weights: bool = True) -> Path:
 
     Weights are downloaded as safetensors files, or as `pytorch_model*.bin` files if the model has no others.
     """
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub import HfApi, constants, snapshot_download
 
     folder = cached_folder(name, weights)
     if folder is not None:
         return folder
-    try:
-        folder = Path(snapshot_download(name, allow_patterns=[*_SMALL, _SAFETENSORS] if weights else [*_SMALL]))
-        if weights and not any(folder.glob(_SAFETENSORS)):
-            folder = Path(snapshot_download(name, allow_patterns=[*_SMALL, _BIN]))
-    except GatedRepoError as error:
+    if is_offline():
         raise StorageError(
-            f"{name} is a gated model; accept its terms on the hub, and log in with hf auth login"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise StorageError(
-            f"the hub has no model '{name}', or it is private; check the name, or log in with hf auth login"
-        ) from error
-    except LocalEntryNotFoundError as error:
-        raise StorageError(
-            f"{name} is not in the Hugging Face cache ({cache_path()}) and cannot be downloaded: {error}; check the "
-            "network connection, HF_ENDPOINT and HF_HUB_OFFLINE, or set the path to a model folder"
-        ) from error
+            f"{name} is not completely in the Hugging Face cache ({cache_path()}), and HF_HUB_OFFLINE forbids to "
+            "download it; unset HF_HUB_OFFLINE, or set the path to a model folder"
+        )
+    # Before the first request. A warning, because it must be seen without a configured logger as well.
+    what = "the model" if weights else "config and tokenizer of the model"
+    logger.warning(
+        "downloading %s %s from %s to %s; download=false forbids it", what, name, constants.ENDPOINT, cache_path()
+    )
+    _ask(name, lambda: HfApi().model_info(name))
+    patterns = [*_SMALL, _SAFETENSORS] if weights else [*_SMALL]
+    folder = _retry(name, lambda: Path(snapshot_download(name, allow_patterns=patterns)))
+    if weights and not any(folder.glob(_SAFETENSORS)):
+        folder = _retry(name, lambda: Path(snapshot_download(name, allow_patterns=[*_SMALL, _BIN])))
     if not weights or _has_all_weights(folder):
         return folder
     raise StorageError(f"{name} has neither {_SAFETENSORS} nor {_BIN} on the hub; choose another model")
+
+
+def _ask(name: str, request: Callable[[], T]) -> T:
+    """Return the answer to the first request about a repository. Raise StorageError if there is none in time."""
+    answer = start_thread(request, "hub")
+    try:
+        return answer.result(_ANSWER_SECONDS)
+    except TimeoutError as error:
+        raise _unreachable(name, f"no answer for {_ANSWER_SECONDS:g} s") from error
+    except Exception as error:  # of the HTTP client, whose classes depend on its version
+        raise _as_storage_error(name, error) from error
+
+
+def _retry(name: str, request: Callable[[], T]) -> T:
+    """Return the result of a download, which is resumed if the connection is lost.
+
+    The client itself resumes a file after most errors of the connection. Files that are complete are kept.
+    """
+    attempts = _ATTEMPTS
+    while True:
+        try:
+            return request()
+        except (OSError, ValueError) as error:  # an answer of the hub, or a problem of this machine
+            raise _as_storage_error(name, error) from error
+        except Exception as error:  # of the HTTP client
+            attempts -= 1
+            if not attempts:
+                raise _as_storage_error(name, error) from error
+            logger.warning("the connection to the hub was lost (%s); resuming the download", type(error).__name__)
+            time.sleep(_RETRY_SECONDS)
+
+
+def _as_storage_error(name: str, error: Exception) -> StorageError:
+    """Return the error to raise for an exception of the client of the hub."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        page = f"{constants.ENDPOINT}/{name}"
+        return StorageError(f"{name} is gated; accept its terms on {page}, and log in with hf auth login or HF_TOKEN")
+    if isinstance(error, RepositoryNotFoundError):
+        return StorageError(
+            f"the hub has no model '{name}', or it is private; check the name, or log in with hf auth login"
+        )
+    if isinstance(error, OSError) and not isinstance(error, HfHubHTTPError | LocalEntryNotFoundError):
+        return StorageError(f"{name} cannot be written to the Hugging Face cache ({cache_path()}): {error}")
+    return _unreachable(name, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+
+
+def _unreachable(name: str, reason: str) -> StorageError:
+    from huggingface_hub import constants
+
+    return StorageError(
+        f"{name} is not completely in the Hugging Face cache ({cache_path()}) and cannot be downloaded from "
+        f"{constants.ENDPOINT} ({reason}); check the network connection and HF_ENDPOINT, or set the path to a model "
+        "folder"
+    )
 
 
 def _has_all_weights(folder: Path) -> bool:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 from camshaft.cli.usage import CONFIG_OPTIONS, print_help, short_name_table
 from camshaft.config import GenerateConfig, compose
+from camshaft.fetch import fetch_models
 
 USAGE = f"""\
 usage: camshaft generate key=value ...   generate responses to the prompts of a data file
@@ -25,7 +26,9 @@ def main(argv: Sequence[str]) -> int:
     """Generate the responses of every config that `argv` describes, and return the exit status."""
     if print_help(argv, USAGE):
         return 0
-    for config in compose(argv, GenerateConfig):
+    configs = compose(argv, GenerateConfig)
+    fetch_models(source for config in configs for source in config.model_sources())
+    for config in configs:
         generate(config)
     return 0
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from camshaft.cli.usage import CONFIG_OPTIONS, algorithm_names, print_help, short_name_table
 from camshaft.config import PPOConfig, compose
+from camshaft.fetch import fetch_models
 from camshaft.stop import ENDED_BY_SIGNAL
 
 USAGE = f"""\
@@ -32,7 +33,9 @@ def main(argv: Sequence[str]) -> int:
     if print_help(argv, USAGE):
         return 0
     status = 0
-    for config in compose(argv, PPOConfig):
+    configs = compose(argv, PPOConfig)
+    fetch_models(source for config in configs for source in config.model_sources())
+    for config in configs:
         from camshaft.planning.memory_error import explain_memory_errors
         from camshaft.trainer.loop import run
         from camshaft.trainer.ppo import PPOTrainer

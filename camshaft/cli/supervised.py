@@ -5,6 +5,7 @@ from typing import Any
 
 from camshaft.cli.usage import CONFIG_OPTIONS, print_help, short_name_table
 from camshaft.config import RMConfig, SFTConfig, SupervisedConfig, compose
+from camshaft.fetch import fetch_models
 from camshaft.stop import ENDED_BY_SIGNAL
 
 
@@ -13,6 +14,7 @@ def sft(argv: Sequence[str]) -> int:
     if print_help(argv, _usage("sft", "supervised fine-tuning", SFTConfig, "train.jsonl")):
         return 0
     configs = compose(argv, SFTConfig)
+    fetch_models(source for config in configs for source in config.model_sources())
     from camshaft.trainer.supervised import SFTTrainer
 
     return _train_all(configs, SFTTrainer)
@@ -23,6 +25,7 @@ def rm(argv: Sequence[str]) -> int:
     if print_help(argv, _usage("rm", "train a reward model on preference pairs", RMConfig, "pairs.jsonl")):
         return 0
     configs = compose(argv, RMConfig)
+    fetch_models(source for config in configs for source in config.model_sources())
     from camshaft.trainer.supervised import RMTrainer
 
     return _train_all(configs, RMTrainer)

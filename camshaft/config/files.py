@@ -1,5 +1,6 @@
 """Checks of the files and folders that a config names. They run on the driver before any process is started."""
 
+import difflib
 import glob
 import os.path
 from collections.abc import Collection, Iterable, Iterator
@@ -139,20 +140,21 @@ def check_model(section: str, model: ModelSource, weights: bool = True) -> Itera
         if not os.path.isfile(f"{path}/config.json"):
             yield Problem(key, path, "is a folder without config.json. Set a Hugging Face model folder.")
     elif not is_url(model.source()) and hub.cached_folder(path, weights) is None:
-        yield _missing_model(key, path, section)
+        yield _missing_model(key, path, section, model)
 
 
 def check_tokenizer(key: str, path: str, section: str, model: ModelSource) -> Iterator[Problem]:
     """Check that a local folder exists, or that a model name is cached or may be downloaded like `model`."""
     if not os.path.isdir(path) and not is_url(model.source(path)) and hub.cached_folder(path, weights=False) is None:
-        yield _missing_model(key, path, section)
+        yield _missing_model(key, path, section, model)
 
 
-def _missing_model(key: str, path: str, section: str) -> Problem:
-    if not hub.is_model_name(path):
+def _missing_model(key: str, path: str, section: str, model: ModelSource) -> Problem:
+    if not hub.is_model_name(path) or os.path.isdir(path.partition("/")[0]):
         return _missing(key, path, "folder")
     place = f"not found{_working_folder(path)}, and not completely in the Hugging Face cache ({hub.cache_path()})"
-    return Problem(key, path, f"folder {place}. Set {section}.download=True to download the model, or another path.")
+    fix = "Unset HF_HUB_OFFLINE" if model.download else f"Set {section}.download=True"
+    return Problem(key, path, f"folder {place}. {fix} to download the model, or set another path.")
 
 
 def check_contents(key: str, checkpoint: CheckpointConfig) -> Iterator[Problem]:
@@ -176,7 +178,15 @@ def check_adapter_folder(key: str, model: AnyModelConfig) -> Iterator[Problem]:
 
 
 def _missing(key: str, path: str, kind: str) -> Problem:
-    return Problem(key, path, f"{kind} not found{_working_folder(path)}.")
+    return Problem(key, path, f"{kind} not found{_working_folder(path)}.{_nearest(path)}")
+
+
+def _nearest(path: str) -> str:
+    """Return a suggestion, the entry of the folder with the most similar name, or an empty string."""
+    parent = Path(path).parent
+    names = os.listdir(parent) if os.access(parent, os.R_OK) and parent.is_dir() else []
+    matches = difflib.get_close_matches(Path(path).name, names, n=1)
+    return f" Did you mean {parent / matches[0]}?" if matches else ""
 
 
 def _working_folder(path: str) -> str:

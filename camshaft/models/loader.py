@@ -63,7 +63,7 @@ CLASSES: dict[Head, Any] = {
 
 def load_model(model: EngineModel, dtype: str, device: str, seed: int) -> PackedModel:
     """Load the model that `model` describes, in eval mode on `device`. The global random state does not change."""
-    folder, config = _load_packable_config(model)
+    folder, config = _load_packable_config(model, weights=not model.random_init)
     # The model is built on the CPU, so that a seed gives the same weights on every device.
     with torch.random.fork_rng(devices=[]):
         if not model.trust_remote_code:  # whose code may require weights with values
@@ -102,16 +102,19 @@ def file_layout(
 
 def skeleton(model: EngineModel, dtype: str) -> PackedModel:
     """Build the model on the meta device, for an engine that shards it before loading weights."""
-    folder, config = _load_packable_config(model)
+    folder, config = _load_packable_config(model, weights=False)
     with torch.device("meta"):
         hf = _random_model(folder, config, model, DTYPES[dtype])
         return _build_packed(hf, model, seed=0).eval()
 
 
-def _load_packable_config(model: EngineModel) -> tuple[Path, PreTrainedConfig]:
-    """Return the folder and the config of a model; raise `EngineError` if the model does not support packing."""
+def _load_packable_config(model: EngineModel, weights: bool) -> tuple[Path, PreTrainedConfig]:
+    """Return the folder and the config of a model; raise `EngineError` if the model does not support packing.
+
+    If it is a model of the Hugging Face hub, its weights are downloaded only if `weights` is True.
+    """
     import_external(model.external_lib)
-    folder = model_folder(model.path)
+    folder = model_folder(model.path, weights)
     config = load_config(folder, model.trust_remote_code, model.override_config)
     _reject_quantized(folder, config)
     reject_unsupported(config)
@@ -200,9 +203,9 @@ def local_folder(path: str, weights: bool = True) -> Path:
     return cached
 
 
-def model_folder(path: str) -> Path:
+def model_folder(path: str, weights: bool = True) -> Path:
     """Resolve `path` with `local_folder`; raise `EngineError` if the folder has no config.json."""
-    folder = local_folder(path)
+    folder = local_folder(path, weights)
     if not (folder / "config.json").is_file():
         inside = ", ".join(sorted(entry.name for entry in folder.iterdir())[:8]) or "nothing"
         raise EngineError(

@@ -102,7 +102,9 @@ def position_bytes(config: Any, itemsize: int) -> tuple[int, ...]:
 
 def _builtin(config: RolloutEngineConfig, size: ModelSize, memory: int, resident: int, rows: int) -> Generator:
     """The built-in generator: the weights are among those of the engine, and the KV cache uses free memory."""
-    hf_config = load_config(model_folder(config.model_path), config.trust_remote_code, config.override_config)
+    hf_config = load_config(
+        model_folder(config.model_path, weights=False), config.trust_remote_code, config.override_config
+    )
     cache = KVCache(hf_config, config.max_model_len)
     cache.position_bytes = dict(enumerate(size.position))
     budget = cache_budget(memory - resident, memory, config.gpu_memory_utilization, size.weights)

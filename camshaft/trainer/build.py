@@ -24,6 +24,7 @@ from camshaft.controller.placement import pool_specs, run_pools
 from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, ConfigError, RewardError
+from camshaft.fetch import fetch_models
 from camshaft.rewards.manager import PendingScores
 from camshaft.rewards.messages import FunctionSpec
 from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
@@ -47,6 +48,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
 
     def __init__(self, config: PPOConfig, reward: Sequence[FunctionSpec] = ()):
         """Build the parts. The functions in `reward` replace those that the config names."""
+        fetch_models(config.model_sources())
         self.reward = reward
         self._exit = contextlib.ExitStack()
         self.config = config

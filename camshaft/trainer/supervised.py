@@ -24,6 +24,7 @@ from camshaft.controller import spawn
 from camshaft.controller.placement import pool_specs, run_pools
 from camshaft.data import PreferenceOptions, SFTOptions, StatefulLoader, data_files, load_preferences, load_sft
 from camshaft.dataproto import DataProto
+from camshaft.fetch import fetch_models
 from camshaft.models.loader import import_external, load_config, model_folder
 from camshaft.roles import RMWorker, SFTWorker, SupervisedWorker
 from camshaft.tracking import Tracking
@@ -47,6 +48,7 @@ class SupervisedTrainer(TrainingLoop[C, DataProto, DataProto], Generic[C, W]):
 
     def __init__(self, config: C, worker: type[W], extensions: Extensions | None, chat_template: str | None = None):
         check_export_path(config.export_path())
+        fetch_models(config.model_sources())
         self.tokenizer: Any = run_tokenizer(
             config.model.source(), config.model.trust_remote_code, chat_template, config.trainer.default_local_dir
         )

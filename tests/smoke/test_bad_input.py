@@ -78,7 +78,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "no such model folder": ({MODEL: "/nowhere/model"}, [f"{MODEL} = /nowhere/model", "folder not found"]),
     "a model on the hub": (
-        {MODEL: "Qwen/Qwen2.5-0.5B"},
+        {MODEL: "Qwen/Qwen2.5-0.5B", "actor_rollout_ref.model.download": False},
         ["not completely in the Hugging Face cache", "actor_rollout_ref.model.download=True"],
     ),
     "no such reward file": ({REWARD: "/nowhere/reward.py"}, [f"{REWARD} = /nowhere/reward.py", "file not found"]),

@@ -356,7 +356,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "no such file": ({"data.path": "/nowhere/in.parquet"}, ["data.path = /nowhere/in.parquet", "file not found"]),
     "no such model": ({"model.path": "/nowhere/model"}, ["model.path = /nowhere/model", "folder not found"]),
-    "a model on the hub": ({"model.path": "Qwen/Qwen2.5-0.5B"}, ["Hugging Face cache", "model.download=True"]),
+    "a model on the hub": ({"model.path": "Qwen/Qwen2.5-0.5B"}, ["Hugging Face cache", "Unset HF_HUB_OFFLINE"]),
     "a folder to write to": (
         {"data.output_path": "/tmp"},
         ["data.output_path = /tmp", "is a folder", "/tmp/responses"],

@@ -50,7 +50,7 @@ def test_cached_models_train_like_their_folders(home: Path, tmp_path: Path, monk
 def test_missing_models_are_downloaded(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
-    keys = {**SCORED, **NAMES, "actor_rollout_ref.model.download": True}
+    keys = {**SCORED, **NAMES}
     keys |= {"trainer.total_training_steps": 1, "trainer.save_freq": 1, "trainer.default_local_dir": tmp_path / "run"}
     with HubServer(folders(home)) as server:
         monkeypatch.setenv("HF_ENDPOINT", server.url)
@@ -59,6 +59,9 @@ def test_missing_models_are_downloaded(home: Path, tmp_path: Path, monkeypatch: 
     assert {name for name, file in server.downloads if file == "model.safetensors"} == set(folders(home)) - {
         "team/tokenizer"
     }
+    again = {**keys, "trainer.default_local_dir": tmp_path / "again"}
+    run = finished(start("-m", "camshaft", "ppo", *ppo_args(home, again)))
+    assert run.status == 0, run.err
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     run = finished(start("-m", "camshaft", "export", str(tmp_path / "run"), str(tmp_path / "exported")))
     assert run.status == 0, run.err

@@ -1,28 +1,47 @@
-"""A local server with the endpoints of the Hugging Face hub that `huggingface_hub` downloads models from.
+"""A local server with the endpoints of the Hugging Face hub that its client and the `datasets` library use.
 
 with HubServer({"team/tiny": folder}) as hub:      # set HF_ENDPOINT=hub.url in a new process
     ...
     hub.downloads                                  # [("team/tiny", "config.json"), ...]
+
+Like the hub, it redirects to another address for large files, which supports range requests.
 """
 
 import hashlib
 import json
+import re
 import shutil
 import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any, NamedTuple
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+LARGE = (".safetensors", ".bin", ".parquet")
+"""Suffixes of the files that are served after a redirect."""
 
 
 class HubServer(ThreadingHTTPServer):
-    """A hub with one commit of every model, which it serves from a folder."""
+    """A hub with one commit of every model and data set, which it serves from folders."""
 
-    def __init__(self, models: Mapping[str, Path]):
+    def __init__(
+        self,
+        models: Mapping[str, Path],
+        datasets: Mapping[str, Path] | None = None,
+        gated: tuple[str, ...] = (),
+        cut: Mapping[str, int] | None = None,
+    ):
+        """`gated` lists repositories that nobody may read. The first `cut[file]` downloads of a file end half-way."""
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.models = dict(models)
+        self.repositories = {"models": dict(models), "datasets": dict(datasets or {})}
+        self.gated, self.cuts = gated, dict(cut or {})
+        self.requests: list[str] = []
+        """Methods and paths of all requests."""
         self.downloads: list[tuple[str, str]] = []
+        """Repository and name of each file that was sent completely."""
+        self.ranges: list[tuple[str, int]] = []
+        """Name and first byte of each range that was requested."""
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
     def __enter__(self) -> "HubServer":
@@ -34,6 +53,21 @@ class HubServer(ThreadingHTTPServer):
         self.server_close()
 
 
+class _Repository(NamedTuple):
+    kind: str
+    name: str
+    folder: Path
+
+    def entries(self, below: str = "") -> list[dict[str, Any]]:
+        """Describe the files, as the API does."""
+        files = sorted(path for path in (self.folder / below).rglob("*") if path.is_file())
+        return [self.entry(str(path.relative_to(self.folder))) for path in files]
+
+    def entry(self, name: str) -> dict[str, Any]:
+        content = (self.folder / name).read_bytes()
+        return {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+
+
 class _Handler(BaseHTTPRequestHandler):
     server: HubServer
 
@@ -41,46 +75,96 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        parts = self.path.partition("?")[0].strip("/").split("/")
-        if parts[:2] == ["api", "models"] and (folder := self._folder(parts[2:4])):
-            if parts[4] == "revision":
-                self._send_json({"id": "/".join(parts[2:4]), "sha": COMMIT, "siblings": [], "private": False})
-            else:
-                files = sorted(path for path in folder.rglob("*") if path.is_file())
-                entries = [(str(path.relative_to(folder)), path.read_bytes()) for path in files]
-                self._send_json(
-                    [
-                        {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-                        for name, data in entries
-                    ]
-                )
-        else:
-            self._send_file(parts)
+        self._answer()
 
     def do_HEAD(self) -> None:
-        self._send_file(self.path.partition("?")[0].strip("/").split("/"))
+        self._answer()
 
-    def _folder(self, owner_and_name: list[str]) -> Path | None:
-        return self.server.models.get("/".join(owner_and_name))
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers.get("Content-Length", 0))) or b"{}")
+        self._answer(body.get("paths", []))
 
-    def _send_file(self, parts: list[str]) -> None:
-        folder = self._folder(parts[:2]) if parts[2:3] == ["resolve"] else None
-        path = folder / "/".join(parts[4:]) if folder else None
-        if path is None or not path.is_file():
-            self.send_response(404)
-            self.send_header("X-Error-Code", "RepoNotFound" if folder is None else "EntryNotFound")
+    def _answer(self, paths: list[str] | None = None) -> None:
+        self.server.requests.append(f"{self.command} {self.path}")
+        path = self.path.partition("?")[0].strip("/")
+        if match := re.fullmatch(r"api/(models|datasets)/([^/]+/[^/]+)(?:/(\w[\w-]*)/?(.*))?", path):
+            kind, name, action, rest = match.groups()
+            repository = self._find(kind, name)
+            if repository is None:
+                self._refuse(404, "RepoNotFound")
+            elif action in (None, "revision"):
+                siblings = [{"rfilename": entry["path"]} for entry in repository.entries()]
+                gated = "manual" if name in self.server.gated else False
+                facts = {"id": name, "sha": COMMIT, "siblings": siblings, "private": False, "gated": gated}
+                self._send_json(facts | {"tags": [], "lastModified": "2026-01-01T00:00:00.000Z"})
+            elif action == "paths-info":
+                known = [path for path in paths or [] if (repository.folder / path).is_file()]
+                self._send_json([repository.entry(path) for path in known])
+            elif action == "tree":
+                self._send_json(repository.entries(rest.partition("/")[2]))
+            else:
+                self._refuse(404, "EntryNotFound")
+        elif match := re.fullmatch(r"(cdn/)?(datasets/)?([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):
+            self._send_file(match[2] or "models", match[3], match[4], match[1] is not None)
+        else:
+            self._refuse(404, "EntryNotFound")
+
+    def _find(self, kind: str, name: str) -> _Repository | None:
+        folder = self.server.repositories[kind].get(name)
+        return None if folder is None else _Repository(kind, name, folder)
+
+    def _send_file(self, kind: str, repository: str, name: str, is_redirected: bool) -> None:
+        found = self._find(kind.strip("/"), repository)
+        if found is None or not (found.folder / name).is_file():
+            self._refuse(404, "RepoNotFound" if found is None else "EntryNotFound")
+            return
+        if repository in self.server.gated:
+            self._refuse(403, "GatedRepo")
+            return
+        content = (found.folder / name).read_bytes()
+        checksum = f'"{hashlib.sha1(content).hexdigest()}"'
+        if name.endswith(LARGE) and not is_redirected:
+            self.send_response(302)
+            self.send_header("Location", f"{self.server.url}/cdn{self.path}")
+            self.send_header("X-Repo-Commit", COMMIT)
+            self.send_header("X-Linked-ETag", checksum)
+            self.send_header("X-Linked-Size", str(len(content)))
             self.send_header("Content-Length", "0")
             self.end_headers()
             return
-        content = path.read_bytes()
-        self.send_response(200)
+        start = 0
+        if range_header := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
+            start = int(range_header[1])
+            end = int(range_header[2] or len(content) - 1)
+            self.server.ranges.append((name, start))
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{end}/{len(content)}")
+            content = content[: end + 1]
+        else:
+            self.send_response(200)
         self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{hashlib.sha1(content).hexdigest()}"')
-        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", checksum)
+        self.send_header("Content-Length", str(len(content) - start))
         self.end_headers()
         if self.command == "GET":
-            self.server.downloads.append(("/".join(parts[:2]), "/".join(parts[4:])))
-            self.wfile.write(content)
+            self._send_content(repository, name, content[start:])
+
+    def _send_content(self, repository: str, name: str, content: bytes) -> None:
+        if self.server.cuts.get(name, 0):
+            self.server.cuts[name] -= 1
+            self.wfile.write(content[: len(content) // 2])
+            self.wfile.flush()
+            self.close_connection = True
+            self.connection.shutdown(2)
+            return
+        self.server.downloads.append((repository, name))
+        self.wfile.write(content)
+
+    def _refuse(self, status: int, code: str) -> None:
+        self.send_response(status)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
 
     def _send_json(self, value: object) -> None:
         content = json.dumps(value).encode()

@@ -1,8 +1,11 @@
 """Models in the Hugging Face cache, and downloads with the client of the hub from a local server."""
 
 import json
+import random
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from huggingface_hub import constants
 from support.hub_server import HubServer, write_cache
 
 from camshaft import hub
+from camshaft.errors import StorageError
 
 SMALL = {"config.json": "{}", "tokenizer.json": "[]"}
 
@@ -62,14 +66,20 @@ def test_a_cache_with_all_weights_is_complete(files: tuple[str, ...], cache: Pat
 
 def test_only_model_names_become_urls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     (tmp_path / "models" / "mine").mkdir(parents=True)
     assert hub.source("team/tiny", True) == "hf://team/tiny"
-    for path in ("models/mine", "/models/mine", "models", "s3://bucket/tiny", "a/b/c"):
+    for path in ("models/mine", "models/mien", "/models/mine", "models", "s3://bucket/tiny", "a/b/c"):
         assert hub.source(path, True) == path
     assert hub.source("team/tiny", False) == "team/tiny"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.source("team/tiny", True) == "team/tiny"
     assert hub.is_model_url("hf://team/tiny")
     assert not hub.is_model_url("hf://datasets/team/tiny")
 
+
+notices: list[str] = []
+"""Standard error of the processes of `fetch_in_new_process`."""
 
 DOWNLOAD = """
 import os, sys
@@ -91,6 +101,7 @@ def fetch_in_new_process(
     monkeypatch.setenv("HF_HUB_CACHE", str(cache))
     run = subprocess.run([sys.executable, "-c", DOWNLOAD, *urls], capture_output=True, text=True, timeout=100)
     assert run.returncode == 0, run.stderr
+    notices.append(run.stderr)
     return run.stdout.splitlines()
 
 
@@ -108,7 +119,9 @@ def test_models_are_downloaded_once(cache: Path, tmp_path: Path, monkeypatch: py
         assert len(server.downloads) == len(set(server.downloads)) == 6
     assert fetch_in_new_process(None, cache, monkeypatch, *urls[1:]) == folders[1:]
     [error] = fetch_in_new_process(None, cache, monkeypatch, "hf://team/other True")
-    assert error.startswith("StorageError team/other is not in the Hugging Face cache")
+    assert error.startswith("StorageError team/other is not completely in the Hugging Face cache")
+    assert "HF_HUB_OFFLINE forbids to download it" in error
+    assert notices[-1] == ""
 
 
 def test_an_unknown_model_is_an_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,3 +131,67 @@ def test_an_unknown_model_is_an_error(cache: Path, monkeypatch: pytest.MonkeyPat
         "StorageError the hub has no model 'team/nothing', or it is private; check the name, or log in with "
         "hf auth login"
     )
+
+
+def test_a_notice_precedes_the_first_request(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HubServer({"team/tiny": model(tmp_path / "tiny", "model.safetensors")}) as server:
+        fetch_in_new_process(server, cache, monkeypatch, "hf://team/tiny True")
+    assert notices[-1].startswith(
+        f"downloading the model team/tiny from {server.url} to {cache}; download=false forbids it\n"
+    )
+    assert "GET /api/models/team/tiny" in server.requests
+
+
+def test_a_lost_connection_is_resumed_where_it_broke(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model(tmp_path / "tiny", "model.safetensors")
+    weights = random.Random(0).randbytes(5 * constants.DOWNLOAD_CHUNK_SIZE // 2)
+    (folder / "model.safetensors").write_bytes(weights)
+    with HubServer({"team/tiny": folder}, cut={"model.safetensors": 1}) as server:
+        [files] = fetch_in_new_process(server, cache, monkeypatch, "hf://team/tiny True")
+    assert files == "config.json model.safetensors tokenizer.json"
+    assert server.ranges == [("model.safetensors", constants.DOWNLOAD_CHUNK_SIZE)]  # of a file of 2.5 chunks
+    snapshot = hub.cached_folder("team/tiny")
+    assert snapshot is not None
+    assert (snapshot / "model.safetensors").read_bytes() == weights
+
+
+def test_a_download_that_was_killed_is_completed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = model(tmp_path / "tiny", *SHARDS)
+    with HubServer({"team/tiny": folder}) as server:
+        fetch_in_new_process(server, cache, monkeypatch, "hf://team/tiny True")
+        snapshot = hub.cached_folder("team/tiny")
+        assert snapshot is not None
+        blob = (snapshot / SHARDS[1]).resolve()
+        blob.rename(blob.with_name(f"{blob.name}.1234abcd.incomplete"))
+        (snapshot / SHARDS[1]).unlink()
+        server.downloads.clear()
+        [error] = fetch_in_new_process(None, cache, monkeypatch, "hf://team/tiny True")
+        assert error.startswith("StorageError team/tiny is not completely in the Hugging Face cache")
+        fetch_in_new_process(server, cache, monkeypatch, "hf://team/tiny True")
+    assert server.downloads == [("team/tiny", SHARDS[1])]
+
+
+def test_a_gated_model_is_one_sentence(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HubServer({"team/tiny": model(tmp_path / "tiny", "model.safetensors")}, gated=("team/tiny",)) as server:
+        [error] = fetch_in_new_process(server, cache, monkeypatch, "hf://team/tiny True")
+    assert error == (
+        f"StorageError team/tiny is gated; accept its terms on {server.url}/team/tiny, and log in with hf auth login "
+        "or HF_TOKEN"
+    )
+
+
+@pytest.mark.parametrize("network", ["refused", "silent"])
+def test_a_missing_network_is_reported_within_ten_seconds(
+    network: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:  # accepts connections and never answers
+        port = listener.getsockname()[1] if network == "silent" else 9
+        monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setattr("huggingface_hub.hf_api.constants.ENDPOINT", f"http://127.0.0.1:{port}")
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        begin = time.monotonic()
+        with pytest.raises(StorageError, match=r"cannot be downloaded from http://127\.0\.0\.1:\d+ \((Conn|no answer)"):
+            hub.download("team/tiny")
+    assert time.monotonic() - begin < 10

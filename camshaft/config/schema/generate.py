@@ -4,6 +4,8 @@ config = load_generate(["data.path=in.parquet", "data.output_path=out.parquet", 
 config.custom_reward_function.is_named()          # False
 """
 
+from collections.abc import Iterator
+
 from camshaft.config.layout import PlacementConfig, RayConfig
 from camshaft.config.schema.data import DROPS_OVERLONG, ChatTemplateConfig, Truncation
 from camshaft.config.schema.fields import CommandConfig, Count, OffOrPositive, Path, Paths, Text, key, section
@@ -70,6 +72,11 @@ class GenerateConfig(CommandConfig):
     custom_reward_function: CustomRewardConfig = section("Scoring function for the responses.", {"name": None})
     trainer: GenerateTrainerConfig = section("Devices and random seed.")
     ray_kwargs: RayConfig = section("Settings of Ray, used with trainer.controller=ray.")
+
+    def model_sources(self) -> Iterator[tuple[str, bool]]:
+        """Yield the model and the tokenizer, and whether the command needs the weights."""
+        yield self.model.source(), True
+        yield self.tokenizer_path(), False
 
     def tokenizer_path(self) -> str:
         """Return the path of the tokenizer for prompts and responses."""

@@ -31,12 +31,15 @@ class ModelSource(Section):
 
     path: Path = key(
         None,
-        "Hugging Face model folder (config.json, weights and tokenizer), the URL of one, or the name of a model in "
-        "the local Hugging Face cache (owner/name). Required if the default is null.",
-        short=("model", "model folder, or name of a cached Hugging Face model"),
+        "Hugging Face model folder (config.json, weights and tokenizer), the URL of one, or the name of a model on the "
+        "Hugging Face Hub (owner/name). Required if the default is null.",
+        short=("model", "model folder, or name of a model on the Hugging Face Hub"),
     )
     download: bool = key(
-        False, "If path is the name of a model on the Hugging Face Hub, download the files that the local cache lacks."
+        True,
+        "If path is the name of a model on the Hugging Face Hub, download the files that the local cache lacks. The "
+        "variable HF_HUB_OFFLINE forbids it as well.",
+        short=("download", "false: use only models in the local cache"),
     )
 
     def source(self, path: str | None = None) -> str:

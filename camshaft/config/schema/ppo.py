@@ -4,6 +4,7 @@ config = load_ppo(["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=
 config.needs_critic()                   # False
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -123,6 +124,18 @@ class PPOConfig(CommandConfig):
     def data_seed(self) -> int:
         """Return the seed for shuffling the prompts."""
         return self.trainer.seed if self.data.seed is None else self.data.seed
+
+    def model_sources(self) -> Iterator[tuple[str, bool]]:
+        """Yield the models and tokenizers that the run loads, and whether it needs the weights."""
+        model, reward = self.actor_rollout_ref.model, self.reward_model.model
+        yield model.source(), not model.random_init
+        yield self.tokenizer_path(), False
+        if self.needs_critic():
+            yield self.critic.model.source(), True
+        if self.needs_reward_engine():
+            yield reward.source(), True
+            if reward.input_tokenizer is not None:
+                yield reward.source(reward.input_tokenizer), False
 
     def tokenizer_path(self) -> str:
         """Return the path of the tokenizer for prompts and responses."""

@@ -1,6 +1,7 @@
 """Config of `camshaft sft` and `camshaft rm`, which train one model with one optimizer step per batch."""
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt
@@ -169,6 +170,10 @@ class SupervisedConfig(CommandConfig, TrainedSection):
 
     def engine_keys(self) -> dict[str, Any]:
         return super().engine_keys() | {"activation_offload": self.model.enable_activation_offload}
+
+    def model_sources(self) -> Iterator[tuple[str, bool]]:
+        """Yield the model, and whether the run needs its weights."""
+        yield self.model.source(), not self.model.random_init
 
     def data_seed(self) -> int:
         """Return the seed for shuffling the data."""

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from huggingface_hub import constants
 
 from camshaft.config import load_ppo, load_sft, micro_batch_per_rank
 from camshaft.config.layout import divide_evenly
@@ -401,15 +402,26 @@ HUB_KEYS = {
 
 
 @pytest.mark.parametrize("key", HUB_KEYS)
-def test_uncached_hub_name_requires_download(key, words):
+def test_uncached_hub_name_requires_download(key, words, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     arguments = [*words, f"{key}=some-org/some-model"]
     if key.startswith("reward_model"):
         arguments += ["reward_model.enable=true", "reward_model.model.input_tokenizer=null"]
-    text = _error(arguments)
+    load_ppo(arguments)
+    text = _error([*arguments, f"{HUB_KEYS[key]}.download=False"])
     assert f"{key} = some-org/some-model\n      folder not found" in text
     assert "not completely in the Hugging Face cache" in text
     assert f"Set {HUB_KEYS[key]}.download=True" in text
-    load_ppo([*arguments, f"{HUB_KEYS[key]}.download=True"])
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "Unset HF_HUB_OFFLINE to download the model, or set another path." in _error(arguments)
+
+
+def test_a_misspelled_folder_is_not_a_hub_name(words, tmp_path, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    text = _error([*words, "actor_rollout_ref.model.path=models/tny"])
+    assert f"folder not found (looked in {tmp_path}). Did you mean models/tiny?" in text
 
 
 def test_folder_without_a_model_is_rejected(words, tmp_path):
