@@ -319,6 +319,7 @@ docs: $(INSTALLED)
 	$(BIN)/camshaft engines docs --out docs/engine-features.md
 	$(BIN)/python tests/spec/table.py
 	$(BIN)/python tools/rule_tables.py
+	$(BIN)/python tools/foreign_tables.py
 	$(BIN)/python tools/command_line_page.py
 	$(BIN)/python tools/api_page.py
 	$(BIN)/python tools/grafana_dashboard.py

@@ -18,11 +18,12 @@ from omegaconf.errors import OmegaConfBaseException
 
 from camshaft.config.composition import Job, compose_jobs, overridden_keys
 from camshaft.config.defaults import raw_defaults
+from camshaft.config.foreign.answers import suggest_names
 from camshaft.config.foreign.topics import topic_of_key
 from camshaft.config.load import Config, from_container
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.supervised import SupervisedConfig
-from camshaft.config.short_names import expand_short_names, suggest_names
+from camshaft.config.short_names import expand_short_names
 from camshaft.config.tree import expand_keys, flatten, get, has_key, leaf_fields, merge
 from camshaft.errors import ConfigError
 from camshaft.masking import HIDDEN, mask_yaml, remember_arguments, secret_values

@@ -11,7 +11,6 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from camshaft.config.foreign.topics import topic_of_key
 from camshaft.config.schema.fields import Section, describe
 from camshaft.config.tree import (
     fields,
@@ -19,18 +18,16 @@ from camshaft.config.tree import (
     format_value,
     get,
     has_key,
-    has_words,
     keys_overlap,
     leaf_fields,
-    nearest_keys,
     section_class,
     shorten,
 )
 from camshaft.masking import mask_value
 from camshaft.plugins import find_target, list_names
 
-NamesToType = Callable[[str, type[Section]], list[str]]
-"""Function that returns the names to type instead of an unknown key, or an empty list."""
+Answer = Callable[[str, Any, type[Section]], str]
+"""Function that returns the message about an unknown key with a value."""
 ABSENT = object()
 """Value of a problem whose key has no value in the config."""
 _NUMBER = re.compile(r"[-+]?[\d.]+(e[-+]?\d+)?", re.IGNORECASE)
@@ -88,21 +85,10 @@ def format_problems(problems: Iterable[Problem]) -> str:
     return "\n\n".join(blocks)
 
 
-def unknown_key(key: str, value: Any, schema: type[Section], names: NamesToType) -> Problem:
-    """Return the problem of a key that is not in the schema: what it asks for is not implemented, or similar keys."""
-    value, topic = mask_value(value, key), topic_of_key(key)
-    if topic is not None:
-        return Problem(key, value, topic.message())
-    suggestions = names(key, schema) or [near for near in nearest_keys(key, fields(schema)) if has_words(near, key)]
-    if suggestions:
-        return Problem(key, value, f"unknown key. Did you mean {' or '.join(suggestions)}?")
-    return Problem(key, value, f"unknown key. Keys begin with {', '.join(schema.model_fields)}.")
-
-
 def from_validation(
-    error: ValidationError, tree: Mapping[str, Any], schema: type[Section], names: NamesToType
+    error: ValidationError, tree: Mapping[str, Any], schema: type[Section], answer: Answer
 ) -> list[Problem]:
-    """Convert a validation error of pydantic to one problem per key. `names` suggests keys for unknown ones."""
+    """Convert a validation error of pydantic to one problem per key. `answer` tells about unknown keys."""
     keys = fields(schema)
     problems: dict[str, Problem] = {}
     for item in error.errors(include_url=False):
@@ -110,7 +96,7 @@ def from_validation(
         if item["type"] == "extra_forbidden":
             key = ".".join(parts)
             for leaf, value in flatten({key: get(tree, key)}, leaf_fields(schema)).items():
-                problems[leaf] = unknown_key(leaf, value, schema, names)
+                problems[leaf] = Problem(leaf, mask_value(value, leaf), answer(leaf, value, schema))
             continue
         prefixes = [".".join(parts[:count]) for count in range(len(parts), 0, -1)]
         key = next((prefix for prefix in prefixes if prefix in keys), ".".join(parts))

@@ -28,6 +28,7 @@ from camshaft.config.checks.model import find_model_notices
 from camshaft.config.composition import compose_jobs, overridden_keys
 from camshaft.config.defaults import raw_defaults
 from camshaft.config.errors import Problem, format_problems, from_validation, group_problems
+from camshaft.config.foreign.answers import answer
 from camshaft.config.foreign.translate import Translation, translate
 from camshaft.config.run_folder import FOLDER, NAME, generated_name, uses_name
 from camshaft.config.schema.aliases import rename_aliases
@@ -42,7 +43,6 @@ from camshaft.config.short_names import (
     expand_recipe,
     expand_short_names,
     short_names,
-    suggest_names,
 )
 from camshaft.config.tree import expand_keys, flatten, get, has_key, leaf_fields, merge, put, remove
 from camshaft.errors import ConfigError
@@ -315,7 +315,7 @@ def _validate(tree: dict[str, Any], schema: type[Config], reported: set[str]) ->
     try:
         return schema.model_validate(tree), []
     except ValidationError as error:
-        problems = from_validation(error, tree, schema, suggest_names)
+        problems = from_validation(error, tree, schema, answer)
     leaves = leaf_fields(schema)
     for problem in problems:
         if any(key == problem.key or key.startswith(f"{problem.key}.") for key in leaves):

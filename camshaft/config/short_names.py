@@ -10,7 +10,6 @@ Short names stand at the fields of their keys. They are valid on the command lin
 value of the short name.
 """
 
-import difflib
 import os.path
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -21,7 +20,7 @@ from camshaft.config.defaults import raw_defaults
 from camshaft.config.errors import Problem, format_problems
 from camshaft.config.schema.fields import Section, ShortName, marks
 from camshaft.config.schema.reward import DEFAULT_FUNCTION, split_function
-from camshaft.config.tree import fields, flatten, format_value, leaf_fields
+from camshaft.config.tree import flatten, format_value, leaf_fields
 from camshaft.errors import ConfigError
 
 REWARD = "reward"
@@ -100,126 +99,6 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
 }
 """Maps algorithm names that are not advantage estimators to the keys that they set. Keys that the user sets win."""
-
-
-OTHER_NAMES = {
-    # TRL
-    "model_name_or_path": "model",
-    "train_dataset": "data",
-    "dataset_name": "data",
-    "eval_dataset": "val_data",
-    "reward_funcs": "reward",
-    "num_generations": "n",
-    "learning_rate": "lr",
-    "max_steps": "steps",
-    "num_train_epochs": "epochs",
-    "max_completion_length": "response_length",
-    "max_prompt_length": "prompt_length",
-    "max_seq_length": "max_length",
-    "output_dir": "out",
-    "lora_r": "lora",
-    "run_name": "trainer.experiment_name",
-    "report_to": "trainer.logger",
-    "save_steps": "trainer.save_freq",
-    "eval_steps": "trainer.test_freq",
-    "save_total_limit": "trainer.max_actor_ckpt_to_keep",
-    "per_device_train_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": "actor_rollout_ref.actor.ppo_mini_batch_size",
-    "num_iterations": "actor_rollout_ref.actor.ppo_epochs",
-    "num_ppo_epochs": "actor_rollout_ref.actor.ppo_epochs",
-    "beta": "actor_rollout_ref.actor.kl_loss_coef",
-    "kl_coef": "algorithm.kl_ctrl.kl_coef",
-    "epsilon": "actor_rollout_ref.actor.clip_ratio",
-    "epsilon_high": "actor_rollout_ref.actor.clip_ratio_high",
-    "cliprange": "actor_rollout_ref.actor.clip_ratio",
-    "cliprange_value": "critic.cliprange_value",
-    "loss_type": "actor_rollout_ref.actor.loss_agg_mode",
-    "max_grad_norm": "actor_rollout_ref.actor.grad_clip",
-    "lr_scheduler_type": "actor_rollout_ref.actor.optim.lr_scheduler_type",
-    "warmup_ratio": "actor_rollout_ref.actor.optim.lr_warmup_steps_ratio",
-    "warmup_steps": "actor_rollout_ref.actor.optim.lr_warmup_steps",
-    "weight_decay": "actor_rollout_ref.actor.optim.weight_decay",
-    "gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing",
-    "use_vllm": "rollout",
-    "vllm_gpu_memory_utilization": "actor_rollout_ref.rollout.gpu_memory_utilization",
-    "vllm_tensor_parallel_size": "actor_rollout_ref.rollout.tensor_model_parallel_size",
-    "temperature": "actor_rollout_ref.rollout.temperature",
-    "top_p": "actor_rollout_ref.rollout.top_p",
-    "top_k": "actor_rollout_ref.rollout.top_k",
-    # OpenRLHF
-    "pretrain": "model",
-    "reward_pretrain": "reward_model.model.path",
-    "critic_pretrain": "critic.model.path",
-    "prompt_data": "data",
-    "eval_dataset_path": "val_data",
-    "dataset": "data",
-    "remote_rm_url": "reward",
-    "advantage_estimator": "algorithm",
-    "input_key": "data.prompt_key",
-    "prompt_max_len": "prompt_length",
-    "generate_max_len": "response_length",
-    "max_len": "max_length",
-    "save_path": "out",
-    "ckpt_path": "out",
-    "n_samples_per_prompt": "n",
-    "rollout_batch_size": "batch",
-    "train_batch_size": "batch",
-    "micro_train_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-    "micro_rollout_batch_size": "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
-    "actor_learning_rate": "lr",
-    "critic_learning_rate": "critic.optim.lr",
-    "init_kl_coef": "algorithm.kl_ctrl.kl_coef",
-    "kl_target": "algorithm.kl_ctrl.target_kl",
-    "use_kl_loss": "actor_rollout_ref.actor.use_kl_loss",
-    "eps_clip": "actor_rollout_ref.actor.clip_ratio",
-    "value_clip": "critic.cliprange_value",
-    "gamma": "algorithm.gamma",
-    "lambd": "algorithm.lam",
-    "num_episodes": "epochs",
-    "max_epochs": "actor_rollout_ref.actor.ppo_epochs",
-    "lora_rank": "lora",
-    "lora_alpha": "actor_rollout_ref.model.lora_alpha",
-    "actor_num_gpus_per_node": "devices",
-    "actor_num_nodes": "trainer.nnodes",
-    "use_wandb": "trainer.logger",
-    # verl
-    "adv_estimator": "algorithm",
-    "ppo_mini_batch_size": "actor_rollout_ref.actor.ppo_mini_batch_size",
-    "ppo_micro_batch_size_per_gpu": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
-}
-"""Maps names of TRL, OpenRLHF and verl to the name to type: a short name or a key of `camshaft ppo`."""
-
-SUPERVISED_NAMES = {
-    "per_device_train_batch_size": "data.micro_batch_size_per_gpu",
-    "micro_train_batch_size": "data.micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": "data.train_batch_size",
-    "save_total_limit": "trainer.max_ckpt_to_keep",
-    "max_grad_norm": "grad_clip",
-    "lr_scheduler_type": "optim.lr_scheduler_type",
-    "warmup_ratio": "optim.lr_warmup_steps_ratio",
-    "warmup_steps": "optim.lr_warmup_steps",
-    "weight_decay": "optim.weight_decay",
-    "gradient_checkpointing": "model.enable_gradient_checkpointing",
-    "lora_alpha": "model.lora_alpha",
-    "max_epochs": "epochs",
-    "max_prompt_length": "max_length",
-}
-"""Entries of `OTHER_NAMES` that differ in `camshaft sft` and `camshaft rm`."""
-
-
-def suggest_names(key: str, schema: type[Section]) -> list[str]:
-    """Return the name to type instead of an unknown key: a name of another library, or a misspelled name."""
-    names = short_names(schema)
-    others = OTHER_NAMES | (SUPERVISED_NAMES if "strategy" in schema.model_fields else {})
-    typed = others.get(key)
-    if typed is None and "." not in key:
-        typed = next(iter(difflib.get_close_matches(key, names, n=1, cutoff=0.75)), None)
-    if typed is None:
-        typed = others.get(next(iter(difflib.get_close_matches(key, others, n=1, cutoff=0.9)), ""))
-    target = names.get(typed or "", typed)
-    if typed is None or target not in fields(schema):
-        return []
-    return [typed if typed == target else f"{typed} (short for {target})"]
 
 
 def short_names(schema: type[Section]) -> dict[str, str]:

@@ -41,6 +41,13 @@ def test_pages_of_tools_are_up_to_date(name: str) -> None:
     assert tool["PAGE"].read_text(encoding="utf-8") == tool["page"](), "run: make docs"
 
 
+def test_tables_of_names_of_other_libraries_are_up_to_date() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "foreign_tables.py"))
+    for page, (library, tables) in tool["TABLES"].items():
+        text = (ROOT / page).read_text(encoding="utf-8")
+        assert text == tool["page"](text, library, tables), "run: make docs"
+
+
 def test_the_page_on_tracking_has_every_tracker() -> None:
     page = (ROOT / "docs" / "tracking.md").read_text(encoding="utf-8")
     for name in TRACKERS:

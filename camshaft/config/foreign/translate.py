@@ -36,7 +36,7 @@ def translate(tree: Mapping[str, Any], defaults: Mapping[str, Any], set_keys: Co
     notices: dict[str, list[str]] = {}
     refused: dict[str, dict[str, Any]] = {}
     contradictions: list[Problem] = []
-    for row in (row for rows in VERL.values() for row in rows):
+    for row in VERL:
         if not has_key(translated, row.name):
             continue
         result = row.apply(get(translated, row.name), translated)

@@ -82,7 +82,6 @@ def _engine(section: str, sharding: str, source: str = "") -> tuple[Row, ...]:
         Missing(f"{section}.profiler", topics.PROFILERS, switch="enable"),
         NotNeeded(f"{section}.rollout_n", f"it follows {ROLLOUT}.n"),
         NotNeeded(f"{section}.data_loader_seed", "the order of the sequences follows from trainer.seed"),
-        *_megatron(section, sharding),
         *(() if source == sharding else (Renamed(source, sharding),)),
     )
 
@@ -191,7 +190,7 @@ MODEL_ROWS: tuple[Row, ...] = (
     NotNeeded(f"{MODEL}.tiled_mlp", f"{_SAME_RESULT}, only the memory of the update"),
     NotNeeded(f"{MODEL}.use_shm", "a remote model is cached on the local disk"),
     NotNeeded(
-        f"{MODEL}.hf_config_path", f"it is {MODEL}.path", lambda value, tree: value == _value(tree, f"{MODEL}.path")
+        f"{MODEL}.hf_config_path", "it is the model folder", lambda value, tree: value == _value(tree, f"{MODEL}.path")
     ),
     Missing(f"{MODEL}.mtp", topics.MTP, switch="enable"),
     Expanded(
@@ -241,11 +240,11 @@ _ADAPTER_DTYPE = tuple(
     Expanded(
         f"{section}.fsdp_config.model_dtype",
         {name: {f"{section}.fsdp_config.mixed_precision.param_dtype": "bfloat16"} for name in ("bf16", "bfloat16")},
+        "with LoRA: the frozen weights are float32 in memory, and the adapters in training",
         when=_has_adapter,
     )
     for section in (ACTOR, REF)
 )
-"""With LoRA the frozen weights are float32 in memory and bfloat16 in the computation, and the adapters are float32."""
 
 REF_ROWS: tuple[Row, ...] = (
     *_ADAPTER_DTYPE,
@@ -348,7 +347,11 @@ REWARD_ROWS: tuple[Row, ...] = (
     *_rewards("reward"),
     *_rewards("reward_model"),
     Missing("sandbox_fusion", topics.SANDBOX, switch="url"),
-    Expanded("reward.reward_model.enable", {True: {f"{REWARD}.enable": True, f"{FUNCTION}.name": None}, False: {}}),
+    Expanded(
+        "reward.reward_model.enable", {True: {f"{REWARD}.enable": True, f"{FUNCTION}.name": None}},
+        when=lambda tree: not any(_value(tree, f"{part}.path") for part in (FUNCTION, f"reward.{FUNCTION}")),
+    ),
+    Renamed("reward.reward_model.enable", f"{REWARD}.enable"),
     Renamed("reward.reward_model.model_path", f"{REWARD}.model.path"),
     *(
         NotNeeded(f"{source}.{name}", f"{REWARD}.strategy runs the model on the devices of {REWARD}.resource_pool")
@@ -409,21 +412,24 @@ RUN_ROWS: tuple[Row, ...] = (
     ),
 )  # fmt: skip
 
-VERL: dict[str, tuple[Row, ...]] = {
+TABLES: dict[str, tuple[Row, ...]] = {
     "Data": DATA_ROWS,
     "Model": MODEL_ROWS,
-    "Actor": (
-        *ACTOR_ROWS,
-        *_optimizer(ACTOR, f"{ACTOR}.fsdp_config"),
-        *_engine(ACTOR, f"{ACTOR}.fsdp_config"),
-    ),
-    "Reference": (*REF_ROWS, *_engine(REF, f"{REF}.fsdp_config")),
+    "Roles": (*ACTOR_ROWS, *REF_ROWS),
+    "Engine": (*_optimizer(ACTOR, f"{ACTOR}.fsdp_config"), *_engine(ACTOR, f"{ACTOR}.fsdp_config")),
+    "Megatron": _megatron(ACTOR, f"{ACTOR}.fsdp_config"),
     "Rollout": ROLLOUT_ROWS,
-    "Critic": (
-        *_optimizer(CRITIC, f"{CRITIC}.model.fsdp_config"),
-        *_engine(CRITIC, f"{CRITIC}.model.fsdp_config", f"{CRITIC}.fsdp"),
-    ),
     "Rewards": REWARD_ROWS,
-    "Algorithm and run": RUN_ROWS,
+    "Run": RUN_ROWS,
 }
-"""Rows by topic, in the order in which they apply."""
+"""Rows by section of docs/from-verl.md, in the order in which they apply."""
+
+VERL: tuple[Row, ...] = (
+    *(row for rows in TABLES.values() for row in rows),
+    *_engine(REF, f"{REF}.fsdp_config"),
+    *_megatron(REF, f"{REF}.fsdp_config"),
+    *_optimizer(CRITIC, f"{CRITIC}.model.fsdp_config"),
+    *_engine(CRITIC, f"{CRITIC}.model.fsdp_config", f"{CRITIC}.fsdp"),
+    *_megatron(CRITIC, f"{CRITIC}.model.fsdp_config"),
+)
+"""All rows. Those of the engine and of Megatron are the same for all roles."""

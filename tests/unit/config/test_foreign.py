@@ -203,6 +203,40 @@ def test_what_is_not_implemented_is_answered_with_its_topic(base, word, topic):
     assert "Keys begin with" not in text
 
 
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("num_generations=8", "Did you mean n (short for actor_rollout_ref.rollout.n)?"),
+        ("learning_rate=1e-5", "Did you mean lr (short for actor_rollout_ref.actor.optim.lr)?"),
+        ("epsilon=0.2", f"Did you mean {A}.clip_ratio?"),
+        ("loss_type=dr_grpo", f"a name of TRL; set {A}.loss_agg_mode=seq-mean-token-sum-norm; TRL's default is dapo."),
+        ("loss_type=luspo", f"{A}.loss_agg_mode=token-mean or {A}.loss_agg_mode=seq-mean-token-sum-norm"),
+        ("use_vllm=True", "a name of TRL; set rollout=vllm."),
+        ("logging_steps=1", "not needed, unlike in TRL: every step is logged. Omit the key."),
+        ("packing_samples=True", "not needed, unlike in OpenRLHF: batches are never padded. Omit the key."),
+        ("zero_stage=3", "DeepSpeed is not an engine of camshaft."),
+        ("remote_rm_url=score.py", "Did you mean reward"),
+    ],
+)
+def test_names_of_trl_and_openrlhf_are_answered(words, word, expected):
+    with pytest.raises(ConfigError) as caught:
+        load_ppo([*words, word])
+    assert expected in str(caught.value)
+
+
+def test_a_reward_model_and_a_function_score_together(words, tmp_path):
+    (tmp_path / "score.py").write_text("def compute_score(**row):\n    return 0.0\n")
+    own = [
+        f"reward.custom_reward_function.path={tmp_path}/score.py",
+        "reward.custom_reward_function.name=compute_score",
+    ]
+    config = load_ppo(
+        [*words, "reward.reward_model.enable=True", f"reward.reward_model.model_path={tmp_path}/model", *own]
+    )
+    assert config.needs_function()
+    assert config.reward_model.enable
+
+
 def test_an_npu_is_refused_with_vllm_only(base, words):
     with pytest.raises(ConfigError, match="Ascend NPUs"):
         load_ppo([*base, "trainer.device=npu", f"{R}.name=vllm"])
@@ -274,7 +308,7 @@ def test_a_plus_before_an_existing_key_is_accepted(words):
 
 def test_rows_lead_to_keys():
     keys = fields(PPOConfig)
-    for row in (row for rows in VERL.values() for row in rows):
+    for row in VERL:
         if isinstance(row, Renamed):
             assert row.key in keys, row
         elif isinstance(row, PassedOn):

@@ -18,8 +18,10 @@ from camshaft.config import (
     load_ppo,
     load_sft,
 )
+from camshaft.config.foreign.answers import rows
+from camshaft.config.foreign.rows import Renamed
 from camshaft.config.schema.algorithm import ESTIMATORS
-from camshaft.config.short_names import OTHER_NAMES, RECIPES, SUPERVISED_NAMES, declared_short_names, short_names
+from camshaft.config.short_names import RECIPES, declared_short_names, short_names
 from camshaft.config.tree import format_value, get, leaf_fields
 from camshaft.errors import ConfigError
 
@@ -396,7 +398,7 @@ def test_supervised_commands_answer_with_their_keys(sft_words):
 
 @pytest.mark.parametrize("schema", [PPOConfig, SFTConfig, RMConfig])
 def test_names_of_other_libraries_lead_to_keys(schema):
-    names = OTHER_NAMES if schema is PPOConfig else OTHER_NAMES | SUPERVISED_NAMES
+    names = {name: row.key for name, (_, row) in rows(schema).items() if isinstance(row, Renamed)}
     keys = {key: short_names(schema).get(key, key) for key in names.values()}
     known = {name for name in names if keys[names[name]] in leaf_fields(schema)}
     assert len(known) > (70 if schema is PPOConfig else 25)
