@@ -9,15 +9,24 @@ Modules are imported only when one of their classes is loaded. Errors name the c
 import difflib
 import importlib
 import importlib.util
+import inspect
 import operator
+import os
 import shlex
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from camshaft.errors import ConfigError
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+
+MAX_NAMES = 10
+"""Largest number of names that an error about an unknown one lists."""
 
 PROVIDED_BY = {
     "ray": "camshaft[ray]", "vllm": "camshaft[vllm]", "peft": "camshaft[lora]", "wandb": "camshaft[wandb]",
@@ -114,8 +123,19 @@ def load_function(name: str, built_in: Mapping[str, F], group: str) -> F | Calla
 
 
 def install_command(library: str, *options: str) -> str:
-    """Return the command that installs an optional library."""
-    return shlex.join(["pip", "install", *options, *PROVIDED_BY[library].split()])
+    """Return the command that installs an optional library, also if camshaft is imported from a checkout."""
+    packages = PROVIDED_BY[library].split()
+    if packages[0].startswith("camshaft[") and (root := checkout()) is not None:
+        packages = ["-e", packages[0].replace("camshaft", str(root))]
+    return shlex.join(["pip", "install", *options, *packages])
+
+
+def checkout() -> Path | None:
+    """Return the checkout of the repository that this package is imported from. None if the package is installed."""
+    root = Path(__file__).resolve().parents[1]
+    project = root / "pyproject.toml"
+    is_checkout = project.is_file() and 'name = "camshaft"' in project.read_text(encoding="utf-8")
+    return root if is_checkout else None
 
 
 def import_attribute(target: str) -> Any:
@@ -145,4 +165,43 @@ def import_attribute(target: str) -> Any:
     try:
         return operator.attrgetter(attribute)(module)
     except AttributeError as error:
-        raise ConfigError(f"module {module_name} has no attribute '{attribute}'; check the name") from error
+        hint = _names_of(module, attribute)
+        raise ConfigError(f"module {module_name} has no attribute '{attribute}'; {hint}") from error
+
+
+def _names_of(module: ModuleType, attribute: str) -> str:
+    """Return a hint with the nearest name of a module, or with the classes and functions that it defines."""
+    names = [name for name in vars(module) if not name.startswith("_")]
+    if nearest := difflib.get_close_matches(attribute, names, n=1):
+        return f"did you mean '{nearest[0]}'?"
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    return f"it defines {', '.join(own)}" if 0 < len(own) <= MAX_NAMES else "check the name"
+
+
+@cache
+def import_file(path: str, label: str) -> ModuleType:
+    """Import a Python file, or a module of the import path. `label` says in errors what the file contains."""
+    file = Path(path).expanduser()
+    if file.suffix != ".py" and not file.exists() and "/" not in path:
+        return importlib.import_module(path)
+    if not file.is_file():
+        raise ConfigError(f"the {label} file {file} does not exist (working directory: {os.getcwd()}); check the path")
+    name = f"camshaft_{label}_{file.stem}"
+    while name in sys.modules:  # a file of the same name in another folder
+        name += "_"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{file} is not a Python file; the file name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickle look up classes in sys.modules
+    spec.loader.exec_module(module)
+    return module
+
+
+def defined_functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    """Return the public functions that a module defines itself, by name."""
+    return {
+        name: value
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    }

@@ -14,7 +14,7 @@ from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import AnyModelConfig, CheckpointConfig, ModelSource
 from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.reward import CustomRewardConfig
+from camshaft.config.schema.reward import CustomRewardConfig, split_function
 from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.storage import is_url
 
@@ -51,6 +51,7 @@ def check_ppo_files(config: PPOConfig) -> Iterator[Problem]:
     """Check the data files, the models and the scoring function of an RL run."""
     trainer, model = config.trainer, config.actor_rollout_ref.model
     yield from check_run_name(trainer)
+    yield from _check_hooks(trainer.on_step)
     yield from check_data_files("data.train_files", config.data.train_files)
     yield from check_data_files("data.val_files", config.data.val_files)
     yield from check_model("actor_rollout_ref.model", model, not model.random_init)
@@ -73,6 +74,7 @@ def check_ppo_files(config: PPOConfig) -> Iterator[Problem]:
 def check_supervised_files(config: SupervisedConfig) -> Iterator[Problem]:
     """Check the data files, the model and the run folder of a supervised run."""
     yield from check_run_name(config.trainer)
+    yield from _check_hooks(config.trainer.on_step)
     yield from check_data_files("data.train_files", config.data.train_files)
     yield from check_data_files("data.val_files", config.data.val_files)
     yield from check_model("model", config.model, not config.model.random_init)
@@ -108,9 +110,22 @@ def check_eval_files(config: EvalConfig) -> Iterator[Problem]:
 
 def _check_reward_file(custom: CustomRewardConfig) -> Iterator[Problem]:
     key = "custom_reward_function.functions" if custom.functions else "custom_reward_function.path"
-    for path in dict.fromkeys(function.path for function in custom.selected()):
+    yield from _check_function_files(key, [function.path for function in custom.selected()])
+
+
+def _check_function_files(key: str, paths: Iterable[str | None]) -> Iterator[Problem]:
+    for path in dict.fromkeys(paths):
         if path is not None and (path.endswith(".py") or "/" in path) and not os.path.isfile(path):
             yield _missing(key, path, "file")
+
+
+def _check_hooks(hooks: Iterable[str]) -> Iterator[Problem]:
+    """Check that each hook is a function of a file that exists, or of a module."""
+    key, parts = "trainer.on_step", [split_function(text) for text in hooks]
+    yield from _check_function_files(key, [path for path, _ in parts])
+    for path, name in parts:
+        if path is None and ":" not in (name or ""):
+            yield Problem(key, name, "must be a function. Set file.py:function, or package.module:function.")
 
 
 def check_data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from camshaft.data.tables import write_parquet
 from camshaft.errors import ConfigError
+from camshaft.plugins import install_command
 
 MAX_DRAWS = 20
 """Maximum number of draws per requested question. Draws that repeat a question are discarded."""
@@ -67,7 +68,7 @@ def _create_dataset(task: str, settings: dict[str, Any]) -> Any:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"reasoning-gym tasks require '{error.name}'; run pip install 'camshaft[reasoning-gym]'"
+            f"reasoning-gym tasks require '{error.name}'; run {install_command('reasoning_gym')}"
         ) from error
     if task not in DATASETS:
         raise ConfigError(f"reasoning-gym has no task '{task}'; use one of {', '.join(sorted(DATASETS))}")

@@ -6,20 +6,15 @@
 `worker.py` calls `load_functions` at startup, so errors are raised before training. They list the available functions.
 """
 
-import importlib
-import importlib.util
 import inspect
-import os
 import pickle
-import sys
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 from camshaft.errors import CamshaftError
-from camshaft.plugins import REWARDS, find_target, import_attribute, list_names
+from camshaft.plugins import REWARDS, defined_functions, find_target, import_attribute, import_file, list_names
 from camshaft.rewards import GROUP, REGISTERED
 from camshaft.rewards.arguments import BATCH, SINGLE, Arguments
 from camshaft.rewards.messages import DEFAULT_NAME, FunctionInfo, FunctionSpec, Sample, Spec
@@ -62,7 +57,7 @@ def _load_function(spec: FunctionSpec) -> RewardFunction:
     elif spec.path is None:
         function = _find_function(spec)
     else:
-        function = _find_attribute(_import_module(spec.path), spec.path, spec.name)
+        function = _find_attribute(import_file(spec.path, "reward"), spec.path, spec.name)
     if not callable(function):
         raise CamshaftError(f"{spec.text} has type {type(function).__name__}; it must be callable")
     return RewardFunction(function, spec.kwargs, _arguments(function, spec))
@@ -78,25 +73,6 @@ def _find_function(spec: FunctionSpec) -> Any:
     return import_attribute(target)
 
 
-@cache
-def _import_module(path: str) -> ModuleType:
-    file = Path(path).expanduser()
-    if file.suffix != ".py" and not file.exists() and "/" not in path:
-        return importlib.import_module(path)
-    if not file.is_file():
-        raise CamshaftError(f"the reward file {file} does not exist (working directory: {os.getcwd()}); check the path")
-    name = f"camshaft_reward_{file.stem}"
-    while name in sys.modules:  # a file of the same name in another folder
-        name += "_"
-    module_spec = importlib.util.spec_from_file_location(name, file)
-    if module_spec is None or module_spec.loader is None:
-        raise CamshaftError(f"{file} is not a Python file; the file name must end in .py")
-    module = importlib.util.module_from_spec(module_spec)
-    sys.modules[name] = module  # dataclasses and pickle look up classes in sys.modules
-    module_spec.loader.exec_module(module)
-    return module
-
-
 def _find_attribute(module: ModuleType, path: str, name: str) -> Any:
     """Return the function that is registered as `name`, or the attribute `name` of the module.
 
@@ -106,11 +82,7 @@ def _find_attribute(module: ModuleType, path: str, name: str) -> Any:
     for names in (registered, vars(module), REGISTERED):  # other modules may register functions too
         if name in names:
             return names[name]
-    functions = {
-        name: value
-        for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
-    } | registered
+    functions = defined_functions(module) | registered
     if name == DEFAULT_NAME and len(functions) == 1:
         return next(iter(functions.values()))
     if not functions:

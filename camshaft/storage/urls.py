@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.errors import StorageError
+from camshaft.plugins import install_command
 from camshaft.subprocesses import NO_LIMIT, Wait, run_in_thread
 
 logger = logging.getLogger(__name__)
@@ -47,7 +48,7 @@ def file_system(url: str) -> tuple[Any, str]:
         package = _PACKAGES.get(scheme)
         more = f" {package}" if package else f" and the package for {scheme}://"
         raise StorageError(
-            f"'{url}' requires a package that is not installed: pip install 'camshaft[remote]'{more} ({error})"
+            f"'{url}' requires a package that is not installed: {install_command('fsspec')}{more} ({error})"
         ) from error
     except ValueError as error:
         raise StorageError(f"'{url}': {error}; use a local path, or a URL that fsspec supports") from error

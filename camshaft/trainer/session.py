@@ -8,6 +8,7 @@ with session(config.trainer) as run:
 
 import contextlib
 import importlib.util
+import inspect
 import itertools
 import logging
 import numbers
@@ -36,6 +37,7 @@ from camshaft.config import (
 from camshaft.config.auto import TrainingConfig, fit_to_rows, format_choices
 from camshaft.config.checks.backends import required_libraries
 from camshaft.config.schema.generate import GenerateConfig
+from camshaft.config.schema.reward import split_function
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.tree import shorten
 from camshaft.controller.placement import check_device
@@ -45,12 +47,12 @@ from camshaft.errors import ConfigError
 from camshaft.machine import CPU, describe_contention
 from camshaft.masking import printable
 from camshaft.models.loader import load_tokenizer
-from camshaft.plugins import install_command
+from camshaft.plugins import defined_functions, import_attribute, import_file, install_command
 from camshaft.rewards.callables import name_of
 from camshaft.rewards.manager import FAILED_REWARDS
 from camshaft.rewards.messages import FunctionSpec
 from camshaft.stop import Stop, handle_stop_signals
-from camshaft.subprocesses import open_closed_streams
+from camshaft.subprocesses import extend_import_path, open_closed_streams
 from camshaft.temporary import remove_leftovers
 from camshaft.tracking import RunInfo, Tracking, check_trackers
 from camshaft.tracking.base import Command
@@ -278,6 +280,37 @@ class Extensions:
     """Finish the step and save a checkpoint on Ctrl-C, as on SIGTERM, and suggest calls of `Run` at the end."""
 
 
+def load_hooks(hooks: Sequence[str]) -> tuple[StepHook, ...]:
+    """Load the functions that `trainer.on_step` names. The file of a function may import modules beside it."""
+    return tuple(map(_load_hook, hooks))
+
+
+def _load_hook(text: str) -> StepHook:
+    path, name = split_function(text)
+    hook: Any
+    if path is None:
+        hook = import_attribute(name or text)
+    else:
+        extend_import_path([str(Path(path).resolve().parent)])
+        module = import_file(path, "hook")
+        functions = defined_functions(module)
+        if name is None and len(functions) == 1:
+            name = next(iter(functions))
+        if name not in vars(module):
+            names = ", ".join(functions) or "none"
+            raise ConfigError(f"the hook {text} does not exist; set {path}:<function>, one of: {names}")
+        hook = vars(module)[name]
+    if not callable(hook):
+        raise ConfigError(f"the hook {text} has type {type(hook).__name__}; set a function")
+    try:
+        inspect.signature(hook).bind(1, DataProto(), {})
+    except TypeError as error:
+        raise ConfigError(
+            f"the hook {text} cannot be called: {error}; a hook has the parameters step, batch and metrics"
+        ) from error
+    return hook
+
+
 def call_hooks(hooks: Sequence[StepHook], step: int, batch: DataProto, metrics: dict[str, float]) -> dict[str, float]:
     """Call the hooks in order, and return the metrics with those that the hooks return."""
     for hook in hooks:
@@ -285,8 +318,9 @@ def call_hooks(hooks: Sequence[StepHook], step: int, batch: DataProto, metrics: 
         if added is None:
             continue
         if not isinstance(added, Mapping) or not all(_is_metric(*item) for item in added.items()):
+            name = name_of(hook, "")
             raise ConfigError(
-                f"on_step: {name_of(hook, 'the hook')} returned {shorten(repr(added))}; return None, or a dict that "
+                f"on_step: the hook{name and f' {name}'} returned {shorten(repr(added))}; return None, or a dict that "
                 "maps names of metrics to numbers"
             )
         metrics = metrics | {name: float(value) for name, value in added.items()}

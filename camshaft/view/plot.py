@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from camshaft.errors import ConfigError
+from camshaft.plugins import install_command
 from camshaft.tracking.run_folder import RunFolder
 from camshaft.view.panels import ROWS
 
@@ -42,7 +43,9 @@ def draw(runs: Sequence[RunFolder], metrics: Sequence[str] = ()) -> Figure:
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
-        raise ConfigError("plots require matplotlib, which is not installed: pip install 'camshaft[plot]'") from error
+        raise ConfigError(
+            f"plots require matplotlib, which is not installed: {install_command('matplotlib')}"
+        ) from error
     for run in runs:
         run.metrics.poll()
     names = list(dict.fromkeys(name for run in runs for name in run.metrics.names))

@@ -50,7 +50,7 @@ ALLOWED_ON_ONE_LEVEL = {
     ("fetch", "storage"), ("fetch", "errors"), ("fetch", "hub"), ("hub", "errors"), ("__main__", "cli"),
     ("ragged", "columns"), ("ragged", "device"), ("dataproto", "device"), ("digest", "device"),
     ("config", "subprocesses"), ("storage", "subprocesses"), ("storage", "temporary"),
-    ("hub", "storage"), ("hub", "subprocesses"),
+    ("hub", "storage"), ("hub", "subprocesses"), ("storage", "plugins"),
     ("planning", "trainer"),  # checks and plans what a trainer would start
 }  # fmt: skip
 """Allowed imports within a level; `python -m camshaft` is the command line."""

@@ -18,6 +18,7 @@ from support.wandb_file import exit_codes, history
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from camshaft.errors import CheckpointError
+from camshaft.plugins import install_command
 from camshaft.roles import ActorRolloutRefWorker, SupervisedWorker
 from camshaft.tracking import RunInfo, Tracker
 from camshaft.tracking.jsonl import read_metrics
@@ -162,4 +163,4 @@ def test_a_missing_library_is_an_error_before_loading(tmp_path: Path, monkeypatc
     (tmp_path / "actor" / "model.safetensors").unlink()  # which would receive another status
     result = camshaft("ppo", *args)
     assert result.status == 2
-    assert "pip install 'camshaft[trackio]'" in result.err
+    assert install_command("trackio") in result.err

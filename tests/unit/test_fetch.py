@@ -5,6 +5,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from camshaft.errors import StorageError
 from camshaft.fetch import _target as fetch_target
 from camshaft.fetch import cache_folder, fetch
+from camshaft.plugins import install_command
 
 
 class CountingFileSystem(MemoryFileSystem):
@@ -64,6 +66,7 @@ def remote(monkeypatch: pytest.MonkeyPatch) -> CountingFileSystem:
 
 
 URL = "counting://bucket/data/train.parquet"
+INSTALL = re.escape(install_command("fsspec"))
 
 
 def test_a_file_is_copied_once_and_again_when_it_changed(remote: CountingFileSystem) -> None:
@@ -221,7 +224,7 @@ def test_a_process_waits_for_another_that_is_copying(
     [
         ("counting://bucket/none.parquet", "counting://bucket/none.parquet does not exist"),
         ("s4://bucket/x", "Protocol not known: s4"),
-        ("needs-s3://host/x", r"pip install 'camshaft\[remote\]' and the package for needs-s3:// \(Install s3fs"),
+        ("needs-s3://host/x", f"{INSTALL} and the package for needs-s3:// \\(Install s3fs"),
         ("hdfs://nowhere:1/x", r"hdfs:// is unreachable.*Set JAVA_HOME, HADOOP_HOME and CLASSPATH"),
     ],
 )
@@ -233,7 +236,7 @@ def test_unreachable_urls_report_the_reason(remote: CountingFileSystem, url: str
 
 def test_the_package_of_a_supported_file_system_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    with pytest.raises(StorageError, match=r"pip install 'camshaft\[remote\]' s3fs"):
+    with pytest.raises(StorageError, match=f"{INSTALL} s3fs"):
         fetch("s3://bucket/train.parquet")
 
 

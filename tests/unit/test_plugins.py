@@ -15,7 +15,14 @@ from camshaft.config.engine import EngineCapabilities
 from camshaft.errors import ConfigError
 
 GROUP = "camshaft.test_things"
+CHECKOUT = plugins.checkout
 KNOWN = {"decoder": "json:JSONDecoder", "encoder": "json:JSONEncoder"}
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch):
+    """Import camshaft as if it were installed."""
+    monkeypatch.setattr(plugins, "checkout", lambda: None)
 
 
 @pytest.fixture
@@ -136,6 +143,24 @@ def test_an_outdated_library_error_has_the_upgrade_command(package):
     )
     with pytest.raises(ConfigError, match=re.escape(message)):
         plugins.import_attribute("needs_newer:Engine")
+
+
+def test_a_checkout_is_named_in_the_install_command(monkeypatch):
+    monkeypatch.setattr(plugins, "checkout", lambda: Path("/home/me/camshaft"))
+    assert plugins.install_command("vllm") == "pip install -e '/home/me/camshaft[vllm]'"
+    assert plugins.install_command("torchtitan") == "pip install --no-deps torchtitan==0.3.0"
+
+
+def test_the_checkout_is_found_from_its_project_file():
+    assert CHECKOUT() == Path(__file__).parents[2]
+
+
+def test_a_wrong_class_gives_the_nearest_or_all_that_the_module_defines(package):
+    (package / "their_engines.py").write_text("import json\nclass Mine: pass\ndef helper(): pass\n")
+    with pytest.raises(ConfigError, match=r"no attribute 'Min'; did you mean 'Mine'\?"):
+        plugins.import_attribute("their_engines:Min")
+    with pytest.raises(ConfigError, match=r"no attribute 'Wrong'; it defines Mine, helper"):
+        plugins.import_attribute("their_engines:Wrong")
 
 
 def test_an_attribute_of_a_class_can_be_imported():

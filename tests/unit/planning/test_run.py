@@ -18,6 +18,7 @@ from camshaft.planning import plan_process
 from camshaft.planning.doctor import run
 from camshaft.planning.doctor.weights import read_shapes
 from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
+from camshaft.plugins import install_command
 
 
 def doctor(folder: Path, overrides: dict[str, Any] | None = None) -> dict[str, tuple[str, str, str]]:
@@ -187,7 +188,7 @@ def test_unreachable_cluster_is_found(tmp_path: Path) -> None:
 def test_missing_vllm_is_found(tmp_path: Path) -> None:
     status, message, _ = doctor(tmp_path, {"actor_rollout_ref.rollout.name": "vllm"})["libraries"]
     assert status == "FAIL"
-    assert "pip install 'camshaft[vllm]'" in message
+    assert install_command("vllm") in message
 
 
 @pytest.mark.usefixtures("no_forecast")

@@ -1,6 +1,7 @@
 """Errors of the vLLM rollout that need no vLLM; tests/vllm_rollout has the tests with vLLM."""
 
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from camshaft.config.engine import LoRAConfig
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.models.tiny import make_tiny_model
+from camshaft.plugins import install_command
 from camshaft.rollout import build_rollout
 from camshaft.rollout.vllm.adapters import adapter_arguments
 
@@ -18,7 +20,7 @@ from camshaft.rollout.vllm.adapters import adapter_arguments
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="requires an environment without vLLM")
 def test_missing_vllm_error_names_the_package(tmp_path: Path) -> None:
     config = RolloutEngineConfig(model_path=str(make_tiny_model(tmp_path / "model")))
-    with pytest.raises(RolloutError, match=r"pip install 'camshaft\[vllm\]'.*rollout.name=torch"):
+    with pytest.raises(RolloutError, match=re.escape(install_command("vllm")) + r".*rollout.name=torch"):
         build_rollout("vllm", config)
 
 

@@ -1,10 +1,12 @@
 import contextlib
+import re
 import subprocess
 import sys
 
 import pytest
 
 from camshaft.errors import ConfigError
+from camshaft.plugins import install_command
 from camshaft.tracking import TRACKERS, RunInfo, Tracker, Tracking, check_trackers, deterministic
 
 EVENTS: list[tuple] = []
@@ -155,7 +157,7 @@ def test_a_missing_library_error_names_the_fix(library, monkeypatch):
         if name.startswith((f"{library}.", f"camshaft.tracking.{library}")):
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)  # as if it were not installed
-    with pytest.raises(ConfigError, match=rf"'{library}' cannot be used: .* pip install 'camshaft\[{library}\]'"):
+    with pytest.raises(ConfigError, match=f"'{library}' cannot be used: .* {re.escape(install_command(library))}"):
         check_trackers(["jsonl", library])
 
 

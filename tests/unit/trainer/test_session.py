@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import torch
 from rich.console import Console
+from support.command_line import camshaft, sft_args
 from support.forked_python import fork_python
 from support.ppo_runs import ppo_config
 
@@ -16,9 +17,10 @@ from camshaft.data import StatefulLoader
 from camshaft.dataproto import DataProto
 from camshaft.errors import ConfigError
 from camshaft.tracking import RunInfo, Tracker
+from camshaft.tracking.jsonl import read_metrics
 from camshaft.tracking.run_folder import RunFolder
 from camshaft.tracking.terminal import log_to_console
-from camshaft.trainer.session import run_length, session
+from camshaft.trainer.session import load_hooks, run_length, session
 from camshaft.view.advice import advise
 
 
@@ -236,3 +238,45 @@ def test_a_run_from_python_suggests_python_calls(
     assert "train longer   run.resume(epochs=6)" in out
     assert f"Call camshaft.load_run({trainer.default_local_dir!r}).resume() to resume." in out
     assert "command" not in out
+
+
+HOOKS = """
+from numbers_beside import OFFSET
+
+def count(step, batch, metrics):
+    return {"rows": len(batch), "next_step": step + OFFSET}
+
+def _private(step, batch, metrics): ...
+"""
+
+
+@pytest.fixture
+def hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file with one public hook, and the module that it imports."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "numbers_beside.py").write_text("OFFSET = 1\n", encoding="utf-8")
+    path = tmp_path / "my_hooks.py"
+    path.write_text(HOOKS, encoding="utf-8")
+    return path
+
+
+def test_hooks_of_the_command_line_add_metrics(hooks: Path, tmp_path: Path) -> None:
+    overrides = {"on_step": f"[{hooks}:count,json:dumps]", "trainer.total_training_steps": 2}
+    wrong = camshaft("sft", *sft_args(tmp_path, overrides))
+    assert wrong.status == 2
+    assert "the hook json:dumps cannot be called" in wrong.err
+    assert "a hook has the parameters step, batch and metrics" in wrong.err
+    run = camshaft("sft", *sft_args(tmp_path, {**overrides, "on_step": hooks}))
+    assert run.status == 0, run.err
+    lines = read_metrics(tmp_path / "sft" / "metrics.jsonl")
+    assert [line["next_step"] for line in lines] == [2, 3]
+    assert all(line["rows"] > 0 for line in lines)
+
+
+def test_a_hook_that_does_not_exist_lists_those_of_its_file(hooks: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"does not exist; set .*my_hooks\.py:<function>, one of: count"):
+        load_hooks([f"{hooks}:cuont"])
+    with pytest.raises(ConfigError, match="file not found"):
+        ppo_config(tmp_path, {"trainer.on_step": "nowhere.py:count"})
+    with pytest.raises(ConfigError, match=r"Set file\.py:function, or package\.module:function"):
+        ppo_config(tmp_path, {"trainer.on_step": "count"})
