@@ -1,6 +1,7 @@
 """`camshaft config`: explain or list config keys.
 
 camshaft config explain algorithm.kl_ctrl.kl_coef
+camshaft config explain learning rate
 camshaft config show --trainer sft
 camshaft config docs --out docs/config.md
 """
@@ -21,7 +22,7 @@ def main(argv: Sequence[str]) -> int:
     if options.action == "docs":
         write_page(Path(options.out), reference_page())
         return 0
-    text = explain(options.key, options.trainer) if options.action == "explain" else show(options.trainer)
+    text = explain(" ".join(options.key), options.trainer) if options.action == "explain" else show(options.trainer)
     sys.stdout.write(text + "\n")
     return 0
 
@@ -30,7 +31,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="camshaft config", description="Explain or list config keys.")
     actions = parser.add_subparsers(required=True, metavar="ACTION", dest="action")
     explain_key = actions.add_parser("explain", help="explain a key or a section")
-    explain_key.add_argument("key", help="dotted key, for example algorithm.kl_ctrl.kl_coef")
+    explain_key.add_argument(
+        "key", nargs="+", help="dotted key such as algorithm.kl_ctrl.kl_coef, or text to search the descriptions for"
+    )
     show_all = actions.add_parser("show", help="print all keys with their defaults and comments")
     docs = actions.add_parser("docs", help="write the reference page of all keys")
     docs.add_argument("--out", required=True, help="Markdown file to write")

@@ -1,6 +1,7 @@
 """`camshaft metrics`, `camshaft engines` and `camshaft rollouts`: explain metrics, and list and explain backends.
 
 camshaft metrics explain actor/ppo_kl
+camshaft metrics explain policy kl
 camshaft metrics docs --out docs/metrics.md
 camshaft engines
 camshaft engines explain fsdp
@@ -13,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from camshaft import storage
 from camshaft.errors import ConfigError
@@ -25,8 +27,12 @@ def metrics(argv: Sequence[str]) -> int:
     parser, name = _parser(
         "metrics", "Explain or list logged metrics.", "explain a metric", "reference page of all metrics"
     )
-    name.add_argument("name", help="name of the metric as it is logged, for example actor/ppo_kl")
-    return _run(parser, argv, explain, reference_page)
+    name.add_argument(
+        "name",
+        nargs="+",
+        help="name of the metric as it is logged, word of the step line such as reward, or text to search for",
+    )
+    return _run(parser, argv, lambda words: explain(" ".join(words)), reference_page)
 
 
 def engines(argv: Sequence[str]) -> int:
@@ -82,7 +88,7 @@ def _parser(
 def _run(
     parser: argparse.ArgumentParser,
     argv: Sequence[str],
-    explain: Callable[[str], str],
+    explain: Callable[[Any], str],
     page: Callable[[], str],
     list_all: Callable[[], str] | None = None,
 ) -> int:

@@ -1,6 +1,7 @@
 """Render descriptions of config keys, the reference page, the table of batch sizes, and configs without secrets.
 
     explain("algorithm.kl_ctrl.kl_coef")                # camshaft config explain
+    explain("learning rate")                            # searches the descriptions
     show("sft")                                         # camshaft config show --trainer sft
     reference_page()                                    # camshaft config docs
     render_batch_table(batch_table(config, topology))   # logged at the start of an RL run
@@ -9,6 +10,7 @@
 Descriptions, types, bounds, defaults and the order of keys are read from the schema.
 """
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,6 +52,8 @@ SCHEMAS: dict[str, type[Section]] = {
     "eval": EvalConfig,
 }
 
+MAX_FOUND = 20
+"""Largest number of keys that a search lists."""
 
 _HEADER = """\
 # Defaults of camshaft {trainer}. To see the description, type and bounds of a key:
@@ -62,7 +66,10 @@ _HEADER = """\
 
 
 def explain(key: str, trainer: str = "ppo") -> str:
-    """Describe a key with its type and its default. For a section, describe all keys in it."""
+    """Describe a key with its type and its default, or all keys of a section.
+
+    Any other text is searched in the names and descriptions of the keys.
+    """
     schema = SCHEMAS[trainer]
     if key in short_names(schema) and key not in fields(schema):
         name = short_names(schema)[key]
@@ -70,9 +77,37 @@ def explain(key: str, trainer: str = "ppo") -> str:
     if ALIASES.get(key) in fields(schema):
         return f"{key} is an alias of:\n\n{explain(ALIASES[key], trainer)}"
     if key not in fields(schema):
+        if found := {} if "." in key else search(key, schema):
+            return _found(key, found, schema)
         raise ConfigError(_unknown(key, trainer))
     section = section_class(fields(schema)[key])
     return _leaf(key, schema) if section is None else _section(key, section, schema)
+
+
+def search(text: str, schema: type[Section]) -> dict[str, str]:
+    """Return the keys whose names and descriptions contain words that start with each word of a text.
+
+    Each key has the first sentence of its description. Keys whose names contain the words come first.
+    """
+    words = re.findall(r"[^\W_]+", text.lower())
+    patterns = [re.compile(rf"(?<![^\W_]){word}") for word in words]
+    ranked: list[tuple[int, str, str]] = []
+    for key, field in leaf_fields(schema).items():
+        first, _, rest = (field.description or "").partition(". ")
+        texts = [key, f"{key} {first}", f"{key} {first} {rest}"]
+        matching = [all(pattern.search(part.lower()) for pattern in patterns) for part in texts]
+        if any(matching) and words:
+            ranked.append((matching.index(True), key, first.removesuffix(".")))
+    return {key: sentence for _, key, sentence in sorted(ranked, key=lambda entry: entry[0])}
+
+
+def _found(text: str, found: Mapping[str, str], schema: type[Section]) -> str:
+    names = declared_short_names(schema)
+    shown = [(f"{key} ({names[key].name}=)" if key in names else key, found[key]) for key in list(found)[:MAX_FOUND]]
+    lines = [f"no key is called '{text}'; {len(found)} keys or their descriptions contain it:"]
+    lines += [f"  {key}\n      {sentence}" for key, sentence in shown]
+    more = len(found) - len(shown)
+    return "\n".join([*lines, *([f"  and {more} more; add a word to narrow the search"] if more else [])])
 
 
 def show(trainer: str = "ppo") -> str:

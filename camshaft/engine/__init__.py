@@ -3,6 +3,8 @@
     from camshaft.engine import build_engine
     engine = build_engine("reference", EngineConfig(...))
 
+    from camshaft.engine import PackedModel, Seat, TorchEngine, load_model      # to write an engine
+
     base.py             the interface; roles import from this package, never from a backend
     context.py          what a caller requests of a step, and what the step returns beside predictions
     torch_engine.py     base class of the built-in engines: a packed model and a torch optimizer
@@ -26,14 +28,20 @@
 from camshaft.config import backends
 from camshaft.config.backends import targets
 from camshaft.config.engine import EngineCapabilities, EngineConfig, EngineModel, EngineOptions, OptimConfig
+from camshaft.device import seed_ranks
 from camshaft.engine.base import BaseEngine, Predictions, StepResult
 from camshaft.engine.context import RoutingMode, StepContext
+from camshaft.engine.torch_engine import TorchEngine
 from camshaft.models.heads import Output
+from camshaft.models.loader import load_model
+from camshaft.models.packed import PackedModel
 from camshaft.plugins import load
+from camshaft.seat import Seat
 
 __all__ = [
     "ENGINES", "BaseEngine", "EngineCapabilities", "EngineConfig", "EngineModel", "EngineOptions", "OptimConfig",
-    "Output", "Predictions", "RoutingMode", "StepContext", "StepResult", "build_engine", "engine_class",
+    "Output", "PackedModel", "Predictions", "RoutingMode", "Seat", "StepContext", "StepResult", "TorchEngine",
+    "build_engine", "engine_class", "load_model", "seed_ranks",
 ]  # fmt: skip
 
 ENGINES = targets(backends.ENGINES)

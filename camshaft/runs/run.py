@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -36,6 +37,15 @@ class Text(str):
 
     def __repr__(self) -> str:
         return str(self)
+
+
+class History(dict[str, list[float]]):
+    """Metrics as columns. The error for an unknown name names the nearest metrics."""
+
+    def __missing__(self, name: str) -> list[float]:
+        nearest = [other for other in self if name in other][:3] or get_close_matches(name, self, n=3)
+        hint = f"; the nearest are {', '.join(nearest)}" if nearest else ""
+        raise KeyError(f"the run has not logged {name!r}{hint}")
 
 
 class Run:
@@ -81,7 +91,8 @@ class Run:
         A metric without a value at a step, such as a validation metric, is NaN there.
         """
         metrics = self._metrics()
-        return {"step": list(metrics.steps), **{name: list(metrics.column(name)) for name in metrics.names}}
+        columns = {name: list(metrics.column(name)) for name in metrics.names}
+        return History({"step": list(metrics.steps), **columns})
 
     def metrics(self, step: int | None = None) -> dict[str, float]:
         """Return the metrics of a step, by default of the last one."""
@@ -120,9 +131,9 @@ class Run:
             figure.savefig(path, dpi=DPI)
         return figure
 
-    def compare(self, other: Run) -> Text:
-        """Return the differences of two runs as a table: config, versions and metrics."""
-        return Text(compare(self._files, other._files))
+    def compare(self, *others: Run) -> Text:
+        """Return the differences of this run and others as a table: config, versions and metrics."""
+        return Text(compare(self._files, *(other._files for other in others)))
 
     def export(
         self,

@@ -18,22 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 
 from camshaft.tracking.base import Row, RunInfo, Tracker
+from camshaft.tracking.names import SCREEN
 
-HEADLINES: dict[str, tuple[str, ...]] = {
-    "reward": ("critic/score/mean", "reward/mean"),
-    "loss": ("train/loss",),
-    "accuracy": ("train/accuracy",),
-    "val": ("val/reward/mean", "val/accuracy", "val/loss"),
-    "kl penalty": ("actor/reward_kl_penalty",),
-    "kl loss": ("actor/kl_loss",),
-    "length": ("response_length/mean",),
-    "clipped": ("response_length/clip_ratio",),
-    "grad": ("actor/grad_norm", "train/grad_norm"),
-    "tok/s": ("perf/throughput",),
-    "policy kl": ("actor/ppo_kl",),
-}
-"""Maps each label on the line to metrics, of which the first available one is shown. If the line is too narrow, the
-last labels are omitted."""
 SHARES = ("clipped",)
 """Labels whose values are shown as percentages."""
 ZERO_BY_CONSTRUCTION = ("policy kl",)
@@ -92,7 +78,7 @@ class ConsoleTracker(Tracker):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._num_steps += step > 0  # step 0 is the validation before training
         self._step_times.append((step, self._clock()))
-        names = {label: next((name for name in names if name in metrics), None) for label, names in HEADLINES.items()}
+        names = {label: next((name for name in names if name in metrics), None) for label, names in SCREEN.items()}
         values = {label: float(metrics[name]) for label, name in names.items() if name}
         values = {label: value for label, value in values.items() if value or label not in ZERO_BY_CONSTRUCTION}
         for label, value in values.items():

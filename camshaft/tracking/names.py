@@ -8,7 +8,7 @@ directions.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import product
@@ -244,6 +244,22 @@ METRICS = (
     *_table("rm", _ROUTING + _RM + _SUPERVISED),
 )
 
+SCREEN: dict[str, tuple[str, ...]] = {
+    "reward": ("critic/score/mean", "reward/mean"),
+    "loss": ("train/loss",),
+    "accuracy": ("train/accuracy",),
+    "val": ("val/reward/mean", "val/accuracy", "val/loss"),
+    "kl penalty": ("actor/reward_kl_penalty",),
+    "kl loss": ("actor/kl_loss",),
+    "length": ("response_length/mean",),
+    "clipped": ("response_length/clip_ratio",),
+    "grad": ("actor/grad_norm", "train/grad_norm"),
+    "tok/s": ("perf/throughput",),
+    "policy kl": ("actor/ppo_kl",),
+}
+"""Maps each word on the line of a step to metrics, of which the first available one is shown. If the line is too
+narrow, the last words are omitted."""
+
 LEGEND = """\
 `{mean,max}` lists alternatives. `<source>` is a data source, `<value>` is `reward`, `score` or a number that the reward
 function returns, `<function>` is the name of one of several reward functions, `<n>` is
@@ -271,8 +287,30 @@ def find(name: str, trainer: str | None = None) -> Metric:
 
 
 def explain(name: str) -> str:
-    """Format the description, the unit and the source of a metric as text."""
-    metric = find(name)
+    """Describe a metric with its unit and source, a word on the line of a step, or the metrics that contain a text."""
+    if name in SCREEN:
+        logged = [metric for metric in METRICS if set(metric.names()) & set(SCREEN[name])]
+        heading = f"'{name}' on the line of a step is the first of these metrics that the run logs:"
+        return "\n\n".join([heading, *map(_description, logged)])
+    if found := [] if "/" in name else search(name):
+        lines = [f"  {metric.name}\n      {metric.description}" for metric in found]
+        return "\n".join([f"no metric is called '{name}'; {len(found)} contain it:", *lines])
+    return _description(find(name))
+
+
+def search(text: str) -> list[Metric]:
+    """Return the metrics whose names or descriptions contain words that start with each word of a text."""
+    words = [re.compile(rf"(?<![a-z]){re.escape(word)}") for word in re.findall(r"\w+", text.lower())]
+    found = {metric.name: metric for metric in METRICS if _matches_all(words, f"{metric.name} {metric.description}")}
+    in_name = [metric for metric in found.values() if _matches_all(words, metric.name)]
+    return in_name or list(found.values())
+
+
+def _matches_all(words: Sequence[re.Pattern[str]], text: str) -> bool:
+    return bool(words) and all(word.search(text.lower()) for word in words)
+
+
+def _description(metric: Metric) -> str:
     rows = [("unit", metric.unit), ("trainer", f"camshaft {metric.trainer}"), ("source", f"camshaft/{metric.source}")]
     lines = [f"  {label:<8}  {text}" for label, text in rows if text]
     return "\n".join([metric.name, f"  {metric.description}", "", *lines])

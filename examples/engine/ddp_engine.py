@@ -15,12 +15,7 @@ import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor
 
-from camshaft.device import seed_ranks
-from camshaft.engine import EngineCapabilities, EngineOptions
-from camshaft.engine.torch_engine import TorchEngine
-from camshaft.models.loader import load_model
-from camshaft.models.packed import PackedModel
-from camshaft.seat import Seat
+from camshaft.engine import EngineCapabilities, EngineOptions, PackedModel, Seat, TorchEngine, load_model, seed_ranks
 
 
 class DDPOptions(EngineOptions):

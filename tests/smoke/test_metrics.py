@@ -10,9 +10,8 @@ from support.reward_models import make_tiny_reward_model
 import camshaft as package
 from camshaft.errors import ConfigError
 from camshaft.models.tiny import make_tiny_model
-from camshaft.tracking.console import HEADLINES
 from camshaft.tracking.jsonl import read_metrics
-from camshaft.tracking.names import METRICS, find, matches
+from camshaft.tracking.names import METRICS, SCREEN, explain, find, matches
 from camshaft.trainer.metrics import RANK_REDUCTIONS
 
 HOME = Path(package.__file__).parent
@@ -120,9 +119,24 @@ def test_every_metric_is_computed_in_its_documented_module() -> None:
 
 
 def test_names_used_elsewhere_are_in_the_table() -> None:
-    headlines = {name for names in HEADLINES.values() for name in names} - {"reward/mean"}  # of `camshaft generate`
+    headlines = {name for names in SCREEN.values() for name in names} - {"reward/mean"}  # of `camshaft generate`
     for name in {*RANK_REDUCTIONS, *headlines}:
         find(name)
+
+
+def test_words_of_the_step_line_are_explained() -> None:
+    reward = camshaft("metrics", "explain", "reward").out
+    assert reward.startswith("'reward' on the line of a step is the first of these metrics that the run logs:")
+    assert "critic/score/{mean,max,min}\n  Score of a response" in reward
+    assert "Mean of log pi_old - log pi" in camshaft("metrics", "explain", "policy", "kl").out
+    for word, names in SCREEN.items():
+        assert any(name.split("/")[0] in explain(word) for name in names), word
+
+
+def test_metrics_are_found_by_a_part_of_their_name() -> None:
+    names = explain("kl").splitlines()
+    assert {"  actor/ppo_kl", "  actor/kl_loss"} <= set(names)
+    assert "  critic/score/{p10,p50,p90}" in explain("median")
 
 
 def test_an_unknown_metric_suggests_the_nearest() -> None:

@@ -17,15 +17,11 @@ from pydantic import Field
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from camshaft.device import seed_ranks
-from camshaft.engine import EngineCapabilities, EngineOptions
+from camshaft.engine import EngineCapabilities, EngineOptions, Seat, TorchEngine, load_model, seed_ranks
 from camshaft.engine.base import DtypeOf, cast_weight
 from camshaft.engine.optim import clip_and_step
 from camshaft.engine.pipeline import weights_of_all_stages
-from camshaft.engine.torch_engine import TorchEngine
 from camshaft.errors import EngineError
-from camshaft.models.loader import load_model
-from camshaft.seat import Seat
 from pipeline_engine.stage import PipelineStage
 
 

@@ -1,5 +1,7 @@
 """Descriptions of keys and sections, the file of defaults, and the reference page."""
 
+import re
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -48,6 +50,18 @@ def test_an_unknown_key_is_reported_with_the_nearest_keys():
         explain("data.response_key")
     with pytest.raises(ConfigError, match=r"Sections: data, actor_rollout_ref"):
         explain("xyzzy")
+
+
+def test_a_text_is_searched_in_the_descriptions():
+    lines = explain("learning rate").splitlines()
+    assert re.fullmatch(r"no key is called 'learning rate'; \d+ keys or their descriptions contain it:", lines[0])
+    assert lines[1:3] == [
+        "  actor_rollout_ref.actor.optim.lr (lr=)",
+        "      Peak learning rate, reached at the end of the warm-up",
+    ]
+    assert explain("number of").splitlines()[-1].endswith("more; add a word to narrow the search")
+    assert "  algorithm.kl_ctrl.kl_coef" in explain("kl").splitlines()
+    assert "  optim.lr (lr=)" in explain("Learning RATE", "sft").splitlines()
 
 
 @pytest.mark.parametrize(

@@ -84,6 +84,11 @@ def copy_of(home: Path, folder: Path, **facts: object) -> Path:
 
 def test_missing_values_are_nan(home: Path, tmp_path: Path) -> None:
     history = load_run(copy_of(home, tmp_path)).history
+    with pytest.raises(KeyError, match="has not logged 'loss'; the nearest are train/loss, val/loss"):
+        _ = history["loss"]
+    with pytest.raises(KeyError, match="the nearest are train/loss"):
+        _ = history["train/los"]
+    assert "loss" not in history
     assert math.isnan(history["val/loss"][0])
     assert history["val/loss"][1] == 1.0
     assert math.isnan(history["train/loss"][1])
