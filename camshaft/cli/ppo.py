@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 
+from camshaft.cli.sweep import table_of_runs
 from camshaft.cli.usage import CONFIG_OPTIONS, algorithm_names, print_help, short_name_table
 from camshaft.config import PPOConfig, compose
 from camshaft.fetch import fetch_models
@@ -35,13 +36,15 @@ def main(argv: Sequence[str]) -> int:
     status = 0
     configs = compose(argv, PPOConfig)
     fetch_models(source for config in configs for source in config.model_sources())
-    for config in configs:
-        from camshaft.planning.memory_error import explain_memory_errors
-        from camshaft.trainer.loop import run
-        from camshaft.trainer.ppo import PPOTrainer
+    with table_of_runs() as folders:
+        for config in configs:
+            folders.append(config.trainer.default_local_dir)
+            from camshaft.planning.memory_error import explain_memory_errors
+            from camshaft.trainer.loop import run
+            from camshaft.trainer.ppo import PPOTrainer
 
-        with explain_memory_errors(config, argv):
-            status = max(status, run(config, PPOTrainer.open))
-        if status > ENDED_BY_SIGNAL:
-            break
+            with explain_memory_errors(config, argv):
+                status = max(status, run(config, PPOTrainer.open))
+            if status > ENDED_BY_SIGNAL:
+                break
     return status

@@ -6,7 +6,7 @@
     camshaft plot checkpoints/demo/first checkpoints/demo/second --out curves.png
     camshaft plot checkpoints/demo --metric actor/entropy --metric critic/score/mean
 
-For `camshaft plot`, a folder that contains several runs stands for all of them.
+For `camshaft compare` and `camshaft plot`, a folder that contains several runs stands for all of them.
 """
 
 import argparse
@@ -58,12 +58,15 @@ def show(argv: Sequence[str]) -> int:
 def compare(argv: Sequence[str]) -> int:
     """Print the comparison, and return the exit status."""
     parser = argparse.ArgumentParser(
-        prog="camshaft compare", description="Compare config, versions and metrics of two runs."
+        prog="camshaft compare",
+        description="Compare config, versions and metrics of runs. Equal config keys are left out.",
     )
-    parser.add_argument("first", metavar="RUN", help="folder of a run (trainer.default_local_dir)")
-    parser.add_argument("second", metavar="RUN", help="folder of another run")
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="folder of a run, or a folder that contains runs")
     args = parser.parse_args(argv)
-    sys.stdout.write(text.compare(RunFolder(args.first), RunFolder(args.second)) + "\n")
+    runs = find_runs(*args.runs)
+    if len(runs) < 2:
+        raise ConfigError(f"{', '.join(args.runs)}: found {len(runs)} runs; name at least two runs to compare")
+    sys.stdout.write(text.compare(*runs) + "\n")
     return 0
 
 

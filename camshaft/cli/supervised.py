@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from camshaft.cli.sweep import table_of_runs
 from camshaft.cli.usage import CONFIG_OPTIONS, print_help, short_name_table
 from camshaft.config import RMConfig, SFTConfig, SupervisedConfig, compose
 from camshaft.fetch import fetch_models
@@ -36,10 +37,12 @@ def _train_all(configs: Sequence[SupervisedConfig], trainer_class: Callable[...,
     from camshaft.trainer.loop import run
 
     status = 0
-    for config in configs:
-        status = max(status, run(config, trainer_class))
-        if status > ENDED_BY_SIGNAL:
-            break
+    with table_of_runs() as folders:
+        for config in configs:
+            folders.append(config.trainer.default_local_dir)
+            status = max(status, run(config, trainer_class))
+            if status > ENDED_BY_SIGNAL:
+                break
     return status
 
 

@@ -33,8 +33,8 @@ from urllib.parse import parse_qs, urlsplit
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.tracking.run_folder import RunFolder, find_runs
 from camshaft.view import data
+from camshaft.view.differences import differing_keys, ignored_keys
 from camshaft.view.ranking import ORDERS, Ranking
-from camshaft.view.text import config_differences, ignored_keys
 
 STATIC = Path(__file__).parent / "static"
 FILES = {
@@ -139,13 +139,12 @@ def configs(runs: Sequence[RunFolder]) -> dict[str, Any]:
     first = runs[0]
     info = {name: value for name, value in first.info().items() if name != "config"}
     contents = [run.config() for run in runs]
-    keys = dict.fromkeys(key for other in runs[1:] for key in config_differences(first, other))
     return {
         "info": info,
         "config": {key: str(value) for key, value in first.config().items()},
         "ignored": list(ignored_keys(first.config())),
         "names": [run.name for run in runs],
-        "differences": {key: [str(content.get(key)) for content in contents] for key in keys},
+        "differences": {key: list(map(str, values)) for key, values in differing_keys(contents).items()},
     }
 
 

@@ -9,17 +9,14 @@ Texts of responses are escaped, so that they cannot control the terminal.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from camshaft.config.schema.algorithm import estimator_inputs
 from camshaft.tracking.console import format_number
 from camshaft.tracking.run_folder import RunFolder, RunFolderError, read_samples
+from camshaft.view.differences import differing_keys, key_columns, missing_keys
 from camshaft.view.panels import HEADLINES, LABELS, REWARD, VALIDATION, first_logged
-
-MACHINE_KEYS = ("trainer.default_local_dir", "trainer.experiment_name", "trainer.validation_data_dir")
-"""Config keys that differ between all runs and are left out of comparisons."""
 
 
 def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
@@ -33,18 +30,20 @@ def table(rows: Sequence[Sequence[str]], indent: str = "") -> str:
 
 
 def runs_table(runs: Sequence[RunFolder], now: float) -> str:
-    """Return one line per run: state, step, phase and its age, reward and validation."""
+    """Return one line per run: differing config keys, state, step, phase and its age, reward and validation."""
     for run in runs:
         run.metrics.poll()
     progress = [first_logged(REWARD, run.metrics.names) for run in runs]
     labels = list(dict.fromkeys(LABELS[name] for name in progress if name)) or ["reward"]
-    rows = [("run", "state", "step", "phase", "for", " or ".join(labels), "validation")]
-    for run, name in zip(runs, progress, strict=True):
+    columns = key_columns(runs)
+    rows = [("run", *columns, "state", "step", "phase", "for", " or ".join(labels), "validation")]
+    for index, (run, name) in enumerate(zip(runs, progress, strict=True)):
         info, status, state, names = run.info(), run.status(), run.state(), run.metrics.names
         in_progress = status is not None and state in ("running", "killed")
         rows.append(
             (
                 printable(str(run.path)),
+                *(printable(cells[index]) for cells in columns.values()),
                 state,
                 f"{run.metrics.last_step}/{info.get('total_steps', '?')}",
                 printable(status.phase) if status and in_progress else "",
@@ -150,68 +149,56 @@ def _spread(group: Sequence[Mapping[str, Any]]) -> float:
     return max(scores) - min(scores)
 
 
-def compare(first: RunFolder, second: RunFolder) -> str:
-    """Return the differences of two runs: config, versions, and metrics at their last common step."""
-    parts = [table([("", first.name, second.name), *_facts(first, second)])]
-    changes = config_differences(first, second)
-    if changes:
-        rows = [(key, *(_config_text(value) for value in values)) for key, values in changes.items()]
-        parts.append(table([("config", first.name, second.name), *rows]))
-    else:
-        parts.append("The configs are equal." if first.config() else "The first run has no run.json with its config.")
-    for run in (first, second):
+def compare(*runs: RunFolder) -> str:
+    """Return the differences of runs: state, versions, config, and metrics at their last common step."""
+    names, configs = [run.name for run in runs], [run.config() for run in runs]
+    parts = [table([("", *names), *_facts(runs)])]
+    if differences := differing_keys(configs):
+        rows = [(key, *(_config_text(value) for value in values)) for key, values in differences.items()]
+        parts.append(table([("config", *names), *rows]))
+    elif all(configs):
+        parts.append("The configs are equal.")
+    if without := [number for number, config in enumerate(configs) if not config]:
+        owner = names[without[0]] if without[0] else "The first run"
+        parts.append(f"{owner} has no run.json with its config.")
+    elif missing := missing_keys(configs):
+        commands = ", ".join(dict.fromkeys(str(run.info().get("command")) for run in runs))
+        parts.append(f"{len(missing)} keys are in the configs of some runs only (commands: {commands}).")
+    for run in runs:
         run.metrics.poll()
-    common = sorted(set(first.metrics.steps) & set(second.metrics.steps))
+    common = sorted(set.intersection(*(set(run.metrics.steps) for run in runs)))
     if not common:
         return "\n\n".join([*parts, "The runs have no step in common."])
-    rows = [_metric_row(name, first, second, common[-1]) for name in HEADLINES]
-    found = [row for row in rows if row is not None]
-    heading = (f"metrics up to step {common[-1]}", first.name, second.name, "difference")
-    return "\n\n".join([*parts, table([heading, *found])])
+    rows = [_metric_row(name, runs, common[-1]) for name in HEADLINES]
+    heading = (f"metrics up to step {common[-1]}", *names, *(["difference"] if len(runs) == 2 else []))
+    return "\n\n".join([*parts, table([heading, *filter(None, rows)])])
 
 
-def config_differences(first: RunFolder, second: RunFolder) -> dict[str, tuple[Any, Any]]:
-    """Return the values of the config keys in which two runs differ, except for names, folders and unused roles."""
-    one, other = first.config(), second.config()
-    ignored = tuple(set(ignored_keys(one)) & set(ignored_keys(other)))
-    keys = [key for key in {**one, **other} if not key.startswith(ignored)]
-    return {key: (one.get(key), other.get(key)) for key in keys if one.get(key) != other.get(key)}
-
-
-def ignored_keys(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield prefixes of keys that are not compared: of names and folders, and of roles that a PPO run does not have."""
-    yield from MACHINE_KEYS
-    estimator = config.get("algorithm.adv_estimator")
-    if not config.get("critic.enable") and estimator is not None and not estimator_inputs(estimator).values:
-        yield "critic."
-    if not config.get("reward_model.enable", True):
-        yield "reward_model."
-
-
-def _facts(first: RunFolder, second: RunFolder) -> list[tuple[str, str, str]]:
-    infos = (first.info(), second.info())
-    rows: list[tuple[str, str, str]] = [("state", first.state(), second.state())]
-    for name in ("host", "total_steps"):
-        one, other = (str(info.get(name, "")) for info in infos)
-        rows.append((name.replace("_", " "), one, other))
+def _facts(runs: Sequence[RunFolder]) -> list[tuple[str, ...]]:
+    """Return the state of each run, and host, length and versions if they differ."""
+    infos = [run.info() for run in runs]
     versions = [info.get("versions", {}) | {"camshaft": info.get("version", "")} for info in infos]
-    for name in dict.fromkeys([*versions[0], *versions[1]]):
-        if versions[0].get(name) != versions[1].get(name):
-            one, other = (str(version.get(name, "")) for version in versions)
-            rows.append((f"version of {name}", one, other))
-    return rows
+    facts = {name.replace("_", " "): [info.get(name, "") for info in infos] for name in ("host", "total_steps")}
+    for name in dict.fromkeys(name for version in versions for name in version):
+        facts[f"version of {name}"] = [version.get(name, "") for version in versions]
+    differing = {name: values for name, values in facts.items() if any(value != values[0] for value in values)}
+    rows = {"state": [run.state() for run in runs], **differing}
+    return [(name, *map(str, values)) for name, values in rows.items()]
 
 
-def _metric_row(name: str, first: RunFolder, second: RunFolder, step: int) -> tuple[str, str, str, str] | None:
-    """Return the last values of a metric up to a step, or None if a run has not logged it."""
+def _metric_row(name: str, runs: Sequence[RunFolder], step: int) -> tuple[str, ...] | None:
+    """Return the last values of a metric up to a step, or None if fewer than two runs have logged it."""
     values = []
-    for run in (first, second):
+    for run in runs:
         steps, logged = run.metrics.series(name)
-        earlier = [value for at, value in zip(steps, logged, strict=True) if at <= step]
-        if not earlier:
-            return None
-        values.append(earlier[-1])
-    return name, format_number(values[0]), format_number(values[1]), f"{values[1] - values[0]:+.4g}"
+        values.append(
+            next((value for at, value in zip(reversed(steps), reversed(logged), strict=True) if at <= step), None)
+        )
+    known = [value for value in values if value is not None]
+    if len(known) < 2:
+        return None
+    cells = ["-" if value is None else format_number(value) for value in values]
+    return (name, *cells, *([f"{known[1] - known[0]:+.4g}"] if len(runs) == 2 else []))
 
 
 def _config_text(value: Any) -> str:

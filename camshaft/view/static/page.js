@@ -53,13 +53,13 @@ async function get(path) {
 
 function storedConfig(runs) {
   const configs = runs.map((run) => stored.configs[run]), first = configs[0];
-  const keys = [...new Set(configs.flatMap(({ config }) => Object.keys(config)))];
+  const keys = Object.keys(first.config).filter((key) => configs.every(({ config }) => key in config));
   const ignored = first.ignored.filter((prefix) => configs.every((one) => one.ignored.includes(prefix)));
   const isCompared = (key) => !ignored.some((prefix) => key.startsWith(prefix));
   const differing = keys.filter((key) => isCompared(key) && configs.some(({ config }) => config[key] !== first.config[key]));
   return {
     ...first, names: configs.map((config) => config.names[0]),
-    differences: Object.fromEntries(differing.map((key) => [key, configs.map(({ config }) => config[key] ?? "None")])),
+    differences: Object.fromEntries(differing.map((key) => [key, configs.map(({ config }) => config[key])])),
   };
 }
 

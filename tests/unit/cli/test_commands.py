@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from support.command_line import camshaft
 from support.ppo_runs import ppo_args
+from support.run_folders import make_run
 
 from camshaft.cli import COMMANDS, main
 from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig, compose
@@ -106,6 +107,25 @@ def test_a_run_stopped_by_a_signal_ends_its_sweep(trained: Statuses, tmp_path: P
     seeds = trained(1, 143, 0)
     assert main(["ppo", *sweep(tmp_path, "1,2,3")]) == 143
     assert seeds == [1, 2]
+
+
+def test_a_sweep_ends_with_a_table_of_its_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def train(config: PPOConfig, _: object) -> int:
+        make_run(Path(config.trainer.default_local_dir), changes={"trainer.seed": config.trainer.seed})
+        if config.trainer.seed == 3:
+            raise BatchError("the third run fails")
+        return 0
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("camshaft.trainer.loop.run", train)
+    assert main(["ppo", *sweep(tmp_path, "1,2,3,4")]) == 1
+    out, err = capfd.readouterr()
+    header, *lines = out.splitlines()[-4:]
+    assert header.split() == ["run", "seed", "state", "step", "phase", "for", "reward", "validation"]
+    assert [line.split()[:3] for line in lines] == [[f"out/{seed}", str(seed), "finished"] for seed in (1, 2, 3)]
+    assert "the third run fails" in err
 
 
 def test_cfg_job_starts_no_run(trained: Statuses, tmp_path: Path, capfd) -> None:

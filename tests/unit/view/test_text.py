@@ -10,10 +10,11 @@ from support.run_folders import make_run, sample_rows
 
 from camshaft.data.tables import write_parquet
 from camshaft.tracking.names import METRICS, matches
-from camshaft.tracking.run_folder import RunFolder
+from camshaft.tracking.run_folder import RunFolder, find_runs
+from camshaft.view.differences import differing_keys
 from camshaft.view.panels import HEADLINES, ROWS
 from camshaft.view.plot import draw
-from camshaft.view.text import compare, config_differences, printable, runs_table, show_step
+from camshaft.view.text import compare, printable, runs_table, show_step
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +110,38 @@ def test_a_comparison_lists_config_state_and_metrics(runs: Path) -> None:
     assert rows["metrics up to step 20"][-1] == "difference"
     score = f"{1 - 0.9**20:.4g}"
     assert rows["critic/score/mean"][1:] == [score, score, "+0"]
-    assert config_differences(RunFolder(runs / "first"), RunFolder(runs / "first")) == {}
+    assert differing_keys([RunFolder(runs / "first").config()] * 2) == {}
+
+
+def test_any_number_of_runs_is_compared(runs: Path, tmp_path: Path) -> None:
+    make_run(tmp_path / "third", steps=10, changes={"actor_rollout_ref.actor.optim.lr": 1e-4, "only.here": 1})
+    shown = camshaft("compare", str(runs), str(tmp_path / "third"))
+    assert shown.status == 0
+    rows = {line.split("  ")[0]: line.split() for line in shown.out.splitlines() if line}
+    assert rows["config"][1:] == ["first", "second", "third"]
+    assert rows["actor_rollout_ref.actor.optim.lr"][1:] == ["1e-05", "0.001", "0.0001"]
+    assert "only.here" not in rows
+    assert "1 keys are in the configs of some runs only (commands: ppo)." in shown.out
+    assert rows["metrics up to step 10"][-3:] == ["first", "second", "third"]
+    assert rows["critic/score/mean"][1:] == [f"{1 - 0.9**10:.4g}"] * 3
+    one = camshaft("compare", str(runs / "first"))
+    assert (one.status, "found 1 runs; name at least two" in one.err) == (2, True)
+
+
+def test_the_table_of_runs_shows_the_keys_that_differ(runs: Path, tmp_path: Path) -> None:
+    changes = {"trainer.seed": 7, "trainer.project_name": "sums"}
+    make_run(tmp_path / "a", changes={**changes, "data.train_files": "/data/one/train.parquet"})
+    make_run(tmp_path / "b", changes={**changes, "data.train_files": "/data/two/train.parquet"})
+    make_run(tmp_path / "c", changes={**changes, "data.train_files": "/data/two/x.parquet", "trainer.seed": 8})
+    lines = runs_table(find_runs(tmp_path), now=0.0).splitlines()
+    assert lines[0].split()[:4] == ["run", "data", "seed", "state"]
+    assert [line.split()[1:3] for line in lines[1:]] == [
+        ["/data/one/train.parquet", "7"],
+        ["/data/two/train.parquet", "7"],
+        ["/data/two/x.parquet", "8"],
+    ]
+    header = runs_table(find_runs(runs), now=0.0).splitlines()[0]
+    assert header.split()[:3] == ["run", "lr", "state"]
 
 
 def test_keys_of_roles_that_neither_run_has_are_not_compared(tmp_path: Path) -> None:
@@ -119,10 +151,10 @@ def test_keys_of_roles_that_neither_run_has_are_not_compared(tmp_path: Path) -> 
         return RunFolder(make_run(tmp_path / name, steps=1, changes=changes))
 
     grpo, rloo, ppo = run("a", "grpo"), run("b", "rloo"), run("c", "gae")
-    assert list(config_differences(grpo, rloo)) == ["algorithm.adv_estimator"]
-    assert list(config_differences(grpo, ppo)) == ["algorithm.adv_estimator", "critic.model.path"]
+    assert list(differing_keys([grpo.config(), rloo.config()])) == ["algorithm.adv_estimator"]
+    assert list(differing_keys([grpo.config(), ppo.config()])) == ["algorithm.adv_estimator", "critic.model.path"]
     scored = run("d", "grpo", **{"reward_model.enable": True})
-    assert list(config_differences(grpo, scored)) == ["reward_model.enable", "reward_model.model.path"]
+    assert list(differing_keys([grpo.config(), scored.config()])) == ["reward_model.enable", "reward_model.model.path"]
 
 
 def test_runs_without_a_common_step_are_compared_by_config(tmp_path: Path) -> None:
