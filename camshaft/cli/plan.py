@@ -1,10 +1,11 @@
-"""`camshaft plan`: forecast the memory of a PPO run before it starts.
+"""`camshaft plan`: forecast the memory of a run before it starts.
 
     camshaft plan model=models/tiny data=train.jsonl key=value ...
     camshaft plan --memory 64GiB trainer.n_gpus_per_node=4 key=value ...
     camshaft plan --device h100 trainer.n_gpus_per_node=8 key=value ...
+    camshaft plan --trainer sft model=models/tiny data=train.jsonl key=value ...
 
-The command accepts the same arguments as `camshaft ppo`.
+The command accepts the same arguments as `camshaft ppo`, or as `camshaft sft` and `camshaft rm` with `--trainer`.
 """
 
 import argparse
@@ -13,10 +14,11 @@ import re
 import sys
 from collections.abc import Sequence
 
-from camshaft.config import PPOConfig, compose
+from camshaft.config import PPOConfig, RMConfig, SFTConfig, compose
 from camshaft.errors import ConfigError
 
 DOES_NOT_FIT = 3
+SCHEMAS = {"ppo": PPOConfig, "sft": SFTConfig, "rm": RMConfig}
 UNITS = {"": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
@@ -28,7 +30,8 @@ def main(argv: Sequence[str]) -> int:
         from camshaft.planning.devices import parse_device
 
         memory, overrides = parse_device(options.device), ["trainer.device=cuda", *overrides]
-    configs = compose(overrides, PPOConfig)
+    schema = SCHEMAS[options.trainer]
+    configs = compose(overrides, schema)
     if not configs:  # the arguments only print the config
         return 0
     if len(configs) > 1:
@@ -41,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     from camshaft.planning.plan import as_dict, find_change, make_plan, report, solve
 
     if options.solve:
-        value = solve(overrides, options.solve, memory)
+        value = solve(overrides, options.solve, memory, schema)
         if options.json:
             text = json.dumps({"key": options.solve, "value": value})
         elif value is None:
@@ -53,14 +56,14 @@ def main(argv: Sequence[str]) -> int:
     plan = make_plan(configs[0], memory)
     if options.json:
         content = as_dict(plan)
-        if not plan.fits and (proposal := find_change(overrides, memory)) is not None:
+        if not plan.fits and (proposal := find_change(overrides, memory, schema)) is not None:
             content["change"] = list(proposal[0])
         sys.stdout.write(json.dumps(content, indent=2) + "\n")
         return 0 if plan.fits else DOES_NOT_FIT
     sys.stdout.write(report(plan) + "\n")
     if plan.fits:
         return 0
-    change = find_change(overrides, memory)
+    change = find_change(overrides, memory, schema)
     if change is None:
         sys.stdout.write("no change of micro-batches, checkpointing, offloading or sequence parallelism makes it fit\n")
     else:
@@ -81,11 +84,13 @@ def parse_size(text: str) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="camshaft plan",
-        usage="camshaft plan [--device NAME | --memory SIZE] [--solve KEY] [--json] key=value ...",
+        usage="camshaft plan [--trainer NAME] [--device NAME | --memory SIZE] [--solve KEY] [--json] key=value ...",
         description="Forecast the peak memory of each role and phase, and the size of checkpoints, with the arguments "
-        "of camshaft ppo. The engines' own code runs on one fake rank. No weights are read and nothing is computed.",
+        "of camshaft ppo, sft or rm. The engines' own code runs on one fake rank. No weights are read and nothing is "
+        "computed.",
         epilog="Exit status: 0 if the run fits, 3 if it does not, 2 if the config is invalid.",
     )
+    parser.add_argument("--trainer", choices=SCHEMAS, default="ppo", help="command of the run (default: ppo)")
     memory = parser.add_mutually_exclusive_group()
     memory.add_argument("--device", metavar="NAME", help="plan a run on GPUs of this kind, such as h100 or a100-40")
     memory.add_argument(

@@ -9,12 +9,13 @@ tensors that a run would hold in host memory.
 
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from camshaft.config import EngineConfig, PPOConfig
+from camshaft.config import EngineConfig, PPOConfig, SupervisedConfig
 from camshaft.engine.fsdp import FSDPEngine
 from camshaft.engine.fsdp.weights import allocate
 from camshaft.engine.offload import Part, Parts
@@ -24,6 +25,7 @@ from camshaft.models.packed import PackedModel
 from camshaft.planning.tensor_memory import TensorMemory, active_memory
 
 DEVICE = torch.device("cuda")
+Config = TypeVar("Config", bound=PPOConfig | SupervisedConfig)
 
 
 class SimulatedParts(Parts):
@@ -116,13 +118,16 @@ SIMULATED = {"reference": SimulatedSingleDeviceEngine, "fsdp": SimulatedFSDPEngi
 """Simulated engines by the name of the engine."""
 
 
-def simulated(config: PPOConfig) -> PPOConfig:
+def simulated(config: Config) -> Config:
     """Return the config of the run with simulated engines."""
 
     def target(strategy: str) -> str:
         engine = SIMULATED.get(strategy)
         return f"{__name__}:{engine.__name__}" if engine else strategy
 
+    trainer = config.trainer.model_copy(update={"device": "cpu"})
+    if isinstance(config, SupervisedConfig):
+        return config.model_copy(update={"strategy": target(config.strategy), "trainer": trainer})
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     actor = policy.actor.model_copy(update={"strategy": target(policy.actor.strategy)})
     return config.model_copy(
@@ -130,6 +135,6 @@ def simulated(config: PPOConfig) -> PPOConfig:
             "actor_rollout_ref": policy.model_copy(update={"actor": actor}),
             "critic": critic.model_copy(update={"strategy": target(critic.strategy)}),
             "reward_model": reward.model_copy(update={"strategy": target(reward.strategy)}),
-            "trainer": config.trainer.model_copy(update={"device": "cpu"}),
+            "trainer": trainer,
         }
     )

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from camshaft.config import PPOConfig, compose
+from camshaft.config import GLOBAL_POOL, PPOConfig, RMConfig, SFTConfig, SupervisedConfig, compose
 from camshaft.config.backends import ENGINES, engine_capabilities
+from camshaft.config.schema.model import AnyModelConfig
 from camshaft.config.tree import get
 from camshaft.engine.sharded import OFFLOADS
 from camshaft.errors import ConfigError
@@ -21,25 +22,34 @@ from camshaft.planning.generator import Generator, forecast_generator
 from camshaft.planning.layers import Phase
 from camshaft.planning.trace import (
     CRITIC,
+    MODEL,
     POLICY,
     REWARD,
     TRACED_ROLLOUT,
+    UPDATES,
+    Config,
     engine_model,
     forecast,
     group_topology,
     strategies,
 )
 
+Schema = type[PPOConfig] | type[SFTConfig] | type[RMConfig]
+
 DEVICES = ("cpu", "cuda")
 """Values of `trainer.device` that can be forecast."""
-ORDER = ("build", "sync", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "save")
+ORDER = (
+    "build", "sync", "gen", "reward", "old_log_prob", "ref", "values", "update_critic", "update_actor", "train",
+    "validate", "save",
+)  # fmt: skip
 """Phases in the order of a training step."""
 MICRO_BATCHES = {
-    "update_actor": ("actor_rollout_ref.actor", "use_dynamic_bsz", "ppo"),
-    "update_critic": ("critic", "use_dynamic_bsz", "ppo"),
-    "values": ("critic", "use_dynamic_bsz", "forward"),
-    "old_log_prob": ("actor_rollout_ref.rollout", "log_prob_use_dynamic_bsz", "log_prob"),
-    "ref": ("actor_rollout_ref.ref", "log_prob_use_dynamic_bsz", "log_prob"),
+    "update_actor": ("actor_rollout_ref.actor.", "use_dynamic_bsz", "ppo"),
+    "update_critic": ("critic.", "use_dynamic_bsz", "ppo"),
+    "values": ("critic.", "use_dynamic_bsz", "forward"),
+    "old_log_prob": ("actor_rollout_ref.rollout.", "log_prob_use_dynamic_bsz", "log_prob"),
+    "ref": ("actor_rollout_ref.ref.", "log_prob_use_dynamic_bsz", "log_prob"),
+    **dict.fromkeys(("train", "validate"), ("data.", "use_dynamic_bsz", "")),
 }
 """Keys of the micro-batches of a phase: their section, the key of dynamic batching, and the prefix of their size."""
 
@@ -79,17 +89,23 @@ class Plan:
         return self.tightest.peak <= self.memory
 
 
-def make_plan(config: PPOConfig, memory: int | None) -> Plan:
+def make_plan(config: Config, memory: int | None) -> Plan:
     """Forecast a run. `memory` is that of each device, or of the whole machine if the run uses none."""
     _check_supported(config)
     limit = _memory_per_rank(config, memory)
     traces = {group: _forecast(config, group) for group in strategies(config)}
-    pools = config.pools()
+    pools = _pools(config)
     rows: list[Row] = []
     for pool in dict.fromkeys(pools[group] for group in traces):
         in_pool = {group: phases for group, phases in traces.items() if pools[group] == pool}
-        rows += _pool_rows(pool, in_pool, _generator(config, in_pool, limit))
+        generator = _generator(config, in_pool, limit) if isinstance(config, PPOConfig) else Generator(0, 0, 0)
+        rows += _pool_rows(pool, in_pool, generator)
     return Plan(rows, limit, list(_notes(config)))
+
+
+def _pools(config: Config) -> dict[str, str]:
+    """Return the resource pool of each group of roles."""
+    return config.pools() if isinstance(config, PPOConfig) else {MODEL: GLOBAL_POOL}
 
 
 def _pool_rows(pool: str, traces: dict[str, list[Phase]], generator: Generator) -> list[Row]:
@@ -120,27 +136,27 @@ def _generator(config: PPOConfig, traces: dict[str, list[Phase]], memory: int) -
 
 _cache: dict[str, list[Phase]] = {}
 
-PROCESS_GROWTH = {POLICY: 80 << 20, CRITIC: 45 << 20, REWARD: 45 << 20}
+PROCESS_GROWTH = {POLICY: 80 << 20, CRITIC: 45 << 20, REWARD: 45 << 20, MODEL: 45 << 20}
 """Growth of the process of a rank on a CPU besides its tensors, in bytes."""
 PEFT_GROWTH = 10 << 20
 """Additional growth of a process that trains an adapter and therefore imports PEFT."""
 
 
-def process_growth(config: PPOConfig, group: str) -> int:
+def process_growth(config: Config, group: str) -> int:
     """Return the growth of the process of a rank besides its tensors, for libraries and buffers (docs/plan.md)."""
     return PROCESS_GROWTH[group] + (PEFT_GROWTH if engine_model(config, group).lora else 0)
 
 
-def _forecast(config: PPOConfig, group: str) -> list[Phase]:
+def _forecast(config: Config, group: str) -> list[Phase]:
     """Return the phases of a group, from an earlier forecast if no setting that the group reads has changed."""
     others = {POLICY: {CRITIC, "reward_model"}}.get(group, set())
-    key = f"{group} {config.model_dump_json(exclude=others)}"
+    key = f"{group} {type(config).__name__} {config.model_dump_json(exclude=others)}"
     if key not in _cache:
         _cache[key] = forecast(config, group)
     return _cache[key]
 
 
-def _check_supported(config: PPOConfig) -> None:
+def _check_supported(config: Config) -> None:
     device = config.trainer.device
     if device not in DEVICES:
         devices = " and ".join(DEVICES)
@@ -152,40 +168,43 @@ def _check_supported(config: PPOConfig) -> None:
             raise ConfigError(
                 f"camshaft plan does not forecast the engine '{strategy}' of {group}; it forecasts {supported}"
             )
-    if config.routing_mode() is not None:
+    if isinstance(config, PPOConfig) and config.routing_mode() is not None:
         raise ConfigError(
             "camshaft plan does not forecast router replay; set actor_rollout_ref.actor.router_replay.mode=disabled "
             "and actor_rollout_ref.rollout.enable_return_routed_experts=false"
         )
 
 
-def _memory_per_rank(config: PPOConfig, memory: int | None) -> int:
+def _memory_per_rank(config: Config, memory: int | None) -> int:
     """Return the memory of a device, or an equal share of the memory of the machine for each rank of all pools."""
     if config.trainer.device != "cpu":
         return device_memory(config.trainer.device) if memory is None else memory
-    groups = {pool: group for group, pool in reversed(config.pools().items())}  # one group of each pool
+    groups = {pool: group for group, pool in reversed(_pools(config).items())}  # one group of each pool
     ranks = sum(group_topology(config, group).world_size for group in groups.values())
     return (memory_limit() if memory is None else memory) // ranks
 
 
-def _notes(config: PPOConfig) -> Iterator[str]:
+def _notes(config: Config) -> Iterator[str]:
     """Yield what the figures leave out."""
-    rollout = config.actor_rollout_ref.rollout.name
     if config.trainer.device == "cpu":
         yield "the figures are live tensors; processes, libraries and communication buffers need more (docs/plan.md)"
-        known = rollout == TRACED_ROLLOUT
     else:
         yield (
             "the figures are live tensors on each device; the CUDA context, communication buffers and fragmentation "
             "need more (docs/plan.md)"
         )
-        known = forecast_generator(config, GIB, 0, 1) is not None
-    if not known:
-        yield f"gen: the memory of rollout.name={rollout} is not forecast"
+    if isinstance(config, PPOConfig) and not _forecasts_generator(config):
+        yield f"gen: the memory of rollout.name={config.actor_rollout_ref.rollout.name} is not forecast"
     yield "save: the size on disk is forecast, its memory is not"
     if config.trainer.device == "cpu":
         growth = sum(process_growth(config, group) for group in strategies(config)) >> 20
         yield f"libraries and buffers of a process need about {growth} MiB more (docs/plan.md)"
+
+
+def _forecasts_generator(config: PPOConfig) -> bool:
+    if config.trainer.device == "cpu":
+        return config.actor_rollout_ref.rollout.name == TRACED_ROLLOUT
+    return forecast_generator(config, GIB, 0, 1) is not None
 
 
 # -- changes --------------------------------------------------------------------------------------
@@ -194,27 +213,35 @@ FAR_TOO_MUCH = 1.5
 """Peak, relative to the memory of a rank, above which a run is planned with all changes first."""
 
 
-def find_change(overrides: Sequence[str], memory: int | None) -> tuple[tuple[str, ...], Plan] | None:
+def compose_run(overrides: Sequence[str], schema: Schema) -> Config:
+    """Return the config of the run that overrides describe."""
+    (config,) = compose(overrides, schema)  # pyright: ignore[reportArgumentType]
+    return config
+
+
+def find_change(
+    overrides: Sequence[str], memory: int | None, schema: Schema = PPOConfig
+) -> tuple[tuple[str, ...], Plan] | None:
     """Return the cheapest changes that make the run fit, and its plan; None if none of them suffices.
 
     Changes are tried one at a time in the order of their cost. If no single change suffices, they are added up. A run
     that needs far too much memory is planned with all changes first, because the search takes several plans.
     """
-    (config,) = compose(overrides, PPOConfig)
+    config = compose_run(overrides, schema)
     plan = make_plan(config, memory)
     if plan.tightest.peak > FAR_TOO_MUCH * plan.memory:
-        strongest = _try_plan([*overrides, *_all_changes(config, plan, overrides)], memory)
+        strongest = _try_plan([*overrides, *_all_changes(config, plan, overrides)], memory, schema)
         if strongest is not None and not strongest.fits:
             return None
     for change in _changes(config, plan.tightest):
-        plan = _try_plan([*overrides, *change], memory)
+        plan = _try_plan([*overrides, *change], memory, schema)
         if plan is not None and plan.fits:
             return change, plan
     total: tuple[str, ...] = ()
     for _ in range(8):
-        (config,) = compose([*overrides, *total], PPOConfig)
+        config = compose_run([*overrides, *total], schema)
         for change in _changes(config, make_plan(config, memory).tightest):
-            plan = _try_plan([*overrides, *total, *change], memory)
+            plan = _try_plan([*overrides, *total, *change], memory, schema)
             if plan is not None and plan.tightest.peak < make_plan(config, memory).tightest.peak:
                 total = (*total, *change)
                 break
@@ -225,32 +252,40 @@ def find_change(overrides: Sequence[str], memory: int | None) -> tuple[tuple[str
     return None
 
 
-def _try_plan(overrides: Sequence[str], memory: int | None) -> Plan | None:
+def _try_plan(overrides: Sequence[str], memory: int | None, schema: Schema) -> Plan | None:
     """Return the plan of a changed run; None if its config is invalid."""
     try:
-        (config,) = compose(overrides, PPOConfig)
+        config = compose_run(overrides, schema)
         return make_plan(config, memory)
     except ConfigError:
         return None
 
 
-def _changes(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]:
+def _changes(config: Config, row: Row) -> Iterator[tuple[str, ...]]:
     """Yield changes that may lower the peak of a phase, the cheapest first. None of them changes the results."""
-    is_critic = row.role == CRITIC
-    role, model = ("critic", "critic.model") if is_critic else ("actor_rollout_ref.actor", "actor_rollout_ref.model")
-    section: Any = config.critic if is_critic else config.actor_rollout_ref.actor
     yield from _smaller_micro_batches(config, row)
-    checkpoints = (config.critic.model if is_critic else config.actor_rollout_ref.model).enable_gradient_checkpointing
-    if row.phase.startswith("update") and not checkpoints:
-        yield (f"{model}.enable_gradient_checkpointing=true",)
+    role, model, section, settings = _trained_keys(config, row)
+    if row.phase in UPDATES and not settings.enable_gradient_checkpointing:
+        yield (f"{model}enable_gradient_checkpointing=true",)
     if config.trainer.device != "cpu":
         yield from _offloads(config)
-        yield from _smaller_generator(config, row)
+        if isinstance(config, PPOConfig):
+            yield from _smaller_generator(config, row)
     if engine_capabilities(section.strategy).multiple_ranks:
-        yield (f"{role}.ulysses_sequence_parallel_size={2 * section.ulysses_sequence_parallel_size}",)
+        yield (f"{role}ulysses_sequence_parallel_size={2 * section.ulysses_sequence_parallel_size}",)
 
 
-def _all_changes(config: PPOConfig, plan: Plan, overrides: Sequence[str]) -> list[str]:
+def _trained_keys(config: Config, row: Row) -> tuple[str, str, Any, AnyModelConfig]:
+    """Return the prefixes of the keys of a role and of its model, their section, and that of the model."""
+    if isinstance(config, SupervisedConfig):
+        return "", "model.", config, config.model
+    if row.role == CRITIC:
+        return "critic.", "critic.model.", config.critic, config.critic.model
+    policy = config.actor_rollout_ref
+    return "actor_rollout_ref.actor.", "actor_rollout_ref.model.", policy.actor, policy.model
+
+
+def _all_changes(config: Config, plan: Plan, overrides: Sequence[str]) -> list[str]:
     """Return all changes of all phases, each as far as it goes."""
     changes: dict[str, str] = {}
     for row in plan.rows:
@@ -258,7 +293,7 @@ def _all_changes(config: PPOConfig, plan: Plan, overrides: Sequence[str]) -> lis
             changes |= dict(item.split("=", 1) for item in change)
     for key in [key for key in changes if key.endswith("ulysses_sequence_parallel_size")]:
         size = int(changes.pop(key))
-        while _is_valid([*overrides, *_assignments(changes | {key: str(size)})]):
+        while _is_valid([*overrides, *_assignments(changes | {key: str(size)})], type(config)):
             changes[key] = str(size)
             size *= 2
     return _assignments(changes)
@@ -268,28 +303,31 @@ def _assignments(values: Mapping[str, str]) -> list[str]:
     return [f"{key}={value}" for key, value in values.items()]
 
 
-def _is_valid(overrides: Sequence[str]) -> bool:
+def _is_valid(overrides: Sequence[str], schema: Schema) -> bool:
     try:
-        compose(overrides, PPOConfig)
+        compose_run(overrides, schema)
     except ConfigError:
         return False
     return True
 
 
-def _offloads(config: PPOConfig) -> Iterator[tuple[str, ...]]:
+def _offloads(config: Config) -> Iterator[tuple[str, ...]]:
     """Yield keys that keep the state of a role in host memory while other roles compute."""
-    policy, critic = config.actor_rollout_ref, config.critic
-    roles: dict[str, tuple[str, Any]] = {
-        "actor_rollout_ref.ref": (policy.actor.strategy, policy.ref),
-        "critic.model": (critic.strategy, critic.model),
-        "actor_rollout_ref.actor": (policy.actor.strategy, policy.actor),
-    }
+    if isinstance(config, SupervisedConfig):
+        roles: dict[str, tuple[str, Any]] = {"": (config.strategy, config)}
+    else:
+        policy, critic = config.actor_rollout_ref, config.critic
+        roles = {
+            "actor_rollout_ref.ref.": (policy.actor.strategy, policy.ref),
+            "critic.model.": (critic.strategy, critic.model),
+            "actor_rollout_ref.actor.": (policy.actor.strategy, policy.actor),
+        }
     for section, (strategy, role) in roles.items():
         values = role.fsdp_config.model_dump()
         options = engine_capabilities(strategy).options.model_fields
         keys = [key for key in OFFLOADS.values() if values.get(key) is False and key in options]
         if keys:
-            yield tuple(f"{section}.fsdp_config.{key}=true" for key in keys)
+            yield tuple(f"{section}fsdp_config.{key}=true" for key in keys)
 
 
 def _smaller_generator(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]:
@@ -299,22 +337,28 @@ def _smaller_generator(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]
         yield (f"actor_rollout_ref.rollout.gpu_memory_utilization={smaller / 10}",)
 
 
-def _smaller_micro_batches(config: PPOConfig, row: Row) -> Iterator[tuple[str, ...]]:
+def _smaller_micro_batches(config: Config, row: Row) -> Iterator[tuple[str, ...]]:
     """Yield half and a quarter of the micro-batch size, and so on, of the phase."""
     if row.phase not in MICRO_BATCHES:
         return
     section, flag, prefix = MICRO_BATCHES[row.phase]
-    values = get(config.model_dump(), section)
+    values = get(config.model_dump(), section.removesuffix("."))
     is_dynamic = values[flag]
-    key = f"{prefix}_max_token_len_per_gpu" if is_dynamic else f"{prefix}_micro_batch_size_per_gpu"
-    least = config.data.max_prompt_length + config.data.max_response_length if is_dynamic else 1
+    key = (f"{prefix}_max_token_len_per_gpu" if is_dynamic else f"{prefix}_micro_batch_size_per_gpu").lstrip("_")
+    least = _longest_row(config) if is_dynamic else 1
     value = values[key]
     while value is not None and value // 2 >= least:
         value //= 2
-        yield (f"{section}.{key}={value}",)
+        yield (f"{section}{key}={value}",)
 
 
-def solve(overrides: Sequence[str], key: str, memory: int | None) -> int | None:
+def _longest_row(config: Config) -> int:
+    if isinstance(config, SupervisedConfig):
+        return config.max_row_length()
+    return config.data.max_prompt_length + config.data.max_response_length
+
+
+def solve(overrides: Sequence[str], key: str, memory: int | None, schema: Schema = PPOConfig) -> int | None:
     """Return the largest integer of a key with which the run fits, to within 2 %; None if no value does.
 
     It doubles the value until the run no longer fits, and then halves the interval. Invalid values do not fit. If all
@@ -324,7 +368,7 @@ def solve(overrides: Sequence[str], key: str, memory: int | None) -> int | None:
 
     def fits(value: int) -> bool:
         try:
-            (config,) = compose([*overrides, f"{key}={value}"], PPOConfig)
+            config = compose_run([*overrides, f"{key}={value}"], schema)
             return make_plan(config, memory).fits
         except ConfigError as error:
             errors.append(error)

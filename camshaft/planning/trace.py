@@ -11,16 +11,18 @@ layers of a model with many layers (`layers.py`), and simulates the devices of a
 """
 
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from camshaft.config import PPOConfig, Topology, derive
+from camshaft.config import PPOConfig, RMConfig, SFTConfig, SupervisedConfig, Topology, derive
 from camshaft.config.backends import engine_capabilities
 from camshaft.config.engine import EngineModel
 from camshaft.dataproto import DataProto, Ragged
@@ -33,22 +35,29 @@ from camshaft.planning.engines import simulated
 from camshaft.planning.generator import keeps_tensors
 from camshaft.planning.layers import Phase, Trace, choose_layers, extrapolate, layer_kinds, mark_layers
 from camshaft.planning.tensor_memory import Part, TensorMemory
+from camshaft.roles import RMWorker, SFTWorker
 from camshaft.rollout.builtin.cpu.linears import Layout, PackableLinear, choose_layout, is_layout_valid, packed_linears
 from camshaft.rollout.builtin.decode_trace import Forward
 from camshaft.trainer.build import role_classes
 
-POLICY, CRITIC, REWARD = "actor_rollout_ref", "critic", "reward_model"
+POLICY, CRITIC, REWARD, MODEL = "actor_rollout_ref", "critic", "reward_model", "model"
+"""Groups of roles. A supervised run has only the model that it trains."""
 TRACED_ROLLOUT = "torch"
 """Rollout that generates with the weights of the engine. Others reserve their memory themselves."""
 STEPS = 2
 """Number of training steps. The second one has all optimizer state."""
+UPDATES = ("update_critic", "update_actor", "train")
+"""Phases with optimizer steps."""
 
+Config = PPOConfig | SFTConfig | RMConfig
 Action = tuple[str, str, Callable[[], Any]]
 """Role, name of the phase, and the call."""
 
 
-def strategies(config: PPOConfig) -> dict[str, str]:
+def strategies(config: Config) -> dict[str, str]:
     """Return the engine of each group of roles."""
+    if isinstance(config, SupervisedConfig):
+        return {MODEL: config.strategy}
     engines = {POLICY: config.actor_rollout_ref.actor.strategy}
     if config.needs_critic():
         engines[CRITIC] = config.critic.strategy
@@ -57,17 +66,17 @@ def strategies(config: PPOConfig) -> dict[str, str]:
     return engines
 
 
-def measure(config: PPOConfig, group: str, memory: Any = None) -> list[Phase]:
+def measure(config: Config, group: str, memory: Any = None) -> list[Phase]:
     """Run all phases of a group of roles on this rank, and return the memory of each phase.
 
     On a GPU, `memory` reads the memory of the device, with the methods of `TensorMemory` that the phases use.
     """
     os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # a thread of transformers would create uncounted tensors
     with TensorMemory() if memory is None else nullcontext(memory) as active:
-        return [trace.phase for trace in _Tracer(config, group, active, on_device=memory is not None).run()]
+        return [trace.phase for trace in _tracer(config, group, active, on_device=memory is not None).run()]
 
 
-def forecast(config: PPOConfig, group: str) -> list[Phase]:
+def forecast(config: Config, group: str) -> list[Phase]:
     """Return the memory of each phase of a group of roles on rank 0, without computing anything."""
     hf = skeleton(engine_model(config, group), "float32").hf
     layers = choose_layers(layer_kinds(hf))
@@ -76,7 +85,7 @@ def forecast(config: PPOConfig, group: str) -> list[Phase]:
 
 
 def trace_layers(
-    config: PPOConfig, group: str, counts: Sequence[int], types: Sequence[str] | None = None
+    config: Config, group: str, counts: Sequence[int], types: Sequence[str] | None = None
 ) -> list[list[Trace]]:
     """Trace a group of roles on rank 0 of a fake process group, once for each number of layers."""
     on_device = config.trainer.device != "cpu"
@@ -87,11 +96,15 @@ def trace_layers(
             block_factors.cache_clear()  # so that each trace contains them, not only the first
             is_layout_valid.cache_clear()
             with TensorMemory(computes=False) as memory:
-                traces.append(_Tracer(with_layers(config, group, count, types), group, memory, on_device).run())
+                traces.append(_tracer(with_layers(config, group, count, types), group, memory, on_device).run())
     return traces
 
 
-def engine_model(config: PPOConfig, group: str) -> EngineModel:
+def engine_model(config: Config, group: str) -> EngineModel:
+    if isinstance(config, SFTConfig):
+        return derive.sft_engine(config, STEPS).model
+    if isinstance(config, RMConfig):
+        return derive.rm_engine(config, STEPS).model
     if group == REWARD:
         return derive.reward_engine_model(config)
     if group == CRITIC:
@@ -99,23 +112,29 @@ def engine_model(config: PPOConfig, group: str) -> EngineModel:
     return derive.engine_model(config.actor_rollout_ref.model)
 
 
-def with_layers(config: PPOConfig, group: str, count: int, types: Sequence[str] | None) -> PPOConfig:
+def with_layers(config: Config, group: str, count: int, types: Sequence[str] | None) -> Config:
     """Return the config with the first `count` layers of the model of a group. `types` are those of all layers."""
     changes: dict[str, Any] = {"num_hidden_layers": count}
     if types is not None:
         changes["layer_types"] = list(types[:count])
-    section: Any = {POLICY: config.actor_rollout_ref, CRITIC: config.critic, REWARD: config.reward_model}[group]
+    sections: dict[str, Any] = {MODEL: config}
+    if isinstance(config, PPOConfig):
+        sections = {POLICY: config.actor_rollout_ref, CRITIC: config.critic, REWARD: config.reward_model}
+    section = sections[group]
     model = section.model.model_copy(update={"override_config": {**section.model.override_config, **changes}})
-    return config.model_copy(update={group: section.model_copy(update={"model": model})})
+    changed = section.model_copy(update={"model": model})
+    return changed if group == MODEL else config.model_copy(update={group: changed})
 
 
-def group_topology(config: PPOConfig, group: str) -> Topology:
+def group_topology(config: Config, group: str) -> Topology:
+    if isinstance(config, SupervisedConfig):
+        return Topology(config.trainer.world_size)
     topology = config.topology()
     return {CRITIC: topology.critic_topology(), REWARD: topology.reward_model_topology()}.get(group, topology)
 
 
 @contextmanager
-def _fake_group(config: PPOConfig, group: str) -> Iterator[None]:
+def _fake_group(config: Config, group: str) -> Iterator[None]:
     """Be rank 0 of a process group whose collectives do nothing, for an engine of several ranks."""
     if not engine_capabilities(strategies(config)[group]).multiple_ranks:
         yield
@@ -130,62 +149,62 @@ def _fake_group(config: PPOConfig, group: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-class _Tracer:
+def _tracer(config: Config, group: str, memory: TensorMemory, on_device: bool) -> "Tracer":
+    if isinstance(config, PPOConfig):
+        return _PPOTracer(config, group, memory, on_device)
+    return _SupervisedTracer(config, memory, on_device)
+
+
+class Tracer(ABC):
     """Runs the roles of a group on this rank, and records the memory of their phases."""
 
-    def __init__(self, config: PPOConfig, group: str, memory: TensorMemory, on_device: bool):
-        self.config, self.group, self.memory, self.on_device = config, group, memory, on_device
+    def __init__(self, engines: dict[str, TorchEngine], memory: TensorMemory, on_device: bool):
+        self.engines, self.memory, self.on_device = engines, memory, on_device
         self.is_forecast = not memory.computes
         self.phases: dict[tuple[str, str], Phase] = {}
         self.parts: dict[tuple[str, str], list[Part]] = {}
-        self.generation = ExitStack()
         self.repeats = 2
         """Number of optimizer steps of a forecast, and of their micro-batches."""
-        self.engines: dict[str, TorchEngine] = {}
-        policy, critic, reward = role_classes(config)
-        topology = config.topology()
-        if group == POLICY:
-            self.worker: Any = policy(config, topology, STEPS)
-            self.engines["actor"] = self.worker.actor.engine
-            if config.kl_plan().needs_model:
-                self.engines["ref"] = self.worker.ref.engine
-        else:
-            self.worker = critic(config, topology, STEPS) if group == CRITIC else reward(config, topology)
-            self.engines[group] = self.worker.engine
         if self.is_forecast:
-            for engine in self.engines.values():  # weights are initialized instead of loaded
+            for engine in engines.values():  # weights are initialized instead of loaded
                 model = engine.config.model.model_copy(update={"random_init": True})
                 engine.config = engine.config.model_copy(update={"model": model})
 
-    def run(self) -> list[Trace]:
-        """Build the roles and run the phases of `STEPS` training steps."""
+    @abstractmethod
+    def actions(self) -> Iterator[Action]:
+        """Yield the phases of a training step that the group takes part in, in the order of the trainer."""
+
+    def init_models(self) -> None:
+        """Build all models."""
         for role, engine in self.engines.items():
-            init = self.worker.init_model if self.group == REWARD else engine.init_model
-            self._record(role, "build", init)
+            self.record(role, "build", partial(self.init_model, role))
             if self.is_forecast and isinstance(engine.module, PackedModel):
                 mark_layers(engine.module.hf, self.memory)
-        if self._generates():
-            self._record("rollout", "build", self.worker.rollout.init_model)
-            if self.is_forecast:
-                self._shorten_generation()
+
+    def init_model(self, role: str) -> None:
+        self.engines[role].init_model()
+
+    def run(self) -> list[Trace]:
+        """Build the roles and run the phases of `STEPS` training steps."""
+        self.init_models()
         for step in range(STEPS):
             self.repeats = 1 if step == 0 else 2
-            for role, name, action in self._actions():
+            for role, name, action in self.actions():
                 tries_layouts = name == "gen" and not self.on_device  # of packed weights, in the first step only
                 if not self.is_forecast or step > 0 or tries_layouts:
-                    self._record(role, name, action)
-                elif name.startswith("update"):
+                    self.record(role, name, action)
+                elif name in UPDATES:
                     action()
         for role, engine in self.engines.items():
             if engine.config.optim is not None:
                 states = [value for state in engine.optimizer.state.values() for value in state.values()]
                 tensors = [*engine.checkpoint_weights().values(), *(s for s in states if isinstance(s, Tensor))]
                 size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)  # of all shards
-                self._record(role, "save", lambda: None)
+                self.record(role, "save", lambda: None)
                 self.phases[role, "save"] = self.phases[role, "save"]._replace(disk=size)
         return [Trace(phase, self.parts[key]) for key, phase in self.phases.items()]
 
-    def _record(self, role: str, name: str, action: Callable[[], Any]) -> None:
+    def record(self, role: str, name: str, action: Callable[[], Any]) -> None:
         """Run a phase, and keep the maximum of its peaks over all steps."""
         self.memory.reset_peak()
         action()
@@ -195,10 +214,51 @@ class _Tracer:
         peak, host = max(part.peak for part in parts), max(part.host_peak for part in parts)
         self.phases[role, name] = Phase(role, name, peak, self.memory.live, host=host)
 
+    def in_host_memory(self) -> AbstractContextManager[None]:
+        """Return the context in which batches are created."""
+        return self.memory.on_host() if self.on_device else nullcontext()
+
+    def _fewest(self, rows: int, sequences: int | None, tokens: int | None, longest: int) -> int:
+        """Return the number of rows with which a phase has its peak. A forecast needs only a few micro-batches.
+
+        `sequences` or `tokens` limit a micro-batch, and a row adds at most `longest` tokens to it.
+        """
+        return min(rows, self.repeats * (sequences or max(1, (tokens or 1) // longest))) if self.is_forecast else rows
+
+
+class _PPOTracer(Tracer):
+    """Traces the roles of a group of an RL run."""
+
+    def __init__(self, config: PPOConfig, group: str, memory: TensorMemory, on_device: bool):
+        self.config, self.group, self.generation = config, group, ExitStack()
+        policy, critic, reward = role_classes(config)
+        topology = config.topology()
+        if group == POLICY:
+            self.worker: Any = policy(config, topology, STEPS)
+            engines = {"actor": self.worker.actor.engine}
+            if config.kl_plan().needs_model:
+                engines["ref"] = self.worker.ref.engine
+        else:
+            self.worker = critic(config, topology, STEPS) if group == CRITIC else reward(config, topology)
+            engines = {group: self.worker.engine}
+        super().__init__(engines, memory, on_device)
+
+    def init_model(self, role: str) -> None:
+        if self.group == REWARD:
+            self.worker.init_model()
+        else:
+            super().init_model(role)
+
+    def init_models(self) -> None:
+        super().init_models()
+        if self._generates():
+            self.record("rollout", "build", self.worker.rollout.init_model)
+            if self.is_forecast:
+                self._shorten_generation()
+
     # -- phases -----------------------------------------------------------------------------------
 
-    def _actions(self) -> Iterator[Action]:
-        """Yield the phases of a training step that the group takes part in, in the order of the trainer."""
+    def actions(self) -> Iterator[Action]:
         config, worker, topology = self.config, self.worker, self.config.topology()
         if self.group == REWARD:
             rows = self._inference_batch(config.reward_dp_size(topology))
@@ -290,10 +350,10 @@ class _Tracer:
         return max(1, self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n // dp_size)
 
     def _inference_batch(self, dp_size: int, role: str | None = None) -> DataProto:
-        rows, engine = self._rows(dp_size), self.engines[role or next(iter(self.engines))].config
-        if self.is_forecast:
-            rows = min(rows, self.repeats * self._micro_batch(engine.infer_micro_batch_size, engine.infer_max_tokens))
-        return self._batch(rows)
+        engine, longest = self.engines[role or next(iter(self.engines))].config, self.config.data.max_response_length
+        return self._batch(
+            self._fewest(self._rows(dp_size), engine.infer_micro_batch_size, engine.infer_max_tokens, longest)
+        )
 
     def _update_batch(self, role: Any, mini_batch: int, dp_size: int) -> DataProto:
         steps, engine = max(1, self._rows(dp_size) // mini_batch), role.engine.config
@@ -303,14 +363,10 @@ class _Tracer:
             # another prompt, which needs the most memory.
             size, prompts = engine.micro_batch_size, mini_batch // self.config.actor_rollout_ref.rollout.n
             shares_prompts = steps == 1 or size is None or size > prompts
-            steps = min(steps, self.repeats)
-            mini_batch = min(mini_batch, self.repeats * self._micro_batch(engine.micro_batch_size, engine.max_tokens))
+            steps, longest = min(steps, self.repeats), self.config.data.max_response_length
+            mini_batch = self._fewest(mini_batch, engine.micro_batch_size, engine.max_tokens, longest)
             role.mini_batch_size = mini_batch
         return self._batch(steps * mini_batch, shares_prompts)
-
-    def _micro_batch(self, sequences: int | None, tokens: int | None) -> int:
-        """Return the largest number of rows in a micro-batch. Rows may share the tokens of their prompt."""
-        return sequences or max(1, (tokens or 1) // self.config.data.max_response_length)
 
     def _batch(self, rows: int, shares_prompts: bool = True) -> DataProto:
         """Return rows of the maximum length, with all columns that a phase reads. They are in host memory.
@@ -320,7 +376,7 @@ class _Tracer:
         data, random = self.config.data, torch.Generator().manual_seed(0)
         prompt, response = data.max_prompt_length, data.max_response_length
         group = self.config.actor_rollout_ref.rollout.n if shares_prompts else 1
-        with self.memory.on_host() if self.on_device else nullcontext():
+        with self.in_host_memory():
             prompts = [torch.randint(TOKENS, (prompt,), generator=random) for _ in range(-(-rows // group))]
             tokens = torch.randint(TOKENS, (rows * response,), generator=random)
             responses = Ragged(tokens, torch.full((rows,), response))
@@ -331,6 +387,42 @@ class _Tracer:
             }
             numbers = responses.like(torch.zeros(len(responses.values)))
             return DataProto.from_dict(columns | dict.fromkeys(NUMBERS, numbers))
+
+
+class _SupervisedTracer(Tracer):
+    """Traces the model of a supervised run."""
+
+    def __init__(self, config: SFTConfig | RMConfig, memory: TensorMemory, on_device: bool):
+        self.config = config
+        worker = SFTWorker(config, STEPS) if isinstance(config, SFTConfig) else RMWorker(config, STEPS)
+        self.worker = worker
+        super().__init__({MODEL: worker.engine}, memory, on_device)  # pyright: ignore[reportArgumentType]
+
+    def actions(self) -> Iterator[Action]:
+        dp_size = Topology(self.config.trainer.world_size).dp_size(self.config.ranks_per_row())
+        rows, engine = max(1, self.config.data.train_batch_size // dp_size), self.engines[MODEL].config
+        longest = self.config.max_row_length()
+        batch = self._batch(self._fewest(rows, engine.micro_batch_size, engine.max_tokens, longest))
+        yield MODEL, "train", lambda: self.worker.train_batch(batch)
+        if self.config.data.val_files:
+            held_out = self._batch(self._fewest(rows, engine.infer_micro_batch_size, engine.infer_max_tokens, longest))
+            worker = self.worker
+            infer = worker.compute_log_prob if isinstance(worker, SFTWorker) else worker.compute_scores
+            yield MODEL, "validate", lambda: infer(held_out)
+
+    def _batch(self, rows: int) -> DataProto:
+        """Return rows of the maximum length, all of whose tokens are trained. They are in host memory."""
+        length, random = self.config.data.max_length, torch.Generator().manual_seed(0)
+        with self.in_host_memory():
+
+            def sequences() -> Ragged:
+                return Ragged(torch.randint(TOKENS, (rows * length,), generator=random), torch.full((rows,), length))
+
+            if isinstance(self.config, RMConfig):
+                columns = {"chosen": sequences(), "rejected": sequences(), "margin": torch.zeros(rows)}
+                return DataProto.from_dict(columns)
+            ids = sequences()
+            return DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(ids.positions() > 0)})
 
 
 NUMBERS = (

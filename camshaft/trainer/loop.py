@@ -13,7 +13,6 @@ import contextlib
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
@@ -33,7 +32,7 @@ from camshaft.trainer.divergence import DivergenceCheck
 from camshaft.trainer.metrics import StepMetrics
 from camshaft.trainer.resume import check_resume, config_record, log_resume
 from camshaft.trainer.schedule import SAVE_INTERVAL, Schedule
-from camshaft.trainer.session import Extensions, StepHook, call_hooks, check_libraries, load_hooks, session
+from camshaft.trainer.session import Extensions, StepHook, call_hooks, check_libraries, session, with_hooks
 
 C = TypeVar("C", bound=PPOConfig | SupervisedConfig)
 T = TypeVar("T")
@@ -311,8 +310,7 @@ Opened = Callable[[C, Extensions], contextlib.AbstractContextManager[TrainingLoo
 def run(config: C, opened: Opened[C], extensions: Extensions | None = None) -> int:
     """Check the machine, train with one config, and return the exit status."""
     check_libraries(config)
-    extensions = extensions or Extensions()
-    extensions = replace(extensions, on_step=(*load_hooks(config.trainer.on_step), *extensions.on_step))
+    extensions = with_hooks(config.trainer.on_step, extensions)
     ranks = sum(spec.world_size for spec in pool_specs(config))
     with contextlib.ExitStack() as stack:
         entered = stack.enter_context(session(config.trainer, ranks, extensions.from_python))

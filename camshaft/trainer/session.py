@@ -15,7 +15,7 @@ import numbers
 import shlex
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -280,12 +280,14 @@ class Extensions:
     """Finish the step and save a checkpoint on Ctrl-C, as on SIGTERM, and suggest calls of `Run` at the end."""
 
 
-def load_hooks(hooks: Sequence[str]) -> tuple[StepHook, ...]:
-    """Load the functions that `trainer.on_step` names. The file of a function may import modules beside it."""
-    return tuple(map(_load_hook, hooks))
+def with_hooks(names: Sequence[str], extensions: Extensions | None) -> Extensions:
+    """Return the extensions of a run with the hooks that `trainer.on_step` names, which are called first."""
+    extensions = extensions or Extensions()
+    return replace(extensions, on_step=(*map(load_hook, names), *extensions.on_step))
 
 
-def _load_hook(text: str) -> StepHook:
+def load_hook(text: str) -> StepHook:
+    """Load the function that `file.py:function` or `module:function` names. A file may import modules beside it."""
     path, name = split_function(text)
     hook: Any
     if path is None:
@@ -318,13 +320,17 @@ def call_hooks(hooks: Sequence[StepHook], step: int, batch: DataProto, metrics: 
         if added is None:
             continue
         if not isinstance(added, Mapping) or not all(_is_metric(*item) for item in added.items()):
-            name = name_of(hook, "")
-            raise ConfigError(
-                f"on_step: the hook{name and f' {name}'} returned {shorten(repr(added))}; return None, or a dict that "
-                "maps names of metrics to numbers"
-            )
+            raise _wrong_result(hook, added)
         metrics = metrics | {name: float(value) for name, value in added.items()}
     return metrics
+
+
+def _wrong_result(hook: StepHook, result: object) -> ConfigError:
+    name = name_of(hook, "")
+    return ConfigError(
+        f"on_step: the hook{name and f' {name}'} returned {shorten(repr(result))}; return None, or a dict that maps "
+        "names of metrics to numbers"
+    )
 
 
 def _is_metric(name: object, value: object) -> bool:

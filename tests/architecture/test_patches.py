@@ -15,7 +15,7 @@ ALLOWED = {
     "engine.megatron.cpu: mock.patch.object(token_dispatcher)": "Megatron assumes CUDA; restored",
     "engine.megatron.cpu: mock.patch.object(logging.getLogger(random.__name__))": "a wrong warning on a CPU; restored",
     "engine.torchtitan.mesh: parallel_dims.device_type": "torchtitan assumes CUDA; restored",
-    "rewards.loading: sys.modules[name]": "imports a file, whose classes dataclasses and pickle look up there",
+    "plugins: sys.modules[name]": "imports a file, whose classes dataclasses and pickle look up there",
     "rollout.builtin.tracer: exec(code.src)": "runs the code that torch.fx generates for a graph",
     "rollout.vllm.environment: torch.set_num_threads": "restores the function that vLLM has replaced",
     "subprocesses: sys.stdout": "Python sets it to None if the stream is closed at start",

@@ -11,18 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from support.command_line import camshaft
+from support.command_line import camshaft, rm_args, sft_args
 from support.ranks import run_ranks
 from torch._C._distributed_c10d import _get_work_registry_size
 
 from benchmarks.plan import cases, overrides, run_arguments, write_inputs
 from camshaft.cli.plan import parse_size
-from camshaft.config import PPOConfig, compose
+from camshaft.config import PPOConfig, RMConfig, SFTConfig, compose
 from camshaft.errors import ConfigError
 from camshaft.planning import plan as plan_module
-from camshaft.planning.plan import find_change, make_plan, process_growth
+from camshaft.planning.plan import compose_run, find_change, make_plan, process_growth
 from camshaft.planning.tensor_memory import TensorMemory
-from camshaft.planning.trace import CRITIC, Phase, forecast, measure
+from camshaft.planning.trace import CRITIC, MODEL, Phase, forecast, measure
 from camshaft.rollout.builtin.cpu.linears import MKLPacked, OneDNNPacked, is_layout_valid
 
 QUICK = (("fsdp", 2, CRITIC, "checkpointing"),)
@@ -214,7 +214,7 @@ def test_the_search_ends_early_if_all_changes_together_do_not_suffice(
 ) -> None:
     tried: list[list[str]] = []
     real = plan_module._try_plan
-    monkeypatch.setattr(plan_module, "_try_plan", lambda run, memory: tried.append(list(run)) or real(run, memory))
+    monkeypatch.setattr(plan_module, "_try_plan", lambda run, *rest: tried.append(list(run)) or real(run, *rest))
     changes = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4", "critic.ppo_micro_batch_size_per_gpu=4"]
     assert find_change(arguments(folder, *changes, strategy="reference"), 1 << 20) is None
     (strongest,) = tried
@@ -233,3 +233,27 @@ def check_change(arguments: list[str], ranks: int, key: str) -> None:
     assert any(key in override for override in change[0]), change[0]
     (changed,) = compose([*arguments, *change[0]], PPOConfig)
     assert make_plan(changed, memory).fits
+
+
+@pytest.mark.parametrize("schema", [SFTConfig, RMConfig])
+def test_forecast_of_a_supervised_run_matches_it(
+    schema: type[SFTConfig] | type[RMConfig], process: ProcessPoolExecutor, tmp_path: Path
+) -> None:
+    args = sft_args if schema is SFTConfig else rm_args
+    held_out = tmp_path / "data" / ("sft_heldout.parquet" if schema is SFTConfig else "preference_heldout.parquet")
+    config = compose_run(args(tmp_path, {"data.val_files": held_out}), schema)
+    planned: list[Phase] = process.submit(forecast, config, MODEL).result(timeout=60)
+    measured: list[Phase] = run_ranks(measure, 1, config, MODEL)[0]
+    assert [phase.name for phase in planned] == ["build", "train", "validate", "save"]
+    for plan, real in zip(planned[1:], measured[1:], strict=True):  # `reference` loads its weights by another path
+        assert plan[:2] == real[:2]
+        assert matches(plan, real), (plan, real)
+
+
+def test_the_plan_of_a_supervised_run_names_a_change(tmp_path: Path) -> None:
+    overrides = ["--trainer", "sft", *sft_args(tmp_path, {"data.max_length": 256})]
+    plan = json.loads(camshaft("plan", "--json", *overrides).out)
+    assert (plan["fits"], plan["tightest"]["phase"]) == (True, "train")
+    small = camshaft("plan", "--memory", str(plan["tightest"]["peak"] * 9 // 10), *overrides)
+    assert small.status == 3
+    assert "it fits with data.micro_batch_size_per_gpu=2:" in small.out

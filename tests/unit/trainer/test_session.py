@@ -20,7 +20,7 @@ from camshaft.tracking import RunInfo, Tracker
 from camshaft.tracking.jsonl import read_metrics
 from camshaft.tracking.run_folder import RunFolder
 from camshaft.tracking.terminal import log_to_console
-from camshaft.trainer.session import load_hooks, run_length, session
+from camshaft.trainer.session import load_hook, run_length, session
 from camshaft.view.advice import advise
 
 
@@ -275,7 +275,7 @@ def test_hooks_of_the_command_line_add_metrics(hooks: Path, tmp_path: Path) -> N
 
 def test_a_hook_that_does_not_exist_lists_those_of_its_file(hooks: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"does not exist; set .*my_hooks\.py:<function>, one of: count"):
-        load_hooks([f"{hooks}:cuont"])
+        load_hook(f"{hooks}:cuont")
     with pytest.raises(ConfigError, match="file not found"):
         ppo_config(tmp_path, {"trainer.on_step": "nowhere.py:count"})
     with pytest.raises(ConfigError, match=r"Set file\.py:function, or package\.module:function"):
