@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from camshaft.cli.usage import CONFIG_OPTIONS, print_help, short_name_table
 from camshaft.config import GenerateConfig, compose
 from camshaft.fetch import fetch_models
+from camshaft.trainer.prerequisites import check_prerequisites
 
 USAGE = f"""\
 usage: camshaft generate key=value ...   generate responses to the prompts of a data file
@@ -27,6 +28,8 @@ def main(argv: Sequence[str]) -> int:
     if print_help(argv, USAGE):
         return 0
     configs = compose(argv, GenerateConfig)
+    for config in configs:
+        check_prerequisites(config)
     fetch_models(source for config in configs for source in config.model_sources())
     for config in configs:
         generate(config)
@@ -42,9 +45,7 @@ def generate(config: GenerateConfig) -> None:
     from camshaft.tracking.terminal import log_to_console
     from camshaft.trainer.evaluate import score_table
     from camshaft.trainer.generate import GenerateRun
-    from camshaft.trainer.session import check_libraries
 
-    check_libraries(config)
     console = shared_console()
     if config.trainer.backend() == "local":
         check_device(config.trainer.device, config.trainer.n_gpus_per_node)

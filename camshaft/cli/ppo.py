@@ -10,6 +10,7 @@ from camshaft.cli.usage import CONFIG_OPTIONS, algorithm_names, print_help, shor
 from camshaft.config import PPOConfig, compose
 from camshaft.fetch import fetch_models
 from camshaft.stop import ENDED_BY_SIGNAL
+from camshaft.trainer.prerequisites import check_prerequisites
 
 USAGE = f"""\
 usage: camshaft ppo key=value ...        train with PPO, GRPO and related algorithms
@@ -35,6 +36,8 @@ def main(argv: Sequence[str]) -> int:
         return 0
     status = 0
     configs = compose(argv, PPOConfig)
+    for config in configs:
+        check_prerequisites(config)
     fetch_models(source for config in configs for source in config.model_sources())
     with table_of_runs() as folders:
         for config in configs:

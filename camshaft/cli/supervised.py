@@ -8,6 +8,7 @@ from camshaft.cli.usage import CONFIG_OPTIONS, print_help, short_name_table
 from camshaft.config import RMConfig, SFTConfig, SupervisedConfig, compose
 from camshaft.fetch import fetch_models
 from camshaft.stop import ENDED_BY_SIGNAL
+from camshaft.trainer.prerequisites import check_prerequisites
 
 
 def sft(argv: Sequence[str]) -> int:
@@ -15,6 +16,8 @@ def sft(argv: Sequence[str]) -> int:
     if print_help(argv, _usage("sft", "supervised fine-tuning", SFTConfig, "train.jsonl")):
         return 0
     configs = compose(argv, SFTConfig)
+    for config in configs:
+        check_prerequisites(config)
     fetch_models(source for config in configs for source in config.model_sources())
     from camshaft.trainer.supervised import SFTTrainer
 
@@ -26,6 +29,8 @@ def rm(argv: Sequence[str]) -> int:
     if print_help(argv, _usage("rm", "train a reward model on preference pairs", RMConfig, "pairs.jsonl")):
         return 0
     configs = compose(argv, RMConfig)
+    for config in configs:
+        check_prerequisites(config)
     fetch_models(source for config in configs for source in config.model_sources())
     from camshaft.trainer.supervised import RMTrainer
 

@@ -26,7 +26,7 @@ from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.short_names import expand_short_names
 from camshaft.config.tree import expand_keys, flatten, get, has_key, leaf_fields, merge
 from camshaft.errors import ConfigError
-from camshaft.masking import HIDDEN, mask_yaml, remember_arguments, secret_values
+from camshaft.masking import HIDDEN, mask_yaml, printable, remember_arguments, secret_values
 
 _OVERRIDE = re.compile(r"(\+{0,2}[A-Za-z_$][\w$./@:-]*=|~[A-Za-z_])")
 MIN_PRINTED_LENGTH = 6
@@ -60,19 +60,25 @@ class Arguments:
 def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
     """Return the validated configs that `argv` describes: one config, or one per job of a sweep (`-m`).
 
-    All configs of a sweep are validated before the function returns. With `--cfg job` the config is printed and
-    validated, and the result is empty. Secrets in the printed config are masked.
+    All configs of a sweep are validated before the function returns. With `--cfg job` the config is printed, after its
+    errors, and the result is empty. Secrets in the printed config are masked.
     """
     remember_arguments(argv)
     arguments = _parse_arguments(argv, schema)
     jobs = compose_jobs(schema, arguments.overrides, arguments.folders, arguments.name, arguments.sweeps)
+    try:
+        configs = [
+            from_container(job.tree, schema, overridden_keys(job.overrides), file_keys=job.file_keys) for job in jobs
+        ]
+        _check_folders(configs, jobs)
+    except ConfigError as error:
+        if not arguments.prints:
+            raise
+        sys.stderr.write(f"{printable(str(error))}\n\n")
+        _print_configs(jobs, schema, arguments.resolves)
+        raise ConfigError("the config is invalid; its errors stand before it") from error
     if arguments.prints:
-        for job in jobs:
-            _print_config(job, schema, arguments.resolves)
-    configs = [
-        from_container(job.tree, schema, overridden_keys(job.overrides), file_keys=job.file_keys) for job in jobs
-    ]
-    _check_folders(configs, jobs)
+        _print_configs(jobs, schema, arguments.resolves)
     return [] if arguments.prints else configs
 
 
@@ -115,6 +121,11 @@ def _set_option(arguments: Arguments, option: str, value: str) -> None:
         arguments.prints = True
     else:
         raise ConfigError(f"{option}={value}: only the config of the run can be printed. Write --cfg job.")
+
+
+def _print_configs(jobs: Sequence[Job], schema: type[Section], resolve: bool) -> None:
+    for job in jobs:
+        _print_config(job, schema, resolve)
 
 
 def _print_config(job: Job, schema: type[Section], resolve: bool) -> None:

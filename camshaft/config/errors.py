@@ -73,16 +73,28 @@ def check_name(
         yield unknown_name(key, name, list_names(targets, group), form, related)
 
 
-def format_problems(problems: Iterable[Problem]) -> str:
-    """Format all problems as one error message that shows the key, the value and the reason of each problem."""
+def format_problems(problems: Iterable[Problem], short_names: Mapping[str, str] | None = None) -> str:
+    """Format all problems as one error message that shows the key, the value and the reason of each problem.
+
+    `short_names` maps short names to keys. The message ends with those of its keys.
+    """
     blocks = []
     for problem in problems:
         value = "" if problem.value is ABSENT else f" = {shorten(format_value(mask_value(problem.value)))}"
         message = problem.message.replace("\n", "\n      ")
         blocks.append(f"  {problem.key}{value}\n      {message}")
     count = "1 error" if len(blocks) == 1 else f"{len(blocks)} errors"
+    text = "\n".join(blocks)
+    names = [f"{name} for {key}" for name, key in (short_names or {}).items() if _needs_short_name(name, key, text)]
+    blocks += [f"Short names: {', '.join(names)}."] if names else []
     blocks = [f"{count} in the config:", *blocks, "Run `camshaft config explain KEY` for the description of a key."]
     return "\n\n".join(blocks)
+
+
+def _needs_short_name(name: str, key: str, text: str) -> bool:
+    """Return True if a text contains a key as a whole word, and not its short name with a value or an explanation."""
+    contains_key = re.search(rf"(?<![\w.]){re.escape(key)}(?!\w|\.\w)", text)
+    return bool(contains_key) and not re.search(rf"(?<![\w.]){re.escape(name)}(?:=| \(short for )", text)
 
 
 def from_validation(

@@ -123,7 +123,7 @@ def from_container(
             if not problem.involves(invalid_keys) and problem.value != _MISSING_MODEL
         ]
     if problems:
-        raise ConfigError(format_problems(problems))
+        raise ConfigError(format_problems(problems, short_names(schema)))
     notices = (*find_model_notices(config), *find_notices(config, merge(defaults, tree), changes))
     for notice in (*translation.notices, *notices):
         logger.warning("config: %s", notice)

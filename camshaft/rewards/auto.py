@@ -4,9 +4,11 @@ compute_score("openai/gsm8k", "#### 42", "42")      # calls gsm8k.py
 reward_for("reasoning_gym/gcd")                     # "reasoning_gym"
 """
 
+from collections.abc import Iterable
 from fnmatch import fnmatchcase
 from typing import Any
 
+from camshaft.errors import RewardError
 from camshaft.plugins import REWARDS, import_attribute
 
 SOURCES = {
@@ -25,6 +27,18 @@ SOURCES = {
 def reward_for(data_source: Any) -> str | None:
     """Return the name in `REWARDS` of the function for a data source, or None."""
     return next((name for source, name in SOURCES.items() if fnmatchcase(str(data_source), source)), None)
+
+
+def check_sources(data_sources: Iterable[str], has_reward_model: bool) -> None:
+    """Raise RewardError if there is a data source without a built-in function."""
+    unknown = sorted(source for source in set(data_sources) if reward_for(source) is None)
+    if unknown:
+        raise RewardError(
+            f"no reward is set, and data_source {', '.join(unknown[:5])} has no built-in reward function. Set "
+            "reward=my_reward.py for a function of your own, or reward=exact_match to compare responses with the "
+            f"ground truth. Without a reward, data_source must be one of {', '.join(SOURCES)}"
+            + (", or custom_reward_function.name=null to score with the reward model only" if has_reward_model else "")
+        )
 
 
 def compute_score(

@@ -4,8 +4,9 @@ files, root = file_system("s3://bucket/folder")        # a file system of fsspec
 local("file:///data/train.parquet")                    # a local path
 """
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +38,32 @@ def local(location: str | Path) -> Path:
     return Path(str(location).removeprefix("file://")).expanduser()
 
 
+def check_client(url: str) -> None:
+    """Raise StorageError if the package for the file system of a URL is not installed. This opens no connection."""
+    with _storage_errors(url):
+        from fsspec import get_filesystem_class
+
+        get_filesystem_class(url.partition("://")[0].rpartition("::")[2])
+
+
 def file_system(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path of the URL in this file system."""
-    scheme = url.partition("://")[0]
-    try:
+    with _storage_errors(url):
         from fsspec.core import url_to_fs
 
         files, root = url_to_fs(url)
+    if not root.strip("/"):
+        raise StorageError(f"'{url}' contains no path; add a folder after the host or bucket")
+    files.invalidate_cache()  # other processes may have written to it
+    return _MonitoredFileSystem(files, url.partition("://")[0]), root.rstrip("/")
+
+
+@contextlib.contextmanager
+def _storage_errors(url: str) -> Iterator[None]:
+    """Raise StorageError for errors of fsspec."""
+    scheme = url.partition("://")[0]
+    try:
+        yield
     except ImportError as error:
         package = _PACKAGES.get(scheme)
         more = f" {package}" if package else f" and the package for {scheme}://"
@@ -57,10 +77,6 @@ def file_system(url: str) -> tuple[Any, str]:
         hint = ". Set JAVA_HOME, HADOOP_HOME and CLASSPATH=$(hadoop classpath --glob)" if scheme == "hdfs" else ""
         reason = str(error).partition("\n")[0]  # pyarrow lists every searched path
         raise StorageError(f"'{url}': {scheme}:// is unreachable ({reason}){hint}") from error
-    if not root.strip("/"):
-        raise StorageError(f"'{url}' contains no path; add a folder after the host or bucket")
-    files.invalidate_cache()  # other processes may have written to it
-    return _MonitoredFileSystem(files, scheme), root.rstrip("/")
 
 
 def rename_aside_remotely(files: Any, path: str) -> None:

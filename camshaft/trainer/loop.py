@@ -30,9 +30,10 @@ from camshaft.tracking.durable import Ranges, RunFiles
 from camshaft.tracking.record import RunStatus
 from camshaft.trainer.divergence import DivergenceCheck
 from camshaft.trainer.metrics import StepMetrics
+from camshaft.trainer.prerequisites import check_libraries
 from camshaft.trainer.resume import check_resume, config_record, log_resume
 from camshaft.trainer.schedule import SAVE_INTERVAL, Schedule
-from camshaft.trainer.session import Extensions, StepHook, call_hooks, check_libraries, session, with_hooks
+from camshaft.trainer.session import Extensions, StepHook, call_hooks, session, with_hooks
 
 C = TypeVar("C", bound=PPOConfig | SupervisedConfig)
 T = TypeVar("T")

@@ -14,7 +14,7 @@ from camshaft.config import CustomRewardConfig, PPOConfig
 from camshaft.dataproto import DataProto
 from camshaft.errors import RewardError
 from camshaft.plugins import REWARDS, import_attribute
-from camshaft.rewards.auto import SOURCES, reward_for
+from camshaft.rewards.auto import check_sources, reward_for
 from camshaft.rewards.combined import CombinedRewards
 from camshaft.rewards.manager import RewardManager
 from camshaft.rewards.messages import FunctionSpec
@@ -85,17 +85,10 @@ def check_scorable(prompts: DataProto, custom: CustomRewardConfig, has_reward_mo
     alternative = "custom_reward_function.path=my_reward.py for a custom function"
     if has_reward_model:
         alternative += ", or custom_reward_function.name=null to score with the reward model only"
-    function_names = {str(source): reward_for(source) for source in prompts["data_source"]}
-    unknown = sorted(source for source, name in function_names.items() if name is None)
-    if "auto" in names and unknown:
-        raise RewardError(
-            f"no reward is set, and data_source {', '.join(unknown[:5])} has no built-in reward function. Set "
-            "reward=my_reward.py for a function of your own, or reward=exact_match to compare responses with the "
-            f"ground truth. Without a reward, data_source must be one of {', '.join(SOURCES)}"
-            + (", or custom_reward_function.name=null to score with the reward model only" if has_reward_model else "")
-        )
     if "auto" in names:
-        for name in sorted({name for name in function_names.values() if name is not None}):
+        sources = {str(source) for source in prompts["data_source"]}
+        check_sources(sources, has_reward_model)
+        for name in sorted({name for name in map(reward_for, sources) if name is not None}):
             import_attribute(REWARDS[name])  # reports missing optional libraries at startup
     missing_rows = [uid for uid, truth in zip(prompts["uid"], prompts["ground_truth"], strict=True) if truth is None]
     if missing_rows:

@@ -7,7 +7,6 @@ with session(config.trainer) as run:
 """
 
 import contextlib
-import importlib.util
 import inspect
 import itertools
 import logging
@@ -35,8 +34,6 @@ from camshaft.config import (
     without_secrets,
 )
 from camshaft.config.auto import TrainingConfig, fit_to_rows, format_choices
-from camshaft.config.checks.backends import required_libraries
-from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.reward import split_function
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.tree import shorten
@@ -47,7 +44,7 @@ from camshaft.errors import ConfigError
 from camshaft.machine import CPU, describe_contention
 from camshaft.masking import printable
 from camshaft.models.loader import load_tokenizer
-from camshaft.plugins import defined_functions, import_attribute, import_file, install_command
+from camshaft.plugins import defined_functions, import_attribute, import_file
 from camshaft.rewards.callables import name_of
 from camshaft.rewards.manager import FAILED_REWARDS
 from camshaft.rewards.messages import FunctionSpec
@@ -250,16 +247,6 @@ def _check_machine(trainer: TrainerConfig | SupervisedTrainerConfig, ranks: int)
             f"trainer.default_local_dir={trainer.default_local_dir} is not writable ({error.strerror}); use another "
             "folder"
         ) from error
-
-
-def check_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) -> None:
-    """Raise ConfigError if an engine, the rollout or the controller requires a library that is not installed."""
-    for setting, library, alternative in required_libraries(config):
-        if importlib.util.find_spec(library) is None:
-            raise ConfigError(
-                f"{setting} requires '{library}', which is not installed: {install_command(library)}, or use "
-                f"{alternative}"
-            )
 
 
 # -- Python objects of a run ----------------------------------------------------------------------

@@ -76,7 +76,7 @@ HOMES = {
     "hydra": ["config"],
     "omegaconf": ["config"],
     "pydantic": ["config"],
-    "pyarrow": ["data", "tracking/run_folder.py", "tracking/samples.py"],
+    "pyarrow": ["data", "tracking/run_folder.py", "tracking/samples.py", "trainer/prerequisites.py"],
     "cloudpickle": ["rewards/callables.py"],
     "matplotlib": ["view/plot.py"],
 }

@@ -41,8 +41,8 @@ from camshaft.planning.doctor.weights import read_shapes
 from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
 from camshaft.storage import is_url
 from camshaft.trainer.build import prompt_files, prompt_options
+from camshaft.trainer.prerequisites import check_libraries
 from camshaft.trainer.scoring import build_rewards
-from camshaft.trainer.session import check_libraries
 
 SAMPLE_ROWS = 64
 """Number of rows of each data set that are tokenized."""

@@ -202,6 +202,12 @@ def test_spelled_out_key_suggests_the_abbreviation(role, words):
     assert f"Did you mean {role}.optim.lr?" in _error([*words, f"{role}.optim.learning_rate=1e-6"])
 
 
+def test_errors_end_with_the_short_names_of_their_keys(words):
+    text = _error([*words, "data.max_prompt_length=0"])
+    assert "\n\nShort names: prompt_length for data.max_prompt_length.\n\nRun `camshaft config explain" in text
+    assert "Short names" not in _error([*words, "trainer.project_nme=2"])
+
+
 def test_one_letter_is_no_abbreviation(words):
     assert "rollout.n?" not in _error([*words, "actor_rollout_ref.rollout.nodes=2"])
 
@@ -483,6 +489,7 @@ def test_printed_config_is_validated(words, capfd):
     assert (status, configs) == (2, [])
     assert "sed: 64" in out
     assert err.startswith("1 error in the config:")
+    assert err.endswith("the config is invalid; its errors stand before it\n")
     assert "Did you mean trainer.seed?" in err
 
 
