@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from camshaft.cli.sweep import table_of_runs
 from camshaft.cli.usage import CONFIG_OPTIONS, algorithm_names, print_help, short_name_table
 from camshaft.config import PPOConfig, compose
+from camshaft.config.run_folder import number_run
 from camshaft.fetch import fetch_models
 from camshaft.stop import ENDED_BY_SIGNAL
 from camshaft.trainer.prerequisites import check_prerequisites
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         check_prerequisites(config)
     fetch_models(source for config in configs for source in config.model_sources())
     with table_of_runs() as folders:
-        for config in configs:
+        for config in map(number_run, configs):
             folders.append(config.trainer.default_local_dir)
             from camshaft.planning.memory_error import explain_memory_errors
             from camshaft.trainer.loop import run

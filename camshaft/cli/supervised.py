@@ -6,6 +6,7 @@ from typing import Any
 from camshaft.cli.sweep import table_of_runs
 from camshaft.cli.usage import CONFIG_OPTIONS, print_help, short_name_table
 from camshaft.config import RMConfig, SFTConfig, SupervisedConfig, compose
+from camshaft.config.run_folder import number_run
 from camshaft.fetch import fetch_models
 from camshaft.stop import ENDED_BY_SIGNAL
 from camshaft.trainer.prerequisites import check_prerequisites
@@ -43,7 +44,7 @@ def _train_all(configs: Sequence[SupervisedConfig], trainer_class: Callable[...,
 
     status = 0
     with table_of_runs() as folders:
-        for config in configs:
+        for config in map(number_run, configs):
             folders.append(config.trainer.default_local_dir)
             status = max(status, run(config, trainer_class))
             if status > ENDED_BY_SIGNAL:

@@ -25,7 +25,10 @@ def table_of_runs() -> Iterator[list[str]]:
     try:
         yield folders
     finally:
-        runs = [RunFolder(folder) for folder in folders if Path(folder).expanduser().is_dir()]
+        for folder in folders:
+            with contextlib.suppress(OSError):
+                Path(folder).rmdir()  # empty, because the run could not start
+        runs = [RunFolder(folder) for folder in folders if Path(folder).is_dir()]
         if len(runs) > 1:
             from camshaft.view.text import runs_table
 

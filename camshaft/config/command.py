@@ -21,9 +21,11 @@ from camshaft.config.defaults import raw_defaults
 from camshaft.config.foreign.answers import suggest_names
 from camshaft.config.foreign.topics import topic_of_key
 from camshaft.config.load import Config, from_container
+from camshaft.config.run_folder import NUMBER, name_after
 from camshaft.config.schema.fields import Section
+from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.supervised import SupervisedConfig
-from camshaft.config.short_names import expand_short_names
+from camshaft.config.short_names import declared_short_names, expand_short_names
 from camshaft.config.tree import expand_keys, flatten, get, has_key, leaf_fields, merge
 from camshaft.errors import ConfigError
 from camshaft.masking import HIDDEN, mask_yaml, printable, remember_arguments, secret_values
@@ -70,6 +72,8 @@ def compose(argv: Sequence[str], schema: type[Config]) -> list[Config]:
         configs = [
             from_container(job.tree, schema, overridden_keys(job.overrides), file_keys=job.file_keys) for job in jobs
         ]
+        if len(configs) > 1:
+            configs = [_named_after_sweep(config, configs, jobs) for config in configs]
         _check_folders(configs, jobs)
     except ConfigError as error:
         if not arguments.prints:
@@ -145,10 +149,34 @@ def _print_config(job: Job, schema: type[Section], resolve: bool) -> None:
 # -- sweeps ---------------------------------------------------------------------------------------
 
 
+def _named_after_sweep(config: Config, configs: Sequence[Config], jobs: Sequence[Job]) -> Config:
+    """Return the config with the swept keys in the generated name of its run."""
+    if not isinstance(config, PPOConfig | SupervisedConfig):
+        return config
+    names = declared_short_names(type(config))
+    values = flatten(config.model_dump(), leaf_fields(type(config)))
+    keys = _swept_keys(configs, jobs)
+    return name_after(
+        config, {names[key].name if key in names else key.rpartition(".")[2]: values[key] for key in keys}
+    )
+
+
+def _swept_keys(configs: Sequence[Config], jobs: Sequence[Job], without: str = "") -> list[str]:
+    """Return the keys in which the jobs of a sweep differ."""
+    leaves = leaf_fields(type(configs[0]))
+    values = [flatten(config.model_dump(), leaves) for config in configs]
+    differing = [leaf for leaf in leaves if leaf != without and any(other[leaf] != values[0][leaf] for other in values)]
+    overridden = {key for job in jobs for key in overridden_keys(job.overrides)}
+    # Omit keys that differ only because they are interpolated from an overridden key. A config group sets keys without
+    # an override; then all differing keys are used.
+    return [leaf for leaf in differing if leaf in overridden] or differing
+
+
 def _check_folders(configs: Sequence[Config], jobs: Sequence[Job]) -> None:
     """Raise a `ConfigError` if several jobs of a sweep would write to the same folder."""
     for key in ("trainer.default_local_dir", "trainer.export_path", "data.output_path", "data.metrics_path"):
         folders = [folder for folder in (_output_folder(config, key) for config in configs) if folder]
+        folders = [folder for folder in folders if NUMBER not in folder]  # each run gets another number
         shared = next((folder for folder in folders if folders.count(folder) > 1), None)
         if shared is not None:
             raise ConfigError(
@@ -169,13 +197,7 @@ def _separate_folders(key: str, shared: str, configs: Sequence[Config], jobs: Se
     name, tree = "trainer.experiment_name", merge(raw_defaults(type(configs[0])), jobs[0].tree)
     by_name = has_key(tree, key) and f"${{{name}}}" in str(get(tree, key))
     target = name if by_name else key
-    leaves = leaf_fields(type(configs[0]))
-    values = [flatten(config.model_dump(), leaves) for config in configs]
-    differing = [leaf for leaf in leaves if leaf != target and any(other[leaf] != values[0][leaf] for other in values)]
-    overridden = {key for job in jobs for key in overridden_keys(job.overrides)}
-    # Omit keys that differ only because they are interpolated from an overridden key. A config group sets keys without
-    # an override; then all differing keys are used.
-    swept = [leaf for leaf in differing if leaf in overridden] or differing
+    swept = _swept_keys(configs, jobs, without=target)
     if not swept:
         return "different values, because the configs of these jobs are equal."
     folder = "_".join(f"{leaf.rpartition('.')[2]}_${{{leaf}}}" for leaf in swept)

@@ -186,11 +186,9 @@ def _resolve_with_name(tree: dict[str, Any], schema: type[Section]) -> tuple[dic
     if uses_name(get(merged, "trainer")):
         try:
             model = get(values.get("actor_rollout_ref", values), "model.path")
-            files = get(values, "data.train_files") or ""
-            files = files if isinstance(files, str) else files[0]
         except (TypeError, LookupError):  # an invalid section, which the validation reports
-            model = files = ""
-        put(named, NAME, generated_name(str(model), str(files)))
+            model = ""
+        put(named, NAME, generated_name(str(model)))
     else:
         put(named, NAME, os.path.basename(folder.rstrip("/")))
     values, problems = resolve(named, schema)

@@ -19,7 +19,7 @@ from camshaft.config.auto import AUTO, RULES
 from camshaft.config.composition import as_override
 from camshaft.config.defaults import raw_defaults
 from camshaft.config.load import choose_automatic, resolve
-from camshaft.config.run_folder import FOLDER, NAME, generated_name
+from camshaft.config.run_folder import FOLDER, NAME, generated_name, number_run, numbered_folder
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.supervised import RMConfig
 from camshaft.config.short_names import REWARD_FUNCTIONS, REWARD_NAME, REWARD_PATH, expand_short_names, short_names
@@ -64,7 +64,7 @@ def start(
         values |= flat_values({"reward": plain(reward)}, SCHEMAS[command])
     launch = Launch(command, values, _function(reward), as_hooks(on_step))
     with _written_objects(launch, objects) as (folder, launch):
-        parsed = _parse(launch)
+        parsed = number_run(_parse(launch))
     folder = folder or Path(parsed.trainer.default_local_dir)
     if isinstance(parsed, PPOConfig) and parsed.trainer.val_only:
         folder /= "validation"  # a validation does not replace the metrics of the training
@@ -159,7 +159,7 @@ def _run_folder(values: Mapping[str, Any], schema: type[Section]) -> Path:
     resolved, _ = resolve(expand_keys(named, leaf_fields(schema)), schema)
     folder, names = str(get(resolved, FOLDER)), short_names(schema)
     if "*" in folder:
-        folder = folder.replace("*", generated_name(str(values[names["model"]]), str(values[names["data"]])))
+        folder = folder.replace("*", generated_name(str(values[names["model"]])))
     return Path(folder).expanduser()
 
 
@@ -183,9 +183,11 @@ def _written_objects(launch: Launch, objects: Objects) -> Iterator[tuple[Path | 
         yield None, launch
         return
     placeholders = {names[name]: _name(given[name]) for name in unsaved & {*names}}
-    folder = _run_folder({**placeholders, **launch.values}, schema)
+    wanted = _run_folder({**placeholders, **launch.values}, schema)
+    missing = [path for path in (wanted / INPUTS, wanted, *wanted.parents) if not path.exists()]
+    folder = numbered_folder(wanted)
+    new_folders = [folder / path.relative_to(wanted) if path.is_relative_to(wanted) else path for path in missing]
     existing = set(folder.glob(f"{INPUTS}/*"))
-    new_folders = [path for path in (folder / INPUTS, folder, *folder.parents) if not path.exists()]
     values = {**launch.values, FOLDER: str(folder)}
     try:
         for name, rows in {"data": objects.data, "val_data": objects.val_data}.items():

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from camshaft.checkpoint import BestStep, CheckpointManager, SavedCheckpoint
 from camshaft.config import PPOConfig, SupervisedConfig
+from camshaft.config.run_folder import number_run
 from camshaft.controller.placement import pool_specs
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, ScoringAbandoned
@@ -312,6 +313,7 @@ def run(config: C, opened: Opened[C], extensions: Extensions | None = None) -> i
     """Check the machine, train with one config, and return the exit status."""
     check_libraries(config)
     extensions = with_hooks(config.trainer.on_step, extensions)
+    config = number_run(config)
     ranks = sum(spec.world_size for spec in pool_specs(config))
     with contextlib.ExitStack() as stack:
         entered = stack.enter_context(session(config.trainer, ranks, extensions.from_python))

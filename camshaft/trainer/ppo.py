@@ -19,6 +19,7 @@ from torch import Tensor
 
 from camshaft.checkpoint import SavedCheckpoint
 from camshaft.config import PPOConfig, batch_table, render_batch_table
+from camshaft.config.run_folder import number_run
 from camshaft.config.schema.engine import PPOUpdateSection
 from camshaft.controller import Pending, submit
 from camshaft.dataproto import DataProto
@@ -86,7 +87,7 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
     def open(cls, config: PPOConfig, extensions: Extensions | None = None) -> Iterator[Self]:
         """Build the parts of a run, and yield its trainer."""
         extensions = extensions or Extensions()
-        with PPOParts(config, extensions.reward) as parts, cls(parts, extensions.on_step) as trainer:
+        with PPOParts(number_run(config), extensions.reward) as parts, cls(parts, extensions.on_step) as trainer:
             yield trainer
 
     def introduction(self) -> Iterator[str]:

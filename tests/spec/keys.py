@@ -38,6 +38,7 @@ def _each(test: str, *keys: str) -> dict[str, tuple[str, ...]]:
 
 
 PROOFS: dict[str, tuple[str, ...]] = {
+    "trainer.on_step": ("tests/unit/trainer/test_session.py::test_hooks_of_the_command_line_add_metrics",),
     "trainer.samples.enable": ("tests/smoke/test_run_folder.py::test_samples_leave_all_metrics_bitwise_equal",),
     "trainer.samples.token_rows": ("tests/unit/tracking/test_samples.py::test_a_file_has_all_rows_and_values_of_few",),
     "trainer.samples.max_gb": ("tests/unit/tracking/test_samples.py::test_files_of_a_run_stay_below_the_limit",),

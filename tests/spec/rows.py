@@ -382,7 +382,7 @@ DEVIATES = {
     "trainer.logger": "The default is `[console, jsonl]`.",
     "trainer.project_name": "The default is another name.",
     "trainer.total_epochs": "The default is `auto`: 30 only if the number of steps is not set.",
-    "trainer.experiment_name": "The default names each run after its model, its data and the time.",
+    "trainer.experiment_name": "The default names each run after its model, the swept keys and a number.",
     "trainer.default_hdfs_dir": "The default is null. Any fsspec file system is supported.",
     "data.train_files": (
         "There is no default. Remote files are copied to a cache on disk. `CAMSHAFT_CACHE=/dev/shm/camshaft` keeps the "

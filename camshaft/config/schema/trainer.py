@@ -50,9 +50,9 @@ class RunConfig(PlacementConfig):
     experiment_name: Text | None = key(
         None,
         "Run name in experiment trackers and in the default checkpoint folder. If the command of a run with a name "
-        "is repeated, the run resumes. null names the run after the model, the data and the time "
-        "(<model>-<data>-<time>), so that each run has a folder of its own, or after default_local_dir if that is "
-        "set.",
+        "is repeated, the run resumes. null names the run after the model, the keys of a sweep and a number, for "
+        "example tiny-3 or tiny-lr=0.003-4, so that each run has a folder of its own, or after default_local_dir if "
+        "that is set.",
     )
     logger: Names = key(
         ["console", "jsonl"],

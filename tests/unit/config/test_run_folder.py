@@ -1,15 +1,17 @@
 """A run without a name has a folder of its own, and a name stays inside the run folder."""
 
-import re
+import os
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from camshaft.config import PPOConfig, compose, from_container, load_ppo, load_rm, load_sft, resume_arguments, run_name
-from camshaft.config.run_folder import generated_name
+from camshaft.config.run_folder import generated_name, number_run, numbered_folder
 from camshaft.errors import ConfigError
 
-STAMP = r"\d{8}-\d{6}-[0-9a-f]{8}"
+FOLDER = "checkpoints/camshaft_examples"
 
 
 @pytest.fixture(autouse=True)
@@ -17,42 +19,56 @@ def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_unnamed_run_is_named_after_model_data_and_time(words: list[str], sft_words: list[str], tmp_path: Path) -> None:
-    data = re.sub(r"[^\w.-]+", "_", tmp_path.name)
-    for config in (load_ppo(words), load_sft(sft_words), load_rm(sft_words)):
-        trainer = config.trainer
-        assert re.fullmatch(rf"checkpoints/camshaft_examples/model-{data}-{STAMP}", trainer.default_local_dir)
-        assert run_name(trainer) == Path(trainer.default_local_dir).name
+def test_unnamed_run_is_named_after_its_model_and_a_number(words: list[str], sft_words: list[str]) -> None:
+    for number, config in enumerate((load_ppo(words), load_sft(sft_words), load_rm(sft_words)), start=1):
+        assert config.trainer.default_local_dir == f"{FOLDER}/model-<number>"
+        assert not Path(FOLDER, f"model-{number}").exists()
+        trainer = number_run(config).trainer
+        assert trainer.default_local_dir == f"{FOLDER}/model-{number}"
+        assert Path(trainer.default_local_dir).is_dir()
+        assert run_name(trainer) == f"model-{number}"
         assert resume_arguments(trainer) == f"trainer.default_local_dir={trainer.default_local_dir}"
 
 
-def test_every_unnamed_run_has_another_folder(words: list[str]) -> None:
-    folders = [load_ppo(words).trainer.default_local_dir for _ in range(3)]
-    assert len(set(folders)) == 3
+def test_a_number_is_given_once(words: list[str]) -> None:
+    config = number_run(load_ppo(words))
+    assert number_run(config) is config
+    assert os.listdir(FOLDER) == ["model-1"]
 
 
-def test_unnamed_jobs_of_a_sweep_have_separate_folders(words: list[str]) -> None:
-    first, second = compose(["-m", *words, "trainer.seed=1,2"], PPOConfig)
-    assert first.trainer.default_local_dir != second.trainer.default_local_dir
+def test_numbers_continue_after_those_of_other_runs(words: list[str]) -> None:
+    for name in ("other-lr=0.003-7", "named", "model-20261128-013754-062b5136", "model-2"):
+        Path(FOLDER, name).mkdir(parents=True)
+    assert number_run(load_ppo(words)).trainer.default_local_dir == f"{FOLDER}/model-8"
+    assert numbered_folder(Path(FOLDER, "x-<number>", "inputs")) == Path(FOLDER, "x-9", "inputs")
 
 
-def test_runs_that_start_at_the_same_time_have_different_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("time.strftime", lambda _: "now")
-    names = {generated_name("models/tiny/", "data/sums/train.parquet") for _ in range(3)}
-    assert len(names) == 3
-    assert all(re.fullmatch(r"tiny-sums-now-[0-9a-f]{8}", name) for name in names)
+def test_runs_that_start_at_the_same_time_have_different_numbers(words: list[str]) -> None:
+    config = load_ppo(words)
+    with ThreadPoolExecutor(8) as pool:
+        folders = list(pool.map(lambda _: number_run(config).trainer.default_local_dir, range(24)))
+    assert {int(folder.rpartition("-")[2]) for folder in folders} == set(range(1, 25))
+
+
+def test_runs_of_a_sweep_are_named_after_the_swept_keys(words: list[str]) -> None:
+    sweep = compose(["-m", *words, "lr=1e-4,0.003", "trainer.seed=1,2"], PPOConfig)
+    names = [run_name(number_run(config).trainer) for config in sweep]
+    assert names == [
+        f"model-lr={lr}-seed={seed}-{number}"
+        for number, (lr, seed) in enumerate(product(("0.0001", "0.003"), (1, 2)), start=1)
+    ]
+    (first, _) = compose(
+        ["-m", *words, "data.prompt_key=a b/c,x", "trainer.default_hdfs_dir=h/${trainer.experiment_name}"], PPOConfig
+    )
+    assert first.trainer.default_hdfs_dir == "h/model-prompt_key=a_b_c-<number>"
 
 
 @pytest.mark.parametrize(
-    ("model", "data", "name"),
-    [
-        ("Qwen/Qwen2.5-0.5B", "gsm8k.parquet", "Qwen2.5-0.5B-gsm8k"),
-        ("hdfs://host/models/my model", "s3://bucket/hh/train.parquet", "my_model-hh"),
-        ("/", "train.parquet", "run-train"),
-    ],
+    ("model", "name"),
+    [("Qwen/Qwen2.5-0.5B", "Qwen2.5-0.5B"), ("hdfs://host/models/my model", "my_model"), ("/", "run")],
 )
-def test_name_consists_of_the_last_parts_of_the_paths(model: str, data: str, name: str) -> None:
-    assert re.fullmatch(rf"{re.escape(name)}-{STAMP}", generated_name(model, data))
+def test_name_consists_of_the_last_part_of_the_path(model: str, name: str) -> None:
+    assert generated_name(model) == f"{name}-<number>"
 
 
 def test_named_run_keeps_its_folder(words: list[str]) -> None:
@@ -63,7 +79,7 @@ def test_named_run_keeps_its_folder(words: list[str]) -> None:
 
 
 def test_run_resumes_in_its_folder(words: list[str]) -> None:
-    first = load_ppo([*words, "trainer.default_hdfs_dir=copies/${trainer.experiment_name}"])
+    first = number_run(load_ppo([*words, "trainer.default_hdfs_dir=copies/${trainer.experiment_name}"]))
     again = load_ppo(
         [*words, "trainer.default_hdfs_dir=copies/${trainer.experiment_name}", resume_arguments(first.trainer)]
     )
@@ -73,7 +89,7 @@ def test_run_resumes_in_its_folder(words: list[str]) -> None:
 
 
 def test_recorded_config_has_the_folder_of_its_run(words: list[str]) -> None:
-    config = load_ppo(words)
+    config = number_run(load_ppo(words))
     assert from_container(config.model_dump(mode="json"), PPOConfig).model_dump() == config.model_dump()
 
 
