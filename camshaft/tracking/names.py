@@ -234,6 +234,8 @@ train/lr | 1 | roles/supervised.py | Learning rate of the step.
 train/skipped_steps | steps | roles/supervised.py |
     1 if the step was skipped because the gradient was not finite, else 0.
 timing_s/step | seconds | trainer/supervised.py | Duration of the step.
+timing_s/train | seconds | trainer/supervised.py | Time of the forward and backward passes and of the optimizer step.
+timing_s/validate | seconds | trainer/supervised.py | Duration of the validation after the step.
 timing/at | Unix seconds | tracking/run_folder.py | Time at which the step was logged. Only in `metrics.jsonl`.
 perf/throughput | tokens/second | trainer/supervised.py | Tokens of the batch divided by the duration of the step.
 """

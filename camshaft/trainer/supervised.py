@@ -20,6 +20,7 @@ import torch
 from camshaft.algorithms import preference_loss
 from camshaft.checkpoint import check_export_path
 from camshaft.config import GLOBAL_POOL, RMConfig, SFTConfig, SupervisedConfig, Topology
+from camshaft.config.run_folder import number_run
 from camshaft.controller import spawn
 from camshaft.controller.placement import pool_specs, run_pools
 from camshaft.data import PreferenceOptions, SFTOptions, StatefulLoader, data_files, load_preferences, load_sft
@@ -96,16 +97,20 @@ class SupervisedTrainer(TrainingLoop[C, DataProto, DataProto], Generic[C, W]):
         return inputs
 
     def step(self, batch: DataProto, metrics: StepMetrics) -> dict[str, float]:
-        self.status.enter("train")
         self.batch, start = batch, time.perf_counter()
         tokens = torch.stack([batch.ragged(name).lengths for name in self.tokens]).sum(0)
-        values = self.model.train_batch(balance_ranks(batch, tokens, self.dp_size)).meta_info["metrics"]
+        rows = balance_ranks(batch, tokens, self.dp_size)
+        with metrics.phase("train"):
+            metrics.add(self.model.train_batch(rows).meta_info["metrics"])
         seconds = time.perf_counter() - start
-        return values | {"timing_s/step": seconds, "perf/throughput": int(tokens.sum()) / seconds}
+        metrics.add({"timing_s/step": seconds, "perf/throughput": int(tokens.sum()) / seconds})
+        return metrics.values
 
     def validate(self, tracking: Tracking) -> dict[str, float]:
         assert self.val_rows is not None, "validated by the config"
-        return self.evaluate(self.val_rows)
+        start = time.perf_counter()
+        metrics = self.evaluate(self.val_rows)
+        return metrics | {"timing_s/validate": time.perf_counter() - start}
 
     def infer(self, rows: DataProto, method: Callable[[DataProto], DataProto]) -> DataProto:
         """Apply a method of the model to `rows` in batches, and concatenate the results."""
@@ -139,7 +144,7 @@ class SFTTrainer(SupervisedTrainer[SFTConfig, SFTWorker]):
 
     def __init__(self, config: SFTConfig, extensions: Extensions | None = None):
         self.data = config.data
-        super().__init__(config, SFTWorker, extensions, self.data.chat_template)
+        super().__init__(number_run(config), SFTWorker, extensions, self.data.chat_template)
 
     def rows(self, files: list[Path], label: str, max_rows: int | None = None) -> DataProto:
         options = SFTOptions(
@@ -170,7 +175,7 @@ class RMTrainer(SupervisedTrainer[RMConfig, RMWorker]):
         import_external(model.external_lib)
         settings = load_config(model_folder(model.source()), model.trust_remote_code, model.override_config)
         self.pad = settings.get_text_config().pad_token_id
-        super().__init__(config, RMWorker, extensions)
+        super().__init__(number_run(config), RMWorker, extensions)
 
     def rows(self, files: list[Path], label: str, max_rows: int | None = None) -> DataProto:
         options = PreferenceOptions(

@@ -19,7 +19,7 @@ from camshaft.errors import ConfigError
 from camshaft.tracking.names import find
 from camshaft.tracking.run_folder import TIME, TOKEN_COLUMNS, RunFolder
 from camshaft.view.advice import advise
-from camshaft.view.panels import PHASES, REWARD, ROWS, VALIDATION, first_logged
+from camshaft.view.panels import PHASES, REWARD, ROWS, VALIDATE, VALIDATION, first_logged
 
 POINTS = 600
 """Maximum number of points of a curve. Charts are about 300 pixels wide, and an interval has two points."""
@@ -71,13 +71,20 @@ def curves(run: RunFolder, points: int = POINTS, first: float = -math.inf, last:
 
 
 def phases(run: RunFolder) -> dict[str, Any]:
-    """Return the mean seconds of a step and of its phases over the last `PHASE_STEPS` steps."""
+    """Return the mean seconds of a step and of its phases over the last `PHASE_STEPS` steps.
+
+    The time of validations is added to that of the steps.
+    """
     run.metrics.poll()
-    means = {}
+    means: dict[str, Any] = {}
     for phase in ("step", *PHASES):
         values = run.metrics.arrays(f"timing_s/{phase}")[1][-PHASE_STEPS:]
         if len(values):
             means[phase] = _number(float(values.mean()))
+    steps, seconds = run.metrics.arrays(f"timing_s/{VALIDATE}")
+    count = min(PHASE_STEPS, run.metrics.last_step)
+    if "step" in means and (total := float(seconds[steps > run.metrics.last_step - count].sum())):
+        means |= {"step": _number(means["step"] + total / count), VALIDATE: _number(total / count)}
     return means
 
 

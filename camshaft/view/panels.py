@@ -9,6 +9,11 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+BAND = ("critic/score/p10", "critic/score/p90")
+"""Quantiles between which charts show a band instead of two lines."""
+MEDIAN = "critic/score/p50"
+"""Quantile that charts of several runs leave out."""
+
 
 class Panel(NamedTuple):
     """A chart of one or more metrics."""
@@ -63,9 +68,11 @@ ROWS = {
 """Charts by the title of their row."""
 PHASES = (
     "sync", "gen", "gen_max", "reward", "reward_max", "old_log_prob", "ref", "values", "adv", "update_critic",
-    "update_actor",
+    "update_actor", "train",
 )  # fmt: skip
 """Phases of a step, whose times `timing_s/<phase>` add up to the time of the step."""
+VALIDATE = "validate"
+"""Phase after some steps of a supervised run, which is not a part of the time of the step."""
 
 REWARD = ("critic/score/mean", "train/accuracy", "train/loss")
 """Metrics that stand for the progress of a run. The first of them that a run has logged is shown in tables."""

@@ -33,7 +33,7 @@ from urllib.parse import parse_qs, urlsplit
 from camshaft.errors import CamshaftError, ConfigError
 from camshaft.tracking.run_folder import RunFolder, find_runs
 from camshaft.view import data
-from camshaft.view.differences import differing_keys, ignored_keys
+from camshaft.view.differences import differing_keys, ignored_keys, key_columns
 from camshaft.view.ranking import ORDERS, Ranking
 
 STATIC = Path(__file__).parent / "static"
@@ -105,7 +105,8 @@ class Page:
 
     def overview(self) -> dict[str, Any]:
         now = time.time()
-        return {"now": now, "runs": [data.overview(run, now) for run in self.runs]}
+        runs = [data.overview(run, now) for run in self.runs]
+        return {"now": now, "runs": runs, "keys": key_columns(self.runs)}
 
     def curves(self, runs: Sequence[RunFolder], first: float = -math.inf, last: float = math.inf) -> dict[str, Any]:
         for run in runs:

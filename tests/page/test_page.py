@@ -72,8 +72,8 @@ def server(folder: Path) -> Iterator[PageServer]:
 class Watched:
     """A tab of the browser that records errors and the addresses of all requests."""
 
-    def __init__(self, browser: Any, url: str):
-        self.tab = browser.new_page(viewport={"width": 1400, "height": 1000})
+    def __init__(self, browser: Any, url: str, **context: Any):
+        self.tab = browser.new_page(**{"viewport": {"width": 1400, "height": 1000}, **context})
         self.errors: list[str] = []
         self.requests: list[str] = []
         self.tab.on("pageerror", lambda error: self.errors.append(str(error)))
@@ -211,16 +211,128 @@ def test_a_click_opens_the_run_of_the_nearest_curve(browser: Any, folder: Path, 
 def test_the_time_axis_fits_the_length_of_the_run(browser: Any, server: PageServer) -> None:
     page = Watched(browser, server.url)
     page.tab.click("button:text-is('time')")
-    page.tab.wait_for_selector(".chart .u-label:text-is('time, s')")
+    page.tab.wait_for_selector(".controls .unit:text-is('time, s')")
     assert page.tab.evaluate("Math.max(...state.charts[0].data[0])") == 59  # one step per second
     assert page.errors == []
 
 
-def test_the_legend_shows_the_last_values(browser: Any, server: PageServer) -> None:
+def test_a_chart_shows_the_last_values_and_those_at_the_cursor(browser: Any, server: PageServer) -> None:
     page = Watched(browser, server.url)
-    legend = page.tab.locator(".chart").first.locator(".u-legend")
-    assert legend.locator(".u-label").all_inner_texts() == ["step", "first", "second"]
-    assert legend.locator(".u-value").all_inner_texts() == ["60", "0.9982", "0.07295"]
+    values = page.tab.locator(".chart").first.locator(".values b")
+    assert values.all_inner_texts() == ["0.998", "0.0729"]
+    assert page.tab.locator(".u-legend").count() == 0
+    box = page.tab.locator(".chart .u-over").first.bounding_box()
+    page.tab.mouse.move(box["x"] + page.tab.evaluate("state.charts[0].valToPos(40, 'x')"), box["y"] + 40)
+    page.tab.wait_for_selector("#tip:not([hidden])")
+    assert page.tab.locator("#tip > div").inner_text() == "step 40"
+    assert page.tab.locator("#tip td").all_inner_texts() == ["first", "0.9852", "second", "0.07295"]
+    page.tab.mouse.move(5, 5)
+    page.wait_until("document.getElementById('tip').hidden")
+
+
+QUANTILES = {
+    "critic/score/p10": lambda step: 0.0,
+    "critic/score/p50": lambda step: step / 100,
+    "critic/score/p90": lambda step: 1.0,
+}
+WIDTHS = (1400, 390)
+OUTSIDE = """
+    [...document.querySelectorAll('body *')].filter((node) => {
+        const box = node.getBoundingClientRect(), edge = (outer) => outer?.getBoundingClientRect();
+        const card = edge(node.closest('.chart, .group, header')), values = edge(node.closest('.values'));
+        const isHidden = values && box.top >= values.bottom;
+        const isOver = box.right > innerWidth + 1 || box.left < -1 || (card && box.right > card.right + 1);
+        return box.width && !isHidden && isOver;
+    }).map((node) => `${node.tagName} ${node.className} ${node.textContent.slice(0, 40)}`)
+"""
+"""The elements that are wider than the screen, or that reach over the edge of their card."""
+
+
+@pytest.fixture
+def five_runs(tmp_path: Path) -> Iterator[PageServer]:
+    """Serve five runs of a sweep with automatic names."""
+    for number, rate in enumerate((0.0003, 0.001, 0.003, 0.01, 0.03), start=1):
+        changes = {"actor_rollout_ref.actor.optim.lr": rate, "data.train_files": "/data/gsm8k/train.parquet"}
+        folder = tmp_path / "runs" / f"Qwen2.5-0.5B-Instruct-lr={rate}-{number}"
+        make_run(folder, curves=QUANTILES, changes=changes, ending="failed" if number == 5 else "finished")
+    with PageServer([tmp_path / "runs"]) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", WIDTHS)
+def test_five_runs_fit_on_every_screen(browser: Any, five_runs: PageServer, scheme: str, width: int) -> None:
+    page = Watched(browser, five_runs.url, viewport={"width": width, "height": 900}, color_scheme=scheme)
+    for view in VIEWS:
+        page.open(view)
+        assert page.tab.evaluate("document.documentElement.scrollWidth") <= width, view
+        assert page.tab.evaluate(OUTSIDE) == [], view
+        page.picture(f"five-{view.lower()}-{scheme}-{width}")
+    page.open("Curves")
+    heights = page.tab.evaluate("[...document.querySelectorAll('.chart')].map((card) => card.offsetHeight)")
+    assert len(set(heights)) == 1
+    assert page.errors == []
+
+
+def test_the_table_of_runs_is_the_only_legend(browser: Any, five_runs: PageServer) -> None:
+    page = Watched(browser, five_runs.url)
+    heads = page.tab.locator("#runs th").all_inner_texts()
+    assert heads == ["", "run", "lr", "state", "step", "reward"]
+    rates = page.tab.locator("#runs td.lr").all_inner_texts()
+    assert rates == ["0.0003", "0.001", "0.003", "0.01", "0.03"]
+    assert "Qwen2.5" not in page.tab.inner_text("#view")
+    swatches = page.tab.evaluate("[...document.querySelectorAll('#runs .swatch')].map((node) => node.style.background)")
+    assert len(set(swatches)) == 5
+    assert page.tab.locator("#legend").is_hidden()
+    page.tab.evaluate("scrollTo(0, document.body.scrollHeight)")
+    page.tab.wait_for_selector("#legend:not([hidden])")
+    assert page.tab.locator("#legend > span").count() == 5
+
+
+def test_quantiles_of_few_runs_are_a_band(browser: Any, five_runs: PageServer) -> None:
+    page = Watched(browser, five_runs.url)
+    assert page.tab.evaluate("state.charts[0].bands.length") == 0
+    for name in page.tab.locator("#runs td.name").all_inner_texts()[2:]:
+        page.tab.uncheck(f"input[aria-label='show {name}']")
+    page.wait_until("state.charts.length && state.charts[0].bands.length === 2")
+    assert page.tab.evaluate("state.charts[0].series.slice(1).map((curve) => curve.width)") == [1.5, 0, 0] * 2
+    assert "shaded: p10 to p90" in page.tab.locator(".chart").first.inner_text()
+    assert page.errors == []
+
+
+def test_the_theme_follows_the_system_until_it_is_switched(browser: Any, server: PageServer) -> None:
+    background = "getComputedStyle(document.body).backgroundColor"
+    page = Watched(browser, server.url, color_scheme="dark")
+    assert page.tab.evaluate(background) == "rgb(18, 22, 29)"
+    page.tab.emulate_media(color_scheme="light")
+    page.wait_until(f"{background} === 'rgb(255, 255, 255)'")
+    page.tab.click("button[aria-label='switch to dark mode']")
+    page.wait_until(f"{background} === 'rgb(18, 22, 29)'")
+    page.tab.reload()
+    page.tab.wait_for_selector(".chart canvas")
+    assert page.tab.evaluate(background) == "rgb(18, 22, 29)"
+    assert page.errors == []
+
+
+def test_the_phases_of_a_supervised_run_are_shown(browser: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "sft"
+    folder.mkdir()
+    times = {"timing_s/step": 0.5, "timing_s/train": 0.45}
+    lines = [{"step": step, "train/loss": 1.0, **times} for step in range(1, 11)]
+    lines[-1]["timing_s/validate"] = 2.0
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    export([folder], tmp_path / "sft.html")
+    page = Watched(browser, (tmp_path / "sft.html").as_uri())
+    page.open("Time")
+    rows = [row.split() for row in page.tab.locator("#view tr").all_inner_texts()]
+    assert rows == [
+        ["train", "0.45", "s", "64.3", "%"], ["validate", "0.2", "s", "28.6", "%"], ["other", "0.05", "s", "7.1", "%"],
+    ]  # fmt: skip
+    assert "0.7 s per step" in page.tab.inner_text("#view")
 
 
 def test_the_worst_responses_of_all_steps_are_ranked(browser: Any, folder: Path, server: PageServer) -> None:

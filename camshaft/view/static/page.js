@@ -1,7 +1,16 @@
 "use strict";
 // The page of camshaft runs. Texts of runs are inserted as text nodes only, never as HTML.
 
-const COLORS = ["#2563eb", "#d9480f", "#2f9e44", "#9c36b5", "#c2255c", "#0c8599", "#5f3dc4", "#846358"];
+// Colors of runs, metrics and phases, which are distinguishable on the background of each theme.
+const COLORS = {
+  light: ["#2563eb", "#d9480f", "#2f9e44", "#9c36b5", "#c2255c", "#0c8599", "#5f3dc4", "#846358"],
+  dark: ["#74a4ff", "#ff9a5c", "#63d17f", "#d68cf0", "#ff7fa8", "#4cc9dc", "#a996ff", "#c9a594"],
+};
+const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
+const BAND = ["critic/score/p10", "critic/score/p90"];
+const MEDIAN = "critic/score/p50";
+const MAX_SHOWN = 8;
+const MAX_BANDS = 3;
 const POLL = 2000;
 const TABS = ["Curves", "Responses", "Time", "Config"];
 const CHANNELS = {
@@ -12,7 +21,7 @@ const embedded = document.getElementById("data");
 const ORDERS = { worst: "worst", best: "best", gap: "largest gap", long: "longest" };
 const stored = embedded === null ? null : JSON.parse(embedded.textContent);
 const state = {
-  tab: "Curves", runs: [], now: 0, selected: null, x: "step", run: 0, step: null, order: "", zoom: null, channel: "advantages",
+  tab: "Curves", runs: [], keys: {}, now: 0, selected: null, x: "step", run: 0, step: null, order: "", zoom: null, channel: "advantages",
   source: "", text: "", bin: null, problems: false, shown: 20, signature: "", charts: [],
 };
 
@@ -63,11 +72,11 @@ function storedConfig(runs) {
   };
 }
 
-function number(value) {
+function number(value, digits = 4) {
   if (value === null || value === undefined) return "";
   const size = Math.abs(value);
   if (size >= 1e5 || (size > 0 && size < 1e-3)) return value.toExponential(2);
-  return String(Number(value.toPrecision(4)));
+  return String(Number(value.toPrecision(digits)));
 }
 
 function age(seconds) {
@@ -78,7 +87,39 @@ function age(seconds) {
 }
 
 const query = (runs) => runs.map((run) => `run=${run}`).join("&");
-const color = (run) => COLORS[run % COLORS.length];
+const color = (index) => COLORS[theme()][index % COLORS.light.length];
+
+// -- theme ----------------------------------------------------------------------------------------
+
+const prefersDark = matchMedia("(prefers-color-scheme: dark)");
+
+function theme() {
+  return document.documentElement.dataset.theme;
+}
+
+// The theme that the reader has chosen, or null to follow the system. A page may not be allowed to store it.
+function chosenTheme(value) {
+  try {
+    if (value !== undefined) localStorage.setItem("theme", value);
+    return localStorage.getItem("theme");
+  } catch {
+    return value ?? null;
+  }
+}
+
+function setTheme(value) {
+  document.documentElement.dataset.theme = value;
+  const other = value === "dark" ? "light" : "dark";
+  const control = button(other === "dark" ? "☾" : "☀", false, () => { chosenTheme(other); setTheme(other); });
+  control.setAttribute("aria-label", `switch to ${other} mode`);
+  control.removeAttribute("aria-pressed");
+  document.getElementById("theme").replaceChildren(control);
+  if (state.selected === null) return;
+  drawRuns();
+  show();
+}
+
+const style = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 // -- runs and advice ------------------------------------------------------------------------------
 
@@ -92,18 +133,25 @@ const RUN_CELLS = {
   problem: (run) => run.advice.map((advice) => advice.title).join(", "),
 };
 
+const swatch = (paint) => element("span", { class: "swatch", style: { background: paint } });
+
+// The table of runs, which is the legend of all charts. Keys in which the runs differ follow the name.
 function drawRuns() {
-  const columns = Object.entries(RUN_CELLS).filter(([, text]) => state.runs.some((run) => text(run) !== ""));
+  const keys = Object.entries(state.keys).map(([name, values]) => [name, (_, index) => values[index] ?? ""]);
+  const columns = [...keys, ...Object.entries(RUN_CELLS)].filter(([, text]) => state.runs.some((run, index) => text(run, index) !== ""));
   const head = element("tr", {}, ...["", "run", ...columns.map(([name]) => name)].map((text) => element("th", {}, text)));
   const rows = state.runs.map((run, index) => {
     const box = element("input", { type: "checkbox", "aria-label": `show ${run.name}`, onchange: () => toggle(index) });
     box.checked = state.selected.includes(index);
-    const name = element("td", {}, element("span", { class: "swatch", style: { background: color(index) } }), run.name);
+    const name = element("td", { class: "name" }, swatch(color(index)), run.name);
     name.title = run.path;
-    const cells = columns.map(([column, text]) => element("td", { class: column === "state" ? `state-${run.state}` : column }, text(run)));
+    const cells = columns.map(([column, text]) => element(
+      "td", { class: column === "state" ? `state-${run.state}` : column, "data-label": column === "state" ? null : column }, text(run, index),
+    ));
     return element("tr", {}, element("td", {}, box), name, ...cells);
   });
   document.getElementById("runs").replaceChildren(element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
+  document.getElementById("legend").replaceChildren(...state.selected.map((index) => element("span", {}, swatch(color(index)), state.runs[index].name)));
   const boxes = state.selected.flatMap((index) => state.runs[index].advice.map((advice) => element(
     "div", { class: "advice" }, element("strong", {}, `${state.runs[index].name}: ${advice.title}. `), advice.text,
   )));
@@ -162,62 +210,114 @@ function commonPrefix(names) {
   return names.every((name) => name.startsWith(folder)) ? folder.length : 0;
 }
 
-function chart(panel, reply, [unit, length]) {
-  const box = element("div", { class: "chart" }, element("h3", {}, panel.title, element("span", {}, panel.unit)));
-  box.title = panel.names.map((name) => `${name}: ${reply.descriptions[name] || ""}`).join("\n");
-  const tables = [], series = [], runs = [], prefix = commonPrefix(panel.names);
-  reply.runs.forEach((run, order) => panel.names.forEach((name, line) => {
-    if (!run[name]) return;
+// The curves of a panel. Runs differ in color; metrics of several runs differ in their dashes. The band has no lines.
+function curvesOf(panel, reply, length) {
+  const several = reply.runs.length > 1, prefix = commonPrefix(panel.names);
+  const names = panel.names.filter((name) => !(several && name === MEDIAN));
+  const lines = names.filter((name) => !BAND.includes(name));
+  return reply.runs.flatMap((run, order) => names.map((name) => {
+    if (!run[name]) return null;
     const points = positions(run, run[name].steps, length).map((x, i) => [x, run[name].values[i]]).filter((point) => point[0] !== null);
-    if (!points.length) return;
-    const index = state.selected[order];
-    runs.push(index);
-    tables.push([points.map((point) => point[0]), points.map((point) => point[1])]);
-    const label = [panel.names.length > 1 ? name.slice(prefix) : "", reply.runs.length > 1 ? state.runs[index].name : ""].filter(Boolean).join(", ");
-    series.push({
-      label: label || name, stroke: color(reply.runs.length > 1 ? index : line), width: 1.5,
-      dash: reply.runs.length > 1 && line ? [4 * line, 3] : undefined, spanGaps: true,
-      points: { show: points.length < 40, size: 4 }, value: (_, value) => number(value),
-    });
+    if (!points.length) return null;
+    const line = lines.indexOf(name), index = state.selected[order];
+    return {
+      run: index, name, isEdge: line < 0, label: name.slice(prefix), paint: color(several ? index : Math.max(0, line)),
+      dash: several ? DASHES[Math.max(0, line) % DASHES.length] : [], table: [points.map((point) => point[0]), points.map((point) => point[1])],
+    };
+  })).filter((curve) => curve !== null);
+}
+
+// Bands between the lower and the upper quantile of each run. Bands of many runs would hide each other.
+function bandsOf(curves) {
+  const index = (run, name) => curves.findIndex((curve) => curve.run === run && curve.name === name) + 1;
+  const runs = [...new Set(curves.filter((curve) => curve.isEdge).map((curve) => curve.run))];
+  return (runs.length > MAX_BANDS ? [] : runs).flatMap((run) => {
+    const [low, high] = BAND.map((name) => index(run, name));
+    return low && high ? [{ series: [high, low], fill: `${curves[high - 1].paint}${theme() === "dark" ? "38" : "26"}` }] : [];
+  });
+}
+
+// One line under the title of a chart: the metrics of several, and the last values where there is room.
+function valuesOf(curves) {
+  const lines = curves.filter((curve) => !curve.isEdge);
+  const band = bandsOf(curves).length ? [element("span", {}, "shaded: p10 to p90")] : [];
+  const last = (curve) => element("b", {}, number(curve.table[1].findLast((value) => value !== null), 3));
+  const runs = new Set(lines.map((curve) => curve.run)), names = new Set(lines.map((curve) => curve.label));
+  const key = (curve, paint) => element("span", { class: "stroke", style: { borderTopStyle: curve.dash.length ? "dashed" : "solid", borderColor: paint } });
+  if (runs.size > 1 && names.size > 1) {
+    const first = [...names].map((name) => lines.find((curve) => curve.label === name));
+    return element("div", { class: "values" }, ...first.map((curve) => element("span", {}, key(curve, style("--muted")), curve.label)), ...band);
+  }
+  const parts = lines.map((curve) => element("span", { title: state.runs[curve.run].name }, runs.size > 1 ? swatch(curve.paint) : key(curve, curve.paint), names.size > 1 ? curve.label : "", last(curve)));
+  return element("div", { class: "values" }, ...parts, ...band);
+}
+
+function chart(panel, reply, [, length]) {
+  const curves = curvesOf(panel, reply, length);
+  if (!curves.length) return null;
+  const box = element("div", { class: "chart" }, element("h3", {}, panel.title, element("span", {}, panel.unit)), valuesOf(curves));
+  box.firstChild.title = panel.names.map((name) => `${name}: ${reply.descriptions[name] || ""}`).join("\n");
+  const series = curves.map((curve) => ({
+    label: curve.label, stroke: curve.isEdge ? "transparent" : curve.paint, width: curve.isEdge ? 0 : 1.5, dash: curve.dash, spanGaps: true,
+    points: { show: !curve.isEdge && curve.table[0].length < 40, size: 4 },
   }));
-  if (!tables.length) return null;
-  const zoom = state.x === "step" ? state.zoom : null;
+  const zoom = state.x === "step" ? state.zoom : null, axis = { stroke: style("--muted"), grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line"), width: 1 } };
   const options = {
-    width: 380, height: 190, series: [{ label: state.x === "step" ? "step" : `time, ${unit}`, value: (_, value) => number(value) }, ...series],
+    width: 380, height: 185, series: [{}, ...series], bands: bandsOf(curves), legend: { show: false },
     scales: { x: { time: false, range: zoom === null ? undefined : () => zoom }, y: { range: yRange } },
-    axes: [{ size: 32 }, { size: 70, values: (_, values) => axisNumber(values) }],
+    axes: [{ ...axis, size: 32 }, { ...axis, size: 62, values: (_, values) => axisNumber(values) }],
     cursor: { focus: { prox: 20 }, drag: { setScale: state.x !== "step" } },
-    hooks: { setCursor: [showLast], setSelect: [zoomIn] },
+    hooks: { setCursor: [(plot) => showTip(plot, curves)], setSelect: [zoomIn] },
   };
-  const isZero = tables.every(([, values]) => values.every((value) => value === 0));
+  const isZero = curves.every((curve) => curve.table[1].every((value) => value === 0));
   return { box, isZero, title: panel.title, draw: () => {
     options.width = box.clientWidth - 14;
-    const plot = new uPlot(options, uPlot.join(tables), box);
+    const plot = new uPlot(options, uPlot.join(curves.map((curve) => curve.table)), box);
     plot.over.addEventListener("click", () => {
       if (plot.cursor.idx === null || state.x !== "step") return;
-      openStep(plot.data[0][plot.cursor.idx], runs[nearest(plot)]);
+      openStep(plot.data[0][plot.cursor.idx], curves[nearest(plot)].run);
     });
-    showLast(plot);
+    plot.over.addEventListener("mouseleave", hideTip);
     state.charts.push(plot);
   } };
 }
 
+function hideTip() {
+  document.getElementById("tip").hidden = true;
+}
+
+// The values of all curves at the cursor.
+function showTip(plot, curves) {
+  const { idx, left, top } = plot.cursor, tip = document.getElementById("tip");
+  if (idx === null || idx === undefined || left < 0) return hideTip();
+  const several = new Set(curves.map((curve) => curve.run)).size > 1, names = new Set(curves.filter((curve) => !curve.isEdge).map((curve) => curve.name)).size > 1;
+  const range = (run) => BAND.map((name) => plot.data[curves.findIndex((curve) => curve.run === run && curve.name === name) + 1]?.[idx]);
+  const rows = curves.flatMap((curve, i) => {
+    const value = plot.data[i + 1][idx];
+    if (curve.isEdge || value === null || value === undefined) return [];
+    const hasBand = curve.label === "mean" && curves.some((other) => other.isEdge && other.run === curve.run);
+    const spread = hasBand ? ` (${range(curve.run).map((edge) => number(edge)).join(" to ")})` : "";
+    const label = [several ? state.runs[curve.run].name : "", names || !several ? curve.label : ""].filter(Boolean).join(", ");
+    return [element("tr", {}, element("td", {}, swatch(curve.paint), label), element("td", { class: "number" }, number(value), spread))];
+  });
+  if (!rows.length) return hideTip();
+  const at = state.x === "step" ? `step ${plot.data[0][idx]}` : number(plot.data[0][idx]);
+  tip.replaceChildren(element("div", {}, at), element("table", {}, ...rows));
+  tip.hidden = false;
+  const over = plot.over.getBoundingClientRect(), width = tip.offsetWidth, height = tip.offsetHeight;
+  const beside = over.left + left + 14;
+  tip.style.left = `${Math.max(4, beside + width > innerWidth - 4 ? over.left + left - width - 14 : beside)}px`;
+  tip.style.top = `${Math.max(4, Math.min(over.top + top + 14, innerHeight - height - 4))}px`;
+}
+
 // Index of the curve that is nearest to the cursor.
 function nearest(plot) {
-  const distance = (values) => {
-    const value = values[plot.cursor.idx];
+  const distance = (values, index) => {
+    const value = plot.series[index + 1].width ? values[plot.cursor.idx] : null; // the edges of a band have no line
     return value === null || value === undefined ? Infinity : Math.abs(plot.valToPos(value, "y") - plot.cursor.top);
   };
   const distances = plot.data.slice(1).map(distance);
   return distances.indexOf(Math.min(...distances));
-}
-
-// Without a cursor, the legend shows the last value of each curve.
-function showLast(plot) {
-  if (plot.cursor.idx !== null && plot.cursor.idx !== undefined) return;
-  const isSet = (value) => value !== null && value !== undefined;
-  const idxs = plot.data.map((values) => Math.max(0, values.findLastIndex(isSet)));
-  plot.setLegend({ idxs }, false);
 }
 
 function zoomIn(plot) {
@@ -234,6 +334,7 @@ function setZoom(zoom) {
 function clearCharts() {
   state.charts.forEach((plot) => plot.destroy());
   state.charts = [];
+  hideTip();
 }
 
 function yRange(_, low, high) {
@@ -246,13 +347,15 @@ function yRange(_, low, high) {
 async function drawCurves() {
   const range = state.x === "step" && state.zoom !== null ? `&first=${state.zoom[0]}&last=${state.zoom[1]}` : "";
   const reply = await get(`/curves?${query(state.selected)}${range}`);
+  const unit = timeUnit(reply);
   const controls = element(
     "div", { class: "controls" }, "x axis:", ...["step", "time"].map((x) => button(x, state.x === x, () => { state.x = x; show(); })),
+    element("span", { class: "unit" }, state.x === "step" ? "" : `time, ${unit[0]}`),
     range ? button(`steps ${state.zoom.join(" to ")} ×`, true, () => setZoom(null)) : null,
     element("span", { class: "hint" }, state.x === "step" ? "A click on a point opens the responses of its step. Drag to zoom." : "Drag to zoom; double-click resets."),
   );
   clearCharts();
-  const drawn = [], unit = timeUnit(reply);
+  const drawn = [];
   const rows = reply.layout.flatMap((row) => {
     const charts = row.panels.map((panel) => chart(panel, reply, unit)).filter((each) => each !== null);
     const shown = charts.filter((each) => row.title !== "Failures" || !each.isZero);
@@ -376,13 +479,14 @@ function group(rows, kept, limits, goTo) {
   const head = element("p", {}, state.order ? button(`step ${step}`, false, () => goTo(step)) : null, ` ${facts}`,
     equal ? element("strong", {}, " All scores are equal: no signal.") : null);
   const heading = element("tr", {}, ...["score", "advantage", "tokens", "response"].map((text, i) => element("th", { class: i < 3 ? "number" : false }, text)));
+  const cell = (label, text) => element("td", { class: "number", "data-label": label }, text);
   const lines = [...rows].sort((a, b) => b.score - a.score).map((row) => {
     const notes = [row.failure, row.finished ? null : "cut"].filter((note) => note !== null).map((note) => element("span", { class: "note" }, note));
     const parts = Object.keys(row).filter((name) => name.startsWith("score/") && row[name] !== null).map((name) => `${name.slice(6)} ${number(row[name])}`);
-    const score = element("td", { class: "number" }, number(row.score));
+    const score = cell("score", number(row.score));
     score.title = parts.join("\n");
-    const node = element("tr", {}, score, element("td", { class: "number" }, number(row.advantage)),
-      element("td", { class: "number" }, row.response_tokens), element("td", {}, ...notes, response(row, limits)));
+    const node = element("tr", {}, score, cell("advantage", number(row.advantage)), cell("tokens", row.response_tokens),
+      element("td", {}, ...notes, response(row, limits)));
     if (!kept.has(row)) node.style.opacity = "0.45";
     return node;
   });
@@ -476,15 +580,15 @@ async function drawTime() {
     const sum = phases.reduce((total, [, seconds]) => total + seconds, 0), step = Math.max(means.step || 0, sum);
     if (!step) return element("div", { class: "group" }, element("p", {}, `${info.name}: no times yet`));
     if (step > 1.005 * sum) phases.push(["other", step - sum]);
-    const phaseColor = (i) => phases[i][0] === "other" ? "#c3cad6" : COLORS[i % COLORS.length];
+    const phaseColor = (i) => phases[i][0] === "other" ? style("--other") : color(i);
     const bar = element("div", { class: "phases" }, ...phases.map(([name, seconds], i) => element("span", {
       style: { width: `${100 * seconds / step}%`, background: phaseColor(i) }, title: `${name}: ${number(seconds)} s`,
     })));
-    const legend = phases.map(([name, seconds], i) => element("tr", {}, element("td", {}, element("span", { class: "swatch", style: { background: phaseColor(i) } }), name),
+    const legend = phases.map(([name, seconds], i) => element("tr", {}, element("td", {}, swatch(phaseColor(i)), name),
       element("td", { class: "number" }, `${number(seconds)} s`), element("td", { class: "number" }, `${(100 * seconds / step).toFixed(1)} %`)));
     const phase = info.age === null ? "" : `, now in phase ${info.phase} for ${age(info.age)}`;
     return element("div", { class: "group" }, element("p", {}, `${info.name}: ${number(step)} s per step, mean of the last ${Math.min(50, info.step)} steps${phase}`), bar,
-      element("table", { class: "narrow" }, ...legend));
+      element("table", { class: "narrow times" }, ...legend));
   });
   document.getElementById("view").replaceChildren(element("h2", {}, "Phases of a step"), ...blocks);
 }
@@ -494,11 +598,11 @@ async function drawConfig() {
   const reply = await get(`/config?${query(state.selected)}`);
   const pairs = (rows, head = []) => element("table", { class: "narrow" },
     head.length ? element("thead", {}, element("tr", {}, ...head.map((cell) => element("th", {}, cell)))) : null,
-    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell) => element("td", {}, cell))))));
+    element("tbody", {}, ...rows.map((row) => element("tr", {}, ...row.map((cell, i) => element("td", { "data-label": i ? head[i] ?? null : null }, cell))))));
   const parts = [];
   if (reply.names.length > 1) {
     const rows = Object.entries(reply.differences).map(([key, values]) => [key, ...values]);
-    parts.push(element("h2", {}, `Differences of ${reply.names.join(", ")}`), rows.length ? pairs(rows, ["key", ...reply.names]) : "The configs are equal.");
+    parts.push(element("h2", {}, "Differences"), rows.length ? pairs(rows, ["key", ...reply.names]) : "The configs are equal.");
   }
   const shown = (key, value) => /^(started|ended)$/.test(key) && value ? new Date(value * 1000).toLocaleString()
     : value === null ? "" : Array.isArray(value) ? value.join(" ")
@@ -516,8 +620,8 @@ async function update(force = false) {
   const connection = document.getElementById("connection");
   try {
     const reply = await get("/runs");
-    [state.runs, state.now] = [reply.runs, reply.now];
-    if (state.selected === null) state.selected = state.runs.map((_, index) => index).slice(0, 4);
+    [state.runs, state.keys, state.now] = [reply.runs, reply.keys, reply.now];
+    if (state.selected === null) state.selected = state.runs.map((_, index) => index).slice(0, MAX_SHOWN);
     drawRuns();
     const view = document.getElementById("view");
     if (!state.selected.length) {
@@ -544,5 +648,10 @@ async function poll() {
 
 if (location.search.includes("token=")) history.replaceState(null, "", location.pathname);
 addShades();
+setTheme(chosenTheme() ?? (prefersDark.matches ? "dark" : "light"));
+prefersDark.addEventListener("change", () => { if (chosenTheme() === null) setTheme(prefersDark.matches ? "dark" : "light"); });
+new IntersectionObserver(([entry]) => {
+  document.getElementById("legend").hidden = entry.isIntersecting || state.tab !== "Curves";
+}).observe(document.getElementById("runs"));
 drawTabs();
 poll();

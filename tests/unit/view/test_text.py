@@ -199,6 +199,20 @@ def test_a_plot_has_a_chart_per_panel_and_a_curve_per_run(runs: Path, tmp_path: 
     assert (wrong.status, "no run has logged actor/entropie" in wrong.err) == (2, True)
 
 
+def test_a_run_has_one_color_in_all_charts(runs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    quantiles = {f"critic/score/p{number}": lambda step, n=number: n / 100 for number in (10, 50, 90)}
+    make_run(tmp_path / "first", curves={**quantiles, "actor/kl_loss": lambda step: 0.1})
+    make_run(tmp_path / "second", curves={**quantiles, "actor/kl_loss": lambda step: 0.2})
+    figure = draw(find_runs(tmp_path))
+    for axis in figure.axes:
+        assert {line.get_color() for line in axis.lines} == {"C0", "C1"}, axis.get_title()
+    charts = {axis.get_title(): axis for axis in figure.axes}
+    assert [line.get_linestyle() for line in charts["KL"].lines] == ["-", "--"] * 2
+    assert len(charts["Training reward"].lines) == len(charts["Training reward"].collections) == 2
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["first", "second"]
+
+
 def test_a_constant_metric_is_a_line_in_a_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     run = make_run(tmp_path / "run", curves={"actor/entropy": lambda step: 94.0 + 1e-13 * step})
