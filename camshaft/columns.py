@@ -44,6 +44,7 @@ _TABLE = (
     Column("response_mask", "ragged", "bool", "per response token: true if the policy sampled the token", "roles/rollout", ("roles/base", "roles/reward_model", "trainer/advantages")),
     Column("rollout_log_probs", "ragged", "float32", "per response token: log-prob under the sampling distribution", "roles/rollout", ("trainer/advantages", "trainer/metrics", "trainer/ppo")),
     Column("rollout_is_weights", "ragged", "float32", "per response token: importance weight, with rollout_correction.rollout_is", "trainer/advantages", ("roles/actor.update_actor",)),
+    Column("rollout_is_mean", "tensor", "float32", "mean importance weight of the iteration, with rollout_correction.bypass_mode and rollout_is_batch_normalize", "trainer/ppo", ("roles/bypass",)),
     Column("rollout_rs_mask", "ragged", "bool", "per response token: true if all rejection rules accept the token, with rollout_correction.rollout_rs", "trainer/advantages", ("roles/actor.update_actor",)),
     Column("routed_experts", "ragged", "uint8", "per token: experts (layers, top-k) that the rollout chose, with enable_return_routed_experts or router_replay; int16 with 256 experts or more", "roles/rollout", ("roles/actor", "engine")),
     Column("routing_mismatch", "ragged", "float64", "per response token: fraction of the choices of experts that differ between trainer and rollout", "roles/actor.compute_log_prob or roles/actor.update_actor", ("trainer/metrics",)),

@@ -46,7 +46,14 @@ from camshaft.algorithms.losses import (
     value_loss,
 )
 from camshaft.algorithms.masked import masked_mean, masked_sum, masked_var, whiten
-from camshaft.algorithms.mismatch import accept_tokens, effective_sample_share, importance_weights, mismatch
+from camshaft.algorithms.mismatch import (
+    accept_tokens,
+    effective_sample_share,
+    importance_weights,
+    mean_importance_weight,
+    mismatch,
+    off_policy_diagnostics,
+)
 from camshaft.algorithms.policy_losses import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -69,6 +76,7 @@ __all__ = [
     "dppo_kl_loss", "gpg_loss", "dro_loss",
     "Counts", "aggregate", "value_loss", "entropy_loss", "kl_loss", "full_kl_loss", "sft_loss",
     "preference_loss",
-    "mismatch", "importance_weights", "accept_tokens", "effective_sample_share",
+    "mismatch", "off_policy_diagnostics", "importance_weights", "mean_importance_weight", "accept_tokens",
+    "effective_sample_share",
     "masked_sum", "masked_mean", "masked_var", "whiten",
 ]  # fmt: skip

@@ -20,13 +20,35 @@ def _k3(d: Tensor) -> Tensor:
     return (torch.exp(-d) + d - 1).clamp(-10, 10)
 
 
-KL_PENALTIES: dict[str, Callable[[Tensor], Tensor]] = {
+def _k2(d: Tensor) -> Tensor:
+    return d.square() / 2
+
+
+def _straight_through(estimator: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Return an estimator with the value of `estimator` and the gradient of k2."""
+
+    def estimate(d: Tensor) -> Tensor:
+        gradient = _k2(d)
+        return estimator(d).detach() + (gradient - gradient.detach())
+
+    return estimate
+
+
+_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
     "kl": lambda d: d,
     "abs": torch.abs,
-    "mse": lambda d: d.square() / 2,
+    "mse": _k2,
     "low_var_kl": _k3,
 }
-"""Estimator of each penalty name, as a function of d = log pi - log pi_ref."""
+KL_PENALTIES = _ESTIMATORS | {
+    f"{name}+": _straight_through(estimator) for name, estimator in _ESTIMATORS.items() if name != "mse"
+}
+"""Estimator of each penalty name, as a function of d = log pi - log pi_ref.
+
+With the suffix +, as in `low_var_kl+`, the value is that of the estimator and the gradient that of mse. Averaged over
+tokens of pi, the gradient of mse is that of the KL divergence; those of kl and low_var_kl are not: Tang and Munos, "On
+a few pitfalls in KL divergence gradient estimation for RL", arXiv:2506.09477.
+"""
 
 
 def kl_penalty(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:

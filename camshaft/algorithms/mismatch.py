@@ -5,8 +5,9 @@
     mask = accept_tokens(old_log_probs, rollout_log_probs, mask, lengths, "seq_mean_k3", (0.0, 0.01))
 
 The trainer calls these functions with all rows of a step, so means, maxima and effective sample sizes cover the whole
-batch. Tensors of tokens are flat: (N,) concatenates the rows, and `lengths` (B,) is the number of tokens per row.
-Values outside the mask are never read. All functions compute in float64 and without gradients.
+batch. In bypass mode, the actor calls `importance_weights` and `accept_tokens` with the rows of a micro-batch. Tensors
+of tokens are flat: (N,) concatenates the rows, and `lengths` (B,) is the number of tokens per row. Values outside the
+mask are never read. All functions compute in float64 and without gradients.
 
 Let d = log pi_train - log pi_rollout for a sampled token. Then exp(d) is the importance weight of the token with
 respect to the trainer's policy, and exp(sum_t d) is that of a whole row.
@@ -61,6 +62,49 @@ def mismatch(train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor) -> d
     }
 
 
+@torch.no_grad()
+def off_policy_diagnostics(train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor) -> dict[str, Tensor]:
+    """Compute diagnostics of training with samples of another policy.
+
+    The log-perplexity of a row is the mean of -log pi over its masked-in tokens, and D is the log-perplexity under the
+    trainer minus that under the rollout, which is the mean of -d. With means over the rows that have masked-in tokens:
+
+    training_log_ppl, rollout_log_ppl    mean log-perplexity
+    training_ppl, rollout_ppl            mean of its exponential
+    log_ppl_diff, log_ppl_abs_diff       mean of D and of |D|
+    log_ppl_diff_max, log_ppl_diff_min   largest and smallest D
+    ppl_ratio                            mean of exp(D)
+    chi2_token                           mean over tokens of exp(d)^2, minus 1
+    chi2_seq                             mean over rows of exp(sum_t d)^2, minus 1
+
+    The last two estimate the chi-squared divergence of the trainer's policy from that of the rollout, which is the
+    variance of the importance weights; d and sum_t d are clamped to +-20. An empty mask gives no diagnostics.
+    """
+    difference, counts = _differences(train, rollout, mask), _row_counts(mask, lengths)
+    has_tokens = counts > 0
+    if not has_tokens.any():
+        return {}
+    policies = {"training": train, "rollout": rollout}
+    log_ppl = {
+        name: (-row_sums(torch.where(mask, column.double(), 0), lengths) / counts.clamp(min=1))[has_tokens]
+        for name, column in policies.items()
+    }
+    gap = log_ppl["training"] - log_ppl["rollout"]
+    tokens = difference[mask].clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    rows = row_sums(difference, lengths)[has_tokens].clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT)
+    return {
+        **{f"{name}_log_ppl": value.mean() for name, value in log_ppl.items()},
+        **{f"{name}_ppl": value.exp().mean() for name, value in log_ppl.items()},
+        "log_ppl_diff": gap.mean(),
+        "log_ppl_abs_diff": gap.abs().mean(),
+        "log_ppl_diff_max": gap.max(),
+        "log_ppl_diff_min": gap.min(),
+        "ppl_ratio": gap.exp().mean(),
+        "chi2_token": torch.expm1(2 * tokens).mean(),
+        "chi2_seq": torch.expm1(2 * rows).mean(),
+    }
+
+
 def effective_sample_share(weights: Tensor) -> Tensor:
     """Compute the effective sample size of (n,) weights as a fraction of n: (sum w)^2 / (n sum w^2)."""
     return weights.sum().square() / (weights.square().sum() * len(weights))
@@ -78,29 +122,68 @@ def importance_weights(
     *,
     level: str,
     threshold: float,
+    lower: float = 0.0,
     normalize: bool = False,
 ) -> Tensor:
-    """Compute truncated importance weights, (N,) float32 and 0 outside the mask:
+    """Compute bounded importance weights, (N,) float32 and 0 outside the mask:
 
     token      w_t = min(exp(d_t), threshold)
     sequence   w_t = min(exp(sum_s d_s), threshold), equal for all tokens of a row
 
-    `normalize` divides the truncated weights by their mean over masked-in tokens (over rows for `sequence`), which
-    preserves the scale of the update. Truncation bounds the variance at the cost of a bias towards the rollout policy:
-    Ionides, "Truncated importance sampling", 2008. Yao et al. apply it to rollout engines in "Your efficient RL
-    framework secretly brings you off-policy RL training", 2025.
+    With `lower` above 0, weights outside [lower, threshold] are 0 instead of truncated (IcePop). Such tokens or rows do
+    not contribute, but remain in the counts of the loss.
+
+    `normalize` divides the weights by `mean_importance_weight`, which preserves the scale of the update. Truncation
+    bounds the variance at the cost of a bias towards the rollout policy: Ionides, "Truncated importance sampling",
+    2008. Yao et al. apply it to rollout engines in "Your efficient RL framework secretly brings you off-policy RL
+    training", 2025. IcePop: Ling Team, "Every step evolves", arXiv:2510.18855.
     """
+    weights, has_weight = _bounded_weights(train, rollout, mask, lengths, level, threshold, lower)
+    if normalize:
+        weights = weights / _mean(weights[has_weight])
+    if level == "sequence":
+        weights = torch.repeat_interleave(weights, lengths, output_size=len(mask))
+    return torch.where(mask, weights, 0).float()
+
+
+@torch.no_grad()
+def mean_importance_weight(
+    train: Tensor,
+    rollout: Tensor,
+    mask: Tensor,
+    lengths: Tensor,
+    *,
+    level: str,
+    threshold: float,
+    lower: float = 0.0,
+) -> Tensor:
+    """Compute the mean of `importance_weights` over masked-in tokens (over rows for `sequence`), a scalar.
+
+    It is 1 if there are no weights, or if all of them are 0.
+    """
+    weights, has_weight = _bounded_weights(train, rollout, mask, lengths, level, threshold, lower)
+    return _mean(weights[has_weight])
+
+
+def _bounded_weights(
+    train: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor, level: str, threshold: float, lower: float
+) -> tuple[Tensor, Tensor]:
+    """Return the weights of the tokens or rows, and a mask of those that exist."""
     if level not in ("token", "sequence"):
         raise ValueError(f"unknown importance-weight level '{level}'; use token or sequence")
     difference = _differences(train, rollout, mask)
     log_weights = difference if level == "token" else row_sums(difference, lengths)
-    weights = log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp().clamp(max=threshold)
-    has_weight = mask if level == "token" else _row_counts(mask, lengths) > 0
-    if normalize and bool(has_weight.any()):
-        weights = weights / weights[has_weight].mean()
-    if level == "sequence":
-        weights = torch.repeat_interleave(weights, lengths)
-    return torch.where(mask, weights, 0).float()
+    weights = log_weights.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp()
+    if lower > 0:
+        weights = torch.where((weights >= lower) & (weights <= threshold), weights, 0)
+    else:
+        weights = weights.clamp(max=threshold)
+    return weights, mask if level == "token" else _row_counts(mask, lengths) > 0
+
+
+def _mean(weights: Tensor) -> Tensor:
+    mean = weights.mean()
+    return torch.where(mean > 0, mean, 1)  # a mean of no weights is NaN
 
 
 # -- rejection ------------------------------------------------------------------------------------
@@ -143,7 +226,7 @@ def accept_tokens(
     low, high = bounds
     ratio = torch.exp(-value)
     accepted = (ratio >= low) & (ratio <= high) if estimate == "k1" else value <= high
-    return mask & (accepted if scope == "token" else torch.repeat_interleave(accepted, lengths))
+    return mask & (accepted if scope == "token" else torch.repeat_interleave(accepted, lengths, output_size=len(mask)))
 
 
 def _differences(train: Tensor, rollout: Tensor, mask: Tensor) -> Tensor:

@@ -15,7 +15,17 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from camshaft.algorithms import POLICY_LOSSES, Clip, Counts, PolicyLoss, entropy_loss, full_kl_loss, kl_loss
+from camshaft.algorithms import (
+    POLICY_LOSSES,
+    Clip,
+    Counts,
+    PolicyLoss,
+    entropy_loss,
+    full_kl_loss,
+    gpg_loss,
+    kl_loss,
+)
+from camshaft.algorithms.losses import LossAndMetrics
 from camshaft.config import PPOConfig, Topology, actor_engine, ref_engine
 from camshaft.controller import Dispatch, register
 from camshaft.dataproto import DataProto
@@ -24,6 +34,7 @@ from camshaft.engine.base import PreprocessFn
 from camshaft.errors import BatchError, ConfigError
 from camshaft.plugins import load_function
 from camshaft.roles.base import EngineRole, TrainedRole, mini_batches, select_responses
+from camshaft.roles.bypass import BypassCorrection
 from camshaft.roles.exact_kl import reference_distribution
 
 OldLogProbs = Literal["actor", "update", "rollout"]
@@ -42,13 +53,34 @@ class ActorWorker(TrainedRole):
         self.mini_batch_size = config.actor_mini_batch_per_rank(topology)
         self.clip = Clip(*self.actor.clip_range(), self.actor.clip_ratio_c)
         self.correction = config.algorithm.rollout_correction
-        self.kl, self.aggregation = config.kl_plan(), self.actor.aggregation()
-        loss = load_function(self.actor.policy_loss.loss_mode, POLICY_LOSSES, "camshaft.policy_losses")
-        self.policy_loss: PolicyLoss = partial(loss, **self.actor.policy_loss.parameters())
+        self.kl = config.kl_plan()
+        self.bypass = BypassCorrection.of(self.correction)
+        self.policy_loss, self.aggregation = self._load_policy_loss(), self.actor.aggregation()
+        self.loss_columns = self._list_loss_columns()
         self.engine = build_engine(self.actor.strategy, actor_engine(config, topology, total_steps))
         self.compute_dtype = self.actor.fsdp_config.compute_dtype()
         self.routing: RoutingMode | None = config.routing_mode()
         self.temperature = config.actor_rollout_ref.rollout.temperature
+
+    def _load_policy_loss(self) -> PolicyLoss:
+        """Return the policy loss with its settings."""
+        loss = self.actor.policy_loss
+        function = load_function(loss.loss_mode, POLICY_LOSSES, "camshaft.policy_losses")
+        if self.correction.bypass_mode and self.correction.loss_type == "reinforce":
+            return partial(gpg_loss, clip=self.clip, mode=self.actor.aggregation())
+        return partial(function, clip=self.clip, mode=self.actor.aggregation(), **loss.parameters())
+
+    def _list_loss_columns(self) -> list[str]:
+        """Return the columns that the loss reads, besides `old_log_probs`."""
+        columns = ["prompts", "responses", "response_mask", "advantages"]
+        if self.kl.is_sampled_in_loss:
+            columns.append("ref_log_prob")
+        if self.correction.needs_mean_weight():
+            columns.append("rollout_is_mean")
+        if self.correction.is_enabled():
+            columns += ["rollout_is_weights"] * (self.correction.rollout_is is not None)
+            columns += ["rollout_rs_mask"] * bool(self.correction.rollout_rs)
+        return columns
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -79,19 +111,13 @@ class ActorWorker(TrainedRole):
         (`trainer/mini_batches.py`).
         """
         in_update = old_log_probs == "update"
-        columns = ["prompts", "responses", "response_mask", "advantages"]
-        if not in_update:
-            columns.append("old_log_probs")
-        if self.kl.is_sampled_in_loss:
-            columns.append("ref_log_prob")
-        if self.correction.rollout_is:
-            columns.append("rollout_is_weights")
+        columns = [*self.loss_columns, *([] if in_update else ["old_log_probs"])]
         routing = self.routing if in_update or self.routing == "replay" else None
         if routing is not None:
             columns.append("routed_experts")
         rows = data.select(*columns)
-        if self.correction.rollout_rs:  # rejected tokens are excluded from the loss and from its denominators
-            accepted, mask = data.ragged("rollout_rs_mask"), data.ragged("response_mask")
+        if "rollout_rs_mask" in rows:  # rejected tokens are excluded from the loss and from its denominators
+            accepted, mask = rows.ragged("rollout_rs_mask"), rows.ragged("response_mask")
             rows = rows.with_columns(response_mask=mask.like(mask.values & accepted.values))
         if in_update and len(data) > self.mini_batch_size:
             raise BatchError(
@@ -134,16 +160,8 @@ class ActorWorker(TrainedRole):
         actor, mode = self.actor, self.aggregation
         counts = Counts.of(data.ragged("response_mask"), ctx, horizon=self.config.data.max_response_length)
         log_probs = select_responses(predictions, "log_probs", data).values
-        result = self.policy_loss(
-            log_probs,
-            log_probs.detach() if source == "update" else data["old_log_probs"].values,
-            data["advantages"].values,
-            counts,
-            clip=self.clip,
-            mode=mode,
-            weights=data["rollout_is_weights"].values if self.correction.rollout_is else None,
-        )
-        loss, metrics = _checked_loss(actor.policy_loss.loss_mode, result)
+        old = log_probs.detach() if source == "update" else data["old_log_probs"].values
+        loss, metrics = self._policy_loss(log_probs, old, data, counts)
         metrics["pg_loss"] = loss
         if actor.entropy_coeff:
             entropy = entropy_loss(select_responses(predictions, "entropy", data).values, counts, mode=mode)
@@ -160,6 +178,16 @@ class ActorWorker(TrainedRole):
             metrics["kl_loss"] = divergence
         ctx["metrics"] = metrics
         return loss, ctx
+
+    def _policy_loss(self, log_probs: Tensor, old: Tensor, data: DataProto, counts: Counts) -> LossAndMetrics:
+        """Compute the policy loss and its metrics, with rollout correction."""
+        weights = data["rollout_is_weights"].values if "rollout_is_weights" in data else None
+        corrections: dict[str, Tensor] = {}
+        if self.bypass is not None:
+            counts, weights, corrections = self.bypass.apply(log_probs, data, counts)
+        result = self.policy_loss(log_probs, old, data["advantages"].values, counts, weights=weights)
+        loss, metrics = _checked_loss(self.actor.policy_loss.loss_mode, result)
+        return loss, metrics | corrections
 
 
 def _checked_loss(mode: str, result: Any) -> tuple[Tensor, dict[str, Tensor]]:

@@ -155,10 +155,28 @@ rollout_corr/rollout_is_eff_sample_size | fraction of tokens | trainer/advantage
     Relative effective sample size with these weights.
 rollout_corr/rollout_is_ratio_fraction_high | fraction of tokens | trainer/advantages.py |
     Tokens whose importance ratio exceeds the threshold.
+rollout_corr/rollout_is_ratio_fraction_low | fraction of tokens | trainer/advantages.py |
+    Tokens whose importance ratio is below the lower bound of rollout_is_threshold.
 rollout_corr/rollout_rs_masked_fraction | fraction of tokens | trainer/advantages.py |
     Tokens that the rejection rules mask out.
 rollout_corr/rollout_rs_seq_masked_fraction | fraction of responses | trainer/advantages.py |
     Responses in which the rejection rules mask out tokens.
+rollout_corr/{training,rollout}_ppl | 1 | algorithms/mismatch.py |
+    Mean perplexity of the responses under the policy of the trainer and of the rollout.
+rollout_corr/{training,rollout}_log_ppl | nats | algorithms/mismatch.py |
+    Mean log-perplexity of the responses, which is the mean of -log pi over the tokens of a response.
+rollout_corr/{log_ppl_diff,log_ppl_abs_diff,log_ppl_diff_max,log_ppl_diff_min} | nats | algorithms/mismatch.py |
+    Log-perplexity of a response under the trainer minus that under the rollout: mean, mean of the absolute value,
+    largest and smallest.
+rollout_corr/ppl_ratio | 1 | algorithms/mismatch.py |
+    Mean perplexity of a response under the trainer divided by that under the rollout.
+rollout_corr/chi2_{token,seq} | 1 | algorithms/mismatch.py |
+    Estimated chi-squared divergence of the trainer's policy from that of the rollout, per token and per response: the
+    mean of the squared importance ratio, minus 1.
+actor/rollout_is_mean | 1 | roles/bypass.py |
+    Mean importance weight of the tokens in the update, with rollout_correction.bypass_mode and loss_type=reinforce.
+actor/rollout_rs_masked_fraction | fraction of tokens | roles/bypass.py |
+    Tokens that the rejection rules exclude from the policy loss in the update, with rollout_correction.bypass_mode.
 # validation
 val/reward/mean | score | trainer/validate.py | Mean reward over all responses.
 val-core/<source>/reward/mean | score | trainer/validate.py |

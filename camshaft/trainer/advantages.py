@@ -28,6 +28,7 @@ from camshaft.algorithms import (
     effective_sample_share,
     importance_weights,
     kl_penalty,
+    mean_importance_weight,
 )
 from camshaft.config import AlgorithmConfig, RolloutCorrectionConfig
 from camshaft.dataproto import DataProto, Ragged
@@ -198,10 +199,12 @@ def compute_corrections(batch: DataProto, correction: RolloutCorrectionConfig) -
     train, mask = batch.ragged("old_log_probs"), batch["response_mask"].values
     flat = (train.values, batch["rollout_log_probs"].values, mask, train.lengths)
     if correction.rollout_is is not None:
+        lower, threshold = correction.weight_bounds()
         weights = importance_weights(
             *flat,
             level=correction.rollout_is,
-            threshold=correction.rollout_is_threshold,
+            threshold=threshold,
+            lower=lower,
             normalize=correction.rollout_is_batch_normalize,
         )
         columns["rollout_is_weights"] = train.like(weights)
@@ -215,23 +218,43 @@ def compute_corrections(batch: DataProto, correction: RolloutCorrectionConfig) -
     return DataProto.from_dict(columns), {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
+def mean_weight(batch: DataProto, train: Ragged, correction: RolloutCorrectionConfig) -> Tensor:
+    """Return the mean importance weight of the iteration for each row, (B,), with log-probs `train` of the policy."""
+    assert correction.rollout_is is not None
+    lower, threshold = correction.weight_bounds()
+    mean = mean_importance_weight(
+        train.values,
+        batch["rollout_log_probs"].values,
+        batch["response_mask"].values,
+        train.lengths,
+        level=correction.rollout_is,
+        threshold=threshold,
+        lower=lower,
+    )
+    return mean.float().expand(len(batch)).clone()
+
+
 def _weight_metrics(
     flat: tuple[Tensor, Tensor, Tensor, Tensor], correction: RolloutCorrectionConfig, weights: Tensor
 ) -> dict[str, float]:
-    """Compute statistics of the weights and the fraction of tokens whose weight was truncated."""
+    """Compute statistics of the weights, and the fractions of tokens whose weight was outside the bounds."""
     assert correction.rollout_is is not None
-    untruncated = importance_weights(*flat, level=correction.rollout_is, threshold=torch.inf)
+    lower, threshold = correction.weight_bounds()
+    unbounded = importance_weights(*flat, level=correction.rollout_is, threshold=torch.inf)
     token_weights = weights[flat[2]].double()
     if not len(token_weights):
         return {}
-    is_truncated = untruncated[flat[2]] > correction.rollout_is_threshold
-    return {
+    unbounded_weights = unbounded[flat[2]]
+    metrics = {
         "rollout_is_mean": float(token_weights.mean()),
         "rollout_is_max": float(token_weights.max()),
         "rollout_is_min": float(token_weights.min()),
         "rollout_is_eff_sample_size": float(effective_sample_share(token_weights)),
-        "rollout_is_ratio_fraction_high": float(is_truncated.double().mean()),
+        "rollout_is_ratio_fraction_high": float((unbounded_weights > threshold).double().mean()),
     }
+    if lower > 0:
+        metrics["rollout_is_ratio_fraction_low"] = float((unbounded_weights < lower).double().mean())
+    return metrics
 
 
 def _rejection_metrics(mask: Ragged, accepted_mask: Ragged) -> dict[str, float]:

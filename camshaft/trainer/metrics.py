@@ -178,6 +178,15 @@ def mismatch(batch: DataProto) -> dict[str, float]:
     return {f"rollout/{name}": float(value) for name, value in metrics.items()}
 
 
+def off_policy(batch: DataProto) -> dict[str, float]:
+    """Compute the diagnostics of training with samples of the rollout, which are logged with rollout correction."""
+    train, mask = batch.ragged("old_log_probs"), batch["response_mask"].values
+    diagnostics = algorithms.off_policy_diagnostics(
+        train.values, batch["rollout_log_probs"].values, mask, train.lengths
+    )
+    return {f"rollout_corr/{name}": float(value) for name, value in diagnostics.items()}
+
+
 def _mean_max_min(name: str, values: Tensor) -> dict[str, float]:
     values = values.float()
     statistics = {"mean": values.mean(), "max": values.max(), "min": values.min()}

@@ -33,12 +33,13 @@ from camshaft.trainer.advantages import (
     compute_advantages,
     compute_corrections,
     compute_token_rewards,
+    mean_weight,
 )
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.dynamic_sampling import sample_informative_prompts
 from camshaft.trainer.idle import IdleCheck
 from camshaft.trainer.loop import TrainingLoop
-from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch
+from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch, off_policy
 from camshaft.trainer.mini_batches import first_mini_batch, sampling_seeds, shard_rows, shuffle_seed
 from camshaft.trainer.resume import input_checksums, recorded_steps
 from camshaft.trainer.session import Extensions, StepHook
@@ -77,6 +78,8 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         self.part_weights = config.reward_parts()
         correction = config.algorithm.rollout_correction
         self.correction = correction if correction.is_enabled() else None
+        self.needs_mean_weight = correction.needs_mean_weight()
+        self.is_corrected = correction.rollout_is is not None or bool(correction.rollout_rs)
         self.idle = IdleCheck(config)
         self.examples: list[Sample] = []
         """Best and worst response of the last step, if they are shown (`trainer.sample_interval`)."""
@@ -152,6 +155,8 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         metrics.add(batch_metrics(batch))
         if compared is not None:
             metrics.add(mismatch(compared))
+            if self.is_corrected:
+                metrics.add(off_policy(compared))
         self.batch = batch
         return metrics.finished(batch)
 
@@ -180,10 +185,19 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         for phase, evaluation in pending.items():
             with metrics.phase(phase):
                 batch = metrics.union(batch, evaluation.result())
+        if self.needs_mean_weight:
+            batch = self._add_mean_weight(batch, routed, metrics)
         if self.config.trainer.rollout_data_dir is not None:
             scores = batch.ragged("token_level_scores").sum()
             self._write(decode_samples(self.parts, batch, scores), self.config.trainer.rollout_data_dir)
         return batch
+
+    def _add_mean_weight(self, batch: DataProto, sequences: DataProto, metrics: StepMetrics) -> DataProto:
+        """Add the column `rollout_is_mean`, the mean importance weight of the policy before the update."""
+        with metrics.phase("old_log_prob"):
+            train = self.actor.compute_log_prob(sequences).ragged("old_log_probs")
+        mean = mean_weight(batch, train, self.config.algorithm.rollout_correction)
+        return batch.with_columns(rollout_is_mean=mean)
 
     def _generate(
         self, prompts: DataProto, metrics: StepMetrics, first_row: int = 0

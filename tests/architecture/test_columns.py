@@ -50,8 +50,11 @@ def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypa
     experts = make_tiny_model(tmp_path / "experts", family="mixtral", num_local_experts=4)
     routed = {"actor_rollout_ref.model.path": experts, "actor_rollout_ref.actor.router_replay.mode": "R3"}
     run_ppo(tmp_path, routed, steps=1)
+    bypass = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True}
+    run_ppo(tmp_path, {f"algorithm.rollout_correction.{key}": value for key, value in bypass.items()}, steps=1)
     of_experts = batches[2].select("routed_experts", "routing_mismatch")
-    batch = as_sequences(batches[0].union(batches[1].select("reward_baselines")).union(of_experts))
+    others = batches[1].select("reward_baselines").union(of_experts).union(batches[3].select("rollout_is_mean"))
+    batch = as_sequences(batches[0].union(others))
     columns = batch.columns | next(micro.select("log_q").columns for micro in of_engines if "log_q" in micro)
     of_a_step = {name: column for name, column in COLUMNS.items() if not PAIRS & {column.written_by, *column.read_by}}
     assert set(columns) == set(of_a_step)

@@ -163,6 +163,9 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     "algorithm.rollout_correction.rollout_rs": (f"{_CORRECTION}::test_rejected_rows_do_not_count",),
     "algorithm.rollout_correction.rollout_rs_threshold": (f"{_CORRECTION}::test_rejected_rows_do_not_count",),
+    "algorithm.rollout_correction.loss_type": (
+        f"{_CORRECTION}::test_reinforce_weights_the_policy_gradient_by_the_current_policy",
+    ),
     "algorithm.rollout_correction.bypass_mode": (
         f"{_CORRECTION}::test_bypass_mode_uses_the_rollout_log_probs",
     ),

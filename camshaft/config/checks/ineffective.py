@@ -182,6 +182,11 @@ def _never_clips(config: PPOConfig) -> bool:
     return config.old_log_prob_source() == "update" and _value(config, LOSS_MODE) in POLICY_LOSSES
 
 
+def _is_reinforce(config: PPOConfig) -> bool:
+    correction = config.algorithm.rollout_correction
+    return correction.bypass_mode and correction.loss_type == "reinforce"
+
+
 # -- rules of sections that several roles or commands have ----------------------------------------
 
 
@@ -304,6 +309,11 @@ PPO_RULES = (
         _never_clips,
         "because every iteration has one optimizer step, in which the probability ratio is 1",
         f"set {ACTOR}.ppo_mini_batch_size to less than data.train_batch_size, or omit the key", (LOSS_MODE,),
+    ),
+    Rule(
+        (*(f"{ACTOR}.clip_ratio{suffix}" for suffix in ("", "_low", "_high", "_c")), f"{ACTOR}.policy_loss"),
+        _is_reinforce, f"{{{CORRECTION}.bypass_mode}} {{{CORRECTION}.loss_type}}, the policy gradient without a clip",
+        f"set {CORRECTION}.loss_type=ppo_clip, or omit the key",
     ),
     # reference
     *_sharding_rules(f"{REF}.fsdp_config", trained=False),

@@ -220,6 +220,8 @@ ACTOR_ROWS: tuple[Row, ...] = (
     Missing(STRATEGY, topics.VEOMNI, only=("veomni",)),
     Missing(STRATEGY, topics.DEEPSPEED, only=("deepspeed",)),
     Missing(f"{ACTOR}.engine", topics.MEGATRON_LITE),
+    Renamed(f"{ACTOR}.tau_pos", f"{ACTOR}.policy_loss.tau_pos"),
+    Renamed(f"{ACTOR}.tau_neg", f"{ACTOR}.policy_loss.tau_neg"),
     Renamed(f"{ACTOR}.use_prefix_grouper", f"{MODEL}.use_prefix_grouper"),
     NotNeeded(f"{ACTOR}.use_fused_kernels", _CHUNKED),
     NotNeeded(f"{ACTOR}.use_remove_padding", _NEVER_PADDED),
@@ -406,7 +408,6 @@ RUN_ROWS: tuple[Row, ...] = (
     Missing("distillation", topics.DISTILLATION, switch="enabled"),
     Missing("algorithm.use_pf_ppo", topics.PF_PPO),
     NotNeeded("algorithm.pf_ppo", "it is read with use_pf_ppo only"),
-    Expanded("algorithm.rollout_correction.loss_type", {"ppo_clip": {}}, "it is the loss of the actor"),
     NotNeeded(
         "algorithm.filter_groups.max_inflight_gen_batches", "one batch is generated at a time", (1,), topics.ASYNC
     ),

@@ -5,14 +5,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-from pydantic import BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import AfterValidator, BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from camshaft.config.errors import Problem
 from camshaft.config.schema.fields import (
     Count,
     Described,
     Fraction,
-    KLPenalty,
+    KLPenaltyName,
     Names,
     Numbers,
     Section,
@@ -100,18 +100,45 @@ _RANGE_SEPARATOR = re.compile(r"(?<![eE])[-_]")
 """Separator of the two numbers of a range. Prefer `-`, because the command line reads 1.0_2 as the number 1.02."""
 
 
+def _numbers(text: str) -> list[float]:
+    """Return the numbers that `_RANGE_SEPARATOR` separates, or an empty list if one of them is not finite."""
+    try:
+        numbers = [float(part) for part in _RANGE_SEPARATOR.split(text.strip())]
+    except ValueError:  # not a number, or an empty string before a leading minus sign
+        return []
+    return numbers if all(math.isfinite(number) for number in numbers) else []
+
+
+def parse_weight_threshold(value: float | str) -> tuple[float, float]:
+    """Return the (low, high) bounds of importance weights. A number is the upper bound, and `low` is then 0.
+
+    Malformed values raise a `ValueError`.
+    """
+    numbers = _numbers(str(value))
+    if len(numbers) == 1 and numbers[0] > 0:
+        return 0.0, numbers[0]
+    if len(numbers) == 2 and 0 < numbers[0] < numbers[1]:
+        return numbers[0], numbers[1]
+    raise ValueError("must be a number > 0, or a range such as 0.5-5.0")
+
+
+def _weight_threshold(value: float | str) -> float | str:
+    parse_weight_threshold(value)
+    return value
+
+
+WeightThreshold = Annotated[
+    float | str, AfterValidator(_weight_threshold), Described("a number > 0, or a range such as 0.5-5.0")
+]
+
+
 def parse_threshold(rule: str, text: str) -> tuple[float, float]:
     """Return the (low, high) bounds that `text` describes for a rejection rule.
 
     A ratio (k1) has two bounds, and a single number `high` stands for the range [1/high, high]. A divergence (k2, k3)
     has only an upper bound, so `low` is 0. Malformed text raises a `ValueError`.
     """
-    ratio = rule.endswith("k1")
-    try:
-        parts = [float(part) for part in _RANGE_SEPARATOR.split(text.strip())]
-    except ValueError:  # not a number, or an empty string before a leading minus sign
-        parts = []
-    parts = parts if all(math.isfinite(part) for part in parts) else []
+    ratio, parts = rule.endswith("k1"), _numbers(text)
     if ratio and len(parts) == 2 and 0 <= parts[0] < parts[1]:
         return parts[0], parts[1]
     if ratio and len(parts) == 1 and parts[0] >= 1:
@@ -125,6 +152,11 @@ def parse_threshold(rule: str, text: str) -> tuple[float, float]:
 
 _WITHOUT_WEIGHTS = Unread(
     lambda correction: correction.rollout_is is None, "{rollout_is}", "set [rollout_is]=token, or omit the key"
+)
+_RATIO_IS_WEIGHT = Unread(
+    lambda correction: correction.bypass_mode and correction.loss_type == "ppo_clip",
+    "{bypass_mode} {loss_type}, whose ratio is the importance weight",
+    "set [loss_type]=reinforce, or omit the key",
 )
 _FIXED_COEFFICIENT = Unread(lambda ctrl: ctrl.type == "fixed", "{type}", "set [type]=adaptive, or omit the key")
 
@@ -142,14 +174,19 @@ class RolloutCorrectionConfig(Section):
         None,
         "Truncated importance sampling: weight the policy loss by the ratio of trainer to rollout probabilities, per "
         "token (token) or per response (sequence). null disables the weights.",
+        unread=_RATIO_IS_WEIGHT,
     )
-    rollout_is_threshold: PositiveFloat = key(
+    rollout_is_threshold: WeightThreshold = key(
         2.0,
-        "Upper bound of the importance weights. Larger weights are truncated to this value.",
-        unread=_WITHOUT_WEIGHTS,
+        "Upper bound of the importance weights. Larger weights are truncated to this value. A range such as 0.5-5.0 "
+        "sets the weights outside it to 0 instead (IcePop).",
+        unread=(_RATIO_IS_WEIGHT, _WITHOUT_WEIGHTS),
     )
     rollout_is_batch_normalize: bool = key(
-        False, "Divide the importance weights by their mean over the iteration.", unread=_WITHOUT_WEIGHTS
+        False,
+        "Divide the importance weights by their mean over the iteration. With bypass_mode, the mean is that of the "
+        "policy before the update, which takes a forward pass.",
+        unread=(_RATIO_IS_WEIGHT, _WITHOUT_WEIGHTS),
     )
     rollout_rs: RejectionRules = key(
         None,
@@ -168,18 +205,14 @@ class RolloutCorrectionConfig(Section):
         "Use the rollout's log-probs as old log-probs in the policy loss and in the KL penalty, instead of "
         "recomputing them with the trainer.",
     )
+    loss_type: Literal["ppo_clip", "reinforce"] = key(
+        "ppo_clip",
+        "Policy loss with bypass_mode=true. ppo_clip is the loss of actor.policy_loss, whose ratio is that of current "
+        "policy to rollout. reinforce is the policy gradient, weighted by this ratio with rollout_is.",
+        unread=unless("bypass_mode", harmless=("ppo_clip",)),
+    )
 
     def problems(self) -> Iterator[Problem]:
-        for name, value in {"rollout_is": self.rollout_is, "rollout_rs": self.rollout_rs}.items():
-            if value and self.bypass_mode:
-                message = (
-                    f"{name} compares the log-probs of rollout and trainer, but bypass_mode skips those of the "
-                    f"trainer. Set [{name}]=null."
-                )
-                yield Problem("bypass_mode", True, message, (name,))
-        yield from self._threshold_problems()
-
-    def _threshold_problems(self) -> Iterator[Problem]:
         rules, texts, key, related = self.rollout_rs, self.rollout_rs_threshold, "rollout_rs_threshold", ("rollout_rs",)
         if rules and not texts:
             example = "2.0" if rules[0].endswith("k1") else "0.01"
@@ -204,8 +237,23 @@ class RolloutCorrectionConfig(Section):
                 yield Problem(key, text, f"the threshold of {rule} {error}.", related)
 
     def is_enabled(self) -> bool:
-        """Return True if importance weights or rejection rules are configured."""
-        return self.rollout_is is not None or bool(self.rollout_rs)
+        """Return True if importance weights or rejection masks are computed from old log-probs, before the update."""
+        return not self.bypass_mode and (self.rollout_is is not None or bool(self.rollout_rs))
+
+    def is_weighted_in_update(self) -> bool:
+        """Return True if the loss computes importance weights from the log-probs of the current policy."""
+        return self.bypass_mode and self.loss_type == "reinforce" and self.rollout_is is not None
+
+    def needs_mean_weight(self) -> bool:
+        """Return True if weights that are computed in the update are divided by their mean over the iteration.
+
+        The mean must be known before, so it is that of the policy before the update.
+        """
+        return self.is_weighted_in_update() and self.rollout_is_batch_normalize
+
+    def weight_bounds(self) -> tuple[float, float]:
+        """Return the (low, high) bounds of importance weights. If `low` is above 0, weights outside of them are 0."""
+        return parse_weight_threshold(self.rollout_is_threshold)
 
     def rejection_bounds(self) -> tuple[tuple[str, tuple[float, float]], ...]:
         """Return each rejection rule and its (low, high) bounds."""
@@ -286,7 +334,7 @@ class AlgorithmConfig(Section):
         "Weight of each reward in gdpo_reward_keys. An empty list means a weight of 1 for each.",
         unread=_not_in_formula("gdpo_reward_weights", "", "set [adv_estimator]=gdpo, or omit the key"),
     )
-    kl_penalty: KLPenalty = key(
+    kl_penalty: KLPenaltyName = key(
         "kl",
         "Estimator of the KL divergence from the reference policy in the reward. full computes the exact divergence "
         "over the vocabulary.",

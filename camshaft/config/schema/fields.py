@@ -261,7 +261,20 @@ DType = Literal["float32", "bfloat16", "float64"]
 LossAggMode = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]  # fmt: skip
-KLPenalty = Literal["kl", "abs", "mse", "low_var_kl", "full"]
+KLPenalty = Literal["kl", "abs", "mse", "low_var_kl", "full", "kl+", "abs+", "low_var_kl+"]
+_K_NAMES = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
+
+
+def _penalty_name(value: Any) -> Any:
+    """Accept k1, k2 and k3 as names of estimators. The gradient of `mse` is that of `mse+` already."""
+    if not isinstance(value, str):
+        return value
+    name, plus = value.removesuffix("+"), "+" * value.endswith("+")
+    name = _K_NAMES.get(name, name)
+    return name if name == "mse" else name + plus
+
+
+KLPenaltyName = Annotated[KLPenalty, BeforeValidator(_penalty_name)]
 
 
 def describe(field: FieldInfo) -> str:

@@ -206,7 +206,8 @@ class PPOConfig(CommandConfig):
         """
         source, warmup = self.old_log_prob_source(), self.trainer.critic_warmup > 0
         is_reference = self.kl_plan().needs_log_probs and self.kl_plan().has_adapter
-        return source == "actor" or (source == "update" and warmup) or is_reference
+        divides = self.algorithm.rollout_correction.needs_mean_weight()
+        return source == "actor" or (source == "update" and warmup) or is_reference or divides
 
     def routing_mode(self) -> Literal["compare", "replay"] | None:
         """Return how the actor uses the expert choices of the rollout; None if the rollout does not return them."""

@@ -23,7 +23,7 @@ from camshaft.config.schema.fields import (
     Described,
     DType,
     Fraction,
-    KLPenalty,
+    KLPenaltyName,
     LossAggMode,
     Names,
     Path,
@@ -129,9 +129,10 @@ class ActorConfig(PPOUpdateSection):
         False, "Add the KL divergence from the reference policy to the loss. Usually true with GRPO."
     )
     kl_loss_coef: NonNegativeFloat = key(0.001, "Coefficient of the KL loss.", unread=unless("use_kl_loss"))
-    kl_loss_type: KLPenalty = key(
+    kl_loss_type: KLPenaltyName = key(
         "low_var_kl",
-        "Estimator of the KL divergence in the loss. full computes the exact divergence over the vocabulary.",
+        "Estimator of the KL divergence in the loss. full computes the exact divergence over the vocabulary. A final + "
+        "replaces the gradient by that of mse, which is the gradient of the divergence on average.",
         unread=unless("use_kl_loss"),
     )
     policy_loss: PolicyLossConfig = section("Policy loss.")

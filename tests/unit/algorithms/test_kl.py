@@ -120,3 +120,25 @@ def test_adaptive_controller_starts_from_the_config_after_a_fixed_one():
     controller = AdaptiveKL(coef=0.2, target=0.1, horizon=1000)
     controller.load_state_dict(FixedKL(0.5).state_dict())
     assert controller.coef == 0.2
+
+
+@pytest.mark.parametrize("kind", ["kl", "abs", "low_var_kl"])
+def test_straight_through_estimates_have_the_gradient_of_k2(kind):
+    a = torch.tensor([0.3, -0.7, 1.1, 30.0], dtype=torch.float64, requires_grad=True)
+    zero = torch.zeros_like(a)
+    value = kl_penalty(a, zero, f"{kind}+")
+    torch.testing.assert_close(value, kl_penalty(a, zero, kind))
+    (gradient,) = torch.autograd.grad(value.sum(), a)
+    torch.testing.assert_close(gradient, a.detach())  # of d^2 / 2
+
+
+@pytest.mark.parametrize(("kind", "is_unbiased"), [("kl+", True), ("low_var_kl+", True), ("mse", True), ("kl", False)])
+def test_expected_gradient_of_straight_through_estimates_is_that_of_the_kl(kind, is_unbiased):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(6, dtype=torch.float64, generator=generator).requires_grad_()
+    log_q = torch.randn(6, dtype=torch.float64, generator=generator).log_softmax(0)
+    log_p = logits.log_softmax(0)
+    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - log_q)).sum(), logits, retain_graph=True)
+    # the expectation over tokens drawn from p, which are constants to the loss
+    (estimate,) = torch.autograd.grad((log_p.detach().exp() * kl_penalty(log_p, log_q, kind)).sum(), logits)
+    assert torch.allclose(estimate, exact) is is_unbiased

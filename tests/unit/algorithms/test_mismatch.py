@@ -7,7 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from camshaft.algorithms import accept_tokens, effective_sample_share, importance_weights, mismatch
+from camshaft.algorithms import (
+    accept_tokens,
+    effective_sample_share,
+    importance_weights,
+    mean_importance_weight,
+    mismatch,
+    off_policy_diagnostics,
+)
 
 NAN = float("nan")
 LENGTHS = torch.tensor([3, 2, 1])
@@ -207,3 +214,80 @@ def test_an_unknown_rule_is_rejected():
     for rule in ("seq_max_k1", "token", "geometric", "token_k4"):
         with pytest.raises(ValueError, match="unknown rejection rule"):
             accept_tokens(*FLAT, rule, (0.5, 2.0))
+
+
+# -- weights outside a range ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("level", "bounds", "normalize", "expected"),
+    [
+        ("token", (0.5, 1.9), False, [0, 0, 0.75, 0.5, 0.5, 0]),
+        ("token", (0.5, 1.9), True, [0, 0, 0.75 / (1.75 / 4), 0.5 / (1.75 / 4), 0.5 / (1.75 / 4), 0]),
+        ("sequence", (0.5, 1.9), False, [1.5, 0, 1.5, 0, 0, 0]),
+        ("sequence", (0.2, 1.4), True, [0, 0, 0, 2, 2, 0]),
+        ("token", (5.0, 9.0), True, [0] * 6),
+    ],
+)
+def test_weights_outside_a_range_are_zero(level, bounds, normalize, expected):
+    weights = importance_weights(*FLAT, level=level, lower=bounds[0], threshold=bounds[1], normalize=normalize)
+    assert weights.tolist() == pytest.approx(expected, rel=1e-6)
+
+
+@given(batches(), st.sampled_from(["token", "sequence"]), st.floats(0, 0.9))
+def test_the_mean_weight_is_that_of_tokens_or_rows(batch, level, lower):
+    rows = oracle(*batch)
+    logs = [d for row in rows for d in row] if level == "token" else [sum(row) for row in rows if row]
+    weights = [math.exp(min(max(d, -20), 20)) for d in logs]
+    kept = [w if lower <= w <= 2 else 0 for w in weights] if lower > 0 else [min(w, 2) for w in weights]
+    mean = sum(kept) / len(kept) if sum(kept) > 0 else 1.0
+    options = {"level": level, "threshold": 2.0, "lower": lower}
+    assert float(mean_importance_weight(*batch, **options)) == pytest.approx(mean)
+    normalized = importance_weights(*batch, **options, normalize=True)
+    expected = importance_weights(*batch, **options) / mean
+    torch.testing.assert_close(normalized, expected.float(), rtol=1e-5, atol=1e-6)
+
+
+# -- diagnostics ----------------------------------------------------------------------------------
+
+
+def test_diagnostics_by_hand():
+    # The counted rows have log-perplexity 1 under the trainer, and D = -mean d: -log(3/2) / 2 and log 2.
+    values = {name: float(value) for name, value in off_policy_diagnostics(*FLAT).items()}
+    gaps = [-math.log(1.5) / 2, math.log(2)]
+    rollout = [1 - gap for gap in gaps]
+    assert values == pytest.approx(
+        {
+            "training_log_ppl": 1,
+            "rollout_log_ppl": sum(rollout) / 2,
+            "training_ppl": math.e,
+            "rollout_ppl": sum(map(math.exp, rollout)) / 2,
+            "log_ppl_diff": sum(gaps) / 2,
+            "log_ppl_abs_diff": sum(map(abs, gaps)) / 2,
+            "log_ppl_diff_max": math.log(2),
+            "log_ppl_diff_min": -math.log(1.5) / 2,
+            "ppl_ratio": (1.5**-0.5 + 2) / 2,
+            "chi2_token": (4 + 9 / 16 + 1 / 4 + 1 / 4) / 4 - 1,
+            "chi2_seq": (9 / 4 + 1 / 16) / 2 - 1,
+        }
+    )
+
+
+@given(batches())
+def test_diagnostics_match_a_loop(batch):
+    rows = [row for row in oracle(*batch) if row]
+    values = off_policy_diagnostics(*batch)
+    assert bool(values) == bool(rows)
+    if rows:
+        gaps = [-sum(row) / len(row) for row in rows]
+        squares = [math.exp(2 * min(max(sum(row), -20), 20)) for row in rows]
+        assert float(values["log_ppl_diff"]) == pytest.approx(sum(gaps) / len(gaps), abs=1e-9)
+        assert float(values["ppl_ratio"]) == pytest.approx(sum(map(math.exp, gaps)) / len(gaps))
+        assert float(values["chi2_seq"]) == pytest.approx(sum(squares) / len(squares) - 1, rel=1e-9, abs=1e-9)
+
+
+def test_diagnostics_of_equal_policies():
+    values = off_policy_diagnostics(TRAIN, TRAIN, MASK, LENGTHS)
+    for name in ("log_ppl_diff", "log_ppl_abs_diff", "chi2_token", "chi2_seq"):
+        assert values[name] == 0
+    assert values["ppl_ratio"] == 1

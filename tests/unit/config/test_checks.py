@@ -299,15 +299,10 @@ CORRECTION = "algorithm.rollout_correction"
             f"Set one value per rule: '{CORRECTION}.rollout_rs_threshold=[2.0,0.01]'.",
         ),
         ([f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=inf"], "rollout_is_threshold"),
-        ([f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"], f"Set {CORRECTION}.rollout_is=null."),
-        (
-            [
-                f"{CORRECTION}.bypass_mode=true",
-                f"{CORRECTION}.rollout_rs=token_k1",
-                f"{CORRECTION}.rollout_rs_threshold=2",
-            ],
-            f"Set {CORRECTION}.rollout_rs=null.",
-        ),
+        ([f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=5-0.5"], "or a range such as 0.5-5.0"),
+        ([f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=0-5"], "or a range such as 0.5-5.0"),
+        ([f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold=true"], "a number > 0"),
+        ([f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.loss_type=ppo"], "one of ppo_clip, reinforce"),
         ([f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.top_p=0.9"], f"Set {ROLLOUT}.top_p=1.0."),
         ([f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.top_k=5"], f"Set {ROLLOUT}.top_k=0."),
         ([f"{CORRECTION}.bypass_mode=true", f"{ROLLOUT}.min_p=0.1"], f"Set {ROLLOUT}.min_p=0.0."),
@@ -322,6 +317,25 @@ def test_invalid_correction_is_rejected_with_a_fix(words, more, expected):
     text = _error([*words, *more])
     assert "1 error in the config" in text
     assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("threshold", "expected"),
+    [("3", (0.0, 3.0)), ("0.5", (0.0, 0.5)), ("0.5_4.0", (0.5, 4.0)), ("0.5-4", (0.5, 4.0)), ("1e-3-2e0", (1e-3, 2.0))],
+)
+def test_threshold_of_weights_is_a_number_or_a_range(words, threshold, expected):
+    overrides = [f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_threshold={threshold}"]
+    assert load_ppo([*words, *overrides]).algorithm.rollout_correction.weight_bounds() == expected
+
+
+def test_weights_and_rules_are_accepted_in_bypass_mode(words):
+    keys = {"bypass_mode": "true", "loss_type": "reinforce", "rollout_is": "sequence", "rollout_rs": "token_k1"}
+    overrides = [f"{CORRECTION}.{key}={value}" for key, value in keys.items()]
+    config = load_ppo([*words, *overrides, f"{CORRECTION}.rollout_rs_threshold=2"])
+    assert config.old_log_prob_source() == "rollout"
+    assert not config.needs_log_prob_passes()
+    normalized = load_ppo([*words, *overrides[:-1], f"{CORRECTION}.rollout_is_batch_normalize=true"])
+    assert normalized.needs_log_prob_passes()
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,6 @@ NOT_NEEDED = [
     f"{A}.fsdp_config.entropy_checkpointing=True", f"{R}.mode=async", "reward_model.reward_manager=dapo",
     "reward.reward_manager.name=naive", "ray_kwargs.ray_init.runtime_env.py_executable=null",
     f"{R}.enable_chunked_prefill=True", "actor_rollout_ref.nccl_timeout=1200",
-    "algorithm.rollout_correction.loss_type=ppo_clip",
 ]  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from camshaft.trainer.advantages import compute_corrections
 from camshaft.trainer.mini_batches import shuffle_seed
 
 KEY = "algorithm.rollout_correction"
+MICRO_BATCHES = {"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2}
 
 
 def rollout_correction(folder: Path, **keys: Any) -> Any:
@@ -117,7 +118,7 @@ def learnable() -> DataProto:
 
 def first_update(home: Path, columns: dict[str, Tensor], **keys: Any) -> dict[str, float]:
     """Return the metrics of one update whose ratios are all 1."""
-    config = ppo_config(home, {**correcting(**keys), "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu": 2})
+    config = ppo_config(home, {**correcting(**keys), **MICRO_BATCHES})
     actor = ActorWorker(config, Topology(1), 10)
     actor.init_model()
     batch = learnable()
@@ -147,6 +148,53 @@ def test_nothing_is_learned_if_everything_is_rejected(home: Path) -> None:
     kept = torch.zeros(14, dtype=torch.bool)
     metrics = first_update(home, {"rollout_rs_mask": kept}, rollout_rs="seq_max_k2", rollout_rs_threshold=0.1)
     assert metrics["actor/pg_loss"] == metrics["actor/grad_norm"] == 0.0
+
+
+# -- in the update, with the log-probs of the rollout ---------------------------------------------
+
+
+def bypass_update(home: Path, ratios: Tensor, **keys: Any) -> tuple[dict[str, float], Tensor]:
+    """Return the metrics of one update in which the policy differs from the rollout by `ratios`, and its log-probs."""
+    config = ppo_config(home, {**correcting(bypass_mode=True, **keys), **MICRO_BATCHES})
+    actor = ActorWorker(config, Topology(1), 10)
+    actor.init_model()
+    batch = learnable()
+    log_probs = actor.compute_log_prob(batch).ragged("old_log_probs")
+    batch = batch.with_columns(
+        old_log_probs=log_probs.like(log_probs.values - ratios.log()), rollout_is_mean=torch.full((4,), 0.5)
+    )
+    return actor.update_actor(batch, old_log_probs="rollout").meta_info["metrics"], log_probs.values
+
+
+def test_reinforce_weights_the_policy_gradient_by_the_current_policy(home: Path) -> None:
+    ratios, advantages = torch.linspace(0.1, 3.0, 14), learnable()["advantages"].values
+    keys = {"loss_type": "reinforce", "rollout_is": "token", "rollout_is_threshold": 1.5}
+    metrics, log_probs = bypass_update(home, ratios, **keys)
+    weights = ratios.clamp(max=1.5)
+    assert metrics["actor/rollout_is_mean"] == pytest.approx(float(weights.mean()), rel=1e-4)
+    expected = -(weights * advantages * log_probs).mean()
+    assert metrics["actor/pg_loss"] == pytest.approx(float(expected), rel=1e-4)
+    normalized, _ = bypass_update(home, ratios, **keys, rollout_is_batch_normalize=True)
+    assert normalized["actor/pg_loss"] == pytest.approx(2 * float(expected), rel=1e-4)
+
+
+def test_tokens_rejected_in_the_update_remain_in_the_counts(home: Path) -> None:
+    ratios, advantages = torch.linspace(0.1, 3.0, 14), learnable()["advantages"].values
+    keys = {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.5-2.0"}
+    metrics, _ = bypass_update(home, ratios, **keys)
+    kept = (ratios >= 0.5) & (ratios <= 2)
+    losses = torch.maximum(-advantages * ratios, -advantages * ratios.clamp(0.8, 1.2))
+    assert metrics["actor/pg_loss"] == pytest.approx(float(losses[kept].sum()) / 14, rel=1e-4)
+    assert metrics["actor/rollout_rs_masked_fraction"] == pytest.approx(1 - float(kept.double().mean()), rel=1e-4)
+
+
+def test_a_sequence_is_rejected_as_a_whole_in_the_update(home: Path) -> None:
+    ratios, advantages = torch.ones(14), learnable()["advantages"].values
+    ratios[5] = 9.0  # in the second row, of tokens 4 to 9
+    keys = {"loss_type": "reinforce", "rollout_rs": "seq_max_k2", "rollout_rs_threshold": "1.0"}
+    metrics, log_probs = bypass_update(home, ratios, **keys)
+    losses = -(advantages * log_probs)
+    assert metrics["actor/pg_loss"] == pytest.approx(float(losses[:4].sum() + losses[10:].sum()) / 14, rel=1e-4)
 
 
 # -- runs with different distributions ------------------------------------------------------------
