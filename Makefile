@@ -258,7 +258,7 @@ test-page: $(PAGE_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(PAGE) $(BIN)/python -m pytest -m page tests/page
 
 test-hub: $(HUB_INSTALLED) $(VLLM_INSTALLED)
-	OMP_NUM_THREADS=1 PYTHONPATH=$(HUB) $(BIN)/python -m pytest -m hub tests/hub
+	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(HUB) $(BIN)/python -m pytest -m hub tests/hub
 
 test-remote: $(REMOTE_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(REMOTE) $(BIN)/python -m pytest -m "remote or not remote" tests/remote

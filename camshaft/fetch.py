@@ -63,10 +63,10 @@ def fetch(location: str | Path, weights: bool = True) -> Path:
     with convert_errors(url):
         target = _target(url)
         if hub.is_model_url(url):
-            with _download_lock(url, target):
+            with download_lock(url, target):
                 return hub.download(url.removeprefix(hub.SCHEME), weights)
         files, root = storage.file_system(url)
-        with _download_lock(url, target):
+        with download_lock(url, target):
             _download_changes(files, root, url, target)
     return target
 
@@ -112,7 +112,7 @@ def _without_secrets(url: str) -> str:
 
 
 @contextlib.contextmanager
-def _download_lock(url: str, target: Path) -> Iterator[None]:
+def download_lock(url: str, target: Path) -> Iterator[None]:
     """Hold the lock of a URL, so that only one process of this machine downloads it."""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -107,28 +107,36 @@ def download(name: str, weights: bool = True) -> Path:
     logger.warning(
         "downloading %s %s from %s to %s; download=false forbids it", what, name, constants.ENDPOINT, cache_path()
     )
-    _ask(name, lambda: HfApi().model_info(name))
+    _ask("model", name, lambda: HfApi().model_info(name))
     patterns = [*_SMALL, _SAFETENSORS] if weights else [*_SMALL]
-    folder = _retry(name, lambda: Path(snapshot_download(name, allow_patterns=patterns)))
+    folder = _retry("model", name, lambda: Path(snapshot_download(name, allow_patterns=patterns)))
     if weights and not any(folder.glob(_SAFETENSORS)):
-        folder = _retry(name, lambda: Path(snapshot_download(name, allow_patterns=[*_SMALL, _BIN])))
+        folder = _retry("model", name, lambda: Path(snapshot_download(name, allow_patterns=[*_SMALL, _BIN])))
     if not weights or _has_all_weights(folder):
         return folder
     raise StorageError(f"{name} has neither {_SAFETENSORS} nor {_BIN} on the hub; choose another model")
 
 
-def _ask(name: str, request: Callable[[], T]) -> T:
+def announce_dataset(name: str) -> None:
+    """Log that a data set will be downloaded, and check that the hub answers."""
+    from huggingface_hub import HfApi, constants
+
+    logger.warning("downloading the data set %s from %s; HF_HUB_OFFLINE=1 forbids it", name, constants.ENDPOINT)
+    _ask("data set", name, lambda: HfApi().dataset_info(name))
+
+
+def _ask(kind: str, name: str, request: Callable[[], T]) -> T:
     """Return the answer to the first request about a repository. Raise StorageError if there is none in time."""
     answer = start_thread(request, "hub")
     try:
         return answer.result(_ANSWER_SECONDS)
     except TimeoutError as error:
-        raise _unreachable(name, f"no answer for {_ANSWER_SECONDS:g} s") from error
+        raise _unreachable(kind, name, f"no answer for {_ANSWER_SECONDS:g} s") from error
     except Exception as error:  # of the HTTP client, whose classes depend on its version
-        raise _as_storage_error(name, error) from error
+        raise explain(kind, name, error) from error
 
 
-def _retry(name: str, request: Callable[[], T]) -> T:
+def _retry(kind: str, name: str, request: Callable[[], T]) -> T:
     """Return the result of a download, which is resumed if the connection is lost.
 
     The client itself resumes a file after most errors of the connection. Files that are complete are kept.
@@ -138,39 +146,41 @@ def _retry(name: str, request: Callable[[], T]) -> T:
         try:
             return request()
         except (OSError, ValueError) as error:  # an answer of the hub, or a problem of this machine
-            raise _as_storage_error(name, error) from error
+            raise explain(kind, name, error) from error
         except Exception as error:  # of the HTTP client
             attempts -= 1
             if not attempts:
-                raise _as_storage_error(name, error) from error
+                raise explain(kind, name, error) from error
             logger.warning("the connection to the hub was lost (%s); resuming the download", type(error).__name__)
             time.sleep(_RETRY_SECONDS)
 
 
-def _as_storage_error(name: str, error: Exception) -> StorageError:
+def explain(kind: str, name: str, error: Exception) -> StorageError:
     """Return the error to raise for an exception of the client of the hub."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    if isinstance(error, GatedRepoError):
-        page = f"{constants.ENDPOINT}/{name}"
+    if isinstance(error, GatedRepoError) or "is a gated dataset" in str(error):  # which `datasets` raises
+        page = f"{constants.ENDPOINT}/{'datasets/' if kind == 'data set' else ''}{name}"
         return StorageError(f"{name} is gated; accept its terms on {page}, and log in with hf auth login or HF_TOKEN")
     if isinstance(error, RepositoryNotFoundError):
         return StorageError(
-            f"the hub has no model '{name}', or it is private; check the name, or log in with hf auth login"
+            f"the hub has no {kind} '{name}', or it is private; check the name, or log in with hf auth login"
         )
-    if isinstance(error, OSError) and not isinstance(error, HfHubHTTPError | LocalEntryNotFoundError):
+    if isinstance(error, OSError) and error.errno is not None and not isinstance(error, HfHubHTTPError):
         return StorageError(f"{name} cannot be written to the Hugging Face cache ({cache_path()}): {error}")
-    return _unreachable(name, f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+    reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    if isinstance(error, OSError | ValueError) and not isinstance(error, HfHubHTTPError | LocalEntryNotFoundError):
+        return StorageError(f"the {kind} {name} cannot be read: {reason}")
+    return _unreachable(kind, name, reason)
 
 
-def _unreachable(name: str, reason: str) -> StorageError:
+def _unreachable(kind: str, name: str, reason: str) -> StorageError:
     from huggingface_hub import constants
 
     return StorageError(
-        f"{name} is not completely in the Hugging Face cache ({cache_path()}) and cannot be downloaded from "
-        f"{constants.ENDPOINT} ({reason}); check the network connection and HF_ENDPOINT, or set the path to a model "
-        "folder"
+        f"the {kind} {name} is not in the local cache and cannot be downloaded from {constants.ENDPOINT} ({reason}); "
+        "check the network connection and HF_ENDPOINT, or set the path of a local copy"
     )
 
 

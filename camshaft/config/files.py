@@ -2,9 +2,12 @@
 
 import difflib
 import glob
+import importlib.util
 import os.path
+import re
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 from camshaft import hub
 from camshaft.config.errors import Problem
@@ -16,10 +19,14 @@ from camshaft.config.schema.model import AnyModelConfig, CheckpointConfig, Model
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import CustomRewardConfig, split_function
 from camshaft.config.schema.supervised import SupervisedConfig
+from camshaft.plugins import install_command
 from camshaft.storage import is_url
 
 DATA_SUFFIXES = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 """Suffixes of data files, before an optional `.gz`. In a folder with several, the first one counts."""
+_DATASET = re.compile(
+    r"(?P<repository>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:/(?P<config>[\w.-]+))?(?::(?P<split>\w+))?"
+)
 _SPLITS_FILE = "dataset_dict.json"
 """Marks a folder that `DatasetDict.save_to_disk` has written."""
 
@@ -31,6 +38,34 @@ def select_data_files(names: Iterable[str]) -> list[str]:
         if selected := [name for name in data_names if name.removesuffix(".gz").endswith(suffix)]:
             return selected
     return []
+
+
+class DatasetName(NamedTuple):
+    """Name of a data set of the Hugging Face Hub."""
+
+    repository: str
+    config: str | None
+    split: str | None
+
+    def __str__(self) -> str:
+        config = f"/{self.config}" if self.config else ""
+        return f"{self.repository}{config}" + (f":{self.split}" if self.split else "")
+
+
+def dataset_name(path: str | Path) -> DatasetName | None:
+    """Return the data set that a path names, or None for the path of a file or folder, and for other URLs.
+
+    A name is `owner/name`, `owner/name/config` or one of them with `:split`. As a URL it starts with `hf://` or
+    `hf://datasets/`. A path whose first folder exists is not a name, so that a misspelled local path is not sent to the
+    hub.
+    """
+    text = str(path)
+    match = _DATASET.fullmatch(text.removeprefix(hub.SCHEME).removeprefix("datasets/"))
+    if match is None or text.removesuffix(".gz").endswith(DATA_SUFFIXES):
+        return None
+    if not text.startswith(hub.SCHEME) and (os.path.exists(text) or os.path.isdir(text.partition("/")[0])):
+        return None
+    return DatasetName(**match.groupdict())
 
 
 def data_folder_error(names: Collection[str]) -> str | None:
@@ -131,15 +166,26 @@ def _check_hooks(hooks: Iterable[str]) -> Iterator[Problem]:
 def check_data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:
     """Check that local files and folders exist, and that patterns match files. URLs are checked when downloaded."""
     for path in paths:
-        if is_url(path) or os.path.isfile(path):
+        if (name := dataset_name(path)) is not None:
+            yield from _check_dataset(key, path, name)
+        elif is_url(path) or os.path.isfile(path):
             continue
-        if os.path.isdir(path):
+        elif os.path.isdir(path):
             if error := data_folder_error(os.listdir(path)):
                 yield Problem(key, path, error)
         elif not glob.has_magic(path):
             yield _missing(key, path, "file")
         elif not glob.glob(path):
             yield Problem(key, path, f"no file matches{_working_folder(path)}.")
+
+
+def _check_dataset(key: str, path: str, name: DatasetName) -> Iterator[Problem]:
+    """Check that a data set of the Hugging Face Hub can be read, and that validation does not read training data."""
+    if importlib.util.find_spec("datasets") is None:
+        fix = f"Run {install_command('datasets')}, or set the path of a file."
+        yield Problem(key, path, f"is no file or folder, and data sets of the hub require the library datasets. {fix}")
+    elif name.split is None and key == "data.val_files":
+        yield Problem(key, path, f"is a data set without a split. Set one, for example {name._replace(split='test')}.")
 
 
 def check_folder(key: str, path: str) -> Iterator[Problem]:

@@ -7,6 +7,7 @@
 Modules:
 
     files.py            resolves files, folders, glob patterns and URLs to local files
+    hub_datasets.py     reads data sets of the Hugging Face Hub by name
     formats.py          opens parquet, JSON, CSV and Arrow files
     tables.py           reads data files as Python rows
     chat.py             applies chat templates, tokenizes, truncates

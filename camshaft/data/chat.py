@@ -83,6 +83,13 @@ def _without_nulls(value: Any) -> Any:
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
+def as_chat(prompt: Prompt, chat: ChatTemplateConfig) -> Prompt:
+    """Return a plain-text prompt as the user message of `prompt_template`, if it is set."""
+    if not isinstance(prompt, str) or chat.prompt_template is None:
+        return prompt
+    return [{"role": "user", "content": chat.prompt_template.replace("{prompt}", prompt)}]
+
+
 def template_arguments(row: Mapping[str, Any], location: str, chat: ChatTemplateConfig) -> Arguments:
     """Return the arguments of the chat template for a row: those of all rows, and the tools of the row."""
     tools = row.get(chat.tools_key) if chat.tools_key else None

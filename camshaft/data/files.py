@@ -1,9 +1,10 @@
 """Resolve the files, folders, glob patterns and URLs in the config to local data files.
 
-    data_files(["train.jsonl", "more/", "parts/*.parquet", "s3://bucket/train.parquet"])
+    data_files(["train.jsonl", "more/", "parts/*.parquet", "s3://bucket/train.parquet", "openai/gsm8k:test"])
 
 A folder resolves to its data files, a pattern to the matching files, both in alphabetical order. A folder may also be a
-split that the `datasets` library saved. Remote files are downloaded first (`camshaft/fetch.py`).
+split that the `datasets` library saved. Remote files are downloaded first (`camshaft/fetch.py`), and data sets of the
+Hugging Face Hub (`hub_datasets.py`).
 """
 
 import glob
@@ -12,7 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from camshaft import storage
-from camshaft.config.files import data_folder_error, select_data_files
+from camshaft.config.files import data_folder_error, dataset_name, select_data_files
+from camshaft.data.hub_datasets import dataset_file
 from camshaft.data.tables import Paths
 from camshaft.errors import BatchError
 from camshaft.fetch import convert_errors, fetch
@@ -24,6 +26,9 @@ def data_files(paths: Paths) -> list[Path]:
 
 
 def _files(path: str | Path) -> Iterator[Path]:
+    if (name := dataset_name(path)) is not None:
+        yield dataset_file(name)
+        return
     if storage.is_url(path):
         yield from map(fetch, _urls(str(path)))
         return

@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from camshaft.config.schema.data import ChatTemplateConfig
-from camshaft.data.chat import Prompt, Truncation, check_prompt, encode, template_arguments
+from camshaft.data.chat import Prompt, Truncation, as_chat, check_prompt, encode, template_arguments
 from camshaft.data.tables import Paths, Table, read_columns, read_rows
 from camshaft.data.tokens import tokenize
 from camshaft.dataproto import DataProto, Ragged
@@ -133,7 +133,10 @@ def read_prompts(
         options = replace(options, prompt_key=key)
     table = read_rows(paths, options.required_columns(), options.optional_columns(), max_samples)
     locations = [table.location(i) for i in range(len(table))]
-    prompts = [check_prompt(row[key], location, key) for row, location in zip(table.rows, locations, strict=True)]
+    prompts = [
+        as_chat(check_prompt(row[key], location, key), options.chat)
+        for row, location in zip(table.rows, locations, strict=True)
+    ]
     num_answered = sum(not isinstance(prompt, str) and prompt[-1]["role"] == "assistant" for prompt in prompts)
     if num_answered:
         logger.warning(

@@ -21,6 +21,7 @@ from camshaft.data.chat import (
     Arguments,
     Message,
     Truncation,
+    as_chat,
     check_prompt,
     encode_each,
     get_eos_token_id,
@@ -107,7 +108,9 @@ def load_sft(
         options.chat.tools_columns(required=False),
         max_samples,
     )
-    has_messages = any(isinstance(table.rows[0][name], list) for name in columns_to_read)
+    has_messages = options.chat.prompt_template is not None or any(
+        isinstance(table.rows[0][name], list) for name in columns_to_read
+    )
     arguments = (template_arguments(row, table.location(i), options.chat) for i, row in enumerate(table.rows))
     log_unread_arguments(arguments, has_messages, tokenizer)
     if has_messages:
@@ -153,7 +156,7 @@ def _sequences(
                 "after another message"
             )
     else:
-        prompt = check_prompt(row[options.prompt_key], location, options.prompt_key)
+        prompt = as_chat(check_prompt(row[options.prompt_key], location, options.prompt_key), options.chat)
         response = row[options.response_key]
         if not isinstance(response, str) or not response:
             response = check_prompt(response, location, options.response_key)

@@ -58,6 +58,9 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         self.tokenizer = run_tokenizer(
             config.tokenizer_path(), data.trust_remote_code, data.chat_template, config.trainer.default_local_dir
         )
+        own_template = data.chat_template is not None
+        self.exported_tokenizer = self.tokenizer.name_or_path if own_template else config.tokenizer_path()
+        """Folder or URL of the tokenizer that exports contain."""
         self.estimator = load_estimator(config.algorithm)
         topology = config.topology()
         self.actor_dp_size = config.actor_dp_size(topology)

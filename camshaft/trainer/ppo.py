@@ -354,10 +354,8 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
 
     def exports(self) -> dict[str, Callable[[str, str | None], None]]:
         contents = {"actor": self.config.actor_rollout_ref.actor.checkpoint, "critic": self.config.critic.checkpoint}
-        own_template = self.config.data.chat_template is not None
-        tokenizer = self.parts.tokenizer.name_or_path if own_template else self.config.tokenizer_path()
         return {
-            name: partial(role.export, tokenizer=tokenizer)
+            name: partial(role.export, tokenizer=self.parts.exported_tokenizer)
             for name, role in self.trained.items()
             if contents[name].saves_hf_model()
         }

@@ -73,6 +73,7 @@ HOMES = {
     "math_verify": ["rewards/math_answer.py"],
     "reasoning_gym": ["rewards/reasoning_gym.py", "data/reasoning_gym.py"],
     "fsspec": ["storage/urls.py"],
+    "datasets": ["data/hub_datasets.py"],
     "hydra": ["config"],
     "omegaconf": ["config"],
     "pydantic": ["config"],

@@ -46,7 +46,8 @@ PROOFS: dict[str, tuple[str, ...]] = {
     **_each(
         f"{_DATA}::test_key_changes_the_data",
         "data.tokenizer", "data.train_files", "data.val_files", "data.prompt_key",
-        "data.chat_template", "data.chat_template_kwargs", "data.tools_key", "data.prompt_id_key",
+        "data.chat_template", "data.chat_template_kwargs", "data.prompt_template", "data.tools_key",
+        "data.prompt_id_key",
         "data.max_prompt_id_length", "data.max_prompt_length", "data.truncation", "data.filter_overlong_prompts",
         "data.train_batch_size", "data.gen_batch_size", "data.return_raw_chat", "data.return_raw_input_ids",
         "data.reward_fn_key", "data.train_max_samples", "data.val_max_samples", "trainer.total_epochs",

@@ -79,6 +79,7 @@ OBSERVED: dict[str, tuple[Any, Mapping[str, Any], Observe, Any, Any]] = {
     "data.prompt_key": ("asked", {}, lengths, ALL, [1] * ROWS),
     "data.chat_template": ("{home}/bare.jinja", {}, lengths, ALL, BARE),
     "data.chat_template_kwargs": ("{{mark: ab}}", OWN, lengths, BARE, [length + 2 for length in BARE]),
+    "data.prompt_template": ("'{{prompt}}ab'", {"data.prompt_key": "name"}, lengths, [0] * ROWS, [5 + 2] * ROWS),
     "data.tools_key": ("functions", OWN, lengths, BARE, [length + 1 for length in BARE]),
     "data.prompt_id_key": (
         "name", {}, lambda parts: [extra.get("prompt_id") for extra in parts.loader.data["extra_info"]],

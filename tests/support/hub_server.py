@@ -58,12 +58,15 @@ class _Repository(NamedTuple):
     name: str
     folder: Path
 
-    def entries(self, below: str = "") -> list[dict[str, Any]]:
-        """Describe the files, as the API does."""
-        files = sorted(path for path in (self.folder / below).rglob("*") if path.is_file())
-        return [self.entry(str(path.relative_to(self.folder))) for path in files]
+    def entries(self, below: str = "", recursive: bool = True) -> list[dict[str, Any]]:
+        """Describe the files in a folder, and without `recursive` its folders, as the API does."""
+        folder = self.folder / below
+        paths = sorted(folder.rglob("*") if recursive else folder.iterdir()) if folder.is_dir() else []
+        return [self.entry(str(path.relative_to(self.folder))) for path in paths if path.is_file() or not recursive]
 
     def entry(self, name: str) -> dict[str, Any]:
+        if (self.folder / name).is_dir():
+            return {"type": "directory", "path": name, "size": 0, "oid": hashlib.sha1(name.encode()).hexdigest()}
         content = (self.folder / name).read_bytes()
         return {"type": "file", "path": name, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
 
@@ -101,7 +104,7 @@ class _Handler(BaseHTTPRequestHandler):
                 known = [path for path in paths or [] if (repository.folder / path).is_file()]
                 self._send_json([repository.entry(path) for path in known])
             elif action == "tree":
-                self._send_json(repository.entries(rest.partition("/")[2]))
+                self._send_json(repository.entries(rest.partition("/")[2], "recursive=true" in self.path.lower()))
             else:
                 self._refuse(404, "EntryNotFound")
         elif match := re.fullmatch(r"(cdn/)?(datasets/)?([^/]+/[^/]+)/resolve/[^/]+/(.+)", path):

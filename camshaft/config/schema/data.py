@@ -44,6 +44,11 @@ class ChatTemplateConfig(Section):
         short=("chat_template_kwargs", "arguments of the chat template"),
         alias="apply_chat_template_kwargs",
     )
+    prompt_template: Text | None = key(
+        None,
+        "User message that a plain-text prompt becomes, with {prompt} in place of the prompt, for example '{prompt} "
+        "Answer with a number.' null does not format plain text with the chat template.",
+    )
     tools_key: Text | None = key(
         TOOLS,
         "Column that contains the tools of a row, which the chat template receives: a list of JSON schemas, or its "
@@ -57,6 +62,8 @@ class ChatTemplateConfig(Section):
     def problems(self) -> Iterator[Problem]:
         if self.chat_template is not None and not os.path.isfile(self.chat_template):
             yield Problem("chat_template", self.chat_template, f"file not found (looked in {os.getcwd()}).")
+        if self.prompt_template is not None and "{prompt}" not in self.prompt_template:
+            yield Problem("prompt_template", self.prompt_template, "has no {prompt} in place of the prompt. Add it.")
         if reserved := [name for name in _RESERVED if name in self.chat_template_kwargs]:
             message = f"contains {reserved[0]}, which is not an argument of the template. Remove it."
             yield Problem("chat_template_kwargs", self.chat_template_kwargs, message)

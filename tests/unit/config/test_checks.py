@@ -549,6 +549,11 @@ def test_arguments_of_the_chat_template_may_not_be_those_of_the_call(words):
     assert "contains tokenize, which is not an argument of the template. Remove it." in text
 
 
+def test_a_prompt_template_contains_the_prompt(words):
+    text = _error([*words, "data.prompt_template='Answer: {question}'"])
+    assert "has no {prompt} in place of the prompt. Add it." in text
+
+
 def test_a_missing_chat_template_is_an_error(words, sft_words):
     for load, base in ((load_ppo, words), (load_sft, sft_words)):
         text = _error([*base, "data.chat_template=chat.jinja"], load)

@@ -146,3 +146,18 @@ def test_sft_reads_tools_and_tool_calls(tmp_path: Path, tokenizer, suffix: str) 
 def test_a_message_without_content_needs_tool_calls(prompts) -> None:
     with pytest.raises(BatchError, match="content=None; it must be a string"):
         prompts([{"prompt": [{"role": "user", "content": None}]}])
+
+
+def test_a_prompt_template_makes_text_a_message(prompts, tokenizer, tmp_path: Path) -> None:
+    [text, messages] = prompts([{"prompt": "3+4="}], prompt_template="{prompt} {a}") + prompts([{"prompt": USER}])
+    message = [{"role": "user", "content": "3+4= {a}"}]
+    assert text == tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=False)
+    assert messages == expected(tokenizer)
+    file = write_parquet(tmp_path / "sft.parquet", [{"prompt": "3+4=", "response": "7"}])
+    [ids] = (
+        load_sft(file, tokenizer, SFTOptions(chat=ChatTemplateConfig(prompt_template="{prompt} {a}")))
+        .batch["input_ids"]
+        .rows()
+    )
+    turns = [*message, {"role": "assistant", "content": "7"}]
+    assert ids.tolist() == tokenizer.apply_chat_template(turns, return_dict=False)
