@@ -37,6 +37,8 @@ _CHUNK = 1000
 _MIN_PROGRESS_ROWS = 20_000
 """Minimum number of rows for which a progress bar is shown."""
 
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
 logger = logging.getLogger(__name__)
 
 
@@ -141,6 +143,31 @@ def render(
     arguments: Arguments = NO_ARGUMENTS,
 ) -> str:
     """Format messages as text with the tokenizer's chat template."""
+    text = _apply_template(
+        messages, tokenizer, location, arguments, tokenize=False, add_generation_prompt=add_generation_prompt
+    )
+    return cast(str, text)
+
+
+def encode_turns(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, location: str, arguments: Arguments
+) -> tuple[list[int], list[bool]] | None:
+    """Tokenize a conversation, and mark the tokens in the `{% generation %}` blocks of the chat template.
+
+    Return None if the template has no such blocks.
+    """
+    template = tokenizer.get_chat_template(None, arguments.get("tools")) if tokenizer.chat_template else ""
+    if not _GENERATION.search(template):
+        return None
+    encoded = _apply_template(
+        messages, tokenizer, location, arguments, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return encoded["input_ids"], [bool(value) for value in encoded["assistant_masks"]]
+
+
+def _apply_template(
+    messages: list[Message], tokenizer: PreTrainedTokenizerBase, location: str, arguments: Arguments, **options: Any
+) -> Any:
     if not tokenizer.chat_template:
         raise BatchError(
             f"{location}: the row contains chat messages, but the tokenizer "
@@ -148,9 +175,7 @@ def render(
             "store plain text in this column"
         )
     try:
-        text = tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt, **arguments
-        )
+        return tokenizer.apply_chat_template(messages, **options, **arguments)
     except Exception as error:  # a template is a program in the model folder, which can raise anything
         roles = [message["role"] for message in messages]
         reason = str(error) if isinstance(error, jinja2.TemplateError) else f"{type(error).__name__}: {error}"
@@ -158,7 +183,6 @@ def render(
             f"{location}: the chat template rejects messages with the roles {roles}: {reason}; change the messages or "
             "chat_template.jinja of the model folder"
         ) from error
-    return cast(str, text)
 
 
 def encode(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, special_tokens: bool) -> list[list[int]]:

@@ -4,11 +4,13 @@
     rows.batch            # columns input_ids, loss_mask
 
 A row contains a prompt (messages or text) with a `response`, or a whole conversation in `messages`. The loss mask
-selects the trained tokens: those of the response or of each assistant turn, including the token that ends it. Prompt
-and response are tokenized separately, because in generation the response follows the tokens of the prompt. Tokens after
-the last trained token are removed.
+selects the trained tokens. If the chat template has `{% generation %}` blocks, they are the tokens of these blocks, as
+in transformers. Otherwise they are those of the response or of each assistant turn, including the token that ends it.
+Prompt and response are then tokenized separately, because in generation the response follows the tokens of the prompt.
+Tokens after the last trained token are removed.
 """
 
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from camshaft.data.chat import (
     as_chat,
     check_prompt,
     encode_each,
+    encode_turns,
     get_eos_token_id,
     log_unread_arguments,
     render,
@@ -86,6 +89,8 @@ class _Sequence:
     location: str
     templated: bool
     """True if the chat template was applied; otherwise an end-of-sequence token is appended to the response."""
+    marked: tuple[list[int], list[bool]] | None = None
+    """Tokens and loss mask of a template with generation blocks, instead of `pieces`."""
 
 
 def load_sft(
@@ -169,6 +174,9 @@ def _sequences(
         if not trained_turns:
             raise BatchError(f"{location}: '{options.response_key}' has no assistant message")
     arguments = template_arguments(row, location, options.chat)
+    marked = _marked_tokens(turns, trained_turns, tokenizer, location, arguments)
+    if marked is not None:
+        return [_Sequence([], location, True, marked)]
     pieces = _pieces(turns, trained_turns, tokenizer, location, arguments)
     if pieces is not None:
         return [_Sequence(pieces, location, True)]
@@ -181,6 +189,32 @@ def _sequences(
             "so the tokens of the answer cannot be determined; use another template"
         )
     return [_Sequence(pieces, location, True) for pieces in per_turn if pieces is not None]
+
+
+def _marked_tokens(
+    turns: list[Message],
+    trained_turns: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    location: str,
+    arguments: Arguments,
+) -> tuple[list[int], list[bool]] | None:
+    """Return the tokens of a conversation, with a mask of the generation blocks of the trained turns.
+
+    Return None if the template has no such blocks, or if it is unknown which ones belong to the trained turns.
+    """
+    encoded = encode_turns(turns, tokenizer, location, arguments)
+    if encoded is None:
+        return None
+    tokens, mask = encoded
+    starts = [i for i, marked in enumerate(mask) if marked and not (i and mask[i - 1])]
+    assistant_turns = [i for i, message in enumerate(turns) if message["role"] == "assistant"]
+    if assistant_turns == list(trained_turns):
+        return tokens, mask
+    if len(starts) != len(assistant_turns):
+        return None
+    blocks = itertools.accumulate(int(i in starts) for i in range(len(mask)))  # 1 in the first block and after it, ...
+    trained = {number for number, turn in enumerate(assistant_turns, start=1) if turn in trained_turns}
+    return tokens, [marked and block in trained for marked, block in zip(mask, blocks, strict=True)]
 
 
 def _pieces(
@@ -213,8 +247,7 @@ def _tokenize(sequences: Sequence[_Sequence], tokenizer: PreTrainedTokenizerBase
     end_ids = special_token_ids(tokenizer)
     rows, index = [], 0
     for sequence in sequences:
-        tokens: list[int] = []
-        mask: list[bool] = []
+        tokens, mask = sequence.marked or ([], [])
         for piece in sequence.pieces:
             span, index = ids[index], index + 1
             if piece.trained and not sequence.templated:

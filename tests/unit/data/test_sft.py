@@ -154,3 +154,18 @@ def test_a_conversation_without_an_answer_is_an_error(load):
 def test_a_missing_response_column_is_an_error(load):
     with pytest.raises(BatchError, match=r"no column 'response'.*prompt, answer"):
         load([{"prompt": "a", "answer": "b"}])
+
+
+# Marks the answers and their end, as templates for training do.
+MARKED = (
+    "{% for m in messages %}<|im_start|>{% if m.role == 'assistant' %}a{% generation %}{{ m.content }}<|im_end|>"
+    "{%- endgeneration -%}{% else %}{{ m.role[0] }}{{ m.content }}<|im_end|>{% endif %}{% endfor %}"
+)
+
+
+def test_generation_blocks_of_a_template_select_the_trained_tokens(load, tokenizer):
+    turns = chat("1+2=", "3", "and 4?", "7")
+    data = load([{"messages": turns}, {"messages": chat("", "hi", "1+2=", "3")[1:]}], MARKED)
+    assert shown(data, tokenizer) == ["(u1+2=)(a[3)](uand 4?)(a[7)]", "(ahi)(u1+2=)(a[3)]"]
+    data = load([{"prompt": turns[:3], "response": "7"}], MARKED)
+    assert shown(data, tokenizer) == ["(u1+2=)(a3)(uand 4?)(a[7)]"]
