@@ -11,6 +11,7 @@ Modules:
     formats.py          opens parquet, JSON, CSV and Arrow files
     tables.py           reads data files as Python rows
     chat.py             applies chat templates, tokenizes, truncates
+    unread.py           names columns that a run should perhaps read
     tokens.py           tokenizes many prompts in parallel processes, with a cache on disk
     prompts.py          loads prompts for RL
     sft.py              loads sequences for supervised fine-tuning

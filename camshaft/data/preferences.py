@@ -36,6 +36,7 @@ from camshaft.data.chat import (
 )
 from camshaft.data.tables import Paths, Table, read_columns, read_rows
 from camshaft.data.templates import try_template
+from camshaft.data.unread import log_unread_columns
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
 
@@ -134,7 +135,9 @@ def _read_table(paths: Paths, options: PreferenceOptions, max_samples: int | Non
             f"If '{options.chosen_key}' and '{options.rejected_key}' contain whole conversations, use "
             "data.prompt_key=null"
         )
-    return read_rows(paths, [key for key in keys if key is not None], max_samples=max_samples)
+    table = read_rows(paths, [key for key in keys if key is not None], max_samples=max_samples)
+    log_unread_columns(table, keys, "Tools of preference pairs are not implemented.")
+    return table
 
 
 def _sequence(

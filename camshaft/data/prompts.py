@@ -22,6 +22,7 @@ from camshaft.config.schema.data import ChatTemplateConfig
 from camshaft.data.chat import Prompt, Truncation, as_chat, check_prompt, encode, template_arguments
 from camshaft.data.tables import Paths, Table, read_columns, read_rows
 from camshaft.data.tokens import tokenize
+from camshaft.data.unread import READ_TOOLS, log_unread_columns
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
 
@@ -60,6 +61,10 @@ class PromptOptions:
         source_key = None if self.reward_fn_key == DATA_SOURCE else self.reward_fn_key
         names = (self.prompt_key, source_key, self.prompt_id_key, *self.chat.tools_columns(required=True))
         return list(dict.fromkeys(name for name in names if name))
+
+    def known_columns(self) -> list[str]:
+        """Return the columns that have a meaning for the run, if a file contains them."""
+        return [*self.required_columns(), *OPTIONAL, *self.chat.tools_columns(False), *(self.reward_columns or ())]
 
     def optional_columns(self) -> list[str] | None:
         """Return the columns that are read if a file contains them; None for all columns."""
@@ -132,6 +137,7 @@ def read_prompts(
         logger.info("prompts are in the column '%s'; set data.prompt_key to use another one", key)
         options = replace(options, prompt_key=key)
     table = read_rows(paths, options.required_columns(), options.optional_columns(), max_samples)
+    log_unread_columns(table, options.known_columns(), READ_TOOLS)
     locations = [table.location(i) for i in range(len(table))]
     prompts = [
         as_chat(check_prompt(row[key], location, key), options.chat)

@@ -37,6 +37,7 @@ from camshaft.data.chat import (
 )
 from camshaft.data.tables import Paths, read_columns, read_rows
 from camshaft.data.templates import try_template
+from camshaft.data.unread import READ_TOOLS, log_unread_columns
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import BatchError
 
@@ -113,6 +114,7 @@ def load_sft(
         options.chat.tools_columns(required=False),
         max_samples,
     )
+    log_unread_columns(table, [*columns_to_read, options.chat.tools_key], READ_TOOLS)
     has_messages = options.chat.prompt_template is not None or any(
         isinstance(table.rows[0][name], list) for name in columns_to_read
     )
