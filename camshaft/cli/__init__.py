@@ -28,6 +28,9 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 """Exit status that shells use for a program that SIGPIPE ended."""
 
+_OTHER_NAMES = {"train": "ppo", "rl": "ppo", "finetune": "sft", "reward": "rm", "evaluate": "eval", "dashboard": "view"}
+"""Names that people type for a command."""
+
 _NO_THREAD = "can't start new thread"
 """Message of the RuntimeError that Python raises if the system has no resources for another thread."""
 
@@ -85,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _parser().print_help()
                 return 0
             if arguments[0] not in targets:
-                _check_topic(arguments[0])
+                _answer(arguments[0])
                 _parser().parse_args(arguments[:1])  # prints help, the version, or an error, and exits
             return import_attribute(targets[arguments[0]])(arguments[1:])
         finally:
@@ -114,12 +117,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _check_topic(command: str) -> None:
-    """Raise ConfigError if a command is the name of something that is not implemented."""
+def _answer(command: str) -> None:
+    """Raise ConfigError if an unknown command is an algorithm, or the name of something that is not implemented."""
     from camshaft.config.foreign.topics import topic_of_name
+    from camshaft.config.schema.algorithm import ESTIMATORS
+    from camshaft.config.short_names import RECIPES
 
     if (topic := topic_of_name(command)) is not None:
         raise ConfigError(f"camshaft {command}: {topic.message()}")
+    if command in (*ESTIMATORS, *RECIPES):
+        raise ConfigError(f"'{command}' is an algorithm. Write camshaft ppo algorithm={command} ...")
+    if command in _OTHER_NAMES:
+        raise ConfigError(f"camshaft has no command '{command}'. Write camshaft {_OTHER_NAMES[command]} ...")
 
 
 def _working_directory() -> str:

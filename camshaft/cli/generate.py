@@ -2,10 +2,10 @@
 
 from collections.abc import Sequence
 
+from camshaft.cli.prerequisites import check_prerequisites
 from camshaft.cli.usage import CONFIG_OPTIONS, print_help, short_name_table
 from camshaft.config import GenerateConfig, compose
 from camshaft.fetch import fetch_models
-from camshaft.trainer.prerequisites import check_prerequisites
 
 USAGE = f"""\
 usage: camshaft generate key=value ...   generate responses to the prompts of a data file

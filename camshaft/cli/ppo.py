@@ -5,13 +5,13 @@
 
 from collections.abc import Sequence
 
+from camshaft.cli.prerequisites import check_prerequisites
 from camshaft.cli.sweep import table_of_runs
 from camshaft.cli.usage import CONFIG_OPTIONS, algorithm_names, print_help, short_name_table
 from camshaft.config import PPOConfig, compose
 from camshaft.config.run_folder import number_run
 from camshaft.fetch import fetch_models
 from camshaft.stop import ENDED_BY_SIGNAL
-from camshaft.trainer.prerequisites import check_prerequisites
 
 USAGE = f"""\
 usage: camshaft ppo key=value ...        train with PPO, GRPO and related algorithms

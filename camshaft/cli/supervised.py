@@ -3,13 +3,13 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from camshaft.cli.prerequisites import check_prerequisites
 from camshaft.cli.sweep import table_of_runs
 from camshaft.cli.usage import CONFIG_OPTIONS, print_help, short_name_table
 from camshaft.config import RMConfig, SFTConfig, SupervisedConfig, compose
 from camshaft.config.run_folder import number_run
 from camshaft.fetch import fetch_models
 from camshaft.stop import ENDED_BY_SIGNAL
-from camshaft.trainer.prerequisites import check_prerequisites
 
 
 def sft(argv: Sequence[str]) -> int:

@@ -58,7 +58,7 @@ def unknown_name(
     key: str, name: str, choices: Sequence[str], form: str = "module:Class", related: tuple[str, ...] = ()
 ) -> Problem:
     """Return the problem of a name that is neither built in nor an entry point. `choices` are the valid names."""
-    suggestions = difflib.get_close_matches(name, choices, n=1)
+    suggestions = difflib.get_close_matches(name, [choice for choice in choices if choice[:1] == name[:1]], n=1)
     hint = f" Did you mean {suggestions[0]}?" if suggestions else ""
     valid_names = f"one of {', '.join(choices)}, or " if choices else ""
     return Problem(key, name, f"must be {valid_names}package.{form}.{hint}", related)

@@ -19,6 +19,7 @@ import rich.progress
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from camshaft.config.foreign.topics import topic_of_key
 from camshaft.config.schema.data import ChatTemplateConfig
 from camshaft.config.tree import shorten
 from camshaft.errors import BatchError
@@ -73,9 +74,16 @@ def _check_message(message: Any, number: int, location: str, column: str) -> Mes
         if key not in message:
             raise BatchError(f"{subject} has no '{key}', only {sorted(message)}; add it")
         if not isinstance(message[key], str):
-            raise BatchError(f"{subject} has {key}={message[key]!r}; it must be a string")
+            raise BatchError(f"{subject} has {key}={message[key]!r}; it must be a string{_parts_note(message[key])}")
     # In OpenAI's format, the content of a message with tool calls is null.
     return {key: _without_nulls(item) for key, item in message.items() if item is not None or key == "content"}
+
+
+def _parts_note(content: Any) -> str:
+    """Return a note about the images, videos or sounds in the content of a message."""
+    parts = [part for part in content if isinstance(part, Mapping)] if isinstance(content, list) else []
+    topics = [topic for part in parts if (topic := topic_of_key(str(part.get("type")))) is not None]
+    return f". {topics[0].message()}" if topics else ""
 
 
 def _without_nulls(value: Any) -> Any:

@@ -16,7 +16,6 @@ supervised.py        supervised fine-tuning and reward model training
 generate.py          `camshaft generate`: generates responses to the prompts of a file
 evaluate.py          `camshaft eval`: scores the responses in a file
 check_data.py        `camshaft check-data`: checks the data and the reward function
-prerequisites.py     checks of libraries, file systems and the reward, before torch is imported
 session.py           setup shared by all trainers: logging, output folder, run length, trackers, hooks
 resume.py            checks and log messages for runs that resume
 main_ppo.py          `python -m camshaft.trainer.main_ppo`, equivalent to `camshaft ppo`

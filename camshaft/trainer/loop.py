@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from camshaft.checkpoint import BestStep, CheckpointManager, SavedCheckpoint
 from camshaft.config import PPOConfig, SupervisedConfig
+from camshaft.config.checks.backends import check_libraries
 from camshaft.config.run_folder import number_run
 from camshaft.controller.placement import pool_specs
 from camshaft.dataproto import DataProto
@@ -31,7 +32,6 @@ from camshaft.tracking.durable import Ranges, RunFiles
 from camshaft.tracking.record import RunStatus
 from camshaft.trainer.divergence import DivergenceCheck
 from camshaft.trainer.metrics import StepMetrics
-from camshaft.trainer.prerequisites import check_libraries
 from camshaft.trainer.resume import check_resume, config_record, log_resume
 from camshaft.trainer.schedule import SAVE_INTERVAL, Schedule
 from camshaft.trainer.session import Extensions, StepHook, call_hooks, session, with_hooks

@@ -77,7 +77,7 @@ HOMES = {
     "hydra": ["config"],
     "omegaconf": ["config"],
     "pydantic": ["config"],
-    "pyarrow": ["data", "tracking/run_folder.py", "tracking/samples.py", "trainer/prerequisites.py"],
+    "pyarrow": ["data", "tracking/run_folder.py", "tracking/samples.py", "cli/prerequisites.py"],
     "cloudpickle": ["rewards/callables.py"],
     "matplotlib": ["view/plot.py"],
 }

@@ -9,6 +9,7 @@ kinds.
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 from camshaft.config.backends import (
@@ -26,6 +27,7 @@ from camshaft.config.backends import (
 from camshaft.config.derive import actor_engine_keys, engine_model, reward_engine_model
 from camshaft.config.engine import Conflict, EngineCapabilities, EngineModel, invalid_options
 from camshaft.config.errors import ABSENT, Problem, group_problems, unknown_name
+from camshaft.config.foreign.topics import topic_of_key
 from camshaft.config.layout import PlacementConfig
 from camshaft.config.rollout import OPTIONAL_SAMPLING
 from camshaft.config.schema.fsdp import FSDPConfig, FSDPOptions
@@ -36,7 +38,7 @@ from camshaft.config.schema.roles import GeneratorConfig, RolloutConfig, ValKwar
 from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.tree import flatten, format_value
 from camshaft.errors import ConfigError
-from camshaft.plugins import list_names
+from camshaft.plugins import install_command, list_names
 
 ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -187,6 +189,8 @@ def _unknown_backend(key: str, name: str, backends: Mapping[str, Any], group: st
     """Return the problem of a name that is not registered, or of a class that cannot be imported."""
     if ":" in name:
         return Problem(key, name, f"{error}.")
+    if (topic := topic_of_key(name)) is not None:
+        return Problem(key, name, topic.message())
     return unknown_name(key, name, list_names(targets(backends), group))
 
 
@@ -397,6 +401,16 @@ def required_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) ->
         library = required_library(generator.name, generator.engine_kwargs)
         if library is not None:
             yield f"{section}.name={generator.name}", library, f"{section}.name=torch, which is built in"
+
+
+def check_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) -> None:
+    """Raise ConfigError if an engine, the rollout or the controller requires a library that is not installed."""
+    for setting, library, alternative in required_libraries(config):
+        if find_spec(library) is None:
+            raise ConfigError(
+                f"{setting} requires '{library}', which is not installed: {install_command(library)}, or use "
+                f"{alternative}"
+            )
 
 
 # -- rollouts -------------------------------------------------------------------------------------

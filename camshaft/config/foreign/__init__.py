@@ -4,6 +4,8 @@
     verl.py         keys of verl, whose sections are those of camshaft
     trl.py          arguments of TRL
     openrlhf.py     options of OpenRLHF
+    words.py        words that people type for a key
+    answers.py      answers to unknown keys
     translate.py    replaces the keys of verl in a config
     topics.py       what is not implemented
 

@@ -12,6 +12,7 @@ from typing import Any
 from camshaft.config.foreign import openrlhf, trl
 from camshaft.config.foreign.rows import Expanded, Missing, NotNeeded, Renamed, Row
 from camshaft.config.foreign.topics import topic_of_key
+from camshaft.config.foreign.words import WORDS
 from camshaft.config.schema.fields import Section
 from camshaft.config.short_names import short_names
 from camshaft.config.tree import fields, format_value, has_words, nearest_keys
@@ -26,9 +27,10 @@ _VERL: tuple[Row, ...] = (
 
 @cache
 def rows(schema: type[Section]) -> Mapping[str, tuple[str, Row]]:
-    """Map the names of TRL, OpenRLHF and verl in a command to the library and the row."""
+    """Map the names of TRL, OpenRLHF and verl in a command, and words of no library, to the library and the row."""
     is_supervised = "strategy" in schema.model_fields
     tables = {
+        "": WORDS,
         "verl": _VERL,
         "OpenRLHF": (*openrlhf.OPENRLHF, *(openrlhf.SUPERVISED if is_supervised else ())),
         "TRL": (*(row for rows in trl.TRL.values() for row in rows), *(trl.SUPERVISED if is_supervised else ())),
@@ -44,8 +46,8 @@ def answer(key: str, value: Any, schema: type[Section]) -> str:
     if topic is not None:
         return topic.message()
     if isinstance(row, NotNeeded):
-        return f"not needed, unlike in {library}: {row.why}. Omit the key."
-    if isinstance(row, Expanded):
+        return f"not needed{library and f', unlike in {library}'}: {row.why}. Omit the key."
+    if isinstance(row, Expanded) and "actor_rollout_ref" in schema.model_fields:
         return _meaning(row, value, library)
     names = suggest_names(key, schema) or [near for near in nearest_keys(key, fields(schema)) if has_words(near, key)]
     if names:
@@ -58,7 +60,7 @@ def _meaning(row: Expanded, value: Any, library: str) -> str:
     values = {value: row.values[value]} if isinstance(value, str | int) and value in row.values else row.values
     settings = (f"{key}={format_value(part)}" for settings in values.values() for key, part in settings.items())
     fix = " or ".join(dict.fromkeys(settings))
-    parts = (f"a name of {library}", fix and f"set {fix}", row.note)
+    parts = (f"a name of {library}" if library else "unknown key", fix and f"set {fix}", row.note)
     return f"{'; '.join(part for part in parts if part)}."
 
 

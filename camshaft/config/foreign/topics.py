@@ -37,7 +37,7 @@ class Topic(NamedTuple):
 ASYNC = Topic(
     "Asynchronous training",
     "Asynchronous training is not implemented: a step generates, scores and updates one after the other.",
-    r"async_(?:training|grpo|train)|fully_async|one_step_(?:off|overlap)|staleness|max_off_policy\w*|partial_rollout"
+    r"async|async_(?:training|grpo|train)|fully_async|one_step_(?:off|overlap)|staleness|max_off_policy\w*|partial_rollout"
     r"|async_train\w*|max_inflight_gen_batches",
     ("async", "async_grpo", "async_ppo", "async_rloo"),
 )
@@ -55,7 +55,7 @@ TOOLS = Topic(
 ENVIRONMENTS = Topic(
     "Environments",
     "Environments are not implemented: a scoring function sees a complete response, and no later turn follows.",
-    r"env|envs|environments?|env(?:ironment)?_(?:name|factory|config|kwargs|id)|gym|verifiers|openenv",
+    r"env|envs|\w+_env|environments?|env(?:ironment)?_(?:name|factory|config|kwargs|id)|gym|verifiers|openenv",
 )
 IMAGES = Topic(
     "Images",
@@ -91,7 +91,7 @@ DISTILLATION = Topic(
 DEEPSPEED = Topic(
     "DeepSpeed",
     "DeepSpeed is not an engine of camshaft.",
-    r"deepspeed\w*|ds_\w+|zero_stage|zero3\w*|zpg|adam_offload|overlap_comm",
+    r"deepspeed\w*|ds_\w+|zero|zero_stage|zero3\w*|zpg|adam_offload|overlap_comm",
     ("deepspeed",),
 )
 JAX = Topic("JAX", "JAX and TPUs are not supported.", r"jax\w*|tpus?|maxtext|tunix")

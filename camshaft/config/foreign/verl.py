@@ -217,12 +217,15 @@ ACTOR_ROWS: tuple[Row, ...] = (
     ),
     Missing("model_engine", topics.VEOMNI, only=("veomni",)),
     Missing("model_engine", topics.AUTOMODEL, only=("automodel",)),
-    Missing(STRATEGY, topics.VEOMNI, only=("veomni",)),
-    Missing(STRATEGY, topics.DEEPSPEED, only=("deepspeed",)),
     Missing(f"{ACTOR}.engine", topics.MEGATRON_LITE),
     Renamed(f"{ACTOR}.tau_pos", f"{ACTOR}.policy_loss.tau_pos"),
     Renamed(f"{ACTOR}.tau_neg", f"{ACTOR}.policy_loss.tau_neg"),
     Renamed(f"{ACTOR}.use_prefix_grouper", f"{MODEL}.use_prefix_grouper"),
+    *(Renamed(f"{ACTOR}.{name}", f"{ACTOR}.policy_loss.{name}") for name in ("tau_pos", "tau_neg")),
+    NotNeeded(f"{ACTOR}.calculate_sum_pi_squared", "it is computed if the estimator reads it"),
+    Expanded(
+        f"{MODEL}.custom_chat_template", {}, otherwise="Write the template to a file, and set data.chat_template to it."
+    ),
     NotNeeded(f"{ACTOR}.use_fused_kernels", _CHUNKED),
     NotNeeded(f"{ACTOR}.use_remove_padding", _NEVER_PADDED),
     NotNeeded(f"{ACTOR}.loss_scale_factor", "the norm is data.max_response_length", ()),
@@ -267,7 +270,6 @@ ROLLOUT_ROWS: tuple[Row, ...] = (
     PassedOn(f"{_ENGINE_KWARGS}.vllm", _ENGINE_KWARGS, _USES_VLLM, _VLLM),
     PassedOn(f"{_ENGINE_KWARGS}.sglang", _ENGINE_KWARGS, _generates_with("sglang"), f"{ROLLOUT}.name=sglang"),
     NotNeeded(f"{_ENGINE_KWARGS}.trtllm", "it is read with TensorRT-LLM only"),
-    Missing(f"{ROLLOUT}.name", topics.TRTLLM, only=("trtllm",)),
     NotNeeded(
         f"{ROLLOUT}.mode", "it selects how a generator is called; each step waits for its responses in both modes",
         ("async", "sync"),
@@ -406,6 +408,10 @@ RUN_ROWS: tuple[Row, ...] = (
     Missing("ray_kwargs.timeline_json_file", topics.PROFILERS),
     Missing("global_profiler", topics.PROFILERS, switch="steps"),
     Missing("distillation", topics.DISTILLATION, switch="enabled"),
+    Renamed(
+        "algorithm.adv_estimator", "algorithm.adv_estimator",
+        values={"grpo_vectorized": "grpo", "rloo_vectorized": "rloo"},
+    ),
     Missing("algorithm.use_pf_ppo", topics.PF_PPO),
     NotNeeded("algorithm.pf_ppo", "it is read with use_pf_ppo only"),
     NotNeeded(

@@ -18,6 +18,7 @@ from typing import Any
 
 from camshaft import hub
 from camshaft.config import PPOConfig
+from camshaft.config.checks.backends import check_libraries
 from camshaft.config.composition import as_override
 from camshaft.config.model_settings import local_model
 from camshaft.config.schema.model import AnyModelConfig, ModelSource
@@ -41,7 +42,6 @@ from camshaft.planning.doctor.weights import read_shapes
 from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
 from camshaft.storage import is_url
 from camshaft.trainer.build import prompt_files, prompt_options
-from camshaft.trainer.prerequisites import check_libraries
 from camshaft.trainer.scoring import build_rewards
 
 SAMPLE_ROWS = 64

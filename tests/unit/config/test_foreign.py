@@ -47,6 +47,8 @@ def notices(caplog):
         ("reward_model.reward_manager=batch", "custom_reward_function.batched", True),
         ("reward.reward_manager.name=batch", "custom_reward_function.batched", True),
         ("model_engine=dp", f"{A}.strategy", "fsdp"),
+        ("algorithm.adv_estimator=rloo_vectorized", "algorithm.adv_estimator", "rloo"),
+        (f"{A}.tau_pos=0.5", f"{A}.policy_loss.tau_pos", 0.5),
         ("model_engine=megatron", f"{A}.strategy", "megatron"),
         (f"{R}.load_format=safetensors", f"{R}.load_format", "hf"),
     ],
@@ -215,6 +217,15 @@ def test_what_is_not_implemented_is_answered_with_its_topic(base, word, topic):
         ("packing_samples=True", "not needed, unlike in OpenRLHF: batches are never padded. Omit the key."),
         ("zero_stage=3", "DeepSpeed is not an engine of camshaft."),
         ("remote_rm_url=score.py", "Did you mean reward"),
+        # words of no library
+        ("num_gpus=8", "Did you mean devices (short for trainer.n_gpus_per_node)?"),
+        ("max_tokens=8", "Did you mean response_length"),
+        ("save_every=8", "Did you mean trainer.save_freq?"),
+        ("tp=2", "set actor_rollout_ref.rollout.tensor_model_parallel_size for the rollout"),
+        ("pp=2", f"set {A}.engine_kwargs.pipeline_model_parallel_size with engine=megatron"),
+        ("resume=true", "a run resumes if its command is repeated with the same out=<folder>."),
+        ("lora_dropout=0.1", "not needed: adapters have no dropout. Omit the key."),
+        ("fp16=true", "computation in float16 is not supported"),
     ],
 )
 def test_names_of_trl_and_openrlhf_are_answered(words, word, expected):
@@ -257,6 +268,31 @@ def test_a_command_that_does_not_exist_is_answered_with_its_topic(command, capsy
     topic = topic_of_name(command)
     assert topic is not None
     assert topic.message() in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "written"), [("grpo", "ppo algorithm=grpo"), ("train", "ppo"), ("finetune", "sft")]
+)
+def test_another_name_of_a_command_is_answered_with_the_command(command, written, capsys):
+    from camshaft.cli import main
+
+    assert main([command, "model=a"]) == 2
+    assert f"Write camshaft {written} ..." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["engine=deepspeed", "engine=jax", "rollout=trtllm"])
+def test_an_engine_or_rollout_that_does_not_exist_is_answered_with_its_topic(base, word):
+    topic = topic_of_key(word.partition("=")[2])
+    with pytest.raises(ConfigError) as caught:
+        load_ppo([*base, word])
+    assert topic is not None
+    assert topic.message() in str(caught.value)
+
+
+def test_an_unknown_algorithm_is_not_answered_with_one_of_another_letter(base):
+    with pytest.raises(ConfigError) as caught:
+        load_ppo([*base, "algorithm=vapo"])
+    assert "Did you mean" not in str(caught.value)
 
 
 def test_an_option_of_another_library_is_answered_with_its_topic(words):

@@ -3,6 +3,7 @@ import copy
 import pytest
 
 from camshaft.data import encode_prompts
+from camshaft.data.chat import check_prompt
 from camshaft.data.prompts import PromptOptions, load_prompts
 from camshaft.data.tables import write_parquet
 from camshaft.errors import BatchError
@@ -241,6 +242,12 @@ def test_an_empty_conversation_is_an_error_that_names_the_row(load):
 def test_a_message_without_role_or_content_names_the_row(load, message, problem):
     with pytest.raises(BatchError, match=rf"row 0: message 0 of 'prompt' {problem}"):
         load([row([message])])
+
+
+def test_images_in_a_message_are_answered_with_their_topic() -> None:
+    message = {"role": "user", "content": [{"type": "image", "image": "a.png"}, {"type": "text", "text": "What?"}]}
+    with pytest.raises(BatchError, match=r"it must be a string\. Images are not implemented.*not-here\.md#images"):
+        check_prompt([message], "row 0")
 
 
 def test_a_prompt_that_is_a_number_is_an_error(load):

@@ -1,10 +1,8 @@
 """Check what a run needs besides a valid config, before it imports torch.
 
 check_prerequisites(config)
-check_libraries(config)         # only the libraries of engines, the rollout and the controller
 """
 
-import importlib.util
 import json
 from collections.abc import Iterator
 from itertools import islice
@@ -12,11 +10,9 @@ from pathlib import Path
 
 from camshaft import hub, storage
 from camshaft.config import GenerateConfig, PPOConfig, SupervisedConfig
-from camshaft.config.checks.backends import required_libraries
+from camshaft.config.checks.backends import check_libraries
 from camshaft.config.load import REMOTE_PATHS
 from camshaft.config.tree import get, has_key
-from camshaft.errors import ConfigError
-from camshaft.plugins import install_command
 from camshaft.rewards.auto import check_sources
 from camshaft.storage.urls import check_client
 
@@ -36,16 +32,6 @@ def check_prerequisites(config: PPOConfig | SupervisedConfig | GenerateConfig) -
             files = (*config.data.train_files, *config.data.val_files)
             sources = {source for file in files for source in _first_source(Path(file), config.data.reward_fn_key)}
             check_sources(sources, config.reward_model.enable)
-
-
-def check_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) -> None:
-    """Raise ConfigError if an engine, the rollout or the controller requires a library that is not installed."""
-    for setting, library, alternative in required_libraries(config):
-        if importlib.util.find_spec(library) is None:
-            raise ConfigError(
-                f"{setting} requires '{library}', which is not installed: {install_command(library)}, or use "
-                f"{alternative}"
-            )
 
 
 def _first_source(file: Path, column: str) -> Iterator[str]:

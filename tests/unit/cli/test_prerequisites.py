@@ -10,9 +10,9 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from camshaft.cli.prerequisites import check_prerequisites
 from camshaft.config import load_ppo
 from camshaft.errors import ConfigError, RewardError, StorageError
-from camshaft.trainer.prerequisites import check_prerequisites
 
 ROW = {"prompt": "1 + 1", "data_source": "my/sums"}
 

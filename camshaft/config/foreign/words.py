@@ -1,0 +1,63 @@
+"""Words that people type for a key without knowing its name. They are answered, but not applied."""
+
+from camshaft.config.foreign.rows import Expanded, NotNeeded, Renamed, Row
+
+ACTOR, MODEL, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+DTYPE = f"{ACTOR}.fsdp_config.mixed_precision.param_dtype"
+
+WORDS: tuple[Row, ...] = (
+    *(Renamed(name, "devices") for name in ("gpus", "num_gpus", "n_gpus", "num_processes", "nproc_per_node")),
+    *(Renamed(name, "trainer.nnodes") for name in ("nodes", "num_nodes", "num_machines")),
+    Renamed("batch_size", "batch"),
+    Renamed("micro_batch_size", f"{ACTOR}.ppo_micro_batch_size_per_gpu"),
+    Renamed("mini_batch_size", f"{ACTOR}.ppo_mini_batch_size"),
+    Renamed("gradient_accumulation", f"{ACTOR}.ppo_mini_batch_size"),
+    *(Renamed(name, "response_length") for name in ("max_tokens", "max_new_tokens", "max_response_length")),
+    *(Renamed(name, "n") for name in ("group_size", "num_samples", "rollouts_per_prompt")),
+    *(Renamed(name, "out") for name in ("checkpoint_dir", "save_dir", "log_dir", "run_dir")),
+    *(Renamed(name, "trainer.save_freq") for name in ("save_every", "save_interval", "checkpoint_every")),
+    *(Renamed(name, "trainer.test_freq") for name in ("eval_every", "eval_interval", "eval_freq")),
+    *(Renamed(name, "trainer.logger") for name in ("wandb", "tensorboard", "mlflow", "tracker")),
+    Renamed("kl", f"{ACTOR}.kl_loss_coef"),
+    Renamed("entropy", f"{ACTOR}.entropy_coeff"),
+    Renamed("clip", f"{ACTOR}.clip_ratio"),
+    Renamed("optimizer", f"{ACTOR}.optim.optimizer"),
+    *(Renamed(name, DTYPE) for name in ("precision", "mixed_precision", "amp")),
+    Expanded("fp16", {}, f"computation in float16 is not supported; set {DTYPE}=bfloat16"),
+    *(Renamed(name, f"{ACTOR}.fsdp_config.param_offload") for name in ("offload", "cpu_offload")),
+    Renamed("use_lora", "lora"),
+    NotNeeded("lora_dropout", "adapters have no dropout"),
+    *(
+        NotNeeded(name, "the engine chooses the attention kernel")
+        for name in ("flash_attention", "use_flash_attn", "attn_implementation")
+    ),
+    *(
+        Expanded(
+            name, {},
+            f"set {ROLLOUT}.tensor_model_parallel_size for the rollout, and {ACTOR}.fsdp_config.tensor_parallel_size, "
+            "or with engine=megatron engine_kwargs.tensor_model_parallel_size, for the actor",
+        )
+        for name in ("tp", "tensor_parallel", "tensor_parallel_size")
+    ),
+    *(
+        Expanded(name, {}, f"set {ACTOR}.engine_kwargs.{option} with engine=megatron")
+        for names, option in {
+            ("pp", "pipeline_parallel", "pipeline_parallel_size"): "pipeline_model_parallel_size",
+            ("ep", "expert_parallel", "expert_parallel_size"): "expert_model_parallel_size",
+        }.items()
+        for name in names
+    ),
+    *(
+        Expanded(name, {}, f"set {ACTOR}.ulysses_sequence_parallel_size")
+        for name in ("sp", "cp", "sequence_parallel_size", "context_parallel_size")
+    ),
+    *(
+        Expanded(name, {}, "a run resumes if its command is repeated with the same out=<folder>")
+        for name in ("resume", "resume_from")
+    ),
+    *(
+        Expanded(name, {}, "the reference is the model that the run starts from")
+        for name in ("ref_model", "reference_model")
+    ),
+    Expanded("system_prompt", {}, "put a message with the role system into the prompts of the data"),
+)  # fmt: skip
