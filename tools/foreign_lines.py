@@ -130,7 +130,7 @@ def _write_model(folder: Path, line: Line, head: str) -> Path:
 
 def _problems(error: str) -> list[str]:
     """Return each problem of an error as one line."""
-    blocks = [block.split("\n", 1) for block in error.split("\n\n")[1:-1]]
+    blocks = [block.split("\n", 1) for block in error.split("\n\n") if block.startswith("  ")]
     return [f"{head.strip()}: {' '.join(rest[0].split()) if rest else ''}" for head, *rest in blocks] or [error]
 
 
