@@ -44,6 +44,18 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(ROOT), prepend=os.pathsep)
 
 
+def test_the_notebook_is_stored_with_its_outputs() -> None:
+    notebook = nbformat.read(ROOT / "examples" / "first_run.ipynb", as_version=4)
+    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    outputs = [output for cell in code for output in cell.outputs]
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    text = "".join(output.get("text", "") for output in outputs)
+    assert "step 20/20  reward 0.8946" in text
+    assert str(Path.home()) not in text
+    assert "site-packages" not in text
+
+
 @pytest.fixture
 def kernel(tmp_path: Path) -> Iterator[tuple[KernelManager, BlockingKernelClient]]:
     manager = KernelManager(kernel_name="python3")
