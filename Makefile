@@ -323,6 +323,7 @@ docs: $(INSTALLED)
 	$(BIN)/python tools/command_line_page.py
 	$(BIN)/python tools/api_page.py
 	$(BIN)/python tools/grafana_dashboard.py
+	$(BIN)/python tools/agent_pages.py
 
 site: $(INSTALLED)
 	$(BIN)/python tools/docs_site.py

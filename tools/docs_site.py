@@ -3,8 +3,8 @@
     python tools/docs_site.py [--out build/docs]      # the site is build/docs/site/index.html
 
 Pages link to files outside `docs`, such as sources and results. The site has a page for each of these files, below
-`source`, so that every link works both in the repository and in the site, without a network. `README.md` is not part of
-the site; `docs/index.md` is its first page.
+`source`, so that every link works both in the repository and in the site, without a network. `README.md` is the first
+page, and `llms.txt` a file of the site.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path(__file__).parents[1]
 TOP_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "README.md": "index.md"}
-"""Files of the repository's root and their pages in the site. Links to the README lead to the first page."""
+"""Files of the repository's root and their pages in the site."""
 
 LINK = re.compile(r"(?<=\]\()(?!https?://|mailto:)([^)\s#]+)(#[^)\s]+)?(?=\))")
 FENCED = re.compile(r"(^ *```.*?^ *```$)", re.DOTALL | re.MULTILINE)
@@ -59,17 +59,16 @@ class Stage:
             if path.is_file():
                 self._add(path.relative_to(self.root))
         for name in TOP_PAGES:
-            if name != "README.md":
-                self._add(Path(name))
+            self._add(Path(name))
         while self.waiting:
             self._write(self.waiting.pop())
+        shutil.copy(self.root / "llms.txt", self.target)
 
     def _add(self, path: Path) -> PurePosixPath:
         """Return the path of a file or folder in the site, and queue it for `_write` the first time."""
         if path not in self.pages:
             self.pages[path] = self._place(path)
-            if str(path) != "README.md":
-                self.waiting.append(path)
+            self.waiting.append(path)
         return self.pages[path]
 
     def _place(self, path: Path) -> PurePosixPath:
@@ -87,7 +86,9 @@ class Stage:
         if source.is_dir():
             target.write_text(self._listing(path), encoding="utf-8")
         elif path.suffix == ".md":
-            target.write_text(self._relink(path, source.read_text(encoding="utf-8")), encoding="utf-8")
+            text = self._relink(path, source.read_text(encoding="utf-8"))
+            is_page = path.parts[0] == "docs" or str(path) in TOP_PAGES
+            target.write_text(text if is_page else HIDDEN + text, encoding="utf-8")
         elif path.parts[0] == "docs":
             shutil.copy(source, target)  # an image
         else:

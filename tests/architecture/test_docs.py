@@ -48,6 +48,21 @@ def test_tables_of_names_of_other_libraries_are_up_to_date() -> None:
         assert text == tool["page"](text, library, tables), "run: make docs"
 
 
+def test_files_for_agents_are_up_to_date() -> None:
+    tool = runpy.run_path(str(ROOT / "tools" / "agent_pages.py"))
+    assert tool["AGENTS"].read_text(encoding="utf-8") == tool["agents"](), "run: make docs"
+    assert tool["INDEX"].read_text(encoding="utf-8") == tool["index"](), "run: make docs"
+    assert "](docs/install.md): This page shows how to install" in tool["index"]()
+    assert "make test-fast" in tool["agents"]()
+
+
+def test_the_table_of_memory_is_that_of_the_forecasts() -> None:
+    results = (ROOT / "benchmarks" / "results" / "memory_table.md").read_text(encoding="utf-8")
+    table = "\n".join(line for line in results.splitlines() if line.startswith("|"))
+    assert table.count("\n") > 20
+    assert table in (ROOT / "docs" / "what-fits.md").read_text(encoding="utf-8")
+
+
 def test_the_page_on_tracking_has_every_tracker() -> None:
     page = (ROOT / "docs" / "tracking.md").read_text(encoding="utf-8")
     for name in TRACKERS:

@@ -16,11 +16,14 @@ from camshaft.data import write_arithmetic
 from camshaft.models.tiny import make_tiny_model
 
 HERE = (
+    "docs/add-a-metric.md",
     "docs/checkpoints.md",
     "docs/data.md",
     "docs/doctor.md",
     "docs/export.md",
     "docs/generate.md",
+    "docs/install.md",
+    "docs/lora.md",
     "docs/mismatch.md",
     "docs/plan.md",
     "docs/python.md",

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import wandb
-from support.command_line import camshaft
+from omegaconf import OmegaConf
+from support.command_line import camshaft, sft_args
 from support.ppo_runs import ppo_args
 from support.wandb_file import history
 from transformers import AutoModelForCausalLM
 
-from camshaft.config import load_ppo
+from camshaft.config import load_ppo, load_sft
 from camshaft.errors import ConfigError
 from camshaft.machine import Machine
 from camshaft.tracking.jsonl import read_metrics
@@ -57,12 +58,19 @@ def started(script: str, folder: Path, overrides: dict[str, Any], python: str) -
 
 
 def args_of(script: str, folder: Path, overrides: dict[str, Any]) -> list[str]:
-    """Return the trainer's command-line arguments."""
+    """Return the command-line arguments of a script for PPO."""
+    module, *args = command_of(script, folder, overrides)
+    assert module == "camshaft.trainer.main_ppo"
+    return args
+
+
+def command_of(script: str, folder: Path, overrides: dict[str, Any]) -> list[str]:
+    """Return the module that a script runs, and its command-line arguments."""
     process = started(script, folder, overrides, f"printf '%s\\n' > {shlex.quote(str(folder / 'words'))}")
     assert process.returncode == 0, process.stderr
-    module, name, *args = (folder / "words").read_text().splitlines()
-    assert (module, name) == ("-m", "camshaft.trainer.main_ppo")
-    return args
+    option, *words = (folder / "words").read_text().splitlines()
+    assert option == "-m"
+    return words
 
 
 @pytest.mark.timeout(300)
@@ -103,7 +111,9 @@ def test_the_tiny_script_needs_no_setup_and_accepts_overrides(tmp_path: Path) ->
     assert (run / "global_step_2" / "actor" / "model" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("script", sorted(path.name for path in SCRIPTS.glob("*.sh") if "tiny" not in path.name))
+@pytest.mark.parametrize(
+    "script", sorted(path.name for path in SCRIPTS.glob("*.sh") if not re.search("tiny|sft", path.name))
+)
 def test_every_script_passes_the_checks_of_the_config(script: str, tmp_path: Path) -> None:
     paths = places(tmp_path)
     paths |= {"reward_model.model.path": paths["critic.model.path"]}
@@ -112,3 +122,34 @@ def test_every_script_passes_the_checks_of_the_config(script: str, tmp_path: Pat
     with pytest.raises(ConfigError) as caught:
         load_ppo(args_of(script, tmp_path / "missing", {}), machine=gpus)
     assert len(re.findall("(file|folder) not found", str(caught.value))) > 2  # keys of data and models
+
+
+def test_the_script_of_supervised_fine_tuning_passes_the_checks_of_the_config(tmp_path: Path) -> None:
+    script, gpus = "run_qwen2.5_0.5b_sft.sh", Machine("cuda", 8)
+    used = [word for word in sft_args(tmp_path) if word.startswith(("data.train_files", "model.path"))]
+    overrides = dict(word.split("=", 1) for word in used)
+    overrides["data.val_files"] = overrides["data.train_files"]
+    module, *args = command_of(script, tmp_path / "there", overrides)
+    assert module == "camshaft.trainer.main_sft"
+    assert load_sft(args, machine=gpus).trainer.experiment_name == "qwen2.5_0.5b_sft"
+    with pytest.raises(ConfigError, match=r"3 errors(?s:.*)not found"):
+        load_sft(command_of(script, tmp_path / "missing", {})[1:], machine=gpus)
+
+
+def test_the_command_of_the_skypilot_task_is_valid(tmp_path: Path) -> None:
+    task = OmegaConf.to_container(OmegaConf.load(SCRIPTS.parent / "cluster" / "skypilot.yaml"))
+    assert isinstance(task, dict)
+    assert task["resources"].keys() == {"accelerators", "disk_size", "use_spot"}
+    files = places(tmp_path)
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(response): return 0.0\n", encoding="utf-8")
+    given = {"MODEL": files["actor_rollout_ref.model.path"], "DATA": files["data.train_files"], "REWARD": str(reward)}
+    assert task["envs"].keys() == {*given, "BUCKET"}
+    words = tmp_path / "words"
+    record = f"camshaft() {{ printf '%s\\n' \"$@\" > {shlex.quote(str(words))}; }}\n"
+    command = record + task["run"].replace("source .venv/bin/activate\n", "")
+    subprocess.run(["bash", "-euc", command], env={**os.environ, **given}, check=True, timeout=30)
+    name, *args = words.read_text().splitlines()
+    assert name == "ppo"
+    config = load_ppo(args, machine=Machine("cuda", 1, frozenset({"vllm"})))
+    assert config.trainer.default_hdfs_dir == "/checkpoints/grpo"

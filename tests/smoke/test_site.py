@@ -78,6 +78,14 @@ def test_links_and_anchors_of_the_site_resolve(site: Path) -> None:
     assert list(problems(site)) == []
 
 
+def test_the_first_page_is_the_readme(site: Path) -> None:
+    page = (site / "index.html").read_text(encoding="utf-8")
+    assert 'id="train-a-model"' in page
+    assert 'src="images/first-run.png"' in page
+    assert 'href="install.html"' in page
+    assert (site / "llms.txt").read_text(encoding="utf-8").startswith("# camshaft\n")
+
+
 def test_search_index_covers_the_pages(site: Path) -> None:
     items = json.loads((site / "search.json").read_text(encoding="utf-8"))["items"]
     locations = {item["location"].partition("#")[0] for item in items}
@@ -99,7 +107,7 @@ def test_navigation_lists_every_page_once() -> None:
     assert [next(iter(part)) for part in nav] == ["Home", "Tutorials", "Guides", "Reference", "Explanation"]
     listed = list(entries(nav))
     pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
-    assert sorted(listed) == sorted(pages | {"changelog.md", "contributing.md"})
+    assert sorted(listed) == sorted(pages | {"index.md", "changelog.md", "contributing.md"})
 
 
 def test_dead_links_and_foreign_hosts_are_found(tmp_path: Path) -> None:
@@ -119,12 +127,12 @@ def test_dead_links_and_foreign_hosts_are_found(tmp_path: Path) -> None:
 def test_strict_build_fails_on_a_dead_link(tmp_path: Path) -> None:
     root = tmp_path / "root"
     (root / "docs").mkdir(parents=True)
-    for name in ("CHANGELOG.md", "CONTRIBUTING.md"):
+    for name in ("CHANGELOG.md", "CONTRIBUTING.md", "llms.txt"):
         (root / name).write_text("# Page\n")
     config = (ROOT / "zensical.toml").read_text(encoding="utf-8")
     head, _, tail = config.partition("nav = [")
     (root / "zensical.toml").write_text(head + tail.partition("\n]\n")[2])
-    (root / "docs" / "index.md").write_text("# Page\n\n[dead](#nowhere)\n")
+    (root / "README.md").write_text("# Page\n\n[dead](#nowhere)\n")
     stage_pages(tmp_path / "out", root)
     program = shutil.which("zensical", path=str(Path(sys.executable).parent))
     assert program
