@@ -88,7 +88,7 @@ def _head_memory(job: Job, vocabulary_size: int) -> dict[str, float]:
     targets = torch.randint(vocabulary_size, (len(hidden),), device=job.device)
 
     def forward() -> Tensor:
-        log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True)
+        log_probs, entropy, _ = linear_logprob(hidden, weight, targets, outputs=("entropy",))
         return torch.stack([log_probs, log_probs if entropy is None else entropy])
 
     forward().sum().backward()  # libraries allocate their workspaces here

@@ -8,7 +8,7 @@ True at the tokens that the policy sampled. Entries at other tokens (padding, to
 read, and the results are 0 there. `groups` (B,) int64 has the same value for all responses to one prompt.
 
 `returns` is the regression target of a critic. It is advantages plus values for GAE, the total reward R of the row for
-estimators with groups, and the reward-to-go otherwise.
+estimators with one advantage per row, and the reward-to-go otherwise.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,6 +39,12 @@ class AdvantageInputs:
     """(B,) float: total reward of the greedy response to the same prompt."""
     reward_parts: Tensor | None = None
     """(B, K) float: several rewards of each row; NaN if the row lacks one of them."""
+    old_log_probs: Tensor | None = None
+    """(B, T) float: log-probs of the sampled tokens under the policy before the update."""
+    sum_pi_squared: Tensor | None = None
+    """(B, T) float: sum of the squared probabilities of the vocabulary under this policy, at each token."""
+    importance_weights: Tensor | None = None
+    """(B, T) float: weights of rollout correction by which the policy loss is multiplied. None without it."""
 
 
 @dataclass(frozen=True)
@@ -249,8 +255,68 @@ def maxrl(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
     return _broadcast(torch.where(members.size > 1, normalized, totals), totals, rewards, mask)
 
 
+# -- estimators with a baseline per token ----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def optimal_token_baseline(
+    rewards: Tensor,
+    mask: Tensor,
+    groups: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    importance_weights: Tensor | None = None,
+) -> Result:
+    """Optimal token baseline: A_t = G_t - b_t with the reward-to-go G_t = sum_{s >= t} r_s; `returns` is G.
+
+    b_t = sum_g W_t G_t / sum_g W_t        W_t = sum_{s <= t} w_s^2 (1 - 2 pi_s + sum_v pi_s(v)^2)
+
+    W_t approximates the squared norm of the gradient of the log-prob of the tokens up to t: each term is that of
+    log pi_s with respect to its logits. This b_t minimizes the variance of the gradient. pi_s is the probability of the
+    sampled token, sum_v that of `sum_pi_squared` over the vocabulary, and w_s its importance weight, or 1. Positions t
+    are those in the response, and masked-out tokens count nowhere. At a position that only one row of the group
+    reaches, b_t = 0. `groups` is (B,); all other tensors are (B, T). Li et al., arXiv:2602.07078.
+    """
+    members, returns = _Groups(groups), _reward_to_go(rewards.double(), mask, gamma=1.0)
+    energy = (1 - 2 * old_log_probs.double().exp() + sum_pi_squared.double()).clamp(min=0)  # rounding can be below 0
+    if importance_weights is not None:
+        energy = energy * importance_weights.double().square()
+    weights = torch.where(mask, torch.where(mask, energy, 0).cumsum(dim=1), 0)
+    counts = members.sum(mask.double())
+    mean = members.sum(returns) / counts.clamp(min=1)
+    # Relative to the mean, equal returns cancel exactly. If all weights are 0, the baseline is the mean.
+    deviations = torch.where(mask, returns - mean, 0)
+    baseline = mean + members.sum(weights * deviations) / (members.sum(weights) + 1e-8)
+    advantages = torch.where(mask, returns - torch.where(counts > 1, baseline, 0), 0)
+    return advantages.to(rewards.dtype), returns.to(rewards.dtype)
+
+
+@torch.no_grad()
+def tir_optimal_token_baseline(
+    rewards: Tensor,
+    mask: Tensor,
+    groups: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    importance_weights: Tensor | None = None,
+) -> Result:
+    """Optimal token baseline for responses with tool output: t counts the masked-in tokens of a row only.
+
+    Responses with tool output of different lengths are thus compared after the same number of sampled tokens. Without
+    masked-out tokens, it equals `optimal_token_baseline`, whose arguments it has. Li et al., arXiv:2602.07078.
+    """
+    order = (~mask).long().argsort(dim=1, stable=True)  # masked-in tokens first
+    grids = [
+        None if grid is None else grid.gather(1, order)
+        for grid in (rewards, mask, old_log_probs, sum_pi_squared, importance_weights)
+    ]
+    inputs: list[Any] = [*grids[:2], groups, *grids[2:]]
+    advantages, returns = (torch.zeros_like(grid).scatter(1, order, grid) for grid in optimal_token_baseline(*inputs))
+    return advantages, returns
+
+
 class _Groups:
-    """Statistics per group of a (B,) tensor. Each row receives the value of its group, so results are (B,)."""
+    """Statistics per group of a (B,) or (B, T) tensor. Each row of the result has the value of its group."""
 
     def __init__(self, groups: Tensor):
         untyped: Any = groups  # torch does not annotate `unique`
@@ -260,7 +326,7 @@ class _Groups:
         self.size = torch.bincount(self._inverse, minlength=self._num_groups)[self._inverse]
 
     def sum(self, x: Tensor) -> Tensor:
-        return x.new_zeros(self._num_groups).index_add(0, self._inverse, x)[self._inverse]
+        return x.new_zeros(self._num_groups, *x.shape[1:]).index_add(0, self._inverse, x)[self._inverse]
 
     def max(self, x: Tensor) -> Tensor:
         return x.new_full((self._num_groups,), -torch.inf).scatter_reduce(0, self._inverse, x, "amax")[self._inverse]
@@ -306,6 +372,12 @@ def _required(inputs: AdvantageInputs, name: str) -> Tensor:
     return tensor
 
 
+def _token_baseline_inputs(x: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    names = "groups", "old_log_probs", "sum_pi_squared"
+    groups, old_log_probs, sum_pi_squared = (_required(x, name) for name in names)
+    return x.rewards, x.mask, groups, old_log_probs, sum_pi_squared
+
+
 ESTIMATORS: dict[str, Estimator] = {
     "gae": lambda x, o: gae(x.rewards, _required(x, "values"), x.mask, gamma=o.gamma, lam=o.lam),
     "grpo": lambda x, o: grpo(x.rewards, x.mask, _required(x, "groups"), norm_by_std=o.norm_by_std),
@@ -327,5 +399,9 @@ ESTIMATORS: dict[str, Estimator] = {
     ),
     "gpg": lambda x, _: gpg(x.rewards, x.mask, _required(x, "groups")),
     "maxrl": lambda x, _: maxrl(x.rewards, x.mask, _required(x, "groups")),
+    "optimal_token_baseline": lambda x, _: optimal_token_baseline(*_token_baseline_inputs(x), x.importance_weights),
+    "tir_optimal_token_baseline": lambda x, _: tir_optimal_token_baseline(
+        *_token_baseline_inputs(x), x.importance_weights
+    ),
 }
 """Estimator of each value of `algorithm.adv_estimator`."""

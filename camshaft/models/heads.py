@@ -1,6 +1,6 @@
 """Outputs of a model, by its head.
 
-tuple(OUTPUTS["causal_lm"])         # "log_probs", "entropy", "distribution", "full_kl"
+tuple(OUTPUTS["causal_lm"])         # "log_probs", "entropy", "sum_pi_squared", "distribution", "full_kl"
 DIMENSIONS["distribution"]          # "token", "vocabulary"
 """
 
@@ -9,13 +9,14 @@ from typing import Literal
 
 from camshaft.config.engine import Head
 
-Output = Literal["log_probs", "entropy", "distribution", "full_kl", "values", "scores"]
+Output = Literal["log_probs", "entropy", "sum_pi_squared", "distribution", "full_kl", "values", "scores"]
 Dimension = Literal["row", "token", "vocabulary"]
 
 OUTPUTS: dict[Head, dict[Output, tuple[Dimension, ...]]] = {
     "causal_lm": {
         "log_probs": ("token",),
         "entropy": ("token",),
+        "sum_pi_squared": ("token",),
         "distribution": ("token", "vocabulary"),
         "full_kl": ("token",),
     },
@@ -24,7 +25,8 @@ OUTPUTS: dict[Head, dict[Output, tuple[Dimension, ...]]] = {
 }
 """Outputs that each head supports, with their dimensions; the first is the default.
 
-`distribution` holds the log-probs of the whole vocabulary for each token, without gradient. `full_kl` is KL(p || q) =
+`sum_pi_squared` is sum_v p(v)^2, without gradient. `distribution` holds the log-probs of the whole vocabulary for each
+token, without gradient. `full_kl` is KL(p || q) =
 sum_v p(v) (log p(v) - log q(v)) of the model's distribution p. The batch's column `log_q` holds log q, the
 `distribution` of another model; a `preprocess_fn` may add it. The gradient flows through p only.
 """

@@ -1,6 +1,6 @@
 """Fused output layer: log-probs, entropy and KL divergence from hidden states, without the logits of all tokens.
 
-    log_probs, entropy = linear_logprob(hidden, lm_head.weight, targets, temperature=1.0, need_entropy=True)
+    log_probs, entropy, _ = linear_logprob(hidden, lm_head.weight, targets, temperature=1.0, outputs=("entropy",))
     log_q = log_distribution(other_hidden, other_lm_head.weight)                # (M, V), materialized
     divergence = linear_full_kl(hidden, lm_head.weight, log_q, torch.arange(M))
 
@@ -13,20 +13,21 @@ With z = (hidden weight^T + bias) / temperature and p = softmax(z), for the targ
 
     log_prob = z_y - logsumexp(z)           d log_prob / dz_v = [v = y] - p_v
     entropy  = - sum_v p_v log p_v          d entropy  / dz_v = - p_v (log p_v + entropy)
+    sum_pi_squared = sum_v p_v^2            without gradient
     full_kl  = sum_v p_v (log p_v - log q_v)        d full_kl / dz_v = p_v (log p_v - log q_v - full_kl)
 
 Sums and results are float32, or float64 for float64 inputs.
 
-Results are combined over parts of the vocabulary. For part r, let s_r be its logsumexp, and let h_r and k_r be its
-entropy and its divergence, with p normalized over the part. With s = logsumexp_r(s_r) and w_r = exp(s_r - s), the
-entropy is sum_r w_r (h_r - log w_r) and the divergence is sum_r w_r (k_r + log w_r). These sums avoid cancellation of
-large numbers. The tiles of a token are combined in this way, and so are the results of tensor-parallel ranks: with
-`shard=VocabularyShard(group, first_row)`, each rank holds some rows of the weight, and the ranks combine their results
-for all tokens in one collective.
+Results are combined over parts of the vocabulary. For part r, let s_r be its logsumexp, and let h_r, k_r and q_r be its
+entropy, its divergence and its sum of squares, with p normalized over the part. With s = logsumexp_r(s_r) and
+w_r = exp(s_r - s), the entropy is sum_r w_r (h_r - log w_r), the divergence is sum_r w_r (k_r + log w_r), and the sum
+of squares is sum_r w_r^2 q_r. These sums avoid cancellation of large numbers. The tiles of a token are combined in this
+way, and so are the results of tensor-parallel ranks: with `shard=VocabularyShard(group, first_row)`, each rank holds
+some rows of the weight, and the ranks combine their results for all tokens in one collective.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -67,23 +68,36 @@ class VocabularyShard:
     first_row: int
 
 
+class TokenOutputs(NamedTuple):
+    """Outputs of each target, (M,); None for those that were not requested."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    sum_pi_squared: Tensor | None
+
+
 def linear_logprob(
     hidden: Tensor,
     weight: Tensor,
     targets: Tensor,
     bias: Tensor | None = None,
     temperature: float = 1.0,
-    need_entropy: bool = False,
+    outputs: Collection[str] = (),
     tile: Tile | None = None,
     shard: VocabularyShard | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob (M,) of each target and, with `need_entropy`, the entropy (M,) of its distribution.
+) -> TokenOutputs:
+    """Return the log-prob of each target and, with these names in `outputs`, `entropy` and `sum_pi_squared`.
 
-    `hidden` is (M, H), `weight` (V, H), `bias` (V,) or None, and `targets` (M,) int64. With `shard`, `weight` and
-    `bias` hold the rows of this rank; all other arguments and the gradient of `hidden` are equal on all its ranks.
+    `sum_pi_squared` has no gradient. `hidden` is (M, H), `weight` (V, H), `bias` (V,) or None, and `targets` (M,)
+    int64. With `shard`, `weight` and `bias` hold the rows of this rank; all other arguments and the gradient of
+    `hidden` are equal on all its ranks.
     """
-    options = _Options.create(hidden, temperature, tile, shard)
-    return _LinearLogProb.apply(hidden, weight, bias, targets, need_entropy, options)  # pyright: ignore[reportReturnType]
+    options, needs = (
+        _Options.create(hidden, temperature, tile, shard),
+        ("entropy" in outputs, "sum_pi_squared" in outputs),
+    )
+    results: Any = _LinearLogProb.apply(hidden, weight, bias, targets, *needs, options)
+    return TokenOutputs(*results)
 
 
 def linear_full_kl(
@@ -158,41 +172,27 @@ class _LinearLogProb(torch.autograd.Function):
         bias: Tensor | None,
         targets: Tensor,
         need_entropy: bool,
+        need_squares: bool,
         options: _Options,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         ctx.set_materialize_grads(False)
         head = _Head(hidden, weight, bias, options)
-        kernels = _kernels(head)
-
-        def reduce(logits: Tensor, rows: slice, vocabulary: slice) -> list[Tensor]:
-            if kernels is not None:
-                return kernels.reduce_tile(
-                    logits, head.unclamped_columns(targets[rows], vocabulary), options.temperature, need_entropy
-                )
-            logits = head.scale(logits)
-            columns, inside = head.columns(targets[rows], vocabulary)
-            target_logits = logits.gather(1, columns[:, None])[:, 0]
-            results = [logits.logsumexp(dim=1), target_logits if inside is None else target_logits.where(inside, 0)]
-            if need_entropy:
-                log_p = logits.sub_(results[0][:, None])
-                results.append(-(log_p.exp().mul_(log_p)).sum(dim=1))
-            return results
-
-        def combine(shares: Tensor, part_results: Tensor) -> list[Tensor]:
-            target_logits = part_results[0].sum(dim=0)
-            return [target_logits, *((shares * h + torch.special.entr(shares)).sum(dim=0) for h in part_results[1:])]
-
-        normalizers, target_logits, *entropies = head.reduce_vocabulary(reduce, combine)
-        entropy = entropies[0] if need_entropy else None
+        reduction = _TokenReduction(head, targets, need_entropy, need_squares)
+        normalizers, target_logits, *others = head.reduce_vocabulary(reduction.reduce, reduction.combine)
+        entropy, squares = others[0] if need_entropy else None, others[-1] if need_squares else None
+        if squares is not None:
+            ctx.mark_non_differentiable(squares)
         ctx.save_for_backward(hidden, weight, bias, targets, normalizers, entropy)
         ctx.options = options
-        return target_logits - normalizers, entropy
+        return target_logits - normalizers, entropy, squares
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_log_probs: Tensor | None, grad_entropy: Tensor | None, _: None
+    ) -> tuple[Tensor | None, ...]:
         if grad_log_probs is None and grad_entropy is None:
-            return (None,) * 6
+            return (None,) * 7
         hidden, weight, bias, targets, normalizers, entropy = ctx.saved_tensors
         head = _Head(hidden, weight, bias, ctx.options)
         kernels = _kernels(head)
@@ -202,15 +202,11 @@ class _LinearLogProb(torch.autograd.Function):
             row_statistics = normalizers[rows], *(None if each is None else each[rows] for each in (entropy, *scaled))
             if kernels is not None:
                 columns = head.unclamped_columns(targets[rows], vocabulary)
-                gradients.add(
-                    rows,
-                    vocabulary,
-                    kernels.logit_gradient(logits, columns, *row_statistics, ctx.options.temperature, weight.dtype),
-                )
+                grad = kernels.logit_gradient(logits, columns, *row_statistics, ctx.options.temperature, weight.dtype)
             else:
-                columns = head.columns(targets[rows], vocabulary)
-                gradients.add(rows, vocabulary, _logit_gradient(head.scale(logits), *columns, *row_statistics))
-        return *gradients.total(), None, None, None
+                grad = _logit_gradient(head.scale(logits), *head.columns(targets[rows], vocabulary), *row_statistics)
+            gradients.add(rows, vocabulary, grad)
+        return *gradients.total(), None, None, None, None
 
 
 def _logit_gradient(
@@ -337,6 +333,42 @@ class _Head(NamedTuple):
             return targets, None
         columns = self.unclamped_columns(targets, vocabulary)
         return columns.clamp(0, count - 1), (columns >= 0) & (columns < count)
+
+
+class _TokenReduction(NamedTuple):
+    """Reduces logits to the target logit and, if needed, the entropy and the sum of squares, in this order."""
+
+    head: _Head
+    targets: Tensor
+    need_entropy: bool
+    need_squares: bool
+
+    def reduce(self, logits: Tensor, rows: slice, vocabulary: slice) -> list[Tensor]:
+        """Return the logsumexp and the results of a tile, as `reduce_vocabulary` requires; overwrites `logits`."""
+        head, targets = self.head, self.targets[rows]
+        kernels = _kernels(head)
+        if kernels is not None:
+            columns = head.unclamped_columns(targets, vocabulary)
+            return kernels.reduce_tile(logits, columns, head.options.temperature, self.need_entropy, self.need_squares)
+        logits = head.scale(logits)
+        columns, inside = head.columns(targets, vocabulary)
+        target_logits = logits.gather(1, columns[:, None])[:, 0]
+        results = [logits.logsumexp(dim=1), target_logits if inside is None else target_logits.where(inside, 0)]
+        if self.need_entropy or self.need_squares:
+            log_p = logits.sub_(results[0][:, None])
+            p = log_p.exp()
+            squares = [torch.linalg.vector_norm(p, dim=1).square_()] if self.need_squares else []
+            results += [*([-p.mul_(log_p).sum(dim=1)] if self.need_entropy else []), *squares]
+        return results
+
+    def combine(self, shares: Tensor, part_results: Tensor) -> list[Tensor]:
+        """Merge the results of several parts of the vocabulary, as `reduce_vocabulary` requires."""
+        merged = [part_results[0].sum(dim=0)]
+        if self.need_entropy:
+            merged.append((shares * part_results[1] + torch.special.entr(shares)).sum(dim=0))
+        if self.need_squares:
+            merged.append((shares.square() * part_results[-1]).sum(dim=0))
+        return merged
 
 
 class _Gradients:

@@ -117,8 +117,8 @@ class PackedModule(nn.Module, ABC):
     ) -> dict[str, Tensor]:
         """Compute `outputs` for the tokens at offsets `at` (M,) of the packed rows `tokens` (N,).
 
-        - "log_probs", "entropy" and "values" are (M,). They are computed from the hidden state before each token, so
-          `at` must not contain the first token of a row.
+        - "log_probs", "entropy", "sum_pi_squared" and "values" are (M,). They are computed from the hidden state before
+          each token, so `at` must not contain the first token of a row.
         - "scores" are (B,), computed from the last token of each row. They do not depend on `at`.
         - "distribution" is (M, V): the log-probs of the whole vocabulary, without gradient.
         - "full_kl" is (M,): KL(p || q) of the model's distribution p. `log_q` (N, V) holds the log-probs of another
@@ -308,9 +308,7 @@ def vocabulary_outputs(
             )
         results["full_kl"] = linear_full_kl(hidden, weight, log_q, at, bias, temperature, shard=shard)
     if results.keys() != set(outputs):
-        results["log_probs"], results["entropy"] = linear_logprob(
-            hidden, weight, tokens[at], bias, temperature, need_entropy="entropy" in outputs, shard=shard
-        )
+        results |= linear_logprob(hidden, weight, tokens[at], bias, temperature, outputs, shard=shard)._asdict()
     return {name: tensor for name in outputs if (tensor := results[name]) is not None}
 
 

@@ -2,10 +2,10 @@
 
     ref = RefWorker(config, topology) if config.kl_plan().needs_model else AdapterlessRef(config, actor.engine)
 
-`compute_log_prob` reads the columns `prompts`, `responses` and `response_mask`, and writes `old_log_probs` and
-`entropy`. `compute_ref_log_prob` reads the same columns and writes `ref_log_prob`. `update_actor` also reads
-`advantages` and `old_log_probs`. With a KL loss on the sampled tokens it reads `ref_log_prob`, and with rollout
-correction `rollout_is_weights` and `rollout_rs_mask`.
+`compute_log_prob` reads the columns `prompts`, `responses` and `response_mask`, and writes `old_log_probs`, `entropy`
+and, for an optimal token baseline, `sum_pi_squared`. `compute_ref_log_prob` reads the same columns and writes
+`ref_log_prob`. `update_actor` also reads `advantages` and `old_log_probs`. With a KL loss on the sampled tokens it
+reads `ref_log_prob`, and with rollout correction `rollout_is_weights` and `rollout_rs_mask`.
 """
 
 from collections.abc import Mapping
@@ -41,6 +41,15 @@ OldLogProbs = Literal["actor", "update", "rollout"]
 """Source of the old log-probs, as returned by `PPOConfig.old_log_prob_source`."""
 
 
+PREDICTED = {
+    "log_probs": "old_log_probs",
+    "entropy": "entropy",
+    "sum_pi_squared": "sum_pi_squared",
+    "routing_mismatch": "routing_mismatch",
+}
+"""Maps outputs of the engine to columns of the policy before the update."""
+
+
 class ActorWorker(TrainedRole):
     """The trained policy with its optimizer and the PPO update."""
 
@@ -61,6 +70,8 @@ class ActorWorker(TrainedRole):
         self.compute_dtype = self.actor.fsdp_config.compute_dtype()
         self.routing: RoutingMode | None = config.routing_mode()
         self.temperature = config.actor_rollout_ref.rollout.temperature
+        squares: tuple[Output, ...] = ("sum_pi_squared",) if config.needs_sum_pi_squared() else ()
+        self.log_prob_outputs: tuple[Output, ...] = ("log_probs", "entropy", *squares)
 
     def _load_policy_loss(self) -> PolicyLoss:
         """Return the policy loss with its settings."""
@@ -86,9 +97,10 @@ class ActorWorker(TrainedRole):
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """Compute the columns `old_log_probs` and `entropy` of the responses at the sampling temperature.
 
-        If the batch has the column `routed_experts`, also compute `routing_mismatch`.
+        For an optimal token baseline, also compute `sum_pi_squared`. If the batch has the column `routed_experts`, also
+        compute `routing_mismatch`.
         """
-        ctx = self._context("log_probs", "entropy", routing=self.routing)
+        ctx = self._context(*self.log_prob_outputs, routing=self.routing)
         return _policy_columns(self.infer(data, ctx), data)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -234,8 +246,6 @@ class AdapterlessRef(RefWorker):
 
 
 def _policy_columns(predictions: Mapping[str, Any], data: DataProto) -> DataProto:
-    """Return the columns `old_log_probs` and `entropy` of the responses, and `routing_mismatch` if it is predicted."""
-    names = {"old_log_probs": "log_probs", "entropy": "entropy", "routing_mismatch": "routing_mismatch"}
-    predicted = {column: name for column, name in names.items() if name in predictions}
-    columns = {column: select_responses(predictions, name, data).to("cpu") for column, name in predicted.items()}
-    return DataProto.from_dict(columns)
+    """Return the columns of the policy that are predicted, for the responses."""
+    columns = {name: select_responses(predictions, name, data).to("cpu") for name in PREDICTED if name in predictions}
+    return DataProto.from_dict({PREDICTED[name]: column for name, column in columns.items()})

@@ -3,9 +3,9 @@
     batch = add_scores(batch, result)                                                      # token_level_scores
     rewards, metrics = compute_token_rewards(batch, algorithm, kl)                         # scores minus KL penalty
     batch = batch.union(rewards)
-    batch = batch.union(compute_advantages(batch, algorithm, load_estimator(algorithm)))   # advantages, returns
     corrections, metrics = compute_corrections(batch, algorithm.rollout_correction)        # importance weights
     batch = batch.union(corrections)
+    batch = batch.union(compute_advantages(batch, algorithm, load_estimator(algorithm)))   # advantages, returns
 
 The package `algorithms` contains the formulas. This module converts ragged columns to the (B, T) grids that they use.
 """
@@ -115,18 +115,18 @@ def load_estimator(algorithm: AlgorithmConfig) -> Estimator:
 def compute_advantages(
     batch: DataProto, algorithm: AlgorithmConfig, estimator: Estimator, part_weights: Mapping[str, float] | None = None
 ) -> DataProto:
-    """Compute the columns `advantages` and `returns`.
-
-    `part_weights` maps the names of rewards that the estimator reads separately to their weights.
-    """
+    """Compute `advantages` and `returns`; `part_weights` maps rewards that are read separately to their weights."""
     rewards, mask = batch.ragged("token_level_rewards"), batch.ragged("response_mask")
     inputs = AdvantageInputs(
         rewards=rewards.padded(),
         mask=mask.padded(value=False),
-        values=batch.ragged("values").padded() if "values" in batch else None,
+        values=_padded(batch, "values"),
         groups=group_ids(batch) if "uid" in batch else None,
         baselines=batch["reward_baselines"] if "reward_baselines" in batch else None,  # noqa: SIM401
         reward_parts=reward_parts(batch, list(part_weights)) if part_weights else None,
+        old_log_probs=_padded(batch, "old_log_probs"),
+        sum_pi_squared=_padded(batch, "sum_pi_squared"),
+        importance_weights=_padded(batch, "rollout_is_weights"),
     )
     weights = tuple((part_weights or {}).values())
     options = AdvantageOptions(algorithm.gamma, algorithm.lam, algorithm.norm_adv_by_std_in_grpo, weights)
@@ -136,6 +136,10 @@ def compute_advantages(
         raise ConfigError(_describe_wrong_grids(algorithm.adv_estimator, parts, inputs.rewards.shape))
     advantages, returns = (Ragged.from_padded(grid, row_mask) for grid in grids)
     return DataProto.from_dict({"advantages": advantages, "returns": returns})
+
+
+def _padded(batch: DataProto, name: str) -> Tensor | None:
+    return batch.ragged(name).padded() if name in batch else None
 
 
 def _describe_wrong_grids(estimator: str, parts: Sequence[Any], shape: torch.Size) -> str:
@@ -190,9 +194,9 @@ def group_ids(batch: DataProto) -> Tensor:
 def compute_corrections(batch: DataProto, correction: RolloutCorrectionConfig) -> tuple[DataProto, dict[str, float]]:
     """Compute columns that correct the actor loss for the mismatch between rollout and trainer, and their metrics.
 
-    The actor multiplies its loss by `rollout_is_weights` and masks tokens outside `rollout_rs_mask`. Advantages and the
-    critic are not affected. Weights are normalized over all rows of the step. The formulas are in
-    `algorithms/mismatch.py`; the metrics are named `rollout_corr/...`.
+    The actor multiplies its loss by `rollout_is_weights` and masks tokens outside `rollout_rs_mask`. The critic is not
+    affected, and of the advantages only those with an optimal token baseline. Weights are normalized over all rows of
+    the step. The formulas are in `algorithms/mismatch.py`; the metrics are named `rollout_corr/...`.
     """
     columns: dict[str, Ragged] = {}
     metrics: dict[str, float] = {}

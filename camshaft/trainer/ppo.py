@@ -51,7 +51,7 @@ SEQUENCES = ("prompts", "responses", "response_mask")
 DRIVER_ONLY = (
     *("uid", "data_source", "ground_truth", "extra_info", "data_row", "sampling_seed"),
     *("prompt_id", "raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated", "reward_baselines"),
-    *("score_parts", "score_failure"),
+    *("score_parts", "score_failure", "sum_pi_squared"),
 )
 """Columns that are not sent to the ranks for the updates, which do not read them."""
 
@@ -121,12 +121,12 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         with metrics.phase("adv"):
             rewards, penalty = compute_token_rewards(batch, config.algorithm, self.kl)
             batch = batch.union(rewards)
-            batch = batch.union(compute_advantages(batch, config.algorithm, parts.estimator, self.part_weights))
             metrics.add(penalty)
             if self.correction is not None:
                 corrections, correction_metrics = compute_corrections(batch, self.correction)
                 batch = batch.union(corrections)
                 metrics.add(correction_metrics)
+            batch = batch.union(compute_advantages(batch, config.algorithm, parts.estimator, self.part_weights))
         # If critic and actor run on separate devices, their updates overlap.
         inputs, critic_update = batch.drop(*DRIVER_ONLY), None
         if self.critic is not None:

@@ -14,6 +14,7 @@ MANY_PARAMETERS = {
     "__init__.py:train": "the arguments of a run, all named at the call",
     "models/tiny.py:make_tiny_model": "one per size of the model, all named at the call",
     "rewards/manager.py:__init__": "the settings of a scoring, all named at the call",
+    "models/triton/linear_logprob.py:_reduce_kernel": "a kernel takes addresses and sizes one by one",
     "rollout/builtin/cuda/kernels.py:_store": "a kernel takes addresses and sizes one by one",
     "rollout/builtin/cuda/kernels.py:_attend": "a kernel takes addresses and sizes one by one",
     "rollout/builtin/cuda/fused_kernels.py:_norm_kernel": "a kernel takes addresses and sizes one by one",

@@ -49,11 +49,12 @@ def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypa
     run_ppo(tmp_path, {"algorithm.adv_estimator": "remax"}, steps=1)
     experts = make_tiny_model(tmp_path / "experts", family="mixtral", num_local_experts=4)
     routed = {"actor_rollout_ref.model.path": experts, "actor_rollout_ref.actor.router_replay.mode": "R3"}
-    run_ppo(tmp_path, routed, steps=1)
+    estimator = {"algorithm.adv_estimator": "optimal_token_baseline", "actor_rollout_ref.rollout.n": 2}
+    run_ppo(tmp_path, {**routed, **estimator, "data.train_batch_size": 4}, steps=1)
     bypass = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True}
     run_ppo(tmp_path, {f"algorithm.rollout_correction.{key}": value for key, value in bypass.items()}, steps=1)
-    of_experts = batches[2].select("routed_experts", "routing_mismatch")
-    others = batches[1].select("reward_baselines").union(of_experts).union(batches[3].select("rollout_is_mean"))
+    of_third = batches[2].select("routed_experts", "routing_mismatch", "sum_pi_squared")
+    others = batches[1].select("reward_baselines").union(of_third).union(batches[3].select("rollout_is_mean"))
     batch = as_sequences(batches[0].union(others))
     columns = batch.columns | next(micro.select("log_q").columns for micro in of_engines if "log_q" in micro)
     of_a_step = {name: column for name, column in COLUMNS.items() if not PAIRS & {column.written_by, *column.read_by}}

@@ -30,12 +30,13 @@ def inputs(vocabulary_size: int, dtype: torch.dtype, rows: int = ROWS) -> tuple[
 @pytest.mark.parametrize("vocabulary_size", [1000, 151_936])
 def test_values_and_gradients(dtype: torch.dtype, within: float, vocabulary_size: int):
     hidden, weight, targets, mixture = inputs(vocabulary_size, dtype)
-    fused = linear_logprob(hidden, weight, targets, None, 0.7, need_entropy=True)
+    fused = linear_logprob(hidden, weight, targets, None, 0.7, outputs=("entropy", "sum_pi_squared"))
     assert fused[1] is not None
     gradients = torch.autograd.grad((fused[0] * mixture[0] + fused[1] * mixture[1]).sum(), [hidden, weight])
     wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
     log_p = (wide[0] @ wide[1].t() / 0.7).log_softmax(1)
-    reference = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
+    p = log_p.exp()
+    reference = log_p.gather(1, targets[:, None])[:, 0], -(p * log_p).sum(1), p.square().sum(1)
     expected_gradients = torch.autograd.grad((reference[0] * mixture[0] + reference[1] * mixture[1]).sum(), wide)
     for actual, expected in zip((*fused, *gradients), (*reference, *expected_gradients), strict=True):
         assert actual is not None
@@ -50,7 +51,7 @@ def test_memory_does_not_grow_with_the_vocabulary():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        log_probs, _ = linear_logprob(hidden, weight, targets, None, 1.0)
+        log_probs, *_ = linear_logprob(hidden, weight, targets, None, 1.0)
         gradients = torch.autograd.grad((log_probs * mixture[0]).sum(), [hidden, weight])
         of_weight = gradients[1].numel() * gradients[1].element_size()
         peaks.append(torch.cuda.max_memory_allocated() - before - of_weight)

@@ -35,21 +35,22 @@ def oracle(logits: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
 def test_a_tile_is_reduced_as_in_float64(kernels: ModuleType, vocabulary: int, temperature: float):
     logits = 4 * numbers(9, vocabulary)
     columns = torch.arange(9) * vocabulary // 9
-    normalizers, chosen, entropy = kernels.reduce_tile(logits, columns, temperature, True)
-    _, lse, expected = oracle(logits, temperature)
+    normalizers, chosen, entropy, squares = kernels.reduce_tile(logits, columns, temperature, True, True)
+    log_p, lse, expected = oracle(logits, temperature)
     torch.testing.assert_close(normalizers.double(), lse, rtol=2e-6, atol=2e-6)
     torch.testing.assert_close(chosen, logits.gather(1, columns[:, None])[:, 0] / temperature)
     torch.testing.assert_close(entropy.double(), expected, rtol=1e-5, atol=1e-5)
-    assert [each.tolist() for each in kernels.reduce_tile(logits, columns, temperature, False)] == [
-        normalizers.tolist(),
-        chosen.tolist(),
-    ]
+    torch.testing.assert_close(squares.double(), log_p.exp().square().sum(1), rtol=1e-5, atol=1e-7)
+    for need_entropy, need_squares in ((False, False), (True, False), (False, True)):
+        results = kernels.reduce_tile(logits, columns, temperature, need_entropy, need_squares)
+        needed = [normalizers, chosen, *([entropy] if need_entropy else []), *([squares] if need_squares else [])]
+        assert [each.tolist() for each in results] == [each.tolist() for each in needed]
 
 
 def test_a_target_outside_the_tile_has_no_gradient(kernels: ModuleType):
     logits = numbers(4, 50)
     columns = torch.tensor([-1, 50, 49, -(2**40)])
-    _, chosen = kernels.reduce_tile(logits, columns, 1.0, False)
+    _, chosen = kernels.reduce_tile(logits, columns, 1.0, False, False)
     assert chosen.tolist() == [0, 0, logits[2, 49].item(), 0]
     normalizers, ones = logits.logsumexp(1), torch.ones(4)
     grad = kernels.logit_gradient(logits, columns, normalizers, None, ones, None, 1.0, torch.float32)
@@ -65,7 +66,7 @@ def test_logits_of_minus_infinity(kernels: ModuleType):
     logits[1, :4500] = -torch.inf
     logits[2] = -torch.inf
     columns = torch.tensor([1, 4999, 0])
-    normalizers, _, entropy = kernels.reduce_tile(logits, columns, 1.0, True)
+    normalizers, _, entropy = kernels.reduce_tile(logits, columns, 1.0, True, False)
     assert normalizers[2] == -torch.inf
     for row, finite in ((0, logits[:1, 1::2]), (1, logits[1:2, 4500:])):
         _, lse, expected = oracle(finite, 1.0)
@@ -79,7 +80,7 @@ def test_logits_of_minus_infinity(kernels: ModuleType):
 def test_nan_logits_give_nan(kernels: ModuleType):
     logits = numbers(3, 300)
     logits[1, 7] = torch.nan
-    results = kernels.reduce_tile(logits, torch.zeros(3, dtype=torch.int64), 1.0, True)
+    results = kernels.reduce_tile(logits, torch.zeros(3, dtype=torch.int64), 1.0, True, False)
     assert [results[i].isnan().tolist() for i in (0, 2)] == [[False, True, False]] * 2
 
 
@@ -87,7 +88,7 @@ def test_large_logits_lose_no_digits(kernels: ModuleType):
     """Adding an offset to all logits changes the entropy only by the rounding of the logits."""
     logits = numbers(5, 600)
     shifted = (logits * 1024).round() / 1024 + 4096  # exact in float32
-    _, _, entropy = kernels.reduce_tile(shifted, torch.zeros(5, dtype=torch.int64), 1.0, True)
+    _, _, entropy = kernels.reduce_tile(shifted, torch.zeros(5, dtype=torch.int64), 1.0, True, False)
     torch.testing.assert_close(entropy.double(), oracle(shifted, 1.0)[2], rtol=1e-6, atol=1e-6)
 
 
@@ -122,12 +123,13 @@ def test_all_tiles_give_the_values_and_gradients_of_float64(
     hidden, weight = numbers(37, 8).requires_grad_(), numbers(29, 8, seed=1).requires_grad_()
     targets = torch.randint(0, 29, (37,), generator=torch.Generator().manual_seed(2))
     mixture = numbers(2, 37, seed=3)
-    fused = linear_logprob(hidden, weight, targets, None, temperature, need_entropy=True, tile=Tile(*tile))
-    gradients = torch.autograd.grad((torch.stack(fused) * mixture).sum(), [hidden, weight])  # type: ignore[arg-type]
+    fused = linear_logprob(hidden, weight, targets, None, temperature, ("entropy", "sum_pi_squared"), Tile(*tile))
+    gradients = torch.autograd.grad((torch.stack(fused[:2]) * mixture).sum(), [hidden, weight])  # type: ignore[arg-type]
     wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
     log_p = (wide[0] @ wide[1].t() / temperature).log_softmax(1)
     expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)
-    torch.testing.assert_close([each.double() for each in fused], list(expected), rtol=1e-5, atol=1e-5)
+    squares = log_p.detach().exp().square().sum(1)
+    torch.testing.assert_close([each.double() for each in fused], [*expected, squares], rtol=1e-5, atol=1e-5)
     expected_gradients = torch.autograd.grad((torch.stack(expected) * mixture).sum(), wide)
     torch.testing.assert_close([each.double() for each in gradients], list(expected_gradients), rtol=1e-4, atol=1e-5)
 
@@ -135,6 +137,6 @@ def test_all_tiles_give_the_values_and_gradients_of_float64(
 def test_no_tokens_give_empty_results(kernels: ModuleType):
     empty = torch.empty(0, 50)
     nowhere = torch.empty(0, dtype=torch.int64)
-    assert [each.shape for each in kernels.reduce_tile(empty, nowhere, 1.0, True)] == [(0,)] * 3
+    assert [each.shape for each in kernels.reduce_tile(empty, nowhere, 1.0, True, True)] == [(0,)] * 4
     grad = kernels.logit_gradient(empty, nowhere, empty[:, 0], None, empty[:, 0], None, 1.0, torch.bfloat16)
     assert grad.shape == (0, 50)

@@ -19,7 +19,10 @@ def test_kernels_of_the_head_compile_and_keep_to_registers(capability: int, dtyp
     sizes = {"num_tokens": "i32", "vocabulary_size": "i32"}
     common = {"logits": "*fp32", "columns": "*i64", **sizes, "temperature": "fp32"}
     cases = [
-        (kernels._reduce_kernel, common | {"results": "*fp32"}, {"ENTROPY": True}),
+        *(
+            (kernels._reduce_kernel, common | {"results": "*fp32"}, {"ENTROPY": True, "SQUARES": squares})
+            for squares in (False, True)
+        ),
         (kernels._gradient_kernel, common | {"statistics": "*fp32", "grad": f"*{dtype}"}, {}),
     ]
     for kernel, types, constants in cases:

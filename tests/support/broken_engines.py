@@ -506,6 +506,15 @@ class DetachesEntropy(ChangesOutputs):
         return outputs | {"entropy": outputs["entropy"].detach()} if "entropy" in outputs else outputs
 
 
+class SquaresTheTokenOnly(ChangesOutputs):
+    """Return the squared probability of the token instead of the sum over the vocabulary."""
+
+    def change(self, outputs: dict[str, Tensor], temperature: float) -> dict[str, Tensor]:
+        if "sum_pi_squared" not in outputs:
+            return outputs
+        return outputs | {"sum_pi_squared": (2 * outputs["log_probs"].detach()).exp()}
+
+
 class IgnoresTemperatureInBackward(ChangesOutputs):
     """Compute log-probs without entropy by a kernel whose backward pass does not divide by the temperature."""
 
@@ -602,6 +611,7 @@ CAUGHT_BY: dict[type[SingleDeviceEngine], str] = {
     StreamsMasterWeights: "weights have hugging face names",
     ReusesItsBuffer: "weights have hugging face names",
     TransposesWeights: "predictions",
+    SquaresTheTokenOnly: "predictions",
     WarmsUpTooLow: "schedule",
     RenamesParameter: "interface",
     PatchesTransformers: "libraries stay unpatched",

@@ -83,9 +83,15 @@ def _check_correction(config: PPOConfig) -> Iterator[Problem]:
 def _check_bypass(config: PPOConfig) -> Iterator[Problem]:
     """Check that `bypass_mode` is used only if rollout and trainer compute log-probs of the same distribution."""
     correction, rollout = config.algorithm.rollout_correction, config.actor_rollout_ref.rollout
-    key = f"{CORRECTION}.bypass_mode"
+    key, estimator = f"{CORRECTION}.bypass_mode", config.algorithm.adv_estimator
     if not correction.bypass_mode:
         return
+    if estimator_inputs(estimator).probabilities:
+        message = (
+            "skips the forward pass that computes the probabilities which "
+            f"algorithm.adv_estimator={estimator} needs. Set {key}=false."
+        )
+        yield Problem(key, True, message, ("algorithm.adv_estimator",))
     truncated = {"do_sample=true": not rollout.do_sample, "top_p=1.0": rollout.top_p < 1, "top_k=0": rollout.top_k > 0}
     truncated |= {f"{name}={off}": getattr(rollout, name) != off for name, off in OPTIONAL_SAMPLING.items()}
     for fix, is_truncated in truncated.items():

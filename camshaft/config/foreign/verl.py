@@ -52,6 +52,10 @@ def _is_long_enough(value: Any, tree: Mapping[str, Any]) -> bool:
     return value >= sum(lengths)
 
 
+def _has_token_baseline(value: Any, tree: Mapping[str, Any]) -> bool:
+    return not value or str(_value(tree, "algorithm.adv_estimator")).endswith("optimal_token_baseline")
+
+
 def _has_adapter(tree: Mapping[str, Any]) -> bool:
     return bool(_value(tree, f"{MODEL}.lora_rank"))
 
@@ -222,12 +226,16 @@ ACTOR_ROWS: tuple[Row, ...] = (
     Renamed(f"{ACTOR}.tau_neg", f"{ACTOR}.policy_loss.tau_neg"),
     Renamed(f"{ACTOR}.use_prefix_grouper", f"{MODEL}.use_prefix_grouper"),
     *(Renamed(f"{ACTOR}.{name}", f"{ACTOR}.policy_loss.{name}") for name in ("tau_pos", "tau_neg")),
-    NotNeeded(f"{ACTOR}.calculate_sum_pi_squared", "it is computed if the estimator reads it"),
     Expanded(
         f"{MODEL}.custom_chat_template", {}, otherwise="Write the template to a file, and set data.chat_template to it."
     ),
     NotNeeded(f"{ACTOR}.use_fused_kernels", _CHUNKED),
     NotNeeded(f"{ACTOR}.use_remove_padding", _NEVER_PADDED),
+    NotNeeded(
+        f"{ACTOR}.calculate_sum_pi_squared", "it follows from algorithm.adv_estimator", _has_token_baseline,
+        "It is computed only for algorithm.adv_estimator=optimal_token_baseline. Omit the key.",
+    ),
+    NotNeeded(f"{ACTOR}.sum_pi_squared_checkpointing", "it is computed in chunks, without materialized logits"),
     NotNeeded(f"{ACTOR}.loss_scale_factor", "the norm is data.max_response_length", ()),
     Missing(f"{ACTOR}.freeze_vision_tower", topics.IMAGES),
     *(

@@ -35,6 +35,8 @@ class EstimatorInputs(NamedTuple):
     """Rewards of greedy responses."""
     reward_parts: bool = False
     """Several rewards of each response."""
+    probabilities: bool = False
+    """Log-probs of the policy before the update, and the sum of its squared probabilities over the vocabulary."""
     keys: tuple[str, ...] = ()
     """Keys of the section `algorithm` that its formula contains."""
 
@@ -55,6 +57,8 @@ ESTIMATORS: dict[str, EstimatorInputs] = {
     ),
     "gpg": EstimatorInputs(groups=True),
     "maxrl": EstimatorInputs(groups=True),
+    "optimal_token_baseline": EstimatorInputs(groups=True, probabilities=True),
+    "tir_optimal_token_baseline": EstimatorInputs(groups=True, probabilities=True),
 }
 """Built-in estimators. Their functions are in `camshaft.algorithms`.
 

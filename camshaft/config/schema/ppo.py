@@ -80,6 +80,10 @@ class PPOConfig(CommandConfig):
         """Return True if the advantage estimator needs a greedy response to each prompt (ReMax)."""
         return estimator_inputs(self.algorithm.adv_estimator).baselines
 
+    def needs_sum_pi_squared(self) -> bool:
+        """Return True if the advantage estimator needs the sum of squared probabilities (optimal token baseline)."""
+        return estimator_inputs(self.algorithm.adv_estimator).probabilities
+
     def reward_parts(self) -> dict[str, float]:
         """Return the rewards that the advantage estimator reads separately (GDPO), with their weights."""
         functions = self.custom_reward_function.selected()
@@ -190,7 +194,8 @@ class PPOConfig(CommandConfig):
         if algorithm.rollout_correction.bypass_mode:
             return "rollout"
         one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
-        read_earlier = algorithm.rollout_correction.is_enabled() or algorithm.use_kl_in_reward
+        corrects, penalizes = algorithm.rollout_correction.is_enabled(), algorithm.use_kl_in_reward
+        read_earlier = corrects or penalizes or self.needs_sum_pi_squared()
         return "update" if one_step and not read_earlier and not self._may_have_dropout() else "actor"
 
     def _may_have_dropout(self) -> bool:

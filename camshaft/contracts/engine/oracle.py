@@ -53,6 +53,7 @@ def _row_outputs(model: Any, ids: Tensor, head: str, temperature: float, log_q: 
     outputs = {
         "log_probs": torch.cat([zero, logp.gather(-1, ids[1:, None])[:, 0]]),
         "entropy": torch.cat([zero, entropy]),
+        "sum_pi_squared": torch.cat([zero, logp.exp().square().sum(-1)]),
         "distribution": torch.cat([torch.zeros_like(logp[:1]), logp]),
     }
     if log_q is not None:

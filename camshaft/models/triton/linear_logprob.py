@@ -1,6 +1,6 @@
 """Triton kernels that process the logits of one tile of `models/linear_logprob.py` in a single pass over memory.
 
-    normalizers, target_logits, entropy = reduce_tile(logits, columns, temperature=0.7, need_entropy=True)
+    normalizers, target_logits, entropy = reduce_tile(logits, columns, 0.7, need_entropy=True, need_squares=False)
     grad = logit_gradient(logits, columns, normalizers, entropy, grad_log_probs, grad_entropy, 0.7, torch.bfloat16)
 
 Torch computes the matrix products. Without these kernels, torch operators would read and write each tile about ten
@@ -29,17 +29,19 @@ WARPS = 8
 """Warps per program. Each thread then processes 16 logits of a block, which fit into registers."""
 
 
-def reduce_tile(logits: Tensor, columns: Tensor, temperature: float, need_entropy: bool) -> list[Tensor]:
-    """Return the logsumexp, the target logit and, with `need_entropy`, the entropy of each token, each (C,).
+def reduce_tile(
+    logits: Tensor, columns: Tensor, temperature: float, need_entropy: bool, need_squares: bool
+) -> list[Tensor]:
+    """Return the logsumexp and the target logit of each token, each (C,).
 
-    The target logit is 0 if the target is outside the tile.
+    With `need_entropy` the entropy follows, and with `need_squares` the sum of squared probabilities. The target logit
+    is 0 if the target is outside the tile.
     """
     tokens, vocabulary = logits.shape
-    results = logits.new_empty(3 if need_entropy else 2, tokens)
+    results = logits.new_empty(2 + need_entropy + need_squares, tokens)
     if tokens:
-        _launch(
-            _reduce_kernel, (tokens,), logits, columns, results, tokens, vocabulary, temperature, ENTROPY=need_entropy
-        )
+        arguments = logits, columns, results, tokens, vocabulary, temperature
+        _launch(_reduce_kernel, (tokens,), *arguments, ENTROPY=need_entropy, SQUARES=need_squares)
     return list(results)
 
 
@@ -78,18 +80,21 @@ def _block(vocabulary: int) -> int:
 
 @triton.jit
 def _reduce_kernel(
-    logits, columns, results, num_tokens, vocabulary_size, temperature, ENTROPY: tl.constexpr, BLOCK: tl.constexpr
+    logits, columns, results, num_tokens, vocabulary_size, temperature,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Reduce the logits z of one token per program.
 
-    `top` is the maximum of z so far, `total` the sum of exp(z - top), and `moment` the sum of exp(z - top) (z - top).
-    The entropy is log(total) - moment / total. It adds two terms that are not negative, so nothing cancels.
+    `top` is the maximum of z so far, `total` the sum of exp(z - top), `moment` the sum of exp(z - top) (z - top), and
+    `squares` the sum of exp(2 z - 2 top). The entropy is log(total) - moment / total. It adds two terms that are not
+    negative, so nothing cancels. The sum of squared probabilities is squares / total^2.
     """
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * vocabulary_size
     top = -float("inf")
     total = 0.0
     moment = 0.0
+    squares = 0.0
     for start in range(0, vocabulary_size, BLOCK):
         at = start + tl.arange(0, BLOCK)
         z = tl.load(row + at, mask=at < vocabulary_size, other=-float("inf")) / temperature
@@ -101,6 +106,8 @@ def _reduce_kernel(
         if ENTROPY:
             shifted_moment = tl.where(total > 0, moment + (top - shift) * total, 0.0)
             moment = shifted_moment * rescale + tl.sum(tl.where(share > 0, share * below, 0.0), axis=0)
+        if SQUARES:
+            squares = squares * rescale * rescale + tl.sum(share * share, axis=0)
         total = total * rescale + tl.sum(share, axis=0)
         top = new_top
     tl.store(results + token, top + tl.log(total))
@@ -109,6 +116,8 @@ def _reduce_kernel(
     tl.store(results + num_tokens + token, tl.load(row + column, mask=inside, other=0.0) / temperature)
     if ENTROPY:
         tl.store(results + 2 * num_tokens + token, tl.log(total) - moment / total)
+    if SQUARES:
+        tl.store(results + (3 if ENTROPY else 2) * num_tokens + token, squares / (total * total))
 
 
 @triton.jit

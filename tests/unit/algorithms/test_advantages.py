@@ -20,10 +20,12 @@ from camshaft.algorithms.advantages import (
     grpo_passk,
     maxrl,
     opo,
+    optimal_token_baseline,
     reinforce_plus_plus,
     reinforce_plus_plus_baseline,
     remax,
     rloo,
+    tir_optimal_token_baseline,
 )
 
 NAN = float("nan")
@@ -235,6 +237,75 @@ def test_maxrl_is_0_in_groups_without_a_positive_mean(rewards):
     assert not advantages.any()
 
 
+def test_optimal_token_baseline_by_hand():
+    # Tokens have pi = 1/2, 1/4 and sum_v pi(v)^2 = 1/2, 3/8, so each term of W is 1/2 or 7/8.
+    rewards = torch.tensor([[0.0, 2.0, NAN], [1.0, 0.0, 3.0]], dtype=F64)
+    mask = torch.tensor([[True, True, False], [True, True, True]])
+    log_probs = torch.tensor([[1 / 2, 1 / 4, NAN], [1 / 4, 1 / 2, 1 / 2]], dtype=F64).log()
+    squares = torch.tensor([[1 / 2, 3 / 8, NAN], [3 / 8, 1 / 2, 1 / 2]], dtype=F64)
+    # G = (2, 2), (4, 3, 3);  W = (4/8, 11/8), (7/8, 11/8, 15/8)
+    # b_1 = (2 * 4 + 4 * 7) / 11 = 36/11, b_2 = 5/2;  only the second row reaches the third token, b_3 = 0
+    groups = torch.zeros(2, dtype=torch.int64)
+    advantages, returns = optimal_token_baseline(rewards, mask, groups, log_probs, squares)
+    expected = torch.tensor([[2 - 36 / 11, -0.5, 0.0], [4 - 36 / 11, 0.5, 3.0]], dtype=F64)
+    torch.testing.assert_close(advantages, expected, rtol=1e-7, atol=1e-7)
+    torch.testing.assert_close(returns, torch.tensor([[2.0, 2.0, 0.0], [4.0, 3.0, 3.0]], dtype=F64))
+    # Importance weights 2 and 1: W = (4 * 4/8, 4 * 11/8), (7/8, ...): b_1 = (2 * 16 + 4 * 7) / 23
+    weights = torch.tensor([[2.0, 2.0, NAN], [1.0, 1.0, 1.0]], dtype=F64)
+    advantages, _ = optimal_token_baseline(rewards, mask, groups, log_probs, squares, weights)
+    expected = torch.tensor([2 - 60 / 23, 2 - (2 * 4 + 3) / 5], dtype=F64)
+    torch.testing.assert_close(advantages[0, :2], expected, rtol=1e-7, atol=1e-7)
+
+
+def test_turns_of_different_lengths_are_compared_by_sampled_tokens():
+    # The first row has a tool token at the second position, so its second sampled token is at the third.
+    rewards = torch.tensor([[0.0, NAN, 1.0], [0.0, 3.0, NAN]], dtype=F64)
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    log_probs = torch.where(mask, torch.full((2, 3), 0.5, dtype=F64).log(), NAN)
+    squares = torch.where(mask, 0.5, NAN).double()
+    groups = torch.zeros(2, dtype=torch.int64)
+    advantages, returns = tir_optimal_token_baseline(rewards, mask, groups, log_probs, squares)
+    # All terms of W are 1/2, so both baselines are the mean of G = 1 and 3.
+    torch.testing.assert_close(advantages, torch.tensor([[-1.0, 0.0, -1.0], [1.0, 1.0, 0.0]], dtype=F64))
+    torch.testing.assert_close(returns, torch.tensor([[1.0, 0.0, 1.0], [3.0, 3.0, 0.0]], dtype=F64))
+    # By position, each row is alone after its first token.
+    advantages, _ = optimal_token_baseline(rewards, mask, groups, log_probs, squares)
+    torch.testing.assert_close(advantages, torch.tensor([[-1.0, 0.0, 1.0], [1.0, 3.0, 0.0]], dtype=F64))
+
+
+@pytest.mark.parametrize("name", ["optimal_token_baseline", "tir_optimal_token_baseline"])
+@pytest.mark.parametrize("p", [1.0, 0.3])
+def test_equal_rewards_have_no_advantage_with_a_token_baseline(name, p):
+    """The weights of tokens with probability 1 are 0; the baseline is then the mean."""
+    rewards = torch.tensor([[0.0, 0.1], [0.0, 0.1], [0.1, 0.0]])
+    mask = torch.tensor([[True, True], [True, True], [True, False]])
+    filled = torch.full((3, 2), p)
+    inputs = AdvantageInputs(
+        rewards, mask, groups=torch.zeros(3, dtype=torch.int64), old_log_probs=filled.log(), sum_pi_squared=filled**2
+    )
+    advantages, _ = ESTIMATORS[name](inputs, AdvantageOptions())
+    assert not advantages.any()
+
+
+def test_the_token_baseline_minimizes_the_variance_of_the_gradient():
+    """For one token of three, no other baseline gives a smaller E |(R - b) d log pi / d logits|^2."""
+    p, reward = torch.tensor([0.5, 0.3, 0.2], dtype=F64), torch.tensor([1.0, -2.0, 0.5], dtype=F64)
+    squared_norms = (torch.eye(3, dtype=F64) - p).square().sum(1)
+    torch.testing.assert_close(squared_norms, 1 - 2 * p + p.square().sum())
+    # Tokens in proportion to their probabilities: five, three and two rows of one group
+    tokens = torch.tensor([0] * 5 + [1] * 3 + [2] * 2)
+    grids = [grid[tokens][:, None] for grid in (reward, p.log(), p.square().sum().expand(3))]
+    mask, groups = torch.ones(10, 1, dtype=torch.bool), torch.zeros(10, dtype=torch.int64)
+    advantages, _ = optimal_token_baseline(grids[0], mask, groups, *grids[1:])
+    baseline = float(reward[0] - advantages[0, 0])
+
+    def second_moment(b):
+        return float((p * (reward - b).square() * squared_norms).sum())
+
+    assert second_moment(baseline) <= min(second_moment(baseline + change) for change in (-1e-3, 1e-3))
+    assert second_moment(baseline) < second_moment(float((p * reward).sum()))  # the mean
+
+
 def expected_gradient(estimator, count, p):
     """Return E[sum_i A_i d log pi(y_i) / d p] over all outcomes of `count` Bernoulli(p) responses with R = y."""
     mask, groups, total = torch.ones(count, 1, dtype=torch.bool), torch.zeros(count, dtype=torch.int64), 0.0
@@ -290,13 +361,15 @@ def inputs_of(rewards, mask, rows=slice(None)):
         groups=GROUPS[rows] if len(rewards) == len(GROUPS) else (torch.arange(len(rewards)) // 2)[rows],
         baselines=(clean.sum(1) / 3)[rows],
         reward_parts=torch.stack([clean.sum(1), clean.sum(1).square() / 4], dim=1)[rows],
+        old_log_probs=torch.where(mask, -clean.abs() - 0.5, NAN)[rows],
+        sum_pi_squared=torch.where(mask, 0.75, NAN).to(rewards.dtype)[rows],
     )
 
 
 def test_names_match_the_config():
     assert set(ESTIMATORS) == {
         "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo",
-        "grpo_passk", "gdpo", "gpg", "maxrl",
+        "grpo_passk", "gdpo", "gpg", "maxrl", "optimal_token_baseline", "tir_optimal_token_baseline",
     }  # fmt: skip
 
 
@@ -412,7 +485,10 @@ def batches(draw):
     baselines = torch.randn(num_rows, dtype=F64, generator=generator)
     parts = torch.randint(-2, 3, (num_rows, 2), generator=generator).to(F64) / 2
     parts[torch.rand(num_rows, 2, generator=generator) < 0.2] = NAN
-    return AdvantageInputs(rewards, mask, values, groups, baselines, parts)
+    log_probs = -torch.rand(num_rows, width, dtype=F64, generator=generator) * 3
+    squares = log_probs.exp().square() + 0.1
+    weights = torch.rand(num_rows, width, dtype=F64, generator=generator) * 2
+    return AdvantageInputs(rewards, mask, values, groups, baselines, parts, log_probs, squares, weights)
 
 
 @given(batches(), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 0.9, 1.0]))
@@ -440,6 +516,37 @@ def test_gdpo_matches_a_loop_over_rewards(batch, weights):
     torch.testing.assert_close(advantages, loop_gdpo(batch, weights), rtol=1e-6, atol=1e-6)
 
 
+def loop_token_baseline(batch, by_sampled_tokens):
+    """Return returns minus weighted means over the rows at the same position, from Python lists of tokens."""
+    tokens = []
+    for i, row_mask in enumerate(batch.mask.tolist()):
+        positions = [t for t, is_sampled in enumerate(row_mask) if is_sampled]
+        weight, row = 0.0, {}
+        for index, t in enumerate(positions):
+            pi = math.exp(batch.old_log_probs[i, t])
+            term = 1 - 2 * pi + float(batch.sum_pi_squared[i, t])
+            weight += float(batch.importance_weights[i, t]) ** 2 * term
+            to_go = math.fsum(float(batch.rewards[i, s]) for s in positions[index:])
+            row[index if by_sampled_tokens else t] = (t, to_go, weight)
+        tokens.append(row)
+    result = torch.zeros(batch.mask.shape, dtype=F64)
+    groups = batch.groups.tolist()
+    for i, row in enumerate(tokens):
+        for position, (t, to_go, _) in row.items():
+            others = [other[position] for j, other in enumerate(tokens) if groups[j] == groups[i] and position in other]
+            total = math.fsum(weight for *_, weight in others)
+            baseline = math.fsum(weight * g for _, g, weight in others) / total if len(others) > 1 else 0.0
+            result[i, t] = to_go - baseline
+    return result
+
+
+@pytest.mark.parametrize(("name", "by_sampled_tokens"), [("", False), ("tir_", True)])
+@given(batch=batches())
+def test_token_baselines_match_a_loop_over_positions(name, by_sampled_tokens, batch):
+    advantages, _ = ESTIMATORS[f"{name}optimal_token_baseline"](batch, AdvantageOptions())
+    torch.testing.assert_close(advantages, loop_token_baseline(batch, by_sampled_tokens), rtol=1e-6, atol=1e-6)
+
+
 # -- invariances --------------------------------------------------------------------------------------------
 
 OPTIONS = AdvantageOptions(gamma=0.9, lam=0.8)
@@ -455,7 +562,9 @@ def test_padding_and_masked_values_do_not_matter(name, batch, padding, junk):
         return torch.cat([spoilt, torch.full((len(grid), padding), junk, dtype=grid.dtype)], dim=1)
 
     mask = torch.cat([batch.mask, torch.zeros(len(batch.mask), padding, dtype=torch.bool)], dim=1)
-    spoilt = replace(batch, rewards=spoil(batch.rewards), mask=mask, values=spoil(batch.values))
+    grids = {name: grid for name, grid in vars(batch).items() if grid.shape == batch.mask.shape and name != "mask"}
+    grids.pop("reward_parts", None)
+    spoilt = replace(batch, mask=mask, **{name: spoil(grid) for name, grid in grids.items()})
     for expected, actual in zip(ESTIMATORS[name](batch, OPTIONS), ESTIMATORS[name](spoilt, OPTIONS), strict=True):
         torch.testing.assert_close(actual[:, :width], expected)
         assert (actual[~mask] == 0).all()

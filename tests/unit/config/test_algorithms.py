@@ -9,6 +9,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4")
 GDPO = ("algorithm.adv_estimator=gdpo", f"{ROLLOUT}.n=4")
 KEYS, WEIGHTS = "algorithm.gdpo_reward_keys", "algorithm.gdpo_reward_weights"
+BYPASS = "algorithm.rollout_correction.bypass_mode"
 FILTER = "algorithm.filter_groups.enable=true"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
 GSPO = f"{LOSS}=gspo"
@@ -41,6 +42,10 @@ BUFFER = "reward_model.overlong_buffer"
         ),
         ([*GDPO, f"{KEYS}=a", "algorithm.use_kl_in_reward=true"], f"or {ACTOR}.use_kl_loss=true instead."),
         ([*GDPO, f"{KEYS}=a", f"{BUFFER}.enable=true", f"{BUFFER}.len=4"], f"Set {BUFFER}.enable=false."),
+        (
+            ["algorithm.adv_estimator=optimal_token_baseline", f"{ROLLOUT}.n=4", f"{BYPASS}=true"],
+            f"algorithm.adv_estimator=optimal_token_baseline needs. Set {BYPASS}=false.",
+        ),
         ([f"{BUFFER}.enable=true"], f"must be between 1 and {ROLLOUT}.response_length=512. Set {BUFFER}.len=128"),
         ([f"{BUFFER}.enable=true", f"{BUFFER}.len=513"], f"Set {BUFFER}.len=128"),
     ],
@@ -114,3 +119,11 @@ def test_aggregation_follows_the_policy_loss(words, name, loss, aggregation):
 def test_parameters_of_a_loss_are_those_of_its_function(words):
     loss = load_ppo([*words, f"{LOSS}=sapo", f"{ACTOR}.policy_loss.tau_neg=2"]).actor_rollout_ref.actor.policy_loss
     assert loss.parameters() == {"tau": (1.0, 2.0)}
+
+
+@pytest.mark.parametrize(("name", "source"), [("grpo", "update"), ("optimal_token_baseline", "actor")])
+def test_token_baselines_need_log_probs_before_the_update(words, name, source):
+    mini = f"{ACTOR}.ppo_mini_batch_size=${{data.train_batch_size}}"
+    config = load_ppo([*words, f"algorithm.adv_estimator={name}", f"{ROLLOUT}.n=4", mini])
+    assert config.old_log_prob_source() == source
+    assert config.needs_sum_pi_squared() == (source == "actor")

@@ -51,6 +51,7 @@ def notices(caplog):
         (f"{A}.tau_pos=0.5", f"{A}.policy_loss.tau_pos", 0.5),
         ("model_engine=megatron", f"{A}.strategy", "megatron"),
         (f"{R}.load_format=safetensors", f"{R}.load_format", "hf"),
+        ("algorithm=grpo_vectorized", "algorithm.adv_estimator", "grpo"),
     ],
 )  # fmt: skip
 def test_a_key_with_another_name_is_applied_with_a_notice(base, notices, word, key, value):
@@ -89,6 +90,7 @@ NOT_NEEDED = [
     f"{A}.fsdp_config.entropy_checkpointing=True", f"{R}.mode=async", "reward_model.reward_manager=dapo",
     "reward.reward_manager.name=naive", "ray_kwargs.ray_init.runtime_env.py_executable=null",
     f"{R}.enable_chunked_prefill=True", "actor_rollout_ref.nccl_timeout=1200",
+    f"{A}.calculate_sum_pi_squared=False",
 ]  # fmt: skip
 
 
@@ -97,6 +99,13 @@ def test_a_key_that_is_not_needed_is_accepted_with_a_notice(base, notices, word)
     config = load_ppo([*base, word])
     assert config == load_ppo(base)
     assert any(f"{word.partition('=')[0]} of verl: " in message for message in notices.messages)
+
+
+def test_the_sum_of_squared_probabilities_follows_from_the_estimator(base):
+    word = f"+{A}.calculate_sum_pi_squared=True"
+    assert load_ppo([*base, word, "algorithm=optimal_token_baseline", "n=4"]).needs_sum_pi_squared()
+    with pytest.raises(ConfigError, match=r"computed only for algorithm\.adv_estimator=optimal_token_baseline"):
+        load_ppo([*base, word, "algorithm=grpo", "n=4"])
 
 
 @pytest.mark.parametrize(

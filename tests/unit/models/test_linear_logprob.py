@@ -19,10 +19,12 @@ M, H, V = 37, 8, 29
 
 def naive(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the log-probs of the targets, the entropy and the sum of squared probabilities."""
     logits = hidden @ weight.t() if bias is None else hidden @ weight.t() + bias
     log_p = torch.log_softmax(logits / temperature, dim=-1)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(dim=-1)
+    log_probs = log_p.gather(1, targets[:, None])[:, 0]
+    return log_probs, -(log_p.exp() * log_p).sum(dim=-1), log_p.exp().square().sum(dim=-1)
 
 
 def inputs(dtype: torch.dtype = torch.float64, rows: int = M) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -36,10 +38,11 @@ def test_three_tokens_by_hand():
     # logits [0, ln 2, ln 5] give p = 1/8, 2/8, 5/8; at temperature 1/2 they give 1/30, 4/30, 25/30.
     weight = torch.tensor([[1.0], [2.0], [5.0]]).log()
     hidden, targets = torch.ones(3, 1), torch.tensor([0, 1, 2])
-    log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True)
+    log_probs, entropy, squares = linear_logprob(hidden, weight, targets, outputs=("entropy", "sum_pi_squared"))
     assert torch.allclose(log_probs.exp(), torch.tensor([1 / 8, 2 / 8, 5 / 8]))
+    assert torch.allclose(squares, torch.tensor(30 / 64).expand(3))
     assert torch.allclose(entropy, torch.tensor(0.9003).expand(3), atol=1e-4)  # (ln 8 + 2 ln 4 + 5 ln 1.6) / 8
-    log_probs, _ = linear_logprob(hidden, weight, targets, temperature=0.5)
+    log_probs, *_ = linear_logprob(hidden, weight, targets, temperature=0.5)
     assert torch.allclose(log_probs.exp(), torch.tensor([1 / 30, 4 / 30, 25 / 30]))
 
 
@@ -49,12 +52,18 @@ def test_three_tokens_by_hand():
 def test_values_and_gradients_match_the_formula(temperature: float, with_bias: bool, tile: tuple[int, int]):
     hidden, weight, bias, targets = inputs()
     used = bias if with_bias else None
-    fused = linear_logprob(hidden, weight, targets, used, temperature, need_entropy=True, tile=Tile(*tile))
+    both = ("entropy", "sum_pi_squared")
+    fused = linear_logprob(hidden, weight, targets, used, temperature, both, tile=Tile(*tile))
     reference = naive(hidden, weight, used, targets, temperature)
     mixture = torch.randn(2, M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     leaves = [hidden, weight, *([bias] if with_bias else [])]
     for actual, expected in zip(fused, reference, strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(actual, expected.detach(), rtol=1e-12, atol=1e-12)
+    assert not fused.sum_pi_squared.requires_grad
+    (alone,) = linear_logprob(
+        hidden, weight, targets, used, temperature, outputs=("sum_pi_squared",), tile=Tile(*tile)
+    )[2:]
+    torch.testing.assert_close(alone, fused.sum_pi_squared)
     actual = torch.autograd.grad((fused[0] * mixture[0] + fused[1] * mixture[1]).sum(), leaves)
     expected = torch.autograd.grad((reference[0] * mixture[0] + reference[1] * mixture[1]).sum(), leaves)
     torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
@@ -70,7 +79,7 @@ def test_tiles_of_a_single_logit_match_the_formula():
 def test_gradient_of_a_single_output(which: int):
     hidden, weight, bias, targets = inputs()
     gradients = torch.autograd.grad(
-        linear_logprob(hidden, weight, targets, bias, 0.7, True)[which].sum(), [hidden, weight, bias]
+        linear_logprob(hidden, weight, targets, bias, 0.7, ("entropy",))[which].sum(), [hidden, weight, bias]
     )
     expected = torch.autograd.grad(naive(hidden, weight, bias, targets, 0.7)[which].sum(), [hidden, weight, bias])
     torch.testing.assert_close(gradients, expected, rtol=1e-11, atol=1e-11)
@@ -80,22 +89,22 @@ def test_gradient_of_a_single_output(which: int):
 def test_gradcheck_in_float64():
     hidden, weight, bias, targets = inputs(rows=4)
     assert torch.autograd.gradcheck(
-        lambda h, w, b: linear_logprob(h, w, targets, b, temperature=0.8, need_entropy=True, tile=Tile(3, 11)),
+        lambda h, w, b: linear_logprob(h, w, targets, b, temperature=0.8, outputs=("entropy",), tile=Tile(3, 11))[:2],
         (hidden, weight, bias),
     )
 
 
 def test_skipping_entropy_keeps_log_probs_bitwise():
     hidden, weight, _, targets = inputs(torch.float32)
-    alone, nothing = linear_logprob(hidden, weight, targets)
-    both, _ = linear_logprob(hidden, weight, targets, need_entropy=True)
-    assert nothing is None
+    alone, *nothing = linear_logprob(hidden, weight, targets)
+    both, *_ = linear_logprob(hidden, weight, targets, outputs=("entropy", "sum_pi_squared"))
+    assert nothing == [None, None]
     assert torch.equal(alone, both)
 
 
 def test_outputs_are_not_views():
     hidden, weight, bias, targets = inputs()
-    outputs = linear_logprob(hidden, weight, targets, bias, need_entropy=True)
+    outputs = linear_logprob(hidden, weight, targets, bias, outputs=("entropy", "sum_pi_squared"))
     log_q = torch.randn(M, V, dtype=torch.float64).log_softmax(dim=1)
     divergence = linear_full_kl(hidden, weight, log_q, torch.arange(M), bias, 1.0)
     assert all(tensor is not None and tensor._base is None for tensor in (*outputs, divergence))
@@ -112,7 +121,7 @@ def test_gradients_are_computed_only_where_required():
 
 def test_half_precision_inputs_give_float32_results_summed_in_float32():
     hidden, weight, _, targets = inputs(torch.bfloat16, rows=2000)
-    log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True, tile=Tile(16, 10))
+    log_probs, entropy, _ = linear_logprob(hidden, weight, targets, outputs=("entropy",), tile=Tile(16, 10))
     exact = naive(hidden.double(), weight.double(), None, targets, 1.0)
     assert log_probs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(log_probs.double(), exact[0], rtol=0, atol=0.06)  # logits up to 10, bf16 has 3 digits
@@ -125,7 +134,7 @@ def test_half_precision_inputs_give_float32_results_summed_in_float32():
 
 def test_no_tokens_give_no_numbers_and_zero_gradients():
     hidden, weight, _, targets = inputs(rows=0)
-    log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True)
+    log_probs, entropy, _ = linear_logprob(hidden, weight, targets, outputs=("entropy",))
     assert log_probs.shape == entropy.shape == (0,)
     (log_probs.sum() + entropy.sum()).backward()
     assert hidden.grad.shape == (0, H)
@@ -157,7 +166,7 @@ def test_no_tensor_is_larger_than_a_tile_of_logits(dtype: torch.dtype):
     )
     targets = torch.randint(0, vocabulary, (rows,))
     with Largest() as largest:
-        log_probs, entropy = linear_logprob(hidden, weight, targets, None, 0.9, True, tile)
+        log_probs, entropy, _ = linear_logprob(hidden, weight, targets, None, 0.9, ("entropy", "sum_pi_squared"), tile)
         (log_probs.sum() + entropy.sum()).backward()
     assert largest.entries == tile.tokens * tile.vocabulary
     with Largest() as largest:
@@ -290,7 +299,7 @@ def by_parts(starts: list[int], with_bias: bool, rows: int, factor: float) -> tu
     vocabulary_shard = VocabularyShard(dist.group.WORLD, shard.start)
     used = leaves[1] if with_bias else None
     outputs = linear_logprob(
-        hidden, leaves[0], targets, used, 0.7, need_entropy=True, tile=Tile(5, 6), shard=vocabulary_shard
+        hidden, leaves[0], targets, used, 0.7, ("entropy", "sum_pi_squared"), Tile(5, 6), vocabulary_shard
     )
     mixture = torch.randn(2, rows, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     gradients = torch.autograd.grad((outputs[0] * mixture[0] + outputs[1] * mixture[1]).sum(), [hidden, *leaves])

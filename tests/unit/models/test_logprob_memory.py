@@ -60,7 +60,7 @@ def beyond(monkeypatch: pytest.MonkeyPatch, vocabulary_size: int, backward: bool
         hidden, weight = torch.empty(TOKENS, HIDDEN, **options), torch.empty(vocabulary_size, HIDDEN, **options)
         targets = torch.empty(TOKENS, dtype=torch.int64, device=device)
         with LiveBytes() as alive:
-            log_probs, entropy = linear_logprob(hidden, weight, targets, need_entropy=True)
+            log_probs, entropy, _ = linear_logprob(hidden, weight, targets, outputs=("entropy",))
             assert entropy is not None
             excluded = log_probs.nbytes + entropy.nbytes
             if backward:

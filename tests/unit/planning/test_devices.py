@@ -158,7 +158,7 @@ def test_log_probs_take_the_tiles_of_a_gpu() -> None:
         hidden = torch.empty(8192, 512, dtype=torch.bfloat16)
         weight = torch.empty(65536, 512, dtype=torch.bfloat16)
         before = memory.live
-        linear_logprob(hidden, weight, torch.zeros(8192, dtype=torch.int64), need_entropy=True)
+        linear_logprob(hidden, weight, torch.zeros(8192, dtype=torch.int64), outputs=("entropy",))
     tile = 4 * 2**26
     assert 2 * tile <= memory.peak - before < 2.1 * tile
 

@@ -43,6 +43,8 @@ def batch_of(generator: torch.Generator) -> DataProto:
     like = Ragged.from_rows([[0.0] * length for length in LENGTHS])
     noise = {name: torch.randn(sum(LENGTHS), generator=generator) for name in ("old_log_probs", "ref_log_prob")}
     columns: dict[str, Any] = {name: like.like(values) for name, values in noise.items()}
+    columns["old_log_probs"] = like.like(-torch.rand(sum(LENGTHS), generator=generator) - 0.1)
+    columns["sum_pi_squared"] = like.like(torch.full((sum(LENGTHS),), 0.5))
     columns["values"] = like.like(torch.randn(sum(LENGTHS), generator=generator))
     columns["response_mask"] = like.map(lambda values: torch.ones_like(values, dtype=torch.bool))
     columns["responses"] = like.map(lambda values: torch.full_like(values, 5, dtype=torch.int64))
