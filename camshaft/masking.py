@@ -36,7 +36,7 @@ _POSSIBLE_NAME = re.compile(r"(?:^|_)(?:key|token|pass|pat)(?:_\d+)?$")
 _WORKING_DIRECTORIES = ("PWD", "OLDPWD")
 _PUBLIC_NAME = re.compile(
     r"(?:^|_)(?:prompt|response|message|chosen|rejected|margin|score|label|answer|question|image|video|audio|text|data"
-    r"|source|column|id|fn|model|input|output|extra|info|tool|group|sort|cache|dict)s?_key$"
+    r"|source|column|id|fn|teacher|model|input|output|extra|info|tool|group|sort|cache|dict)s?_key$"
     r"|(?:^|_)(?:bos|eos|pad|unk|sep|cls|mask|stop|start|end|special|image|video|audio|think|per|max|min|num|first|last"
     r"|next|new)_token$"
 )

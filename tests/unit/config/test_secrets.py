@@ -187,7 +187,7 @@ def test_no_key_of_a_schema_is_masked(schema):
 PUBLIC = """
 PATH HOME SSH_AUTH_SOCK TOKENIZERS_PARALLELISM KEYBOARD MONKEY OLDPWD AUTHOR HF_TOKEN_PATH XAUTHORITY
 AWS_ACCESS_KEY_ID tokenizer max_token_len ppo_max_token_len_per_gpu prompt_key image_key images_key reward_fn_key
-data.video_key max_tokens eos_token pad_token stop_token keys tokens pattern pathology assign code_style
+data.video_key teacher_key max_tokens eos_token pad_token stop_token keys tokens pattern pathology assign code_style
 """
 SECRET_NAMES = """
 bearer pat webhook dsn GITHUB_PAT SLACK_WEBHOOK SLACK_WEBHOOK_URL SENTRY_DSN DB_PASS DATABASE_PASSWORD apiKey
