@@ -11,6 +11,8 @@ import hashlib
 import json
 import re
 import shutil
+import socket
+import struct
 import threading
 from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -31,11 +33,14 @@ class HubServer(ThreadingHTTPServer):
         datasets: Mapping[str, Path] | None = None,
         gated: tuple[str, ...] = (),
         cut: Mapping[str, int] | None = None,
+        resets: bool = False,
     ):
-        """`gated` lists repositories that nobody may read. The first `cut[file]` downloads of a file end half-way."""
+        """`gated` lists repositories that nobody may read. The first `cut[file]` downloads of a file end half-way:
+        the connection is closed, or with `resets`, reset.
+        """
         super().__init__(("127.0.0.1", 0), _Handler)
         self.repositories = {"models": dict(models), "datasets": dict(datasets or {})}
-        self.gated, self.cuts = gated, dict(cut or {})
+        self.gated, self.cuts, self.resets = gated, dict(cut or {}), resets
         self.requests: list[str] = []
         """Methods and paths of all requests."""
         self.downloads: list[tuple[str, str]] = []
@@ -158,7 +163,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(content[: len(content) // 2])
             self.wfile.flush()
             self.close_connection = True
-            self.connection.shutdown(2)
+            if self.server.resets:
+                self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                self.connection.close()
+            else:
+                self.connection.shutdown(socket.SHUT_RDWR)
             return
         self.server.downloads.append((repository, name))
         self.wfile.write(content)

@@ -195,3 +195,13 @@ def test_a_missing_network_is_reported_within_ten_seconds(
         with pytest.raises(StorageError, match=r"cannot be downloaded from http://127\.0\.0\.1:\d+ \((Conn|no answer)"):
             hub.download("team/tiny")
     assert time.monotonic() - begin < 10
+
+
+def test_a_connection_that_is_reset_is_tried_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = model(tmp_path / "tiny", "model.safetensors")
+    with HubServer({"team/tiny": folder}, cut={"model.safetensors": 2}, resets=True) as server:
+        [files] = fetch_in_new_process(server, cache, monkeypatch, "hf://team/tiny True")
+    assert files == "config.json model.safetensors tokenizer.json"
+    assert "the connection to the hub was lost (ReadError); resuming the download" in notices[-1]
