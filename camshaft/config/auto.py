@@ -30,6 +30,7 @@ from camshaft.config.backends import (
     supports_mixed_precision,
 )
 from camshaft.config.engine import EngineModel
+from camshaft.config.guards import is_mapping
 from camshaft.config.layout import Topology
 from camshaft.config.schema.algorithm import ESTIMATORS, estimator_inputs
 from camshaft.config.schema.evaluation import EvalConfig
@@ -72,7 +73,7 @@ class Settings:
     def section(self, key: str) -> Mapping[str, Any]:
         """Return the value of a key if it is a mapping, and an empty mapping otherwise."""
         value = self.get(key)
-        return value if isinstance(value, Mapping) else {}
+        return value if is_mapping(value) else {}
 
     def count(self, key: str) -> int:
         """Return the value of a key if it is a positive integer, and 1 otherwise."""
@@ -85,9 +86,7 @@ class Settings:
 
     def ranks(self) -> int:
         """Return the number of ranks of the largest resource pool."""
-        pools = self.get("trainer.resource_pools")
-        names = pools if isinstance(pools, Mapping) else ()
-        sections = ["trainer", *(f"trainer.resource_pools.{name}" for name in names)]
+        sections = ["trainer", *(f"trainer.resource_pools.{name}" for name in self.section("trainer.resource_pools"))]
         return max(self.count(f"{pool}.nnodes") * self.count(f"{pool}.n_gpus_per_node") for pool in sections)
 
 
@@ -299,7 +298,8 @@ RULES: dict[type[Section], dict[str, Rule]] = {
 
 def choose(values: Mapping[str, Any], schema: type[Section], machine: Machine) -> list[Choice]:
     """Choose a value for each key that is `auto` in `values`, in which `${...}` is resolved."""
-    chosen, choices = copy.deepcopy(dict(values)), []
+    chosen = copy.deepcopy(dict(values))
+    choices: list[Choice] = []
     for key, rule in RULES[schema].items():
         if has_key(chosen, key) and get(chosen, key) == AUTO:
             choice = Choice(key, *rule(Settings(chosen, machine)))

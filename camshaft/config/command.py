@@ -20,7 +20,7 @@ from camshaft.config.composition import Job, compose_jobs, overridden_keys
 from camshaft.config.defaults import raw_defaults
 from camshaft.config.foreign.answers import suggest_names
 from camshaft.config.foreign.topics import topic_of_key
-from camshaft.config.load import Config, from_container
+from camshaft.config.load import Config, from_container, to_dict
 from camshaft.config.run_folder import NUMBER, name_after
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.ppo import PPOConfig
@@ -47,8 +47,8 @@ _OF_HYDRA = ("--hydra-help", "--info", "-i", "--experimental-rerun", "--package"
 class Arguments:
     """Arguments of a command."""
 
-    overrides: list[str] = field(default_factory=list)
-    folders: list[Path] = field(default_factory=list)
+    overrides: list[str] = field(default_factory=list[str])
+    folders: list[Path] = field(default_factory=list[Path])
     """Folders of config files and groups."""
     name: str | None = None
     """Name of the config file. None selects the defaults."""
@@ -209,6 +209,4 @@ def parse_options(overrides: list[str]) -> dict[str, Any]:
     invalid = [override for override in overrides if not override.partition("=")[2] or override.startswith("=")]
     if invalid:
         raise ConfigError(f"'{invalid[0]}' is not an option. Write KEY=VALUE, for example fsdp_size=2.")
-    tree = OmegaConf.to_container(OmegaConf.from_dotlist(overrides))
-    assert isinstance(tree, dict)
-    return {str(key): value for key, value in tree.items()}
+    return to_dict(OmegaConf.from_dotlist(overrides))

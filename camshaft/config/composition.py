@@ -19,6 +19,7 @@ from camshaft.config.config_files import ConfigFiles
 from camshaft.config.defaults import raw_defaults
 from camshaft.config.foreign.topics import topic_of_key
 from camshaft.config.foreign.verl import CONFIG_FILES
+from camshaft.config.guards import is_list, is_mapping
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Section
 from camshaft.config.schema.generate import GenerateConfig
@@ -139,11 +140,10 @@ def parse_override(text: str) -> "Override":
     from hydra.errors import HydraException
 
     try:
-        override = _parser().parse_override(text)
-        error = None if override.key_or_group else ValueError("an override without a key")
-    except (HydraException, ValueError, RecursionError) as caught:
-        error = caught
-    if error is not None:
+        override: Override = _parser().parse_override(text)
+        if not override.key_or_group:
+            raise ValueError("an override without a key")
+    except (HydraException, ValueError, RecursionError) as error:
         raise ConfigError(
             f"cannot compose the config: {shorten(str(error))}\nin {shorten(text)}\n"
             "Quote a value with special characters: \"key='value'\""
@@ -228,9 +228,9 @@ def as_override(key: str, value: Any) -> str:
     def element(value: Any) -> str:
         if isinstance(value, str):
             return QuotedString(value, Quote.double).with_quotes()
-        if isinstance(value, Mapping):
+        if is_mapping(value):
             return "{" + ",".join(f"{name}:{element(item)}" for name, item in value.items()) + "}"
-        if isinstance(value, Sequence):
+        if is_list(value):
             return "[" + ",".join(map(element, value)) + "]"
         return format_value(value)
 
@@ -250,4 +250,4 @@ def overridden_keys(overrides: Sequence[str]) -> set[str]:
 def _keys_of_mapping(value: str) -> Iterable[str]:
     """Return the keys in the value of an override, if it is a mapping."""
     mapping = parse_override(f"key={value}").value() if value.startswith("{") else None
-    return flatten(mapping, ()) if isinstance(mapping, Mapping) else ()
+    return flatten(mapping, ()) if is_mapping(mapping) else ()

@@ -29,6 +29,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from camshaft.config.foreign.topics import topic_of_key
+from camshaft.config.guards import is_list, is_mapping
 from camshaft.config.tree import nearest_keys
 from camshaft.errors import ConfigError
 
@@ -97,7 +98,8 @@ class ConfigFiles:
 
         Keys of files in packages are dotted. `groups` are the overrides of groups.
         """
-        name, appended = name.removesuffix(".yaml"), []
+        name = name.removesuffix(".yaml")
+        appended: list[Entry] = []
         for override in groups:
             key, value = override.get_key_element().lstrip("+~"), override.value()
             if override.is_delete():
@@ -150,7 +152,7 @@ class ConfigFiles:
             option = self._used[key] = self._options.get(key, option)
             if key in self._deleted and self._deleted[key] in (None, option):
                 return []
-        parts = []
+        parts: list[tuple[str, dict[str, Any]]] = []
         for name in [option] if isinstance(option, str) else option or []:
             name = self._resolve(name)
             path = f"{group}/{name}".lstrip("/")
@@ -178,7 +180,7 @@ class ConfigFiles:
 
     def add_search_path(self, hydra: Any) -> None:
         """Add the folders of `searchpath` in the section `hydra`."""
-        folders = hydra.get("searchpath") if isinstance(hydra, Mapping) else None
+        folders = hydra.get("searchpath") if is_mapping(hydra) else None
         for folder in [folders] if isinstance(folders, str) else folders or []:
             if str(folder).startswith("pkg://"):
                 topic = topic_of_key(str(folder).removeprefix("pkg://"))
@@ -216,22 +218,22 @@ def read_config_file(path: Path) -> ConfigFile:
     """Read a config file."""
     try:
         text = path.read_text("utf-8")
-        if "&" in text and "*" in text and _num_values(yaml.compose(text, yaml.SafeLoader), {}) > MAX_VALUES:
+        if "&" in text and "*" in text and _num_values(yaml.SafeLoader(text).get_single_node(), {}) > MAX_VALUES:
             raise ConfigError(
                 f"{path}: its aliases (*name) stand for more than {MAX_VALUES} values; write fewer aliases"
             )
-        content = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        content: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except (OSError, yaml.YAMLError, OmegaConfBaseException, RecursionError, *_INVALID_VALUES) as error:
         raise _error(f"{path}: {error}") from error
-    if not isinstance(content, dict):
+    if not is_mapping(content):
         raise _error(f"{path}: must contain keys with values")
-    entries = content.pop("defaults", None) or []
-    if not isinstance(entries, list):
+    entries: Any = content.get("defaults") or []
+    if not is_list(entries):
         raise _error(f"{path}: defaults must be a list")
     package = _PACKAGE.match(text)
     return ConfigFile(
         [_parse_entry(entry, path) for entry in entries],
-        {str(key): value for key, value in content.items()},
+        {str(key): value for key, value in content.items() if key != "defaults"},
         None if package is None else package[1],
     )
 
@@ -240,9 +242,10 @@ def _num_values(node: yaml.Node | None, counts: dict[int, float]) -> float:
     """Return the number of values below a node with all aliases replaced; infinity if it contains itself."""
     if id(node) not in counts:
         counts[id(node)] = math.inf
-        children = node.value if isinstance(node, yaml.CollectionNode) else []
-        nodes = [child for item in children for child in (item if isinstance(item, tuple) else [item])]
-        counts[id(node)] = 1 + sum(_num_values(child, counts) for child in nodes)
+        children: list[Any] = node.value if isinstance(node, yaml.CollectionNode) else []
+        if isinstance(node, yaml.MappingNode):
+            children = [child for pair in children for child in pair]
+        counts[id(node)] = 1 + sum(_num_values(child, counts) for child in children)
     return counts[id(node)]
 
 
@@ -252,11 +255,11 @@ def _num_values(node: yaml.Node | None, counts: dict[int, float]) -> float:
 def _parse_entry(entry: Any, path: Path) -> Entry:
     if entry == "_self_":
         return SELF
-    (key, option), *others = entry.items() if isinstance(entry, Mapping) and entry else [(entry, None)]
+    (key, option), *others = entry.items() if is_mapping(entry) and entry else [(entry, None)]
     match = _ENTRY.fullmatch(key) if isinstance(key, str) and not others else None
     if match is None or not isinstance(option, str | list | None):
         raise _error(f"{path}: the entry {entry} of defaults must be NAME or GROUP: NAME")
-    if not isinstance(entry, Mapping):
+    if not is_mapping(entry):
         group, slash, name = match["path"].rpartition("/")
         return Entry(group or slash, name, match["package"])
     return Entry(
@@ -270,7 +273,7 @@ def _parse_entry(entry: Any, path: Path) -> Entry:
 
 
 def _as_option(value: Any) -> str | list[str] | None:
-    if isinstance(value, list):
+    if is_list(value):
         return [str(item) for item in value]
     return None if value is None else str(value)
 

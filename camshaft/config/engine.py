@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from camshaft.config.guards import is_mapping
 from camshaft.errors import EngineError
 
 Head = Literal["causal_lm", "value", "reward"]
@@ -264,7 +265,7 @@ def invalid_options(schema: type[BaseModel], options: Mapping[str, Any]) -> list
 def _value(options: Mapping[str, Any], option: str) -> Any:
     value: Any = options
     for name in option.split("."):
-        value = value[name] if isinstance(value, Mapping) and name in value else None
+        value = value[name] if is_mapping(value) and name in value else None
     return value
 
 

@@ -31,9 +31,9 @@ class Feature:
     group: str
     options: tuple[Mapping[str, Any], ...] = ({},)
     """Alternative `EngineConfig.options`. Engines have different names for the same option."""
-    model: Mapping[str, Any] = field(default_factory=dict)
+    model: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Fields of `EngineModel`."""
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Further fields of `EngineConfig`."""
     ranks: int = 1
     """Minimum number of ranks."""
@@ -45,7 +45,8 @@ class Feature:
     def config(self, options: Mapping[str, Any], path: str = "models/tiny") -> EngineConfig:
         """Return the config of an engine with this feature, for the model in folder `path`."""
         model = EngineModel(path=path, **self.model)
-        return EngineConfig(model=model, options=dict(options), **{"optim": OptimConfig(), **self.fields})
+        fields: dict[str, Any] = {"optim": OptimConfig(), **self.fields}
+        return EngineConfig(model=model, options=dict(options), **fields)
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Support:
     """Support of a feature by an engine."""
 
     status: Status
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options that enable the feature."""
     reason: str = ""
     """Error of a rejected setting."""
@@ -169,7 +170,7 @@ def find_support(feature: Feature, capabilities: EngineCapabilities) -> Support:
 def explain(strategy: str) -> str:
     """Describe the features and the other options of an engine, which can be a class of another package."""
     capabilities = engine_capabilities(strategy)
-    lines = []
+    lines: list[str] = []
     for feature in FEATURES.values():
         support = find_support(feature, capabilities)
         lines.append(f"{feature.name}: {support}" + (f" ({support.reason})" if support.reason else ""))

@@ -78,7 +78,7 @@ def format_problems(problems: Iterable[Problem], short_names: Mapping[str, str] 
 
     `short_names` maps short names to keys. The message ends with those of its keys.
     """
-    blocks = []
+    blocks: list[str] = []
     for problem in problems:
         value = "" if problem.value is ABSENT else f" = {shorten(format_value(mask_value(problem.value)))}"
         message = problem.message.replace("\n", "\n      ")

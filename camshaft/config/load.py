@@ -30,6 +30,7 @@ from camshaft.config.defaults import raw_defaults
 from camshaft.config.errors import Problem, format_problems, from_validation, group_problems
 from camshaft.config.foreign.answers import answer
 from camshaft.config.foreign.translate import Translation, translate
+from camshaft.config.guards import is_mapping
 from camshaft.config.run_folder import FOLDER, NAME, generated_name, uses_name
 from camshaft.config.schema.aliases import rename_aliases
 from camshaft.config.schema.evaluation import EvalConfig
@@ -138,7 +139,8 @@ def choose_automatic(
     A key that refers to another key, such as `${actor_rollout_ref.actor.strategy}`, is not chosen separately.
     """
     values, _ = resolve(tree, schema)
-    chosen, merged, choices = copy.deepcopy(dict(tree)), merge(raw_defaults(schema), tree), []
+    chosen, merged = copy.deepcopy(dict(tree)), merge(raw_defaults(schema), tree)
+    choices: list[Choice] = []
     for choice in choose(values, schema, machine):
         if not _REFERENCE.fullmatch(str(get(merged, choice.key))):
             put(chosen, choice.key, choice.value)
@@ -221,7 +223,8 @@ def resolve(tree: Mapping[str, Any], schema: type[Section]) -> tuple[dict[str, A
     can run. A default that cannot be resolved is not reported: it refers to an invalid value that is reported already.
     """
     leaves, defaults = leaf_fields(schema), raw_defaults(schema)
-    merged, problems = copy.deepcopy(merge(defaults, tree)), []
+    merged = copy.deepcopy(merge(defaults, tree))
+    problems: list[Problem] = []
     for key, value in flatten(tree, leaves).items():
         if value == "???":
             problems.append(Problem(key, value, f"a value is required. Set {key}=<value>."))
@@ -245,7 +248,7 @@ def _resolve_interpolations(tree: Mapping[str, Any]) -> dict[str, Any]:
     `${oc.env:HOME}`, and trees with values or references that it rejects.
     """
     try:
-        return _resolve_references(tree, tree)
+        return _resolve_references(dict(tree), tree)
     except (LookupError, TypeError, RecursionError):
         return to_dict(OmegaConf.create(dict(tree)), resolve=True)
 
@@ -253,7 +256,7 @@ def _resolve_interpolations(tree: Mapping[str, Any]) -> dict[str, Any]:
 _REFERENCE = re.compile(r"\$\{([A-Za-z_][\w.]*)\}", re.ASCII)
 
 
-def _resolve_references(node: Any, tree: Mapping[str, Any]) -> Any:
+def _resolve_references(node: dict[str, Any] | list[Any] | str | float | None, tree: Mapping[str, Any]) -> Any:
     """Return a copy of `node` with references such as `${trainer.seed}` replaced by values of `tree`.
 
     Raises:
@@ -281,7 +284,7 @@ def _resolve_references(node: Any, tree: Mapping[str, Any]) -> Any:
 def _config_key(tree: Mapping[str, Any], path: str, leaves: Collection[str]) -> str:
     """Return the config key that contains the OmegaConf node at `path`, for example `a.b` for `a.b[0].c`."""
     key, node = "", tree
-    while isinstance(node, Mapping) and key not in leaves:
+    while is_mapping(node) and key not in leaves:
         name = max((name for name in node if f"{path}.".startswith((f"{name}.", f"{name}["))), key=len, default=None)
         if name is None:
             break
@@ -297,8 +300,8 @@ def _reset(tree: dict[str, Any], key: str, schema: type[Section]) -> None:
 
 def to_dict(tree: DictConfig | ListConfig, resolve: bool = False) -> dict[str, Any]:
     """Convert an OmegaConf config to a dict."""
-    container = OmegaConf.to_container(tree, resolve=resolve)
-    assert isinstance(container, dict)
+    container: Any = OmegaConf.to_container(tree, resolve=resolve)
+    assert is_mapping(container)
     return {str(key): value for key, value in container.items()}
 
 

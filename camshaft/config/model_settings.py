@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from camshaft import hub
+from camshaft.config.guards import is_list, is_mapping
 from camshaft.storage import is_url, read_json_object
 
 POSITION_KEYS = ("n_positions", "max_position_embeddings")
@@ -94,7 +95,7 @@ def quantization(values: Mapping[str, Any]) -> str | None:
     settings = values.get("quantization_config")
     if settings is None:
         return None
-    method = settings.get("quant_method") if isinstance(settings, Mapping) else settings
+    method = settings.get("quant_method") if is_mapping(settings) else settings
     return str(method or "quantization_config")
 
 
@@ -108,10 +109,10 @@ def quantization_problem(method: str) -> str:
 
 def _rope_types(value: Any) -> Iterator[Any]:
     """Yield the types of rotary embeddings. Some models have one per kind of layer."""
-    if isinstance(value, Mapping):
+    if is_mapping(value):
         yield value.get("rope_type", value.get("type"))
-        yield from (kind for item in value.values() if isinstance(item, Mapping) for kind in _rope_types(item))
-    elif isinstance(value, list):
+        yield from (kind for item in value.values() if is_mapping(item) for kind in _rope_types(item))
+    elif is_list(value):
         yield from (kind for item in value for kind in _rope_types(item))
 
 
@@ -139,7 +140,7 @@ def read_settings(path: str, override: Mapping[str, Any]) -> ModelSettings | Non
     aliased = POSITION_KEYS if set(POSITION_KEYS) & override.keys() else ()
     values = {key: value for key, value in values.items() if key not in aliased} | dict(override)
     text = values.get("text_config")
-    return ModelSettings({**values, **text} if isinstance(text, Mapping) else values)
+    return ModelSettings({**values, **text} if is_mapping(text) else values)
 
 
 class TokenizerSettings:
@@ -147,9 +148,9 @@ class TokenizerSettings:
 
     def __init__(self, content: Mapping[str, Any]):
         model, added = content.get("model"), content.get("added_tokens")
-        self.vocabulary: Any = model.get("vocab") if isinstance(model, Mapping) else None
+        self.vocabulary: Any = model.get("vocab") if is_mapping(model) else None
         """IDs by token, or a list of tokens; None if the file has none."""
-        tokens = [token for token in added if isinstance(token, Mapping)] if isinstance(added, list) else []
+        tokens = [token for token in added if is_mapping(token)] if is_list(added) else []
         self.added: dict[str, int] = {
             token["content"]: token["id"]
             for token in tokens
@@ -161,15 +162,15 @@ class TokenizerSettings:
         """Return the ID of a token; None if it is unknown."""
         if not isinstance(token, str):
             return None
-        known = self.vocabulary if isinstance(self.vocabulary, Mapping) else {}
-        index = self.added.get(token, known.get(token))
+        known = self.vocabulary.get(token) if is_mapping(self.vocabulary) else None
+        index = self.added.get(token, known)
         return index if isinstance(index, int) else None
 
     def largest_id(self) -> int:
         """Return the largest ID of the vocabulary, without added tokens, which ordinary text does not produce."""
-        if isinstance(self.vocabulary, list):
+        if is_list(self.vocabulary):
             return len(self.vocabulary) - 1
-        ids = self.vocabulary.values() if isinstance(self.vocabulary, Mapping) else ()
+        ids = self.vocabulary.values() if is_mapping(self.vocabulary) else ()
         return max((index for index in ids if isinstance(index, int)), default=-1)
 
 

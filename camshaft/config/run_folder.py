@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from camshaft import storage
 from camshaft.config.errors import Problem
+from camshaft.config.guards import is_list
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.config.schema.trainer import RunConfig
@@ -83,8 +84,9 @@ def _replaced(value: Any, old: str, new: str) -> Any:
     """Return a config value in which a text is replaced in all strings."""
     if isinstance(value, str):
         return value.replace(old, new)
-    if isinstance(value, tuple | list):
-        return type(value)(_replaced(item, old, new) for item in value)
+    if is_list(value):
+        items = [_replaced(item, old, new) for item in value]
+        return tuple(items) if isinstance(value, tuple) else items
     if isinstance(value, BaseModel):
         return value.model_copy(update={name: _replaced(field, old, new) for name, field in value})
     return value

@@ -18,6 +18,7 @@ from typing import Any, get_origin
 
 from camshaft.config.defaults import raw_defaults
 from camshaft.config.errors import Problem, format_problems
+from camshaft.config.guards import is_list, is_mapping
 from camshaft.config.schema.fields import Section, ShortName, marks
 from camshaft.config.schema.reward import DEFAULT_FUNCTION, split_function
 from camshaft.config.tree import flatten, format_value, leaf_fields
@@ -116,9 +117,9 @@ def expand_short_names(
     """
     names = short_names(schema)
     mappings = _mapping_names(schema)
-    sections = [key for key, value in values.items() if isinstance(value, Mapping) and key not in mappings]
+    sections = [key for key, value in values.items() if is_mapping(value) and key not in mappings]
     expanded = {key: value for key, value in values.items() if key not in names or key in sections}
-    problems = []
+    problems: list[Problem] = []
     for name in [name for name in names if name in values and name not in expanded]:
         if name == REWARD and set_keys is not None:
             expanded |= {key: default for key, default in reset_reward().items() if key not in set_keys}
@@ -148,7 +149,7 @@ def _lookup(values: Mapping[str, Any], key: str) -> Any:
     if key in values:
         return values[key]
     for section, subtree in values.items():
-        if isinstance(subtree, Mapping) and key.startswith(f"{section}."):
+        if is_mapping(subtree) and key.startswith(f"{section}."):
             value = _lookup(subtree, key.removeprefix(f"{section}."))
             if value is not _ABSENT:
                 return value
@@ -161,7 +162,7 @@ def _assignments(name: str, key: str, value: Any) -> dict[str, Any]:
 
 def split_reward(value: Any) -> dict[str, Any]:
     """Return the keys that `reward` sets: path and name of a function, or a list of functions."""
-    if isinstance(value, list | tuple):
+    if is_list(value):
         return {REWARD_FUNCTIONS: list(value)}
     if isinstance(value, str) and value.startswith("["):  # an override that is not parsed yet
         return {REWARD_FUNCTIONS: value}
@@ -232,7 +233,7 @@ def _check_contradictions(overrides: Iterable[str], names: Mapping[str, str]) ->
         key, equals, value = override.lstrip("+").partition("=")
         if equals and not override.startswith("~") and not value.startswith("{"):
             values[key] = value
-    problems = []
+    problems: list[Problem] = []
     for name in [name for name in names if name in values]:
         for key, value in _assignments(name, names[name], values[name]).items():
             if key in values and _unquote(values[key]) != _unquote(value):

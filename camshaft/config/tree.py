@@ -13,13 +13,14 @@ from typing import Any
 
 from pydantic.fields import FieldInfo
 
+from camshaft.config.guards import is_mapping
 from camshaft.config.schema.fields import Section
 
 
 @cache
 def fields(schema: type[Section], prefix: str = "") -> dict[str, FieldInfo]:
     """Map every key of the schema to its field. The keys of sections are included."""
-    keys = {}
+    keys: dict[str, FieldInfo] = {}
     for name, field in schema.model_fields.items():
         key = f"{prefix}{name}"
         keys[key] = field
@@ -57,7 +58,7 @@ def flatten(tree: Mapping[str, Any], leaves: Iterable[str], prefix: str = "") ->
     values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and value and key not in leaves:
+        if is_mapping(value) and value and key not in leaves:
             values.update(flatten(value, leaves, f"{key}."))
         else:
             values[key] = value
@@ -73,7 +74,7 @@ def expand_keys(tree: Mapping[Any, Any], leaves: Iterable[str], prefix: str = ""
     expanded: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in leaves:
+        if is_mapping(value) and key not in leaves:
             subtree = expand_keys(value, leaves, f"{key}.")
             for part, leaf in flatten({str(name): subtree}, leaves).items():
                 put(expanded, part, leaf)
@@ -86,7 +87,7 @@ def has_key(tree: Mapping[str, Any], key: str) -> bool:
     """Return True if a nested dict contains a dotted key."""
     node: Any = tree
     for name in key.split("."):
-        if not isinstance(node, Mapping) or name not in node:
+        if not is_mapping(node) or name not in node:
             return False
         node = node[name]
     return True
@@ -112,7 +113,7 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:
 
 def merge(defaults: Any, tree: Any) -> Any:
     """Return `tree` with missing keys of every section added from `defaults`."""
-    if not isinstance(defaults, Mapping) or not isinstance(tree, Mapping):
+    if not is_mapping(defaults) or not is_mapping(tree):
         return tree
     return {**defaults, **{name: merge(defaults.get(name), value) for name, value in tree.items()}}
 

@@ -162,7 +162,7 @@ def _parts_at_ends(trace: Trace, layers: Layers, count: int) -> list[Part]:
         if part.label is None:
             parts.append(part)
             continue
-        direction, index = part.label  # pyright: ignore[reportGeneralTypeIssues]
+        direction, index = part.label
         if index >= count - layers.last:
             parts.append(part._replace(label=(direction, index - count)))
         elif index < layers.first:

@@ -25,7 +25,7 @@ device. Tensors that a run would hold in host memory are created in pinned memor
 
 import functools
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple, Self
@@ -57,10 +57,14 @@ def active_memory() -> "TensorMemory":
     return _active.get()
 
 
+Label = tuple[str, int]
+"""Direction of a pass through a layer, and the index of the layer."""
+
+
 class Part(NamedTuple):
     """The peaks of a part of a phase, in bytes."""
 
-    label: Hashable
+    label: Label | None
     peak: int
     host_peak: int
 
@@ -87,7 +91,7 @@ class TensorMemory(TorchDispatchMode):
         self.gradients_on_host = False
         """True if reduced gradients are created in host memory, as the offload policy of FSDP does."""
         self._peak = self._host_peak = 0
-        self._label: Hashable = None
+        self._label: Label | None = None
         self._on_host = False
         self._entries: dict[int, _Entry] = {}
         self._filled: set[int] = set()
@@ -115,7 +119,7 @@ class TensorMemory(TorchDispatchMode):
         self.parts.clear()
         self._label, self._peak, self._host_peak = None, self.live, self.host_live
 
-    def mark(self, label: Hashable) -> None:
+    def mark(self, label: Label | None) -> None:
         """End a part, and start the next one with this label."""
         self._measure(self._filled)
         self.parts.append(Part(self._label, self._peak, self._host_peak))

@@ -28,6 +28,7 @@ from camshaft.config.derive import actor_engine_keys, engine_model, reward_engin
 from camshaft.config.engine import Conflict, EngineCapabilities, EngineModel, invalid_options
 from camshaft.config.errors import ABSENT, Problem, group_problems, unknown_name
 from camshaft.config.foreign.topics import topic_of_key
+from camshaft.config.guards import is_mapping
 from camshaft.config.layout import PlacementConfig
 from camshaft.config.rollout import OPTIONAL_SAMPLING
 from camshaft.config.schema.fsdp import FSDPConfig, FSDPOptions
@@ -90,7 +91,7 @@ class Role:
             return getattr(self.section, option.removeprefix("model."), ABSENT)
         value: Any = {**self.settings, **self.engine_kwargs}
         for name in option.split("."):
-            if not isinstance(value, Mapping) or name not in value:
+            if not is_mapping(value) or name not in value:
                 return ABSENT
             value = value[name]
         return value
@@ -281,7 +282,7 @@ def _check_options(role: Role, capabilities: EngineCapabilities, world_size: int
 
 
 def _to_problem(role: Role, conflict: Conflict, related: tuple[str, ...]) -> Problem:
-    fixes = []
+    fixes: list[str] = []
     for fix in conflict.fixes:
         option, _, value = fix.partition("=")
         fixes.append(f"{role.strategy_key if option == 'strategy' else role.config_key(option)}={value}")

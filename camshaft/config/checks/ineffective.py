@@ -31,7 +31,7 @@ ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_r
 ROLLOUT, CRITIC, REWARD = "actor_rollout_ref.rollout", "critic", "reward_model"
 CORRECTION, LOSS_MODE = "algorithm.rollout_correction", f"{ACTOR}.policy_loss.loss_mode"
 
-_EMPTY = (None, (), [], {})
+_EMPTY: tuple[Any, ...] = (None, (), [], {})
 """Values that leave a setting to its default, so setting them has no effect in any run."""
 
 Condition = Callable[[Any], bool]
@@ -228,7 +228,7 @@ def _sharding_rules(section: str, trained: bool = True) -> tuple[Rule, ...]:
 def _rollout_rules(section: str) -> tuple[Rule, ...]:
     """Return the rules of the keys that only some rollouts read."""
     harmless = {"tensor_model_parallel_size": (1,), "enforce_eager": (True,), "free_cache_engine": (True,)}
-    rules = []
+    rules: list[Rule] = []
     for leaf in (*OPTIONAL_KEYS, "max_num_batched_tokens"):
         key, values = f"{section}.{leaf}", harmless.get(leaf, ())
         readers = f"this key is read only with {section}.name={', '.join(rollouts_that_read(leaf))}"

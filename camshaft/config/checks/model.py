@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from camshaft.config.errors import Problem
+from camshaft.config.guards import is_list, is_mapping
 from camshaft.config.model_settings import (
     ModelSettings,
     quantization,
@@ -211,12 +212,12 @@ def _newline_notice(rollout: GeneratorConfig, section: str) -> Iterator[str]:
 
 
 def _as_list(value: Any) -> list[int]:
-    return [index for index in (value if isinstance(value, list) else [value]) if isinstance(index, int)]
+    return [index for index in (value if is_list(value) else [value]) if isinstance(index, int)]
 
 
 def _tokenizer_eos(path: str) -> list[int]:
     """Return the ID of the tokenizer's end-of-sequence token."""
     named = (read_json(path, "tokenizer_config.json") or {}).get("eos_token")
-    text = named.get("content") if isinstance(named, dict) else named
+    text = named.get("content") if is_mapping(named) else named
     entries = read_tokenizer(path)
     return [] if entries is None else _as_list(entries.token_id(text))

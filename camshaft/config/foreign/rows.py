@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from camshaft.config.foreign.topics import Topic
+from camshaft.config.guards import is_mapping
 from camshaft.config.tree import flatten, format_value, get, has_key
 
 Tree = Mapping[str, Any]
@@ -63,7 +64,7 @@ class Renamed(Row):
 
     key: str
     note: str = ""
-    values: Mapping[Any, Any] = field(default_factory=dict)
+    values: Mapping[Any, Any] = field(default_factory=dict[Any, Any])
     """Values with another name here. Other values are the same."""
 
     def apply(self, value: Any, tree: Tree) -> Accepted | Refused | None:
@@ -140,8 +141,8 @@ class PassedOn(Row):
         if not self.is_used(value, tree):
             return Accepted({}, f"not read without {self.setting}")
         settings = {self.key: value if self.value is None else self.value}
-        if isinstance(value, Mapping):
-            base = get(tree, self.base) if self.base and has_key(tree, self.base) else {}
+        if is_mapping(value):
+            base: Tree = get(tree, self.base) if self.base and has_key(tree, self.base) else {}
             settings = {f"{self.key}.{leaf}": part for leaf, part in flatten({**base, **value}, ()).items()}
         return Accepted(settings, f"passed on as {self.key}")
 
@@ -163,7 +164,7 @@ class Missing(Row):
     def apply(self, value: Any, tree: Tree) -> Accepted | Refused | None:
         if (self.only and value not in self.only) or (self.when is not None and not self.when(tree)):
             return None
-        if self.switch and isinstance(value, Mapping):
+        if self.switch and is_mapping(value):
             return Accepted({}) if self._is_off(value.get(self.switch)) else self.refuse(value, self.topic)
         asking = {leaf: part for leaf, part in self.leaves(value).items() if not self._is_off(part)}
         return Refused(asking, self.topic.message()) if asking else Accepted({})

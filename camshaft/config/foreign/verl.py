@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from camshaft.config.foreign import topics
-from camshaft.config.foreign.rows import Expanded, Missing, NotNeeded, PassedOn, Renamed, Row
+from camshaft.config.foreign.rows import Accepts, Expanded, Missing, NotNeeded, PassedOn, Renamed, Row
 from camshaft.config.tree import get, has_key
 
 ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.model"
@@ -29,7 +29,7 @@ def _value(tree: Mapping[str, Any], key: str, default: Any = None) -> Any:
     return get(tree, key) if has_key(tree, key) else default
 
 
-def _generates_with(*names: str) -> Any:
+def _generates_with(*names: str) -> Accepts:
     """Return the condition that the rollout is one of `names`."""
     return lambda value, tree: _value(tree, f"{ROLLOUT}.name") in names
 

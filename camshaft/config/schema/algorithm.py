@@ -2,12 +2,13 @@
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 from pydantic import AfterValidator, BeforeValidator, NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from camshaft.config.errors import Problem
+from camshaft.config.guards import is_list
 from camshaft.config.schema.fields import (
     Count,
     Described,
@@ -87,7 +88,7 @@ def _as_list(value: Any) -> Any:
     """Convert `a,b`, `[a, b]`, `a` or null to a tuple of strings. Numbers become strings too."""
     if value is None:
         return ()
-    parts = value.split(",") if isinstance(value, str) else value if isinstance(value, Sequence) else (value,)
+    parts = value.split(",") if isinstance(value, str) else value if is_list(value) else (value,)
     return tuple(part if isinstance(part, bool) else str(part).strip() for part in parts)
 
 

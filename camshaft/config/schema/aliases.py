@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from camshaft.config.errors import Problem
+from camshaft.config.guards import is_list
 from camshaft.config.schema.fields import Alias, marks
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
@@ -111,7 +112,7 @@ def _move(
 
 
 def _rename_value(key: str, value: Any, aliases: Mapping[str, str]) -> Any:
-    if isinstance(value, list | tuple):
+    if is_list(value):
         return [_rename_value(key, item, aliases) for item in value]
     if not isinstance(value, str) or value not in aliases:
         return value

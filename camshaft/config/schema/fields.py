@@ -27,6 +27,7 @@ from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, Private
 from pydantic.fields import FieldInfo
 
 from camshaft.config.engine import Frozen
+from camshaft.config.guards import is_list
 
 if TYPE_CHECKING:
     from camshaft.config.errors import Problem
@@ -202,7 +203,7 @@ def _as_tuple(value: Any) -> Any:
         return ()
     if isinstance(value, str | int | float):
         return (value,)
-    return tuple(value) if isinstance(value, Sequence) else value
+    return tuple(value) if is_list(value) else value
 
 
 def _local(value: str) -> str:
@@ -217,7 +218,7 @@ def _all_local(values: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _join_list(value: Any) -> Any:
-    if isinstance(value, list | tuple) and all(isinstance(part, str) for part in value):
+    if is_list(value) and all(isinstance(part, str) for part in value):
         return ",".join(value)
     return value
 
@@ -315,7 +316,7 @@ def _describe(annotation: Any, metadata: Sequence[Any]) -> str:
 
 
 def _bounds(metadata: Sequence[Any]) -> str:
-    bounds = []
+    bounds: list[str] = []
     for mark in metadata:
         if isinstance(mark, Ge):
             bounds.append(f">= {mark.ge}")

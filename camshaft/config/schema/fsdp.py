@@ -7,6 +7,9 @@ Programs that build an engine without a config file read these defaults too. The
 and only a config file has `auto`, which is chosen when the file is loaded.
 """
 
+# Sections are immutable, so a subclass can narrow the type of a key.
+# pyright: reportIncompatibleVariableOverride=false
+
 from collections.abc import Iterator
 from typing import Annotated, Literal
 

@@ -192,7 +192,7 @@ class CustomRewardConfig(Section):
         parts = [split_function(text) for text in self.functions]
         labels = [_short_label(path, name) for path, name in parts]
         counts = Counter(labels)
-        functions = []
+        functions: list[RewardFunction] = []
         for index, (path, name) in enumerate(parts):
             label = labels[index] if counts[labels[index]] == 1 else _long_label(path, name)
             weight = self.weights[index] if index < len(self.weights) else 1.0

@@ -1,5 +1,8 @@
 """Config of `camshaft sft` and `camshaft rm`, which train one model with one optimizer step per batch."""
 
+# Sections are immutable, so a subclass can narrow the type of a key.
+# pyright: reportIncompatibleVariableOverride=false
+
 from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
