@@ -120,4 +120,4 @@ def test_every_recipe_is_a_config_that_loads(name: str, tmp_path: Path) -> None:
 
 
 def test_the_recipes_are_found() -> None:
-    assert set(RECIPES) == {"GRPO", "RLOO", "REINFORCE++", "ReMax", "OPO", "DAPO"}
+    assert set(RECIPES) == {"GRPO", "RLOO", "REINFORCE++", "ReMax", "OPO", "GPG", "DAPO"}
