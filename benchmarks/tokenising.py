@@ -38,7 +38,7 @@ def main() -> None:
         for size in sizes:
             text = "Question {0}: what is {0} plus {0}? " * 6
             prompts = [[{"role": "user", "content": text.format(i)}] for i in range(size)]
-            job = tokens._Job(prompts, tokenizer, ["row"] * size)
+            job = tokens._Job(prompts, tokenizer, ["row"] * size, [{}] * size)
             for workers in (count for count in WORKERS if count <= cpus):
                 clock, spent = seconds(job, workers)
                 print(f"{size:>8} {workers:>8} {clock:>8.2f} {spent:>8.2f}")

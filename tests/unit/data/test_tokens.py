@@ -141,7 +141,7 @@ def test_a_killed_process_is_an_error(tokenizer, monkeypatch) -> None:
         tokenize(prompts(), tokenizer, PLACES, 2)
 
 
-def test_processes_exit_with_the_driver() -> None:
+def test_processes_exit_with_the_driver(tokenizer) -> None:
     """A process of the pool, whose driver exits at once, closes its pipe within seconds."""
     read, write = os.pipe()
     driver = os.fork()
@@ -149,7 +149,7 @@ def test_processes_exit_with_the_driver() -> None:
         try:
             driver_pid = os.getpid()
             if os.fork() == 0:
-                tokens._begin(tokens._Job([], None, [], []), driver_pid)
+                tokens._initialize_process(tokens._Job([], tokenizer, [], []), driver_pid)
                 time.sleep(60)
         finally:  # a forked test process never returns to pytest
             os._exit(0)
