@@ -120,7 +120,7 @@ class TrainerLoop:
                 log_level="error", logging_strategy="no",
                 remove_unused_columns=False,
             ),
-            train_dataset=[{"prompt": p, "response": r} for p, r in zip(rows.prompts, rows.responses, strict=True)],  # pyright: ignore
+            train_dataset=[{"prompt": p, "response": r} for p, r in zip(rows.prompts, rows.responses, strict=True)],
             data_collator=collate,
         )  # fmt: skip
         trainer.train()

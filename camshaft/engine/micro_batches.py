@@ -411,7 +411,7 @@ def call_hook(name: str, hook: Callable[..., Any], *arguments: Any) -> tuple[Any
     returned = hook(*arguments)
     is_pair = isinstance(returned, tuple | list) and len(returned) == 2
     if is_pair and isinstance(returned[1], MutableMapping):
-        return returned[0], returned[1]  # pyright: ignore[reportReturnType]
+        return returned[0], returned[1]
     parts = [type(part).__name__ for part in returned] if is_pair else [type(returned).__name__]
     raise EngineError(f"{name} returned {' and '.join(parts)}; return two values, its result and ctx, the context")
 

@@ -138,7 +138,7 @@ class FusedRMSNorm(nn.Module):
         supported = on_cpu and hidden_states.dtype == weight.dtype == torch.float32
         if not supported or isinstance(weight, DTensor) or torch.compiler.is_compiling():
             return rms_norm(hidden_states, weight, eps)
-        return _RMSNorm.apply(hidden_states, weight, eps)  # pyright: ignore[reportReturnType]
+        return _RMSNorm.apply(hidden_states, weight, eps)
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"

@@ -116,7 +116,7 @@ def linear_full_kl(
     is (M,) int64, and `log_q` is not sharded. `shard` has the same meaning as in `linear_logprob`.
     """
     options = _Options.create(hidden, temperature, tile, shard)
-    return _LinearFullKL.apply(hidden, weight, bias, log_q, rows, options)  # pyright: ignore[reportReturnType]
+    return _LinearFullKL.apply(hidden, weight, bias, log_q, rows, options)
 
 
 @torch.no_grad()
@@ -259,7 +259,7 @@ class _LinearFullKL(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore
+    def backward(ctx: Any, grad_kl: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, log_q, rows, normalizers, divergence = ctx.saved_tensors
         head = _Head(hidden, weight, bias, ctx.options)
         gradients = _Gradients(ctx.needs_input_grad, head)
@@ -431,7 +431,7 @@ def _kernels(head: _Head) -> ModuleType | None:
 def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Compute the logits (C, V) in float32 or wider, in a new buffer that the caller may overwrite."""
     if _is_half_on_cuda(hidden):
-        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)  # pyright: ignore[reportCallIssue]
+        logits = torch.mm(hidden, weight.t(), out_dtype=torch.float32)
     else:
         logits = torch.mm(hidden, weight.t()).to(torch.promote_types(hidden.dtype, torch.float32))
     return logits if bias is None else logits.add_(bias)
@@ -440,7 +440,7 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 def _add_product(total: Tensor, grad: Tensor, factor: Tensor, is_first: bool) -> None:
     """Add grad @ factor to `total` in the dtype of `total`; the first tile overwrites `total`."""
     if _is_half_on_cuda(factor):
-        product = torch.mm(grad.to(factor.dtype), factor, out_dtype=torch.float32)  # pyright: ignore[reportCallIssue]
+        product = torch.mm(grad.to(factor.dtype), factor, out_dtype=torch.float32)
         total.copy_(product) if is_first else total.add_(product)
     else:
         total.addmm_(grad, factor.to(total.dtype), beta=0 if is_first else 1)

@@ -103,7 +103,7 @@ class SequenceSplit:
 
     def _swap(self, parts: Tensor) -> Tensor:
         """Send part r to rank r, and return the received parts in rank order."""
-        return _Swap.apply(parts, self.group)  # pyright: ignore[reportReturnType]
+        return _Swap.apply(parts, self.group)
 
     # -- outputs ----------------------------------------------------------------------------------
 
@@ -115,9 +115,9 @@ class SequenceSplit:
         """
         gathered = _Gather.apply(self, share.counts, *tensors)
         if share.inverse is None:
-            return list(gathered)  # pyright: ignore[reportArgumentType]
+            return list(gathered)
         inverse = to_device(share.inverse, tensors[0].device)
-        return [tensor.index_select(0, inverse) for tensor in gathered]  # pyright: ignore
+        return [tensor.index_select(0, inverse) for tensor in gathered]
 
     def gather_outputs(self, share: "Share", outputs: dict[str, Tensor]) -> dict[str, Tensor]:
         """Gather the outputs of a head. `distribution`, with a value per vocabulary entry, is gathered separately."""
@@ -167,8 +167,8 @@ class _Swap(torch.autograd.Function):
         return received
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # pyright: ignore
-        return _Swap.apply(gradient, ctx.group), None  # pyright: ignore[reportReturnType]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _Swap.apply(gradient, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -183,7 +183,7 @@ class _Gather(torch.autograd.Function):
         return tuple(tensor.clone() for tensor in gathered.unbind(1))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         return None, None, *(None if gradient is None else gradient[ctx.local] for gradient in gradients)
 
 

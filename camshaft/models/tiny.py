@@ -52,8 +52,8 @@ def make_tiny_tokenizer(folder: str | Path) -> PreTrainedTokenizerFast:
         raise EngineError(f"{folder} contains another model ({existing[0]}); use another folder")
     vocabulary = {token: number for number, token in enumerate([PAD, START, END, *CHARACTERS])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)  # pyright: ignore
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=END, additional_special_tokens=[START]
     )

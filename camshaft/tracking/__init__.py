@@ -108,7 +108,7 @@ def _start(name: str, run: RunInfo) -> SynchronousTracker | ThreadedTracker:
     tracker_class = _class(name)
     try:
         runner = SynchronousTracker if tracker_class.synchronous else ThreadedTracker
-        return runner(name, lambda: tracker_class(run))  # pyright: ignore[reportAbstractUsage]  (a subclass)
+        return runner(name, lambda: tracker_class(run))
     except Exception as error:
         raise ConfigError(
             f"the tracker '{name}' failed to start: {type(error).__name__}: {error}. "

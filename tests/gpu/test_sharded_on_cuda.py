@@ -68,7 +68,7 @@ def test_bfloat16_log_probs_are_near_those_of_float32(tmp_path: Path) -> None:
     half = harness.build(options={"mixed_precision": {"param_dtype": "bfloat16"}})
     exact, rounded = harness.infer(harness.build())["log_probs"], harness.infer(half)["log_probs"]
     assert not torch.equal(exact.values, rounded.values)  # pyright: ignore
-    torch.testing.assert_close(rounded.values, exact.values, rtol=0.02, atol=0.02)  # pyright: ignore
+    torch.testing.assert_close(rounded.values, exact.values, rtol=0.02, atol=0.02)
 
 
 def test_an_engine_without_roles_trains_on_the_accelerator(tmp_path: Path) -> None:

@@ -157,7 +157,7 @@ class NoStacks(LocalPool):
     def create_processes(self) -> None:
         super().create_processes()
         for process in self.processes:
-            process.stacks = str  # pyright: ignore[reportAttributeAccessIssue]
+            process.stacks = str
 
 
 class IgnoresDeaths(LocalPool):

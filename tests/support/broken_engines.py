@@ -365,7 +365,7 @@ class WarmsUpTooLow(SingleDeviceEngine):
 class RenamesParameter(SingleDeviceEngine):
     """Rename a parameter of the interface."""
 
-    def to(self, where: str, model: bool = True, optimizer: bool = True) -> None:  # pyright: ignore
+    def to(self, where: str, model: bool = True, optimizer: bool = True) -> None:
         super().to(where, model, optimizer)
 
 
@@ -415,7 +415,8 @@ class TrainsPadToken(SingleDeviceEngine):
 
     def build_model(self) -> PackedModel:
         model = super().build_model()
-        model.hf.get_input_embeddings().padding_idx = None
+        embeddings: Any = model.hf.get_input_embeddings()
+        embeddings.padding_idx = None
         return model
 
 

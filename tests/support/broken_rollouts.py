@@ -101,7 +101,7 @@ class DeclaresNothing(TorchRollout):
     capabilities = RolloutCapabilities()
 
     def limits(self, prompts: Ragged, sampling: SamplingParams, num_embeddings: int) -> Tensor:
-        known = replace(sampling, **OPTIONAL_SAMPLING)  # pyright: ignore[reportArgumentType]
+        known = replace(sampling, **OPTIONAL_SAMPLING)
         return super().limits(prompts, known, num_embeddings)
 
 
@@ -152,7 +152,7 @@ class DropsStopToken(TorchRollout):
 class IgnoresWindows(TorchRollout):
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
-        self.cache.windows = [None] * self.cache.num_layers
+        self.cache.windows[:] = [None] * self.cache.num_layers
         for module in self.model.hf.modules():
             module.__dict__.update({"sliding_window": None} if "sliding_window" in module.__dict__ else {})
         self.model.hf.config.sliding_window = None
@@ -165,10 +165,9 @@ class IgnoresEndOfSequence(TorchRollout):
 
 
 class KeepsOldWeights(TorchRollout):
-    """Generate with old weights after sleep and after a failed load."""
+    """Generate with old weights after sleep."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        self.model._came = set()
         super().load_weights(weights)
         self.kept = [(name, weight.clone()) for name, weight in self.model.hf.named_parameters()]
 
@@ -242,7 +241,7 @@ class RestartsPositions(TorchRollout):
             with mock.patch.object(scheduler, "uniform_numbers", restarted):
                 outs.append(super().generate_sequences(prompts.select([row]), sampling, seed, generated.select([row])))
         columns = [Ragged.concat([getattr(out, name) for out in outs]) for name in ("responses", "log_probs")]
-        return Generation(*columns, torch.cat([out.finished for out in outs]))
+        return Generation(*columns, finished=torch.cat([out.finished for out in outs]))
 
 
 class ReturnsEarlierTokens(TorchRollout):
@@ -265,7 +264,7 @@ class ContinuesEndedRows(TorchRollout):
     """Continue rows after a stop token."""
 
     def open_rows(self, *arguments: Any) -> OpenRows:
-        return super().open_rows(*arguments[:-1], lambda tokens: False)
+        return super().open_rows(*arguments[:-1], has_stop=lambda tokens: False)
 
 
 class ForgetsPenaltiesSilently(TorchRollout):

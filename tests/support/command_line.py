@@ -134,7 +134,7 @@ class Forked:
         sys.stdout, sys.stderr = (os.fdopen(number, "w") for number in (1, 2))
         signal.signal(signal.SIGINT, signal.default_int_handler)
         # The fork server and the resource tracker of the parent are not children of this process.
-        forkserver._forkserver.__init__()  # pyright: ignore[reportAttributeAccessIssue]
+        forkserver._forkserver.__init__()
         resource_tracker._resource_tracker.__init__()
         torch.set_num_threads(1)  # a forked process has no OpenMP threads
         sys.exit(main(list(args)))

@@ -68,7 +68,7 @@ class EmulatedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor) -> EmulatedTensor:
-        made: Any = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+        made: Any = Tensor._make_wrapper_subclass(
             cls,
             host.size(),
             strides=host.stride(),
@@ -200,7 +200,7 @@ class Emulator(TorchDispatchMode):
 
 
 def _is_composite(func: Any) -> bool:
-    key = torch._C.DispatchKey.CompositeImplicitAutograd  # pyright: ignore
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)
 
 
@@ -211,7 +211,7 @@ def _run_on_host(func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any
         kwargs["device"] = torch.device("cpu")
         if name == "_to_copy" and args[0].dtype == (kwargs.get("dtype") or args[0].dtype):
             return args[0].clone(memory_format=torch.preserve_format)
-    return KERNELS.get(func, func)(*args, **kwargs)
+    return (KERNELS.get(func) or func)(*args, **kwargs)
 
 
 def _written_argument(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> Any:
@@ -282,11 +282,11 @@ def _flash_attention_backward(
 ) -> Any:  # fmt: skip
     """Compute the gradients by hand, because there is no autograd below an operator."""
     gradients = [torch.zeros(tensor.shape) for tensor in (query, key, value)]
-    scale = scale or query.shape[-1] ** -0.5
+    factor: float = scale or query.shape[-1] ** -0.5
     for span, other, (q, o, g, k, v) in _groups((cu_q, cu_k), [query, out, grad], [key, value]):
         hidden = _hidden(q.shape[1], k.shape[1], window_size_left, causal)
-        p = (q @ k.transpose(1, 2) * scale - log_sums[:, span, None]).exp().masked_fill(hidden, 0)
-        ds = p * (g @ v.transpose(1, 2) - (g * o).sum(-1, keepdim=True)) * scale
+        p = (q @ k.transpose(1, 2) * factor - log_sums[:, span, None]).exp().masked_fill(hidden, 0)
+        ds = p * (g @ v.transpose(1, 2) - (g * o).sum(-1, keepdim=True)) * factor
         parts = ((span, ds @ k), (other, ds.transpose(1, 2) @ q), (other, p.transpose(1, 2) @ g))
         for total, (rows, part) in zip(gradients, parts, strict=True):
             total[rows] = part.unflatten(0, (total.shape[1], -1)).sum(1).transpose(0, 1)
@@ -357,10 +357,10 @@ class _DeviceModule:
 
 
 MODULE = _DeviceModule()
-DATA: Any = torch._C.TensorBase.data  # pyright: ignore
+DATA: Any = torch._C.TensorBase.data
 
 
-_is_compatible = torch._has_compatible_shallow_copy_type
+_is_compatible: Any = torch._VF._has_compatible_shallow_copy_type
 
 
 def _keeps_object(tensor: Tensor, new: Tensor) -> bool:
@@ -405,7 +405,7 @@ def _register() -> None:
         import torch._dynamo  # before its functions are patched, because it checks them while it is imported
         from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-        _setup_privateuseone_for_python_backend(DEVICE, backend_module=MODULE)  # pyright: ignore
+        _setup_privateuseone_for_python_backend(DEVICE, backend_module=MODULE)
         KERNELS[torch.ops.aten.mm.dtype] = _mm_to_dtype
         KERNELS[flash.KERNEL] = _flash_attention
         KERNELS[flash.BACKWARD] = _flash_attention_backward

@@ -186,7 +186,7 @@ def test_frozen_parameters_stay_out_and_all_frozen_is_rejected() -> None:
 
 
 class WantsLoss(torch.optim.SGD):
-    def step(self, closure):  # pyright: ignore
+    def step(self, closure):
         return super().step(closure)
 
 

@@ -34,7 +34,7 @@ class StatefulSGD(torch.optim.Optimizer):
         super().__init__(params, {"lr": 0.1})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # pyright: ignore
+    def step(self, closure: Any = None) -> None:
         for parameter in self.param_groups[0]["params"]:
             if parameter.grad is not None:
                 state = self.state[parameter]

@@ -167,7 +167,8 @@ def test_predictions_have_the_same_names_in_all_micro_batches() -> None:
 def test_losses_and_metrics_are_tensors(name: str) -> None:
     def loss_fn(data: DataProto, predictions: Any, ctx: StepContext) -> tuple[Any, StepContext]:
         loss, ctx = mean_log_prob(data, predictions, ctx)
-        ctx["metrics"] = {"mean": 0.5 if name == "mean" else loss.detach()}
+        mean: Any = 0.5 if name == "mean" else loss.detach()
+        ctx["metrics"] = {"mean": mean}
         return 0.5 if name == "loss" else loss, ctx
 
     with pytest.raises(EngineError, match=f"the loss function returned '{name}' as a float; return a scalar tensor"):
@@ -214,8 +215,9 @@ def test_a_loss_of_one_element_is_a_scalar() -> None:
 
 @pytest.mark.parametrize("hook", ["preprocess_fn", "postprocess_fn"])
 def test_a_hook_that_returns_nothing_is_named(hook: str) -> None:
+    hooks: dict[str, Any] = {hook: lambda data, ctx: None}
     with pytest.raises(EngineError, match=f"{hook} returned NoneType; return two values"):
-        linear().run(batch_of(3, 2), **{hook: lambda data, ctx: None})
+        linear().run(batch_of(3, 2), **hooks)
     with pytest.raises(EngineError, match="preprocess_fn returned NoneType"):
         linear().run({"texts": ["a"]}, preprocess_fn=lambda data, ctx: None)  # pyright: ignore[reportArgumentType]
 
@@ -261,7 +263,7 @@ def test_a_misspelt_control_key_is_rejected_with_the_nearest_name(key: str) -> N
 
 def test_other_keys_of_a_context_are_kept() -> None:
     keys = {"seen": 3, "temp": 1, "tokens": [2], 7: "a", "my_outputs": 1, "inputs": 2, "sequences": 3, "routings_": 4}
-    assert keys.items() <= call_context(keys, "causal_lm").items()  # pyright: ignore[reportArgumentType]
+    assert keys.items() <= call_context(keys, "causal_lm").items()
 
 
 @pytest.mark.parametrize("bad", [0.0, -1.0])

@@ -132,7 +132,7 @@ class SavedTensorHooks:
         def hooks(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Any:
             return original(lambda t: self.pack(pack, t), lambda kept: self.unpack(unpack, kept))
 
-        torch.autograd.graph.saved_tensors_hooks = hooks  # pyright: ignore
+        torch.autograd.graph.saved_tensors_hooks = hooks
         try:
             with offload_activations("cpu", min_bytes=1024):
                 torch.autograd.graph.saved_tensors_hooks = original

@@ -55,7 +55,7 @@ def test_fewer_layers_without_layer_types_make_a_smaller_model(tmp_path: Path) -
     del config["layer_types"]
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
     model = load_model(EngineModel(path=str(folder), random_init=True), "float32", "cpu", seed=0)
-    assert len(model.hf.model.layers) == 1  # pyright: ignore[reportArgumentType]
+    assert len(model.hf.model.layers) == 1
 
 
 def test_random_weights_ignore_a_quantization_that_is_overridden(tmp_path: Path) -> None:

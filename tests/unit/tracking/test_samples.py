@@ -27,7 +27,7 @@ def tokenizer() -> Tokenizer:
     words = ["he", "llo", "\u0120w", "or"]
     vocabulary = {token: number for number, token in enumerate([*sorted(BYTES), *words])}
     tokenizer = Tokenizer(models.BPE(vocabulary, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 

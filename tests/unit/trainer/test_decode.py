@@ -20,7 +20,7 @@ class Shouting(PreTrainedTokenizerFast):
 def word_pieces(kind: type[PreTrainedTokenizerFast], **options: Any) -> PreTrainedTokenizerFast:
     words = ["[PAD]", "[UNK]", "it", "##s", "n", "'", "t", ".", "do"]
     tokenizer = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.decoder = decoders.WordPiece(cleanup=False)  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
     return kind(tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", **options)
 
 

@@ -169,8 +169,8 @@ def test_runs_without_a_common_step_are_compared_by_config(tmp_path: Path) -> No
 
 def test_the_table_of_runs_tells_a_killed_one(runs: Path, tmp_path: Path) -> None:
     killed = RunFolder(make_run(tmp_path / "killed", ending=None))
-    killed.info = lambda: {"status": "running", "host": "here", "pid": 1, "total_steps": 50}  # type: ignore[method-assign]
-    killed.state = lambda: "killed"  # type: ignore[method-assign]
+    killed.info = lambda: {"status": "running", "host": "here", "pid": 1, "total_steps": 50}
+    killed.state = lambda: "killed"
     lines = runs_table([RunFolder(runs / "first"), killed], now=0.0).splitlines()
     assert lines[1].split()[1:] == ["finished", "20/20", "0.8784"]
     assert lines[2].split()[1:] == ["killed", "20/50", "0.8784"]

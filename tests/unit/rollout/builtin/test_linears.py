@@ -171,7 +171,7 @@ def test_a_missing_or_wrong_operator_is_detected() -> None:
             super().__init__(weight + 1, bias)
 
     for layout in (Missing, Wrong):
-        assert not linears.is_layout_valid.__wrapped__(layout, *SHAPE)  # pyright: ignore[reportArgumentType]
+        assert not linears.is_layout_valid.__wrapped__(layout, *SHAPE)
 
 
 @pytest.mark.parametrize(("rows", "steps"), [(MIN_ROWS - 1, MIN_STEPS), (MIN_ROWS, MIN_STEPS - 1)])

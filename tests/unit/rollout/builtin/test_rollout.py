@@ -275,7 +275,7 @@ def tokenizer_of_bytes(folder: Path) -> None:
     vocabulary = ["<pad>", "<end>", "\u00c3", "\u00a9", "\u00a8", "a", "b", "ab", "aba", "b\u00c3", "\u00a9a"]
     merges = [("a", "b"), ("ab", "a"), ("b", "\u00c3"), ("\u00a9", "a")]
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(vocabulary)}, merges))
-    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>").save_pretrained(folder)
 
 

@@ -181,7 +181,7 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "choice": (lambda x: x if x.sum() > 0 else -x, "__bool__ reads the values"),
     "list": (lambda x: x * x.tolist()[0][0], "tolist reads the values"),
     "in place": (lambda x: x.add_(1), "add_ writes in place"),
-    "assignment": (lambda x: [x, x.__setitem__(0, 1.0)][0], "__setitem__ writes in place"),  # pyright: ignore
+    "assignment": (lambda x: [x, x.__setitem__(0, 1.0)][0], "__setitem__ writes in place"),
     "foreign": (lambda x: x * HELD, r"a tensor of shape \(4,\) is neither"),
     "number": (lambda x: x * (x.shape[0] + 1), "4 or 6, depending on the batch size"),
     "path": (lambda x: x * 2 if x.shape[0] > 3 else x.sin(), "depending on the batch size"),
