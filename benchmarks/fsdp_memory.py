@@ -86,7 +86,7 @@ def _forget_peak() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--hidden", type=int, default=768)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--out", help="also write the table to this Markdown file")
@@ -103,8 +103,9 @@ def main() -> None:
         cases.append((4, "2 copies x 2 shards", {"fsdp_size": 2}))
         for world, layout, changes in cases:
             config = EngineConfig(model=EngineModel(path=folder), optim=OptimConfig(lr=1e-4), options=changes)
-            with workers(Rank, world_size=world) as ranks:
-                results = ranks.measure([config] * world)
+            group: Any  # takes and returns one entry per rank
+            with workers(Rank, world_size=world) as group:
+                results = group.measure([config] * world)
             for rank, result in enumerate(results):
                 total = result["parameters"] + result["gradients"] + result["optimizer"]
                 one_rank = one_rank or total

@@ -23,6 +23,7 @@ from camshaft_side import ActorUpdate
 from gpu_model import DTYPES, Size, rows_of, settings
 from roofline import Group, Rates
 from torch import Tensor
+from torch._C._autograd import DeviceType
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.engine.micro_batches import MicroBatches
@@ -219,12 +220,12 @@ def marked(around: Callable[[], Any] = contextlib.nullcontext) -> Iterator[list[
 
 def waits_inside(events: Any) -> list[str]:
     """Return the names of host events inside marked ranges that wait or start a copy to the host."""
-    ranges = [e.time_range for e in events if e.name == MARK and e.device_type == torch.autograd.DeviceType.CPU]
+    ranges = [e.time_range for e in events if e.name == MARK and e.device_type == DeviceType.CPU]
     waits = []
     for event in events:
         if not any(r.start <= event.time_range.start <= r.end for r in ranges):
             continue
-        if event.device_type == torch.autograd.DeviceType.CPU:
+        if event.device_type == DeviceType.CPU:
             names = [event.name, *(kernel.name for kernel in event.kernels)]
             waits += [name for name in names if name.startswith(WAITS)]
     return waits

@@ -11,6 +11,7 @@ compilation. A step generates all responses and has two optimizer steps. `update
 generation; it includes rewards and log-probs.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import argparse

@@ -102,7 +102,7 @@ def run_arguments(folder: Path, strategy: str, ranks: int, batch: int = 8, lengt
     ]
 
 
-def write_inputs(folder: Path, **model: int) -> None:
+def write_inputs(folder: Path, **model: Any) -> None:
     """Write the model and the data of `run_arguments`."""
     make_tiny_model(folder / "model", **model)
     make_tiny_tokenizer(folder / "model")

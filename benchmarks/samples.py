@@ -47,7 +47,7 @@ def measure(model: str, rounds: int) -> str:
     steps_spent, writes = [], []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        shape = asdict(workload.SHAPES[model]) | {"vocab_size": VOCABULARY_ROWS}
+        shape: dict[str, Any] = asdict(workload.SHAPES[model]) | {"vocab_size": VOCABULARY_ROWS}
         make_tiny_model(folder, **shape)
         teach_lengths(folder, VOCABULARY_ROWS)
         texts = [text for number in range(rounds + 1) for text in workload.prompt_texts(number)]

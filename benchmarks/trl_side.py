@@ -11,6 +11,7 @@ that affect only speed have the fastest of the values tried. With the continuous
 GRPOTrainer offers, a step did not finish in two minutes on a CPU.
 """
 
+# pyright: reportMissingImports=false
 from __future__ import annotations
 
 import itertools

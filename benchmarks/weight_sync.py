@@ -94,6 +94,7 @@ def main() -> None:
             "|---|---|---|---|---|",
         ]
         for ranks in map(int, args.ranks.split(",")):
+            group: Any  # takes and returns one entry per rank
             with workers(Rank, world_size=ranks) as group:
                 per_rank = group.measure([engine_config] * ranks, [rollout_config] * ranks, [args.rounds] * ranks)
             lines.append(_row(ranks, [_slowest(rounds) for rounds in zip(*per_rank, strict=True)]))

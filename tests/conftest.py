@@ -34,7 +34,8 @@ def pytest_collection_finish() -> None:
 def _preload_fork_server() -> Iterator[None]:
     """Start all ranks of this process from one fork server, which has the modules imported."""
     if local := sys.modules.get("camshaft.controller.local"):
-        local.PRELOAD += ["camshaft.roles", "camshaft.engine.fsdp", "transformers.models.qwen2.modeling_qwen2", "peft"]
+        models = ("transformers.models.qwen2.modeling_qwen2", "peft")
+        local.PRELOAD.extend(["camshaft.roles", "camshaft.engine.fsdp", *models])
     yield
     if ranks := sys.modules.get("support.ranks"):
         ranks.WARM_RANKS.__exit__()

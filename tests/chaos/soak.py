@@ -34,7 +34,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
-from machine import machine  # noqa: E402  # pyright: ignore[reportMissingImports]
+from machine import machine  # noqa: E402
 from support.ppo_runs import ppo_args  # noqa: E402
 from support.processes import marked, still_running  # noqa: E402
 

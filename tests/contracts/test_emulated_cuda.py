@@ -89,7 +89,7 @@ def test_tensors_of_two_devices_do_not_mix(device: Emulator) -> None:
     assert there.is_cuda
     assert there.device.type == DEVICE
     with pytest.raises(DeviceMismatchError, match=r"add got tensors of the host \[\(3,\)\]"):
-        there + torch.ones(3)
+        torch.add(there, torch.ones(3))
     with pytest.raises(DeviceMismatchError):
         torch.ones(3)[there.long()]
     assert (there + torch.tensor(2.0)).tolist() == [3.0, 3.0, 3.0]

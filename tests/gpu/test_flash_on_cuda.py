@@ -39,10 +39,10 @@ def test_outputs_and_gradients_equal_those_of_float64(packing: Packing, dim: int
     ends = torch.tensor([0, *packing.ends.tolist()], dtype=torch.int32, device="cuda")
     bounds = Bounds(ends, ends, max(packing.lengths), max(packing.lengths))
     leaves: Any = [tensor.clone().requires_grad_() for tensor in inputs]
-    out = packed_flash_attention(*leaves, bounds, packing)
+    out = packed_flash_attention(*leaves, bounds=bounds, packing=packing)
     actual = [out, *torch.autograd.grad(out, leaves, grad)]
     exact = [tensor.double().requires_grad_() for tensor in inputs]
-    out = dense_attention(*exact, packing.lengths, packing.prefix_of)
+    out = dense_attention(*exact, lengths=packing.lengths, parents=packing.prefix_of)
     expected = [out, *torch.autograd.grad(out, exact, grad.double())]
     errors = [error(a.detach(), e.detach()) for a, e in zip(actual, expected, strict=True)]
     assert max(errors) < 1e-2, errors
@@ -51,12 +51,12 @@ def test_outputs_and_gradients_equal_those_of_float64(packing: Packing, dim: int
 def test_a_sliding_window_excludes_earlier_tokens() -> None:
     torch.manual_seed(0)
     packing, layer = Packing([300, 77]), torch.nn.Identity()
-    tensors = [torch.randn(1, count, 377, 64).bfloat16() for count in (4, 2, 2)]
+    query, key, value = (torch.randn(1, count, 377, 64).bfloat16() for count in (4, 2, 2))
     expected, _ = packed_attention(
-        layer, *(t.double() for t in tensors), sliding_window=50, **packed_kwargs(packing, "cpu")
+        layer, query.double(), key.double(), value.double(), sliding_window=50, **packed_kwargs(packing, "cpu")
     )
     actual, _ = packed_attention(
-        layer, *(t.cuda() for t in tensors), sliding_window=50, **packed_kwargs(packing, "cuda")
+        layer, query.cuda(), key.cuda(), value.cuda(), sliding_window=50, **packed_kwargs(packing, "cuda")
     )
     assert error(actual.cpu(), expected) < 1e-2
 
@@ -67,7 +67,7 @@ def test_rows_with_a_common_prompt_equal_separate_rows(strategy: str, head: Any,
     harness = EngineHarness(engine_class(strategy), tmp_path, "cuda")
     results = []
     for dtype, share in (("bfloat16", True), ("bfloat16", False), ("float32", False)):
-        engine = harness.build(
+        engine: Any = harness.build(
             head=head,
             use_prefix_grouper=share,
             options={"mixed_precision": {"param_dtype": dtype}},

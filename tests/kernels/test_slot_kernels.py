@@ -15,7 +15,7 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.contracts.rollout.harness import RolloutHarness
 from camshaft.rollout import SamplingParams
 from camshaft.rollout.builtin.cuda import graphs
-from camshaft.rollout.builtin.cuda.graphs import CUDAGraphDecoder
+from camshaft.rollout.builtin.cuda.graphs import CUDAGraphCapture, CUDAGraphDecoder
 from camshaft.rollout.builtin.kv_cache import KVCache
 from camshaft.rollout.builtin.rollout import TorchRollout
 
@@ -132,7 +132,8 @@ def check(
     for block, expected in zip(stored, reference, strict=True):
         assert torch.equal(block.nan_to_num(99), expected.nan_to_num(99))
     for row, position in enumerate(POSITIONS):
-        expected = attention_of_row(query[row, :, 0], *(block[row] for block in reference), position, window)
+        keys, values = (block[row] for block in reference)
+        expected = attention_of_row(query[row, :, 0], keys, values, position, window)
         torch.testing.assert_close(actual[row, 0].double(), expected, atol=tolerance, rtol=tolerance)
     block = kernels.block_config(dtype, max(kernels._tile_size(size) for size in (dim, value_dim)))["BLOCK"]
     return step._splits(rows * key_heads, block, window)
@@ -149,8 +150,11 @@ def test_kernels_are_compiled_for_few_numbers_of_splits(kernels: ModuleType, mon
     assert all(2 * rows * number >= 2 * 132 for rows, number in splits.items() if number < 32)
 
 
-class EachTime:
+class EachTime(CUDAGraphCapture):
     """A capture that records nothing: replay calls the function again."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         return function

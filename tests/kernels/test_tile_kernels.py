@@ -1,6 +1,7 @@
 """The Triton kernels of the fused output head, run by the interpreter, compared with the formula in float64."""
 
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -123,8 +124,9 @@ def test_all_tiles_give_the_values_and_gradients_of_float64(
     hidden, weight = numbers(37, 8).requires_grad_(), numbers(29, 8, seed=1).requires_grad_()
     targets = torch.randint(0, 29, (37,), generator=torch.Generator().manual_seed(2))
     mixture = numbers(2, 37, seed=3)
-    fused = linear_logprob(hidden, weight, targets, None, temperature, ("entropy", "sum_pi_squared"), Tile(*tile))
-    gradients = torch.autograd.grad((torch.stack(fused[:2]) * mixture).sum(), [hidden, weight])  # type: ignore[arg-type]
+    outputs = ("entropy", "sum_pi_squared")
+    fused: Any = linear_logprob(hidden, weight, targets, None, temperature, outputs, Tile(*tile))
+    gradients = torch.autograd.grad((torch.stack(fused[:2]) * mixture).sum(), [hidden, weight])
     wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
     log_p = (wide[0] @ wide[1].t() / temperature).log_softmax(1)
     expected = log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(1)

@@ -3,6 +3,7 @@
 make test-page          # CAMSHAFT_SCREENSHOTS=folder also writes a picture of every view
 """
 
+# pyright: reportMissingImports=false
 import json
 import os
 import shutil

@@ -81,7 +81,7 @@ def run_args(home: Path, run: Path) -> list[str]:
 
 
 def numbers(run: Path) -> dict[int, dict[str, float]]:
-    return {row["step"]: deterministic(row) for row in read_metrics(run / "metrics.jsonl")}
+    return {int(row["step"]): deterministic(row) for row in read_metrics(run / "metrics.jsonl")}
 
 
 def victim(kind: str, mark: str, driver: int) -> int:

@@ -4,6 +4,7 @@ The client of WebHDFS is part of fsspec and needs only `requests`. S3 needs the 
 `make test-remote`.
 """
 
+# pyright: reportMissingImports=false
 import os
 import shutil
 from collections.abc import Iterator

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from multiprocessing import Lock, Pipe
 from pathlib import Path
 
@@ -94,7 +94,7 @@ WEIGHTS = [("q_proj.weight", torch.ones(4, 4)), ("k_proj.weight", torch.ones(2, 
 
 
 @pytest.fixture
-def load_weights(monkeypatch: pytest.MonkeyPatch) -> Iterator[object]:
+def load_weights(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, int], str]]:
     from camshaft.rollout.sglang import worker
 
     reader, writer = Pipe(duplex=False)

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.python_runs import PROMPTS, SMALL, SMALL_SUPERVISED
@@ -120,7 +121,7 @@ def test_a_plot_is_a_picture(trained: camshaft.Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figure = trained.plot(tmp_path / "curves.png")
     assert (tmp_path / "curves.png").read_bytes()[:4] == b"\x89PNG"
-    points = {axis.get_title(): [line.get_xydata().tolist() for line in axis.lines] for axis in figure.axes}
+    points = {axis.get_title(): [np.asarray(line.get_xydata()).tolist() for line in axis.lines] for axis in figure.axes}
     assert points["Training reward"][0] == [[step, trained.metrics(step)["critic/score/mean"]] for step in (1, 2)]
     assert {len(line) for line in points["Validation reward"]} == {1}
     assert figure._repr_png_()[:4] == b"\x89PNG"  # pyright: ignore[reportAttributeAccessIssue]

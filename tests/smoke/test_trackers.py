@@ -75,7 +75,9 @@ def test_all_trackers_record_the_metrics_of_the_file(tmp_path: Path, capfd: pyte
     for name, value in lines[2].items():
         assert events.Scalars(name)[-1].value == pytest.approx(value), name
     client = MlflowClient(tracking_uri=(run / "mlruns").as_uri())
-    (tracked,) = client.search_runs([client.get_experiment_by_name("camshaft_examples").experiment_id])
+    experiment = client.get_experiment_by_name("camshaft_examples")
+    assert experiment is not None
+    (tracked,) = client.search_runs([experiment.experiment_id])
     assert {name.replace("_at_", "@"): value for name, value in tracked.data.metrics.items()} == pytest.approx(lines[2])
     assert tracked.data.params["actor_rollout_ref.rollout.name"] == "torch"
     (table,) = run.glob("mlruns/*/*/artifacts/validation/step_2.json")
@@ -92,6 +94,7 @@ def runs_of(folder: Path) -> list[str]:
     """Return the final status of each run according to MLflow."""
     client = MlflowClient(tracking_uri=(folder / "mlruns").as_uri())
     experiment = client.get_experiment_by_name("camshaft_examples")
+    assert experiment is not None
     return [run.info.status for run in client.search_runs([experiment.experiment_id])]
 
 

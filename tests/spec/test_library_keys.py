@@ -53,7 +53,7 @@ def test_weight_buckets_have_the_configured_size(monkeypatch: pytest.MonkeyPatch
         sender = real(device, size)
         push, used_of_call = sender.push, []
         pushed.append(used_of_call)
-        sender.push = lambda number, used: (used_of_call.append(used), push(number, used))[1]
+        sender.push = lambda number, num_bytes: (used_of_call.append(num_bytes), push(number, num_bytes))[1]
         return sender
 
     monkeypatch.setattr(process_rollout, "open_sender", open_sender)

@@ -33,7 +33,7 @@ def two_machines(num_cpus: int = 2) -> Iterator[Any]:
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     node = {"num_cpus": num_cpus, "object_store_memory": 2**28}
-    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    cluster: Any = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
     try:
         cluster.worker = cluster.add_node(**node)
         ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)

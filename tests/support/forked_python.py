@@ -18,7 +18,7 @@ import torch
 
 def fork_python(
     arguments: Sequence[str], env: dict[str, str] | None = None, pass_fds: Sequence[int] = (), **options: Any
-) -> subprocess.Popen[bytes]:
+) -> subprocess.Popen[Any]:
     """Start the program `-m module arguments` or `-c code`, as `camshaft.subprocesses.start_python` does."""
 
     def run() -> NoReturn:

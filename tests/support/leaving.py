@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = "LEAVING_NOTES"
-SESSION = {"start_new_session": True}
+SESSION: dict[str, Any] = {"start_new_session": True}
 
 LEAVING: dict[str, Callable[[str], Any]] = {}
 """Functions that return and leave processes."""
@@ -69,7 +69,7 @@ def left(case: str, folder: Path) -> list[int]:
     return [int(pid) for pid, started in pairs if start_time(int(pid)) == started]
 
 
-def start(case: str, *prefix: str, **options: Any) -> subprocess.Popen[bytes]:
+def start(case: str, *prefix: str, **options: Any) -> subprocess.Popen[Any]:
     """Start a program that sleeps, and note it."""
     process = subprocess.Popen([*prefix, "/bin/sleep", "1000"], **options)
     note(case, process.pid)

@@ -33,6 +33,13 @@ if ROOT not in sys.path:
     sys.path.insert(0, ROOT)
 
 
+def world_group() -> torch.distributed.ProcessGroup:
+    """Return the default process group of this rank."""
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    return group
+
+
 class _Runner(Worker):
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -62,7 +69,8 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
                 options = Options(timeout=timeout, preload=(__name__,))
                 self._pools[world_size] = process_pool(PoolSpec(function.__name__, ranks_per_node=world_size), options)
             self._num_calls[world_size] += 1
-            runner = spawn(_Runner, pool=self._pools[world_size], name=function.__name__, timeout=timeout)
+            pool = self._pools[world_size]
+            runner: Any = spawn(_Runner, pool=pool, name=function.__name__, timeout=timeout)  # takes one entry per rank
             return runner.run([function] * world_size, [args] * world_size)
         except WorkerError as error:
             self._shut_down(world_size)

@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from camshaft.rollout.builtin.cuda.graphs import CUDAGraphCapture
+
 Operator = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]
 
 HOST_SYNCS = (
@@ -33,10 +35,11 @@ HOST_SYNCS = (
 """Operators that make the host wait for a GPU or copy from it: value-dependent branches and sizes, constants."""
 
 
-class OperatorCapture:
+class OperatorCapture(CUDAGraphCapture):
     """Capture and replay with the interface of a CUDA graph; see the module docstring."""
 
     def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
         self.count = 0
         """Number of captures."""
         self.released = 0

@@ -46,7 +46,7 @@ def tiny_folder(family: str = "qwen2", **sizes: Any) -> Path:
 @cache
 def _tiny_folder(family: str, sizes: tuple[tuple[str, Any], ...]) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-", dir=HOME.name))
-    arguments = {key: list(value) if isinstance(value, tuple) else value for key, value in sizes}
+    arguments: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value for key, value in sizes}
     return make_tiny_model(folder, family, **arguments)
 
 

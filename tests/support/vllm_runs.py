@@ -83,7 +83,7 @@ class _Listener:
     @torch.no_grad()
     def _greedy(self, weights: dict[str, Tensor]) -> list[list[int]]:
         with quiet_transformers():
-            reference = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
+            reference: Any = AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
         adapter = {name: weight for name, weight in weights.items() if ".lora_" in name}
         if adapter:  # a LoRA checkpoint has only the adapter
             assert adapter.keys() == weights.keys()
@@ -99,6 +99,6 @@ class _Listener:
         for prompt in self.prompts:
             mask = torch.ones_like(prompt)[None]
             how = {"do_sample": False, "max_new_tokens": self.length, "eos_token_id": END, "pad_token_id": 0}
-            out = reference.generate(prompt[None], attention_mask=mask, **how)  # pyright: ignore[reportCallIssue]
+            out = reference.generate(prompt[None], attention_mask=mask, **how)
             responses.append(out[0, len(prompt) :].tolist())
         return responses

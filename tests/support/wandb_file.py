@@ -4,6 +4,7 @@ steps = history(folder)     # [{"step": 1, "critic/score/mean": 0.5}, ...], of a
 config_of(folder)
 """
 
+import importlib
 import json
 import struct
 import time
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from wandb.proto.wandb_internal_pb2 import Record
+Record = importlib.import_module("wandb.proto.wandb_internal_pb2").Record  # from the installed protobuf's module
 
 _BLOCK, _HEAD = 32768, 7
 _FULL, _LAST = 1, 4

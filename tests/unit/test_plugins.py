@@ -6,6 +6,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,7 +89,8 @@ def test_an_unknown_name_gives_the_nearest_and_all():
 def test_load_function_takes_built_in_and_external_functions(package):
     (package / "their_functions.py").write_text("def add(a, b): return a + b\nNAME = 'no function'\n")
     assert plugins.load_function("length", {"length": len}, GROUP) is len
-    assert plugins.load_function("their_functions:add", {"length": len}, GROUP)(1, 2) == 3
+    add: Any = plugins.load_function("their_functions:add", {"length": len}, GROUP)
+    assert add(1, 2) == 3
     message = r"unknown name 'lenght' in .* Did you mean 'length'\? .* or package.module:function"
     with pytest.raises(ConfigError, match=message):
         plugins.load_function("lenght", {"length": len}, GROUP)

@@ -8,6 +8,7 @@ import gc
 import os
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -217,7 +218,7 @@ def test_stop_string_ends_a_row(harness):
     case, prompts = harness.case(), harness.prompts(*[4] * 16)
     stop = (*"abcdefghijklm", "no")
     out = case.rollout.generate_sequences(prompts, SamplingParams(20, stop=stop, ignore_eos=True))
-    tokenizer = load_tokenizer(case.rollout.config.model_path)
+    tokenizer: Any = load_tokenizer(case.rollout.config.model_path)
     texts = [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in out.responses.rows()]
     assert any(out.finished.tolist())
     for text, finished in zip(texts, out.finished.tolist(), strict=True):
@@ -282,7 +283,8 @@ def test_failed_engine_is_not_reused(harness, monkeypatch):
 
 def test_start_restores_the_process(harness, capfd):
     def state():
-        drawn = torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+        by_numpy: Any = np.random.get_state()
+        drawn = torch.get_rng_state().tolist(), random.getstate(), by_numpy[1].tolist()
         return dict(os.environ), drawn, torch.set_num_threads, torch.get_num_threads(), torch.get_default_dtype()
 
     before = state()

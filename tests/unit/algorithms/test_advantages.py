@@ -5,6 +5,7 @@ import math
 import statistics
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -385,7 +386,7 @@ def test_estimators_fail_without_their_inputs(name):
 
 
 def test_options_reach_the_formulas():
-    inputs = inputs_of(REWARDS, MASK)
+    inputs: Any = inputs_of(REWARDS, MASK)
     options = AdvantageOptions(gamma=0.5, lam=0.25, norm_by_std=False, part_weights=(1.0, 3.0))
     parts = inputs.reward_parts
     expected = {
@@ -581,7 +582,7 @@ def test_rows_may_come_in_any_order(name, batch, seed):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_results_match_the_rewards_in_dtype_and_shape(name):
-    batch = inputs_of(REWARDS.float(), MASK)
+    batch: Any = inputs_of(REWARDS.float(), MASK)
     inputs = replace(batch, values=batch.values.requires_grad_())
     for grid in ESTIMATORS[name](inputs, AdvantageOptions()):
         assert grid.dtype == torch.float32

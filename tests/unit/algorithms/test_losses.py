@@ -2,6 +2,7 @@
 
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -29,7 +30,7 @@ MODES = tuple(AGGREGATIONS)
 PARAMETERS = {"dro": {"dro_beta": 0.7}}
 
 
-def counts_of(mask, lengths, horizon=10.0):
+def counts_of(mask, lengths, horizon: float | None = 10.0):
     """Return the counts of a mini-batch that is one micro-batch."""
     rows = mask.split(list(lengths))
     return Counts(mask, torch.tensor(lengths), float(mask.sum()), float(sum(bool(r.any()) for r in rows)), horizon)
@@ -84,7 +85,7 @@ def test_norm_needs_a_horizon():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mini_batch_without_counted_tokens_has_zero_loss(mode):
-    x = torch.tensor([1.0, NAN], requires_grad=True)
+    x: Any = torch.tensor([1.0, NAN], requires_grad=True)
     loss = aggregate(x, counts_of(torch.tensor([False, False]), (2,)), mode)
     loss.backward()
     assert loss == 0
@@ -105,7 +106,7 @@ def test_aggregation_gradients(mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_gradient_of_a_masked_token_is_exactly_zero(mode):
-    x = PER_TOKEN.clone().requires_grad_()
+    x: Any = PER_TOKEN.clone().requires_grad_()
     aggregate(x, COUNTS, mode).backward()
     assert x.grad[3:].tolist() == [0, 0]
     assert (x.grad[:3] > 0).all()
@@ -181,7 +182,8 @@ def test_accumulated_gradients_do_not_depend_on_the_split(mode, mini_batch):
     def gradient(cuts):
         leaf = columns.clone().requires_grad_()
         for part, counts in cut((lengths, mask, leaf, cuts)):
-            sum(all_losses(part, counts, mode)[:TRAINED]).backward()
+            total: Any = sum(all_losses(part, counts, mode)[:TRAINED])
+            total.backward()
         return leaf.grad
 
     torch.testing.assert_close(gradient(cuts), gradient([0, len(lengths)]))
@@ -192,11 +194,12 @@ def test_accumulated_gradients_do_not_depend_on_the_split(mode, mini_batch):
 def test_values_at_masked_tokens_do_not_matter(mode, mini_batch, junk):
     lengths, mask, columns, _ = mini_batch
     counts = counts_of(mask, lengths)
-    spoilt = torch.where(mask, columns, junk).requires_grad_()
+    spoilt: Any = torch.where(mask, columns, junk).requires_grad_()
     actual = all_losses(spoilt, counts, mode)
     for expected, value in zip(all_losses(columns, counts, mode), actual, strict=True):
         torch.testing.assert_close(value, expected)
-    sum(actual[:TRAINED]).backward()
+    total: Any = sum(actual[:TRAINED])
+    total.backward()
     assert (spoilt.grad[:, ~mask] == 0).all()
 
 
@@ -272,7 +275,7 @@ def test_policy_metrics_are_means_over_tokens():
 
 def test_a_huge_difference_does_not_overflow():
     counts = counts_of(torch.tensor([True, True]), (2,))
-    log_probs = torch.tensor([500.0, -500.0], requires_grad=True)
+    log_probs: Any = torch.tensor([500.0, -500.0], requires_grad=True)
     loss, metrics = policy_loss(
         log_probs, torch.zeros(2), torch.tensor([-1.0, 1.0]), counts, clip=CLIP, mode="token-mean"
     )
@@ -294,7 +297,7 @@ def test_first_step_on_policy_is_the_policy_gradient():
 
 def test_weights_multiply_the_clipped_loss_and_have_no_gradient():
     # Ratios 1.5 and 0.9 for A = 2, -1: clipped losses -2.6 and 0.9; weights 0.5 and 3; a third token does not count.
-    log_probs = torch.tensor([math.log(1.5), math.log(0.9), NAN], dtype=F64, requires_grad=True)
+    log_probs: Any = torch.tensor([math.log(1.5), math.log(0.9), NAN], dtype=F64, requires_grad=True)
     weights = torch.tensor([0.5, 3.0, NAN], dtype=F64, requires_grad=True)
     counts = counts_of(torch.tensor([True, True, False]), (3,))
     advantages = torch.tensor([2.0, -1.0, NAN], dtype=F64)
@@ -339,8 +342,8 @@ def test_vanilla_is_the_policy_loss():
 )
 def test_value_loss_by_hand(value, old, target, loss, clipped):
     counts = counts_of(torch.tensor([True]), (1,))
-    tensors = [torch.tensor([x], dtype=F64) for x in (value, old, target)]
-    actual, metrics = value_loss(*tensors, counts, cliprange=0.5, mode="token-mean")
+    values, old_values, returns = (torch.tensor([x], dtype=F64) for x in (value, old, target))
+    actual, metrics = value_loss(values, old_values, returns, counts, cliprange=0.5, mode="token-mean")
     assert float(actual) == pytest.approx(loss)
     assert float(metrics["vf_clipfrac"]) == clipped
     assert float(metrics["vpred_mean"]) == value

@@ -42,7 +42,9 @@ def test_centering_adds_the_square_of_the_sum() -> None:
 def test_shares_of_parts_add_up() -> None:
     columns = pairs()
     total, metrics = preference_loss(*columns, 6, center=0.01)
-    parts = [preference_loss(*(c[rows] for c in columns), 6, center=0.01) for rows in (slice(0, 1), slice(1, 6))]
+    parts = [
+        preference_loss(*(c[rows] for c in columns), num_pairs=6, center=0.01) for rows in (slice(0, 1), slice(1, 6))
+    ]
     assert float(total) == pytest.approx(sum(float(loss) for loss, _ in parts), rel=1e-12)
     for name, value in metrics.items():
         assert float(value) == pytest.approx(sum(float(share[name]) for _, share in parts), rel=1e-6)

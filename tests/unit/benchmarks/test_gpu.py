@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.processes import forked_process
+from torch._C._autograd import DeviceType
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 
@@ -149,7 +150,7 @@ def test_generation_bytes_are_weights_plus_kv_of_real_lengths() -> None:
 
 
 def test_waits_are_those_inside_of_marks() -> None:
-    cpu, cuda = torch.autograd.DeviceType.CPU, torch.autograd.DeviceType.CUDA
+    cpu, cuda = DeviceType.CPU, DeviceType.CUDA
 
     def event(name: str, start: float, stop: float, *kernels: str, device: Any = cpu) -> Any:
         launched = [SimpleNamespace(name=kernel) for kernel in kernels]
@@ -192,7 +193,9 @@ def test_the_marks_are_in_a_trace(tmp_path: Path) -> None:
 class ReportsCuda(gpu_parts.Job):
     """A tensor that reports a CUDA device and computes on the CPU."""
 
-    on_cuda = True
+    @property
+    def on_cuda(self) -> bool:
+        return True
 
 
 @pytest.fixture

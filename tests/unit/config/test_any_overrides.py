@@ -216,7 +216,7 @@ file_values = st.recursive(
 @st.composite
 def files(draw: st.DrawFn, schema: Any) -> Any:
     """Draw defaults with some values replaced, a subset of their keys, or an arbitrary tree."""
-    tree = copy.deepcopy(draw(st.sampled_from([{}, {}, raw_defaults(schema)])))
+    tree: Any = copy.deepcopy(draw(st.sampled_from([{}, {}, raw_defaults(schema)])))
     for key in draw(st.lists(keys(schema), max_size=4)):
         value = draw(file_values)
         if draw(st.integers(0, 3)):

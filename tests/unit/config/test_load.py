@@ -6,6 +6,7 @@ from typing import Any
 
 import hydra
 import pytest
+from hydra.errors import MissingConfigException
 
 from camshaft.config import PPOConfig, SFTConfig, compose, from_container, load_ppo, load_sft
 from camshaft.config.composition import as_override
@@ -175,7 +176,7 @@ def test_dict_overrides_the_defaults(words):
 def test_loading_preserves_the_state_of_hydra(words):
     with hydra.initialize_config_dir(str(Path(__file__).parent), version_base="1.3"):
         load_ppo(words)
-        with pytest.raises(hydra.errors.MissingConfigException):
+        with pytest.raises(MissingConfigException):
             hydra.compose("nothing_here")
 
 

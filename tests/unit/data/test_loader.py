@@ -94,7 +94,8 @@ def test_rows_of_a_finished_epoch_can_be_returned_during_iteration():
 
 def test_returned_rows_that_fill_no_batch_are_dropped():
     loader = StatefulLoader(rows(4), 2, shuffle=False, total_epochs=2)
-    loader.next_batch(), loader.next_batch()
+    loader.next_batch()
+    loader.next_batch()
     loader.return_rows(1)
     assert (loader.epoch, loader.position) == (1, 0)
 

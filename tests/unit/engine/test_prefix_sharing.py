@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
@@ -108,7 +110,7 @@ def test_a_gpu_computes_a_prompt_once_in_half_precision(tmp_path, dtype: str, co
         for share in (True, False):
             model = EngineModel(path=path, use_prefix_grouper=share)
             options = {"mixed_precision": {"param_dtype": dtype}}
-            engine = SingleDeviceEngine(EngineConfig(model=model, device=DEVICE, options=options))
+            engine: Any = SingleDeviceEngine(EngineConfig(model=model, device=DEVICE, options=options))
             engine.init_model()
             counts: list[int] = []
             engine.module.register_forward_pre_hook(lambda module, args, counts=counts: counts.append(len(args[0])))

@@ -20,7 +20,7 @@ from camshaft.models.attention import (
 )
 from camshaft.models.packing import Packing
 
-LAYER = SimpleNamespace(is_causal=True, num_key_value_groups=2)
+LAYER: Any = SimpleNamespace(is_causal=True, num_key_value_groups=2)
 
 
 def oracle(query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None) -> Tensor:
@@ -123,7 +123,7 @@ def test_generate_on_left_padded_prompts_matches_sdpa(family: str):
     mask = torch.stack([torch.arange(9) >= 9 - len(row) for row in rows]).long()
     generated = []
     for implementation in (PACKED, "sdpa"):
-        model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation=implementation)
         out = model.generate(
             input_ids=ids, attention_mask=mask, max_new_tokens=12, do_sample=False,
             return_dict_in_generate=True, output_logits=True,
@@ -204,9 +204,9 @@ def test_a_packed_batch_of_two_rows_is_an_error():
     ],
 )
 def test_unsupported_layer_arguments_are_named(argument: str, message: str):
-    query = torch.zeros(1, 2, 3, 4)
+    query, arguments = torch.zeros(1, 2, 3, 4), dict[str, Any]({argument: 30.0})
     with pytest.raises(EngineError, match=message):
-        packed_attention(LAYER, query, query, query, None, **{argument: 30.0})
+        packed_attention(LAYER, query, query, query, None, **arguments)
 
 
 @pytest.mark.parametrize(

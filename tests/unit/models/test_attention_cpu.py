@@ -18,10 +18,11 @@ CASES: list[tuple[list[int], Parents | None]] = [
 ]
 
 
-def inputs(tokens: int, dtype: torch.dtype) -> list[Tensor]:
+def inputs(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     random = torch.Generator().manual_seed(tokens)
     shapes = ((tokens, 4, 8), (tokens, 2, 8), (tokens, 2, 8))
-    return [torch.randn(s, generator=random, dtype=dtype).transpose(0, 1).requires_grad_() for s in shapes]
+    query, key, value = (torch.randn(s, generator=random, dtype=dtype).transpose(0, 1).requires_grad_() for s in shapes)
+    return query, key, value
 
 
 def compare(lengths: list[int], parents: Parents | None, dtype: torch.dtype, within: float) -> None:
@@ -73,7 +74,7 @@ def test_equal_lengths_and_shared_prefixes_use_one_call() -> None:
 def test_half_precision_is_near_float64(dtype: torch.dtype) -> None:
     lengths, parents = [5, 3, 2, 7, 4], [None, 0, 0, None, 3]
     tensors = inputs(sum(lengths), torch.float64)
-    result = packed_cpu_attention(*(tensor.to(dtype) for tensor in tensors), Packing(lengths, parents))
+    result = packed_cpu_attention(*(tensor.to(dtype) for tensor in tensors), packing=Packing(lengths, parents))
     assert result.dtype == dtype
     torch.testing.assert_close(result.double(), dense_attention(*tensors, lengths, parents), rtol=0, atol=3e-2)
 

@@ -33,7 +33,7 @@ def bounds_of(packing: Packing, device: str) -> Bounds:
 def attend(packing: Packing, inputs: list[Tensor], grad: Tensor, device: str) -> list[Tensor]:
     """Return output and gradients of the kernels."""
     leaves: Any = [tensor.bfloat16().to(device).requires_grad_() for tensor in inputs]
-    out = packed_flash_attention(*leaves, bounds_of(packing, device), packing, scale=0.3)
+    out = packed_flash_attention(*leaves, bounds=bounds_of(packing, device), packing=packing, scale=0.3)
     return [out.cpu(), *(x.cpu() for x in torch.autograd.grad(out, leaves, grad.bfloat16().to(device)))]
 
 
@@ -43,7 +43,7 @@ def test_outputs_and_gradients_equal_those_of_whole_rows(packing: Packing) -> No
     inputs = [torch.randn(heads, packing.size, 8).bfloat16().double() for heads in (4, 2, 2)]
     grad = torch.randn(packing.size, 4, 8).bfloat16().double()
     exact = [tensor.clone().requires_grad_() for tensor in inputs]
-    out = dense_attention(*exact, packing.lengths, packing.prefix_of, scale=0.3)
+    out = dense_attention(*exact, lengths=packing.lengths, parents=packing.prefix_of, scale=0.3)
     expected = [out, *torch.autograd.grad(out, exact, grad)]
     with emulated_cuda() as device:
         actual = attend(packing, inputs, grad, DEVICE)

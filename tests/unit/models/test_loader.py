@@ -53,7 +53,7 @@ def test_weights_match_the_folder(tied: bool):
 
 def test_tied_embeddings_stay_one_tensor_in_every_dtype():
     for dtype in ("float32", "bfloat16", "float64"):
-        hf = load(tiny_folder(), dtype=dtype).hf
+        hf: Any = load(tiny_folder(), dtype=dtype).hf
         assert hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
         assert hf.dtype == getattr(torch, dtype)
 

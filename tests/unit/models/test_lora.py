@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.ranks import run_warm_ranks
 from support.tiny import predicted_tokens, tiny_folder, tiny_rows
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, PreTrainedModel
@@ -53,7 +53,7 @@ def load(family: str = "qwen2", dtype: str = "float32", lora: LoRAConfig | None 
     return load_model(EngineModel(path=folder_of(family), lora=lora, **more), dtype, "cpu", seed=3)
 
 
-def randomize_trained(hf: PreTrainedModel, seed: int = 1) -> None:
+def randomize_trained(hf: nn.Module, seed: int = 1) -> None:
     """Fill all trained weights with random numbers: with B at zero an adapter has no effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -346,7 +346,8 @@ def test_merged_weights_match_those_of_peft(tmp_path: Path):
 def test_half_precision_weights_are_merged_in_float32():
     model = load(dtype="bfloat16", lora=LoRAConfig(rank=4, alpha=4))
     randomize_trained(model.hf)
-    merged, layer = dict(merged_weights(model.hf)), model.hf.get_submodule("model.layers.0.mlp.up_proj")
+    merged = dict(merged_weights(model.hf))
+    layer: Any = model.hf.get_submodule("model.layers.0.mlp.up_proj")
     a, b, base = layer.lora_A["default"].weight, layer.lora_B["default"].weight, layer.base_layer.weight
     exact = base.double() + b.double() @ a.double()
     error = (merged["model.layers.0.mlp.up_proj.weight"].double() - exact).abs()
@@ -372,7 +373,7 @@ def test_peft_reads_an_exported_adapter(family: str, exclude: tuple[str, ...], t
     model = load(family, lora=config)
     randomize_trained(model.hf)
     save_adapter(adapter_weights(model.hf), tmp_path / "new" / "adapter", config, folder_of(family))
-    reference = peft.PeftModel.from_pretrained(base_model(family), str(tmp_path / "new" / "adapter"))
+    reference: Any = peft.PeftModel.from_pretrained(base_model(family), str(tmp_path / "new" / "adapter"))
     assert adapter_layers(reference.get_base_model()).keys() == adapter_layers(model.hf).keys()
     torch.testing.assert_close(by_transformers(reference), log_probs(model), rtol=0, atol=1e-5)
     by_peft: Any = peft.get_peft_model_state_dict(reference)
@@ -393,7 +394,7 @@ def test_a_value_head_travels_with_the_adapter(tmp_path: Path):
     again = load(head="value", lora=LORA.model_copy(update={"adapter_path": str(tmp_path)}))
     assert torch.equal(again(*inputs(), ("values",))["values"], values)
     merged = dict(merged_weights(model.hf))
-    assert torch.equal(merged["score.weight"], model.hf.score.weight)
+    assert torch.equal(merged["score.weight"], model.hf.get_parameter("score.weight"))
 
 
 def test_a_value_model_may_start_from_a_policy_adapter(tmp_path: Path):
@@ -416,7 +417,7 @@ def test_with_the_scaling_in_b_a_layer_adds_their_product():
     hf = load().hf
     name = "model.layers.0.mlp.down_proj"
     with torch.no_grad():
-        hf.get_submodule(f"{name}.lora_B.default").weight.fill_(0.5)
+        hf.get_parameter(f"{name}.lora_B.default.weight").fill_(0.5)
     scaled = dict(apply_scaling(adapter_weights(hf), LORA))
     a, b = (scaled[f"base_model.model.{name}.lora_{part}.weight"] for part in "AB")
     with disable_adapter(hf):

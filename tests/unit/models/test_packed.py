@@ -342,6 +342,7 @@ def test_a_head_that_does_not_fit_is_rejected():
 
 def test_a_replaced_output_head_is_an_error_and_not_ignored():
     model = load_model(EngineModel(path=folder_of("llama")), "float32", "cpu", 0)
-    model.hf.set_output_embeddings(torch.nn.Sequential(model.hf.get_output_embeddings()))
+    output: Any = model.hf.get_output_embeddings()
+    model.hf.set_output_embeddings(torch.nn.Sequential(output))
     with pytest.raises(EngineError, match=r"is a Sequential, not an nn\.Linear"):
         model(*inputs(), ("log_probs",))

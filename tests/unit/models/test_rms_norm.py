@@ -1,4 +1,5 @@
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -84,7 +85,7 @@ def test_a_model_keeps_the_bits_of_its_loss(family: str, tmp_path: Path) -> None
     assert torch.equal(losses[0], losses[1])
     for loss in losses:
         loss.backward()
-    columns = zip(hf_model.parameters(), fused.parameters(), exact.named_parameters(), strict=True)
+    columns: Any = zip(hf_model.parameters(), fused.parameters(), exact.named_parameters(), strict=True)
     for original, replaced, (name, reference) in columns:
         # Rounding order differs: the error against float64 is at most a few times the error of transformers.
         error = float((original.grad - reference.grad).abs().max())

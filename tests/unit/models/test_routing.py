@@ -40,7 +40,7 @@ def forward(model: Any) -> Tensor:
     ("name", "normalized"), [(name, value) for name, fixed in GATES.items() for value in {True, fixed or False}]
 )
 def test_gate_weights_equal_those_of_the_router(name: str, normalized: bool) -> None:
-    norm = {"norm_topk_prob": normalized} if GATES[name] is None else {}
+    norm: dict[str, Any] = {"norm_topk_prob": normalized} if GATES[name] is None else {}
     model = load_oracle(tiny_folder(**FAMILIES[name], **norm, layers=2))
     outputs: list[tuple[Any, tuple[Tensor, Tensor, Tensor]]] = []
     for module in model.modules():

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from support.ranks import run_warm_ranks
+from support.ranks import run_warm_ranks, world_group
 from support.tiny import predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
@@ -60,7 +60,7 @@ def summed(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def on_each_rank(folder: str, head: Head, lengths: list[int], at: Tensor, train: bool) -> Numbers:
     model = model_of(folder, head, train)
-    model.sequence = SequenceSplit(dist.group.WORLD)
+    model.sequence = SequenceSplit(world_group())
     outputs, gradients = numbers(model, lengths, at)
     return outputs, summed(gradients)
 
@@ -140,7 +140,7 @@ def engine_step(folder: str) -> dict[str, Ragged]:
     engine = SingleDeviceEngine(EngineConfig(model=EngineModel(path=folder), device="cpu"))
     engine.init_model()
     if dist.get_world_size() > 1:
-        engine.module.sequence = SequenceSplit(dist.group.WORLD)
+        engine.module.sequence = SequenceSplit(world_group())
     ids = Ragged.from_rows(tiny_rows(LENGTHS))
     batch = DataProto.from_dict({"input_ids": ids, "loss_mask": ids.like(ids.positions() >= 2)})
     with engine.eval_mode():
@@ -157,7 +157,7 @@ def test_every_rank_passes_full_rows_to_an_engine_step():
 def with_dropout(folder: str) -> tuple[Tensor, Tensor]:
     described = EngineModel(path=folder, override_config={"attention_dropout": 0.5})
     model = load_model(described, "float32", "cpu", seed=0)
-    model.sequence = SequenceSplit(dist.group.WORLD)
+    model.sequence = SequenceSplit(world_group())
     inputs = (torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), predicted_tokens(LENGTHS), ("log_probs",))
     calm = model(*inputs)["log_probs"].detach()
     return calm, model.train()(*inputs)["log_probs"].detach()
@@ -229,7 +229,7 @@ def batch_of(lengths: list[int]) -> DataProto:
 
 
 def split_and_merge(lengths: list[int]) -> tuple[DataProto, DataProto]:
-    split = SequenceSplit(dist.group.WORLD)
+    split = SequenceSplit(world_group())
     part = split_columns(batch_of(lengths), split)
     return part, join_columns(part, split)
 

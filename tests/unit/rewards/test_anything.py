@@ -95,6 +95,7 @@ OUTCOMES: dict[str, st.SearchStrategy[Any]] = {
     "timeout": st.just(("", "hang", None)),
 }
 FREQUENT = ["ok"] * 150 + ["invalid"] * 70 + ["error"] * 70 + ["crash"] * 4 + ["timeout"]
+ALL_CHECKS: Any = list(HealthCheck)
 ACTIONS = st.sampled_from(FREQUENT).flatmap(lambda kind: OUTCOMES[kind].map(lambda action: (kind, action)))
 
 
@@ -120,7 +121,7 @@ def mark() -> None:
     max_examples=CASES // 3,
     deadline=None,
     derandomize="CAMSHAFT_REWARD_CASES" not in os.environ,
-    suppress_health_check=list(HealthCheck),
+    suppress_health_check=ALL_CHECKS,
     database=None,
 )
 @example(

@@ -133,6 +133,7 @@ def test_a_function_may_capture_itself() -> None:
 
     (pickled,) = pickle_reward(count)
     assert pickled.name == "count"
+    assert pickled.pickled is not None
     assert pickle.loads(pickled.pickled)("abc") == 3
 
 

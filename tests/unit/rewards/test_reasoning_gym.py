@@ -101,8 +101,9 @@ def test_rows_without_an_entry_are_rejected() -> None:
     ],
 )
 def test_invalid_tasks_and_settings_are_errors(task: str, more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    arguments: dict[str, Any] = {"num_train": 20, "num_heldout": 5} | more
     with pytest.raises(ConfigError, match=f"(?s){message}"):
-        write_reasoning_gym(tmp_path, task, **({"num_train": 20, "num_heldout": 5} | more))
+        write_reasoning_gym(tmp_path, task, **arguments)
 
 
 def test_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -173,13 +173,14 @@ def test_presharded_rows_are_trained_in_their_order(home: Path) -> None:
 
 @pytest.mark.parametrize(("loss", "mode"), [("vanilla", "token-mean"), ("gspo", "seq-mean-token-mean")])
 def test_a_single_step_update_computes_old_log_probs(home: Path, loss: str, mode: str) -> None:
-    keys = {"policy_loss__loss_mode": loss, "loss_agg_mode": mode}
-    keys = {f"actor_rollout_ref__actor__{key}": value for key, value in keys.items()}
+    actor_keys = {"policy_loss__loss_mode": loss, "loss_agg_mode": mode}
+    keys: dict[str, Any] = {f"actor_rollout_ref__actor__{key}": value for key, value in actor_keys.items()}
     # Adam turns a gradient of 1e-10, a rounding error of zero, into a step of lr; this eps prevents it.
     keys["+actor_rollout_ref__actor__optim__override_optimizer_config__eps"] = 1e-5
     config = config_of(home, data__train_batch_size=4, **keys)
     before, at_once = (ActorWorker(config, Topology(1), STEPS) for _ in range(2))
-    before.init_model(), at_once.init_model()
+    before.init_model()
+    at_once.init_model()
     log_probs = before.compute_log_prob(batch_of())
     expected = before.update_actor(learnable(old_log_probs=log_probs.ragged("old_log_probs"))).meta_info["metrics"]
     update = at_once.update_actor(learnable(), old_log_probs="update")

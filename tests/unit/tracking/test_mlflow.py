@@ -3,6 +3,7 @@
 import json
 import math
 import socket
+from collections.abc import Callable
 
 import pytest
 from mlflow.tracking import MlflowClient
@@ -27,7 +28,7 @@ def info(folder, resumed_step=None):
     return RunInfo("my-project", "my-run", folder, total_steps=9, resumed_step=resumed_step, config=config)
 
 
-def log(folder, steps, resumed_step=None, value=float):
+def log(folder, steps, resumed_step=None, value: Callable[[int], float] = float):
     with Tracking(["mlflow"], info(folder, resumed_step)) as tracking:
         for step in steps:
             tracking.log({"critic/score/mean": value(step), "val-core/x/reward/mean@4": 2}, step)
@@ -35,7 +36,9 @@ def log(folder, steps, resumed_step=None, value=float):
 
 def runs(store):
     client = MlflowClient(tracking_uri=store.as_uri())
-    return client, client.search_runs([client.get_experiment_by_name("my-project").experiment_id])
+    experiment = client.get_experiment_by_name("my-project")
+    assert experiment is not None
+    return client, client.search_runs([experiment.experiment_id])
 
 
 def history(store, name="critic/score/mean"):

@@ -7,6 +7,7 @@ import time
 import urllib.error
 import urllib.request
 from itertools import chain, count
+from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -33,7 +34,7 @@ def run(tmp_path):
     return RunInfo("sums", 'first "run"', tmp_path, total_steps=9)
 
 
-def page(address, has=""):
+def page(address, has="") -> Any:
     """Return the page, as soon as the tracker's thread has received a metric."""
     for attempt in count():
         with urllib.request.urlopen(f"http://{address}/metrics", timeout=10) as response:
@@ -97,6 +98,7 @@ def test_the_dashboard_is_generated_from_the_panels_of_the_page():
 def test_a_chart_selects_the_metrics_of_its_panel():
     names = {name for metric in METRICS for name in metric.names() if "<" not in name}
     for panel in chain.from_iterable(ROWS.values()):
-        pattern = re.search(r'__name__=~"(.*?)"', query(panel)).group(1)
-        selected = {name for name in names if re.fullmatch(pattern, prometheus_name(name))}
+        pattern = re.search(r'__name__=~"(.*?)"', query(panel))
+        assert pattern is not None
+        selected = {name for name in names if re.fullmatch(pattern[1], prometheus_name(name))}
         assert selected == set(panel.select(names)), panel.title

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections.abc import Callable
 
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -10,7 +11,7 @@ from camshaft.tracking import RunInfo, Tracking
 ROW = {"prompt": "1+1=", "response": "**2**\n| 3", "ground_truth": "2", "score": 1.0}
 
 
-def log(folder, steps, resumed_step=None, value=float):
+def log(folder, steps, resumed_step=None, value: Callable[[int], float] = float):
     run = RunInfo("p", "e", folder, total_steps=9, resumed_step=resumed_step, config={"actor": {"lr": 1e-6}})
     with Tracking(["tensorboard"], run) as tracking:
         for step in steps:

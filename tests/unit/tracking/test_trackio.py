@@ -70,9 +70,8 @@ def test_the_real_library_accepts_the_calls(tmp_path, monkeypatch, capfd):
                 tracking.log({"x": step / 3, "bad": float("nan")}, step)
             tracking.log_generations([ROW], step=steps[-1])
     assert capfd.readouterr() == ("", "")
-    import trackio
-
-    assert [run.name for run in trackio.Api().runs("my-project")] == ["my-run"]
+    api = importlib.import_module("trackio").Api()
+    assert [run.name for run in api.runs("my-project")] == ["my-run"]
     stored = importlib.import_module("trackio.sqlite_storage").SQLiteStorage.get_logs("my-project", "my-run")
     assert [(line["step"], line["x"]) for line in stored if "x" in line] == [(1, 1 / 3), (2, 2 / 3), (3, 1.0)]
     tables = [line["val/generations"] for line in stored if "val/generations" in line]

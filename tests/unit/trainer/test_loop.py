@@ -116,7 +116,7 @@ def saved_steps(folder: Path) -> list[int]:
 
 
 def test_a_trainer_gets_validation_and_checkpoints_from_the_loop(tmp_path: Path) -> None:
-    best = {"trainer.best_metric": "val/sum", "trainer.best_metric_mode": "max"}
+    best: dict[str, Any] = {"trainer.best_metric": "val/sum", "trainer.best_metric_mode": "max"}
     assert run(config_of(tmp_path, **best), counter) == 0
     rows = logged(tmp_path / "run")
     assert [step for step, _ in rows] == [1, 2, 3, 4, 5, 6, 7]

@@ -119,7 +119,7 @@ def test_partial_validation_output_is_reported_without_a_shared_folder(tmp_path:
 
 def test_an_export_has_the_tokenizer_of_the_run(tmp_path: Path) -> None:
     ppo_args(tmp_path)  # makes the model
-    tokenizer = load_tokenizer(str(tmp_path / "actor"))
+    tokenizer: Any = load_tokenizer(str(tmp_path / "actor"))
     tokenizer.chat_template = "{% for message in messages %}<{{ message.content }}>{% endfor %}"
     tokenizer.save_pretrained(tmp_path / "own")
     overrides = {

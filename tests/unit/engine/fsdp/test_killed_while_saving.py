@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support.ranks import _Runner, run_ranks
@@ -53,7 +54,7 @@ def _newest(run: Path) -> int:
 def _killed(folder: Path, in_background: bool, pause: float) -> None:
     """Start training and kill all ranks `pause` seconds after the third save has started."""
     pool = process_pool(PoolSpec("killed", ranks_per_node=2), Options(timeout=60.0))
-    runner = spawn(_Runner, pool=pool, name="killed", timeout=60.0)
+    runner: Any = spawn(_Runner, pool=pool, name="killed", timeout=60.0)  # takes and returns one entry per rank
 
     def kill() -> None:
         deadline = time.monotonic() + 60

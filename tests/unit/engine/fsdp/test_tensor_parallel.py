@@ -10,7 +10,7 @@ from support.tiny import predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -117,7 +117,8 @@ def test_gradient_checkpointing_changes_nothing():
 @pytest.mark.parametrize(("vocabulary", "ranks"), [(113, 2), pytest.param(101, 4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_vocabulary_that_does_not_divide(vocabulary: int, ranks: int, tied: bool):
-    folder, override = folder_of("llama", kv_heads=4, tie_embeddings=tied), {"vocab_size": vocabulary}
+    folder = folder_of("llama", kv_heads=4, tie_embeddings=tied)
+    override: dict[str, Any] = {"vocab_size": vocabulary}
     expected = numbers(model_of(folder, **override))
     for actual in run_warm_ranks(cut, ranks, folder, "causal_lm", False, override):
         same(actual, expected)
@@ -126,7 +127,7 @@ def test_a_vocabulary_that_does_not_divide(vocabulary: int, ranks: int, tied: bo
 def whole_logits(folder: str) -> tuple[Tensor, bool]:
     model = model_of(folder)
     apply_tensor_parallel(model, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",)))
-    hf = model.hf
+    hf: Any = model.hf
     with torch.no_grad():
         logits = hf(torch.arange(3, 9)[None]).logits
     return logits, hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
@@ -190,9 +191,7 @@ def tensor_parallel_and_sharded(
     with torch.no_grad():
         for name, weight in hf.named_parameters():
             assert isinstance(weight, DTensor), name
-            full = torch.distributed.tensor.distribute_tensor(
-                weights[name], weight.device_mesh, weight.placements, src_data_rank=None
-            )
+            full = distribute_tensor(weights[name], weight.device_mesh, weight.placements, src_data_rank=None)
             weight.copy_(full)
     model.train()
     outputs, gradients = numbers(model)
