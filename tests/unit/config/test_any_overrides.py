@@ -7,6 +7,7 @@ import contextlib
 import copy
 import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -35,6 +36,7 @@ from camshaft.config.defaults import raw_defaults
 from camshaft.config.schema.aliases import ALIASES
 from camshaft.config.tree import fields, put
 from camshaft.errors import ConfigError
+from camshaft.masking import printable
 
 CASES = int(os.environ.get("CAMSHAFT_CONFIG_CASES", "30"))
 """Number of examples of all tests in this file."""
@@ -159,7 +161,7 @@ def named(typed: Typed, message: str) -> bool:
     parts = typed.key.lstrip("+").split(".")
     heads = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
     names = (typed.word[:300], *heads, *(ALIASES[head] for head in heads if head in ALIASES))
-    return any(name in message for name in names)
+    return any(name in message or printable(name) in message for name in names)
 
 
 # -- results --------------------------------------------------------------------------------------
@@ -181,6 +183,7 @@ def test_any_override_gives_a_config_or_names_the_error(data: st.DataObject, sch
     message = wrong(schema, [*right[schema], typed.word])
     assert message is None or named(typed, message)
     assert message is None or len(message) < 3000
+    assert message is None or not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", message)
 
 
 @share(0.2)
