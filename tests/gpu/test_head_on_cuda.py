@@ -31,8 +31,8 @@ def inputs(vocabulary_size: int, dtype: torch.dtype, rows: int = ROWS) -> tuple[
 def test_values_and_gradients(dtype: torch.dtype, within: float, vocabulary_size: int):
     hidden, weight, targets, mixture = inputs(vocabulary_size, dtype)
     fused = linear_logprob(hidden, weight, targets, None, 0.7, outputs=("entropy", "sum_pi_squared"))
-    assert fused[1] is not None
-    gradients = torch.autograd.grad((fused[0] * mixture[0] + fused[1] * mixture[1]).sum(), [hidden, weight])
+    assert fused.entropy is not None
+    gradients = torch.autograd.grad((fused[0] * mixture[0] + fused.entropy * mixture[1]).sum(), [hidden, weight])
     wide = [each.detach().double().requires_grad_() for each in (hidden, weight)]
     log_p = (wide[0] @ wide[1].t() / 0.7).log_softmax(1)
     p = log_p.exp()

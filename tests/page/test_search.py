@@ -1,5 +1,6 @@
 """Questions of readers, typed into the search box of the documentation site in Chromium."""
 
+# pyright: reportMissingImports=false
 import shutil
 import subprocess
 import sys
