@@ -2,9 +2,11 @@
 
     masked.py         masked sums, means and variances
     kl.py             estimators of the KL to the reference policy, and controllers of the KL coefficient
+    entropy.py        coefficient of the entropy bonus with a target
     advantages.py     advantages and returns from rewards and values; runs on the driver on (B, T) grids
     losses.py         PPO, value, entropy, KL and SFT losses; run on the workers on flat (N,) tokens
     policy_losses.py  other policy losses; run on the workers on flat (N,) tokens
+    token_selection.py  tokens that a policy loss selects by covariance or entropy; runs on the driver
     preference.py     loss of preference pairs; runs on the workers on the (B,) pairs of a micro-batch
     mismatch.py       compares log-probs of rollout and trainer: statistics, importance weights, rejection; runs on the
                       driver
@@ -32,6 +34,7 @@ Glossary of names and formulas:
 """
 
 from camshaft.algorithms.advantages import ESTIMATORS, AdvantageInputs, AdvantageOptions, Estimator, group_advantages
+from camshaft.algorithms.entropy import AdaptiveEntropy
 from camshaft.algorithms.kl import KL_PENALTIES, AdaptiveKL, FixedKL, kl_penalty
 from camshaft.algorithms.losses import (
     AGGREGATIONS,
@@ -58,22 +61,27 @@ from camshaft.algorithms.policy_losses import (
     POLICY_LOSSES,
     PolicyLoss,
     cispo_loss,
+    clip_cov_loss,
     dppo_kl_loss,
     dppo_tv_loss,
     dro_loss,
     geo_mean_loss,
     gpg_loss,
     gspo_loss,
+    kl_cov_loss,
     sapo_loss,
 )
 from camshaft.algorithms.preference import preference_loss
+from camshaft.algorithms.token_selection import covariances, high_entropy_tokens, largest_tokens, tokens_between
 
 __all__ = [
     "ESTIMATORS", "POLICY_LOSSES", "KL_PENALTIES", "AGGREGATIONS",
     "AdvantageInputs", "AdvantageOptions", "Estimator", "group_advantages",
     "FixedKL", "AdaptiveKL", "kl_penalty",
     "Clip", "PolicyLoss", "policy_loss", "gspo_loss", "geo_mean_loss", "cispo_loss", "sapo_loss", "dppo_tv_loss",
-    "dppo_kl_loss", "gpg_loss", "dro_loss",
+    "dppo_kl_loss", "gpg_loss", "dro_loss", "clip_cov_loss", "kl_cov_loss",
+    "covariances", "largest_tokens", "tokens_between", "high_entropy_tokens",
+    "AdaptiveEntropy",
     "Counts", "aggregate", "value_loss", "entropy_loss", "kl_loss", "full_kl_loss", "sft_loss",
     "preference_loss",
     "mismatch", "off_policy_diagnostics", "importance_weights", "mean_importance_weight", "accept_tokens",

@@ -91,13 +91,9 @@ AGGREGATIONS: dict[str, Callable[[Tensor, Counts], Tensor]] = {
     "seq-mean-token-mean": _seq_mean_token_mean,
     "seq-mean-token-sum-norm": _seq_mean_token_sum_norm,
 }
-"""Aggregation function of each value of `loss_agg_mode`. Its input is already 0 outside the mask."""
+"""Aggregation function of each value of `loss_agg_mode`. Its input is already 0 outside the mask.
 
-
-def aggregate(per_token: Tensor, counts: Counts, mode: str) -> Tensor:
-    """Aggregate token losses l, (N,), to the scalar share of this micro-batch.
-
-    With mask m, rows i and tokens t of a row:
+With mask m, rows i and tokens t of a row:
 
     token-mean               sum_it m l / num_tokens                     equal weight per token
     token-sum                sum_it m l                                  equal weight, larger for more tokens
@@ -105,9 +101,13 @@ def aggregate(per_token: Tensor, counts: Counts, mode: str) -> Tensor:
     seq-mean-token-mean      sum_i (sum_t m l / sum_t m) / num_sequences equal weight per row
     seq-mean-token-sum-norm  sum_it m l / num_sequences / horizon        seq-mean-token-sum divided by a constant
 
-    Rows without a masked-in token have zero weight. Token means: Yu et al., arXiv:2503.14476; constant horizon: Liu et
-    al., arXiv:2503.20783.
-    """
+Rows without a masked-in token have zero weight. Token means: Yu et al., arXiv:2503.14476; constant horizon: Liu et al.,
+arXiv:2503.20783.
+"""
+
+
+def aggregate(per_token: Tensor, counts: Counts, mode: str) -> Tensor:
+    """Aggregate token losses l, (N,), to the scalar share of this micro-batch. `AGGREGATIONS` describes the modes."""
     if mode not in AGGREGATIONS:
         raise ValueError(f"unknown aggregation '{mode}'; use one of {', '.join(AGGREGATIONS)}")
     return AGGREGATIONS[mode](torch.where(counts.mask, per_token, 0), counts)

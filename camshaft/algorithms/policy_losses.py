@@ -2,7 +2,7 @@
 
 `actor.policy_loss.loss_mode` selects a function: a name in POLICY_LOSSES, or `package.module:function` for a function
 with the parameters of `policy_loss`. Parameters that only one loss has, such as `dro_beta`, are further keywords, whose
-values are keys of the section `actor.policy_loss`.
+values are keys of the section `actor.policy_loss` or columns (`token_selection.py`).
 
 All functions follow the rules of `losses.py`: flat tensors of tokens, masked values are never read, results are shares.
 A token has advantage A, ratio = exp(log pi - log pi_old) with the difference clamped to +-20, and loss l. sg stops the
@@ -309,6 +309,70 @@ def dro_loss(
     return aggregate(weighted(per_token, weights, counts), counts, mode), {"ppo_kl": share(-difference, counts)}
 
 
+# -- entropy ------------------------------------------------------------------------------------------
+
+
+_NO_DUAL_CLIP = 1e30
+
+
+def clip_cov_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    counts: Counts,
+    *,
+    clip: Clip,
+    mode: str,
+    weights: Tensor | None = None,
+    selected: Tensor,
+) -> LossAndMetrics:
+    """Compute the Clip-Cov loss: the clipped PPO loss without dual clip, which leaves out selected tokens.
+
+    l = max(-A ratio, -A clip(ratio, 1 - low, 1 + high)), and 0 where `selected`
+
+    The tensors are (N,); the loss is a scalar. `selected` is a random part of the tokens whose covariance of log-prob
+    and advantage is large (`tokens_between`). Such tokens reduce the entropy of the policy most. Those left out remain
+    in the counts of the mean.
+
+    Metrics (as shares): `pg_clipfrac`; `cov_selected`, the fraction of selected tokens; `ppo_kl`. Cui et al.,
+    arXiv:2505.22617.
+    """
+    kept = (~selected).to(advantages.dtype)
+    weights = kept if weights is None else kept * weights
+    options = {"clip": clip._replace(dual=_NO_DUAL_CLIP), "mode": mode, "weights": weights}
+    loss, metrics = policy_loss(log_probs, old_log_probs, advantages, counts, **options)
+    return loss, metrics | {"cov_selected": share(selected, counts)}
+
+
+def kl_cov_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    counts: Counts,
+    *,
+    clip: Clip,
+    mode: str,
+    weights: Tensor | None = None,
+    penalties: Tensor,
+) -> LossAndMetrics:
+    """Compute the KL-Cov loss, which penalizes the change of tokens with a large covariance instead of clipping.
+
+    l = -A ratio + penalty |log pi - log pi_old|
+
+    The tensors are (N,); the loss is a scalar. `penalties` is `ppo_kl_coef` at tokens with the largest covariance of
+    log-prob and advantage (`largest_tokens`), and 0 elsewhere. `clip` is not read. Where pi equals pi_old, the penalty
+    has no gradient.
+
+    Metrics (as shares): `cov_selected`, the fraction of tokens with a penalty; `ppo_kl`. Cui et al., arXiv:2505.22617.
+    """
+    log_probs, old_log_probs, advantages = zero_masked(counts, log_probs, old_log_probs, advantages)
+    (penalties,) = zero_masked(counts, penalties)
+    difference = log_probs - old_log_probs
+    per_token = -advantages * difference.clamp(-20, 20).exp() + penalties * difference.abs()
+    metrics = {"cov_selected": share(penalties > 0, counts), "ppo_kl": share(-difference, counts)}
+    return aggregate(weighted(per_token, weights, counts), counts, mode), metrics
+
+
 PolicyLoss = Callable[..., LossAndMetrics]
 """Function with the parameters of `policy_loss` that returns the scalar loss and the shares of the metrics."""
 
@@ -322,5 +386,7 @@ POLICY_LOSSES: dict[str, PolicyLoss] = {
     "dppo_kl": dppo_kl_loss,
     "gpg": gpg_loss,
     "dro": dro_loss,
+    "clip_cov": clip_cov_loss,
+    "kl_cov": kl_cov_loss,
 }
 """Policy loss of each value of `actor.policy_loss.loss_mode`."""

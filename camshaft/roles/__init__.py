@@ -3,6 +3,7 @@
     actor.py         the trained policy: compute_log_prob, update_actor
     critic.py        the value function: compute_values, update_critic
     bypass.py        importance weights and rejection in the loss, for bypass mode
+    token_selection.py  arguments of policy losses that select tokens
     exact_kl.py      exact KL between actor and reference over the vocabulary
     rollout.py       generation with the actor's weights: generate_sequences
     hybrid.py        ActorRolloutRefWorker, which combines actor, rollout and reference

@@ -36,6 +36,7 @@ from camshaft.plugins import load_function
 from camshaft.roles.base import EngineRole, TrainedRole, mini_batches, select_responses
 from camshaft.roles.bypass import BypassCorrection
 from camshaft.roles.exact_kl import reference_distribution
+from camshaft.roles.token_selection import selected_tokens
 
 OldLogProbs = Literal["actor", "update", "rollout"]
 """Source of the old log-probs, as returned by `PPOConfig.old_log_prob_source`."""
@@ -66,6 +67,8 @@ class ActorWorker(TrainedRole):
         self.bypass = BypassCorrection.of(self.correction)
         self.policy_loss, self.aggregation = self._load_policy_loss(), self.actor.aggregation()
         self.loss_columns = self._list_loss_columns()
+        self.entropy_coeff = self.actor.entropy_coeff
+        self.select = partial(selected_tokens, self.actor.policy_loss) if config.selects_tokens() else None
         self.engine = build_engine(self.actor.strategy, actor_engine(config, topology, total_steps))
         self.compute_dtype = self.actor.fsdp_config.compute_dtype()
         self.routing: RoutingMode | None = config.routing_mode()
@@ -91,6 +94,9 @@ class ActorWorker(TrainedRole):
         if self.correction.is_enabled():
             columns += ["rollout_is_weights"] * (self.correction.rollout_is is not None)
             columns += ["rollout_rs_mask"] * bool(self.correction.rollout_rs)
+        if self.config.selects_tokens():
+            columns += ["selected_tokens"] * self.actor.policy_loss.selects_by_covariance()
+            columns += ["high_entropy"] * (self.actor.policy_loss.top_entropy_quantile < 1)
         return columns
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -110,6 +116,7 @@ class ActorWorker(TrainedRole):
         seed: int = 0,
         presharded: bool = False,
         old_log_probs: OldLogProbs = "actor",
+        entropy_coeff: float | None = None,
     ) -> DataProto:
         """Run the PPO update and return its metrics in `meta_info["metrics"]`.
 
@@ -120,14 +127,13 @@ class ActorWorker(TrainedRole):
 
         By default, each rank shuffles its own rows with `seed`. If `presharded` is True, the rows are already in the
         order of the mini-batches of all epochs, so that mini-batches do not depend on the number of ranks
-        (`trainer/mini_batches.py`).
+        (`trainer/mini_batches.py`). `entropy_coeff` replaces the coefficient of the config.
         """
+        self.entropy_coeff = self.actor.entropy_coeff if entropy_coeff is None else entropy_coeff
         in_update = old_log_probs == "update"
-        columns = [*self.loss_columns, *([] if in_update else ["old_log_probs"])]
         routing = self.routing if in_update or self.routing == "replay" else None
-        if routing is not None:
-            columns.append("routed_experts")
-        rows = data.select(*columns)
+        old = [] if in_update else ["old_log_probs"]
+        rows = data.select(*self.loss_columns, *old, *([] if routing is None else ["routed_experts"]))
         if "rollout_rs_mask" in rows:  # rejected tokens are excluded from the loss and from its denominators
             accepted, mask = rows.ragged("rollout_rs_mask"), rows.ragged("response_mask")
             rows = rows.with_columns(response_mask=mask.like(mask.values & accepted.values))
@@ -139,7 +145,7 @@ class ActorWorker(TrainedRole):
         # If the update computes the old log-probs, it returns them in the order of the rows.
         order = seed if self.actor.shuffle and not in_update else None
         outputs: list[Output] = ["log_probs"]
-        if self.actor.entropy_coeff or old_log_probs != "actor":
+        if self.entropy_coeff or old_log_probs != "actor":
             outputs.append("entropy")
         if self.kl.in_loss == "full":
             outputs.append("full_kl")
@@ -175,9 +181,9 @@ class ActorWorker(TrainedRole):
         old = log_probs.detach() if source == "update" else data["old_log_probs"].values
         loss, metrics = self._policy_loss(log_probs, old, data, counts)
         metrics["pg_loss"] = loss
-        if actor.entropy_coeff:
+        if self.entropy_coeff:
             entropy = entropy_loss(select_responses(predictions, "entropy", data).values, counts, mode=mode)
-            loss = loss - actor.entropy_coeff * entropy
+            loss = loss - self.entropy_coeff * entropy
         if source == "rollout":  # no other forward pass of the trainer computes the entropy
             entropy = select_responses(predictions, "entropy", data).values.detach()
             metrics["entropy"] = entropy_loss(entropy, counts, mode="token-mean")
@@ -197,7 +203,8 @@ class ActorWorker(TrainedRole):
         corrections: dict[str, Tensor] = {}
         if self.bypass is not None:
             counts, weights, corrections = self.bypass.apply(log_probs, data, counts)
-        result = self.policy_loss(log_probs, old, data["advantages"].values, counts, weights=weights)
+        options = {"weights": weights} if self.select is None else self.select(data, weights)
+        result = self.policy_loss(log_probs, old, data["advantages"].values, counts, **options)
         loss, metrics = _checked_loss(self.actor.policy_loss.loss_mode, result)
         return loss, metrics | corrections
 

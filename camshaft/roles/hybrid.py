@@ -94,9 +94,14 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def update_actor(
-        self, data: DataProto, seed: int = 0, presharded: bool = False, old_log_probs: OldLogProbs = "actor"
+        self,
+        data: DataProto,
+        seed: int = 0,
+        presharded: bool = False,
+        old_log_probs: OldLogProbs = "actor",
+        entropy_coeff: float | None = None,
     ) -> DataProto:
-        return self.actor.update_actor(data, seed, presharded, old_log_probs)
+        return self.actor.update_actor(data, seed, presharded, old_log_probs, entropy_coeff)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def skipped_steps(self) -> SkippedSteps:

@@ -25,6 +25,7 @@ from camshaft.config.backends import targets
 from camshaft.config.rollout import RolloutCapabilities, RolloutEngineConfig, RolloutOptions
 from camshaft.plugins import load
 from camshaft.rollout.base import BaseRollout, Generation, OpenRows, SamplingParams
+from camshaft.rollout.sampling import uniform_numbers
 
 __all__ = [
     "ROLLOUTS",
@@ -37,6 +38,7 @@ __all__ = [
     "SamplingParams",
     "build_rollout",
     "rollout_class",
+    "uniform_numbers",
 ]
 
 ROLLOUTS = targets(backends.ROLLOUTS)

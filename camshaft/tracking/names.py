@@ -108,6 +108,10 @@ actor/signal_share | fraction of tokens | trainer/idle.py |
 train/idle_steps | steps | trainer/idle.py |
     Consecutive steps up to this one in which no token has a coefficient other than 0 in any loss (max_idle_steps).
 actor/entropy | nats | trainer/metrics.py | Mean entropy of the policy over the response tokens.
+actor/entropy_coeff | 1 | trainer/ppo.py |
+    Coefficient of the entropy bonus in the update. It changes with entropy_target.
+actor/cov_selected | fraction of tokens | algorithms/policy_losses.py |
+    Tokens that the policy losses clip_cov (which leaves them out) and kl_cov (which penalizes their change) select.
 actor/kl_loss | nats | roles/actor.py | KL loss with respect to the reference policy (use_kl_loss).
 actor/reward_kl_penalty | nats | trainer/advantages.py |
     Mean KL divergence from the reference policy in the reward, averaged over responses.

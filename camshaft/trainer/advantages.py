@@ -19,6 +19,7 @@ from torch import Tensor
 
 from camshaft.algorithms import (
     ESTIMATORS,
+    AdaptiveEntropy,
     AdaptiveKL,
     AdvantageInputs,
     AdvantageOptions,
@@ -31,6 +32,7 @@ from camshaft.algorithms import (
     mean_importance_weight,
 )
 from camshaft.config import AlgorithmConfig, RolloutCorrectionConfig
+from camshaft.config.schema.roles import ActorConfig
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import ConfigError, RewardError
 from camshaft.plugins import load_function
@@ -43,6 +45,14 @@ def build_kl_controller(algorithm: AlgorithmConfig) -> FixedKL:
     if control.type == "adaptive":
         return AdaptiveKL(control.kl_coef, target=control.target_kl, horizon=control.horizon)
     return FixedKL(control.kl_coef)
+
+
+def build_entropy_coefficient(actor: ActorConfig) -> AdaptiveEntropy | None:
+    """Build the coefficient of the entropy bonus; return None if it is constant."""
+    if actor.entropy_target is None:
+        return None
+    bounds = actor.entropy_coeff_min, actor.entropy_coeff_max
+    return AdaptiveEntropy(actor.entropy_coeff, actor.entropy_target, actor.entropy_coeff_delta, bounds)
 
 
 def add_scores(batch: DataProto, result: RewardResult) -> DataProto:

@@ -37,7 +37,7 @@ def other_losses(batch: DataProto, config: PPOConfig, updates_actor: bool) -> li
     actor, trains_policy = config.actor_rollout_ref.actor, updates_actor and bool(_policy_mask(batch).any())
     losses = {
         "the value loss": "values" in batch and bool(batch["response_mask"].values.any()),
-        "the entropy bonus": trains_policy and actor.entropy_coeff != 0,
+        "the entropy bonus": trains_policy and (actor.entropy_coeff != 0 or actor.entropy_target is not None),
         "the KL loss": trains_policy and actor.use_kl_loss and actor.kl_loss_coef != 0,
     }
     return [name for name, is_active in losses.items() if is_active]

@@ -7,6 +7,7 @@ Roles compute on the ranks, and the functions of `advantages.py` compute on the 
 """
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -17,6 +18,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor
 
+from camshaft.algorithms import AdaptiveEntropy
 from camshaft.checkpoint import SavedCheckpoint
 from camshaft.config import PPOConfig, batch_table, render_batch_table
 from camshaft.config.run_folder import number_run
@@ -28,6 +30,7 @@ from camshaft.tracking import Tracking
 from camshaft.tracking.durable import Ranges
 from camshaft.trainer.advantages import (
     add_scores,
+    build_entropy_coefficient,
     build_kl_controller,
     check_scored,
     compute_advantages,
@@ -40,7 +43,7 @@ from camshaft.trainer.dynamic_sampling import sample_informative_prompts
 from camshaft.trainer.idle import IdleCheck
 from camshaft.trainer.loop import TrainingLoop
 from camshaft.trainer.metrics import StepMetrics, batch_metrics, mismatch, off_policy
-from camshaft.trainer.mini_batches import first_mini_batch, sampling_seeds, shard_rows, shuffle_seed
+from camshaft.trainer.mini_batches import TokenSelection, first_mini_batch, sampling_seeds, shard_rows, shuffle_seed
 from camshaft.trainer.resume import input_checksums, recorded_steps
 from camshaft.trainer.session import Extensions, StepHook
 from camshaft.trainer.validate import Sample, best_and_worst, decode_samples, save_samples, validate
@@ -78,6 +81,8 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         self.part_weights = config.reward_parts()
         correction = config.algorithm.rollout_correction
         self.correction = correction if correction.is_enabled() else None
+        self.entropy = build_entropy_coefficient(config.actor_rollout_ref.actor)
+        self.selection = TokenSelection.of(config)
         self.needs_mean_weight = correction.needs_mean_weight()
         self.is_corrected = correction.rollout_is is not None or bool(correction.rollout_rs)
         self.idle = IdleCheck(config)
@@ -140,9 +145,13 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
             with metrics.phase("update_actor"):
                 section = config.actor_rollout_ref.actor
                 rows = self._update_rows(len(inputs), section, self.actor_mini_batch, parts.actor_dp_size)
-                update = submit(
-                    self.actor.update_actor, inputs.reorder(rows), presharded=True, old_log_probs=source
-                ).result()
+                actor_rows = inputs.reorder(rows)
+                if self.selection is not None:
+                    selected = self.selection.columns(batch, rows, self.actor_mini_batch, parts.actor_dp_size)
+                    actor_rows = actor_rows.with_columns(**selected)
+                extra: dict[str, Any] = {} if self.entropy is None else {"entropy_coeff": self.entropy.value}
+                pending = submit(self.actor.update_actor, actor_rows, presharded=True, old_log_probs=source, **extra)
+                update = pending.result()
                 metrics.add(update.meta_info["metrics"])
                 if source == "update":
                     batch = compared = batch.union(DataProto(update.columns).reorder(rows.argsort()))
@@ -157,6 +166,8 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
             metrics.add(mismatch(compared))
             if self.is_corrected:
                 metrics.add(off_policy(compared))
+        if self.entropy is not None and self._updates_actor():
+            self._adapt(self.entropy, metrics)
         self.batch = batch
         return metrics.finished(batch)
 
@@ -269,6 +280,11 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         self._next_examples = now + interval
         return True
 
+    def _adapt(self, entropy: AdaptiveEntropy, metrics: StepMetrics) -> None:
+        """Adapt the coefficient of the entropy bonus after an update."""
+        metrics.add({"actor/entropy_coeff": entropy.value})
+        entropy.update(metrics.values.get("actor/entropy", math.nan))
+
     def _updates_actor(self) -> bool:
         return self.global_step > self.config.trainer.critic_warmup
 
@@ -339,10 +355,15 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
 
     def state(self) -> dict[str, Any]:
         tokenizer = str(Path(self.parts.tokenizer.name_or_path).absolute())
-        return {"kl": self.kl.state_dict(), "idle": self.idle.state_dict(), "tokenizer": tokenizer}
+        entropy = {} if self.entropy is None else self.entropy.state_dict()
+        return {
+            "kl": self.kl.state_dict(), "entropy": entropy, "idle": self.idle.state_dict(), "tokenizer": tokenizer
+        }  # fmt: skip
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.kl.load_state_dict(state["kl"])
+        if self.entropy is not None:
+            self.entropy.load_state_dict(state.get("entropy", {}))
         self.idle.load_state_dict(state.get("idle", {}))
 
     def recorded(self) -> dict[str, Ranges]:

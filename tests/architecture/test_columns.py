@@ -16,6 +16,7 @@ from camshaft.roles.base import as_sequences
 from camshaft.trainer import ppo
 
 ROOT = Path(__file__).parents[2] / "camshaft"
+LOSS = "actor_rollout_ref.actor.policy_loss"
 PAIRS = {"data/preferences", "trainer/supervised"}
 """Source of the columns for pairs of answers, which `tests/unit/trainer/test_rm.py` checks."""
 
@@ -53,10 +54,13 @@ def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypa
     run_ppo(tmp_path, {**routed, **estimator, "data.train_batch_size": 4}, steps=1)
     bypass = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True}
     run_ppo(tmp_path, {f"algorithm.rollout_correction.{key}": value for key, value in bypass.items()}, steps=1)
+    run_ppo(tmp_path, {f"{LOSS}.loss_mode": "kl_cov", f"{LOSS}.top_entropy_quantile": 0.5}, steps=1)
     of_third = batches[2].select("routed_experts", "routing_mismatch", "sum_pi_squared")
     others = batches[1].select("reward_baselines").union(of_third).union(batches[3].select("rollout_is_mean"))
     batch = as_sequences(batches[0].union(others))
+    selected = ("selected_tokens", "high_entropy")
     columns = batch.columns | next(micro.select("log_q").columns for micro in of_engines if "log_q" in micro)
+    columns |= next(micro.select(*selected).columns for micro in of_engines if "high_entropy" in micro)
     of_a_step = {name: column for name, column in COLUMNS.items() if not PAIRS & {column.written_by, *column.read_by}}
     assert set(columns) == set(of_a_step)
     for name, column in of_a_step.items():

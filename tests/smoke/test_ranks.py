@@ -82,6 +82,13 @@ LOSSES: dict[str, dict[str, Any]] = {
     "dppo_kl": {f"{ACTOR}.clip_ratio": 1e-5},
     "gpg": {},
     "dro": {f"{ACTOR}.policy_loss.dro_beta": 0.1},
+    "clip_cov": {f"{ACTOR}.policy_loss.clip_cov_ratio": 0.2, f"{ACTOR}.policy_loss.clip_cov_lb": 0.0},
+    "kl_cov": {f"{ACTOR}.policy_loss.kl_cov_ratio": 0.2, f"{ACTOR}.policy_loss.ppo_kl_coef": 1.0},
+    "vanilla": {
+        f"{ACTOR}.policy_loss.top_entropy_quantile": 0.3,
+        f"{ACTOR}.entropy_target": 3.0,
+        f"{ACTOR}.clip_ratio": 3e-3,
+    },
 }
 """Policy losses with settings that have an effect in a small run."""
 
@@ -93,7 +100,9 @@ def test_policy_losses_do_not_depend_on_the_number_of_ranks(loss: str, tmp_path:
     one_process = run_ppo(tmp_path, changes, steps=3)
     compare(run_ppo(tmp_path, {**changes, **RANKS}, steps=3), one_process, rel=1e-6)
     assert all(step.metrics["actor/ppo_kl"] != 0 for step in one_process)
-    assert all(step.metrics.get("actor/pg_clipfrac", 1) > 0 for step in one_process)
+    selects = "cov" in loss
+    assert all(step.metrics.get("actor/pg_clipfrac", 1) > 0 for step in one_process) or selects
+    assert not selects or all(step.metrics["actor/cov_selected"] > 0.1 for step in one_process)
 
 
 @pytest.mark.slow

@@ -66,6 +66,9 @@ PROOFS: dict[str, tuple[str, ...]] = {
         f"{_RUN}::test_key_changes_the_run",
         f"{ACTOR}.shuffle", f"{ACTOR}.clip_ratio", f"{ACTOR}.kl_loss_type", f"{ACTOR}.policy_loss.tau_pos",
         f"{ACTOR}.policy_loss.tau_neg", f"{ACTOR}.policy_loss.dro_beta", f"{CRITIC}.ppo_mini_batch_size",
+        f"{ACTOR}.policy_loss.clip_cov_ratio", f"{ACTOR}.policy_loss.clip_cov_lb", f"{ACTOR}.policy_loss.clip_cov_ub",
+        f"{ACTOR}.policy_loss.kl_cov_ratio", f"{ACTOR}.policy_loss.ppo_kl_coef",
+        f"{ACTOR}.policy_loss.top_entropy_quantile",
         f"{CRITIC}.ppo_epochs", f"{CRITIC}.shuffle", f"{CRITIC}.loss_agg_mode", "algorithm.filter_groups.enable",
         "algorithm.filter_groups.metric", "trainer.test_freq", "trainer.val_before_train", "trainer.val_only",
         "trainer.seed",
@@ -79,6 +82,13 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys((f"{ACTOR}.use_kl_loss", f"{ACTOR}.kl_loss_coef"), (_GRPO,)),
     f"{ACTOR}.loss_agg_mode": (_ADAPTIVE,),
+    **dict.fromkeys(
+        (f"{ACTOR}.entropy_target", f"{ACTOR}.entropy_coeff_delta", f"{ACTOR}.entropy_coeff_max"),
+        ("tests/unit/trainer/test_token_selection.py::test_coefficient_rises_while_the_entropy_is_below_the_target",),
+    ),
+    f"{ACTOR}.entropy_coeff_min": (
+        "tests/unit/trainer/test_token_selection.py::test_coefficient_is_in_the_checkpoint",
+    ),
     f"{ACTOR}.router_replay.mode": (
         "tests/unit/trainer/test_router_replay.py::test_replay_uses_the_experts_of_the_rollout",
     ),

@@ -23,6 +23,12 @@ Steps = list[Step]
 GROUPS = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 2, "data.train_batch_size": 4}
 KL_LOSS = {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.5}
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
+CLIP_COV = {
+    LOSS: "clip_cov",
+    f"{ACTOR}.policy_loss.clip_cov_lb": -100.0,
+    f"{ACTOR}.policy_loss.clip_cov_ub": 100.0,
+    f"{ACTOR}.policy_loss.clip_cov_ratio": 0.3,
+}
 VALIDATED = {"trainer.val_before_train": True}
 
 
@@ -51,6 +57,12 @@ CHANGES: dict[str, tuple[Any, Mapping[str, Any], Callable[[Steps], Any]]] = {
     f"{ACTOR}.policy_loss.tau_pos": (5.0, {LOSS: "sapo"}, actor),
     f"{ACTOR}.policy_loss.tau_neg": (5.0, {LOSS: "sapo"}, actor),
     f"{ACTOR}.policy_loss.dro_beta": (1.0, {LOSS: "dro", f"{ACTOR}.policy_loss.dro_beta": 0.1}, actor),
+    f"{ACTOR}.policy_loss.clip_cov_ratio": (0.9, CLIP_COV, actor),
+    f"{ACTOR}.policy_loss.clip_cov_lb": (0.0, CLIP_COV, actor),
+    f"{ACTOR}.policy_loss.clip_cov_ub": (0.0, CLIP_COV, actor),
+    f"{ACTOR}.policy_loss.kl_cov_ratio": (0.5, {LOSS: "kl_cov", f"{ACTOR}.policy_loss.ppo_kl_coef": 9.0}, actor),
+    f"{ACTOR}.policy_loss.ppo_kl_coef": (9.0, {LOSS: "kl_cov", f"{ACTOR}.policy_loss.kl_cov_ratio": 0.5}, actor),
+    f"{ACTOR}.policy_loss.top_entropy_quantile": (0.2, {}, actor),
     "critic.ppo_mini_batch_size": (8, {}, critic),
     "critic.ppo_epochs": (2, {}, critic),
     "critic.shuffle": (False, {}, critic),

@@ -22,6 +22,7 @@ def check_algorithm(config: PPOConfig) -> Iterator[Problem]:
     yield from _check_policy_loss(config)
     yield from _check_correction(config)
     yield from _check_bypass(config)
+    yield from _check_selection(config)
     yield from _check_filter_groups(config)
 
 
@@ -99,6 +100,15 @@ def _check_bypass(config: PPOConfig) -> Iterator[Problem]:
             related_key = f"{ROLLOUT}.{fix.partition('=')[0]}"
             message = f"requires the full distribution, which {related_key} restricts. Set {ROLLOUT}.{fix}."
             yield Problem(key, True, message, (related_key,))
+
+
+def _check_selection(config: PPOConfig) -> Iterator[Problem]:
+    """Check that the entropies are known before the update if the policy loss selects tokens by them."""
+    key, bypass = "actor_rollout_ref.actor.policy_loss.top_entropy_quantile", f"{CORRECTION}.bypass_mode"
+    quantile = config.actor_rollout_ref.actor.policy_loss.top_entropy_quantile
+    if quantile < 1 and config.selects_tokens() and config.algorithm.rollout_correction.bypass_mode:
+        message = f"requires the entropies of a forward pass that {bypass}=true skips. Set {bypass}=false, or {key}=1."
+        yield Problem(key, quantile, message, (bypass,))
 
 
 def _check_filter_groups(config: PPOConfig) -> Iterator[Problem]:

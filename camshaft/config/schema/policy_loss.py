@@ -3,10 +3,19 @@
 from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BeforeValidator, PositiveFloat
+from pydantic import BeforeValidator, NonNegativeFloat, PositiveFloat
 
 from camshaft.config.errors import Problem
-from camshaft.config.schema.fields import Described, LossAggMode, Section, Text, Unread, key
+from camshaft.config.schema.fields import (
+    Described,
+    Fraction,
+    LossAggMode,
+    PositiveFraction,
+    Section,
+    Text,
+    Unread,
+    key,
+)
 
 
 class PolicyLossInputs(NamedTuple):
@@ -32,6 +41,8 @@ POLICY_LOSSES: dict[str, PolicyLossInputs] = {
     "dppo_kl": PolicyLossInputs(dual=True),
     "gpg": PolicyLossInputs(clip=False),
     "dro": PolicyLossInputs(clip=False),
+    "clip_cov": PolicyLossInputs(),
+    "kl_cov": PolicyLossInputs(clip=False),
 }
 """Built-in policy losses. Their functions are in `camshaft.algorithms`.
 
@@ -81,10 +92,48 @@ class PolicyLossConfig(Section):
         unread=_parameter_of("dro"),
     )
 
+    clip_cov_ratio: PositiveFraction = key(
+        2e-4,
+        "Fraction of the tokens of a mini-batch, at least one, that clip_cov leaves out of the loss.",
+        unread=_parameter_of("clip_cov"),
+    )
+    clip_cov_lb: float = key(
+        1.0,
+        "Lower bound of the covariance of log-prob and advantage of the tokens that clip_cov leaves out.",
+        unread=_parameter_of("clip_cov"),
+    )
+    clip_cov_ub: float = key(
+        5.0, "Upper bound of the covariance of the tokens that clip_cov leaves out.", unread=_parameter_of("clip_cov")
+    )
+    kl_cov_ratio: PositiveFraction = key(
+        2e-4,
+        "Fraction of the tokens of a mini-batch, at least one, whose change kl_cov penalizes: those with the largest "
+        "covariance of log-prob and advantage.",
+        unread=_parameter_of("kl_cov"),
+    )
+    ppo_kl_coef: NonNegativeFloat = key(
+        0.1, "Coefficient of the penalty of kl_cov, |log pi - log pi_old|.", unread=_parameter_of("kl_cov")
+    )
+    top_entropy_quantile: Fraction = key(
+        1.0,
+        "Fraction of the tokens of a mini-batch, those of highest entropy before the update, that the policy loss "
+        "includes. 1 includes all.",
+    )
+
     def problems(self) -> Iterator[Problem]:
         if self.loss_mode == "dro" and self.dro_beta is None:
             message = "is required with [loss_mode]=dro. Set [dro_beta]=0.1."
             yield Problem("dro_beta", None, message, ("loss_mode",))
+        if self.loss_mode == "clip_cov" and self.clip_cov_lb >= self.clip_cov_ub:
+            message = f"must be less than [clip_cov_ub]={self.clip_cov_ub:g}. Set [clip_cov_lb]=1.0 [clip_cov_ub]=5.0."
+            yield Problem("clip_cov_lb", self.clip_cov_lb, message, ("clip_cov_ub",))
+        if self.loss_mode == "geo_mean" and self.top_entropy_quantile < 1:
+            message = "geo_mean has one loss per response, which includes all tokens. Set [top_entropy_quantile]=1."
+            yield Problem("top_entropy_quantile", self.top_entropy_quantile, message, ("loss_mode",))
+
+    def selects_by_covariance(self) -> bool:
+        """Return True if the loss reads the column `selected_tokens`."""
+        return self.loss_mode in ("clip_cov", "kl_cov")
 
     def parameters(self) -> dict[str, Any]:
         """Return the keyword arguments that only the function of this loss has."""

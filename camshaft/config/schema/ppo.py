@@ -195,8 +195,15 @@ class PPOConfig(CommandConfig):
             return "rollout"
         one_step = actor.ppo_epochs == 1 and actor.ppo_mini_batch_size == self.data.train_batch_size
         corrects, penalizes = algorithm.rollout_correction.is_enabled(), algorithm.use_kl_in_reward
-        read_earlier = corrects or penalizes or self.needs_sum_pi_squared()
+        read_earlier = corrects or penalizes or self.needs_sum_pi_squared() or self.selects_tokens()
         return "update" if one_step and not read_earlier and not self._may_have_dropout() else "actor"
+
+    def selects_tokens(self) -> bool:
+        """Return True if the policy loss selects tokens by statistics over a mini-batch, before the update."""
+        correction, loss = self.algorithm.rollout_correction, self.actor_rollout_ref.actor.policy_loss
+        if correction.bypass_mode and correction.loss_type == "reinforce":
+            return False
+        return loss.selects_by_covariance() or loss.top_entropy_quantile < 1
 
     def _may_have_dropout(self) -> bool:
         """Return True if the actor is trained with dropout, or if its config.json is not on this machine yet."""

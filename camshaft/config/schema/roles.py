@@ -48,6 +48,9 @@ _WITHOUT_CLIP = Unread(lambda actor: not actor.loss_inputs().clip, "{policy_loss
 _WITHOUT_DUAL_CLIP = Unread(
     lambda actor: not actor.loss_inputs().dual, "{policy_loss.loss_mode}, which has no dual clip"
 )
+_WITHOUT_ENTROPY_TARGET = Unread(
+    lambda actor: actor.entropy_target is None, "{entropy_target}", "set [entropy_target]=0.3, or omit the key"
+)
 _SEPARATE_CLIP_RANGES = Unread(
     lambda actor: actor.clip_ratio_low is not None and actor.clip_ratio_high is not None,
     "{clip_ratio_low} {clip_ratio_high}",
@@ -125,6 +128,21 @@ class ActorConfig(PPOUpdateSection):
     entropy_coeff: float = key(
         0.001, "Coefficient of the entropy bonus, which is subtracted from the loss. 0 disables the bonus."
     )
+    entropy_target: NonNegativeFloat | None = key(
+        None,
+        "Target of the mean entropy of a token, in nats. After each iteration, the coefficient of the entropy bonus, "
+        "initially entropy_coeff, rises by entropy_coeff_delta if the entropy is below the target, and falls if it is "
+        "above. The bonus is used only while the entropy is not above the target. null keeps entropy_coeff constant.",
+    )
+    entropy_coeff_delta: PositiveFloat = key(
+        0.005, "Change of the entropy coefficient per iteration with entropy_target.", unread=_WITHOUT_ENTROPY_TARGET
+    )
+    entropy_coeff_min: float = key(
+        0.0, "Minimum of the entropy coefficient with entropy_target.", unread=_WITHOUT_ENTROPY_TARGET
+    )
+    entropy_coeff_max: float = key(
+        1.0, "Maximum of the entropy coefficient with entropy_target.", unread=_WITHOUT_ENTROPY_TARGET
+    )
     use_kl_loss: bool = key(
         False, "Add the KL divergence from the reference policy to the loss. Usually true with GRPO."
     )
@@ -151,6 +169,13 @@ class ActorConfig(PPOUpdateSection):
                 f"[loss_agg_mode]={inputs.aggregation}, or omit the key."
             )
             yield Problem("loss_agg_mode", self.loss_agg_mode, message, ("policy_loss.loss_mode",))
+        low, high = self.entropy_coeff_min, self.entropy_coeff_max
+        if self.entropy_target is not None and not low <= self.entropy_coeff <= high:
+            message = (
+                f"must be between [entropy_coeff_min]={low:g} and [entropy_coeff_max]={high:g} with [entropy_target]. "
+                f"Set [entropy_coeff]={max(low, 0.0):g}."
+            )
+            yield Problem("entropy_coeff", self.entropy_coeff, message, ("entropy_target",))
 
     def loss_inputs(self) -> PolicyLossInputs:
         """Return the settings that the policy loss reads."""

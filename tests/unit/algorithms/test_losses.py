@@ -27,7 +27,6 @@ NAN = float("nan")
 F64 = torch.float64
 CLIP = Clip(low=0.2, high=0.3, dual=3.0)
 MODES = tuple(AGGREGATIONS)
-PARAMETERS = {"dro": {"dro_beta": 0.7}}
 
 
 def counts_of(mask, lengths, horizon: float | None = 10.0):
@@ -130,7 +129,8 @@ def mini_batches(draw):
 def all_losses(columns, counts, mode):
     """Return every loss and metric as one flat list of shares, the losses first."""
     a, b, c, d, e, f = columns
-    functions = [partial(loss, **PARAMETERS.get(name, {})) for name, loss in POLICY_LOSSES.items()]
+    extra = {"dro": {"dro_beta": 0.7}, "clip_cov": {"selected": e > 0}, "kl_cov": {"penalties": f.detach().abs()}}
+    functions = [partial(loss, **extra.get(name, {})) for name, loss in POLICY_LOSSES.items()]
     policies = [loss(a, b, c, counts, clip=CLIP, mode=mode) for loss in functions]
     weighted = [loss(a, b, c, counts, clip=CLIP, mode=mode, weights=d.abs())[0] for loss in functions]
     value, value_metrics = value_loss(d, e, f, counts, cliprange=0.5, mode=mode)

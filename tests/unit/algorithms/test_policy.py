@@ -11,12 +11,14 @@ from camshaft.algorithms import (
     Clip,
     Counts,
     cispo_loss,
+    clip_cov_loss,
     dppo_kl_loss,
     dppo_tv_loss,
     dro_loss,
     geo_mean_loss,
     gpg_loss,
     gspo_loss,
+    kl_cov_loss,
     sapo_loss,
 )
 
@@ -25,8 +27,13 @@ NAN = float("nan")
 CLIP = Clip(low=0.2, high=0.3)
 NARROW = Clip(low=0.02, high=0.03)
 LENGTHS = [4, 1, 3, 2, 5]
-PARAMETERS = {"dro": {"dro_beta": 0.7}}
-"""Parameters of the losses without which they cannot be called."""
+
+
+def parameters(name, count):
+    """Return the parameters without which a loss cannot be called: no token of clip_cov, all of kl_cov."""
+    selected, penalties = torch.zeros(count, dtype=torch.bool), torch.full((count,), 0.1)
+    extra = {"dro": {"dro_beta": 0.7}, "clip_cov": {"selected": selected}, "kl_cov": {"penalties": penalties}}
+    return extra.get(name, {})
 
 
 def rows(seed=0, per_row=True):
@@ -215,7 +222,7 @@ def test_cispo_with_low_of_one_has_no_lower_bound():
 def test_on_policy_all_losses_are_the_policy_gradient(name):
     log_probs, _, advantages, mask = rows()
     log_probs.requires_grad_()
-    function = partial(POLICY_LOSSES[name], **PARAMETERS.get(name, {}))
+    function = partial(POLICY_LOSSES[name], **parameters(name, len(log_probs)))
     loss, _ = function(log_probs, log_probs.detach(), advantages, counts_of(mask), clip=CLIP, mode="token-mean")
     (gradient,) = torch.autograd.grad(loss, log_probs)
     torch.testing.assert_close(gradient, torch.where(mask, -advantages / mask.sum(), 0))
@@ -226,7 +233,8 @@ def test_a_huge_difference_does_not_overflow(name):
     log_probs = torch.tensor([500.0, -500.0], requires_grad=True)
     counts = Counts(torch.tensor([True, True]), torch.tensor([1, 1]), 2.0, 2.0)
     advantages = torch.tensor([-1.0, 1.0])
-    loss, _ = POLICY_LOSSES[name](log_probs, torch.zeros(2), advantages, counts, clip=CLIP, mode="token-mean")
+    function = partial(POLICY_LOSSES[name], **parameters(name, 2))
+    loss, _ = function(log_probs, torch.zeros(2), advantages, counts, clip=CLIP, mode="token-mean")
     loss.backward()
     assert loss.isfinite()
     assert log_probs.grad is not None
@@ -328,13 +336,13 @@ def test_gpg_by_hand():
     assert metrics["ppo_kl"] == pytest.approx(math.log(8) / 2)
 
 
-@pytest.mark.parametrize("name", ["geo_mean", "sapo", "gpg", "dro"])
+@pytest.mark.parametrize("name", ["geo_mean", "sapo", "gpg", "dro", "clip_cov", "kl_cov"])
 def test_gradients_match_finite_differences(name):
     # ratios away from every kink, with either sign of A; a row whose tokens do not count
     log_probs = torch.tensor([0.5, 0.9, 1.1, 2.0, 0.7, 1.0], dtype=F64).log().requires_grad_()
     advantages = torch.tensor([1.0, 1.0, 1.0, -1.0, -1.0, 1.0], dtype=F64)
     counts = Counts(torch.tensor([True] * 5 + [False]), torch.tensor([3, 2, 1]), 5.0, 2.0)
-    options = {"clip": CLIP, "mode": "seq-mean-token-mean", **PARAMETERS.get(name, {})}
+    options = {"clip": CLIP, "mode": "seq-mean-token-mean", **parameters(name, 6)}
 
     def loss(x):
         return POLICY_LOSSES[name](x, torch.zeros_like(x), advantages, counts, **options)[0]
@@ -355,10 +363,28 @@ def test_surrogate_gradients_match_finite_differences_of_the_log_prob(name):
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_equal_rewards_give_no_gradient(name):
     log_probs, old, advantages, mask = rows()
-    old = log_probs if name == "dro" else old  # its quadratic term does not depend on A
+    old = log_probs if name in ("dro", "kl_cov") else old  # their penalties do not depend on A
     log_probs = log_probs.clone().requires_grad_()
-    options = {"clip": CLIP, "mode": "seq-mean-token-mean", **PARAMETERS.get(name, {})}
+    options = {"clip": CLIP, "mode": "seq-mean-token-mean", **parameters(name, len(log_probs))}
     loss, _ = POLICY_LOSSES[name](log_probs, old, torch.zeros_like(advantages), counts_of(mask), **options)
     (gradient,) = torch.autograd.grad(loss, log_probs)
     assert loss == 0
     assert (gradient == 0).all()
+
+
+def test_clip_cov_leaves_out_selected_tokens():
+    # Ratios 1.1, 2 (clipped to 1.3) and 5 with A = -1, which has no dual clip; the first is left out.
+    selected = torch.tensor([True, False, False])
+    loss, gradient, metrics = loss_of(clip_cov_loss, [1.1, 2.0, 5.0], [1.0, 1.0, -1.0], (3,), selected=selected)
+    assert loss == pytest.approx((-1.3 + 5) / 3)
+    assert gradient == pytest.approx([0, 0, 5 / 3])
+    assert metrics["cov_selected"] == metrics["pg_clipfrac"] == pytest.approx(1 / 3)
+
+
+def test_kl_cov_penalizes_the_change_of_selected_tokens():
+    # -A r + 0.5 |log r| at r = 2 and 1/2; no clip at r = 4.
+    penalties = torch.tensor([0.5, 0.5, 0.0], dtype=F64)
+    loss, gradient, metrics = loss_of(kl_cov_loss, [2.0, 0.5, 4.0], [1.0, -1.0, 1.0], (3,), penalties=penalties)
+    assert loss == pytest.approx((-2 + 0.5 * math.log(2) + 0.5 + 0.5 * math.log(2) - 4) / 3)
+    assert gradient == pytest.approx([(-2 + 0.5) / 3, (0.5 - 0.5) / 3, -4 / 3])
+    assert metrics["cov_selected"] == pytest.approx(2 / 3)

@@ -13,6 +13,7 @@ BYPASS = "algorithm.rollout_correction.bypass_mode"
 FILTER = "algorithm.filter_groups.enable=true"
 LOSS = f"{ACTOR}.policy_loss.loss_mode"
 GSPO = f"{LOSS}=gspo"
+TOP_ENTROPY, BYPASS = f"{ACTOR}.policy_loss.top_entropy_quantile", "algorithm.rollout_correction.bypass_mode"
 BUFFER = "reward_model.overlong_buffer"
 
 
@@ -20,10 +21,14 @@ BUFFER = "reward_model.overlong_buffer"
     ("more", "message"),
     [
         (["algorithm.adv_estimator=gropo"], "Did you mean grpo?"),
-        ([f"{ACTOR}.policy_loss.loss_mode=gpso"], "must be one of cispo, dppo_kl, dppo_tv, dro, "),
+        ([f"{ACTOR}.policy_loss.loss_mode=gpso"], "must be one of cispo, clip_cov, dppo_kl, dppo_tv, dro, "),
         ([GSPO, f"{ACTOR}.loss_agg_mode=token-mean"], f"Set {ACTOR}.loss_agg_mode=seq-mean-token-mean, or omit"),
         ([f"{LOSS}=gmpo", f"{ACTOR}.loss_agg_mode=token-sum"], "geo_mean weights all responses equally."),
         ([f"{LOSS}=dro"], f"Set {ACTOR}.policy_loss.dro_beta=0.1."),
+        ([f"{LOSS}=clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb=5"], "clip_cov_ub=5."),
+        ([f"{LOSS}=gmpo", f"{TOP_ENTROPY}=0.2"], f"Set {TOP_ENTROPY}=1."),
+        ([f"{TOP_ENTROPY}=0.2", f"{BYPASS}=true"], f"Set {BYPASS}=false, or {TOP_ENTROPY}=1."),
+        ([f"{ACTOR}.entropy_target=0.3", f"{ACTOR}.entropy_coeff=2"], f"{ACTOR}.entropy_coeff_max=1"),
         (["critic.enable=false"], "algorithm.adv_estimator=gae requires a critic. Set critic.enable=null."),
         ([*GRPO, "critic.enable=true"], "algorithm.adv_estimator=grpo does not use a critic. Set critic.enable=null."),
         ([FILTER, f"{ROLLOUT}.n=4"], "algorithm.adv_estimator=gae does not."),
@@ -127,3 +132,9 @@ def test_token_baselines_need_log_probs_before_the_update(words, name, source):
     config = load_ppo([*words, f"algorithm.adv_estimator={name}", f"{ROLLOUT}.n=4", mini])
     assert config.old_log_prob_source() == source
     assert config.needs_sum_pi_squared() == (source == "actor")
+
+
+@pytest.mark.parametrize("more", [[f"{LOSS}=clip_cov"], [f"{LOSS}=kl_cov"], [f"{TOP_ENTROPY}=0.2"]])
+def test_a_selection_of_tokens_needs_old_log_probs_before_the_update(words, more):
+    one_step = [*words, *GRPO, f"{ACTOR}.ppo_mini_batch_size=1024"]
+    assert load_ppo([*one_step, *more]).old_log_prob_source() == "actor"
