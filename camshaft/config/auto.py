@@ -33,11 +33,14 @@ from camshaft.config.engine import EngineModel
 from camshaft.config.guards import is_mapping
 from camshaft.config.layout import Topology
 from camshaft.config.schema.algorithm import ESTIMATORS, estimator_inputs
+from camshaft.config.schema.engine import UPDATES, MicroBatchKeys
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.fields import Choice, Section
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.supervised import RMConfig, SFTConfig, SupervisedConfig
+from camshaft.config.schema.reward import SCORES
+from camshaft.config.schema.roles import OLD_LOG_PROBS, REF_PASSES, VALUES
+from camshaft.config.schema.supervised import SUPERVISED_UPDATES, RMConfig, SFTConfig, SupervisedConfig
 from camshaft.config.short_names import short_names
 from camshaft.config.tree import format_value, get, has_key, put
 from camshaft.errors import EngineError
@@ -47,6 +50,8 @@ AUTO = "auto"
 GROUP_SIZE = 8
 """Responses per prompt, if the responses to a prompt are compared with each other."""
 RESPONSES_PER_STEP = 256
+CPU_TOKENS = 4096
+"""Tokens of a micro-batch on a CPU. More tokens need more memory and are not faster (docs/speed.md)."""
 SUPERVISED_BATCH = 64
 _CHECKPOINTING = ("enable_gradient_checkpointing", "gradient_checkpointing_mode")
 CHECKPOINTS_TO_KEEP = 2
@@ -54,7 +59,8 @@ CHECKPOINTS_TO_KEEP = 2
 
 EPOCHS = "trainer.total_epochs"
 BATCH, MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+_ACTOR_DYNAMIC, _ACTOR_TOKENS = f"{ACTOR}.{UPDATES.dynamic}", f"{ACTOR}.{UPDATES.tokens}"
 
 TrainingConfig = TypeVar("TrainingConfig", PPOConfig, SupervisedConfig)
 
@@ -213,6 +219,56 @@ def _supervised_batch(settings: Settings) -> tuple[Any, str]:
     return -(-SUPERVISED_BATCH // ranks) * ranks, "rows per step"
 
 
+def _limits_by_tokens(
+    section: str, passes: Mapping[MicroBatchKeys, int | str], followed: str, settings: Settings
+) -> tuple[Any, str]:
+    """Choose the kind of limit of the micro-batches of a section."""
+    if any(_is_set(settings, f"{section}.{size}") for keys in passes for size in keys.sizes):
+        return False, ""
+    is_set = any(_is_set(settings, f"{section}.{keys.tokens}", str(source)) for keys, source in passes.items())
+    return is_set or not followed or settings.get(followed) is True, ""
+
+
+def _is_set(settings: Settings, key: str, followed: str = "") -> bool:
+    """Return True if a key has a value of its own, and not that of the key `followed`, which it has by default."""
+    value = settings.get(key)
+    return value not in (None, AUTO) and value != settings.get(followed)
+
+
+def _sequences(section: str, keys: MicroBatchKeys, settings: Settings) -> tuple[Any, str]:
+    """Choose the number of sequences of a micro-batch, unless another limit applies."""
+    is_limited = any(_is_set(settings, f"{section}.{size}") for size in keys.sizes)
+    if is_limited or settings.get(f"{section}.{keys.dynamic}") is not False:
+        return None, ""
+    return keys.sequences, "sequences per micro-batch"
+
+
+def _tokens(source: int | str, longest: Callable[[Settings], int], dynamic: str, settings: Settings) -> tuple[Any, str]:
+    """Choose the number of tokens of a micro-batch, which contains at least one sequence.
+
+    `source` is the number on an accelerator, or the key of the passes whose limit applies. The choice is printed if the
+    key `dynamic` is true.
+    """
+    on_device = CPU_TOKENS if settings.on_cpu() else source
+    tokens = settings.count(source) if isinstance(source, str) else on_device
+    return max(tokens, longest(settings)), "tokens per micro-batch" * (settings.get(dynamic) is True)
+
+
+def _longest_response(settings: Settings) -> int:
+    """Return the maximum length of a prompt with its response."""
+    return settings.count("data.max_prompt_length") + settings.count(f"{ROLLOUT}.response_length")
+
+
+def _longest_scored(settings: Settings) -> int:
+    """Return the maximum length of a sequence that the reward model scores."""
+    return max(settings.count("reward_model.max_length"), _longest_response(settings))
+
+
+def _longest_row(sequences: int, settings: Settings) -> int:
+    """Return the maximum length of a row of `sequences` sequences."""
+    return sequences * settings.count("data.max_length")
+
+
 def _validates_before(settings: Settings) -> tuple[Any, str]:
     has_data = bool(settings.get("data.val_files"))
     return has_data, "validation data is set" if has_data else "no validation data"
@@ -236,6 +292,30 @@ def _checkpoints_to_keep(settings: Settings) -> tuple[Any, str]:
 
 _SAVE_FREQ = _always(AUTO, "every 10 minutes, and at the end")
 _PLACE: dict[str, Rule] = {"trainer.device": _device, "trainer.n_gpus_per_node": _devices}
+
+
+def _micro_batches(
+    section: str,
+    passes: Mapping[MicroBatchKeys, int | str],
+    longest: Callable[[Settings], int],
+    followed: str = "",
+) -> dict[str, Rule]:
+    """Return the rules of the micro-batches of a section.
+
+    Args:
+        section: The section.
+        passes: Keys of each kind of pass, with the source of its number of tokens.
+        longest: Function that returns the length of the longest sequence.
+        followed: Key that decides about a limit by tokens if no limit is set. "" selects such a limit.
+    """
+    dynamic = f"{section}.{next(iter(passes)).dynamic}"
+    rules: dict[str, Rule] = {dynamic: partial(_limits_by_tokens, section, passes, followed)}
+    for keys, source in passes.items():
+        rules[f"{section}.{keys.size}"] = partial(_sequences, section, keys)
+        rules[f"{section}.{keys.tokens}"] = partial(_tokens, source, longest, "" if followed else dynamic)
+    return rules
+
+
 _SUPERVISED: dict[str, Rule] = {
     **_PLACE,
     "strategy": _engine,
@@ -266,6 +346,7 @@ RULES: dict[type[Section], dict[str, Rule]] = {
             )
             for _, strategy, sharded, _ in _ENGINES
         },
+        f"{REF}.fsdp_config.mixed_precision.param_dtype": _follow(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype"),
         **{
             f"{section}.use_torch_compile": partial(_compile, strategy, f"{section}.", f"{sharded}.fsdp_config", model)
             for section, strategy, sharded, model in _ENGINES
@@ -276,14 +357,31 @@ RULES: dict[type[Section], dict[str, Rule]] = {
         f"{ROLLOUT}.n": _group_size,
         BATCH: _prompts_per_step,
         MINI_BATCH: _follow(BATCH),
+        **_micro_batches(ACTOR, {UPDATES: 16384}, _longest_response),
+        **_micro_batches(ROLLOUT, {OLD_LOG_PROBS: _ACTOR_TOKENS}, _longest_response, _ACTOR_DYNAMIC),
+        **_micro_batches(REF, {REF_PASSES: _ACTOR_TOKENS}, _longest_response, _ACTOR_DYNAMIC),
+        **_micro_batches(
+            "critic", {UPDATES: 32768, VALUES: f"critic.{UPDATES.tokens}"}, _longest_response, _ACTOR_DYNAMIC
+        ),
+        **_micro_batches(
+            "reward_model", {SCORES: f"critic.{VALUES.tokens}"}, _longest_scored, f"critic.{UPDATES.dynamic}"
+        ),
         "trainer.val_before_train": _validates_before,
         "trainer.test_freq": _test_freq,
         "trainer.save_freq": _SAVE_FREQ,
         "trainer.max_actor_ckpt_to_keep": _checkpoints_to_keep,
         EPOCHS: partial(_epochs, 30),
     },
-    SFTConfig: {**_SUPERVISED, EPOCHS: partial(_epochs, 4)},
-    RMConfig: {**_SUPERVISED, EPOCHS: partial(_epochs, 1)},
+    SFTConfig: {
+        **_SUPERVISED,
+        **_micro_batches("data", {SUPERVISED_UPDATES: 8192}, partial(_longest_row, 1)),
+        EPOCHS: partial(_epochs, 4),
+    },
+    RMConfig: {
+        **_SUPERVISED,
+        **_micro_batches("data", {SUPERVISED_UPDATES: 8192}, partial(_longest_row, 2)),
+        EPOCHS: partial(_epochs, 1),
+    },
     GenerateConfig: {
         **_PLACE,
         "rollout.name": _rollout,

@@ -136,13 +136,16 @@ def choose_automatic(
 ) -> tuple[dict[str, Any], list[Choice]]:
     """Return a copy of `tree` with a value for each key that is `auto`, and the choices.
 
-    A key that refers to another key, such as `${actor_rollout_ref.actor.strategy}`, is not chosen separately.
+    A key that refers to another key, such as `${actor_rollout_ref.actor.strategy}`, still does so if both have the same
+    value.
     """
     values, _ = resolve(tree, schema)
     chosen, merged = copy.deepcopy(dict(tree)), merge(raw_defaults(schema), tree)
     choices: list[Choice] = []
     for choice in choose(values, schema, machine):
-        if not _REFERENCE.fullmatch(str(get(merged, choice.key))):
+        put(values, choice.key, choice.value)
+        reference = _REFERENCE.fullmatch(str(get(merged, choice.key)))
+        if reference is None or get(values, reference[1]) != choice.value:
             put(chosen, choice.key, choice.value)
             choices.append(choice)
     return chosen, choices

@@ -12,6 +12,7 @@ from camshaft.config.schema.supervised import SupervisedConfig
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 WORLD = ("trainer.nnodes", "trainer.n_gpus_per_node")
+_NO_SIZE = "sets no micro-batch size. Set a number of sequences, for example 8."
 
 
 def check_ppo_batches(config: PPOConfig) -> Iterator[Problem]:
@@ -40,6 +41,8 @@ def check_supervised_batches(config: SupervisedConfig) -> Iterator[Problem]:
         )
         yield Problem("data.train_max_samples", data.train_max_samples, message, ("data.train_batch_size",))
     max_length = config.max_row_length()
+    if not data.use_dynamic_bsz and data.micro_batch_size_per_gpu is None:
+        yield Problem("data.micro_batch_size_per_gpu", None, _NO_SIZE)
     if data.use_dynamic_bsz and data.max_token_len_per_gpu < max_length:
         kind = "sequence" if max_length == data.max_length else f"pair of sequences ({max_length} tokens)"
         message = f"is smaller than the longest {kind}: data.max_length={data.max_length}. Set {max_length} or more."
@@ -145,7 +148,7 @@ def _check_global_micro_batches(config: PPOConfig) -> Iterator[Problem]:
         if limit.is_dynamic or limit.per_gpu is not None:
             continue
         if size is None:
-            yield Problem(f"{key}_per_gpu", None, "sets no micro-batch size. Set a number of sequences, for example 8.")
+            yield Problem(f"{key}_per_gpu", None, _NO_SIZE)
         elif size % (dp_size := limit.dp_size(topology)):
             world_size = worlds.get(key.partition(".")[0], topology.world_size)
             message = (

@@ -24,6 +24,20 @@ class MicroBatchKeys:
     tokens: str
     dynamic: str = "use_dynamic_bsz"
     """Key that selects the limit by tokens."""
+    sequences: int = 8
+    """Limit by sequences that `auto` selects if there is none by tokens."""
+    has_global_size: bool = True
+    """True if a deprecated key without the suffix `_per_gpu` counts the sequences of all ranks."""
+
+    @property
+    def sizes(self) -> tuple[str, ...]:
+        """The keys of the limits by sequences."""
+        return (self.size, self.size.removesuffix("_per_gpu")) if self.has_global_size else (self.size,)
+
+    def dynamic_key(self, default: str = "auto", note: str = "") -> Any:
+        """Declare the choice between the limits."""
+        description = f"Limit micro-batches by tokens ({self.tokens}) instead of by sequences. {note}"
+        return key(default, f"{description}auto does so unless {self.size} is set.")
 
     def global_size_key(self, default: int | str | None) -> Any:
         """Declare the deprecated number of sequences of all ranks."""
@@ -31,15 +45,15 @@ class MicroBatchKeys:
         description = f"{replacement} Number of sequences per {self.passes}, summed over all ranks."
         return key(default, description, unread=(self.by_tokens, _limited_per_rank(self.size)), ge=1)
 
-    def size_key(self, default: int | str) -> Any:
+    def size_key(self, default: str = "auto") -> Any:
         """Declare the number of sequences on each rank."""
         description = f"Number of sequences per {self._on_each_rank().removesuffix(',')}. Takes precedence over "
-        description += f"{self.size.removesuffix('_per_gpu')}."
+        description += f"{self.size.removesuffix('_per_gpu')}. auto is {self.sequences} with {self.dynamic}=false."
         return key(default, description, unread=self.by_tokens, ge=1)
 
-    def tokens_key(self, default: int | str) -> Any:
+    def tokens_key(self, default: str = "auto", note: str = "") -> Any:
         """Declare the number of tokens on each rank."""
-        description = f"Maximum number of tokens per {self._on_each_rank()} with {self.dynamic}=true."
+        description = f"Maximum number of tokens per {self._on_each_rank()} with {self.dynamic}=true.{note}"
         return key(default, description, unread=unless(self.dynamic), ge=1)
 
     @cached_property
@@ -125,12 +139,10 @@ class PPOUpdateSection(TrainedSection):
     """Keys of the updates of actor and critic."""
 
     ppo_micro_batch_size: int | None = UPDATES.global_size_key(None)
-    ppo_micro_batch_size_per_gpu: int | None = UPDATES.size_key(8)
-    ppo_max_token_len_per_gpu: Count = key(
-        16384,
-        "Maximum number of tokens per forward and backward pass on each rank with use_dynamic_bsz=true. "
-        "Sequence-parallel ranks share these tokens.",
-        unread=unless("use_dynamic_bsz"),
+    ppo_micro_batch_size_per_gpu: Annotated[int | None, Auto()] = UPDATES.size_key()
+    ppo_max_token_len_per_gpu: Annotated[Count, Auto()] = UPDATES.tokens_key(
+        note=" Sequence-parallel ranks share these tokens. auto is 4096 on a CPU and 16384 on an accelerator (32768 "
+        "for the critic), or the length of the longest sequence."
     )
     loss_agg_mode: LossAggMode | None = key(
         None,

@@ -59,7 +59,6 @@ class PPOConfig(CommandConfig):
     critic: CriticConfig = section(
         "Value function. Used only with adv_estimator=gae, unless critic.enable is set.",
         {
-            "ppo_max_token_len_per_gpu": 32768,
             "ppo_epochs": "${actor_rollout_ref.actor.ppo_epochs}",
             "shuffle": "${actor_rollout_ref.actor.shuffle}",
             "loss_agg_mode": "${actor_rollout_ref.actor.loss_agg_mode}",

@@ -2,7 +2,7 @@
 
 import os.path
 from collections import Counter
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
@@ -11,11 +11,11 @@ from camshaft.config.schema.engine import (
     PooledSection,
     SelectedEngineSection,
 )
-from camshaft.config.schema.fields import Count, Functions, Numbers, Path, Section, Text, key, section, unless
+from camshaft.config.schema.fields import Auto, Count, Functions, Numbers, Path, Section, Text, key, section, unless
 from camshaft.config.schema.fsdp import ForwardFSDPConfig
 from camshaft.config.schema.model import LoadedModel
 
-_PASSES = MicroBatchKeys("forward pass", "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
+SCORES = MicroBatchKeys("forward pass", "micro_batch_size_per_gpu", "forward_max_token_len_per_gpu")
 
 
 class RewardModelModelConfig(LoadedModel):
@@ -84,13 +84,10 @@ class RewardModelConfig(PooledSection, SelectedEngineSection):
             "trust_remote_code": "${actor_rollout_ref.model.trust_remote_code}",
         },
     )
-    micro_batch_size: int | None = _PASSES.global_size_key(None)
-    micro_batch_size_per_gpu: int | None = _PASSES.size_key(8)
-    use_dynamic_bsz: bool = key(
-        "${critic.use_dynamic_bsz}",
-        "Limit micro-batches by tokens (forward_max_token_len_per_gpu) instead of by sequences.",
-    )
-    forward_max_token_len_per_gpu: int = _PASSES.tokens_key("${critic.forward_max_token_len_per_gpu}")
+    micro_batch_size: int | None = SCORES.global_size_key(None)
+    micro_batch_size_per_gpu: Annotated[int | None, Auto()] = SCORES.size_key()
+    use_dynamic_bsz: Annotated[bool, Auto()] = SCORES.dynamic_key("${critic.use_dynamic_bsz}")
+    forward_max_token_len_per_gpu: Annotated[int, Auto()] = SCORES.tokens_key("${critic.forward_max_token_len_per_gpu}")
     max_length: Count | None = key(
         None,
         "Maximum sequence length in tokens of the reward model. Longer sequences are truncated on the left, and "

@@ -12,6 +12,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 
 from camshaft.config.errors import Problem
 from camshaft.config.schema.engine import (
+    UPDATES,
     EngineSection,
     MicroBatchKeys,
     PooledSection,
@@ -59,9 +60,9 @@ GREEDY = unless("do_sample", harmless=(0,))
 """Condition of sampling parameters, which greedy decoding does not read."""
 
 _LOG_PROB_KEYS = ("log_prob_micro_batch_size_per_gpu", "log_prob_max_token_len_per_gpu", "log_prob_use_dynamic_bsz")
-_REF_PASSES = MicroBatchKeys("forward pass", *_LOG_PROB_KEYS)
-_OLD_LOG_PROBS = MicroBatchKeys("forward pass that recomputes old log-probs", *_LOG_PROB_KEYS)
-_VALUES = MicroBatchKeys(
+REF_PASSES = MicroBatchKeys("forward pass", *_LOG_PROB_KEYS, sequences=16)
+OLD_LOG_PROBS = MicroBatchKeys("forward pass that recomputes old log-probs", *_LOG_PROB_KEYS, sequences=16)
+VALUES = MicroBatchKeys(
     "forward pass that computes values", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu"
 )
 
@@ -95,10 +96,8 @@ class ActorConfig(PPOUpdateSection):
         "Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n sequences. "
         "auto is data.train_batch_size: one optimizer step per epoch.",
     )
-    use_dynamic_bsz: bool = key(
-        False,
-        "Limit micro-batches by tokens (ppo_max_token_len_per_gpu) instead of by sequences. Batches are not padded, "
-        "so memory use depends on tokens.",
+    use_dynamic_bsz: Annotated[bool, Auto()] = UPDATES.dynamic_key(
+        note="Batches are not padded, so memory use depends on tokens. "
     )
     clip_ratio: NonNegativeFloat = key(
         0.2,
@@ -209,13 +208,14 @@ class RefConfig(EngineSection):
             "mixed_precision.param_dtype": "${actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype}",
         },
     )
-    log_prob_micro_batch_size: int | None = _REF_PASSES.global_size_key(None)
-    log_prob_micro_batch_size_per_gpu: int | None = _REF_PASSES.size_key(16)
-    log_prob_use_dynamic_bsz: bool = key(
-        "${actor_rollout_ref.actor.use_dynamic_bsz}",
-        "Limit micro-batches by tokens (log_prob_max_token_len_per_gpu) instead of by sequences.",
+    log_prob_micro_batch_size: int | None = REF_PASSES.global_size_key(None)
+    log_prob_micro_batch_size_per_gpu: Annotated[int | None, Auto()] = REF_PASSES.size_key()
+    log_prob_use_dynamic_bsz: Annotated[bool, Auto()] = REF_PASSES.dynamic_key(
+        "${actor_rollout_ref.actor.use_dynamic_bsz}"
     )
-    log_prob_max_token_len_per_gpu: int = _REF_PASSES.tokens_key("${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}")
+    log_prob_max_token_len_per_gpu: Annotated[int, Auto()] = REF_PASSES.tokens_key(
+        "${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}"
+    )
 
     def sharding(self) -> ForwardFSDPConfig:
         return self.fsdp_config
@@ -393,14 +393,12 @@ class RolloutConfig(GeneratorConfig):
         "Weights sent in a weight sync with model.lora_rank > 0. merged sends all weights with the adapter merged "
         "into them; adapter (vllm only) sends the base model once, and then only the adapter.",
     )
-    log_prob_micro_batch_size: int | None = _OLD_LOG_PROBS.global_size_key(None)
-    log_prob_micro_batch_size_per_gpu: int | None = _OLD_LOG_PROBS.size_key(16)
-    log_prob_use_dynamic_bsz: bool = key(
-        "${actor_rollout_ref.actor.use_dynamic_bsz}",
-        "When old log-probs are recomputed, limit micro-batches by tokens (log_prob_max_token_len_per_gpu) instead "
-        "of by sequences.",
+    log_prob_micro_batch_size: int | None = OLD_LOG_PROBS.global_size_key(None)
+    log_prob_micro_batch_size_per_gpu: Annotated[int | None, Auto()] = OLD_LOG_PROBS.size_key()
+    log_prob_use_dynamic_bsz: Annotated[bool, Auto()] = OLD_LOG_PROBS.dynamic_key(
+        "${actor_rollout_ref.actor.use_dynamic_bsz}", "Applies when old log-probs are recomputed. "
     )
-    log_prob_max_token_len_per_gpu: int = _OLD_LOG_PROBS.tokens_key(
+    log_prob_max_token_len_per_gpu: Annotated[int, Auto()] = OLD_LOG_PROBS.tokens_key(
         "${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}"
     )
     val_kwargs: ValKwargs = section("Sampling parameters in validation. By default, one greedy response per prompt.")
@@ -475,14 +473,15 @@ class CriticConfig(PooledSection, PPOUpdateSection):
         "${actor_rollout_ref.actor.ppo_mini_batch_size}",
         "Number of prompts per optimizer step, summed over all ranks. Each prompt contributes rollout.n sequences.",
     )
-    forward_micro_batch_size: int | None = _VALUES.global_size_key("${critic.ppo_micro_batch_size}")
-    forward_micro_batch_size_per_gpu: int | None = _VALUES.size_key("${critic.ppo_micro_batch_size_per_gpu}")
-    use_dynamic_bsz: bool = key(
-        "${actor_rollout_ref.actor.use_dynamic_bsz}",
-        "Limit micro-batches by tokens (ppo_max_token_len_per_gpu, forward_max_token_len_per_gpu) instead of by "
-        "sequences.",
+    forward_micro_batch_size: int | None = VALUES.global_size_key("${critic.ppo_micro_batch_size}")
+    forward_micro_batch_size_per_gpu: Annotated[int | None, Auto()] = VALUES.size_key(
+        "${critic.ppo_micro_batch_size_per_gpu}"
     )
-    forward_max_token_len_per_gpu: int = _VALUES.tokens_key("${critic.ppo_max_token_len_per_gpu}")
+    use_dynamic_bsz: Annotated[bool, Auto()] = UPDATES.dynamic_key(
+        "${actor_rollout_ref.actor.use_dynamic_bsz}",
+        "Also limits the passes that compute values (forward_max_token_len_per_gpu). ",
+    )
+    forward_max_token_len_per_gpu: Annotated[int, Auto()] = VALUES.tokens_key("${critic.ppo_max_token_len_per_gpu}")
     cliprange_value: PositiveFloat = key(
         0.5, "Clip range of the value loss: new values are clipped to the interval old values +- cliprange_value."
     )

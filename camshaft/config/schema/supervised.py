@@ -29,7 +29,9 @@ from camshaft.config.schema.fsdp import FSDPConfig
 from camshaft.config.schema.model import ModelConfig, OptimSection
 from camshaft.config.schema.trainer import WITHOUT_BEST_METRIC, RunConfig
 
-_UPDATES = MicroBatchKeys("forward and backward pass", "micro_batch_size_per_gpu", "max_token_len_per_gpu")
+SUPERVISED_UPDATES = MicroBatchKeys(
+    "forward and backward pass", "micro_batch_size_per_gpu", "max_token_len_per_gpu", sequences=4, has_global_size=False
+)
 
 
 class SupervisedDataConfig(Section):
@@ -65,17 +67,19 @@ class SupervisedDataConfig(Section):
         "number of rows of smaller data.",
         short=("batch", "rows per training step"),
     )
-    micro_batch_size_per_gpu: Count = key(
-        4,
-        "Number of sequences (sft) or pairs (rm) per forward and backward pass on each rank.",
-        unread=_UPDATES.by_tokens,
+    micro_batch_size_per_gpu: Annotated[Count | None, Auto()] = key(
+        "auto",
+        "Number of sequences (sft) or pairs (rm) per forward and backward pass on each rank. auto is 4 with "
+        "use_dynamic_bsz=false.",
+        unread=SUPERVISED_UPDATES.by_tokens,
     )
-    use_dynamic_bsz: bool = key(
-        False,
-        "Limit micro-batches by tokens (max_token_len_per_gpu) instead of by sequences or pairs. Batches are not "
-        "padded, so memory use depends on tokens. The tokens of both sequences of a pair are counted.",
+    use_dynamic_bsz: Annotated[bool, Auto()] = SUPERVISED_UPDATES.dynamic_key(
+        note="Batches are not padded, so memory use depends on tokens. The tokens of both sequences of a pair are "
+        "counted. "
     )
-    max_token_len_per_gpu: int = _UPDATES.tokens_key(8192)
+    max_token_len_per_gpu: Annotated[int, Auto()] = SUPERVISED_UPDATES.tokens_key(
+        note=" auto is 4096 on a CPU and 8192 on an accelerator, or the length of the longest sequence or pair."
+    )
     shuffle: bool = key(True, "Shuffle the training data in every epoch.")
     seed: NonNegativeInt | None = key(None, "Seed for shuffling the data. null uses trainer.seed.", unread=NOT_SHUFFLED)
     train_max_samples: OffOrPositive = key(-1, "Maximum number of training rows to load. -1 loads all rows.")

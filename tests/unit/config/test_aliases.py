@@ -113,7 +113,7 @@ def test_global_micro_batch_size_of_the_critic_sets_its_forward_passes(words):
 
 def test_a_run_without_a_micro_batch_size_is_rejected(words):
     with pytest.raises(ConfigError, match=rf"{GLOBAL}_per_gpu = null\n.*sets no micro-batch size"):
-        load_ppo([*words, f"{GLOBAL}_per_gpu=null"])
+        load_ppo([*words, f"{GLOBAL}_per_gpu=null", "actor_rollout_ref.actor.use_dynamic_bsz=false"])
 
 
 def test_aliases_are_no_keys_and_point_to_keys():

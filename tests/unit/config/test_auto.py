@@ -9,6 +9,7 @@ import pytest
 
 from camshaft.config import PPOConfig, load_generate, load_ppo, load_sft
 from camshaft.config.auto import fit_to_rows, format_choices
+from camshaft.config.tree import get
 from camshaft.errors import ConfigError
 from camshaft.machine import CPU, DEVICE_FILES, Machine, detect_machine, has_device_files
 
@@ -109,6 +110,66 @@ def test_the_reason_for_the_group_size_is_true(algorithm: str, reason: str, own_
     assert re.search(
         f"  {reason}\n", format_choices(load_ppo([*own_task[:2], f"algorithm={algorithm}"], machine=LAPTOP))
     )
+
+
+ROLES = {
+    "actor": ("actor_rollout_ref.actor", "ppo", "use_dynamic_bsz"),
+    "old": ("actor_rollout_ref.rollout", "log_prob", "log_prob_use_dynamic_bsz"),
+    "ref": ("actor_rollout_ref.ref", "log_prob", "log_prob_use_dynamic_bsz"),
+    "critic": ("critic", "ppo", "use_dynamic_bsz"),
+    "values": ("critic", "forward", "use_dynamic_bsz"),
+}
+
+
+def _limits(config: PPOConfig) -> dict[str, str]:
+    """Return the limit of each kind of pass, in sequences or in tokens."""
+    values, limits = config.model_dump(), {}
+    for role, (section, prefix, dynamic) in ROLES.items():
+        name = "max_token_len" if get(values, f"{section}.{dynamic}") else "micro_batch_size"
+        limits[role] = f"{get(values, f'{section}.{prefix}_{name}_per_gpu')} {name.partition('_')[2][:5]}"
+    return limits
+
+
+ACTOR_SIZE, REF_SIZE = "actor_rollout_ref.actor.ppo_micro_batch_size", "actor_rollout_ref.ref.log_prob_micro_batch_size"
+BY_SEQUENCES = dict(zip(ROLES, ("8 batch", "16 batch", "16 batch", "8 batch", "8 batch"), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("keys", "machine", "limits"),
+    [
+        ([], LAPTOP, dict.fromkeys(ROLES, "4096 token")),
+        ([], GPUS, dict.fromkeys(ROLES, "16384 token") | {"critic": "32768 token", "values": "32768 token"}),
+        (["response_length=9000"], LAPTOP, dict.fromkeys(ROLES, "9512 token")),
+        (["actor_rollout_ref.actor.use_dynamic_bsz=false"], LAPTOP, BY_SEQUENCES),
+        ([f"{ACTOR_SIZE}_per_gpu=4"], LAPTOP, BY_SEQUENCES | {"actor": "4 batch"}),
+        ([f"{ACTOR_SIZE}=4"], LAPTOP, BY_SEQUENCES | {"actor": "None batch"}),
+        ([f"{REF_SIZE}_per_gpu=4"], LAPTOP, dict.fromkeys(ROLES, "4096 token") | {"ref": "4 batch"}),
+        (
+            [f"{ACTOR_SIZE}_per_gpu=4", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=4000"],
+            LAPTOP,
+            BY_SEQUENCES | {"actor": "4 batch", "ref": "4000 token"},
+        ),
+        (
+            ["critic.forward_micro_batch_size_per_gpu=2"],
+            LAPTOP,
+            dict.fromkeys(ROLES, "4096 token") | {"critic": "8 batch", "values": "2 batch"},
+        ),
+    ],
+)
+def test_micro_batches_are_limited_by_tokens_unless_a_number_of_sequences_is_set(
+    keys: list[str], machine: Machine, limits: dict[str, str], own_task: list[str]
+) -> None:
+    kl = ["actor_rollout_ref.actor.use_kl_loss=true", "algorithm=gae"]
+    assert _limits(load_ppo([*own_task, *kl, *keys], machine=machine)) == limits
+
+
+def test_micro_batches_of_supervised_runs_are_limited_by_tokens(sft_words: list[str]) -> None:
+    settings = [(None, 4096), (None, 8192), (None, 5000), (3, 4096), (4, 4096)]
+    keys = [[], [], ["max_length=5000"], ["data.micro_batch_size_per_gpu=3"], ["data.use_dynamic_bsz=false"]]
+    for more, machine, limit in zip(keys, (LAPTOP, GPUS, *[LAPTOP] * 3), settings, strict=True):
+        words = [word for word in sft_words if not word.startswith(("trainer.device", "strategy"))]
+        data = load_sft([*words, *more], machine=machine).data
+        assert (data.micro_batch_size_per_gpu, data.max_token_len_per_gpu) == limit
 
 
 def test_mini_batch_follows_the_batch(own_task: list[str]) -> None:

@@ -7,7 +7,14 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 
 def test_batch_table_from_prompts_to_optimizer_steps(words):
     config = load_ppo(
-        [*words, f"{ROLLOUT}.n=4", f"{ACTOR}.ppo_epochs=2", "critic.ppo_mini_batch_size=512", "critic.ppo_epochs=3"]
+        [
+            *words,
+            f"{ACTOR}.use_dynamic_bsz=false",
+            f"{ROLLOUT}.n=4",
+            f"{ACTOR}.ppo_epochs=2",
+            "critic.ppo_mini_batch_size=512",
+            "critic.ppo_epochs=3",
+        ]
     )
     rows = {row.name: (row.actor, row.critic) for row in batch_table(config, Topology(8))}
     assert rows == {
@@ -33,7 +40,7 @@ def test_last_micro_batch_may_be_smaller(words):
 
 def test_token_budgets_and_missing_roles_are_shown(words):
     config = load_ppo(
-        [*words, f"{ACTOR}.use_dynamic_bsz=true", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8"],
+        [*words, f"{ACTOR}.ppo_max_token_len_per_gpu=16384", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=8"],
     )
     text = render_batch_table(batch_table(config, Topology()))
     lines = {line[:30].strip(): line[30:].split() for line in text.splitlines()}

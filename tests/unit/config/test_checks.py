@@ -143,7 +143,7 @@ def test_token_budget_must_fit_the_longest_sequence(words):
     budget = [*words, f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=1000"]
     text = _error(budget)
     assert "data.max_prompt_length=512 + rollout.response_length=512 = 1024" in text
-    # of the actor and of its log-probs, which default to it; no reference is used, the critic's is 32768
+    # of the actor and of its log-probs, which default to it; no reference is used, the critic's is 4096
     assert "2 errors in the config" in text
     load_ppo([*budget, f"{ACTOR}.ppo_max_token_len_per_gpu=1024"])
 

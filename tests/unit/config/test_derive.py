@@ -51,12 +51,13 @@ def test_batch_sizes_per_gpu_do_not_depend_on_ranks(words):
 
 
 def test_token_budgets_replace_counts(words):
-    config = load_ppo([*words, f"{ACTOR}.use_dynamic_bsz=true", "critic.forward_max_token_len_per_gpu=40000"])
+    budgets = [f"{ACTOR}.ppo_max_token_len_per_gpu=16384", "critic.forward_max_token_len_per_gpu=40000"]
+    config = load_ppo([*words, *budgets])
     actor, ref = actor_engine(config, Topology(8), 100), ref_engine(config, Topology(8))
     critic = critic_engine(config, Topology(8), 100)
     assert (actor.micro_batch_size, actor.max_tokens, actor.infer_max_tokens) == (None, 16384, 16384)
     assert (ref.infer_micro_batch_size, ref.infer_max_tokens) == (None, 16384)
-    assert (critic.max_tokens, critic.infer_max_tokens) == (32768, 40000)
+    assert (critic.max_tokens, critic.infer_max_tokens) == (4096, 40000)
 
 
 def test_engine_configs_have_model_device_dtype_and_seed(words, tmp_path):
@@ -160,12 +161,13 @@ def test_default_scoring_function_selects_by_data_source(words):
 
 
 def test_supervised_engine_config_has_the_same_fields(sft_words):
-    engine = sft_engine(load_sft([*sft_words, "optim.lr_warmup_steps_ratio=0.1"]), total_steps=200)
+    overrides = ["optim.lr_warmup_steps_ratio=0.1", "data.use_dynamic_bsz=false"]
+    engine = sft_engine(load_sft([*sft_words, *overrides]), total_steps=200)
     assert (engine.micro_batch_size, engine.infer_micro_batch_size, engine.max_tokens) == (4, 4, None)
     assert engine.optim is not None
     assert (engine.optim.total_training_steps, engine.optim.lr_warmup_steps) == (200, 20)
-    by_tokens = sft_engine(load_sft([*sft_words, "data.use_dynamic_bsz=true"]), total_steps=200)
-    assert (by_tokens.micro_batch_size, by_tokens.max_tokens, by_tokens.infer_max_tokens) == (None, 8192, 8192)
+    by_tokens = sft_engine(load_sft(sft_words), total_steps=200)
+    assert (by_tokens.micro_batch_size, by_tokens.max_tokens, by_tokens.infer_max_tokens) == (None, 4096, 4096)
 
 
 def test_only_a_trained_reward_model_may_have_a_new_head(words, sft_words):

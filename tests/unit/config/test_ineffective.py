@@ -48,6 +48,8 @@ FILTER = "algorithm.filter_groups"
 CORRECTION = "algorithm.rollout_correction"
 GROUPS = [f"{ROLLOUT}.n=2"]
 GRPO = ["algorithm.adv_estimator=grpo", *GROUPS]
+GDPO_KEYS = ["algorithm.gdpo_reward_keys=[score]"]
+GDPO = [word.replace("=grpo", "=gdpo") for word in GRPO]
 KL_LOSS = [f"{ACTOR}.use_kl_loss=true"]
 NO_VALIDATION = ["trainer.val_before_train=false", "trainer.test_freq=-1"]
 ON_GPU = ["trainer.device=cuda"]
@@ -93,7 +95,7 @@ def sharding_cases(section: str, engine: str, names: tuple[str, ...]) -> list[Ca
 
 def batch_cases(dynamic: str, size: str, tokens: str, overall: str | None = None) -> list[Case]:
     on = [f"{dynamic}=true"]
-    cases: list[Case] = [(f"{size}=2", on, []), (f"{tokens}=20000", [], on)]
+    cases: list[Case] = [(f"{size}=2", on, []), (f"{tokens}=20000", [f"{dynamic}=false"], on)]
     return cases if overall is None else [*cases, (f"{overall}=2", on, []), (f"{overall}=2", [f"{size}=2"], [])]
 
 
@@ -196,6 +198,8 @@ PPO_CASES: list[Case] = [
     ("algorithm.gamma=0.9", GRPO, ["algorithm.adv_estimator=reinforce_plus_plus"]),
     ("algorithm.lam=0.9", ["algorithm.adv_estimator=reinforce_plus_plus"], []),
     ("algorithm.norm_adv_by_std_in_grpo=false", [], GRPO),
+    ("algorithm.gdpo_reward_keys=[score]", GRPO, GDPO),
+    ("algorithm.gdpo_reward_weights=[2]", [*GRPO, *GDPO_KEYS], [*GDPO, *GDPO_KEYS]),
     ("algorithm.kl_penalty=mse", [], ["algorithm.use_kl_in_reward=true"]),
     ("algorithm.kl_ctrl.kl_coef=0.1", [], ["algorithm.use_kl_in_reward=true"]),
     ("algorithm.kl_ctrl.horizon=9", ["algorithm.use_kl_in_reward=true"],
@@ -342,9 +346,9 @@ def test_setting_that_describes_the_run_is_not_reported(setting: str, without_cr
 
 
 def test_key_is_read_if_a_key_that_refers_to_it_is_read(commands: Commands) -> None:
-    tokens = f"{ACTOR}.ppo_max_token_len_per_gpu=20000"
-    assert len(commands.messages("ppo", [tokens])) == 1
-    assert commands.messages("ppo", [tokens, f"{ROLLOUT}.log_prob_use_dynamic_bsz=true"]) == []
+    unread = [f"{ACTOR}.ppo_max_token_len_per_gpu=20000", f"{ACTOR}.use_dynamic_bsz=false"]
+    assert len(commands.messages("ppo", unread)) == 1
+    assert commands.messages("ppo", [*unread, f"{ROLLOUT}.log_prob_use_dynamic_bsz=true"]) == []
 
 
 def test_a_notice_hides_secrets(commands: Commands) -> None:
@@ -519,7 +523,8 @@ def test_a_step_does_not_depend_on_the_reported_keys(tmp_path: Path, caplog: pyt
 
 ROOT = Path(__file__).parents[3]
 COMMANDS = {"camshaft ppo": PPOConfig, "python3 -m camshaft.trainer.main_ppo": PPOConfig, "camshaft sft": SFTConfig}
-COMMANDS |= {"camshaft rm": RMConfig, "camshaft generate": GenerateConfig}
+COMMANDS |= {"python3 -m camshaft.trainer.main_sft": SFTConfig, "camshaft rm": RMConfig}
+COMMANDS |= {"camshaft generate": GenerateConfig}
 
 
 def documented_commands(text: str) -> Iterator[tuple[type[Section], list[str]]]:

@@ -80,7 +80,7 @@ def test_show_returns_the_defaults_as_yaml(trainer, schema):
 
 def test_show_describes_each_key_in_a_comment():
     assert "train_batch_size: auto # Number of prompts per training iteration, summed over all ranks" in show()
-    assert "micro_batch_size_per_gpu: 4" in show("sft")
+    assert "max_length: 1024" in show("sft")
 
 
 def test_the_reference_page_has_a_line_for_every_key():

@@ -39,15 +39,16 @@ def test_disabled_reward_model_is_not_checked(words):
 
 
 def test_engine_config_is_forward_only_with_a_reward_head(on, tmp_path):
-    engine = reward_engine(load_ppo([*on, f"+{MODEL}.override_config.attention_dropout=0.0"]), Topology(8))
+    overrides = [f"+{MODEL}.override_config.attention_dropout=0.0", "reward_model.use_dynamic_bsz=false"]
+    engine = reward_engine(load_ppo([*on, *overrides]), Topology(8))
     assert (engine.model.path, engine.model.head, engine.optim) == (f"{tmp_path}/rm", "reward", None)
     assert engine.model.override_config == {"attention_dropout": 0.0}
     assert (engine.infer_micro_batch_size, engine.infer_max_tokens) == (8, None)  # 64 / 8
     assert engine.options == {"mixed_precision": {"param_dtype": None}}
     engine = reward_engine(load_ppo([*on, "reward_model.micro_batch_size_per_gpu=3"]), Topology(8))
     assert engine.infer_micro_batch_size == 3
-    engine = reward_engine(load_ppo([*on, "reward_model.use_dynamic_bsz=true"]), Topology(8))
-    assert (engine.infer_micro_batch_size, engine.infer_max_tokens) == (None, 32768)
+    engine = reward_engine(load_ppo(on), Topology(8))
+    assert (engine.infer_micro_batch_size, engine.infer_max_tokens) == (None, 4096)
 
 
 def test_reward_model_has_a_separate_layout(on):
@@ -80,7 +81,8 @@ def test_scoring_function_is_optional_only_with_a_reward_model(on, words):
 
 
 def test_batch_table_has_a_reward_column(on, words):
-    text = render_batch_table(batch_table(load_ppo([*on, "reward_model.micro_batch_size_per_gpu=3"]), Topology()))
+    sizes = ["reward_model.micro_batch_size_per_gpu=3", "actor_rollout_ref.actor.use_dynamic_bsz=false"]
+    text = render_batch_table(batch_table(load_ppo([*on, *sizes]), Topology()))
     lines = {line[:30].strip(): line[30:].split() for line in text.splitlines()}
     assert lines[""][:4] == ["actor", "ref", "critic", "reward"]
     assert lines["forward micro-batch per rank"][:4] == ["16", "-", "8", "3"]
