@@ -228,7 +228,7 @@ def test_on_policy_all_losses_are_the_policy_gradient(name):
     torch.testing.assert_close(gradient, torch.where(mask, -advantages / mask.sum(), 0))
 
 
-@pytest.mark.parametrize("name", POLICY_LOSSES.keys() - {"gpg", "dro"})
+@pytest.mark.parametrize("name", sorted(POLICY_LOSSES.keys() - {"gpg", "dro"}))
 def test_a_huge_difference_does_not_overflow(name):
     log_probs = torch.tensor([500.0, -500.0], requires_grad=True)
     counts = Counts(torch.tensor([True, True]), torch.tensor([1, 1]), 2.0, 2.0)
