@@ -276,7 +276,7 @@ def with_hooks(names: Sequence[str], extensions: Extensions | None) -> Extension
 def load_hook(text: str) -> StepHook:
     """Load the function that `file.py:function` or `module:function` names. A file may import modules beside it."""
     path, name = split_function(text)
-    hook: Any
+    hook: StepHook
     if path is None:
         hook = import_attribute(name or text)
     else:

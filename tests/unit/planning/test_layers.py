@@ -9,7 +9,7 @@ from benchmarks.plan import run_arguments, write_inputs
 from camshaft.config import PPOConfig, compose
 from camshaft.planning import trace
 from camshaft.planning.layers import Layers, Phase, Trace, choose_layers, extrapolate
-from camshaft.planning.tensor_memory import Part
+from camshaft.planning.tensor_memory import Label, Part
 from camshaft.planning.trace import CRITIC, POLICY
 
 LAYERS = 11
@@ -39,7 +39,7 @@ def test_traces_end_with_the_kinds_of_the_last_layers() -> None:
     assert kinds[fewest - layers.last : fewest] == kinds[most - layers.last : most] == kinds[-layers.last :]
 
 
-def phase(peak: int, parts: list[tuple[object, int]], rest: int = 0, disk: int = 0) -> Trace:
+def phase(peak: int, parts: list[tuple[Label | None, int]], rest: int = 0, disk: int = 0) -> Trace:
     return Trace(Phase("actor", "update_actor", peak, rest, disk), [Part(label, size, 0) for label, size in parts])
 
 
