@@ -11,7 +11,7 @@ import statistics
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from machine import machine
@@ -22,7 +22,7 @@ from camshaft.engine import engine_class
 from camshaft.models.tiny import make_tiny_model
 
 RESULTS = Path(__file__).parent / "results" / "micro_batches.md"
-LIMITS = {
+LIMITS: dict[str, dict[str, Any]] = {
     "8 sequences": {"micro_batch_size": 8},
     **{f"{tokens} tokens": {"max_tokens": tokens} for tokens in (1024, 2048, 4096, 8192, 16384)},
 }
@@ -31,7 +31,7 @@ LIMITS = {
 class Case(NamedTuple):
     """A model and the lengths of its batch."""
 
-    model: dict[str, int]
+    model: dict[str, Any]
     prompts: int
     prompt: int
     shortest: int
@@ -89,7 +89,7 @@ def measure(case: Case, rounds: int) -> dict[str, list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()

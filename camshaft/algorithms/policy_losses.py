@@ -339,8 +339,8 @@ def clip_cov_loss(
     """
     kept = (~selected).to(advantages.dtype)
     weights = kept if weights is None else kept * weights
-    options = {"clip": clip._replace(dual=_NO_DUAL_CLIP), "mode": mode, "weights": weights}
-    loss, metrics = policy_loss(log_probs, old_log_probs, advantages, counts, **options)
+    clip = clip._replace(dual=_NO_DUAL_CLIP)
+    loss, metrics = policy_loss(log_probs, old_log_probs, advantages, counts, clip=clip, mode=mode, weights=weights)
     return loss, metrics | {"cov_selected": share(selected, counts)}
 
 
