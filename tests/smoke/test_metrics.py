@@ -71,7 +71,18 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         "critic.model.path": experts,
         "actor_rollout_ref.actor.router_replay.mode": "R3",
     }
-    runs = (everything, little, filtered, greedy, routed)
+    correction, actor = "algorithm.rollout_correction", "actor_rollout_ref.actor"
+    selecting = {f"{actor}.policy_loss.loss_mode": "clip_cov", f"{actor}.entropy_target": 1.0}
+    ranged = {f"{correction}.rollout_is": "token", f"{correction}.rollout_is_threshold": "0.5-2.0"}
+    bypassing = {
+        f"{correction}.bypass_mode": True,
+        f"{correction}.loss_type": "reinforce",
+        f"{correction}.rollout_is": "token",
+        f"{correction}.rollout_is_batch_normalize": True,
+        f"{correction}.rollout_rs": "token_k1",
+        f"{correction}.rollout_rs_threshold": "2.0",
+    }
+    runs = (everything, little, filtered, greedy, routed, selecting, ranged, bypassing)
     ppo = [step for overrides in runs for step in run_ppo(folder, overrides, 1)]
     names = {"ppo": {name for step in ppo for name in step.metrics}}
     for trainer, make_args, rows in (("sft", sft_args, "sft_heldout"), ("rm", rm_args, "preference_heldout")):

@@ -113,13 +113,13 @@ _UPDATES: dict[str, tuple[Any, ...]] = {
     "grad_clip": ("grad_clip", 0.5),
     "ppo_micro_batch_size": ("micro_batch_size", 8, 2),  # over four ranks
     "ppo_micro_batch_size_per_gpu": ("micro_batch_size", 3),
-    "use_dynamic_bsz": ("max_tokens", True, 5000, {"ppo_max_token_len_per_gpu": 5000}),
+    "use_dynamic_bsz": ("micro_batch_size", False, 8, {}),
     "ppo_max_token_len_per_gpu": ("max_tokens", 4000, None, {"use_dynamic_bsz": True}),
 }
 _LOG_PROBS: dict[str, tuple[Any, ...]] = {
     "log_prob_micro_batch_size": ("infer_micro_batch_size", 8, 2),
     "log_prob_micro_batch_size_per_gpu": ("infer_micro_batch_size", 3),
-    "log_prob_use_dynamic_bsz": ("infer_max_tokens", True, 5000, {"log_prob_max_token_len_per_gpu": 5000}),
+    "log_prob_use_dynamic_bsz": ("infer_micro_batch_size", False, 16, {}),
     "log_prob_max_token_len_per_gpu": ("infer_max_tokens", 4000, None, {"log_prob_use_dynamic_bsz": True}),
 }
 _GENERATOR: dict[str, tuple[Any, ...]] = {
@@ -194,7 +194,7 @@ FIELDS: dict[str, Field] = {
     **_fields("reward", REWARD, _BESIDE | {
         "micro_batch_size": ("infer_micro_batch_size", 8, 2),
         "micro_batch_size_per_gpu": ("infer_micro_batch_size", 3),
-        "use_dynamic_bsz": ("infer_max_tokens", True, 5000, {"forward_max_token_len_per_gpu": 5000}),
+        "use_dynamic_bsz": ("infer_micro_batch_size", False, 8, {}),
         "forward_max_token_len_per_gpu": ("infer_max_tokens", 4000, None, {"use_dynamic_bsz": True}),
     }),
     "trainer.device": Field("actor", "device", "cuda"),

@@ -7,9 +7,9 @@ parallel layouts that are incompatible with the number of ranks. The options cla
 kinds.
 """
 
+import importlib.util
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import Any
 
 from camshaft.config.backends import (
@@ -407,7 +407,7 @@ def required_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) ->
 def check_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) -> None:
     """Raise ConfigError if an engine, the rollout or the controller requires a library that is not installed."""
     for setting, library, alternative in required_libraries(config):
-        if find_spec(library) is None:
+        if importlib.util.find_spec(library) is None:
             raise ConfigError(
                 f"{setting} requires '{library}', which is not installed: {install_command(library)}, or use "
                 f"{alternative}"

@@ -384,7 +384,7 @@ DATA_ROWS: tuple[Row, ...] = (
     *(
         NotNeeded(f"data.{name}", "it changes no result")
         for name in (
-            "filter_overlong_prompts_workers", "dataloader_num_workers", "use_shm", "return_full_prompt",
+            "dataloader_num_workers", "use_shm", "return_full_prompt",
             "validation_shuffle",
         )
     ),
