@@ -43,9 +43,6 @@ CASES = {
     "hidden size 256, 64 responses of 20 to 200 tokens": Case(
         {"hidden_size": 256, "intermediate_size": 1024, "layers": 4}, 8, 60, 20, 200
     ),
-    "hidden size 896, 16 responses of 100 to 400 tokens": Case(
-        {"hidden_size": 896, "intermediate_size": 4864, "layers": 2}, 2, 100, 100, 400
-    ),
 }
 
 
@@ -91,7 +88,7 @@ def measure(case: Case, rounds: int) -> dict[str, list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     lines = [f"Seconds of an update, median of {arguments.rounds} rounds, and the ratio to 8 sequences.", ""]

@@ -50,7 +50,7 @@ def test_make_commands_of_pages_are_targets() -> None:
 def test_extras_of_pages_exist() -> None:
     texts = [(ROOT / page).read_text(encoding="utf-8") for page in pages()]
     names = {
-        name for text in texts for extras in re.findall(r"\bcamshaft\[([\w,-]+)\]", text) for name in extras.split(",")
+        name for text in texts for extras in re.findall(r"install '\.\[([\w,-]+)\]", text) for name in extras.split(",")
     }
     assert names
     assert names <= set(PROJECT["optional-dependencies"])

@@ -12,7 +12,11 @@ OPENRLHF: tuple[Row, ...] = (
     Renamed("prompt_data", "data"),
     Renamed("eval_dataset_path", "val_data"),
     Renamed("dataset", "data"),
-    Renamed("remote_rm_url", "reward"),
+    Expanded(
+        "remote_rm_url",
+        {},
+        "set reward=my_reward.py, with an async function that calls the server; see docs/rewards.md",
+    ),
     Renamed("advantage_estimator", "algorithm"),
     Renamed("input_key", "data.prompt_key"),
     Renamed("label_key", "data.reward_fn_key"),

@@ -165,7 +165,10 @@ class Missing(Row):
         if (self.only and value not in self.only) or (self.when is not None and not self.when(tree)):
             return None
         if self.switch and is_mapping(value):
-            return Accepted({}) if self._is_off(value.get(self.switch)) else self.refuse(value, self.topic)
+            if not self._is_off(value.get(self.switch)):
+                return self.refuse(value, self.topic)
+            notice = f"not read without {self.switch}; {self.topic.message()}"
+            return Accepted({}, "" if self.switch in value else notice)
         asking = {leaf: part for leaf, part in self.leaves(value).items() if not self._is_off(part)}
         return Refused(asking, self.topic.message()) if asking else Accepted({})
 

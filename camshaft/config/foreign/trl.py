@@ -113,9 +113,9 @@ LOSSES: tuple[Row, ...] = (
         },
     ),
     Renamed("entropy_coef", f"{ACTOR}.entropy_coeff"),
-    Renamed(
-        "mask_truncated_completions", "reward_model.overlong_buffer.enable",
-        "not the same: camshaft lowers the reward of long responses",
+    Expanded(
+        "mask_truncated_completions", {False: {}},
+        "truncated responses are not masked; reward_model.overlong_buffer.enable=true lowers their reward instead",
     ),
     Renamed(
         "vllm_importance_sampling_correction", f"{CORRECTION}.rollout_is",

@@ -26,7 +26,15 @@ WORDS: tuple[Row, ...] = (
     Expanded("fp16", {}, f"computation in float16 is not supported; set {DTYPE}=bfloat16"),
     *(Renamed(name, f"{ACTOR}.fsdp_config.param_offload") for name in ("offload", "cpu_offload")),
     Renamed("use_lora", "lora"),
-    NotNeeded("lora_dropout", "adapters have no dropout"),
+    Expanded("lora_dropout", {0: {}}, "adapters have no dropout; omit the key"),
+    *(
+        Expanded(name, {}, "set on_step=my_hooks.py:function, which each step calls; see docs/add-a-metric.md")
+        for name in ("callbacks", "callback", "early_stopping_patience")
+    ),
+    *(
+        Expanded(name, {}, f"set chat_template_kwargs={{{name}: ...}}, the arguments of the chat template")
+        for name in ("enable_thinking", "reasoning_effort")
+    ),
     *(
         NotNeeded(name, "the engine chooses the attention kernel")
         for name in ("flash_attention", "use_flash_attn", "attn_implementation")

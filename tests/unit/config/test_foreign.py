@@ -111,8 +111,8 @@ def test_the_sum_of_squared_probabilities_follows_from_the_estimator(base):
 @pytest.mark.parametrize(
     "word",
     [
-        f"{R}.expert_parallel_size=1", f"{R}.multi_turn.enable=False", f"{R}.multi_turn.format=hermes",
-        "distillation.enabled=False", f"{M}.mtp.enable=False", f"{A}.profiler.enable=False", "global_profiler.tool=npu",
+        f"{R}.expert_parallel_size=1", f"{R}.multi_turn.enable=False",
+        "distillation.enabled=False", f"{M}.mtp.enable=False", f"{A}.profiler.enable=False",
         "data.custom_cls.path=null", "algorithm.use_pf_ppo=False", f"{R}.quantization=null",
     ],
 )  # fmt: skip
@@ -122,6 +122,19 @@ def test_a_value_that_asks_for_nothing_is_accepted_in_silence(base, notices, wor
     notices.clear()
     assert load_ppo([*base, word])
     assert notices.messages == expected
+
+
+@pytest.mark.parametrize(
+    ("word", "notice"),
+    [
+        (f"{R}.multi_turn.format=hermes", f"{R}.multi_turn of verl: not read without enable; Agents are not"),
+        ("distillation.enable=true", "distillation of verl: not read without enabled"),
+        ("global_profiler.tool=npu", "global_profiler of verl: not read without steps; Profilers are not"),
+    ],
+)
+def test_keys_of_a_section_that_is_not_enabled_are_named(base, notices, word, notice):
+    load_ppo([*base, word])
+    assert any(notice in message for message in notices.messages)
 
 
 def test_notices_of_one_cause_are_one_line(base, notices):
@@ -225,7 +238,7 @@ def test_what_is_not_implemented_is_answered_with_its_topic(base, word, topic):
         ("logging_steps=1", "not needed, unlike in TRL: every step is logged. Omit the key."),
         ("packing_samples=True", "not needed, unlike in OpenRLHF: batches are never padded. Omit the key."),
         ("zero_stage=3", "DeepSpeed is not an engine of camshaft."),
-        ("remote_rm_url=score.py", "Did you mean reward"),
+        ("remote_rm_url=score.py", "an async function that calls the server"),
         # words of no library
         ("num_gpus=8", "Did you mean devices (short for trainer.n_gpus_per_node)?"),
         ("max_tokens=8", "Did you mean response_length"),
@@ -233,7 +246,10 @@ def test_what_is_not_implemented_is_answered_with_its_topic(base, word, topic):
         ("tp=2", "set actor_rollout_ref.rollout.tensor_model_parallel_size for the rollout"),
         ("pp=2", f"set {A}.engine_kwargs.pipeline_model_parallel_size with engine=megatron"),
         ("resume=true", "a run resumes if its command is repeated with the same out=<folder>."),
-        ("lora_dropout=0.1", "not needed: adapters have no dropout. Omit the key."),
+        ("lora_dropout=0.1", "adapters have no dropout; omit the key"),
+        ("callbacks=[a]", "on_step=my_hooks.py:function"),
+        ("enable_thinking=false", "chat_template_kwargs={enable_thinking: ...}"),
+        ("mask_truncated_completions=true", "truncated responses are not masked"),
         ("fp16=true", "computation in float16 is not supported"),
     ],
 )
