@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-from camshaft.cli.prerequisites import check_prerequisites
+from camshaft.cli.prerequisites import prepare_runs
 from camshaft.cli.usage import CONFIG_OPTIONS, print_help, short_name_table
 from camshaft.config import GenerateConfig, compose
-from camshaft.fetch import fetch_models
 
 USAGE = f"""\
 usage: camshaft generate key=value ...   generate responses to the prompts of a data file
@@ -27,11 +26,7 @@ def main(argv: Sequence[str]) -> int:
     """Generate the responses of every config that `argv` describes, and return the exit status."""
     if print_help(argv, USAGE):
         return 0
-    configs = compose(argv, GenerateConfig)
-    for config in configs:
-        check_prerequisites(config)
-    fetch_models(source for config in configs for source in config.model_sources())
-    for config in configs:
+    for config in prepare_runs(compose(argv, GenerateConfig)):
         generate(config)
     return 0
 

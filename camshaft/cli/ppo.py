@@ -5,12 +5,10 @@
 
 from collections.abc import Sequence
 
-from camshaft.cli.prerequisites import check_prerequisites
-from camshaft.cli.sweep import table_of_runs
+from camshaft.cli.prerequisites import prepare_runs
+from camshaft.cli.sweep import numbered_runs
 from camshaft.cli.usage import CONFIG_OPTIONS, algorithm_names, print_help, short_name_table
 from camshaft.config import PPOConfig, compose
-from camshaft.config.run_folder import number_run
-from camshaft.fetch import fetch_models
 from camshaft.stop import ENDED_BY_SIGNAL
 
 USAGE = f"""\
@@ -36,13 +34,8 @@ def main(argv: Sequence[str]) -> int:
     if print_help(argv, USAGE):
         return 0
     status = 0
-    configs = compose(argv, PPOConfig)
-    for config in configs:
-        check_prerequisites(config)
-    fetch_models(source for config in configs for source in config.model_sources())
-    with table_of_runs() as folders:
-        for config in map(number_run, configs):
-            folders.append(config.trainer.default_local_dir)
+    with numbered_runs(prepare_runs(compose(argv, PPOConfig))) as runs:
+        for config in runs:
             from camshaft.planning.memory_error import explain_memory_errors
             from camshaft.trainer.loop import run
             from camshaft.trainer.ppo import PPOTrainer

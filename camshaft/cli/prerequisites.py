@@ -1,20 +1,32 @@
 """Check what a run needs besides a valid config, before it imports torch.
 
-check_prerequisites(config)
+configs = prepare_runs(compose(argv, PPOConfig))
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TypeVar
 
 from camshaft import hub, storage
 from camshaft.config import GenerateConfig, PPOConfig, SupervisedConfig
 from camshaft.config.checks.backends import check_libraries
 from camshaft.config.load import REMOTE_PATHS
 from camshaft.config.tree import get, has_key
+from camshaft.fetch import fetch_models
 from camshaft.rewards.auto import check_sources
 from camshaft.storage.urls import check_client
+
+Config = TypeVar("Config", bound=PPOConfig | SupervisedConfig | GenerateConfig)
+
+
+def prepare_runs(configs: Sequence[Config]) -> Sequence[Config]:
+    """Check the prerequisites of all configs, download their models, and return the configs."""
+    for config in configs:
+        check_prerequisites(config)
+    fetch_models(source for config in configs for source in config.model_sources())
+    return configs
 
 
 def check_prerequisites(config: PPOConfig | SupervisedConfig | GenerateConfig) -> None:

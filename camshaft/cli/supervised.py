@@ -3,12 +3,10 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from camshaft.cli.prerequisites import check_prerequisites
-from camshaft.cli.sweep import table_of_runs
+from camshaft.cli.prerequisites import prepare_runs
+from camshaft.cli.sweep import numbered_runs
 from camshaft.cli.usage import CONFIG_OPTIONS, print_help, short_name_table
 from camshaft.config import RMConfig, SFTConfig, SupervisedConfig, compose
-from camshaft.config.run_folder import number_run
-from camshaft.fetch import fetch_models
 from camshaft.stop import ENDED_BY_SIGNAL
 
 
@@ -16,10 +14,7 @@ def sft(argv: Sequence[str]) -> int:
     """Fine-tune a model with every config that `argv` describes, and return the largest exit status."""
     if print_help(argv, _usage("sft", "supervised fine-tuning", SFTConfig, "train.jsonl")):
         return 0
-    configs = compose(argv, SFTConfig)
-    for config in configs:
-        check_prerequisites(config)
-    fetch_models(source for config in configs for source in config.model_sources())
+    configs = prepare_runs(compose(argv, SFTConfig))
     from camshaft.trainer.supervised import SFTTrainer
 
     return _train_all(configs, SFTTrainer)
@@ -29,10 +24,7 @@ def rm(argv: Sequence[str]) -> int:
     """Train a reward model with every config that `argv` describes, and return the largest exit status."""
     if print_help(argv, _usage("rm", "train a reward model on preference pairs", RMConfig, "pairs.jsonl")):
         return 0
-    configs = compose(argv, RMConfig)
-    for config in configs:
-        check_prerequisites(config)
-    fetch_models(source for config in configs for source in config.model_sources())
+    configs = prepare_runs(compose(argv, RMConfig))
     from camshaft.trainer.supervised import RMTrainer
 
     return _train_all(configs, RMTrainer)
@@ -43,9 +35,8 @@ def _train_all(configs: Sequence[SupervisedConfig], trainer_class: Callable[...,
     from camshaft.trainer.loop import run
 
     status = 0
-    with table_of_runs() as folders:
-        for config in map(number_run, configs):
-            folders.append(config.trainer.default_local_dir)
+    with numbered_runs(configs) as runs:
+        for config in runs:
             status = max(status, run(config, trainer_class))
             if status > ENDED_BY_SIGNAL:
                 break

@@ -51,7 +51,7 @@ GROUP_SIZE = 8
 """Responses per prompt, if the responses to a prompt are compared with each other."""
 RESPONSES_PER_STEP = 256
 CPU_TOKENS = 4096
-"""Tokens of a micro-batch on a CPU. More tokens need more memory and are not faster (docs/speed.md)."""
+"""Tokens of a micro-batch on a CPU. More need more memory and are not faster (benchmarks/results/micro_batches.md)."""
 SUPERVISED_BATCH = 64
 _CHECKPOINTING = ("enable_gradient_checkpointing", "gradient_checkpointing_mode")
 CHECKPOINTS_TO_KEEP = 2

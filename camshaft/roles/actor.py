@@ -41,7 +41,6 @@ from camshaft.roles.token_selection import selected_tokens
 OldLogProbs = Literal["actor", "update", "rollout"]
 """Source of the old log-probs, as returned by `PPOConfig.old_log_prob_source`."""
 
-
 PREDICTED = {
     "log_probs": "old_log_probs",
     "entropy": "entropy",

@@ -128,6 +128,21 @@ def test_a_sweep_ends_with_a_table_of_its_runs(
     assert "the third run fails" in err
 
 
+def test_only_a_folder_that_was_created_for_a_number_is_removed(
+    trained: Statuses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both runs write nothing."""
+    monkeypatch.chdir(tmp_path)
+    trained(1, 1)
+    own = tmp_path / "own"
+    own.mkdir()
+    assert main(["ppo", *ppo_args(tmp_path, {"trainer.default_local_dir": own})]) == 1
+    assert own.is_dir()
+    unnamed = {"trainer.experiment_name": "null", "trainer.default_local_dir": "unnamed/${trainer.experiment_name}"}
+    assert main(["ppo", *ppo_args(tmp_path, unnamed)]) == 1
+    assert list((tmp_path / "unnamed").iterdir()) == []
+
+
 def test_cfg_job_starts_no_run(trained: Statuses, tmp_path: Path, capfd) -> None:
     seeds = trained()
     assert main(["ppo", "--cfg", "job", *ppo_args(tmp_path)]) == 0
