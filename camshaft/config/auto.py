@@ -246,8 +246,8 @@ def _sequences(section: str, keys: MicroBatchKeys, settings: Settings) -> tuple[
 def _tokens(source: int | str, longest: Callable[[Settings], int], dynamic: str, settings: Settings) -> tuple[Any, str]:
     """Choose the number of tokens of a micro-batch, which contains at least one sequence.
 
-    `source` is the number on an accelerator, or the key of the passes whose limit applies. The choice is printed if the
-    key `dynamic` is true.
+    `source` is the number on an accelerator, or the key of the passes whose limit applies. `dynamic` is the key that
+    selects a limit by tokens.
     """
     on_device = CPU_TOKENS if settings.on_cpu() else source
     tokens = settings.count(source) if isinstance(source, str) else on_device
@@ -306,14 +306,19 @@ def _micro_batches(
         section: The section.
         passes: Keys of each kind of pass, with the source of its number of tokens.
         longest: Function that returns the length of the longest sequence.
-        followed: Key that decides about a limit by tokens if no limit is set. "" selects such a limit.
+        followed: Key that decides about a limit by tokens if no limit is set. "" selects such a limit, and prints it.
     """
     dynamic = f"{section}.{next(iter(passes)).dynamic}"
     rules: dict[str, Rule] = {dynamic: partial(_limits_by_tokens, section, passes, followed)}
     for keys, source in passes.items():
         rules[f"{section}.{keys.size}"] = partial(_sequences, section, keys)
-        rules[f"{section}.{keys.tokens}"] = partial(_tokens, source, longest, "" if followed else dynamic)
-    return rules
+        rules[f"{section}.{keys.tokens}"] = partial(_tokens, source, longest, dynamic)
+    return {key: _without_reason(rule) for key, rule in rules.items()} if followed else rules
+
+
+def _without_reason(rule: Rule) -> Rule:
+    """Return a rule whose choice is not printed."""
+    return lambda settings: (rule(settings)[0], "")
 
 
 _SUPERVISED: dict[str, Rule] = {

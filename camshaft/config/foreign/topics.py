@@ -143,14 +143,14 @@ MEGATRON_OPTIONS = Topic(
 )
 MEGATRON_CHECKPOINTS = Topic(
     "Megatron checkpoints",
-    "Distributed checkpoints of Megatron are not read: a model is a Hugging Face folder.",
+    "Distributed checkpoints of Megatron are not supported: a model is a Hugging Face folder.",
     r"dist_checkpointing\w*|use_dist_ckpt\w*",
 )
 VEOMNI = Topic("VeOmni", "VeOmni is not an engine of camshaft.", r"veomni\w*")
 AUTOMODEL = Topic("NeMo AutoModel", "NeMo AutoModel is not an engine of camshaft.", r"automodel\w*|nemo\w*")
 NPU = Topic(
     "NPU",
-    "Ascend NPUs are not supported: neither vLLM nor SGLang runs on one with camshaft.",
+    "Ascend NPUs are not supported with vLLM or SGLang.",
     r"npus?|ascend\w*|turbo_config|hccl\w*|mindspeed\w*|context_parallel_algo|use_naive_l2norm",
 )
 EXPERT_SERVERS = Topic(
@@ -167,12 +167,12 @@ SANDBOX = Topic(
 )
 REWARD_MANAGERS = Topic(
     "Reward managers",
-    "Reward managers of other libraries are not read: a scoring function, a reward model and the overlong penalty are.",
+    "Reward managers are not supported. Use scoring functions, a reward model or the overlong penalty.",
     r"reward_(?:manager|loop)\w*",
 )
 DATASETS = Topic(
     "Data set classes",
-    "Data set and sampler classes of other libraries are not read.",
+    "Data set and sampler classes of other libraries are not supported.",
     r"custom_cls|datagen|sampler|curriculum\w*|class_path",
 )
 PF_PPO = Topic(
@@ -181,7 +181,7 @@ PF_PPO = Topic(
 TRACES = Topic("Traces of rollouts", "Rollouts are not traced with Weave or MLflow.", r"weave|token2text")
 SYNC_REF = Topic(
     "Moving reference model",
-    "The reference model does not follow the policy.",
+    "A reference model that follows the policy is not implemented.",
     r"sync_ref_model|ref_model_(?:mixup_alpha|sync_steps)|enable_ema|ema_beta",
 )
 
