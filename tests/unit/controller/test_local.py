@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import Mock
 
 import pytest
@@ -248,7 +248,13 @@ class Unreadable(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def read_no_more(self) -> None:
-        local.receive = Mock(side_effect=MemoryError)
+        receive = local.receive
+
+        def fail(descriptor: int) -> NoReturn:
+            receive(descriptor)  # the rank must not end before the driver has the results of this call
+            raise MemoryError
+
+        local.receive = fail
 
 
 def test_a_rank_that_cannot_read_a_request_exits():
