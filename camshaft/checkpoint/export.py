@@ -31,9 +31,10 @@ from camshaft.config.engine import Head
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.digest import digest
 from camshaft.errors import CheckpointError
+from camshaft.models.classes import model_class
 from camshaft.models.folders import complete_index, convert_model_errors
 from camshaft.models.heads import default_output
-from camshaft.models.loader import CLASSES, file_layout, load_config, load_tokenizer, model_folder, quiet_transformers
+from camshaft.models.loader import file_layout, load_config, load_tokenizer, model_folder, quiet_transformers
 from camshaft.models.lora import load_adapter, save_adapter
 
 KIND = "huggingface"
@@ -143,7 +144,7 @@ def export_adapter(
         with quiet_transformers():
             errors = convert_model_errors(folder, config.model_type, model.head)
             with errors, complete_index(folder) as readable:
-                base = CLASSES[model.head].from_pretrained(
+                base = model_class(config, model.head).from_pretrained(
                     readable, config=config, dtype=check.dtype, trust_remote_code=model.trust_remote_code
                 )
             loaded, weights_loaded = load_adapter(base, work)
@@ -236,9 +237,10 @@ def _write_weights(
 def _load(work: Path, target: Path, trust_remote_code: bool, head: Head) -> Any:
     """Load the folder with transformers; raise an error if weights are missing, unknown or of the wrong shape."""
     # Restore the random state, because initializing the model must not affect the rest of the run.
+    config = load_config(work, trust_remote_code, {})
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
-        model, info = CLASSES[head].from_pretrained(
-            work, local_files_only=True, output_loading_info=True, trust_remote_code=trust_remote_code
+        model, info = model_class(config, head).from_pretrained(
+            work, config=config, local_files_only=True, output_loading_info=True, trust_remote_code=trust_remote_code
         )
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
     rejected = [f"{key} ({kind})" for kind in kinds for key in info[kind]]

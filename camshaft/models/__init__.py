@@ -6,6 +6,7 @@
     out = model(tokens, Packing([5, 3]), at, outputs=("log_probs",))
 
     packed.py           `PackedModel`: a transformers model and its head, called on packed rows
+    classes.py          classes of transformers for each head, also where transformers has none
     heads.py            the outputs of each head, and their dimensions
     packing.py          `Packing`: lengths of packed segments, and shared prefixes
     attention.py        the attention implementation "packed" of transformers models

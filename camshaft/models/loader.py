@@ -20,9 +20,6 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     AutoTokenizer,
     GenerationConfig,
     PreTrainedConfig,
@@ -38,6 +35,7 @@ from camshaft.config.engine import EngineModel
 from camshaft.errors import EngineError
 from camshaft.fetch import fetch
 from camshaft.models.attention import PACKED, reject_unsupported
+from camshaft.models.classes import model_class
 from camshaft.models.folders import (
     GENERATION_CONFIG,
     check_config,
@@ -49,16 +47,9 @@ from camshaft.models.folders import (
     reason,
 )
 from camshaft.models.lora import add_adapter, merged_weights
-from camshaft.models.packed import Head, PackedModel, logit_factor
+from camshaft.models.packed import Head, PackedModel, logit_factor, scalar_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-CLASSES: dict[Head, Any] = {
-    "causal_lm": AutoModelForCausalLM,
-    "value": AutoModelForTokenClassification,
-    "reward": AutoModelForSequenceClassification,
-}
-"""Auto class of `transformers` for each head."""
 
 
 def load_model(model: EngineModel, dtype: str, device: str, seed: int) -> PackedModel:
@@ -96,7 +87,7 @@ def file_layout(
     transformers stacks the experts of a layer in one tensor of the model. Files contain one tensor per expert.
     """
     with quiet_transformers(), torch.device("meta"):
-        hf = CLASSES[head].from_config(config, trust_remote_code=trust_remote_code)
+        hf = model_class(config, head).from_config(config, trust_remote_code=trust_remote_code)
     return lambda name, tensor: revert_weight_conversion(hf, {name: tensor})
 
 
@@ -273,7 +264,7 @@ def _check_memory(folder: Path, config: PreTrainedConfig, model: EngineModel, dt
 
 def _random_model(folder: Path, config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype) -> PreTrainedModel:
     with convert_model_errors(folder, config.model_type, model.head):
-        return CLASSES[model.head].from_config(
+        return model_class(config, model.head).from_config(
             config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=model.trust_remote_code
         )
 
@@ -283,8 +274,9 @@ def _pretrained_model(
 ) -> PreTrainedModel:
     # transformers ignores mismatched sizes, so that the error below lists all problems with the weights at once.
     errors = convert_model_errors(folder, config.model_type, model.head)
+    renamed = _renamed_head(folder, config, model) if model.head == "value" else None
     with quiet_transformers(), errors, complete_index(folder) as readable:
-        hf, info = CLASSES[model.head].from_pretrained(
+        hf, info = model_class(config, model.head).from_pretrained(
             readable,
             config=config,
             dtype=dtype,
@@ -293,6 +285,7 @@ def _pretrained_model(
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
+            key_mapping=renamed,
         )
     initialized = ("score.", "classifier.") if model.head == "value" or model.new_head else ()
     unused = () if model.head == "causal_lm" else ("lm_head.", "embed_out.")
@@ -309,6 +302,13 @@ def _pretrained_model(
             "whose weights match, or another head"
         )
     return hf
+
+
+def _renamed_head(folder: Path, config: PreTrainedConfig, model: EngineModel) -> dict[str, str] | None:
+    """Return the key mapping that loads the head of a reward model, `score`, into that of a value model."""
+    with torch.device("meta"):
+        name = scalar_head(_random_model(folder, config, model, torch.float32))
+    return None if name == "score" else {r"^score\.": f"{name}."}
 
 
 @contextmanager

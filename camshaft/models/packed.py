@@ -336,9 +336,14 @@ def output_layer(hf: PreTrainedModel, head: Head) -> nn.Module:
                 f"{type(hf).__name__} has no output layer to the vocabulary; load the model as a causal language model"
             )
         return output
+    return hf.get_submodule(scalar_head(hf))
+
+
+def scalar_head(hf: PreTrainedModel) -> str:
+    """Return the name of the layer that maps a hidden state to one number."""
     for name in SCALAR_HEADS:
         if name in hf._modules:
-            return hf.get_submodule(name)
+            return name
     raise EngineError(
         f"{type(hf).__name__} has no layer named 'score' or 'classifier'; load the model as a classification model"
     )

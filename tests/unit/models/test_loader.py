@@ -107,11 +107,12 @@ def test_a_saved_value_model_is_read_back_bit_for_bit(tmp_path: Path):
     assert hf_model.num_labels == 1
 
 
-def test_a_critic_may_start_from_a_reward_model(tmp_path: Path):
-    reward = load(tiny_folder(), head="reward", random_init=True)
+@pytest.mark.parametrize(("family", "head"), [("qwen2", "score"), ("gpt2", "classifier"), ("gemma3_text", "score")])
+def test_a_critic_may_start_from_a_reward_model(family: str, head: str, tmp_path: Path):
+    reward = load(tiny_folder(family), head="reward", random_init=True)
     reward.hf.save_pretrained(tmp_path)
     value = load(tmp_path, head="value")
-    assert torch.equal(weights(value)["score.weight"], weights(reward)["score.weight"])
+    assert torch.equal(weights(value)[f"{head}.weight"], weights(reward)["score.weight"])
 
 
 def test_an_exported_folder_loads_in_transformers(tmp_path: Path):
