@@ -265,7 +265,11 @@ def _check_memory(folder: Path, config: PreTrainedConfig, model: EngineModel, dt
 def _random_model(folder: Path, config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype) -> PreTrainedModel:
     with convert_model_errors(folder, config.model_type, model.head):
         return model_class(config, model.head).from_config(
-            config, dtype=dtype, attn_implementation=PACKED, trust_remote_code=model.trust_remote_code
+            config,
+            dtype=dtype,
+            attn_implementation=PACKED,
+            trust_remote_code=model.trust_remote_code,
+            **_experts_option(dtype),
         )
 
 
@@ -286,6 +290,7 @@ def _pretrained_model(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             key_mapping=renamed,
+            **_experts_option(dtype),
         )
     initialized = ("score.", "classifier.") if model.head == "value" or model.new_head else ()
     unused = () if model.head == "causal_lm" else ("lm_head.", "embed_out.")
@@ -302,6 +307,11 @@ def _pretrained_model(
             "whose weights match, or another head"
         )
     return hf
+
+
+def _experts_option(dtype: torch.dtype | str) -> dict[str, str]:
+    """Return the argument that selects a loop over experts if the grouped matrix product does not support `dtype`."""
+    return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 
 
 def _renamed_head(folder: Path, config: PreTrainedConfig, model: EngineModel) -> dict[str, str] | None:

@@ -12,7 +12,7 @@ import copy
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,7 @@ from camshaft.models.flash import MAX_HEAD_DIM
 from camshaft.models.heads import OUTPUTS, default_output
 from camshaft.models.linear_logprob import VocabularyShard, linear_full_kl, linear_logprob, log_distribution
 from camshaft.models.packing import Packing
-from camshaft.models.routing import Routers, find_routers
+from camshaft.models.routing import SAMPLING_ROUTERS, Routers, find_routers
 from camshaft.models.sequence import SequenceSplit
 
 LOGIT_FACTORS = {
@@ -202,6 +202,7 @@ class PackedModel(PackedModule):
         self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
         self.supports_prefix_sharing = supports_prefix_sharing(hf.config)
         self.routers = find_routers(hf)
+        self._sampling_routers = [m for m in hf.modules() if type(m).__name__ in SAMPLING_ROUTERS]
         self.hidden_size = hf.config.get_text_config().hidden_size
         self.vocabulary_size = len(hf.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
         self.rope_limit = rope_limit(hf.config)
@@ -211,6 +212,12 @@ class PackedModel(PackedModule):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         return named_tensors(self.hf)
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        for router in self._sampling_routers:
+            router.eval()
+        return self
 
     def enable_gradient_checkpointing(self, mode: Mode = "full") -> None:
         """Recompute layers in the backward pass, in train mode only.
@@ -315,7 +322,7 @@ def vocabulary_outputs(
 def supports_prefix_sharing(config: PreTrainedConfig) -> bool:
     """Return True if a prompt can be computed once for all of its responses.
 
-    This requires a model without dropout and without a sliding window, whose key and value heads have equal widths, at
+    This requires a model without dropout and without a sliding window, whose keys and values have equal widths of at
     most `MAX_HEAD_DIM`. Device and dtype must support it, too (`attention.least_shared`).
     """
     text_config = config.get_text_config()
@@ -323,7 +330,9 @@ def supports_prefix_sharing(config: PreTrainedConfig) -> bool:
     has_dropout = any("drop" in key and value for key, value in values.items())
     windowed = values.get("sliding_window") is not None and values.get("use_sliding_window") is not False
     head_dim = values.get("head_dim") or text_config.hidden_size // text_config.num_attention_heads
-    equal_widths = values.get("v_head_dim") in (None, values.get("head_dim"))
+    if values.get("qk_nope_head_dim"):  # multi-head latent attention, whose `head_dim` may be that of the rotated part
+        head_dim = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
+    equal_widths = values.get("v_head_dim") in (None, head_dim)
     return not has_dropout and not windowed and equal_widths and head_dim <= MAX_HEAD_DIM
 
 

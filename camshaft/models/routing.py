@@ -28,6 +28,10 @@ GATES: dict[str, bool | None] = {
 }
 """Supported router classes. True if the gate weights are normalized; None if the router's `norm_topk_prob` decides."""
 
+SAMPLING_ROUTERS = ("PhimoeTopKRouter",)
+"""Router classes that draw experts at random in train mode. They stay in eval mode, because a policy gradient requires
+the log-probs of the experts that generated the response."""
+
 
 class LayerRouting(NamedTuple):
     """Routing of N tokens in one layer."""

@@ -101,6 +101,33 @@ def test_the_model_computes_a_prompt_once_unless_disabled(tmp_path, share: bool,
     assert counts == [computed]
 
 
+@pytest.mark.parametrize(("value_width", "computed"), [(8, 12), (16, 7)])
+def test_latent_attention_shares_prompts_if_keys_are_as_wide_as_values(
+    tmp_path, value_width: int, computed: int
+) -> None:
+    sizes: dict[str, Any] = {
+        "q_lora_rank": 16,
+        "kv_lora_rank": 16,
+        "qk_rope_head_dim": 8,
+        "qk_nope_head_dim": 8,
+        "kv_heads": 4,
+    }
+    sizes |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 2, "n_group": 1, "head_dim": 8}
+    path = str(make_tiny_model(tmp_path / "model", "deepseek_v3", hidden=16, v_head_dim=value_width, **sizes))
+    ids, mask = batch(("abcde", "x"), ("abcde", "y"))
+    data, log_probs = DataProto.from_dict({"input_ids": ids, "loss_mask": mask}), []
+    for share in (True, False):
+        model = EngineModel(path=path, use_prefix_grouper=share)
+        engine: Any = SingleDeviceEngine(EngineConfig(model=model, dtype="float64"))
+        engine.init_model()
+        counts: list[int] = []
+        engine.module.register_forward_pre_hook(lambda module, args, counts=counts: counts.append(len(args[0])))
+        with engine.eval_mode():
+            log_probs.append(engine.infer_batch(data)["log_probs"].values)
+        assert counts == [computed if share else 12]
+    torch.testing.assert_close(log_probs[0], log_probs[1], rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize(("dtype", "computed"), [("bfloat16", 7), ("float32", 12)])
 def test_a_gpu_computes_a_prompt_once_in_half_precision(tmp_path, dtype: str, computed: int) -> None:
     path = str(make_tiny_model(tmp_path / "model", hidden=16))

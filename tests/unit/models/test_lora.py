@@ -80,7 +80,9 @@ def by_transformers(model: Any) -> Tensor:
 
 
 def base_model(family: str = "qwen2", dtype: str = "float32") -> PreTrainedModel:
-    return AutoModelForCausalLM.from_pretrained(folder_of(family), dtype=dtype, attn_implementation="eager").eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder_of(family), dtype=dtype, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
 
 
 def peft_folder(folder: Path, family: str = "qwen2", **changes: Any) -> Path:
@@ -120,8 +122,7 @@ def test_an_adapter_may_be_at_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_log_probs_and_gradients_match_peft(family: str, tmp_path: Path):
-    dtype = "float32" if family == "mixtral" else "float64"  # transformers has no experts in float64
-    stored = peft_folder(tmp_path, family)
+    stored, dtype = peft_folder(tmp_path, family), "float64"
     model = load(family, dtype, LORA.model_copy(update={"adapter_path": str(stored)}))
     reference = peft.PeftModel.from_pretrained(base_model(family, dtype), str(stored), is_trainable=True)
     actual, expected = log_probs(model), by_transformers(reference)
@@ -323,11 +324,10 @@ def test_a_model_without_adapter_is_an_error():
 
 @each_family
 def test_merged_weights_give_a_base_model_with_equal_outputs(family: str):
-    dtype = "float32" if family == "mixtral" else "float64"
-    model = load(family, dtype)
+    model = load(family, "float64")
     randomize_trained(model.hf)
     before = {name: tensor.clone() for name, tensor in model.hf.state_dict().items()}
-    merged, bare = dict(merged_weights(model.hf)), base_model(family, dtype)
+    merged, bare = dict(merged_weights(model.hf)), base_model(family, "float64")
     assert list(merged) == [name for name, _ in bare.named_parameters()]
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.hf.state_dict().items())
     bare.load_state_dict(merged, strict=False)  # a tied head has no separate entry

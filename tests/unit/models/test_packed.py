@@ -78,15 +78,15 @@ def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_packed_rows_match_transformers_on_each_row(family: str):
-    # transformers has no experts in float64; in float32 the last digit of a log-prob of -4.5 is worth 5e-7.
-    dtype, near = ("float32", 3e-6) if family in ("mixtral", "qwen3_moe") else ("float64", 1e-6)
-    model = packed(family, dtype=dtype)
-    hf_model = AutoModelForCausalLM.from_pretrained(folder_of(family), dtype=dtype, attn_implementation="eager")
+    model = packed(family)
+    hf_model = AutoModelForCausalLM.from_pretrained(
+        folder_of(family), dtype="float64", attn_implementation="eager", experts_implementation="eager"
+    )
     actual = model(*inputs(), ("log_probs", "entropy"), temperature=0.7)
     log_probs, entropies = by_transformers(hf_model, 0.7)
     assert log_probs.std() > 0.05
-    torch.testing.assert_close(actual["log_probs"], log_probs, rtol=0, atol=near)
-    torch.testing.assert_close(actual["entropy"], entropies, rtol=0, atol=near)
+    torch.testing.assert_close(actual["log_probs"], log_probs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(actual["entropy"], entropies, rtol=0, atol=1e-6)
     weights = torch.randn(len(log_probs), dtype=log_probs.dtype, generator=torch.Generator().manual_seed(0))
     grads = gradients(model.hf, (actual["log_probs"] * weights + 0.1 * actual["entropy"]).mean())
     expected_grads = gradients(hf_model, (log_probs * weights + 0.1 * entropies).mean())
@@ -95,6 +95,23 @@ def test_packed_rows_match_transformers_on_each_row(family: str):
         torch.testing.assert_close(
             gradient, expected_grads[name], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+def test_sampling_routers_choose_in_training_as_in_generation():
+    sizes = {"num_local_experts": 4, "num_experts_per_tok": 2, "router_jitter_noise": 1.0}
+    folder = tiny_folder("phimoe", hidden=32, initializer_range=0.1, **sizes)
+    model = load_model(EngineModel(path=str(folder)), "float64", "cpu", seed=0).train()
+    assert model.hf.training
+    hf_model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype="float64", attn_implementation="eager", experts_implementation="eager"
+    )
+    actual, expected = model(*inputs(), ("log_probs",))["log_probs"], by_transformers(hf_model, 1.0)[0]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-6)
+    expected_grads = gradients(hf_model, expected.mean())
+    for name, gradient in gradients(model.hf, actual.mean()).items():
+        torch.testing.assert_close(gradient, expected_grads[name], rtol=1e-5, atol=1e-6)
+    hf_model.train()
+    assert (by_transformers(hf_model, 1.0)[0] - expected).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("family", ["qwen2", "granite", "cohere", "phi"])
