@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
             f"--device {options.device} plans a run on GPUs, but trainer.device={configs[0].trainer.device}; remove "
             "one of them"
         )
+    from camshaft.planning.micro_batches import limits_as_overrides, with_fitting_limits
     from camshaft.planning.plan import as_dict, find_change, make_plan, report, solve
 
     if options.solve:
@@ -53,7 +54,11 @@ def main(argv: Sequence[str]) -> int:
             text = f"{options.solve}={value} is the largest value that fits, to within 2 %"
         sys.stdout.write(text + "\n")
         return DOES_NOT_FIT if value is None else 0
-    plan = make_plan(configs[0], memory)
+    config = with_fitting_limits(configs[0], memory)
+    plan = make_plan(config, memory)
+    if chosen := limits_as_overrides(config):
+        plan.notes.append(f"a run chooses {' '.join(chosen)}")
+        overrides = [*overrides, *chosen]
     if options.json:
         content = as_dict(plan)
         if not plan.fits and (proposal := find_change(overrides, memory, schema)) is not None:

@@ -37,11 +37,13 @@ def main(argv: Sequence[str]) -> int:
     with numbered_runs(prepare_runs(compose(argv, PPOConfig))) as runs:
         for config in runs:
             from camshaft.planning.memory_error import explain_memory_errors
+            from camshaft.planning.micro_batches import fit_micro_batches, limits_as_overrides
             from camshaft.trainer.loop import run
             from camshaft.trainer.ppo import PPOTrainer
 
-            with explain_memory_errors(config, argv):
-                status = max(status, run(config, PPOTrainer.open))
+            fitted = fit_micro_batches(config)
+            with explain_memory_errors(fitted, [*argv, *limits_as_overrides(fitted)]):
+                status = max(status, run(fitted, PPOTrainer.open))
             if status > ENDED_BY_SIGNAL:
                 break
     return status

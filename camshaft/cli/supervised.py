@@ -6,7 +6,7 @@ from typing import Any
 from camshaft.cli.prerequisites import prepare_runs
 from camshaft.cli.sweep import numbered_runs
 from camshaft.cli.usage import CONFIG_OPTIONS, print_help, short_name_table
-from camshaft.config import RMConfig, SFTConfig, SupervisedConfig, compose
+from camshaft.config import RMConfig, SFTConfig, compose
 from camshaft.stop import ENDED_BY_SIGNAL
 
 
@@ -30,14 +30,15 @@ def rm(argv: Sequence[str]) -> int:
     return _train_all(configs, RMTrainer)
 
 
-def _train_all(configs: Sequence[SupervisedConfig], trainer_class: Callable[..., Any]) -> int:
+def _train_all(configs: Sequence[SFTConfig] | Sequence[RMConfig], trainer_class: Callable[..., Any]) -> int:
     """Train with one config after the other, until a signal stops a run. Return the largest exit status."""
+    from camshaft.planning.micro_batches import fit_micro_batches
     from camshaft.trainer.loop import run
 
     status = 0
     with numbered_runs(configs) as runs:
         for config in runs:
-            status = max(status, run(config, trainer_class))
+            status = max(status, run(fit_micro_batches(config), trainer_class))
             if status > ENDED_BY_SIGNAL:
                 break
     return status

@@ -62,7 +62,7 @@ BATCH, MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_b
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 _ACTOR_DYNAMIC, _ACTOR_TOKENS = f"{ACTOR}.{UPDATES.dynamic}", f"{ACTOR}.{UPDATES.tokens}"
 
-TrainingConfig = TypeVar("TrainingConfig", PPOConfig, SupervisedConfig)
+TrainingConfig = TypeVar("TrainingConfig", bound=PPOConfig | SupervisedConfig)
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,8 @@ class Settings:
 
     values: Mapping[str, Any]
     machine: Machine
+    halvings: int = 0
+    """Number of times that the tokens of a micro-batch on an accelerator are halved."""
 
     def get(self, key: str) -> Any:
         """Return the value of a key, or None if it does not exist."""
@@ -246,11 +248,13 @@ def _sequences(section: str, keys: MicroBatchKeys, settings: Settings) -> tuple[
 def _tokens(source: int | str, longest: Callable[[Settings], int], dynamic: str, settings: Settings) -> tuple[Any, str]:
     """Choose the number of tokens of a micro-batch, which contains at least one sequence.
 
-    `source` is the number on an accelerator, or the key of the passes whose limit applies. `dynamic` is the key that
-    selects a limit by tokens.
+    `source` is the largest number on an accelerator, or the key of the passes whose limit applies. `dynamic` is the key
+    that selects a limit by tokens.
     """
-    on_device = CPU_TOKENS if settings.on_cpu() else source
-    tokens = settings.count(source) if isinstance(source, str) else on_device
+    if isinstance(source, str):
+        tokens = settings.count(source)
+    else:
+        tokens = CPU_TOKENS if settings.on_cpu() else source >> settings.halvings
     return max(tokens, longest(settings)), "tokens per micro-batch" * (settings.get(dynamic) is True)
 
 
@@ -438,15 +442,12 @@ def fit_to_rows(config: TrainingConfig, rows: int) -> TrainingConfig:
 
 def _with_batch(config: TrainingConfig, size: int) -> TrainingConfig:
     """Return the config with another batch size. A mini-batch that was chosen remains the entire batch."""
-    previous = config.data.train_batch_size
-    values: dict[str, Any] = {"data": config.data.model_copy(update={"train_batch_size": size})}
+    values = {BATCH: size}
     if isinstance(config, PPOConfig) and config.is_automatic(MINI_BATCH):
-        roles, critic = config.actor_rollout_ref, config.critic
-        mini = {"ppo_mini_batch_size": size}
-        values["actor_rollout_ref"] = roles.model_copy(update={"actor": roles.actor.model_copy(update=mini)})
-        if critic.ppo_mini_batch_size == previous:
-            values["critic"] = critic.model_copy(update=mini)
-    return config.model_copy(update=values)
+        values[MINI_BATCH] = size
+        if config.critic.ppo_mini_batch_size == config.data.train_batch_size:
+            values["critic.ppo_mini_batch_size"] = size
+    return _with_values(config, values)
 
 
 def _is_divisible(config: PPOConfig | SupervisedConfig) -> bool:
@@ -463,6 +464,42 @@ def _is_divisible(config: PPOConfig | SupervisedConfig) -> bool:
     return all(size % mini == 0 and mini * n % dp_size == 0 for mini, dp_size in roles)
 
 
+# -- the memory of accelerators -------------------------------------------------------------------
+
+
+def token_limits(config: PPOConfig | SupervisedConfig, halvings: int) -> dict[str, int]:
+    """Return the tokens of the micro-batches on an accelerator, as far as they were chosen, after some halvings."""
+    values, limits = config.model_dump(), dict[str, int]()
+    for key in (choice.key for choice in config.choices() if choice.key.endswith(SUPERVISED_UPDATES.tokens)):
+        if _has_role(config, key) and get(values, key.rpartition(".")[0]).get(UPDATES.dynamic, True):
+            limits[key], _ = RULES[type(config)][key](Settings(values, Machine(), halvings))
+            put(values, key, limits[key])
+    return limits
+
+
+def with_tokens(config: TrainingConfig, limits: Mapping[str, int], reason: str) -> TrainingConfig:
+    """Return the config with other tokens of its micro-batches, and the reason for the numbers that are printed."""
+    choices = [
+        replace(choice, value=limits[choice.key], reason=choice.reason and f"tokens per micro-batch, {reason}")
+        if choice.key in limits
+        else choice
+        for choice in config.choices()
+    ]
+    return _with_values(config, limits).with_choices(choices)
+
+
+_AnySection = TypeVar("_AnySection", bound=Section)
+
+
+def _with_values(section: _AnySection, values: Mapping[str, Any]) -> _AnySection:
+    """Return a copy of a section with other values of dotted keys."""
+    update: dict[str, Any] = {}
+    for name in {key.partition(".")[0] for key in values}:
+        inner = {key.partition(".")[2]: value for key, value in values.items() if key.partition(".")[0] == name}
+        update[name] = inner[""] if "" in inner else _with_values(dict(section)[name], inner)
+    return section.model_copy(update=update)
+
+
 # -- the table ------------------------------------------------------------------------------------
 
 
@@ -473,14 +510,19 @@ _WIDTH = 40
 def format_choices(config: PPOConfig | SupervisedConfig | GenerateConfig) -> str:
     """Return a table of the values that were chosen automatically, with the keys that change them."""
     names = {key: name for name, key in short_names(type(config)).items()}
-    roles: dict[str, bool] = {}
-    if isinstance(config, PPOConfig):
-        roles = {"critic": config.needs_critic(), "reward_model": config.reward_model.enable}
     settings = [
         (f"{names.get(choice.key, choice.key)}={format_value(choice.value)}", choice.reason)
         for choice in config.choices()
-        if choice.value is not None and choice.reason and roles.get(choice.key.partition(".")[0], True)
+        if choice.value is not None and choice.reason and _has_role(config, choice.key)
     ]
     width = max((len(setting) for setting, _ in settings if len(setting) <= _WIDTH), default=0)
     lines = [f"  {setting:<{width}}  {reason}" for setting, reason in settings]
     return "\n".join(["chosen automatically; set a key to change its value:", *lines]) if lines else ""
+
+
+def _has_role(config: PPOConfig | SupervisedConfig | GenerateConfig, key: str) -> bool:
+    """Return False if the key belongs to a role that the run does not have."""
+    section = key.partition(".")[0]
+    if isinstance(config, PPOConfig) and section == "critic":
+        return config.needs_critic()
+    return not isinstance(config, PPOConfig) or section != "reward_model" or config.reward_model.enable

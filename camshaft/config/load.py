@@ -12,6 +12,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from types import NoneType
@@ -137,7 +138,7 @@ def choose_automatic(
     """Return a copy of `tree` with a value for each key that is `auto`, and the choices.
 
     A key that refers to another key, such as `${actor_rollout_ref.actor.strategy}`, still does so if both have the same
-    value.
+    value. Its choice then has no reason, so it is not printed.
     """
     values, _ = resolve(tree, schema)
     chosen, merged = copy.deepcopy(dict(tree)), merge(raw_defaults(schema), tree)
@@ -148,6 +149,8 @@ def choose_automatic(
         if reference is None or get(values, reference[1]) != choice.value:
             put(chosen, choice.key, choice.value)
             choices.append(choice)
+        else:
+            choices.append(replace(choice, reason=""))
     return chosen, choices
 
 

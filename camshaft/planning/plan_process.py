@@ -1,6 +1,7 @@
 """Forecast a run in a process with a time limit, for callers that must neither fail nor wait because of it.
 
 plan = plan_in_process(["model=models/tiny", ...], memory=None, seconds=60.0)      # the JSON of `camshaft plan`
+out, reason = answer_in_process(SCRIPT, question, seconds=60.0)
 """
 
 import json
@@ -46,22 +47,27 @@ def plan_in_process(overrides: Sequence[str], memory: int | None, seconds: float
 
     The search for a change takes longer than the plan, and the plan is returned without it if time runs out.
     """
+    out, reason = answer_in_process(SCRIPT, json.dumps([list(overrides), memory, import_path()]).encode(), seconds)
+    plans = [line for line in out.splitlines(keepends=True) if line.endswith("}\n")]
+    if not plans:
+        raise PlanUnavailable(reason)
+    return json.loads(plans[-1])
+
+
+def answer_in_process(script: str, question: bytes, seconds: float) -> tuple[str, str]:
+    """Return what a Python process prints that reads the question, and why it may have ended early."""
     try:
-        process = start_python(["-c", SCRIPT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        process = start_python(["-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     except OSError as error:
         raise PlanUnavailable(f"its process could not be started: {error}") from error
     try:
-        question = json.dumps([list(overrides), memory, import_path()]).encode()
         out, err = process.communicate(question, timeout=seconds)
         reason = _reason(process.returncode, err.decode(errors="replace").strip())
     except subprocess.TimeoutExpired as limit:
         out, reason = limit.output or b"", f"it took more than {seconds:g} s"
     finally:
         kill_group(process.pid)
-    plans = [line for line in out.decode(errors="replace").splitlines(keepends=True) if line.endswith("}\n")]
-    if not plans:
-        raise PlanUnavailable(reason)
-    return json.loads(plans[-1])
+    return out.decode(errors="replace"), reason
 
 
 def _reason(status: int, text: str) -> str:

@@ -261,9 +261,11 @@ def _start_time(folder: Path) -> Any:
 
 def _status(config: Config, launch: Launch) -> int:
     """Run the trainer of a config, and return the exit status."""
+    from camshaft.planning.micro_batches import fit_micro_batches, limits_as_overrides
     from camshaft.trainer.loop import run
     from camshaft.trainer.session import Extensions
 
+    config = fit_micro_batches(config)
     if isinstance(config, PPOConfig):
         from camshaft.planning.memory_error import explain_memory_errors
         from camshaft.rewards.callables import pickle_reward
@@ -271,6 +273,7 @@ def _status(config: Config, launch: Launch) -> int:
 
         reward = () if launch.reward is None else pickle_reward(launch.reward)
         arguments = [as_override(key, value) for key, value in _with_function(launch).items()]
+        arguments += limits_as_overrides(config)
         with explain_memory_errors(config, arguments):
             return run(config, PPOTrainer.open, Extensions(reward, launch.on_step, from_python=True))
     from camshaft.trainer.supervised import RMTrainer, SFTTrainer

@@ -142,7 +142,7 @@ class PPOUpdateSection(TrainedSection):
     ppo_micro_batch_size_per_gpu: Annotated[int | None, Auto()] = UPDATES.size_key()
     ppo_max_token_len_per_gpu: Annotated[Count, Auto()] = UPDATES.tokens_key(
         note=" Sequence-parallel ranks share these tokens. auto is 4096 on a CPU and 16384 on an accelerator (32768 "
-        "for the critic), or the length of the longest sequence."
+        "for the critic), less on a GPU in which this does not fit, and at least the length of the longest sequence."
     )
     loss_agg_mode: LossAggMode | None = key(
         None,

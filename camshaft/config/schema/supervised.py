@@ -78,7 +78,8 @@ class SupervisedDataConfig(Section):
         "counted. "
     )
     max_token_len_per_gpu: Annotated[int, Auto()] = SUPERVISED_UPDATES.tokens_key(
-        note=" auto is 4096 on a CPU and 8192 on an accelerator, or the length of the longest sequence or pair."
+        note=" auto is 4096 on a CPU and 8192 on an accelerator, less on a GPU in which this does not fit, and at "
+        "least the length of the longest sequence or pair."
     )
     shuffle: bool = key(True, "Shuffle the training data in every epoch.")
     seed: NonNegativeInt | None = key(None, "Seed for shuffling the data. null uses trainer.seed.", unread=NOT_SHUFFLED)
