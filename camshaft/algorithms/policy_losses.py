@@ -313,6 +313,8 @@ def dro_loss(
 
 
 _NO_DUAL_CLIP = 1e30
+_ROUNDING = 1e-4
+"""Largest difference of two log-probs that `kl_cov_loss` takes for a rounding error."""
 
 
 def clip_cov_loss(
@@ -360,16 +362,18 @@ def kl_cov_loss(
     l = -A ratio + penalty |log pi - log pi_old|
 
     The tensors are (N,); the loss is a scalar. `penalties` is `ppo_kl_coef` at tokens with the largest covariance of
-    log-prob and advantage (`largest_tokens`), and 0 elsewhere. `clip` is not read. Where pi equals pi_old, the penalty
-    has no gradient.
+    log-prob and advantage (`largest_tokens`), and 0 elsewhere. `clip` is not read. Where |log pi - log pi_old| is at
+    most 1e-4, the penalty is 0: in the first update, the sign of this difference is that of a rounding error, and would
+    be a gradient of full size.
 
     Metrics (as shares): `cov_selected`, the fraction of tokens with a penalty; `ppo_kl`. Cui et al., arXiv:2505.22617.
     """
     log_probs, old_log_probs, advantages = zero_masked(counts, log_probs, old_log_probs, advantages)
     (penalties,) = zero_masked(counts, penalties)
     difference = log_probs - old_log_probs
-    per_token = -advantages * difference.clamp(-20, 20).exp() + penalties * difference.abs()
     metrics = {"cov_selected": share(penalties > 0, counts), "ppo_kl": share(-difference, counts)}
+    penalties = torch.where(difference.abs() > _ROUNDING, penalties, 0)
+    per_token = -advantages * difference.clamp(-20, 20).exp() + penalties * difference.abs()
     return aggregate(weighted(per_token, weights, counts), counts, mode), metrics
 
 

@@ -75,36 +75,6 @@ def test_gspo_with_dynamic_sampling_does_not_depend_on_ranks(tmp_path: Path) -> 
         compare(ranks, one_process, rel=1e-6)
 
 
-LOSSES: dict[str, dict[str, Any]] = {
-    "sapo": {},
-    "geo_mean": {f"{ACTOR}.clip_ratio": 3e-3},
-    "dppo_tv": {f"{ACTOR}.clip_ratio": 1e-3, f"{ACTOR}.loss_agg_mode": "token-sum"},
-    "dppo_kl": {f"{ACTOR}.clip_ratio": 1e-5},
-    "gpg": {},
-    "dro": {f"{ACTOR}.policy_loss.dro_beta": 0.1},
-    "clip_cov": {f"{ACTOR}.policy_loss.clip_cov_ratio": 0.2, f"{ACTOR}.policy_loss.clip_cov_lb": 0.0},
-    "kl_cov": {f"{ACTOR}.policy_loss.kl_cov_ratio": 0.2, f"{ACTOR}.policy_loss.ppo_kl_coef": 1.0},
-    "vanilla": {
-        f"{ACTOR}.policy_loss.top_entropy_quantile": 0.3,
-        f"{ACTOR}.entropy_target": 3.0,
-        f"{ACTOR}.clip_ratio": 3e-3,
-    },
-}
-"""Policy losses with settings that have an effect in a small run."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("loss", LOSSES)
-def test_policy_losses_do_not_depend_on_the_number_of_ranks(loss: str, tmp_path: Path) -> None:
-    changes = {**SHUFFLED, **GRPO, f"{ACTOR}.policy_loss.loss_mode": loss, **LOSSES[loss]}
-    one_process = run_ppo(tmp_path, changes, steps=3)
-    compare(run_ppo(tmp_path, {**changes, **RANKS}, steps=3), one_process, rel=1e-6)
-    assert all(step.metrics["actor/ppo_kl"] != 0 for step in one_process)
-    selects = "cov" in loss
-    assert all(step.metrics.get("actor/pg_clipfrac", 1) > 0 for step in one_process) or selects
-    assert not selects or all(step.metrics["actor/cov_selected"] > 0.1 for step in one_process)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("threshold", [2.0, "0.01-0.3"])
 def test_mismatch_correction_does_not_depend_on_ranks(threshold: float | str, tmp_path: Path) -> None:
@@ -126,31 +96,6 @@ def test_mismatch_correction_does_not_depend_on_ranks(threshold: float | str, tm
     assert {name: ranks[name] for name in names} == pytest.approx({name: one_process[name] for name in names}, rel=1e-6)
     assert 0 < one_process["rollout_corr/rollout_rs_masked_fraction"] < 1
     assert one_process["rollout/effective_sample_share"] < 1 - 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "keys",
-    [
-        {"rollout_is": "sequence", "rollout_is_batch_normalize": True, "loss_type": "reinforce"},
-        {"rollout_rs": "[token_k1,seq_max_k2]", "rollout_rs_threshold": "[0.99-1.01,1e-3]"},
-    ],
-    ids=["reinforce", "ppo_clip"],
-)
-def test_rollout_correction_in_the_update_does_not_depend_on_ranks(keys: dict[str, Any], tmp_path: Path) -> None:
-    correction = {f"algorithm.rollout_correction.{key}": value for key, value in {"bypass_mode": True, **keys}.items()}
-    kl_loss = {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_type": "low_var_kl+"}
-    changes = {**SHUFFLED, **GRPO, "algorithm.use_kl_in_reward": False, **kl_loss, **correction}
-    one_process = run_ppo(tmp_path, changes, steps=3)
-    ranks = run_ppo(tmp_path, {**changes, **RANKS}, steps=3)
-    last = dict(one_process[-1].metrics)
-    for step in (*one_process, *ranks):  # the distributions of rollout and trainer differ by rounding
-        for name in [name for name in step.metrics if name.startswith("rollout_corr/")]:
-            step.metrics.pop(name)
-    compare(ranks, one_process, rel=1e-6)
-    assert 0 < last.get("actor/rollout_rs_masked_fraction", 0.5) < 1
-    assert abs(last.get("actor/rollout_is_mean", 0.0) - 1) > 1e-9
-    assert last["rollout_corr/training_ppl"] > 1
 
 
 @pytest.mark.slow

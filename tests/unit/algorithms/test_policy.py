@@ -388,3 +388,10 @@ def test_kl_cov_penalizes_the_change_of_selected_tokens():
     assert loss == pytest.approx((-2 + 0.5 * math.log(2) + 0.5 + 0.5 * math.log(2) - 4) / 3)
     assert gradient == pytest.approx([(-2 + 0.5) / 3, (0.5 - 0.5) / 3, -4 / 3])
     assert metrics["cov_selected"] == pytest.approx(2 / 3)
+
+
+def test_kl_cov_does_not_take_a_rounding_error_for_a_change():
+    penalties, error = torch.ones(2, dtype=F64), 1e-6
+    _, gradient, metrics = loss_of(kl_cov_loss, [1 + error, 1 - error], [1.0, 1.0], (2,), penalties=penalties)
+    assert gradient == pytest.approx([-0.5, -0.5], rel=2 * error)
+    assert metrics["cov_selected"] == 1
