@@ -25,6 +25,7 @@ ROWS = 8
 PROMPTS, RESPONSES = [3, 5, 2, 4, 4, 1, 6, 2], [4, 6, 1, 3, 3, 7, 2, 5]
 
 ACTOR = "actor_rollout_ref.actor"
+CORRECTION = "algorithm.rollout_correction"
 LOSSES: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "entropy": {f"{ACTOR}.entropy_coeff": 0.01},
@@ -33,6 +34,26 @@ LOSSES: dict[str, dict[str, Any]] = {
     **{name: {f"{ACTOR}.policy_loss.loss_mode": name} for name in ("geo_mean", "cispo", "sapo", "dppo_tv", "dppo_kl")},
     "gpg": {f"{ACTOR}.policy_loss.loss_mode": "gpg", f"{ACTOR}.loss_agg_mode": "token-sum"},
     "dro": {f"{ACTOR}.policy_loss.loss_mode": "dro", f"{ACTOR}.policy_loss.dro_beta": 0.1},
+    "clip_cov": {f"{ACTOR}.policy_loss.loss_mode": "clip_cov"},
+    "kl_cov": {f"{ACTOR}.policy_loss.loss_mode": "kl_cov"},
+    "high entropy": {f"{ACTOR}.policy_loss.top_entropy_quantile": 0.2},
+    "bypass": {
+        f"{CORRECTION}.bypass_mode": True,
+        f"{CORRECTION}.rollout_rs": "[token_k1,seq_mean_k3,seq_max_k2]",
+        f"{CORRECTION}.rollout_rs_threshold": "[2.0,0.1,0.1]",
+    },
+    "bypass reinforce": {
+        f"{CORRECTION}.bypass_mode": True,
+        f"{CORRECTION}.loss_type": "reinforce",
+        f"{CORRECTION}.rollout_is": "sequence",
+        f"{CORRECTION}.rollout_is_threshold": "0.5-2.0",
+    },
+    "bypass normalized": {
+        f"{CORRECTION}.bypass_mode": True,
+        f"{CORRECTION}.loss_type": "reinforce",
+        f"{CORRECTION}.rollout_is": "token",
+        f"{CORRECTION}.rollout_is_batch_normalize": True,
+    },
     "checkpointing": {"actor_rollout_ref.model.enable_gradient_checkpointing": True},
     "temperature": {"actor_rollout_ref.rollout.temperature": 0.7},
     "tokens": {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 24},
@@ -54,7 +75,9 @@ def batch_of() -> DataProto:
     named = ["old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "values", "returns"]
     columns = {name: responses.map(torch.Tensor.float) for name in named}
     mask = responses.map(lambda ids: torch.ones_like(ids, dtype=torch.bool))
-    return DataProto.from_dict({"prompts": numbers(PROMPTS), "responses": responses, "response_mask": mask, **columns})
+    columns |= dict.fromkeys(("response_mask", "selected_tokens", "high_entropy"), mask)
+    means = {"rollout_is_mean": torch.ones(ROWS)}
+    return DataProto.from_dict({"prompts": numbers(PROMPTS), "responses": responses, **columns, **means})
 
 
 def watch_micro_batches(monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], HostWaits]:
