@@ -42,9 +42,12 @@ class BypassCorrection:
             if self.correction.needs_mean_weight():
                 weights = weights / data["rollout_is_mean"].repeat_interleave(counts.lengths, output_size=len(weights))
             metrics["rollout_is_mean"] = aggregate(weights, counts, "token-mean")
-        accepted = counts.mask
-        for rule, bounds in self.correction.rejection_bounds():
-            accepted = accepted & accept_tokens(*flat, rule, bounds)
-        if self.correction.rollout_rs:
+        accepted, rules = counts.mask, self.correction.rejection_bounds()
+        for rule, bounds in rules:
+            kept = accept_tokens(*flat, rule, bounds)
+            accepted = accepted & kept
+            if len(rules) > 1:
+                metrics[f"rollout_rs_{rule}_masked_fraction"] = aggregate((~kept).float(), counts, "token-mean")
+        if rules:
             metrics["rollout_rs_masked_fraction"] = aggregate((~accepted).float(), counts, "token-mean")
         return replace(counts, mask=accepted), weights, metrics

@@ -154,7 +154,9 @@ rollout/routing_mismatch | fraction of choices | trainer/metrics.py |
     Expert choices of the trainer's routers that differ from those of the rollout, over all layers.
 rollout/routing_mismatch_tokens | fraction of tokens | trainer/metrics.py |
     Tokens for which the expert choices of trainer and rollout differ in at least one layer.
-rollout_corr/rollout_is_{mean,max,min} | 1 | trainer/advantages.py | Importance weights of the tokens.
+rollout_corr/rollout_is_{mean,max,min,std} | 1 | trainer/advantages.py | Importance weights of the tokens.
+rollout_corr/rollout_is_batch_norm_factor | 1 | trainer/advantages.py |
+    Mean importance weight, by which rollout_is_batch_normalize divides the weights.
 rollout_corr/rollout_is_eff_sample_size | fraction of tokens | trainer/advantages.py |
     Relative effective sample size with these weights.
 rollout_corr/rollout_is_ratio_fraction_high | fraction of tokens | trainer/advantages.py |
@@ -165,6 +167,10 @@ rollout_corr/rollout_rs_masked_fraction | fraction of tokens | trainer/advantage
     Tokens that the rejection rules mask out.
 rollout_corr/rollout_rs_seq_masked_fraction | fraction of responses | trainer/advantages.py |
     Responses in which the rejection rules mask out tokens.
+rollout_corr/rollout_rs_<rule>_masked_fraction | fraction of tokens | trainer/advantages.py |
+    Tokens that one of several rejection rules, such as token_k1, masks out.
+rollout_corr/rollout_rs_<rule>_seq_masked_fraction | fraction of responses | trainer/advantages.py |
+    Responses in which one of several rejection rules masks out tokens.
 rollout_corr/{training,rollout}_ppl | 1 | algorithms/mismatch.py |
     Mean perplexity of the responses under the policy of the trainer and of the rollout.
 rollout_corr/{training,rollout}_log_ppl | nats | algorithms/mismatch.py |
@@ -181,6 +187,8 @@ actor/rollout_is_mean | 1 | roles/bypass.py |
     Mean importance weight of the tokens in the update, with rollout_correction.bypass_mode and loss_type=reinforce.
 actor/rollout_rs_masked_fraction | fraction of tokens | roles/bypass.py |
     Tokens that the rejection rules exclude from the policy loss in the update, with rollout_correction.bypass_mode.
+actor/rollout_rs_<rule>_masked_fraction | fraction of tokens | roles/bypass.py |
+    Tokens that one of several rejection rules excludes from the policy loss in the update.
 # validation
 val/reward/mean | score | trainer/validate.py | Mean reward over all responses.
 val-core/<source>/reward/mean | score | trainer/validate.py |
@@ -286,11 +294,18 @@ narrow, the last words are omitted."""
 
 LEGEND = """\
 `{mean,max}` lists alternatives. `<source>` is a data source, `<value>` is `reward`, `score` or a number that the reward
-function returns, `<function>` is the name of one of several reward functions, `<n>` is
-`actor_rollout_ref.rollout.val_kwargs.n`, and `<k>` are the powers of 2 below n, and n.
+function returns, `<function>` is the name of one of several reward functions, `<rule>` is a value of `rollout_rs`,
+`<n>` is `actor_rollout_ref.rollout.val_kwargs.n`, and `<k>` are the powers of 2 below n, and n.
 """
 
-_PLACEHOLDERS = {"source": ".+", "value": "[^/]+(/[^/]+)?", "function": "[^/]+", "n": r"\d+", "k": r"\d+"}
+_PLACEHOLDERS = {
+    "source": ".+",
+    "value": "[^/]+(/[^/]+)?",
+    "function": "[^/]+",
+    "rule": "(token|seq_(sum|mean|max))_k[123]",
+    "n": r"\d+",
+    "k": r"\d+",
+}
 
 
 def matches(pattern: str, name: str) -> bool:

@@ -224,11 +224,11 @@ def compute_corrections(batch: DataProto, correction: RolloutCorrectionConfig) -
         columns["rollout_is_weights"] = train.like(weights)
         metrics |= _weight_metrics(flat, correction, weights)
     if correction.rollout_rs:
-        accepted_mask = mask
-        for rule, bounds in correction.rejection_bounds():
-            accepted_mask = accepted_mask & accept_tokens(*flat, rule, bounds)
+        rules = [(f"{rule}_", accept_tokens(*flat, rule, bounds)) for rule, bounds in correction.rejection_bounds()]
+        accepted_mask = torch.stack([accepted for _, accepted in rules]).all(dim=0)
         columns["rollout_rs_mask"] = train.like(accepted_mask)
-        metrics |= _rejection_metrics(train.like(mask), train.like(accepted_mask))
+        for rule, accepted in [("", accepted_mask), *(rules if len(rules) > 1 else [])]:
+            metrics |= _rejection_metrics(rule, train.like(mask), train.like(accepted))
     return DataProto.from_dict(columns), {f"rollout_corr/{name}": value for name, value in metrics.items()}
 
 
@@ -253,29 +253,36 @@ def _weight_metrics(
 ) -> dict[str, float]:
     """Compute statistics of the weights, and the fractions of tokens whose weight was outside the bounds."""
     assert correction.rollout_is is not None
-    lower, threshold = correction.weight_bounds()
-    unbounded = importance_weights(*flat, level=correction.rollout_is, threshold=torch.inf)
-    token_weights = weights[flat[2]].double()
-    if not len(token_weights):
+    mask, level = flat[2], correction.rollout_is
+    if not mask.any():
         return {}
-    unbounded_weights = unbounded[flat[2]]
+    lower, threshold = correction.weight_bounds()
+    token_weights = weights[mask].double()
+    unbounded_weights = importance_weights(*flat, level=level, threshold=torch.inf)[mask]
     metrics = {
         "rollout_is_mean": float(token_weights.mean()),
         "rollout_is_max": float(token_weights.max()),
         "rollout_is_min": float(token_weights.min()),
+        "rollout_is_std": float(token_weights.std(correction=0)),
         "rollout_is_eff_sample_size": float(effective_sample_share(token_weights)),
         "rollout_is_ratio_fraction_high": float((unbounded_weights > threshold).double().mean()),
     }
     if lower > 0:
         metrics["rollout_is_ratio_fraction_low"] = float((unbounded_weights < lower).double().mean())
+    if correction.rollout_is_batch_normalize:
+        factor = mean_importance_weight(*flat, level=level, threshold=threshold, lower=lower)
+        metrics["rollout_is_batch_norm_factor"] = float(factor)
     return metrics
 
 
-def _rejection_metrics(mask: Ragged, accepted_mask: Ragged) -> dict[str, float]:
-    """Return the fraction of tokens that were rejected, and of responses with a rejected token."""
+def _rejection_metrics(rule: str, mask: Ragged, accepted_mask: Ragged) -> dict[str, float]:
+    """Return the fraction of tokens that a rule rejected, and of responses with a rejected token.
+
+    `rule` is the name of the rule with an underscore, or empty for all rules together.
+    """
     counts, accepted_counts = mask.sum(), accepted_mask.sum()
-    has_tokens, has_rejected = counts > 0, accepted_counts < counts
+    num_rejected_from = (accepted_counts < counts).sum()
     return {
-        "rollout_rs_masked_fraction": 1 - float(accepted_counts.sum() / counts.sum().clamp(min=1)),
-        "rollout_rs_seq_masked_fraction": float(has_rejected[has_tokens].double().mean()) if has_tokens.any() else 0.0,
+        f"rollout_rs_{rule}masked_fraction": 1 - float(accepted_counts.sum() / counts.sum().clamp(min=1)),
+        f"rollout_rs_{rule}seq_masked_fraction": float(num_rejected_from / (counts > 0).sum().clamp(min=1)),
     }

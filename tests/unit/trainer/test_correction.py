@@ -76,6 +76,7 @@ def test_weights_and_their_metrics_by_hand(home: Path) -> None:
             "rollout_corr/rollout_is_mean": 4.25 / 3,
             "rollout_corr/rollout_is_max": 3,
             "rollout_corr/rollout_is_min": 0.5,
+            "rollout_corr/rollout_is_std": math.sqrt((9 + 0.25 + 0.5625) / 3 - (4.25 / 3) ** 2),
             "rollout_corr/rollout_is_eff_sample_size": 4.25**2 / (3 * (9 + 0.25 + 0.5625)),
             "rollout_corr/rollout_is_ratio_fraction_high": 1 / 3,
         },
@@ -95,8 +96,26 @@ def test_several_rules_must_all_hold(home: Path) -> None:
     kept, metrics = compute_corrections(batch_of(), both)
     assert kept["rollout_rs_mask"].values.int().tolist() == [0, 0, 0, 1]
     assert metrics == pytest.approx(
-        {"rollout_corr/rollout_rs_masked_fraction": 2 / 3, "rollout_corr/rollout_rs_seq_masked_fraction": 1 / 2}
+        {
+            "rollout_corr/rollout_rs_masked_fraction": 2 / 3,
+            "rollout_corr/rollout_rs_seq_masked_fraction": 1 / 2,
+            "rollout_corr/rollout_rs_token_k1_masked_fraction": 1 / 3,
+            "rollout_corr/rollout_rs_token_k1_seq_masked_fraction": 1 / 2,
+            "rollout_corr/rollout_rs_seq_sum_k1_masked_fraction": 2 / 3,
+            "rollout_corr/rollout_rs_seq_sum_k1_seq_masked_fraction": 1 / 2,
+        }
     )
+
+
+def test_normalized_weights_and_their_metrics_by_hand(home: Path) -> None:
+    columns, metrics = compute_corrections(
+        batch_of(), rollout_correction(home, rollout_is="sequence", rollout_is_batch_normalize=True)
+    )
+    # Rows have the weights 4 * 1/2 = 2 and 3/4, so their mean is 11/8.
+    factor = 11 / 8
+    assert columns["rollout_is_weights"].values.tolist() == pytest.approx([2 / factor, 0, 2 / factor, 0.75 / factor])
+    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(factor)
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((2 + 2 + 0.75) / 3 / factor)
 
 
 # -- in the actor's loss --------------------------------------------------------------------------
