@@ -67,7 +67,8 @@ PAGE := .venv-page
 PAGE_INSTALLED := $(PAGE)/.installed
 TRL_INSTALLED := .venv-trl/.installed
 TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
-JOBS ?= 2
+# Processes of pytest: one more than two cores, because many tests wait for other processes.
+JOBS ?= 3
 # A Python on the machine with the accelerator. It needs torch and transformers, and further packages here or in GPU_PACKAGES.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_PYTHON_VERSION ?= 3.12
@@ -205,8 +206,9 @@ test-nightly: $(INSTALLED)
 test-slow: $(INSTALLED) $(TRITON_INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m "$(SUITE) and slow and not alone"
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "$(SUITE) and slow and alone" $(ALONE)
-	OMP_NUM_THREADS=1 CAMSHAFT_CONFIG_CASES=200 CAMSHAFT_EXAMPLES=150 CAMSHAFT_REWARD_CASES=200 CAMSHAFT_WORLDS=2000 $(BIN)/python -m pytest \
+	OMP_NUM_THREADS=1 CAMSHAFT_CONFIG_CASES=200 CAMSHAFT_EXAMPLES=150 CAMSHAFT_REWARD_CASES=200 $(BIN)/python -m pytest \
 		-m "$(SUITE) and hypothesis" tests/unit
+	OMP_NUM_THREADS=1 CAMSHAFT_WORLDS=2000 $(BIN)/python -m pytest -n $(JOBS) tests/unit/test_foreign_files.py
 	OMP_NUM_THREADS=1 PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "interpreted and slow" tests/kernels
 
 test-kernels: $(TRITON_INSTALLED)

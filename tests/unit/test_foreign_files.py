@@ -22,7 +22,7 @@ from camshaft import storage, temporary
 from camshaft.checkpoint import manager
 from camshaft.tracking import jsonl, samples
 
-WORLDS = int(os.environ.get("CAMSHAFT_WORLDS", "300"))
+WORLDS = int(os.environ.get("CAMSHAFT_WORLDS", "100"))
 CHUNK = 100
 TWIN_WORLDS = 200
 """Number of sequences in which each broken twin must be found."""
