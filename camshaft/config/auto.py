@@ -3,6 +3,7 @@
     choices = choose(values, PPOConfig, Machine("cuda", 8, frozenset({"vllm"})))
     choices[0]                                  # Choice("trainer.device", "cuda", "8 accelerators of this machine")
     fitted = fit_to_rows(config, 48)            # a smaller batch, if the data has only 48 rows
+    fitted = fit_to_prompts(config, 87)         # the maximum prompt length, if no prompt is longer than 87 tokens
     format_choices(config)                      # the table that a run prints at its start
 
 `load.py` puts the choices into the config before it is validated, so no other code handles `auto`. The exceptions are
@@ -14,7 +15,7 @@ With several machines, the choices describe the machine on which the command run
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
@@ -32,6 +33,7 @@ from camshaft.config.backends import (
 from camshaft.config.engine import EngineModel
 from camshaft.config.guards import is_mapping
 from camshaft.config.layout import Topology
+from camshaft.config.model_settings import read_settings
 from camshaft.config.schema.algorithm import ESTIMATORS, estimator_inputs
 from camshaft.config.schema.engine import UPDATES, MicroBatchKeys
 from camshaft.config.schema.evaluation import EvalConfig
@@ -52,17 +54,24 @@ GROUP_SIZE = 8
 RESPONSES_PER_STEP = 256
 CPU_TOKENS = 4096
 """Tokens of a micro-batch on a CPU. More need more memory and are not faster (benchmarks/results/micro_batches.md)."""
+MAX_PROMPT_LENGTH = 4096
+"""Longest prompt in tokens that a run accepts if no maximum is set."""
+OTHER_TEMPLATE_LENGTH = 512
+"""Least prompt length that is chosen if a reward model formats the prompts with another template."""
 SUPERVISED_BATCH = 64
 _CHECKPOINTING = ("enable_gradient_checkpointing", "gradient_checkpointing_mode")
 CHECKPOINTS_TO_KEEP = 2
 """Checkpoints that are kept if they are saved by time. A damaged newest one can be replaced by the one before it."""
 
 EPOCHS = "trainer.total_epochs"
+PROMPTS = "data.max_prompt_length"
 BATCH, MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
+ROLLOUT_PROMPTS = f"{ROLLOUT}.prompt_length"
 _ACTOR_DYNAMIC, _ACTOR_TOKENS = f"{ACTOR}.{UPDATES.dynamic}", f"{ACTOR}.{UPDATES.tokens}"
 
 TrainingConfig = TypeVar("TrainingConfig", bound=PPOConfig | SupervisedConfig)
+PromptsConfig = TypeVar("PromptsConfig", PPOConfig, GenerateConfig)
 
 
 @dataclass(frozen=True)
@@ -221,6 +230,30 @@ def _supervised_batch(settings: Settings) -> tuple[Any, str]:
     return -(-SUPERVISED_BATCH // ranks) * ranks, "rows per step"
 
 
+def _prompt_length(response: str, models: Sequence[str], settings: Settings) -> tuple[Any, str]:
+    """Choose the largest prompt length of a run, which `fit_to_prompts` lowers to that of its data.
+
+    `response` is the key of the response length, and `models` are the sections of the models that read a sequence.
+    """
+    longest = MAX_PROMPT_LENGTH
+    for section in models:
+        path, override = settings.get(f"{section}.path"), settings.section(f"{section}.override_config")
+        model = read_settings(path, override) if isinstance(path, str) and path else None
+        if model is not None and (positions := model.positions()) is not None:
+            longest = min(longest, positions[1] - settings.count(response))
+    return max(1, longest), ""
+
+
+def _ppo_prompt_length(settings: Settings) -> tuple[Any, str]:
+    """Choose the largest prompt length of an RL run. A length that is set for the rollout applies to the data."""
+    if _is_set(settings, ROLLOUT_PROMPTS):
+        return settings.get(ROLLOUT_PROMPTS), ""
+    models = ["actor_rollout_ref.model", "critic.model"]
+    if settings.get("reward_model.enable") is True and settings.get("reward_model.max_length") is None:
+        models.append("reward_model.model")
+    return _prompt_length(f"{ROLLOUT}.response_length", models, settings)
+
+
 def _limits_by_tokens(
     section: str, passes: Mapping[MicroBatchKeys, int | str], followed: str, settings: Settings
 ) -> tuple[Any, str]:
@@ -260,7 +293,7 @@ def _tokens(source: int | str, longest: Callable[[Settings], int], dynamic: str,
 
 def _longest_response(settings: Settings) -> int:
     """Return the maximum length of a prompt with its response."""
-    return settings.count("data.max_prompt_length") + settings.count(f"{ROLLOUT}.response_length")
+    return settings.count(PROMPTS) + settings.count(f"{ROLLOUT}.response_length")
 
 
 def _longest_scored(settings: Settings) -> int:
@@ -375,6 +408,9 @@ RULES: dict[type[Section], dict[str, Rule]] = {
         **_micro_batches(
             "reward_model", {SCORES: f"critic.{VALUES.tokens}"}, _longest_scored, f"critic.{UPDATES.dynamic}"
         ),
+        # After the limits by tokens, for which `fit_to_prompts` counts the prompts of the data.
+        PROMPTS: _ppo_prompt_length,
+        ROLLOUT_PROMPTS: _without_reason(_follow(PROMPTS)),
         "trainer.val_before_train": _validates_before,
         "trainer.test_freq": _test_freq,
         "trainer.save_freq": _SAVE_FREQ,
@@ -397,6 +433,7 @@ RULES: dict[type[Section], dict[str, Rule]] = {
         "rollout.dtype": _generator_dtype,
         "rollout.enforce_eager": partial(_eager, "rollout"),
         "rollout.n": _always(1, "one response to each prompt"),
+        "rollout.prompt_length": partial(_prompt_length, "rollout.response_length", ("model",)),
     },
     EvalConfig: {},
 }
@@ -464,12 +501,53 @@ def _is_divisible(config: PPOConfig | SupervisedConfig) -> bool:
     return all(size % mini == 0 and mini * n % dp_size == 0 for mini, dp_size in roles)
 
 
+# -- the longest prompt ---------------------------------------------------------------------------
+
+
+def awaits_prompts(config: PPOConfig | SupervisedConfig) -> bool:
+    """Return True if the maximum prompt length is still the largest for any data."""
+    return any(choice.key == PROMPTS and not choice.reason for choice in config.choices())
+
+
+def fit_to_prompts(config: PromptsConfig, longest: int, previous: int = 0) -> PromptsConfig:
+    """Return the config with the length of the longest prompt as maximum, if no maximum is set.
+
+    Limits of micro-batches that were chosen are raised if its rows need more tokens. A run that resumes keeps the
+    `previous` maximum, unless a prompt is longer.
+    """
+    keys, least = ["rollout.prompt_length"], max(longest, previous)
+    if isinstance(config, PPOConfig):
+        keys = [PROMPTS, *([ROLLOUT_PROMPTS] if config.is_automatic(ROLLOUT_PROMPTS) else [])]
+        if config.needs_raw_chat():
+            least = max(least, OTHER_TEMPLATE_LENGTH)
+    if not config.is_automatic(keys[0]):
+        return config
+    values = config.model_dump()
+    length = min(least, get(values, keys[0]))
+    changes = dict.fromkeys(keys, length)
+    for key in keys:
+        put(values, key, length)
+    for choice in config.choices():
+        if choice.key.endswith(SUPERVISED_UPDATES.tokens):
+            row = _longest_scored if choice.key.startswith("reward_model.") else _longest_response
+            changes[choice.key] = max(choice.value, row(Settings(values, Machine())))
+    reason = "as before" if length == previous else "for the template of the reward model"
+    reasons = {keys[0]: "the longest prompt of the data" if length == longest else reason}
+    choices = [
+        Choice(choice.key, changes.get(choice.key, choice.value), reasons.get(choice.key, choice.reason))
+        for choice in config.choices()
+    ]
+    return _with_values(config, changes).with_choices(choices)
+
+
 # -- the memory of accelerators -------------------------------------------------------------------
 
 
 def token_limits(config: PPOConfig | SupervisedConfig, halvings: int) -> dict[str, int]:
     """Return the tokens of the micro-batches on an accelerator, as far as they were chosen, after some halvings."""
     values, limits = config.model_dump(), dict[str, int]()
+    if awaits_prompts(config):
+        put(values, PROMPTS, AUTO)
     for key in (choice.key for choice in config.choices() if choice.key.endswith(SUPERVISED_UPDATES.tokens)):
         if _has_role(config, key) and get(values, key.rpartition(".")[0]).get(UPDATES.dynamic, True):
             limits[key], _ = RULES[type(config)][key](Settings(values, Machine(), halvings))

@@ -7,6 +7,7 @@ tensor_memory.py   bytes of live tensors, and execution of code without computin
 devices.py         memory of GPUs by name
 engines.py         engines on simulated GPUs
 generator.py       memory of the rollout on a GPU
+prompts.py         the prompt length of a run that takes it from its data
 plan_process.py    runs `camshaft plan` in a process with a time limit
 memory_error.py    forecast and peak of a run that ran out of memory
 doctor/            checks of a machine and of a run

@@ -22,6 +22,7 @@ from camshaft.machine import CPU
 from camshaft.planning.devices import GIB, device_memory
 from camshaft.planning.plan import MICRO_BATCHES, Config, make_plan
 from camshaft.planning.plan_process import PlanUnavailable, answer_in_process
+from camshaft.planning.prompts import fit_to_data
 from camshaft.subprocesses import import_path
 from camshaft.tracking.run_folder import RunFolder
 
@@ -74,6 +75,7 @@ def choose_limits(config: Config, memory: int) -> tuple[dict[str, int], str]:
 
     Raise ConfigError if `camshaft plan` does not support the run.
     """
+    config = fit_to_data(config)
 
     def fits(limits: dict[str, int]) -> bool:
         rows = make_plan(with_tokens(config, limits, ""), memory).rows

@@ -20,6 +20,7 @@ from camshaft.planning.doctor.machine import memory_limit
 from camshaft.planning.engines import SIMULATED
 from camshaft.planning.generator import Generator, forecast_generator
 from camshaft.planning.layers import Phase
+from camshaft.planning.prompts import ASSUMED, fit_to_data
 from camshaft.planning.trace import (
     CRITIC,
     MODEL,
@@ -91,6 +92,7 @@ class Plan:
 
 def make_plan(config: Config, memory: int | None) -> Plan:
     """Forecast a run. `memory` is that of each device, or of the whole machine if the run uses none."""
+    config = fit_to_data(config)
     _check_supported(config)
     limit = _memory_per_rank(config, memory)
     traces = {group: _forecast(config, group) for group in strategies(config)}
@@ -195,6 +197,8 @@ def _notes(config: Config) -> Iterator[str]:
         )
     if isinstance(config, PPOConfig) and not _forecasts_generator(config):
         yield f"gen: the memory of rollout.name={config.actor_rollout_ref.rollout.name} is not forecast"
+    if (length := next((choice for choice in config.choices() if choice.reason == ASSUMED), None)) is not None:
+        yield f"prompts of {length.value} tokens are assumed, because prompt_length is not set and no data was read"
     yield "save: the size on disk is forecast, its memory is not"
     if config.trainer.device == "cpu":
         growth = sum(process_growth(config, group) for group in strategies(config)) >> 20
@@ -214,9 +218,9 @@ FAR_TOO_MUCH = 1.5
 
 
 def compose_run(overrides: Sequence[str], schema: Schema) -> Config:
-    """Return the config of the run that overrides describe."""
+    """Return the config of the run that overrides describe, with the prompt length of its data."""
     (config,) = compose(overrides, schema)  # pyright: ignore[reportArgumentType]
-    return config
+    return fit_to_data(config)
 
 
 def find_change(

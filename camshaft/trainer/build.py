@@ -34,7 +34,7 @@ from camshaft.tracking.samples import SampleWriter
 from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.metrics import merge_ranks
 from camshaft.trainer.scoring import build_run_rewards, check_scorable
-from camshaft.trainer.session import fit_batch, run_length, run_tokenizer
+from camshaft.trainer.session import fit_batch, fit_prompts, run_length, run_tokenizer
 
 REWARD_MODEL_COLUMNS = (
     *("prompts", "responses", "response_mask", "raw_prompt", "raw_input_ids"),
@@ -52,7 +52,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         self.reward = reward
         self._exit = contextlib.ExitStack()
         self.config = config
-        """Config of the run, with the batch size that fits the data."""
+        """Config of the run, with the batch size and the prompt length that fit the data."""
         self.folder = Path(config.trainer.default_local_dir)
         data = config.data
         self.tokenizer = run_tokenizer(
@@ -98,7 +98,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             if config.reward_model.enable:
                 pool = pool_of["reward_model"]
                 self._scores_beside_rollout = pool is pool_of[name]
-                self.reward_model = spawn(reward_class, config, topology, pool=pool, name="reward_model")
+                self.reward_model = spawn(reward_class, self.config, topology, pool=pool, name="reward_model")
             self._exit = stack.pop_all()
 
     def __exit__(self, *_: object) -> None:
@@ -170,7 +170,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         return decode_rows(self.tokenizer, ids)
 
     def _load_prompts(self, config: PPOConfig) -> None:
-        """Load the prompts, fit the batch size to them, and check that the reward function can score them."""
+        """Load the prompts, fit the config to them, and check that the reward function can score them."""
         prompts = self._prompts(config, train=True)
         self.config = fit_batch(config, len(prompts))
         self.loader = StatefulLoader(
@@ -182,6 +182,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             rows_per_step=self.config.data.train_batch_size,
         )
         self.val_prompts = self._prompts(config, train=False) if config.data.val_files else DataProto()
+        self.config = fit_prompts(self.config, [prompts, self.val_prompts])
         for prompts, key in ((self.loader.data, "data.train_files"), (self.val_prompts, "data.val_files")):
             try:
                 if config.needs_function() and not self.reward:

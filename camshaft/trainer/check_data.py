@@ -40,7 +40,7 @@ from camshaft.rewards.manager import RewardManager, Scores
 from camshaft.tracking.terminal import log_to_console
 from camshaft.trainer.build import prompt_files, prompt_options
 from camshaft.trainer.scoring import build_rewards, check_scorable
-from camshaft.trainer.session import fit_batch
+from camshaft.trainer.session import fit_batch, fit_prompts
 
 _NUM_SCORED = 10
 _MAX_CHARACTERS = 2000
@@ -122,6 +122,7 @@ def _check_prompts(
             yield str(error)
         except CamshaftError as error:
             yield str(error)
+    fit_prompts(config, list(batches.values()))
     _print_duplicates(tokenized_prompts, say)
     if not config.needs_function():
         say("\nno reward function: the run uses only the reward model")

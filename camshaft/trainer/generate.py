@@ -28,6 +28,7 @@ from camshaft.storage import fingerprints
 from camshaft.tracking import RunInfo, Tracking
 from camshaft.trainer.mini_batches import VALIDATION, sampling_seeds
 from camshaft.trainer.scoring import build_answer_rewards, check_scorable
+from camshaft.trainer.session import fit_prompts
 from camshaft.trainer.validate import ScoredResponse, at_n_metrics
 
 PATH_KEYS = (
@@ -52,7 +53,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
     """A generation run with its prompts and output file. The rollout exists inside the `with` block."""
 
     def __init__(self, config: GenerateConfig):
-        self.config, data, custom = config, config.data, config.custom_reward_function
+        data, custom = config.data, config.custom_reward_function
         self.tokenizer: Any = load_tokenizer(
             config.tokenizer_path(), config.model.trust_remote_code, data.chat_template
         )
@@ -69,6 +70,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         max_rows = None if data.max_samples == -1 else data.max_samples
         self.sources = data_files(data.path)
         self.prompts = load_prompts(self.sources, self.tokenizer, options, max_rows).batch
+        self.config = config = fit_prompts(config, [self.prompts])
         if custom.is_named():
             check_scorable(self.prompts, custom)
         self.file = ResponseFile(Path(data.output_path), data.response_key, collect_settings(config, self.prompts))

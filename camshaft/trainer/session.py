@@ -33,7 +33,16 @@ from camshaft.config import (
     run_name,
     without_secrets,
 )
-from camshaft.config.auto import TrainingConfig, fit_to_rows, format_choices
+from camshaft.config.auto import (
+    PROMPTS,
+    PromptsConfig,
+    TrainingConfig,
+    fit_to_prompts,
+    fit_to_rows,
+    format_choices,
+)
+from camshaft.config.checks import check_lengths
+from camshaft.config.errors import format_problems
 from camshaft.config.schema.reward import split_function
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.tree import shorten
@@ -56,6 +65,7 @@ from camshaft.tracking.base import Command
 from camshaft.tracking.console import shared_console
 from camshaft.tracking.jsonl import FILE_NAME
 from camshaft.tracking.record import RECORD, check_folder, log_text, log_to_file, record_failed_start
+from camshaft.tracking.run_folder import RunFolder
 from camshaft.tracking.terminal import continue_without_reader, log_to_console
 from camshaft.trainer.resume import recorded_steps
 
@@ -215,6 +225,32 @@ def fit_batch(config: TrainingConfig, rows: int) -> TrainingConfig:
     if fitted.data.train_batch_size != config.data.train_batch_size:
         logger.info("data.train_batch_size=%d, because the data has %d rows", fitted.data.train_batch_size, rows)
     return fitted
+
+
+def fit_prompts(config: PromptsConfig, data: Sequence[DataProto]) -> PromptsConfig:
+    """Return the config with the length of the longest prompt as maximum, if none was set, and log the maximum.
+
+    A run that resumes keeps its maximum, unless a prompt is longer.
+    """
+    longest = max((int(prompts["prompts"].lengths.max()) for prompts in data if len(prompts)), default=1)
+    previous = _recorded_value(config.trainer, PROMPTS) if isinstance(config, PPOConfig) else 0
+    fitted = fit_to_prompts(config, longest, previous)
+    if fitted is config:
+        return config
+    if problems := list(check_lengths(fitted)):
+        raise ConfigError(format_problems(problems))
+    choice = next(choice for choice in fitted.choices() if choice.key in (PROMPTS, "rollout.prompt_length"))
+    logger.info("%s=%d, %s", choice.key, choice.value, choice.reason)
+    return fitted
+
+
+def _recorded_value(trainer: TrainerConfig, key: str) -> int:
+    """Return the value of a key in the run that resumes, and 0 if there is none."""
+    folder = Path(trainer.default_local_dir).expanduser()
+    if trainer.resume_mode != "auto" or not (folder / LATEST).exists():
+        return 0
+    value = RunFolder(folder).config().get(key)
+    return value if isinstance(value, int) else 0
 
 
 def run_length(trainer: TrainerConfig | SupervisedTrainerConfig, loader: StatefulLoader) -> int:

@@ -30,10 +30,10 @@ from camshaft.config.checks.backends import (
     check_routed_experts,
     check_supervised_engines,
 )
-from camshaft.config.checks.batches import check_ppo_batches, check_supervised_batches
+from camshaft.config.checks.batches import check_ppo_batches, check_supervised_batches, check_token_budgets
 from camshaft.config.checks.model import check_generate_models, check_ppo_models, check_supervised_models
 from camshaft.config.checks.placement import check_placement, check_ppo_placement
-from camshaft.config.checks.rewards import check_scores, check_scoring_function
+from camshaft.config.checks.rewards import check_scores, check_scoring_function, check_token_budget_of_scores
 from camshaft.config.checks.run import check_critic_warmup, check_run, check_supervised_run
 from camshaft.config.errors import Problem
 from camshaft.config.files import check_eval_files, check_generate_files, check_ppo_files, check_supervised_files
@@ -43,7 +43,7 @@ from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.supervised import SupervisedConfig
 
-__all__ = ["check", "check_critic_warmup"]
+__all__ = ["check", "check_critic_warmup", "check_lengths"]
 
 
 def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> Iterator[Problem]:
@@ -70,6 +70,17 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
     else:
         yield from _check_ppo(config)
     yield from _section_problems(config, "")
+
+
+def check_lengths(config: PPOConfig | GenerateConfig) -> Iterator[Problem]:
+    """Yield the problems of a config whose prompt length was taken from the data, with models on this machine."""
+    if isinstance(config, GenerateConfig):
+        yield from check_generate_models(config)
+        return
+    yield from check_token_budgets(config)
+    if config.needs_reward_engine():
+        yield from check_token_budget_of_scores(config)
+    yield from check_ppo_models(config)
 
 
 def _check_ppo(config: PPOConfig) -> Iterator[Problem]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from camshaft.config.auto import awaits_prompts
 from camshaft.config.checks.backends import layouts_are_valid
 from camshaft.config.derive import Pass, PassLimit, pass_limits
 from camshaft.config.engine import largest_divisor
@@ -21,7 +22,8 @@ def check_ppo_batches(config: PPOConfig) -> Iterator[Problem]:
         yield from _check_batches(config)
         yield from _check_global_micro_batches(config)
     yield from _check_generation_batch(config)
-    yield from _check_token_budgets(config)
+    if not awaits_prompts(config):
+        yield from check_token_budgets(config)
     yield from _check_lengths(config)
 
 
@@ -159,7 +161,7 @@ def _check_global_micro_batches(config: PPOConfig) -> Iterator[Problem]:
             yield Problem(key, size, message, WORLD)
 
 
-def _check_token_budgets(config: PPOConfig) -> Iterator[Problem]:
+def check_token_budgets(config: PPOConfig) -> Iterator[Problem]:
     """Check that no token budget of a micro-batch is smaller than the longest sequence. `rewards.py` checks scores."""
     prompt, response = config.data.max_prompt_length, config.actor_rollout_ref.rollout.response_length
     for kind, limit in _used_limits(config).items():

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 
+from camshaft.config.auto import awaits_prompts
 from camshaft.config.errors import Problem, check_name
 from camshaft.config.schema.algorithm import estimator_inputs
 from camshaft.config.schema.ppo import PPOConfig
@@ -25,7 +26,8 @@ def check_scores(config: PPOConfig) -> Iterator[Problem]:
     if reward.worker_cls is not None:
         yield from check_name(f"{REWARD}.worker_cls", reward.worker_cls, (), "reward_models")
         return
-    yield from _check_token_budget_of_scores(config)
+    if reward.max_length or not awaits_prompts(config):
+        yield from check_token_budget_of_scores(config)
     if reward.model.input_tokenizer is None and config.data.return_raw_input_ids:
         message = (
             f"has no effect with {REWARD}.model.input_tokenizer=null, because the reward model then reads the policy's "
@@ -63,7 +65,7 @@ def _check_overlong_buffer(config: PPOConfig) -> Iterator[Problem]:
         yield Problem(key, True, message, ("algorithm.adv_estimator",))
 
 
-def _check_token_budget_of_scores(config: PPOConfig) -> Iterator[Problem]:
+def check_token_budget_of_scores(config: PPOConfig) -> Iterator[Problem]:
     reward, max_length = config.reward_model, config.max_scored_length()
     key, budget = f"{REWARD}.forward_max_token_len_per_gpu", reward.forward_max_token_len_per_gpu
     if not reward.use_dynamic_bsz or budget >= max_length:

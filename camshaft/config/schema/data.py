@@ -99,9 +99,11 @@ class DataConfig(ChatTemplateConfig):
     max_prompt_id_length: Count | None = key(
         None, "Maximum length of a prompt ID in tokens. A longer ID raises an error. null sets no limit."
     )
-    max_prompt_length: Count = key(
-        512,
-        "Maximum prompt length in tokens, including the chat template.",
+    max_prompt_length: Annotated[Count, Auto()] = key(
+        "auto",
+        "Maximum prompt length in tokens, including the chat template. auto is the length of the longest prompt of the "
+        "training and validation data, but at most 4096 tokens, and at most the positions of the models minus the "
+        "response length.",
         short=("prompt_length", "maximum prompt length in tokens"),
     )
     max_response_length: Count = key(

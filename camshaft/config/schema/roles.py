@@ -321,8 +321,11 @@ class GeneratorConfig(Section):
     stop_token_ids: TokenIDs = key(
         None, "Token IDs that end a response, in addition to the end-of-sequence tokens of the model."
     )
-    prompt_length: Count = key(
-        512, "Maximum prompt length in tokens.", short=("prompt_length", "maximum prompt length in tokens")
+    prompt_length: Annotated[Count, Auto()] = key(
+        "auto",
+        "Maximum prompt length in tokens. auto is the length of the longest prompt of the data, but at most 4096 "
+        "tokens, and at most the positions of the model minus the response length.",
+        short=("prompt_length", "maximum prompt length in tokens"),
     )
     response_length: Count = key(
         512,
@@ -428,7 +431,7 @@ class ActorRolloutRefConfig(PooledSection):
     )
     rollout: RolloutConfig = section(
         "Rollout: generation of the responses.",
-        {"prompt_length": "${data.max_prompt_length}", "response_length": "${data.max_response_length}"},
+        {"response_length": "${data.max_response_length}"},
     )
 
 

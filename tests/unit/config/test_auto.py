@@ -1,5 +1,6 @@
 """The values of `auto` keys depend on the machine and on the rest of the config."""
 
+import json
 import re
 import subprocess
 import sys
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from camshaft.config import PPOConfig, load_generate, load_ppo, load_sft
-from camshaft.config.auto import fit_to_rows, format_choices
+from camshaft.config.auto import fit_to_prompts, fit_to_rows, format_choices
+from camshaft.config.checks import check_lengths
 from camshaft.config.tree import get
 from camshaft.errors import ConfigError
 from camshaft.machine import CPU, DEVICE_FILES, Machine, detect_machine, has_device_files
@@ -139,7 +141,7 @@ BY_SEQUENCES = dict(zip(ROLES, ("8 batch", "16 batch", "16 batch", "8 batch", "8
     [
         ([], LAPTOP, dict.fromkeys(ROLES, "4096 token")),
         ([], GPUS, dict.fromkeys(ROLES, "16384 token") | {"critic": "32768 token", "values": "32768 token"}),
-        (["response_length=9000"], LAPTOP, dict.fromkeys(ROLES, "9512 token")),
+        (["prompt_length=512", "response_length=9000"], LAPTOP, dict.fromkeys(ROLES, "9512 token")),
         (["actor_rollout_ref.actor.use_dynamic_bsz=false"], LAPTOP, BY_SEQUENCES),
         ([f"{ACTOR_SIZE}_per_gpu=4"], LAPTOP, BY_SEQUENCES | {"actor": "4 batch"}),
         ([f"{ACTOR_SIZE}=4"], LAPTOP, BY_SEQUENCES | {"actor": "None batch"}),
@@ -265,6 +267,81 @@ def test_train_max_samples_shrinks_a_batch_that_is_not_set(own_task: list[str], 
 def test_small_data_shrinks_a_supervised_batch(sft_words: list[str]) -> None:
     config = load_sft([word for word in sft_words if "batch" not in word])
     assert (config.data.train_batch_size, fit_to_rows(config, 10).data.train_batch_size) == (64, 10)
+
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def _write_positions(folder: Path, positions: int) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": positions}))
+
+
+def _prompt_lengths(config: PPOConfig) -> tuple[int, int]:
+    return config.data.max_prompt_length, config.actor_rollout_ref.rollout.prompt_length
+
+
+@pytest.mark.parametrize(
+    ("keys", "positions", "critic_positions", "limit"),
+    [
+        ([], 100_000, 100_000, 4096),
+        ([], 2048, 2048, 2048 - 512),
+        (["response_length=48"], 2048, 1000, 1000 - 48),
+        (["response_length=48", "{critic}.override_config.max_position_embeddings=900"], 2048, 1000, 900 - 48),
+        (["prompt_length=300"], 2048, 2048, 300),
+        ([f"{ROLLOUT}.prompt_length=300"], 2048, 2048, 300),
+    ],
+)
+def test_no_prompt_is_longer_than_the_models_allow(
+    keys: list[str], positions: int, critic_positions: int, limit: int, own_task: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "critic").mkdir()
+    _write_positions(tmp_path / "model", positions)
+    _write_positions(tmp_path / "critic", critic_positions)
+    words = [key.format(critic="+critic.model") for key in keys]
+    config = load_ppo([*own_task[:2], "algorithm=gae", f"critic.model.path={tmp_path}/critic", *words], machine=LAPTOP)
+    assert _prompt_lengths(config) == (limit, limit)
+    assert "prompt_length" not in format_choices(config)
+
+
+@pytest.mark.parametrize(
+    ("keys", "longest", "previous", "lengths"),
+    [
+        ([], 87, 0, (87, 87)),
+        ([], 87, 64, (87, 87)),
+        ([], 87, 512, (512, 512)),
+        ([], 9000, 0, (4096, 4096)),
+        (["prompt_length=300"], 87, 0, (300, 300)),
+        ([f"{ROLLOUT}.prompt_length=300"], 87, 0, (87, 300)),
+        (["data.return_raw_chat=true"], 87, 0, (512, 512)),  # for a reward model with another template
+    ],
+)
+def test_prompt_length_that_is_not_set_is_that_of_the_longest_prompt(
+    keys: list[str], longest: int, previous: int, lengths: tuple[int, int], own_task: list[str]
+) -> None:
+    fitted = fit_to_prompts(load_ppo([*own_task, *keys], machine=LAPTOP), longest, previous)
+    assert _prompt_lengths(fitted) == lengths
+
+
+def test_limits_by_tokens_follow_the_longest_prompt(own_task: list[str]) -> None:
+    keys = ["algorithm=gae", "response_length=4000", "critic.ppo_max_token_len_per_gpu=9000"]
+    fitted = fit_to_prompts(load_ppo([*own_task[:2], *keys], machine=LAPTOP), 300)
+    set_for_critic = {"critic": "9000 token", "values": "9000 token"}
+    assert _limits(fitted) == dict.fromkeys(ROLES, "4300 token") | set_for_critic
+    short = fit_to_prompts(load_ppo([*own_task[:2], "algorithm=gae"], machine=LAPTOP), 300)
+    assert _limits(short) == dict.fromkeys(ROLES, "4096 token")
+
+
+def test_a_set_limit_by_tokens_is_compared_with_the_prompts_of_the_data(own_task: list[str]) -> None:
+    config = load_ppo([*own_task, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=600"], machine=LAPTOP)
+    assert not [*check_lengths(fit_to_prompts(config, 88))]
+    problem = next(iter(check_lengths(fit_to_prompts(config, 89))))
+    assert "data.max_prompt_length=89 + rollout.response_length=512 = 601" in problem.message
+
+
+def test_generation_takes_the_prompt_length_from_the_data(sft_words: list[str], tmp_path: Path) -> None:
+    _write_positions(tmp_path / "model", 2048)
+    config = load_generate([f"data={tmp_path}/train.parquet", f"model={tmp_path}/model"], machine=LAPTOP)
+    assert [config.rollout.prompt_length, fit_to_prompts(config, 87).rollout.prompt_length] == [2048 - 512, 87]
 
 
 # -- speed on accelerators ------------------------------------------------------------------------

@@ -140,6 +140,7 @@ def test_global_micro_batch_must_split_evenly_over_ranks(words):
 
 
 def test_token_budget_must_fit_the_longest_sequence(words):
+    words = [*words, "data.max_prompt_length=512"]
     budget = [*words, f"{ACTOR}.use_dynamic_bsz=true", f"{ACTOR}.ppo_max_token_len_per_gpu=1000"]
     text = _error(budget)
     assert "data.max_prompt_length=512 + rollout.response_length=512 = 1024" in text
@@ -207,7 +208,7 @@ def test_group_estimators_need_several_responses(words, estimator):
         ([f"{ROLLOUT}.val_kwargs.n=4"], "generates 4 identical responses"),
         ([f"{ROLLOUT}.val_kwargs.do_sample=true"], "has no effect with"),
         (["algorithm.adv_estimator=reinforce_plus_plus", "trainer.critic_warmup=3"], "the run has no critic"),
-        ([f"{ROLLOUT}.prompt_length=100"], "data.max_prompt_length=512"),
+        ([f"{ROLLOUT}.prompt_length=100", "data.max_prompt_length=512"], "data.max_prompt_length=512"),
         ([f"{ROLLOUT}.response_length=600"], "data.max_response_length=512"),
         (["trainer.resume_mode=resume_path"], "trainer.resume_from_path=<folder>"),
         (["trainer.resume_from_path=/"], "trainer.resume_mode=resume_path"),

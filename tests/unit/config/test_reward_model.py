@@ -101,7 +101,7 @@ def test_batch_table_has_a_reward_column(on, words):
         ([f"{INPUT}=/nowhere"], [f"{INPUT} = /nowhere", "folder not found"]),
         ([f"{INPUT}=null", "data.return_raw_input_ids=true"], ["data.return_raw_input_ids", "has no effect", INPUT]),
         (
-            ["reward_model.use_dynamic_bsz=true", "reward_model.forward_max_token_len_per_gpu=1023"],
+            ["data.max_prompt_length=512", "reward_model.forward_max_token_len_per_gpu=1023"],
             ["data.max_prompt_length + rollout.response_length = 1024", "=1024 or more"],
         ),
         (

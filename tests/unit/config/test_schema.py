@@ -160,6 +160,7 @@ SPECIFIED = {
 DEVIATIONS = {
     "data.train_files": None,
     "data.val_files": None,
+    "data.max_prompt_length": "auto",
     "data.train_batch_size": "auto",
     "actor_rollout_ref.model.path": None,
     "actor_rollout_ref.actor.strategy": "auto",

@@ -84,6 +84,20 @@ def test_the_exit_status_and_the_change_answer_if_it_fits(folder: Path) -> None:
     assert camshaft("plan", "--memory", str(limit), *overrides, *change).status == 0
 
 
+def test_prompts_of_the_data_are_planned_unless_their_length_is_set(folder: Path, tmp_path: Path) -> None:
+    words = [word for word in arguments(folder, strategy="reference") if "max_prompt_length" not in word]
+    measured = compose_run(words, PPOConfig)
+    assert isinstance(measured, PPOConfig)
+    assert measured.data.max_prompt_length == len("1+2=")
+    notes = make_plan(measured, None).notes
+    (tmp_path / "empty.jsonl").write_text("")
+    assumed = compose_run([*words, f"data={tmp_path}/empty.jsonl"], PPOConfig)
+    note = f"prompts of {assumed.data.max_prompt_length} tokens are assumed"
+    assert isinstance(assumed, PPOConfig)
+    assert assumed.data.max_prompt_length > 100
+    assert [note in text for text in (str(notes), str(make_plan(assumed, None).notes))] == [False, True]
+
+
 def test_unsupported_engines_are_rejected(folder: Path) -> None:
     run = camshaft("plan", *arguments(folder, strategy="fsdp1"))
     assert run.status == 2

@@ -1,22 +1,25 @@
 """Resume modes, and the report of a changed config."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.command_line import sft_args
-from support.ppo_runs import ppo_config
+from support.command_line import camshaft, sft_args
+from support.ppo_runs import ppo_args, ppo_config
 from support.shared_folders import shared_folder
 
 from camshaft import storage
 from camshaft.checkpoint import CheckpointManager
 from camshaft.config import load_sft
+from camshaft.data.tables import write_parquet
 from camshaft.errors import BatchError, CheckpointError
 from camshaft.models.tiny import make_tiny_model
 from camshaft.tracking import RunInfo, Tracking
+from camshaft.tracking.run_folder import RunFolder
 from camshaft.trainer.ppo import PPOTrainer
 from camshaft.trainer.resume import config_record, list_changes
 from camshaft.trainer.supervised import SFTTrainer
@@ -136,6 +139,20 @@ def test_changes_are_shown_as_overrides(tmp_path: Path) -> None:
 def test_a_change_that_is_allowed_is_logged(home: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(home, {"actor_rollout_ref.actor.optim.lr": 5e-4}, saves_to=tmp_path)
     assert "config changes since step 2: actor_rollout_ref.actor.optim.lr=0.0005 (was 0.001)" in (caplog.text)
+
+
+def test_a_prompt_length_that_was_chosen_is_kept(tmp_path: Path) -> None:
+    rows = [{"prompt": "1" * 40, "data_source": "sums", "ground_truth": "1"}]
+    long = {"data.val_files": write_parquet(tmp_path / "long.parquet", rows)}
+    values = {**BUSY, "data.max_prompt_length": "auto", "trainer.save_freq": 1, "trainer.test_freq": -1}
+    values |= {"trainer.best_metric": "null"}
+    lengths = []
+    for steps, more in enumerate((long, {}), start=1):
+        result = camshaft("ppo", *ppo_args(tmp_path, {**values, **more, "trainer.total_training_steps": steps}))
+        assert result.status == 0, result.err
+        lengths += re.findall("data.max_prompt_length=(.*)", result.out + result.err)
+        assert RunFolder(tmp_path / "run").config()["actor_rollout_ref.rollout.prompt_length"] == 40
+    assert lengths == ["40, the longest prompt of the data", "40, as before"]
 
 
 def test_a_step_without_a_required_critic_is_rejected(tmp_path: Path) -> None:
