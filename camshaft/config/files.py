@@ -19,6 +19,7 @@ from camshaft.config.schema.model import AnyModelConfig, CheckpointConfig, Model
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import CustomRewardConfig, split_function
 from camshaft.config.schema.supervised import SupervisedConfig
+from camshaft.fetch import cache_folder
 from camshaft.plugins import install_command
 from camshaft.storage import is_url
 
@@ -50,6 +51,11 @@ class DatasetName(NamedTuple):
     def __str__(self) -> str:
         config = f"/{self.config}" if self.config else ""
         return f"{self.repository}{config}" + (f":{self.split}" if self.split else "")
+
+    def cached_file(self) -> Path:
+        """Return the file in the cache that contains the split once it has been downloaded."""
+        folder = cache_folder("datasets").joinpath(self.repository, self.config or "")
+        return folder / f"{self.split or 'default-split'}.parquet"
 
 
 def dataset_name(path: str | Path) -> DatasetName | None:
@@ -87,8 +93,8 @@ def check_ppo_files(config: PPOConfig) -> Iterator[Problem]:
     trainer, model = config.trainer, config.actor_rollout_ref.model
     yield from check_run_name(trainer)
     yield from _check_hooks(trainer.on_step)
-    yield from check_data_files("data.train_files", config.data.train_files)
-    yield from check_data_files("data.val_files", config.data.val_files)
+    yield from check_data_files("data.train_files", config.data.train_files, "actor_rollout_ref.model", model)
+    yield from check_data_files("data.val_files", config.data.val_files, "actor_rollout_ref.model", model)
     yield from check_model("actor_rollout_ref.model", model, not model.random_init)
     if config.data.tokenizer is not None:
         yield from check_tokenizer("data.tokenizer", config.data.tokenizer, "actor_rollout_ref.model", model)
@@ -110,8 +116,8 @@ def check_supervised_files(config: SupervisedConfig) -> Iterator[Problem]:
     """Check the data files, the model and the run folder of a supervised run."""
     yield from check_run_name(config.trainer)
     yield from _check_hooks(config.trainer.on_step)
-    yield from check_data_files("data.train_files", config.data.train_files)
-    yield from check_data_files("data.val_files", config.data.val_files)
+    yield from check_data_files("data.train_files", config.data.train_files, "model", config.model)
+    yield from check_data_files("data.val_files", config.data.val_files, "model", config.model)
     yield from check_model("model", config.model, not config.model.random_init)
     yield from check_adapter_folder("model", config.model)
 
@@ -121,7 +127,7 @@ def check_generate_files(config: GenerateConfig) -> Iterator[Problem]:
 
     The run itself checks whether an existing output file was written with the same settings.
     """
-    yield from check_data_files("data.path", config.data.path)
+    yield from check_data_files("data.path", config.data.path, "model", config.model)
     yield from check_model("model", config.model)
     if config.data.tokenizer is not None:
         yield from check_tokenizer("data.tokenizer", config.data.tokenizer, "model", config.model)
@@ -163,11 +169,17 @@ def _check_hooks(hooks: Iterable[str]) -> Iterator[Problem]:
             yield Problem(key, name, "must be a function. Set file.py:function, or package.module:function.")
 
 
-def check_data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:
-    """Check that local files and folders exist, and that patterns match files. URLs are checked when downloaded."""
+def check_data_files(
+    key: str, paths: tuple[str, ...], section: str = "", model: ModelSource | None = None
+) -> Iterator[Problem]:
+    """Check that local files and folders exist, and that patterns match files. URLs are checked when downloaded.
+
+    `model`, in the config section `section`, permits or forbids to download data sets of the Hugging Face Hub.
+    """
     for path in paths:
         if (name := dataset_name(path)) is not None:
-            yield from _check_dataset(key, path, name)
+            forbidden = f"{section}.download" if model is not None and not model.download else None
+            yield from _check_dataset(key, path, name, forbidden)
         elif is_url(path) or os.path.isfile(path):
             continue
         elif os.path.isdir(path):
@@ -179,13 +191,24 @@ def check_data_files(key: str, paths: tuple[str, ...]) -> Iterator[Problem]:
             yield Problem(key, path, f"no file matches{_working_folder(path)}.")
 
 
-def _check_dataset(key: str, path: str, name: DatasetName) -> Iterator[Problem]:
-    """Check that a data set of the Hugging Face Hub can be read, and that validation does not read training data."""
-    if importlib.util.find_spec("datasets") is None:
+def _check_dataset(key: str, path: str, name: DatasetName, forbidden: str | None) -> Iterator[Problem]:
+    """Check that a data set of the Hugging Face Hub can be read, and that validation does not read training data.
+
+    `forbidden` is the key that forbids downloads, if it does.
+    """
+    if name.split is None and key == "data.val_files":
+        yield Problem(key, path, f"is a data set without a split. Set one, for example {name._replace(split='test')}.")
+    elif name.cached_file().is_file():
+        return
+    elif forbidden is not None:
+        message = (
+            f"is no file or folder, and the data set is not in the cache ({name.cached_file()}). Set {forbidden}=true "
+            "to download it, or set the path of a file."
+        )
+        yield Problem(key, path, message, (forbidden,))
+    elif importlib.util.find_spec("datasets") is None:
         fix = f"Run {install_command('datasets')}, or set the path of a file."
         yield Problem(key, path, f"is no file or folder, and data sets of the hub require the library datasets. {fix}")
-    elif name.split is None and key == "data.val_files":
-        yield Problem(key, path, f"is a data set without a split. Set one, for example {name._replace(split='test')}.")
 
 
 def check_folder(key: str, path: str) -> Iterator[Problem]:

@@ -18,7 +18,7 @@ from pyarrow import parquet
 from camshaft import hub, storage
 from camshaft.config.files import DatasetName
 from camshaft.errors import CamshaftError, StorageError
-from camshaft.fetch import cache_folder, download_lock
+from camshaft.fetch import download_lock
 from camshaft.plugins import install_command
 
 DEFAULT_CONFIGS = ("default", "main")
@@ -31,8 +31,7 @@ logger = logging.getLogger(__name__)
 
 def dataset_file(name: DatasetName) -> Path:
     """Return a split as a local parquet file. If it is not in the cache, download the data set."""
-    folder = cache_folder("datasets").joinpath(name.repository, name.config or "")
-    target = folder / f"{name.split or 'default-split'}.parquet"
+    target = name.cached_file()
     with download_lock(str(name), target):
         if not target.is_file():
             table = _load(name)

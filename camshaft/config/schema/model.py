@@ -38,8 +38,8 @@ class ModelSource(Section):
     download: bool = key(
         True,
         "If path is the name of a model on the Hugging Face Hub, download the files that the local cache lacks. The "
-        "variable HF_HUB_OFFLINE forbids it as well.",
-        short=("download", "false: use only models in the local cache"),
+        "same applies to data sets of the hub. The variable HF_HUB_OFFLINE forbids it as well.",
+        short=("download", "false: use only models and data sets in the local cache"),
     )
 
     def source(self, path: str | None = None) -> str:

@@ -235,3 +235,31 @@ def test_actor_must_be_trained_after_the_critic_warmup(words: list[str]) -> None
     text = error(load_ppo, [*words, "trainer.critic_warmup=4", "trainer.total_training_steps=4"])
     assert "the first 4 iterations train only the critic, and the run has 4" in text
     load_ppo([*words, "trainer.critic_warmup=3", "trainer.total_training_steps=4"])
+
+
+# -- data sets of the hub -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("load", "section", "data"),
+    [
+        (load_ppo, "actor_rollout_ref.model", "data.train_files"),
+        (load_sft, "model", "data.train_files"),
+        (load_generate, "model", "data.path"),
+    ],
+)
+def test_data_sets_are_not_downloaded_if_that_is_forbidden(
+    load: Any, section: str, data: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CAMSHAFT_CACHE", str(tmp_path / "cache"))
+    model = [f"actor_rollout_ref.model.path={tmp_path}/model", "trainer.device=cpu"]
+    keys = model if load is load_ppo else [f"model.path={tmp_path}/model", "trainer.device=cpu"]
+    settings = [*keys, f"{data}=openai/gsm8k:test", "download=false"]
+    file = tmp_path / "cache" / "datasets" / "openai" / "gsm8k" / "test.parquet"
+    text = error(load, settings)
+    assert "1 error in the config" in text
+    assert f"{data} = openai/gsm8k:test" in text
+    assert f"the data set is not in the cache ({file}). Set {section}.download=true to download it, or set the" in text
+    file.parent.mkdir(parents=True)
+    file.touch()
+    load(settings)
