@@ -28,8 +28,7 @@ def fit_to_data(config: Config) -> Config:
     """Return the config with the prompt length of its data, or with the longest for any data, if none is set."""
     if not isinstance(config, PPOConfig) or not awaits_prompts(config):
         return config
-    lengths = {"max_prompt_length", "max_response_length", "train_batch_size"}
-    key = f"{config.tokenizer_path()} {config.data.model_dump_json(exclude=lengths)}"
+    key = f"{config.tokenizer_path()} {config.data.model_dump_json()}"
     if key not in _longest:
         _longest[key] = _measure(config)
     longest = _longest[key]

@@ -53,7 +53,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
     """A generation run with its prompts and output file. The rollout exists inside the `with` block."""
 
     def __init__(self, config: GenerateConfig):
-        data, custom = config.data, config.custom_reward_function
+        self.config, data, custom = config, config.data, config.custom_reward_function
         self.tokenizer: Any = load_tokenizer(
             config.tokenizer_path(), config.model.trust_remote_code, data.chat_template
         )
@@ -70,10 +70,10 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         max_rows = None if data.max_samples == -1 else data.max_samples
         self.sources = data_files(data.path)
         self.prompts = load_prompts(self.sources, self.tokenizer, options, max_rows).batch
-        self.config = config = fit_prompts(config, [self.prompts])
+        self.config = fit_prompts(config, [self.prompts])
         if custom.is_named():
             check_scorable(self.prompts, custom)
-        self.file = ResponseFile(Path(data.output_path), data.response_key, collect_settings(config, self.prompts))
+        self.file = ResponseFile(Path(data.output_path), data.response_key, collect_settings(self.config, self.prompts))
         self.file.check_columns(self.sources)
         self._exit = contextlib.ExitStack()
 

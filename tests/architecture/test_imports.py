@@ -49,7 +49,7 @@ ALLOWED_ON_ONE_LEVEL = {
     ("progress", "subprocesses"), ("errors", "masking"),
     ("fetch", "storage"), ("fetch", "errors"), ("fetch", "hub"), ("hub", "errors"), ("__main__", "cli"),
     ("ragged", "columns"), ("ragged", "device"), ("dataproto", "device"), ("digest", "device"),
-    ("config", "subprocesses"), ("storage", "subprocesses"), ("storage", "temporary"),
+    ("config", "fetch"), ("config", "subprocesses"), ("storage", "subprocesses"), ("storage", "temporary"),
     ("hub", "storage"), ("hub", "subprocesses"), ("storage", "plugins"),
     ("planning", "trainer"),  # checks and plans what a trainer would start
 }  # fmt: skip
