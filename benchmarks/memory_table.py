@@ -2,9 +2,10 @@
 
     python benchmarks/memory_table.py --out benchmarks/results/memory_table.md
 
-The models have the shapes of Qwen2.5. Their folders contain only config.json. Every run uses one GPU, the engine `fsdp`
-with bfloat16 computation and float32 weights, the built-in generator, activation checkpointing, and micro-batches of
-one row of 1024 tokens. `CONTEXT` of each card is left to the CUDA context and libraries, which a plan does not count.
+The models have the shapes and the dtype of Qwen2.5. Their folders contain only config.json. Every run uses one GPU, the
+engine `fsdp` with bfloat16 computation, float32 trained weights and bfloat16 frozen weights, the built-in generator,
+activation checkpointing, and micro-batches of one row of 1024 tokens. `CONTEXT` of each card is left to the CUDA
+context and libraries, which a plan does not count.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ def write_inputs(folder: Path) -> None:
         config: dict[str, Any] = {
             "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "vocab_size": 151936,
             "max_position_embeddings": 32768, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "hidden_act": "silu",
-            "tie_word_embeddings": name != "7B", "eos_token_id": 1, **dict(zip(SIZES, sizes, strict=True)),
+            "tie_word_embeddings": name != "7B", "eos_token_id": 1, "dtype": "bfloat16",
+            **dict(zip(SIZES, sizes, strict=True)),
         }  # fmt: skip
         (model / "config.json").write_text(json.dumps(config), encoding="utf-8")
     row = {"prompt": "1+2=", "response": "3", "answer": "3"}

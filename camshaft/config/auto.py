@@ -26,6 +26,7 @@ from camshaft.config.backends import (
     SHARDED_ENGINE,
     SINGLE_PROCESS_ENGINE,
     engine_capabilities,
+    freezes_bfloat16,
     rollout_capabilities,
     select_options,
     supports_mixed_precision,
@@ -68,6 +69,7 @@ PROMPTS = "data.max_prompt_length"
 BATCH, MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 ROLLOUT_PROMPTS = f"{ROLLOUT}.prompt_length"
+_ACTOR_DTYPE = f"{ACTOR}.fsdp_config.model_dtype"
 _ACTOR_DYNAMIC, _ACTOR_TOKENS = f"{ACTOR}.{UPDATES.dynamic}", f"{ACTOR}.{UPDATES.tokens}"
 
 TrainingConfig = TypeVar("TrainingConfig", bound=PPOConfig | SupervisedConfig)
@@ -139,6 +141,17 @@ def _always(value: Any, reason: str) -> Rule:
 
 def _follow(key: str) -> Rule:
     return lambda settings: (settings.get(key), f"as {key}")
+
+
+def _weight_dtype(strategy: str, model: str, settings: Settings) -> tuple[Any, str]:
+    """Choose the dtype of the weights of a trained role from the keys of its engine and its model."""
+    path, override = settings.get(f"{model}.path"), settings.section(f"{model}.override_config")
+    if settings.on_cpu() or not settings.get(f"{model}.lora_rank") or not isinstance(path, str):
+        return "float32", ""
+    stored = read_settings(path, override)
+    if stored is None or stored.dtype() != "bfloat16" or not freezes_bfloat16(str(settings.get(strategy))):
+        return "float32", ""
+    return "bfloat16", "dtype of the frozen weights in the model folder"
 
 
 def _compute_dtype(strategy: str, section: str, settings: Settings) -> tuple[Any, str]:
@@ -361,6 +374,7 @@ def _without_reason(rule: Rule) -> Rule:
 _SUPERVISED: dict[str, Rule] = {
     **_PLACE,
     "strategy": _engine,
+    "fsdp_config.model_dtype": partial(_weight_dtype, "strategy", "model"),
     "fsdp_config.mixed_precision.param_dtype": partial(_compute_dtype, "strategy", "fsdp_config"),
     "use_torch_compile": partial(_compile, "strategy", "", "fsdp_config", "model"),
     BATCH: _supervised_batch,
@@ -382,6 +396,10 @@ RULES: dict[type[Section], dict[str, Rule]] = {
         f"{ACTOR}.strategy": _engine,
         "critic.strategy": _follow(f"{ACTOR}.strategy"),
         "reward_model.strategy": _follow(f"{ACTOR}.strategy"),
+        _ACTOR_DTYPE: partial(_weight_dtype, f"{ACTOR}.strategy", "actor_rollout_ref.model"),
+        f"{REF}.fsdp_config.model_dtype": _follow(_ACTOR_DTYPE),
+        "critic.model.fsdp_config.model_dtype": partial(_weight_dtype, "critic.strategy", "critic.model"),
+        "reward_model.model.fsdp_config.model_dtype": _follow(_ACTOR_DTYPE),
         **{
             f"{sharded}.fsdp_config.mixed_precision.param_dtype": partial(
                 _compute_dtype, strategy, f"{sharded}.fsdp_config"

@@ -43,6 +43,7 @@ SINGLE_DEVICE = EngineCapabilities(
     supports_router_aux_loss=True,
     supports_router_replay=True,
     supports_forecast=True,
+    frozen_dtypes=("float32", "bfloat16", "float64"),
     tested_devices=("cpu", "cuda"),
 )
 FSDP = EngineCapabilities(
@@ -51,6 +52,7 @@ FSDP = EngineCapabilities(
     supports_router_aux_loss=True,
     supports_router_replay=True,
     supports_forecast=True,
+    frozen_dtypes=("float32", "bfloat16", "float64"),
     tested_devices=("cpu", "cuda"),
 )
 FSDP1 = EngineCapabilities(
@@ -209,6 +211,15 @@ def supports_mixed_precision(strategy: str) -> bool:
     except ConfigError:
         return False
     return "mixed_precision" in options.model_fields
+
+
+def freezes_bfloat16(strategy: str) -> bool:
+    """Return True if an engine can train an adapter on bfloat16 weights. False if the engine is unknown."""
+    try:
+        capabilities = engine_capabilities(strategy)
+    except ConfigError:
+        return False
+    return capabilities.supports_lora and "bfloat16" in capabilities.frozen_dtypes
 
 
 def unread_keys(rollout: str, engine_kwargs: Mapping[str, Any]) -> frozenset[str]:

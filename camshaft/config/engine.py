@@ -212,6 +212,9 @@ class EngineCapabilities:
     """Supported dtypes of the weights (`EngineConfig.dtype`)."""
     training_dtypes: tuple[DType, ...] = ("float32", "float64")
     """Those of `dtypes` in which the engine can train. bfloat16 weights lose small updates to rounding."""
+    frozen_dtypes: tuple[DType, ...] = ("float32", "float64")
+    """Those of `dtypes` in which the engine can store the frozen weights under an adapter. The adapter and a head that
+    is trained with it are float32 or wider."""
     shards_weights: bool = False
     """True if the engine shards the weights over the data-parallel ranks by default."""
     shares_prefixes: bool = True
@@ -242,6 +245,12 @@ class EngineCapabilities:
             )
         if config.dtype not in self.dtypes:
             conflicts.append(f"this engine does not support dtype={config.dtype}; set dtype={self.training_dtypes[0]}")
+        elif config.optim is not None and config.model.lora is not None:
+            if config.dtype not in self.frozen_dtypes:
+                conflicts.append(
+                    f"this engine does not support LoRA on frozen weights with dtype={config.dtype}; set "
+                    f"dtype={self.frozen_dtypes[0]}"
+                )
         elif config.optim is not None and config.dtype not in self.training_dtypes:
             conflicts.append(
                 f"this engine does not support training with dtype={config.dtype}, because its weights lose small "

@@ -85,6 +85,9 @@ ALL_FEATURES = (
     Feature("train float32 weights", PRECISION),
     Feature("train float64 weights", PRECISION, fields={"dtype": "float64"}),
     Feature("train bfloat16 weights", PRECISION, fields={"dtype": "bfloat16"}),
+    Feature(
+        "LoRA on frozen bfloat16 weights", PRECISION, model={"lora": LoRAConfig(rank=8)}, fields={"dtype": "bfloat16"}
+    ),
     Feature("bfloat16 weights, forward-only", PRECISION, fields={"dtype": "bfloat16", "optim": None}),
     _option("bfloat16 computation, float32 weights", PRECISION, mixed_precision={"param_dtype": "bfloat16"}),
     Feature("data parallelism", PARALLELISM, ranks=2),

@@ -335,7 +335,7 @@ def _validate(tree: dict[str, Any], schema: type[Config], reported: set[str]) ->
 class NotImplementedValue(NamedTuple):
     """A value that the specification allows for some keys and that camshaft does not implement.
 
-    In the message, `{key}` stands for the first key that has this value, and `{section}` for the section of that key.
+    In the message, `{key}` stands for the first key that has this value.
     """
 
     keys: tuple[str, ...]
@@ -344,17 +344,6 @@ class NotImplementedValue(NamedTuple):
 
 
 NOT_IMPLEMENTED = (
-    NotImplementedValue(
-        (
-            "actor_rollout_ref.actor.fsdp_config.model_dtype",
-            "critic.model.fsdp_config.model_dtype",
-            "fsdp_config.model_dtype",
-        ),
-        "bfloat16",
-        "training bfloat16 weights is not implemented, because optimizer updates that are smaller than the rounding "
-        "error of bfloat16 are lost. Keep float32 weights and compute in bfloat16. Set {key}=float32 "
-        "{section}.mixed_precision.param_dtype=bfloat16.",
-    ),
     NotImplementedValue(
         ("actor_rollout_ref.hybrid_engine",),
         False,
@@ -381,8 +370,7 @@ def check_implemented(tree: Mapping[str, Any], schema: type[Section]) -> Iterato
     for entry in NOT_IMPLEMENTED:
         keys = [key for key in entry.keys if key in leaves and get(tree, key) == entry.value]
         if keys:
-            message = entry.message.format(key=keys[0], section=keys[0].rpartition(".")[0])
-            yield group_problems(keys, get(tree, keys[0]), message)
+            yield group_problems(keys, get(tree, keys[0]), entry.message.format(key=keys[0]))
     remote: dict[str, list[str]] = {}
     for key, field in leaves.items():
         if is_path(field) and key not in REMOTE_PATHS:

@@ -73,6 +73,11 @@ class ModelSettings:
         kv_heads, head_dim = self._number("num_key_value_heads") or heads, self._number("head_dim") or hidden // heads
         return 2 * layers * kv_heads * head_dim * item_size * tokens
 
+    def dtype(self) -> str | None:
+        """Return the dtype of the weights; None if config.json does not have it."""
+        value = self.values.get("dtype", self.values.get("torch_dtype"))
+        return value if isinstance(value, str) else None
+
     def vocabulary_size(self) -> int | None:
         """Return the number of rows of the token embedding."""
         return self._number("vocab_size")

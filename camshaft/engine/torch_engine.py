@@ -155,7 +155,7 @@ class TorchEngine(BaseEngine):
 
     def step_context(self) -> contextlib.AbstractContextManager[Any]:
         """Return the context in which all micro-batches of a step run, including their backward passes."""
-        if not self.casts_parameters or self.compute_dtype == DTYPES[self.config.dtype]:
+        if not self.casts_parameters or self.weight_dtypes == {self.compute_dtype}:
             return contextlib.nullcontext()
         return cast_parameters(self.module, self.compute_dtype)
 
@@ -367,6 +367,12 @@ class TorchEngine(BaseEngine):
         mixed_precision = getattr(self.options, "mixed_precision", None)
         return DTYPES[(mixed_precision and mixed_precision.param_dtype) or self.config.dtype]
 
+    @property
+    def weight_dtypes(self) -> set[torch.dtype]:
+        """Dtypes of the weights. An adapter is float32 or wider on frozen weights of any dtype."""
+        dtype = DTYPES[self.config.dtype]
+        return {dtype} if self.config.model.lora is None else {dtype, torch.promote_types(dtype, torch.float32)}
+
     def optimizer_zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         self.parts.clear_gradients()
@@ -416,8 +422,7 @@ class TorchEngine(BaseEngine):
         if adapter_only:
             return adapter_weights(self._adapted_model, self.full_tensor)
         if self.config.model.lora is not None:
-            merged = merged_weights(self._adapted_model, self.full_tensor)
-            return ((name, cast_weight(name, tensor, dtype_of)) for name, tensor in merged)
+            return merged_weights(self._adapted_model, self.full_tensor, dtype_of)
         shards = self.module.weights()
         return ((name, self.full_tensor(cast_weight(name, tensor, dtype_of))) for name, tensor in shards)
 

@@ -5,9 +5,10 @@
     dict(merged_weights(hf))                            # weights with the adapter merged, under the base model's names
     save_adapter(adapter_weights(hf), "out/adapter", config, "models/tiny")    # peft.PeftModel reads it
 
-PEFT provides the adapter layers. Only this module imports it, and only for a model with an adapter. Adapter weights are
-float32 or wider for any base model, because half-precision weights would lose small updates to rounding. If weights
-are sharded, the argument `gather` returns the full tensor of a shard; all ranks call it in the same order.
+PEFT provides the adapter layers. Only this module imports it, and only for a model with an adapter. The weights of the
+adapter and of a trained head are float32 or wider for any base model, because half-precision weights would lose small
+updates to rounding. If weights are sharded, the argument `gather` returns the full tensor of a shard; all ranks call it
+in the same order.
 """
 
 import difflib
@@ -81,7 +82,8 @@ def add_adapter(hf: PreTrainedModel, config: LoRAConfig, seed: int) -> None:
     # low-rank updates of the decoder cannot compensate for that.
     for name in SCALAR_HEADS:
         if name in hf._modules:
-            hf.get_submodule(name).requires_grad_(True)
+            head = hf.get_submodule(name).requires_grad_(True)
+            head.to(torch.promote_types(next(head.parameters()).dtype, torch.float32))
     with torch.no_grad():
         for name, value in (_initial_values(shapes, seed) if stored is None else stored).items():
             parameter = hf.get_parameter(name)
@@ -106,10 +108,15 @@ def disable_adapter(hf: PreTrainedModel) -> Iterator[None]:
         _set_enabled(enabled, True)
 
 
-def merged_weights(hf: PreTrainedModel, gather: GatherFn = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
+def merged_weights(
+    hf: PreTrainedModel,
+    gather: GatherFn = lambda tensor: tensor,
+    dtype_of: Callable[[str, Tensor], torch.dtype] | None = None,
+) -> Iterator[tuple[str, Tensor]]:
     """Yield names and weights of `hf` with the adapter merged into the base weights. Tied weights are yielded once.
 
     The names are those of the model without adapter layers. Inside `disable_adapter`, the base weights are yielded.
+    They are cast to the dtypes that `dtype_of` returns for names and base weights. A merged weight is rounded once.
     """
     layers = adapter_layers(hf)
     for name, tensor in named_tensors(hf):
@@ -117,13 +124,12 @@ def merged_weights(hf: PreTrainedModel, gather: GatherFn = lambda tensor: tensor
             continue
         owner, _, part = name.rpartition(".")
         layer = layers.get(owner.removesuffix(".base_layer"))
-        if layer is None:
-            yield name, gather(tensor)
-            continue
-        weight = gather(tensor)
-        if part == "weight" and not layer.disable_adapters:
-            weight = _merge_layer(weight, layer, gather)
-        yield f"{owner.removesuffix('.base_layer')}.{part}", weight
+        base_name = name if layer is None else f"{owner.removesuffix('.base_layer')}.{part}"
+        dtype = tensor.dtype if dtype_of is None else dtype_of(base_name, tensor)
+        if layer is None or part != "weight" or layer.disable_adapters:
+            yield base_name, gather(tensor.to(dtype))
+        else:
+            yield base_name, _merge_layer(gather(tensor), layer, gather).to(dtype)
 
 
 def adapter_weights(hf: PreTrainedModel, gather: GatherFn = lambda tensor: tensor) -> Iterator[tuple[str, Tensor]]:
@@ -340,10 +346,10 @@ def _check_settings(folder: Path, settings: Mapping[str, Any], config: LoRAConfi
 
 
 def _merge_layer(weight: Tensor, layer: Any, gather: GatherFn) -> Tensor:
-    """Return the base weight plus the scaled product B A, computed in float32 or wider."""
+    """Return the base weight plus the scaled product B A, in float32 or wider."""
     a, b = (gather(part[ADAPTER].weight.detach()) for part in (layer.lora_A, layer.lora_B))
     dtype = torch.promote_types(weight.dtype, torch.promote_types(a.dtype, torch.float32))
-    return (weight.to(dtype) + layer.scaling[ADAPTER] * (b.to(dtype) @ a.to(dtype))).to(weight.dtype)
+    return weight.to(dtype) + layer.scaling[ADAPTER] * (b.to(dtype) @ a.to(dtype))
 
 
 # -- helpers ------------------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 4},
     "lora": {
         "actor_rollout_ref.model.lora_rank": 4,
+        f"{ACTOR}.fsdp_config.model_dtype": "bfloat16",
         "algorithm.adv_estimator": "rloo",
         "actor_rollout_ref.rollout.n": 2,
     },

@@ -182,6 +182,7 @@ def _check_engines(groups: list[tuple[list[Role], int]], trainer: PlacementConfi
             yield _unknown_backend(role.strategy_key, role.strategy, ENGINES, "camshaft.engines", error)
     groups = [(group, ranks) for group, ranks in groups if group[0].strategy in capabilities]
     yield from _check_single_process([group[0] for group, ranks in groups if ranks > 1], capabilities, trainer)
+    yield from _check_trained_dtypes([group[0] for group, _ in groups], capabilities)
     for group, ranks in groups:
         yield from _check_group(group, capabilities[group[0].strategy], ranks)
 
@@ -211,6 +212,24 @@ def _check_single_process(
     message = f"strategy={', '.join(strategies)} supports only one process. Set {fix}, or {alternative}."
     key = (larger or keys)[0]
     yield Problem(key, sizes.get(key, roles[0].strategy), message, tuple(keys))
+
+
+def _check_trained_dtypes(roles: list[Role], capabilities: Mapping[str, EngineCapabilities]) -> Iterator[Problem]:
+    """Report trained weights of a dtype in which their engine can only compute. The same dtype is one problem."""
+    rejected: dict[str, list[Role]] = {}
+    for role in roles:
+        dtype, supported = role.settings["model_dtype"], capabilities[role.strategy]
+        is_trained = role.section is not None and role.model.lora is None
+        if is_trained and dtype in supported.dtypes and dtype not in supported.training_dtypes:
+            rejected.setdefault(dtype, []).append(role)
+    for dtype, same in rejected.items():
+        keys, compute_key = [role.setting_key("model_dtype") for role in same], "mixed_precision.param_dtype"
+        message = (
+            f"training {dtype} weights is not implemented, because optimizer updates that are smaller than the "
+            f"rounding error of {dtype} are lost. Keep float32 weights and compute in {dtype}, or train an adapter "
+            f"({same[0].model_key}.lora_rank). Set {keys[0]}=float32 {same[0].setting_key(compute_key)}={dtype}."
+        )
+        yield group_problems(keys, dtype, message)
 
 
 def _check_group(group: list[Role], capabilities: EngineCapabilities, world_size: int) -> Iterator[Problem]:
@@ -304,6 +323,13 @@ def _check_lora(role: Role, capabilities: EngineCapabilities) -> Iterator[Proble
     if model.lora_rank and not capabilities.supports_lora:
         message = f"strategy={role.strategy} does not support LoRA. Set {key}.lora_rank=0."
         yield Problem(f"{key}.lora_rank", model.lora_rank, message, (role.strategy_key,))
+    dtype, dtypes = role.settings["model_dtype"], capabilities.frozen_dtypes
+    if model.lora_rank and dtype in capabilities.dtypes and dtype not in dtypes:
+        message = (
+            f"strategy={role.strategy} does not support {key}.lora_rank={model.lora_rank} on weights of this dtype. "
+            f"Set one of {', '.join(dtypes)}."
+        )
+        yield Problem(role.setting_key("model_dtype"), dtype, message, (role.strategy_key, f"{key}.lora_rank"))
 
 
 def _supporting_name(registry: Mapping[str, Backend[Capabilities]], supports: Callable[[Capabilities], bool]) -> str:

@@ -252,8 +252,8 @@ ACTOR_ROWS: tuple[Row, ...] = (
 _ADAPTER_DTYPE = tuple(
     Expanded(
         f"{section}.fsdp_config.model_dtype",
-        {name: {f"{section}.fsdp_config.mixed_precision.param_dtype": "bfloat16"} for name in ("bf16", "bfloat16")},
-        "with LoRA: the frozen weights are float32 in memory, and the adapters in training",
+        {"bf16": {f"{section}.fsdp_config.model_dtype": "bfloat16"}},
+        "with LoRA: the dtype of the frozen weights",
         when=_has_adapter,
     )
     for section in (ACTOR, REF)

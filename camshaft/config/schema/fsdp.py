@@ -110,15 +110,21 @@ class TrainedSharding(Sharding):
 class ForwardFSDPConfig(Sharding):
     """Weight dtype and FSDP sharding of a frozen model."""
 
-    model_dtype: DType = key(
-        "${actor_rollout_ref.actor.fsdp_config.model_dtype}", "Dtype in which the weights are stored."
+    model_dtype: Annotated[DType, Auto()] = key(
+        "${actor_rollout_ref.actor.fsdp_config.model_dtype}",
+        "Dtype in which the weights are stored. auto is that of the actor.",
     )
 
 
 class FSDPConfig(TrainedSharding):
     """Weight dtype and FSDP sharding of a trained model."""
 
-    model_dtype: DType = key("float32", "Dtype in which the weights are stored.")
+    model_dtype: Annotated[DType, Auto()] = key(
+        "auto",
+        "Dtype in which the weights are stored. With lora_rank, that of the frozen weights; trained weights are "
+        "float32 or wider. bfloat16 requires lora_rank. auto is bfloat16 with lora_rank on an accelerator, if "
+        "config.json of the model has this dtype and the engine supports it, and float32 otherwise.",
+    )
 
     def compute_dtype(self) -> str:
         """Return the dtype in which the model computes. It can have a lower precision than the weights."""

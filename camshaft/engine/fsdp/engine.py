@@ -52,7 +52,8 @@ class FSDPEngine(ShardedEngine):
         meshes = self.meshes
         if meshes.tensor is not None:
             apply_tensor_parallel(packed, meshes.tensor)
-        parallelize.shard(packed, meshes.weights, self.options, self.device)
+        param_dtype = None if self.weight_dtypes == {self.compute_dtype} else self.compute_dtype
+        parallelize.shard(packed, meshes.weights, self.options, self.device, param_dtype)
         self._split_sequences(packed)
 
     def _split_sequences(self, packed: PackedModel) -> None:

@@ -1,6 +1,6 @@
 """Shards a model with `fully_shard`: chooses its FSDP units, dtypes, and the reduction of gradients.
 
-    shard(packed, mesh, options, device)      # the model may be on the meta device and is filled afterwards
+    shard(packed, mesh, options, device, torch.bfloat16)    # the model may be on the meta device; it is filled later
 
 Gradients are summed over ranks, not averaged, because losses are already divided by the counts of the whole
 mini-batch.
@@ -21,12 +21,20 @@ from camshaft.models.loader import DTYPES
 from camshaft.models.packed import PackedModel, output_layer
 
 
-def shard(packed: PackedModel, mesh: DeviceMesh, options: FSDPOptions, device: torch.device) -> None:
-    """Shard the FSDP units of `packed` over `mesh`, then the remaining parameters as the root unit."""
-    dtypes = options.mixed_precision
+def shard(
+    packed: PackedModel,
+    mesh: DeviceMesh,
+    options: FSDPOptions,
+    device: torch.device,
+    param_dtype: torch.dtype | None,
+) -> None:
+    """Shard the FSDP units of `packed` over `mesh`, then the remaining parameters as the root unit.
+
+    A step computes with casts of the parameters to `param_dtype`; None computes with the parameters.
+    """
     arguments: dict[str, Any] = {
         "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(dtype_of(dtypes.param_dtype), dtype_of(dtypes.reduce_dtype)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype, dtype_of(options.mixed_precision.reduce_dtype)),
         "offload_policy": CPUOffloadPolicy(pin_memory=device.type != "cpu")
         if options.offload_policy
         else OffloadPolicy(),

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -379,6 +380,71 @@ def test_accelerators_compile_and_capture_graphs(
 def test_a_rollout_whose_expert_choices_are_replayed_captures_no_graphs(own_task: list[str]) -> None:
     words = [*own_task, "rollout=torch", f"{ACTOR}.router_replay.mode=R3"]
     assert load_ppo(words, machine=COMPILER).actor_rollout_ref.rollout.enforce_eager
+
+
+# -- frozen weights of an adapter -----------------------------------------------------------------
+
+
+def _frozen_dtypes(config: PPOConfig) -> tuple[str, str, str, str, str]:
+    """Return the dtypes of actor, reference and critic, and those in which the actor computes and samples."""
+    roles = config.actor_rollout_ref
+    actor = roles.actor.fsdp_config
+    critic = config.critic.model.fsdp_config
+    return (
+        actor.model_dtype,
+        roles.ref.fsdp_config.model_dtype,
+        critic.model_dtype,
+        actor.compute_dtype(),
+        roles.rollout.dtype,
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "keys", "dtypes"),
+    [
+        (COMPILER, ["lora=8"], ("bfloat16", "bfloat16", "float32", "bfloat16", "bfloat16")),
+        (COMPILER, ["lora=8", "critic.model.lora_rank=8"], ("bfloat16",) * 5),
+        (COMPILER, [], ("float32", "float32", "float32", "bfloat16", "bfloat16")),
+        (
+            COMPILER,
+            ["lora=8", f"{FSDP}.model_dtype=float32"],
+            ("float32", "float32", "float32", "bfloat16", "bfloat16"),
+        ),
+        (COMPILER, ["lora=8", "device=cpu"], ("float32",) * 5),
+        (LAPTOP, ["lora=8"], ("float32",) * 5),
+        (
+            LAPTOP,
+            ["lora=8", f"{FSDP}.model_dtype=bfloat16"],
+            ("bfloat16", "bfloat16", "float32", "bfloat16", "bfloat16"),
+        ),
+        (
+            LAPTOP,
+            ["lora=8", f"{FSDP}.model_dtype=bfloat16", f"{FSDP}.mixed_precision.param_dtype=float32"],
+            ("bfloat16", "bfloat16", "float32", "float32", "float32"),
+        ),
+    ],
+)
+@pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
+def test_frozen_weights_keep_the_dtype_of_the_folder(
+    machine: Machine, keys: list[str], dtypes: tuple[str, ...], key: str, own_task: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps({key: "bfloat16"}))
+    assert _frozen_dtypes(load_ppo([*own_task, *keys], machine=machine)) == dtypes
+
+
+@pytest.mark.parametrize("content", [{}, {"dtype": "float32"}, {"dtype": ["bfloat16"]}])
+def test_other_folders_keep_float32_weights(content: dict[str, Any], own_task: list[str], tmp_path: Path) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps(content))
+    assert _frozen_dtypes(load_ppo([*own_task, "lora=8"], machine=COMPILER))[0] == "float32"
+
+
+def test_supervised_runs_keep_the_dtype_of_the_folder(sft_words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"dtype": "bfloat16"}))
+    task = [f"data={tmp_path}/train.parquet", f"model={tmp_path}/model", "lora=8"]
+    for machine, dtype in ((COMPILER, "bfloat16"), (LAPTOP, "float32")):
+        assert load_sft(task, machine=machine).fsdp_config.model_dtype == dtype
+    table = format_choices(load_sft(task, machine=COMPILER))
+    assert re.search(r"model_dtype=bfloat16 +dtype of the frozen weights in the model folder", table)
 
 
 @pytest.mark.parametrize("machine", [LAPTOP, COMPILER])

@@ -348,10 +348,10 @@ def test_a_contradiction_of_a_key_and_its_name_in_verl_is_an_error(words):
     load_ppo([*words, f"{source}=64", f"{R}.update_weights_bucket_megabytes=64"])
 
 
-def test_frozen_weights_of_a_run_with_lora_are_computed_in_bfloat16(base):
+def test_frozen_weights_of_a_run_with_lora_are_bfloat16(base):
     words = [*base, f"{A}.fsdp_config.model_dtype=bf16"]
     fsdp = load_ppo([*words, f"{M}.lora_rank=8"]).actor_rollout_ref.actor.fsdp_config
-    assert (fsdp.model_dtype, fsdp.mixed_precision.param_dtype) == ("float32", "bfloat16")
+    assert (fsdp.model_dtype, fsdp.compute_dtype()) == ("bfloat16", "bfloat16")
     with pytest.raises(ConfigError, match="training bfloat16 weights is not implemented"):
         load_ppo(words)
 

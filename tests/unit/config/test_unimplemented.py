@@ -90,6 +90,25 @@ def test_supervised_runs_reject_the_same_values(sft_words):
     assert "Set fsdp_config.model_dtype=float32 fsdp_config.mixed_precision.param_dtype=bfloat16." in text
 
 
+def test_bfloat16_weights_are_accepted_under_an_adapter(words, sft_words):
+    keys = [f"{ACTOR}.fsdp_config.model_dtype=bfloat16", "critic.model.fsdp_config.model_dtype=bfloat16"]
+    both = ["actor_rollout_ref.model.lora_rank=4", "critic.model.lora_rank=4"]
+    config = load_ppo([*words, *keys, *both, "algorithm.adv_estimator=gae"])
+    assert config.critic.model.fsdp_config.model_dtype == "bfloat16"
+    with pytest.raises(ConfigError, match=r"critic\.model\.fsdp_config\.model_dtype = bfloat16"):
+        load_ppo([*words, *keys, both[0]])
+    assert load_sft([*sft_words, "fsdp_config.model_dtype=bfloat16", "lora=4"]).fsdp_config.model_dtype == "bfloat16"
+
+
+def test_an_engine_without_frozen_bfloat16_weights_names_the_pair(words):
+    keys = [f"{ACTOR}.fsdp_config.model_dtype=bfloat16", "actor_rollout_ref.model.lora_rank=4"]
+    with pytest.raises(ConfigError) as caught:
+        load_ppo([*words, *keys, f"{ACTOR}.strategy=fsdp1"])
+    assert "strategy=fsdp1 does not support actor_rollout_ref.model.lora_rank=4 on weights of this dtype" in str(
+        caught.value
+    )
+
+
 def test_unimplemented_keys_exist_and_are_unique():
     all_fields = {**leaf_fields(PPOConfig), **leaf_fields(SFTConfig), **leaf_fields(GenerateConfig)}
     listed = [key for entry in NOT_IMPLEMENTED for key in entry.keys]
