@@ -19,7 +19,8 @@ same names, and loads both sharded and unsharded files.
 error on one rank is raised on all ranks, and the folder is then not renamed to its final name.
 
 Optimizer tensors are stored bitwise, under the Hugging Face names of their parameters. Optimizer state that consists
-of Python numbers or strings goes to `state.json`. Config settings (lr, betas, weight decay) are not stored.
+of Python numbers or strings goes to `state.json`. A tensor that the states of several parameters share is stored for
+each of them, and is shared again after a load. Config settings (lr, betas, weight decay) are not stored.
 """
 
 import contextlib
@@ -40,6 +41,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.tensor import DTensor
 
 from camshaft import storage
 from camshaft.engine.collectives import Group, on_every_rank, on_rank_zero, rank_and_size
@@ -67,6 +69,8 @@ class State:
     """Schedule position and model description of the engine. JSON, as are the `optimizer_values`."""
     optimizer_class: str | None = None
     optimizer_values: Mapping[str, Any] = field(default_factory=dict)
+    optimizer_shared: Mapping[str, str] = field(default_factory=dict)
+    """Entries of `optimizer` that are one tensor: each with the first of them."""
 
     @classmethod
     def collect(
@@ -80,7 +84,7 @@ class State:
         """Collect the state of an engine; `parameters` maps the names of `model` to the optimizer's parameters."""
         tensors, values = ({}, {}) if optimizer is None else optimizer_state(optimizer, parameters)
         name = None if optimizer is None else type(optimizer).__name__
-        return cls(model, tensors, random, metadata, name, values)
+        return cls(model, tensors, random, metadata, name, values, _find_shared(tensors))
 
     def copy_to_cpu(self) -> "State":
         """Return a copy with all tensors in host memory. Further training does not change it."""
@@ -97,6 +101,7 @@ class State:
             "world_size": world_size,
             "optimizer": self.optimizer_class,
             "optimizer_values": dict(self.optimizer_values),
+            **({"optimizer_shared": dict(self.optimizer_shared)} if self.optimizer_shared else {}),
             "engine": dict(self.metadata),
         }
 
@@ -134,7 +139,8 @@ def save(
         _write(state.optimizer, work / "optimizer", group)
         fingerprints = on_every_rank(group, lambda: _finish_rank(state, work, group))
         files = {name: entry for entries in fingerprints for name, entry in entries.items()}
-        state = replace(state, optimizer_values=_merge_over_ranks(group, state.optimizer_values))
+        values, shared = (_merge_over_ranks(group, v) for v in (state.optimizer_values, state.optimizer_shared))
+        state = replace(state, optimizer_values=values, optimizer_shared=shared)
         on_rank_zero(group, lambda: _finish(target, work, files, state.as_json(world_size), global_step))
     if hdfs_path is not None or max_ckpt_to_keep is not None:
         on_rank_zero(group, lambda: _copy_and_prune(target, hdfs_path, max_ckpt_to_keep))
@@ -164,16 +170,28 @@ def _write(tensors: Mapping[str, Tensor], folder: Path, group: Group) -> None:
     """Write this rank's shards of `tensors`. Only one rank writes a tensor that several ranks hold."""
     if not tensors:
         return
-    contiguous = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    separate = _separate(tensors)
     if group is None:
-        save_file(contiguous, folder / f"{folder.name}.safetensors")
+        save_file(separate, folder / f"{folder.name}.safetensors")
         return
     _, world_size = rank_and_size(group)
-    sizes = _merge_over_ranks(group, {name: t.numel() * t.element_size() for name, t in contiguous.items()})
+    sizes = _merge_over_ranks(group, {name: t.numel() * t.element_size() for name, t in separate.items()})
     writer = HuggingFaceStorageWriter(
         str(folder), fqn_to_index_mapping=_assign_files(sizes, world_size), save_distributed=True
     )
-    state_dict_saver.save(dict(contiguous), storage_writer=writer, process_group=group)
+    state_dict_saver.save(dict(separate), storage_writer=writer, process_group=group)
+
+
+def _separate(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous tensors that do not overlap in memory, which safetensors requires. Only overlaps are copied."""
+    separate = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    local = {name: t.to_local() if isinstance(t, DTensor) else t for name, t in separate.items()}
+    end = 0
+    for name, tensor in sorted(local.items(), key=lambda item: item[1].data_ptr()):
+        if tensor.nbytes and tensor.data_ptr() < end:
+            separate[name] = separate[name].clone()
+        end = max(end, tensor.data_ptr() + tensor.nbytes)
+    return separate
 
 
 def _merge_over_ranks(group: Group, entries: Mapping[str, T]) -> dict[str, T]:
@@ -327,7 +345,8 @@ def load_into(
         _load_tensors(folder / "model", model, group)
         _load_tensors(folder / "optimizer", targets, group)
         if optimizer is not None and parameters is not None:
-            restore_optimizer(optimizer, parameters, targets, saved_state["optimizer_values"])
+            values, shared = saved_state["optimizer_values"], saved_state.get("optimizer_shared", {})
+            restore_optimizer(optimizer, parameters, targets, values, shared)
         random = _load_random_state(folder, saved_state["world_size"], rank, world_size)
         facts = storage.read_manifest(folder)["facts"]
         series = {"series": facts["series"]} if "series" in facts else {}
@@ -466,6 +485,14 @@ def optimizer_state(
     return tensors, values
 
 
+def _find_shared(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the entries that are one tensor, each with the name of the first."""
+    entries: dict[int, list[str]] = {}
+    for entry, tensor in tensors.items():
+        entries.setdefault(id(tensor), []).append(entry)
+    return {entry: group[0] for group in entries.values() if len(group) > 1 for entry in group}
+
+
 def optimizer_targets(
     optimizer: torch.optim.Optimizer, parameters: Mapping[str, Tensor], stored: Mapping[str, TensorInfo], folder: Path
 ) -> dict[str, Tensor]:
@@ -498,10 +525,15 @@ def restore_optimizer(
     parameters: Mapping[str, Tensor],
     tensors: Mapping[str, Tensor],
     values: Mapping[str, Any],
+    shared: Mapping[str, str],
 ) -> None:
-    """Replace the state of `optimizer` with those `tensors` and `values` that belong to `parameters`."""
+    """Replace the state of `optimizer` with those `tensors` and `values` that belong to `parameters`.
+
+    Entries with the same value in `shared` get one tensor.
+    """
     optimizer.state.clear()
+    first: dict[str, Any] = {}
     for entry, value in {**tensors, **values}.items():
         name, _, key = entry.rpartition("/")
         if name in parameters:
-            optimizer.state[parameters[name]][key] = value
+            optimizer.state[parameters[name]][key] = first.setdefault(shared.get(entry, entry), value)

@@ -24,6 +24,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
     "StatefulSGD": lambda p: StatefulSGD(p),
+    "SharingSGD": lambda p: SharingSGD(p),
 }
 
 
@@ -42,6 +43,26 @@ class StatefulSGD(torch.optim.Optimizer):
                 state["scale"] = state.get("scale", 1.0) / 3.0
                 state["kept"] = None
                 parameter.add_(parameter.grad, alpha=-state["scale"] / state["step"])
+
+
+class SharingSGD(torch.optim.Optimizer):
+    """An optimizer whose states share a tensor, which all parameters change, and a table that none changes."""
+
+    def __init__(self, params: Any):
+        super().__init__(params, {"lr": 0.1})
+        self.table = torch.linspace(0.5, 1.0, 256)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        trained = [parameter for parameter in self.param_groups[0]["params"] if parameter.grad is not None]
+        for parameter in trained:
+            state = self.state[parameter]
+            if not state:
+                count = next((other["count"] for other in self.state.values() if other), torch.zeros(()))
+                state.update(count=count, table=self.table, of_table=self.table[:8], own=torch.zeros(()))
+            state["count"] += 1
+            state["own"] += state["table"].mean()
+            parameter.add_(parameter.grad, alpha=-0.1 * float(state["own"] / state["count"]))
 
 
 def engine(name: str, seed: int, sharded: bool) -> tuple[dict[str, Tensor], torch.optim.Optimizer]:
@@ -107,7 +128,11 @@ def load_and_train(folder: str, name: str, sharded: bool, used_before: bool) -> 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in ("AMSGrad", "StatefulSGD"))) for n in OPTIMIZERS]
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow] * (n not in ("AMSGrad", "StatefulSGD", "SharingSGD")))
+        for n in OPTIMIZERS
+    ],
 )
 def test_state_is_restored_exactly_on_other_ranks_and_on_none(name: str, tmp_path: Path) -> None:
     folder = str(tmp_path / "ckpt")
@@ -127,6 +152,18 @@ def test_state_of_one_process_is_restored_on_ranks(name: str, tmp_path: Path) ->
     for loaded, went_on in run_warm_ranks(load_and_train, 2, folder, name, True, True):
         same(loaded, saved)
         same(went_on, later)
+
+
+def test_shared_state_is_saved_and_shared_again(tmp_path: Path) -> None:
+    folder = str(tmp_path / "ckpt")
+    saved, later = train_and_save(folder, "SharingSGD", False)
+    loaded, went_on = load_and_train(folder, "SharingSGD", False, False)
+    same(loaded, saved)
+    same(went_on, later)
+    parameters, optimizer = engine("SharingSGD", 2, False)
+    load_into(folder, parameters, optimizer, parameters)
+    for key, number in {"count": 1, "table": 1, "own": 3}.items():
+        assert len({id(state[key]) for state in optimizer.state.values()}) == number, key
 
 
 def layouts(folder: str) -> dict[str, bool]:
