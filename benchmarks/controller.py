@@ -111,7 +111,7 @@ def calls(pool: Pool, times: int) -> list[list[str]]:
 
 def step_config(folder: Path) -> PPOConfig:
     """Build a config with two ranks of the sharded engine for the batch of `step_batch`."""
-    make_tiny_model(folder / "model", hidden=64)
+    make_tiny_model(folder / "model", hidden=64, max_position_embeddings=2048)
     write_arithmetic(folder / "data", left=(0, 99), right=(0, 99), num_train=1000, num_heldout=16)
     actor = "actor_rollout_ref.actor"
     return load_ppo(

@@ -60,6 +60,8 @@ def build(name: str, case: Case) -> Callable[[int], dict[str, Any]]:
     return lambda number: steps.step()
 
 
+compare = partial(compared, script=Path(__file__).name, critic=True)
+"""Return one result row per side of this script."""
 BESIDE = {
     "side / bypass: CPU": "**{bypass_cpu:.2f}**",
     "side / bypass: wall": "{bypass_wall:.2f}",
@@ -70,7 +72,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--serve"]:
         serve(build)
     else:
-        both = partial(
-            compared, script=Path(__file__).name, trl=".venv-trl-ppo", critic=True, denominators=("bypass", "apart")
-        )
+        both = partial(compare, trl=".venv-trl-ppo", denominators=("bypass", "apart"))
         main(__doc__ or "", both, COLUMNS | BESIDE, models="1M,4M", against="bypass,careful,trl")
