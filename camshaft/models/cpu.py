@@ -34,6 +34,11 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 """Forward kernel: (query, key, value, dropout, causal) -> output (B, H, L, D) and logsumexp (B, H, L)."""
 
+HALF = (torch.bfloat16, torch.float16)
+SHORT = 512
+"""Mean length of the segments below which gradients in half precision are computed in float32. The kernel takes several
+times as long for short segments in half precision (benchmarks/results/attention_backward.md)."""
+
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 """Backward kernel: (grad, query, key, value, output, logsumexp, dropout, causal) -> grads of query, key and value."""
 
@@ -71,8 +76,10 @@ class _PackedAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        packing, scale = ctx.packing, ctx.scale
+        packing, scale, dtype = ctx.packing, ctx.scale, grad.dtype
         tensors = (grad.transpose(1, 2), *ctx.saved_tensors)
+        if dtype in HALF and grad.shape[1] < SHORT * sum(count for count, _ in packing.runs):
+            tensors = tuple(tensor.float() for tensor in tensors)
         parts = (_split(tensor, packing.runs) for tensor in tensors)
         results = [BACKWARD(*inputs, 0.0, True, scale=scale) for inputs in zip(*parts, strict=True)]
         gradients = [_concat(column, packing.runs) for column in zip(*results, strict=True)]
@@ -82,7 +89,7 @@ class _PackedAttention(torch.autograd.Function):
             shares = BACKWARD(*inputs, 0.0, False, scale=scale)
             for gradient, share, span in zip(gradients, shares, (children, prefix, prefix), strict=True):
                 gradient[:, :, span].add_(share)
-        return (*gradients, None, None)
+        return (*(gradient.to(dtype) for gradient in gradients), None, None)
 
 
 def _split(tensor: Tensor, runs: Sequence[tuple[int, int]]) -> list[Tensor]:

@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 from support.dense_attention import dense_attention
 from torch import Tensor
 
+from camshaft.models import cpu
 from camshaft.models.cpu import packed_cpu_attention, supports_cpu_kernel
 from camshaft.models.packing import Packing
 
@@ -70,13 +71,23 @@ def test_equal_lengths_and_shared_prefixes_use_one_call() -> None:
     assert packing.prefix_spans == [(slice(4, 11), slice(0, 4)), (slice(15, 20), slice(11, 15))]
 
 
+@pytest.mark.parametrize("short", [0, cpu.SHORT])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_is_near_float64(dtype: torch.dtype) -> None:
+def test_half_precision_is_near_float64(dtype: torch.dtype, short: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The backward kernel runs in half precision, or in float32 for short segments."""
+    monkeypatch.setattr(cpu, "SHORT", short)
     lengths, parents = [5, 3, 2, 7, 4], [None, 0, 0, None, 3]
     tensors = inputs(sum(lengths), torch.float64)
-    result = packed_cpu_attention(*(tensor.to(dtype) for tensor in tensors), packing=Packing(lengths, parents))
+    query, key, value = halves = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
+    result = packed_cpu_attention(query, key, value, Packing(lengths, parents))
+    exact = dense_attention(*tensors, lengths, parents)
     assert result.dtype == dtype
-    torch.testing.assert_close(result.double(), dense_attention(*tensors, lengths, parents), rtol=0, atol=3e-2)
+    torch.testing.assert_close(result.double(), exact, rtol=0, atol=3e-2)
+    back = torch.randn(exact.shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    gradients = torch.autograd.grad(result, halves, back)
+    for gradient, reference in zip(gradients, torch.autograd.grad(exact, tensors, back.double()), strict=True):
+        assert gradient.dtype == dtype
+        torch.testing.assert_close(gradient.double(), reference, rtol=0, atol=6e-2)
 
 
 def test_the_scale_is_the_callers() -> None:

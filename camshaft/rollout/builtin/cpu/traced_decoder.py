@@ -34,6 +34,7 @@ from camshaft.rollout.builtin.cpu.linears import (
     packed_linears,
     select_product,
 )
+from camshaft.rollout.builtin.cpu.threads import limited_threads
 from camshaft.rollout.builtin.decode_trace import Forward, trace_decode_step, verify
 from camshaft.rollout.builtin.tracer import TraceError, compile_graph, named_members
 
@@ -60,7 +61,9 @@ class Decoder:
         if use_trace:
             self._trace_once()
         with packed_linears(self.hf, num_rows, num_steps):
-            yield self._traced.bind(self.hf) if use_trace and self._traced is not None else self.eager
+            forward = self._traced.bind(self.hf) if use_trace and self._traced is not None else self.eager
+            with limited_threads(forward, self.hf) as limited:
+                yield limited
 
     def eager(self, tokens: Tensor, positions: Tensor, slots: Slots) -> Tensor:
         """Run the model's own forward."""
