@@ -108,3 +108,18 @@ def test_an_adapter_is_merged_and_also_saved_for_peft(tmp_path: Path) -> None:
         adapted = peft.PeftModel.from_pretrained(loader.from_pretrained(base), folder / "lora_adapter")
         torch.testing.assert_close(numbers(adapted), trained, rtol=1e-4, atol=1e-5)
         assert adapted.peft_config["default"].base_model_name_or_path == str(base)
+
+
+@pytest.mark.slow
+def test_adapters_on_bfloat16_weights_are_merged_as_by_peft(tmp_path: Path) -> None:
+    dtypes = dict.fromkeys((f"{ACTOR}.fsdp_config.model_dtype", "critic.model.fsdp_config.model_dtype"), "bfloat16")
+    run_ppo(tmp_path, {**RANKS, **LORA, **dtypes}, steps=1)
+    for role, loader in (("actor", AutoModelForCausalLM), ("critic", AutoModelForTokenClassification)):
+        folder = tmp_path / "run" / "global_step_1" / f"{role}_huggingface"
+        base = loader.from_pretrained(tmp_path / role, dtype=torch.bfloat16)
+        adapted = peft.PeftModel.from_pretrained(base, folder / "lora_adapter").merge_and_unload()
+        exported = loader.from_pretrained(folder, dtype="auto")
+        assert exported.dtype == torch.bfloat16
+        expected = dict(exported.named_parameters())
+        # A value head is float32 in the adapter, and transformers loads it in the dtype of the other weights.
+        assert all(torch.equal(weight.bfloat16(), expected[name]) for name, weight in adapted.named_parameters())

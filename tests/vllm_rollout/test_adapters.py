@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from camshaft.config import EngineConfig, EngineModel, RolloutEngineConfig
-from camshaft.config.engine import LoRAConfig
+from camshaft.config.engine import DType, LoRAConfig
 from camshaft.contracts.rollout.harness import Case, RolloutHarness, expect_close
 from camshaft.digest import digest
 from camshaft.engine import BaseEngine, build_engine
@@ -47,12 +47,21 @@ Weights = Iterable[tuple[str, Tensor]]
 class AdapterPair:
     """An engine with an adapter, a vLLM rollout for it, and the transformers model with the merged weights."""
 
-    def __init__(self, folder: Path, family: str = "qwen2", lora: LoRAConfig = LORA, **config: Any):
+    def __init__(
+        self,
+        folder: Path,
+        family: str = "qwen2",
+        lora: LoRAConfig = LORA,
+        dtype: DType = "float32",
+        loads_adapter: bool = True,
+        **config: Any,
+    ):
         path = str(make_tiny_model(folder / family, family, hidden=128, seed=3))
         self.harness = RolloutHarness(VLLMRollout, folder)
-        self.engine = engine_of(path, lora)
+        self.engine = engine_of(path, lora, dtype)
         sizes: dict[str, Any] = {"max_model_len": 96, "max_num_seqs": 16} | config
-        self.rollout = VLLMRollout(RolloutEngineConfig(model_path=path, lora=lora, **sizes))
+        rollout_lora = lora if loads_adapter else None
+        self.rollout = VLLMRollout(RolloutEngineConfig(model_path=path, lora=rollout_lora, **sizes))
         self.path, self.updates = path, 0
 
     def update(self) -> None:
@@ -63,14 +72,15 @@ class AdapterPair:
     def case(self) -> Case:
         with quiet_transformers():
             reference: Any = AutoModelForCausalLM.from_pretrained(self.path, attn_implementation="eager").float().eval()
-        reference.load_state_dict(dict(self.engine.named_weights()), strict=False)
+        merged = self.engine.named_weights(dtype_of=lambda _name, _tensor: torch.float32)
+        reference.load_state_dict(dict(merged), strict=False)
         reference.tie_weights()
         return Case(self.rollout, reference, load_tokenizer(self.path))
 
 
-def engine_of(path: str, lora: LoRAConfig) -> BaseEngine:
+def engine_of(path: str, lora: LoRAConfig, dtype: DType = "float32") -> BaseEngine:
     """Return an engine whose base weights are large enough to prefer some tokens."""
-    engine = build_engine("reference", EngineConfig(model=EngineModel(path=path, lora=lora)))
+    engine = build_engine("reference", EngineConfig(model=EngineModel(path=path, lora=lora), dtype=dtype))
     engine.init_model()
     with engine.disable_adapter():
         for name, weight in engine.named_weights():
@@ -105,6 +115,11 @@ def test_layers_without_adapter_use_base_weights(tmp_path: Path) -> None:
     """One of the layers that vLLM fuses has an adapter; the others have none."""
     some = LORA.model_copy(update={"target_modules": ("q_proj", "v_proj", "up_proj"), "exclude_modules": ("1.mlp",)})
     follows(AdapterPair(tmp_path, lora=some), updates=2)
+
+
+@pytest.mark.parametrize("loads_adapter", [True, False])
+def test_weights_on_frozen_bfloat16_arrive_unrounded(loads_adapter: bool, tmp_path: Path) -> None:
+    follows(AdapterPair(tmp_path, dtype="bfloat16", loads_adapter=loads_adapter), updates=1)
 
 
 def follows(pair: AdapterPair, updates: int) -> None:
