@@ -9,6 +9,7 @@ bug and is raised with its traceback.
 """
 
 import argparse
+import difflib
 import errno
 import io
 import os
@@ -28,8 +29,21 @@ INTERRUPTED = 130
 BROKEN_PIPE = 141
 """Exit status that shells use for a program that SIGPIPE ended."""
 
-_OTHER_NAMES = {"train": "ppo", "rl": "ppo", "finetune": "sft", "reward": "rm", "evaluate": "eval", "dashboard": "view"}
-"""Names that people type for a command."""
+_OTHER_NAMES = {
+    "ppo ...": ("train", "rl", "run", "start", "main_ppo"),
+    "sft ...": ("finetune", "main_sft", "sft_trainer"),
+    "rm ...": ("reward", "reward_model", "train_rm"),
+    "generate ...": ("infer", "inference", "rollout", "sample", "predict", "main_generation"),
+    "eval ...": ("evaluate", "score", "main_eval"),
+    "view RUNS": ("dashboard", "board", "ui", "webui", "tensorboard"),
+    "export CHECKPOINT": ("merge", "model_merger", "convert", "save"),
+    "ppo -m lr=1e-6,3e-6 ...": ("tune", "sweep", "hpo"),
+    "ppo with the same out=FOLDER, which resumes the run": ("resume", "continue"),
+    "ppo devices=8 ..., which starts its processes": ("launch", "accelerate", "torchrun"),
+    "check-data ...": ("preprocess", "prepare", "tokenize", "check"),
+    "doctor": ("info", "env", "version"),
+}
+"""Names that people type for a command, by what to write instead."""
 
 _NO_THREAD = "can't start new thread"
 """Message of the RuntimeError that Python raises if the system has no resources for another thread."""
@@ -88,8 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 _parser().print_help()
                 return 0
             if arguments[0] not in targets:
-                _answer(arguments[0])
-                _parser().parse_args(arguments[:1])  # prints help, the version, or an error, and exits
+                _refuse(arguments[0])
             return import_attribute(targets[arguments[0]])(arguments[1:])
         finally:
             sys.stdout.flush()
@@ -117,18 +130,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return INTERRUPTED
 
 
-def _answer(command: str) -> None:
-    """Raise ConfigError if an unknown command is an algorithm, or the name of something that is not implemented."""
+def _refuse(argument: str) -> None:
+    """Print the help or the version, or report an argument that is not a command, and exit."""
+    if argument.startswith("-"):
+        _parser().parse_args([argument])  # exits
+    raise ConfigError(_answer(argument))
+
+
+def _answer(command: str) -> str:
+    """Return the message about an unknown command, which may be an algorithm or something that is not implemented."""
     from camshaft.config.foreign.topics import topic_of_name
     from camshaft.config.schema.algorithm import ESTIMATORS
     from camshaft.config.short_names import RECIPES
 
     if (topic := topic_of_name(command)) is not None:
-        raise ConfigError(f"camshaft {command}: {topic.message()}")
+        return f"camshaft {command}: {topic.message()}"
     if command in (*ESTIMATORS, *RECIPES):
-        raise ConfigError(f"'{command}' is an algorithm. Write camshaft ppo algorithm={command} ...")
-    if command in _OTHER_NAMES:
-        raise ConfigError(f"camshaft has no command '{command}'. Write camshaft {_OTHER_NAMES[command]} ...")
+        return f"'{command}' is an algorithm. Write camshaft ppo algorithm={command} ..."
+    written = {name: command for command, names in _OTHER_NAMES.items() for name in names}
+    written |= {name: name for name, *_ in COMMANDS}
+    name = command.replace("-", "_").lower()
+    near = difflib.get_close_matches(name, written, n=1, cutoff=0.75)
+    if name in written or near:
+        hint = f"Write camshaft {written.get(name) or written[near[0]]}"
+        return f"camshaft has no command '{command}'. {hint}{'' if hint.endswith('...') else '.'}"
+    return f"camshaft has no command '{command}'. camshaft --help lists the commands."
 
 
 def _working_directory() -> str:

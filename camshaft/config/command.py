@@ -39,6 +39,8 @@ _NAMES = ("--config-name", "-cn")
 _PRINTS = ("--cfg", "-c")
 _SWEEPS = ("--multirun", "-m")
 _FLAGS = (*_SWEEPS, "--resolve", "--run", "-r")
+_FILES = ("--config", "--config-file", "--config_file", "--yaml", "-f")
+"""Options that pass a config file in other programs."""
 _OF_HYDRA = ("--hydra-help", "--info", "-i", "--experimental-rerun", "--package", "-p", "--version")
 """Options of Hydra's application, which the commands do not run."""
 
@@ -93,6 +95,8 @@ def _parse_arguments(argv: Sequence[str], schema: type[Section]) -> Arguments:
         option, equals, value = argument.partition("=")
         if not argument.startswith("-"):
             if not equals and not _OVERRIDE.match(argument):
+                if argument.endswith((".yaml", ".yml")):
+                    raise ConfigError(f"'{argument}' is not an override. {_describe_file(argument)}")
                 raise ConfigError(f"'{argument}' is not an override. Write key=value, for example trainer.seed=7.")
             arguments.overrides.append(argument)
         elif option in _FLAGS:
@@ -101,6 +105,8 @@ def _parse_arguments(argv: Sequence[str], schema: type[Section]) -> Arguments:
         elif option in (*_FOLDERS, *_NAMES, *_PRINTS):
             value = value if equals else next(remaining, "")
             _set_option(arguments, option, value)
+        elif option in _FILES:
+            raise ConfigError(f"'{option}' is not an option. {_describe_file(value or next(remaining, ''))}")
         elif option in _OF_HYDRA:
             raise ConfigError(
                 f"'{option}' is an option of Hydra's application, which camshaft does not run. Omit it, or see --help."
@@ -112,6 +118,15 @@ def _parse_arguments(argv: Sequence[str], schema: type[Section]) -> Arguments:
             key = f" with the key {names[0]}" if names else ", for example trainer.seed=7"
             raise ConfigError(f"'{argument}' is not an option. Write key=value{key}.")
     return arguments
+
+
+def _describe_file(path: str) -> str:
+    """Return a sentence on how to pass a config file."""
+    folder, name = Path(path or "DIR/NAME.yaml").parent, Path(path or "NAME").stem
+    return (
+        f"Write --config-dir {folder} --config-name {name} for a file with keys of camshaft. Files of other libraries "
+        "are not read."
+    )
 
 
 def _set_option(arguments: Arguments, option: str, value: str) -> None:

@@ -234,6 +234,8 @@ def check_tokenizer(key: str, path: str, section: str, model: ModelSource) -> It
 
 
 def _missing_model(key: str, path: str, section: str, model: ModelSource) -> Problem:
+    if path == os.path.expanduser(str(type(model).model_fields["path"].default)):
+        return Problem(key, path, f"is not set, and the default does not exist. Set {key} to the folder of a model.")
     if not hub.is_model_name(path) or os.path.isdir(path.partition("/")[0]):
         return _missing(key, path, "folder")
     place = f"not found{_working_folder(path)}, and not completely in the Hugging Face cache ({hub.cache_path()})"

@@ -18,6 +18,9 @@ from typing import Any
 
 from camshaft.config.defaults import raw_defaults
 from camshaft.config.derive import MicroBatch, Pass, micro_batch, pass_limits
+from camshaft.config.foreign.answers import answer
+from camshaft.config.foreign.answers import rows as foreign_rows
+from camshaft.config.foreign.topics import topic_of_key, topic_of_name
 from camshaft.config.layout import Topology, divide_evenly
 from camshaft.config.load import NOT_IMPLEMENTED, resolved_defaults
 from camshaft.config.schema.aliases import ALIASES
@@ -182,6 +185,11 @@ def _wrap(description: str | None, label: str = "  ") -> str:
 
 
 def _unknown(key: str, trainer: str) -> str:
+    word = key.replace(" ", "_")
+    if (topic := topic_of_key(word) or topic_of_name(word)) is not None:
+        return topic.message()
+    if word in foreign_rows(SCHEMAS[trainer]):
+        return f"'{key}' is not a config key of `camshaft {trainer}`: {answer(word, None, SCHEMAS[trainer])}"
     suggestions = nearest_keys(key, fields(SCHEMAS[trainer]), limit=4)
     hint = f" Nearest: {', '.join(suggestions)}." if suggestions else ""
     other = next((name for name, schema in SCHEMAS.items() if key in fields(schema)), None)

@@ -11,7 +11,7 @@ from typing import Any
 
 from camshaft.config.foreign import openrlhf, trl
 from camshaft.config.foreign.rows import Expanded, Missing, NotNeeded, Renamed, Row
-from camshaft.config.foreign.topics import topic_of_key
+from camshaft.config.foreign.topics import topic_of_key, topic_of_name
 from camshaft.config.foreign.words import WORDS
 from camshaft.config.schema.fields import Section
 from camshaft.config.short_names import short_names
@@ -41,27 +41,58 @@ def rows(schema: type[Section]) -> Mapping[str, tuple[str, Row]]:
 
 def answer(key: str, value: Any, schema: type[Section]) -> str:
     """Return the message about a key that is not in the schema."""
-    library, row = rows(schema).get(key, ("", None))
-    topic = row.topic if isinstance(row, Missing) else topic_of_key(key)
+    library, row = _row(key, schema)
+    if isinstance(row, Missing):
+        return row.topic.message()
+    topic = topic_of_key(key) if row is None else topic_of_name(value) if isinstance(value, str) else None
     if topic is not None:
         return topic.message()
     if isinstance(row, NotNeeded):
         return f"not needed{library and f', unlike in {library}'}: {row.why}. Omit the key."
-    if isinstance(row, Expanded) and "actor_rollout_ref" in schema.model_fields:
-        return _meaning(row, value, library)
+    if isinstance(row, Expanded) and (meaning := _meaning(row, value, library, schema)):
+        return meaning
+    if isinstance(row, Renamed) and not suggest_names(key, schema):
+        command = "sft" if "actor_rollout_ref" in schema.model_fields else "ppo"
+        return f"unknown key. It stands for {row.key} of camshaft {command}."
     names = suggest_names(key, schema) or [near for near in nearest_keys(key, fields(schema)) if has_words(near, key)]
     if names:
         return f"unknown key. Did you mean {' or '.join(names)}?"
     return f"unknown key. Keys begin with {', '.join(schema.model_fields)}."
 
 
-def _meaning(row: Expanded, value: Any, library: str) -> str:
-    """Return the settings that the value of a key of another library stands for."""
-    values = {value: row.values[value]} if isinstance(value, str | int) and value in row.values else row.values
-    settings = (f"{key}={format_value(part)}" for settings in values.values() for key, part in settings.items())
-    fix = " or ".join(dict.fromkeys(settings))
-    parts = (f"a name of {library}" if library else "unknown key", fix and f"set {fix}", row.note)
-    return f"{'; '.join(part for part in parts if part)}."
+def _row(key: str, schema: type[Section]) -> tuple[str, Row | None]:
+    """Return the library and the row of a key, or of a section that stands for other keys."""
+    table = rows(schema)
+    if key in table:
+        return table[key]
+    parts = key.split(".")
+    sections = (table.get(".".join(parts[:count]), ("", None)) for count in range(1, len(parts)))
+    return next((entry for entry in sections if isinstance(entry[1], Expanded)), ("", None))
+
+
+def _meaning(row: Expanded, value: Any, library: str, schema: type[Section]) -> str | None:
+    """Return the settings that the value of a key of another library stands for; None if the command has no such key.
+
+    A key of the actor is that of the model that a supervised command trains.
+    """
+    is_named = isinstance(value, str | int) and value in row.values
+    values = {value: row.values[value]} if is_named else row.values
+    settings = [(_local(key, schema), part) for settings in values.values() for key, part in settings.items()]
+    fix = " or ".join(dict.fromkeys(f"{key}={format_value(part)}" for key, part in settings))
+    otherwise = row.otherwise if isinstance(row.otherwise, str) and not is_named else ""
+    parts = (f"a name of {library}" if library else "unknown key", otherwise or (fix and f"set {fix}"), row.note)
+    text = f"{'; '.join(part for part in parts if part)}."
+    if "actor_rollout_ref" in schema.model_fields:
+        return text
+    text = text.replace("actor_rollout_ref.actor.", "").replace("actor_rollout_ref.model.", "model.")
+    known = {*fields(schema), *short_names(schema)}
+    return text if "actor_rollout_ref" not in text and dict(settings).keys() <= known else None
+
+
+def _local(key: str, schema: type[Section]) -> str:
+    """Return the key of the model that a supervised command trains, for a key of the actor."""
+    local = key.removeprefix("actor_rollout_ref.").removeprefix("actor.")
+    return local if key not in fields(schema) and local in fields(schema) else key
 
 
 def suggest_names(key: str, schema: type[Section]) -> list[str]:
@@ -75,7 +106,7 @@ def suggest_names(key: str, schema: type[Section]) -> list[str]:
         typed = others.get(next(iter(difflib.get_close_matches(key, others, n=1, cutoff=0.9)), ""))
     if typed is None:
         return []
-    target = names.get(typed, typed)
+    target = _local(names.get(typed, typed), schema)
     if target not in fields(schema):
         return []
     short = next((name for name, long in names.items() if long == target), None)

@@ -38,6 +38,7 @@ ASYNC = Topic(
     "Asynchronous training",
     "Asynchronous training is not implemented: a step generates, scores and updates one after the other.",
     r"async|async_(?:training|grpo|train)|fully_async|one_step_(?:off|overlap)|staleness|max_off_policy\w*|partial_rollout"
+    r"|(?:max_)?async_level"
     r"|async_train\w*|max_inflight_gen_batches",
     ("async", "async_grpo", "async_ppo", "async_rloo"),
 )
@@ -73,7 +74,24 @@ LOW_BIT = Topic(
     "Low precision",
     "Training on quantized weights (QLoRA, 4-bit, 8-bit, FP8) is not implemented.",
     r"load_in_[48]bit|qlora|q?lora_4bit|bnb\w*|bitsandbytes|quantiz\w*|qat|fp8\w*|nf4|gptq|awq|[48]bit|adam_?8bit",
-    ("qlora",),
+    ("qlora", "adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "adam8bit"),
+)
+LORA_VARIANTS = Topic(
+    "Variants of LoRA",
+    "DoRA, rsLoRA, PiSSA, LoftQ and LoRA+ are not implemented: an adapter starts at 0 and has the scale alpha / rank.",
+    r"(?:use_)?(?:rs_?lora|dora|loftq)|pissa\w*|init_lora_weights|loftq_config|loraplus\w*|adalora|galore\w*",
+    ("dora", "rslora", "pissa", "galore"),
+)
+NOISE = Topic(
+    "Noise in the embeddings",
+    "Noise in the embeddings (NEFTune) is not implemented.",
+    r"neftune\w*|noisy_embedding\w*",
+)
+PRETRAINING = Topic(
+    "Pretraining",
+    "Training on plain text (pretraining) is not implemented: camshaft sft trains on responses.",
+    r"pretraining\w*|dataset_text_field|streaming_multipack\w*",
+    ("pretrain", "pt", "cpt"),
 )
 DPO = Topic(
     "DPO",
@@ -175,10 +193,27 @@ DATASETS = Topic(
     "Data set and sampler classes of other libraries are not supported.",
     r"custom_cls|datagen|sampler|curriculum\w*|class_path",
 )
+PROCESS_REWARDS = Topic(
+    "Process rewards",
+    "Process rewards (PRM) are not implemented: a response has one score.",
+    r"prm|prm_\w+|process_reward\w*|step_rewards?",
+    ("prm", "process_reward", "process_reward_model"),
+)
 PF_PPO = Topic(
     "PF-PPO", "Reweighting of samples by their rewards (PF-PPO) is not implemented.", r"\w*pf_ppo", ("pf_ppo",)
 )
 TRACES = Topic("Traces of rollouts", "Rollouts are not traced with Weave or MLflow.", r"weave|token2text")
+SERVING = Topic(
+    "Serving",
+    "camshaft does not serve a model, and has no chat.",
+    names=("serve", "chat", "deploy", "api", "vllm", "sglang", "ollama"),
+)
+BENCHMARKS = Topic(
+    "Benchmark suites",
+    "Benchmark suites, such as lm-evaluation-harness, are not part of camshaft.",
+    r"lm_eval\w*|lighteval\w*|eval_harness",
+    ("lm_eval", "lm_evaluation_harness", "lighteval", "benchmark", "bench"),
+)
 SYNC_REF = Topic(
     "Moving reference model",
     "A reference model that follows the policy is not implemented.",
@@ -186,10 +221,10 @@ SYNC_REF = Topic(
 )
 
 TOPICS = (
-    ASYNC, AGENTS, TOOLS, ENVIRONMENTS, IMAGES, VIDEO, LOW_BIT, DPO, KTO, DISTILLATION, PF_PPO, SYNC_REF, DEEPSPEED,
-    JAX, NPU, VEOMNI, AUTOMODEL, MEGATRON_FSDP, MEGATRON_LITE, MEGATRON_AUX, UNEVEN_STAGES, MEGATRON_REPLAY,
-    MEGATRON_CHECKPOINTS, MEGATRON_OPTIONS, MTP, EXPERT_SERVERS, TRTLLM, REWARD_MANAGERS, SANDBOX, DATASETS,
-    PROFILERS, TRACES, HUB_PUSH,
+    ASYNC, AGENTS, TOOLS, ENVIRONMENTS, IMAGES, VIDEO, LOW_BIT, LORA_VARIANTS, NOISE, PRETRAINING, DPO, KTO,
+    DISTILLATION, PF_PPO, SYNC_REF, DEEPSPEED, JAX, NPU, VEOMNI, AUTOMODEL, MEGATRON_FSDP, MEGATRON_LITE, MEGATRON_AUX,
+    UNEVEN_STAGES, MEGATRON_REPLAY, MEGATRON_CHECKPOINTS, MEGATRON_OPTIONS, MTP, EXPERT_SERVERS, TRTLLM,
+    REWARD_MANAGERS, PROCESS_REWARDS, SANDBOX, DATASETS, PROFILERS, TRACES, HUB_PUSH, SERVING, BENCHMARKS,
 )  # fmt: skip
 """All topics, in the order of `PAGE`."""
 

@@ -61,6 +61,10 @@ BATCH: tuple[Row, ...] = (
     ),
     Renamed("num_train_epochs", "epochs"),
     Renamed("shuffle_dataset", "data.shuffle"),
+    NotNeeded("packing", "batches are never padded"),
+    NotNeeded("padding_free", "batches are never padded"),
+    NotNeeded("assistant_only_loss", "only responses are trained on"),
+    NotNeeded("completion_only_loss", "only responses are trained on"),
     NotNeeded("auto_find_batch_size", "memory is forecast by `camshaft plan`"),
     NotNeeded("dataloader_num_workers", "the data is in memory"),
 )  # fmt: skip
@@ -111,6 +115,7 @@ LOSSES: tuple[Row, ...] = (
             "none": {"algorithm.norm_adv_by_std_in_grpo": False}, False: {"algorithm.norm_adv_by_std_in_grpo": False},
             "group": {"algorithm.norm_adv_by_std_in_grpo": True},
         },
+        otherwise="division by the standard deviation of the batch is algorithm=reinforce_plus_plus_baseline",
     ),
     Renamed("entropy_coef", f"{ACTOR}.entropy_coeff"),
     Expanded(
@@ -178,13 +183,12 @@ SUPERVISED: tuple[Row, ...] = (
     Renamed("per_device_train_batch_size", "data.micro_batch_size_per_gpu"),
     Renamed("gradient_accumulation_steps", "data.train_batch_size"),
     Renamed("save_total_limit", "trainer.max_ckpt_to_keep"),
-    Renamed("max_grad_norm", "grad_clip"),
-    Renamed("lr_scheduler_type", "optim.lr_scheduler_type"),
-    Renamed("warmup_ratio", "optim.lr_warmup_steps_ratio"),
-    Renamed("warmup_steps", "optim.lr_warmup_steps"),
-    Renamed("weight_decay", "optim.weight_decay"),
-    Renamed("gradient_checkpointing", "model.enable_gradient_checkpointing"),
-    Renamed("lora_alpha", "model.lora_alpha"),
     Renamed("max_prompt_length", "max_length"),
+    *(Renamed(name, "model") for name in ("partial_pretrain", "model.partial_pretrain")),
+    *(
+        Expanded(name, {}, "conversations of several turns are read from the column messages")
+        for name in ("data.multiturn", "data.messages_key")
+    ),
+    *(Renamed(name, "fsdp_config.tensor_parallel_size") for name in ("tp", "tensor_parallel", "tensor_parallel_size")),
 )
 """Rows that differ in `camshaft sft` and `camshaft rm`."""

@@ -67,5 +67,52 @@ WORDS: tuple[Row, ...] = (
         Expanded(name, {}, "the reference is the model that the run starts from")
         for name in ("ref_model", "reference_model")
     ),
+    *(Renamed(name, "model") for name in ("base_model", "model_id")),
+    *(
+        Renamed(name, "max_length")
+        for name in ("cutoff_len", "sequence_len", "seq_len", "model_max_length", "block_size", "max_sequence_length")
+    ),
+    *(Renamed(name, "val_data") for name in ("val_set_size", "validation_split", "test_datasets")),
+    *(Renamed(name, "seed") for name in ("random_state", "data_seed")),
+    *(Renamed(name, "trainer.project_name") for name in ("wandb_project", "project")),
+    *(
+        NotNeeded(name, why)
+        for why, names in {
+            "batches are never padded": ("sample_packing", "eval_sample_packing", "neat_packing"),
+            "only responses are trained on": ("train_on_inputs", "train_on_prompt", "mask_prompt"),
+            "the command says it": ("do_train", "stage", "task_type"),
+            "data is tokenized once, and cached": ("preprocessing_num_workers", "dataset_num_proc"),
+        }.items()
+        for name in names
+    ),
+    NotNeeded("full_finetuning", "all weights are trained unless lora is set"),
+    NotNeeded("overwrite_output_dir", "a run without out=FOLDER gets a new folder"),
+    Renamed("model.path", "model"),
+    *(Renamed(name, "engine") for name in ("strategy", "actor.strategy", "model.strategy")),
+    *(Renamed(name, "algorithm.lam") for name in ("gae_lambda", "lam", "lambda")),
+    Renamed("temp", f"{ROLLOUT}.temperature"),
+    *(Renamed(name, "data.tokenizer") for name in ("tokenizer", "tokenizer_name", "tokenizer_name_or_path")),
+    NotNeeded("max_model_len", "it follows from prompt_length and response_length"),
+    Expanded("kv_cache_dtype", {}, f"set {ROLLOUT}.engine_kwargs.kv_cache_dtype with rollout=vllm"),
+    *(Expanded(name, {}, "set the environment variable WANDB_API_KEY") for name in ("wandb_api_key", "wandb_key")),
+    NotNeeded("use_unsloth", "camshaft has kernels of its own"),
+    *(
+        Expanded(name, {"lora": {"lora": 16}, "full": {}, "freeze": {}}, "without lora all weights are trained")
+        for name in ("finetuning_type", "adapter", "train_type")
+    ),
+    Expanded("fast_inference", {True: {"rollout": "vllm"}, False: {"rollout": "torch"}}),
+    Expanded("lora_target_linear", {True: {f"{MODEL}.target_modules": "all-linear"}}),
+    *(
+        Expanded(name, {}, "the chat template is that of the tokenizer; set data.chat_template=FILE for another one")
+        for name in ("template", "chat_template", "conversation_template")
+    ),
+    *(
+        Expanded(
+            name, {},
+            "a section of prime-rl, whose trainer, orchestrator and inference server are separate programs; camshaft "
+            "ppo --help lists the most common keys",
+        )
+        for name in ("orchestrator", "inference")
+    ),
     Expanded("system_prompt", {}, "put a message with the role system into the prompts of the data"),
 )  # fmt: skip

@@ -25,6 +25,7 @@ from camshaft.config.schema.model import AnyModelConfig, ModelSource
 from camshaft.controller.placement import check_device, pool_specs
 from camshaft.controller.ray_cluster import find_cluster, head_may_answer
 from camshaft.data import data_files, read_prompts, summarize_files
+from camshaft.engine.optim import optimizer_class
 from camshaft.errors import CamshaftError
 from camshaft.models.loader import has_tokenizer, load_tokenizer
 from camshaft.planning.doctor.findings import Check, Finding, collect, fail, ok, warn
@@ -180,6 +181,9 @@ def check_backends(config: PPOConfig) -> Iterator[Finding]:
     rollout, strategy = config.actor_rollout_ref.rollout.name, config.actor_rollout_ref.actor.strategy
     ranks = sum(spec.world_size for spec in pool_specs(config))
     check_libraries(config)  # `collect` reports an error as a finding
+    optimizers = [config.actor_rollout_ref.actor.optim, *([config.critic.optim] if config.needs_critic() else [])]
+    for optim in optimizers:
+        optimizer_class(optim.optimizer)
     if trainer.backend() == "local":
         check_device(trainer.device, ranks)
     yield ok("libraries", f"engine {strategy}, rollout {rollout}, {ranks} ranks on {trainer.device}")

@@ -36,8 +36,8 @@ def test_help_lists_every_command(argv: list[str], capsys: pytest.CaptureFixture
     assert all(command.name in out and command.help.split()[0] in out for command in COMMANDS)
 
 
-@pytest.mark.parametrize("argv", [["pppo"], ["--seed=1", "ppo"], ["--"]])
-def test_an_invalid_command_exits_with_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("argv", [["--seed=1", "ppo"], ["--"]])
+def test_an_invalid_option_exits_with_status_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(argv)
     assert "usage: camshaft" in capsys.readouterr().err

@@ -214,6 +214,16 @@ def test_options_of_megatron_are_passed_on(base):
         ("algorithm=kto", "KTO"),
         ("deepspeed=zero3.json", "DeepSpeed"),
         ("trainer.async_training=True", "Asynchronous training"),
+        ("max_async_level=2", "Asynchronous training"),
+        ("use_rslora=True", "Variants of LoRA"),
+        ("use_dora=True", "Variants of LoRA"),
+        ("init_lora_weights=pissa", "Variants of LoRA"),
+        ("neftune_noise_alpha=5", "Noise in the embeddings"),
+        ("prm=model", "Process rewards"),
+        ("lm_eval_tasks=[gsm8k]", "Benchmark suites"),
+        ("optim=adamw_8bit", "Low precision"),
+        ("adapter=qlora", "Low precision"),
+        ("stage=kto", "KTO"),
     ],
 )
 def test_what_is_not_implemented_is_answered_with_its_topic(base, word, topic):
@@ -251,12 +261,102 @@ def test_what_is_not_implemented_is_answered_with_its_topic(base, word, topic):
         ("enable_thinking=false", "chat_template_kwargs={enable_thinking: ...}"),
         ("mask_truncated_completions=true", "truncated responses are not masked"),
         ("fp16=true", "computation in float16 is not supported"),
+        ("packing=true", "not needed, unlike in TRL: batches are never padded. Omit the key."),
+        ("scale_rewards=none", "a name of TRL; set algorithm.norm_adv_by_std_in_grpo=false."),
+        (
+            "scale_rewards=batch",
+            "a name of TRL; division by the standard deviation of the batch is algorithm=",
+        ),
+        ("orchestrator.batch_size=8", "a section of prime-rl"),
+        ("base_model=a", "Did you mean model (short for actor_rollout_ref.model.path)?"),
+        ("random_state=3407", "Did you mean seed (short for trainer.seed)?"),
+        ("fast_inference=True", "set rollout=vllm."),
+        ("wandb_project=a", "Did you mean trainer.project_name?"),
+        ("full_finetuning=true", "all weights are trained unless lora is set"),
+        ("model.path=a", "Did you mean model (short for actor_rollout_ref.model.path)?"),
+        ("strategy=fsdp2", "Did you mean engine (short for actor_rollout_ref.actor.strategy)?"),
+        ("gae_lambda=0.95", "Did you mean algorithm.lam?"),
+        ("temp=0.7", "Did you mean actor_rollout_ref.rollout.temperature?"),
+        ("max_model_len=4096", "not needed: it follows from prompt_length and response_length."),
+        ("kv_cache_dtype=fp8", "set actor_rollout_ref.rollout.engine_kwargs.kv_cache_dtype"),
+        ("wandb_api_key=a", "set the environment variable WANDB_API_KEY"),
+        ("cutoff_len=2048", "It stands for max_length of camshaft sft."),
+        ("tokenizer_name=a", "Did you mean data.tokenizer?"),
     ],
 )
 def test_names_of_trl_and_openrlhf_are_answered(words, word, expected):
     with pytest.raises(ConfigError) as caught:
         load_ppo([*words, word])
     assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("bf16=true", "set fsdp_config.mixed_precision.param_dtype=bfloat16; master weights stay float32."),
+        ("use_cpu=true", "a name of TRL; set device=cpu."),
+        ("max_grad_norm=1", "Did you mean grad_clip?"),
+        ("warmup_ratio=0.1", "Did you mean optim.lr_warmup_steps_ratio?"),
+        ("gradient_checkpointing=true", "Did you mean model.enable_gradient_checkpointing?"),
+        ("lora_alpha=16", "Did you mean model.lora_alpha?"),
+        ("tp=2", "Did you mean fsdp_config.tensor_parallel_size?"),
+        ("beta=0.1", "It stands for actor_rollout_ref.actor.kl_loss_coef of camshaft ppo."),
+        ("num_generations=4", "It stands for n of camshaft ppo."),
+        ("packing=true", "not needed, unlike in TRL: batches are never padded."),
+        ("assistant_only_loss=true", "only responses are trained on"),
+        ("dataset_text_field=text", "Training on plain text (pretraining) is not implemented"),
+        ("resume=true", "a run resumes if its command is repeated with the same out=<folder>."),
+        ("partial_pretrain=a", "Did you mean model (short for model.path)?"),
+        ("model.partial_pretrain=a", "Did you mean model (short for model.path)?"),
+        ("model.strategy=fsdp2", "Did you mean engine (short for strategy)?"),
+        ("data.multiturn.enable=true", "conversations of several turns are read from the column messages"),
+        ("data.messages_key=turns", "conversations of several turns are read from the column messages"),
+        # axolotl, LLaMA-Factory, Unsloth
+        ("sequence_len=1024", "Did you mean max_length (short for data.max_length)?"),
+        ("cutoff_len=1024", "Did you mean max_length (short for data.max_length)?"),
+        ("sample_packing=true", "not needed: batches are never padded."),
+        ("train_on_inputs=false", "not needed: only responses are trained on."),
+        ("val_set_size=0.1", "Did you mean val_data (short for data.val_files)?"),
+        ("finetuning_type=lora", "set lora=16; without lora all weights are trained."),
+        ("adapter=qlora", "Training on quantized weights"),
+        ("lora_target_linear=true", "set model.target_modules=all-linear."),
+        ("template=qwen", "the chat template is that of the tokenizer"),
+        ("stage=sft", "not needed: the command says it."),
+        ("stage=dpo", "Preference optimization (DPO and its variants) is not implemented."),
+    ],
+)
+def test_names_of_other_libraries_are_answered_by_supervised_commands(sft_words, word, expected):
+    with pytest.raises(ConfigError) as caught:
+        load_sft([*sft_words, word])
+    assert expected in str(caught.value)
+
+
+@pytest.mark.parametrize("arguments", ["--config a/b.yaml", "--config=a/b.yaml", "-f a/b.yaml", "a/b.yaml"])
+def test_a_config_file_of_another_library_is_answered_with_the_options(arguments):
+    from camshaft.config import compose
+
+    with pytest.raises(ConfigError, match=r"Write --config-dir a --config-name b for a file with keys of camshaft"):
+        compose(arguments.split(), PPOConfig)
+
+
+def test_a_reward_model_without_a_path_is_told_to_set_it(words):
+    with pytest.raises(ConfigError, match=r"the default does not exist\. Set reward_model\.model\.path to"):
+        load_ppo([*words, "reward_model.enable=true", "reward_model.model.path=~/models/Anomy-RM-v0.1"])
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        ("dpo", "Preference optimization"),
+        ("prm", "Process rewards (PRM) are not implemented"),
+        ("packing", "batches are never padded"),
+    ],
+)
+def test_config_explain_knows_what_is_not_a_key(word, expected):
+    from camshaft.config import explain
+
+    with pytest.raises(ConfigError, match=re.escape(expected)):
+        explain(word, "ppo")
 
 
 def test_a_reward_model_and_a_function_score_together(words, tmp_path):
@@ -285,7 +385,9 @@ def test_a_topic_is_one_problem(base):
     assert f"The same applies to {A}.profiler.ranks, {A}.profiler.all_ranks." in str(caught.value)
 
 
-@pytest.mark.parametrize("command", ["dpo", "kto", "distill", "push"])
+@pytest.mark.parametrize(
+    "command", ["dpo", "kto", "distill", "push", "prm", "serve", "chat", "vllm", "lm_eval", "pretrain"]
+)
 def test_a_command_that_does_not_exist_is_answered_with_its_topic(command, capsys):
     from camshaft.cli import main
 
@@ -296,13 +398,33 @@ def test_a_command_that_does_not_exist_is_answered_with_its_topic(command, capsy
 
 
 @pytest.mark.parametrize(
-    ("command", "written"), [("grpo", "ppo algorithm=grpo"), ("train", "ppo"), ("finetune", "sft")]
+    ("command", "written"),
+    [
+        ("grpo", "ppo algorithm=grpo ..."),
+        ("train", "ppo ..."),
+        ("trian", "ppo ..."),
+        ("pppo", "ppo."),
+        ("finetune", "sft ..."),
+        ("reward-model", "rm ..."),
+        ("infer", "generate ..."),
+        ("merge", "export CHECKPOINT."),
+        ("accelerate", "ppo devices=8 ..., which starts its processes."),
+        ("tune", "ppo -m lr=1e-6,3e-6 ..."),
+        ("plto", "plot."),
+    ],
 )
 def test_another_name_of_a_command_is_answered_with_the_command(command, written, capsys):
     from camshaft.cli import main
 
     assert main([command, "model=a"]) == 2
-    assert f"Write camshaft {written} ..." in capsys.readouterr().err
+    assert f"Write camshaft {written}" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_told_where_commands_are_listed(capsys):
+    from camshaft.cli import main
+
+    assert main(["wombat"]) == 2
+    assert capsys.readouterr().err == "camshaft has no command 'wombat'. camshaft --help lists the commands.\n"
 
 
 @pytest.mark.parametrize("word", ["engine=deepspeed", "engine=jax", "rollout=trtllm"])

@@ -404,4 +404,4 @@ def test_names_of_other_libraries_lead_to_keys(schema):
     assert len(known) > (70 if schema is PPOConfig else 25)
     assert not set(names) & set(short_names(schema))
     if schema is PPOConfig:
-        assert set(names) - known == {"max_seq_length", "max_len"}  # keys of supervised runs
+        assert {names[name] for name in set(names) - known} == {"max_length"}  # of supervised runs
