@@ -5,8 +5,8 @@
 # make test-fast     a contributor's first check, under a minute: algorithms, config, data, batches, one engine
 # make test          what CI runs: check, test-main, test-vllm, test-kernels and test-engines, some of them side by side
 # make test-nightly  builds of the distributions and of the site, the notebook, the benchmark scripts
-# make test-all      make test, test-nightly, test-slow, test-remote, test-hub, test-titan, test-megatron(-slow), test-server,
-#                    test-matrix, test-cluster (hours)
+# make test-all      make test, test-nightly, test-slow, test-families, test-remote, test-hub, test-titan,
+#                    test-megatron(-slow), test-server, test-matrix, test-cluster (hours)
 # make test-main     the test suite of the package, without its nightly and slow cases and without optional libraries
 # make test-slow     the cases that test-main leaves out: every layout of a run, kills at random moments, more random inputs
 # make test-kernels  GPU kernels, in Triton's interpreter and compiler
@@ -17,6 +17,7 @@
 # make test-megatron-slow    its other layouts, models and rules (half an hour)
 # make test-sglang   the SGLang rollout, on a CPU (slow)
 # make test-titan    the torchtitan engine, on a CPU; `make titan` creates its environment
+# make test-families    every decoder-only model type of transformers, beside plain transformers
 # make test-hub      data sets of the Hugging Face hub, from a local server, and chat templates of published models
 # make test-page     the page of `camshaft view` in Chromium
 # make test-remote   data, models and checkpoints on an S3 server; `make remote` installs client and server
@@ -87,7 +88,7 @@ FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/conf
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo gpu-packages test test-fast test-all test-main test-unbounded test-alone test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-hub test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
+.PHONY: demo gpu-packages test test-fast test-all test-main test-unbounded test-alone test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-families test-hub test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
 
 install: $(INSTALLED)
 
@@ -182,7 +183,7 @@ test: $(INSTALLED) $(TRITON_INSTALLED) $(VLLM_INSTALLED) $(MEGATRON_INSTALLED) $
 	$(MAKE) --jobs=3 --output-sync=target test-unbounded check test-vllm test-kernels test-engines
 	$(MAKE) test-alone
 
-test-all: test test-nightly test-slow test-remote test-hub test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
+test-all: test test-nightly test-slow test-families test-remote test-hub test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
 
 test-fast: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "$(SUITE) and not slow and not alone" \
@@ -258,6 +259,9 @@ test-titan: $(TITAN_INSTALLED) $(VLLM_ENGINES_INSTALLED)
 # Requires Chromium, for example apt-get install chromium. CAMSHAFT_SCREENSHOTS=folder writes pictures of all views.
 test-page: $(PAGE_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(PAGE) $(BIN)/python -m pytest -m page tests/page
+
+test-families: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families --jobs $(JOBS)
 
 test-hub: $(HUB_INSTALLED) $(VLLM_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR)/$(HUB) $(BIN)/python -m pytest -m hub tests/hub

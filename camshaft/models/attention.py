@@ -44,6 +44,9 @@ LEAST_SHARED = 0.05
 SINK_MODELS = ("gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4")
 """Model types whose layers always have attention sinks; other models pass sinks as an argument."""
 
+DROPS_ARGUMENTS = ("nemotron",)
+"""Model types whose layers do not pass the arguments of a call to their attention."""
+
 ROPE_BY_MAX_POSITION = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
 """Types of rotary embeddings that depend on the largest position of a call, with the config key of their limit."""
 
@@ -132,6 +135,10 @@ def reject_unsupported(config: PreTrainedConfig) -> None:
     if values.get("attn_temperature_tuning") and 0 in (values.get("no_rope_layers") or ()):
         # transformers counts positions from the start of a call, so those of packed rows and of decoding are wrong.
         reasons.append(f"scaled queries (attn_temperature_tuning={values['attn_temperature_tuning']})")
+    if text_config.model_type in DROPS_ARGUMENTS:
+        reasons.append("layers that do not pass the arguments of packed calls to their attention")
+    if "keep_window_size" in values:
+        reasons.append(f"a mask that depends on the values (keep_window_size={values['keep_window_size']})")
     if values.get("is_causal") is False or values.get("use_bidirectional_attention") in (True, "all"):
         reasons.append("attention that is not causal")
     if reasons:

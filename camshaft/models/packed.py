@@ -37,6 +37,7 @@ from camshaft.models.sequence import SequenceSplit
 LOGIT_FACTORS = {
     "cohere": ("logit_scale", 1),
     "cohere2": ("logit_scale", 1),
+    "cohere2_moe": ("logit_scale", 1),
     "granite": ("logits_scaling", -1),
     "granitemoe": ("logits_scaling", -1),
     "granitemoeshared": ("logits_scaling", -1),

@@ -43,7 +43,8 @@ def _row_outputs(model: Any, ids: Tensor, head: str, temperature: float, log_q: 
     ids = ids.to(next(model.parameters()).device)
     if head == "reward":
         hidden = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-        return {"scores": model.score(hidden[-1])[0]}
+        layer = model.score if hasattr(model, "score") else model.classifier
+        return {"scores": layer(hidden[-1])[0]}
     logits = model(input_ids=ids[None], use_cache=False).logits[0]
     zero = logits.new_zeros(1)
     if head == "value":
