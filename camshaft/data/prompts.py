@@ -163,7 +163,7 @@ def build_prompt_set(
     table, limit, source = tokenized.table, options.max_prompt_length, options.reward_fn_key
     indices = _select_rows(tokenized, options)
     rows = [table.rows[i] for i in indices]
-    ids = tokenized.ids.select(indices)
+    ids = tokenized.ids if len(indices) == len(table) else tokenized.ids.select(indices)
     columns: dict[str, Any] = {
         "prompts": _truncate(ids, limit, options.truncation).map(Tensor.long),
         "uid": [str(i) for i in indices],
@@ -195,6 +195,8 @@ def find_prompt_key(paths: Paths, prompt_key: str) -> str:
 def _truncate(ids: Ragged, limit: int, side: Truncation) -> Ragged:
     """Truncate rows to `limit` tokens by removing tokens at the `left`, at the `right` or in the `middle`."""
     lengths = ids.lengths.clamp(max=limit)
+    if torch.equal(lengths, ids.lengths):
+        return ids  # without a copy, which takes several times the memory of the tokens
     if side == "right":
         return ids.prefix(lengths)
     if side == "middle":
