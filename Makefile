@@ -19,6 +19,7 @@
 # make test-titan    the torchtitan engine, on a CPU; `make titan` creates its environment
 # make test-families    every decoder-only model type of transformers, beside plain transformers
 # make test-hub      data sets of the Hugging Face hub, from a local server, and chat templates of published models
+# make test-newest   test-fast with the newest transformers and pydantic, in an environment of its own
 # make test-page     the page of `camshaft view` in Chromium
 # make test-remote   data, models and checkpoints on an S3 server; `make remote` installs client and server
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)
@@ -64,6 +65,8 @@ REMOTE := .venv-remote
 REMOTE_INSTALLED := $(REMOTE)/.installed
 HUB := .venv-hub
 HUB_INSTALLED := $(HUB)/.installed
+NEWEST := .venv-newest
+NEWEST_INSTALLED := $(NEWEST)/.installed
 PAGE := .venv-page
 PAGE_INSTALLED := $(PAGE)/.installed
 TRL_INSTALLED := .venv-trl/.installed
@@ -84,11 +87,13 @@ SUITE := not matrix and not vllm and not sglang and not megatron and not titan a
 WITH_TRITON := tests/unit/engine/test_no_host_sync.py tests/unit/models/test_logprob_memory.py
 NIGHTLY := tests/packaging tests/unit/benchmarks tests/smoke/test_closed_pipe.py tests/smoke/test_notebook.py \
 	tests/smoke/test_shadowed.py tests/smoke/test_site.py
-FAST := tests/architecture tests/unit/algorithms tests/unit/data tests/unit/config/test_schema.py \
+FAST = -n $(JOBS) -m "$(SUITE) and not slow and not alone" \
+	-k "(not test_engine_contract or reference) and not test_path" \
+	tests/architecture tests/unit/algorithms tests/unit/data tests/unit/config/test_schema.py \
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo gpu-packages test test-fast test-all test-main test-unbounded test-alone test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-families test-hub test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
+.PHONY: demo gpu-packages test test-fast test-all test-main test-unbounded test-alone test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-families test-hub test-newest test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
 
 install: $(INSTALLED)
 
@@ -131,6 +136,16 @@ remote: $(REMOTE_INSTALLED)
 $(HUB_INSTALLED): $(INSTALLED) requirements-hub.txt
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(HUB) -r requirements-hub.txt
 	touch $(HUB_INSTALLED)
+
+# Without the pinned versions of transformers, pydantic and the packages that they pin themselves.
+$(NEWEST_INSTALLED): pyproject.toml constraints.txt
+	test -x $(NEWEST)/bin/python || $(PYTHON) -m venv $(NEWEST)
+	grep -viE '^(transformers|tokenizers|huggingface_hub|safetensors|pydantic|pydantic_core)==' constraints.txt \
+		> $(NEWEST)/constraints.txt
+	$(NEWEST)/bin/python -m pip install -q -c $(NEWEST)/constraints.txt torch==2.13.0
+	$(NEWEST)/bin/python -m pip install -q -c $(NEWEST)/constraints.txt setuptools
+	$(NEWEST)/bin/python -m pip install -q -c $(NEWEST)/constraints.txt --no-build-isolation -e '.[dev,plot]'
+	touch $(NEWEST_INSTALLED)
 
 $(PAGE_INSTALLED): $(INSTALLED) requirements-page.txt
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PAGE) -r requirements-page.txt
@@ -186,8 +201,12 @@ test: $(INSTALLED) $(TRITON_INSTALLED) $(VLLM_INSTALLED) $(MEGATRON_INSTALLED) $
 test-all: test test-nightly test-slow test-families test-remote test-hub test-titan test-megatron test-megatron-slow test-server test-matrix test-cluster
 
 test-fast: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) -m "$(SUITE) and not slow and not alone" \
-		-k "(not test_engine_contract or reference) and not test_path" $(FAST)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(FAST)
+
+# Later releases are installed as well.
+test-newest: $(NEWEST_INSTALLED)
+	$(NEWEST)/bin/python -m pip install -q --upgrade -c $(NEWEST)/constraints.txt transformers pydantic
+	OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest $(FAST)
 
 test-main:
 	$(MAKE) test-unbounded
@@ -339,4 +358,4 @@ serve-site: site
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs/site 8000
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(HUB) $(PAGE) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(HUB) $(NEWEST) $(PAGE) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache

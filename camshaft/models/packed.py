@@ -12,7 +12,7 @@ import copy
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Set
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -231,7 +231,11 @@ class PackedModel(PackedModule):
                 f"{type(self.hf).__name__} does not support gradient checkpointing; set "
                 "enable_gradient_checkpointing=False"
             )
-        self.hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing_kwargs(mode))
+        hf, kwargs = cast(Any, self.hf), checkpointing_kwargs(mode)
+        if hasattr(hf, "activation_checkpointing_enable"):  # which deprecates the other method
+            hf.activation_checkpointing_enable(activation_checkpointing_kwargs=kwargs)
+        else:
+            hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
 
     def check_inputs(self, tokens: Tensor, packing: Packing, at: Tensor, outputs: Sequence[str]) -> None:
         super().check_inputs(tokens, packing, at, outputs)

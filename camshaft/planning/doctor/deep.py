@@ -30,7 +30,7 @@ class Probe(NamedTuple):
 
 
 PROBES = {
-    "torch": Probe("pip install --force-reinstall 'torch>=2.11,<2.14'", "torch"),
+    "torch": Probe("pip install --force-reinstall 'torch>=2.11,<3'", "torch"),
     "ranks": Probe("export GLOO_SOCKET_IFNAME=lo, and see `camshaft doctor`", "torch"),
     "shared memory": Probe("mount -o remount,size=8G /dev/shm, or start the container with --shm-size=8g"),
     "reward": Probe("python -c 'import camshaft.rewards.worker'", "torch"),

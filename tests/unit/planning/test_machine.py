@@ -187,7 +187,7 @@ def test_wrong_torch_version_is_found(version: str, status: str, tmp_path: Path)
     finding = doctor(tmp_path, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}")["packages"]
     assert finding["status"] == status
     assert f"torch {version}" in finding["message"]
-    assert (finding["fix"] == "pip install 'torch<2.14,>=2.11'") == (status == "FAIL")
+    assert ("pip install 'torch<" in str(finding["fix"])) == (status == "FAIL")
 
 
 def test_proxy_without_exception_is_found_without_its_password() -> None:
