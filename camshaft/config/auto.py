@@ -3,7 +3,6 @@
     choices = choose(values, PPOConfig, Machine("cuda", 8, frozenset({"vllm"})))
     choices[0]                                  # Choice("trainer.device", "cuda", "8 accelerators of this machine")
     fitted = fit_to_rows(config, 48)            # a smaller batch, if the data has only 48 rows
-    fitted = fit_to_prompts(config, 87)         # the maximum prompt length, if no prompt is longer than 87 tokens
     format_choices(config)                      # the table that a run prints at its start
 
 `load.py` puts the choices into the config before it is validated, so no other code handles `auto`. The exceptions are
@@ -57,8 +56,6 @@ CPU_TOKENS = 4096
 """Tokens of a micro-batch on a CPU. More need more memory and are not faster (benchmarks/results/micro_batches.md)."""
 MAX_PROMPT_LENGTH = 4096
 """Longest prompt in tokens that a run accepts if no maximum is set."""
-OTHER_TEMPLATE_LENGTH = 512
-"""Least prompt length that is chosen if a reward model formats the prompts with another template."""
 SUPERVISED_BATCH = 64
 _CHECKPOINTING = ("enable_gradient_checkpointing", "gradient_checkpointing_mode")
 CHECKPOINTS_TO_KEEP = 2
@@ -73,7 +70,6 @@ _ACTOR_DTYPE = f"{ACTOR}.fsdp_config.model_dtype"
 _ACTOR_DYNAMIC, _ACTOR_TOKENS = f"{ACTOR}.{UPDATES.dynamic}", f"{ACTOR}.{UPDATES.tokens}"
 
 TrainingConfig = TypeVar("TrainingConfig", bound=PPOConfig | SupervisedConfig)
-PromptsConfig = TypeVar("PromptsConfig", PPOConfig, GenerateConfig)
 
 
 @dataclass(frozen=True)
@@ -244,7 +240,7 @@ def _supervised_batch(settings: Settings) -> tuple[Any, str]:
 
 
 def _prompt_length(response: str, models: Sequence[str], settings: Settings) -> tuple[Any, str]:
-    """Choose the largest prompt length of a run, which `fit_to_prompts` lowers to that of its data.
+    """Choose the largest prompt length of a run, which `prompt_length.py` lowers to that of its data.
 
     `response` is the key of the response length, and `models` are the sections of the models that read a sequence.
     """
@@ -304,14 +300,14 @@ def _tokens(source: int | str, longest: Callable[[Settings], int], dynamic: str,
     return max(tokens, longest(settings)), "tokens per micro-batch" * (settings.get(dynamic) is True)
 
 
-def _longest_response(settings: Settings) -> int:
+def longest_response(settings: Settings) -> int:
     """Return the maximum length of a prompt with its response."""
     return settings.count(PROMPTS) + settings.count(f"{ROLLOUT}.response_length")
 
 
-def _longest_scored(settings: Settings) -> int:
+def longest_scored(settings: Settings) -> int:
     """Return the maximum length of a sequence that the reward model scores."""
-    return max(settings.count("reward_model.max_length"), _longest_response(settings))
+    return max(settings.count("reward_model.max_length"), longest_response(settings))
 
 
 def _longest_row(sequences: int, settings: Settings) -> int:
@@ -417,16 +413,16 @@ RULES: dict[type[Section], dict[str, Rule]] = {
         f"{ROLLOUT}.n": _group_size,
         BATCH: _prompts_per_step,
         MINI_BATCH: _follow(BATCH),
-        **_micro_batches(ACTOR, {UPDATES: 16384}, _longest_response),
-        **_micro_batches(ROLLOUT, {OLD_LOG_PROBS: _ACTOR_TOKENS}, _longest_response, _ACTOR_DYNAMIC),
-        **_micro_batches(REF, {REF_PASSES: _ACTOR_TOKENS}, _longest_response, _ACTOR_DYNAMIC),
+        **_micro_batches(ACTOR, {UPDATES: 16384}, longest_response),
+        **_micro_batches(ROLLOUT, {OLD_LOG_PROBS: _ACTOR_TOKENS}, longest_response, _ACTOR_DYNAMIC),
+        **_micro_batches(REF, {REF_PASSES: _ACTOR_TOKENS}, longest_response, _ACTOR_DYNAMIC),
         **_micro_batches(
-            "critic", {UPDATES: 32768, VALUES: f"critic.{UPDATES.tokens}"}, _longest_response, _ACTOR_DYNAMIC
+            "critic", {UPDATES: 32768, VALUES: f"critic.{UPDATES.tokens}"}, longest_response, _ACTOR_DYNAMIC
         ),
         **_micro_batches(
-            "reward_model", {SCORES: f"critic.{VALUES.tokens}"}, _longest_scored, f"critic.{UPDATES.dynamic}"
+            "reward_model", {SCORES: f"critic.{VALUES.tokens}"}, longest_scored, f"critic.{UPDATES.dynamic}"
         ),
-        # After the limits by tokens, for which `fit_to_prompts` counts the prompts of the data.
+        # After the limits by tokens, for which `prompt_length.py` counts the prompts of the data.
         PROMPTS: _ppo_prompt_length,
         ROLLOUT_PROMPTS: _without_reason(_follow(PROMPTS)),
         "trainer.val_before_train": _validates_before,
@@ -502,7 +498,7 @@ def _with_batch(config: TrainingConfig, size: int) -> TrainingConfig:
         values[MINI_BATCH] = size
         if config.critic.ppo_mini_batch_size == config.data.train_batch_size:
             values["critic.ppo_mini_batch_size"] = size
-    return _with_values(config, values)
+    return with_values(config, values)
 
 
 def _is_divisible(config: PPOConfig | SupervisedConfig) -> bool:
@@ -525,37 +521,6 @@ def _is_divisible(config: PPOConfig | SupervisedConfig) -> bool:
 def awaits_prompts(config: PPOConfig | SupervisedConfig) -> bool:
     """Return True if the maximum prompt length is still the largest for any data."""
     return any(choice.key == PROMPTS and not choice.reason for choice in config.choices())
-
-
-def fit_to_prompts(config: PromptsConfig, longest: int, previous: int = 0) -> PromptsConfig:
-    """Return the config with the length of the longest prompt as maximum, if no maximum is set.
-
-    Limits of micro-batches that were chosen are raised if its rows need more tokens. A run that resumes keeps the
-    `previous` maximum, unless a prompt is longer.
-    """
-    keys, least = ["rollout.prompt_length"], max(longest, previous)
-    if isinstance(config, PPOConfig):
-        keys = [PROMPTS, *([ROLLOUT_PROMPTS] if config.is_automatic(ROLLOUT_PROMPTS) else [])]
-        if config.needs_raw_chat():
-            least = max(least, OTHER_TEMPLATE_LENGTH)
-    if not config.is_automatic(keys[0]):
-        return config
-    values = config.model_dump()
-    length = min(least, get(values, keys[0]))
-    changes = dict.fromkeys(keys, length)
-    for key in keys:
-        put(values, key, length)
-    for choice in config.choices():
-        if choice.key.endswith(SUPERVISED_UPDATES.tokens):
-            row = _longest_scored if choice.key.startswith("reward_model.") else _longest_response
-            changes[choice.key] = max(choice.value, row(Settings(values, Machine())))
-    reason = "as before" if length == previous else "for the template of the reward model"
-    reasons = {keys[0]: "the longest prompt of the data" if length == longest else reason}
-    choices = [
-        Choice(choice.key, changes.get(choice.key, choice.value), reasons.get(choice.key, choice.reason))
-        for choice in config.choices()
-    ]
-    return _with_values(config, changes).with_choices(choices)
 
 
 # -- the memory of accelerators -------------------------------------------------------------------
@@ -581,18 +546,18 @@ def with_tokens(config: TrainingConfig, limits: Mapping[str, int], reason: str) 
         else choice
         for choice in config.choices()
     ]
-    return _with_values(config, limits).with_choices(choices)
+    return with_values(config, limits).with_choices(choices)
 
 
 _AnySection = TypeVar("_AnySection", bound=Section)
 
 
-def _with_values(section: _AnySection, values: Mapping[str, Any]) -> _AnySection:
+def with_values(section: _AnySection, values: Mapping[str, Any]) -> _AnySection:
     """Return a copy of a section with other values of dotted keys."""
     update: dict[str, Any] = {}
     for name in {key.partition(".")[0] for key in values}:
         inner = {key.partition(".")[2]: value for key, value in values.items() if key.partition(".")[0] == name}
-        update[name] = inner[""] if "" in inner else _with_values(dict(section)[name], inner)
+        update[name] = inner[""] if "" in inner else with_values(dict(section)[name], inner)
     return section.model_copy(update=update)
 
 

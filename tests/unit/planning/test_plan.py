@@ -92,8 +92,8 @@ def test_prompts_of_the_data_are_planned_unless_their_length_is_set(folder: Path
     notes = make_plan(measured, None).notes
     (tmp_path / "empty.jsonl").write_text("")
     assumed = compose_run([*words, f"data={tmp_path}/empty.jsonl"], PPOConfig)
-    note = f"prompts of {assumed.data.max_prompt_length} tokens are assumed"
     assert isinstance(assumed, PPOConfig)
+    note = f"prompts of {assumed.data.max_prompt_length} tokens are assumed"
     assert assumed.data.max_prompt_length > 100
     assert [note in text for text in (str(notes), str(make_plan(assumed, None).notes))] == [False, True]
 
