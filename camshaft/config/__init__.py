@@ -14,7 +14,6 @@
     engine_features.py  features of the engines, and the page that lists them
     layout.py           resource pools, numbers of ranks, controller
     auto.py             chooses the values of keys that are `auto`
-    prompt_length.py    the maximum prompt length of a run, from its data
     load.py             renames aliases, resolves `${...}` and validates
     composition.py      composes config files and overrides, in the syntax of Hydra
     config_files.py     reads config files and their defaults lists

@@ -240,7 +240,7 @@ def _supervised_batch(settings: Settings) -> tuple[Any, str]:
 
 
 def _prompt_length(response: str, models: Sequence[str], settings: Settings) -> tuple[Any, str]:
-    """Choose the largest prompt length of a run, which `prompt_length.py` lowers to that of its data.
+    """Choose the largest prompt length of a run, which `derive.py` lowers to that of its data.
 
     `response` is the key of the response length, and `models` are the sections of the models that read a sequence.
     """
@@ -422,7 +422,7 @@ RULES: dict[type[Section], dict[str, Rule]] = {
         **_micro_batches(
             "reward_model", {SCORES: f"critic.{VALUES.tokens}"}, longest_scored, f"critic.{UPDATES.dynamic}"
         ),
-        # After the limits by tokens, for which `prompt_length.py` counts the prompts of the data.
+        # After the limits by tokens, for which `derive.py` counts the prompts of the data.
         PROMPTS: _ppo_prompt_length,
         ROLLOUT_PROMPTS: _without_reason(_follow(PROMPTS)),
         "trainer.val_before_train": _validates_before,

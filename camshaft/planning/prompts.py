@@ -8,9 +8,9 @@ from typing import TypeVar
 
 from camshaft.config import PPOConfig, SupervisedConfig
 from camshaft.config.auto import MAX_PROMPT_LENGTH, PROMPTS, awaits_prompts
+from camshaft.config.derive import fit_to_prompts
 from camshaft.config.files import dataset_name
 from camshaft.config.model_settings import local_model
-from camshaft.config.prompt_length import fit_to_prompts
 from camshaft.data import data_files, read_prompts
 from camshaft.errors import CamshaftError
 from camshaft.models.loader import load_tokenizer

@@ -40,8 +40,8 @@ from camshaft.config.auto import (
     format_choices,
 )
 from camshaft.config.checks import check_lengths
+from camshaft.config.derive import PromptsConfig, fit_to_prompts
 from camshaft.config.errors import format_problems
-from camshaft.config.prompt_length import PromptsConfig, fit_to_prompts
 from camshaft.config.schema.reward import split_function
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.tree import shorten
