@@ -47,7 +47,8 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         "algorithm.use_kl_in_reward": True,
         "actor_rollout_ref.actor.use_kl_loss": True,
         "algorithm.rollout_correction.rollout_is": "token",
-        "algorithm.rollout_correction.rollout_rs": "token_k1",
+        "algorithm.rollout_correction.rollout_is_batch_normalize": True,
+        "algorithm.rollout_correction.rollout_rs": "[token_k1,seq_mean_k1]",
         "algorithm.rollout_correction.rollout_rs_threshold": "2.0",
         "data.val_max_samples": 2,
         "trainer.test_freq": 1,
@@ -79,7 +80,7 @@ def logged(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
         f"{correction}.loss_type": "reinforce",
         f"{correction}.rollout_is": "token",
         f"{correction}.rollout_is_batch_normalize": True,
-        f"{correction}.rollout_rs": "token_k1",
+        f"{correction}.rollout_rs": "[token_k1,seq_mean_k1]",
         f"{correction}.rollout_rs_threshold": "2.0",
     }
     runs = (everything, little, filtered, greedy, routed, selecting, ranged, bypassing)

@@ -294,6 +294,7 @@ def sandbox() -> Iterator[World]:
         stack.callback(logging.disable, logging.NOTSET)
         stack.enter_context(patch.object(tempfile, "tempdir", str(root / "tmp")))
         stack.enter_context(patch.object(temporary, "SHARED_MEMORY", root / "shm"))
+        stack.enter_context(patch.object(temporary, "_locks", []))  # a killed process of the sandbox closes its locks
         environment = {"CAMSHAFT_CACHE": str(root / "cache"), "TMPDIR": str(root / "tmp")}
         stack.enter_context(patch.dict(os.environ, environment))
         stack.enter_context(patch.object(samples, "sample_table", _table))

@@ -535,9 +535,10 @@ def loop_token_baseline(batch, by_sampled_tokens):
     for i, row in enumerate(tokens):
         for position, (t, to_go, _) in row.items():
             others = [other[position] for j, other in enumerate(tokens) if groups[j] == groups[i] and position in other]
-            total = math.fsum(weight for *_, weight in others)
-            baseline = math.fsum(weight * g for _, g, weight in others) / total if len(others) > 1 else 0.0
-            result[i, t] = to_go - baseline
+            total = math.fsum(weight for *_, weight in others) + 1e-8  # if all weights are 0, the mean is the baseline
+            mean = math.fsum(g for _, g, _ in others) / len(others)
+            baseline = mean + math.fsum(weight * (g - mean) for _, g, weight in others) / total
+            result[i, t] = to_go - (baseline if len(others) > 1 else 0.0)
     return result
 
 

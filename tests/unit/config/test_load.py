@@ -10,6 +10,7 @@ from hydra.errors import MissingConfigException
 
 from camshaft.config import PPOConfig, SFTConfig, compose, from_container, load_ppo, load_sft
 from camshaft.config.composition import as_override
+from camshaft.config.derive import fit_to_prompts
 from camshaft.config.tree import get
 from camshaft.errors import ConfigError, report_error
 
@@ -168,7 +169,7 @@ def test_folder_may_contain_config_groups(words_without_batch, tmp_path):
 
 
 def test_dict_overrides_the_defaults(words):
-    reference = load_ppo(words)
+    reference = fit_to_prompts(load_ppo(words), longest=90)
     again = from_container(reference.model_dump(mode="json"), PPOConfig)
     assert again.model_dump() == reference.model_dump()
 

@@ -254,11 +254,11 @@ def test_data_sets_are_not_downloaded_if_that_is_forbidden(
     monkeypatch.setenv("CAMSHAFT_CACHE", str(tmp_path / "cache"))
     model = [f"actor_rollout_ref.model.path={tmp_path}/model", "trainer.device=cpu"]
     keys = model if load is load_ppo else [f"model.path={tmp_path}/model", "trainer.device=cpu"]
-    settings = [*keys, f"{data}=openai/gsm8k:test", "download=false"]
-    file = tmp_path / "cache" / "datasets" / "openai" / "gsm8k" / "test.parquet"
+    settings = [*keys, f"{data}=nobody/sums:test", "download=false"]
+    file = tmp_path / "cache" / "datasets" / "nobody" / "sums" / "test.parquet"
     text = error(load, settings)
     assert "1 error in the config" in text
-    assert f"{data} = openai/gsm8k:test" in text
+    assert f"{data} = nobody/sums:test" in text
     assert f"the data set is not in the cache ({file}). Set {section}.download=true to download it, or set the" in text
     file.parent.mkdir(parents=True)
     file.touch()

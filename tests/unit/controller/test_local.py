@@ -194,6 +194,7 @@ class Waiting(Worker):
             wait.check(lambda: "the generator's process 7")
 
 
+@pytest.mark.alone
 def test_the_error_names_the_process_that_a_rank_waits_for():
     message = (
         r"^Waiting.wait raised on rank . of 2: camshaft.errors.RolloutError: load_weights: no answer from the "
