@@ -71,8 +71,7 @@ PAGE := .venv-page
 PAGE_INSTALLED := $(PAGE)/.installed
 TRL_INSTALLED := .venv-trl/.installed
 TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
-# Processes of pytest: one more than two cores, because many tests wait for other processes.
-JOBS ?= 3
+JOBS ?= 2
 # A Python on the machine with the accelerator. It needs torch and transformers, and further packages here or in GPU_PACKAGES.
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON))
 GPU_PYTHON_VERSION ?= 3.12
