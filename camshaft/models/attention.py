@@ -21,7 +21,7 @@ the arguments of a call.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -30,25 +30,17 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from camshaft.config.families.support import MAX_HEAD_DIM, unsupported
 from camshaft.device import is_cuda, to_device
 from camshaft.errors import EngineError
 from camshaft.models.cpu import packed_cpu_attention, supports_cpu_kernel
-from camshaft.models.flash import HALF, MAX_HEAD_DIM, Bounds, packed_flash_attention
+from camshaft.models.flash import HALF, Bounds, packed_flash_attention
 from camshaft.models.packing import Packing
 
 PACKED = "packed"
 
 LEAST_SHARED = 0.05
 """Fraction of tokens that prefix sharing must save on a GPU, where its additional kernels take 2 to 3 % of a step."""
-
-SINK_MODELS = ("gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4")
-"""Model types whose layers always have attention sinks; other models pass sinks as an argument."""
-
-DROPS_ARGUMENTS = ("nemotron",)
-"""Model types whose layers do not pass the arguments of a call to their attention."""
-
-ROPE_BY_MAX_POSITION = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
-"""Types of rotary embeddings that depend on the largest position of a call, with the config key of their limit."""
 
 UNSUPPORTED_ARGUMENTS = {
     "softcap": "soft-capped attention scores",
@@ -58,15 +50,6 @@ UNSUPPORTED_ARGUMENTS = {
     "block_indices": "sparse attention over selected blocks",
 }
 """Arguments of `transformers` layers that request unsupported attention, with a description for errors."""
-
-
-class RopeLimit(NamedTuple):
-    """Number of tokens above which one row changes the rotary frequencies of all rows of a call."""
-
-    rope_type: str
-    tokens: int
-    key: str
-    """Config key of the limit."""
 
 
 class Slots(Protocol):
@@ -118,42 +101,20 @@ def packed_kwargs(packing: Packing, device: torch.device | str) -> dict[str, Any
     }
 
 
-def reject_unsupported(config: PreTrainedConfig) -> None:
-    """Raise `EngineError` with all reasons if models of this config require unsupported attention."""
+def config_values(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the values of the language model's config, also by the names that they have in most families."""
     text_config = config.get_text_config()
-    values = text_config.to_dict()
-    reasons = []
-    if values.get("attn_logit_softcapping") is not None:
-        reasons.append(f"soft-capped attention scores (attn_logit_softcapping={values['attn_logit_softcapping']})")
-    if text_config.model_type in SINK_MODELS:
-        reasons.append("attention sinks")
-    other_types = sorted(set(values.get("layer_types") or ()) - {"full_attention", "sliding_attention"})
-    if other_types:
-        reasons.append(
-            f"layers with neither full nor sliding-window attention (layer_types contains {', '.join(other_types)})"
+    return text_config.to_dict() | {name: getattr(text_config, name, None) for name in text_config.attribute_map}
+
+
+def reject_unsupported(config: PreTrainedConfig) -> None:
+    """Raise `EngineError` with all reasons if models of this config do not support packed rows."""
+    values = config_values(config)
+    if reasons := unsupported("packed rows", values):
+        raise EngineError(
+            f"{values['model_type']} models have {' and '.join(reasons)}, which packed rows do not support; choose "
+            "another model family"
         )
-    if values.get("attn_temperature_tuning") and 0 in (values.get("no_rope_layers") or ()):
-        # transformers counts positions from the start of a call, so those of packed rows and of decoding are wrong.
-        reasons.append(f"scaled queries (attn_temperature_tuning={values['attn_temperature_tuning']})")
-    if text_config.model_type in DROPS_ARGUMENTS:
-        reasons.append("layers that do not pass the arguments of packed calls to their attention")
-    if "keep_window_size" in values:
-        reasons.append(f"a mask that depends on the values (keep_window_size={values['keep_window_size']})")
-    if values.get("is_causal") is False or values.get("use_bidirectional_attention") in (True, "all"):
-        reasons.append("attention that is not causal")
-    if reasons:
-        raise _unsupported_error(text_config.model_type, reasons)
-
-
-def rope_limit(config: PreTrainedConfig) -> RopeLimit | None:
-    """Return the limit of rows for models whose rotary frequencies depend on the longest row of a call."""
-    values = config.get_text_config().to_dict()
-    ropes = values.get("rope_parameters") or {}
-    for rope in (ropes, *ropes.values()):
-        key = ROPE_BY_MAX_POSITION.get(str(rope.get("rope_type"))) if isinstance(rope, dict) else None
-        if key is not None:
-            return RopeLimit(rope["rope_type"], rope.get(key) or values["max_position_embeddings"], key)
-    return None
 
 
 def layer_window(config: PreTrainedConfig, layer: int) -> int | None:

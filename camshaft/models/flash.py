@@ -21,8 +21,6 @@ from torch.autograd.function import once_differentiable
 from camshaft.device import to_device
 from camshaft.models.packing import Packing
 
-MAX_HEAD_DIM = 256
-
 HALF = (torch.float16, torch.bfloat16)
 
 KERNEL = torch.ops.aten._flash_attention_forward.default

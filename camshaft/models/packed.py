@@ -9,7 +9,6 @@
 """
 
 import copy
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple, Self, cast
@@ -22,34 +21,20 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from transformers.utils.generic import ModelOutput
 
 from camshaft.config.engine import Head
+from camshaft.config.families.support import LOGIT_FACTORS, rope_limit, unsupported
 from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
-from camshaft.models.attention import PACKED, packed_kwargs, reject_unsupported, rope_limit
+from camshaft.models.attention import PACKED, config_values, packed_kwargs, reject_unsupported
 from camshaft.models.cpu import replace_norms
-from camshaft.models.flash import MAX_HEAD_DIM
 from camshaft.models.heads import OUTPUTS, default_output
 from camshaft.models.linear_logprob import VocabularyShard, linear_full_kl, linear_logprob, log_distribution
 from camshaft.models.packing import Packing
 from camshaft.models.routing import SAMPLING_ROUTERS, Routers, find_routers
 from camshaft.models.sequence import SequenceSplit
 
-LOGIT_FACTORS = {
-    "cohere": ("logit_scale", 1),
-    "cohere2": ("logit_scale", 1),
-    "cohere2_moe": ("logit_scale", 1),
-    "granite": ("logits_scaling", -1),
-    "granitemoe": ("logits_scaling", -1),
-    "granitemoeshared": ("logits_scaling", -1),
-    "minicpm3": ("logits_scaling", -1),
-}
-"""Model types that scale their logits by a config value: (config key, 1 to multiply or -1 to divide)."""
-
 SCALED_HIDDEN = ("minicpm3",)
 """Model types that scale the hidden states, instead of the logits, by the factor in `LOGIT_FACTORS`."""
-
-LOGIT_KEYS = re.compile(r"^(final_|output_)?logits?_(soft_?cap|scal|mup)|^lm_head_mult")
-"""Matches the config keys of models that change their logits after the output layer."""
 
 SCALAR_HEADS = ("score", "classifier")
 """Names in `transformers` of the layer that maps a hidden state to one number."""
@@ -206,7 +191,7 @@ class PackedModel(PackedModule):
         self._sampling_routers = [m for m in hf.modules() if type(m).__name__ in SAMPLING_ROUTERS]
         self.hidden_size = hf.config.get_text_config().hidden_size
         self.vocabulary_size = len(hf.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
-        self.rope_limit = rope_limit(hf.config)
+        self.rope_limit = rope_limit(config_values(hf.config))
 
     def weight_parameters(self) -> dict[str, nn.Parameter]:
         return dict(self.hf.named_parameters())
@@ -325,20 +310,11 @@ def vocabulary_outputs(
 
 
 def supports_prefix_sharing(config: PreTrainedConfig) -> bool:
-    """Return True if a prompt can be computed once for all of its responses.
+    """Return True if models of this config can compute a prompt once for all of its responses.
 
-    This requires a model without dropout and without a sliding window, whose keys and values have equal widths of at
-    most `MAX_HEAD_DIM`. Device and dtype must support it, too (`attention.least_shared`).
+    Device and dtype must support it, too (`attention.least_shared`).
     """
-    text_config = config.get_text_config()
-    values = text_config.to_dict()
-    has_dropout = any("drop" in key and value for key, value in values.items())
-    windowed = values.get("sliding_window") is not None and values.get("use_sliding_window") is not False
-    head_dim = values.get("head_dim") or text_config.hidden_size // text_config.num_attention_heads
-    if values.get("qk_nope_head_dim"):  # multi-head latent attention, whose `head_dim` may be that of the rotated part
-        head_dim = values["qk_nope_head_dim"] + values["qk_rope_head_dim"]
-    equal_widths = values.get("v_head_dim") in (None, head_dim)
-    return not has_dropout and not windowed and equal_widths and head_dim <= MAX_HEAD_DIM
+    return not unsupported("prefix sharing", config_values(config))
 
 
 def output_layer(hf: PreTrainedModel, head: Head) -> nn.Module:
@@ -387,16 +363,14 @@ def logit_factor(config: PreTrainedConfig) -> float:
 
     Raise `EngineError` if they change their logits in any other way.
     """
-    text_config = config.get_text_config()
-    values = text_config.to_dict()
-    factor_key, power = LOGIT_FACTORS.get(text_config.model_type, ("", 1))
-    for key, value in values.items():
-        if key != factor_key and LOGIT_KEYS.search(key) and value not in (None, 1.0):
-            raise EngineError(
-                f"{text_config.model_type} models change their logits after the output layer ({key}={value}), which "
-                "the fused output layer does not support; choose another model family"
-            )
-    return float(getattr(text_config, factor_key)) ** power if factor_key else 1.0
+    values = config_values(config)
+    if reasons := unsupported("fused log-probs", values):
+        raise EngineError(
+            f"{values['model_type']} models have {' and '.join(reasons)}, which the fused output layer does not "
+            "support; choose another model family"
+        )
+    key, power = LOGIT_FACTORS.get(values["model_type"], ("", 1))
+    return float(getattr(config.get_text_config(), key)) ** power if key else 1.0
 
 
 class _HeadReached(Exception):

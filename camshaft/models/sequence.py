@@ -24,10 +24,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from camshaft.config.families.support import unsupported
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.device import to_device
 from camshaft.errors import EngineError
-from camshaft.models.attention import rope_limit
+from camshaft.models.attention import config_values
 from camshaft.models.packing import Packing
 
 
@@ -194,11 +195,11 @@ def check_heads(config: PreTrainedConfig, size: int) -> None:
         raise _indivisible_heads_error(
             f"the {text_config.num_attention_heads} query heads of this {text_config.model_type} model", size
         )
-    limit = rope_limit(config)
-    if size > 1 and limit is not None:
+    reasons = unsupported("sequence parallelism", config_values(config))
+    if size > 1 and reasons:
         raise EngineError(
-            f"rope_type={limit.rope_type} depends on the largest position in a call, which differs between "
-            "sequence-parallel ranks; set ulysses_sequence_parallel_size=1 for this model"
+            f"{text_config.model_type} models have {' and '.join(reasons)}, which sequence parallelism does not "
+            "support; set ulysses_sequence_parallel_size=1 for this model"
         )
 
 

@@ -6,11 +6,14 @@
 from pathlib import Path
 
 import pytest
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from camshaft.config.engine import Head
+from camshaft.config.families.support import OWN_ATTENTION, RECURRENT, text_values, unsupported
 
 from .checks import check_head, refusal, write_model
-from .configs import decoder_types
+from .configs import decoder_types, tiny_config
 from .refused import REFUSED
 
 MOST_USED = (
@@ -30,6 +33,22 @@ def test_training_equals_transformers(model_type: str, head: Head, tmp_path: Pat
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_refused_types_are_refused_for_the_stated_reason(model_type: str, tmp_path: Path) -> None:
     assert REFUSED[model_type] in (refusal(model_type, tmp_path) or "accepted")
+
+
+@pytest.mark.parametrize("model_type", decoder_types())
+def test_refusals_are_known_from_the_config(model_type: str) -> None:
+    values = text_values(tiny_config(model_type).to_dict())
+    reasons = " and ".join([*unsupported("packed rows", values), *unsupported("fused log-probs", values)])
+    assert REFUSED.get(model_type, "") in reasons
+    assert bool(reasons) == (model_type in REFUSED)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.:DeprecationWarning")
+def test_types_without_the_attention_interface_are_those_of_transformers() -> None:
+    classes = {name: getattr(transformers, cls) for name, cls in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()}
+    assert set(RECURRENT) == {name for name, cls in classes.items() if cls._is_stateful}
+    others = {name for name, cls in classes.items() if not cls.is_backend_compatible()}
+    assert set(OWN_ATTENTION) == others - set(RECURRENT)
 
 
 def test_refused_types_are_decoder_only_types() -> None:

@@ -17,10 +17,11 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from camshaft.config.backends import TORCH
+from camshaft.config.families.support import rope_limit
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import memory_info
 from camshaft.errors import RolloutError
-from camshaft.models.attention import PACKED, reject_unsupported, rope_limit
+from camshaft.models.attention import PACKED, config_values, reject_unsupported
 from camshaft.models.routing import Routers, find_routers, supported_models
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams, check_finite
@@ -157,7 +158,7 @@ def _reject_own_attention(hf: PreTrainedModel) -> None:
 
 def _reject_dynamic_rope(config: PretrainedConfig, max_model_len: int) -> None:
     """Reject rotary frequencies that depend on the longest row of a batch if rows may become long enough."""
-    limit = rope_limit(config)
+    limit = rope_limit(config_values(config))
     if limit is not None and max_model_len > limit.tokens:
         raise RolloutError(
             f"max_model_len={max_model_len} is unsupported: {config.get_text_config().model_type} has "

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from camshaft.config.engine import EngineModel
+from camshaft.config.families import support
 from camshaft.errors import EngineError
-from camshaft.models import attention
 from camshaft.models.attention import PACKED
 from camshaft.models.loader import load_model
 from camshaft.models.packed import Head, PackedModel
@@ -295,10 +295,10 @@ def test_misshapen_inputs_are_an_error():
         ("gpt_oss", {"num_local_experts": 4}, "attention sinks"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ("hyperclovax", {"logits_scaling": 2.0}, "logits_scaling=2.0"),
-        ("modernbert-decoder", {"bos_token_id": 1}, "does not pass the hidden states of its decoder unchanged"),
+        ("modernbert-decoder", {"bos_token_id": 1}, "layers between the decoder and the output layer"),
         ("bert", {"is_decoder": True}, "does not pass the hidden states"),
-        ("mpt", {}, "does not use the attention interface"),
-        ("falcon", {}, "do not use the attention interface"),
+        ("mpt", {}, "not use the attention interface"),
+        ("falcon", {}, "not use the attention interface"),
         ("mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}, "recurrent state"),
     ],
 )
@@ -308,8 +308,27 @@ def test_unsupported_models_are_rejected(family: str, extra: dict[str, Any], mes
         load_model(EngineModel(path=str(folder)), "float32", "cpu", 0)
 
 
+@pytest.mark.parametrize(
+    ("family", "extra", "message"),
+    [
+        ("modernbert-decoder", {"bos_token_id": 1}, "does not pass the hidden states of its decoder unchanged"),
+        ("mpt", {}, "does not use the attention interface"),
+        ("falcon", {}, "do not use the attention interface"),
+        ("mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}, "has a recurrent state"),
+    ],
+)
+def test_models_of_unknown_types_are_checked_when_they_are_built(
+    family: str, extra: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+):
+    for name in ("RECURRENT", "OWN_ATTENTION", "CHANGES_HIDDEN"):
+        monkeypatch.setattr(support, name, ())
+    folder = tiny_folder(family, hidden=32, intermediate=32, **extra)
+    with pytest.raises(EngineError, match=message):
+        load_model(EngineModel(path=str(folder)), "float32", "cpu", 0)
+
+
 def test_a_model_that_drops_packing_arguments_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(attention, "DROPS_ARGUMENTS", ())  # a model of a third party is not in the list
+    monkeypatch.setattr(support, "DROPS_ARGUMENTS", ())  # a model of a third party is not in the list
     model = load_model(EngineModel(path=str(tiny_folder("nemotron", hidden=32))), "float32", "cpu", 0)
     with pytest.raises(EngineError, match="this model drops the arguments"):
         model(*inputs(), ("log_probs",))

@@ -186,7 +186,7 @@ def test_length_dependent_rotary_embeddings_are_rejected():
     rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     config = LlamaConfig(num_attention_heads=4, rope_parameters=rope)
     check_heads(config, 1)
-    with pytest.raises(EngineError, match="rope_type=dynamic depends on the largest position"):
+    with pytest.raises(EngineError, match=r"depend on the longest row of a call \(rope_type=dynamic\)"):
         check_heads(config, 2)
 
 

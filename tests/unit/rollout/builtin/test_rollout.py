@@ -340,7 +340,7 @@ REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
     (EngineError, "soft-capped", "gemma2", {}),
     (EngineError, "falcon models do not use the attention interface", "falcon", {}),
     (EngineError, "sinks", "gpt_oss", {"num_local_experts": 4, "head_dim": 16}),
-    (RolloutError, "recurrent state or its own attention code", "jamba", {}),
+    (EngineError, "jamba models have a recurrent state", "jamba", {}),
     (
         RolloutError,
         "max_model_len=64 .* 'dynamic' rotary frequencies, .* set max_model_len=32 or less",
