@@ -16,6 +16,7 @@ from support.command_line import Forked, Run, camshaft, finished, generate_args,
 from support.ppo_runs import ppo_args, ppo_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from camshaft import storage
 from camshaft.data.tables import write_parquet
 from camshaft.trainer.build import PPOParts
 from camshaft.trainer.validate import validate
@@ -285,11 +286,9 @@ def test_a_damaged_part_and_all_after_it_are_made_again(partial: Path, home: Pat
 
 @pytest.mark.slow
 def test_a_kill_during_a_write_leaves_no_valid_part(partial: Path, home: Path) -> None:
-    # A kill leaves a part and a file under their temporary names.
-    unfinished = parts_of(partial) / "from_000000008.unfinished"
-    unfinished.mkdir()
-    (unfinished / "responses.parquet").write_bytes(b"PAR1")
-    partial.with_name("out.parquet.unfinished").write_bytes(b"PAR1")
+    # A kill leaves a part and a file in their temporary folders.
+    for target in (parts_of(partial) / "from_000000008", partial):
+        (storage.begin(target) / "responses.parquet").write_bytes(b"PAR1")
     assert generate(home, partial, rollout__name=holding.NAME).status == 0
     assert generate(home, partial.with_name("whole.parquet"), rollout__name=holding.NAME).status == 0
     assert partial.read_bytes() == partial.with_name("whole.parquet").read_bytes()
