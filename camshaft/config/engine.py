@@ -72,6 +72,33 @@ class EngineModel(Frozen):
     """LoRA adapters. None trains all weights."""
 
 
+OPTIMIZERS = (
+    *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"),
+    *("Rprop", "SGD"),
+)
+"""Optimizers of torch.optim that engines support. The config must not import torch."""
+UNSUPPORTED_OPTIMIZERS = {
+    "LBFGS": "it evaluates the loss several times per step",
+    "SparseAdam": "it requires sparse gradients",
+}
+"""Optimizers of torch.optim that engines do not support, with the reason."""
+
+
+def optimizer_problem(name: str) -> str | None:
+    """Return why engines have no optimizer of this name. An import path is checked when the optimizer is built."""
+    if name in OPTIMIZERS or "." in name or ":" in name:
+        return None
+    if name in UNSUPPORTED_OPTIMIZERS:
+        return f"optimizer={name} is not supported: {UNSUPPORTED_OPTIMIZERS[name]}. Set optimizer=AdamW"
+    lowercase = {each.lower(): each for each in OPTIMIZERS}
+    matches = difflib.get_close_matches(name.lower(), lowercase, n=1)
+    hint = f" Did you mean '{lowercase[matches[0]]}'?" if matches else ""
+    return (
+        f"torch.optim has no optimizer '{name}'.{hint} Set optimizer to one of {', '.join(OPTIMIZERS)}, or to an "
+        "import path package.module:Class"
+    )
+
+
 class OptimConfig(Frozen):
     """Optimizer and learning-rate schedule: a linear warm-up, then a constant rate, or a cosine or linear decay."""
 

@@ -7,7 +7,6 @@
 Parameters may be a mix of regular tensors and DTensors on different meshes.
 """
 
-import difflib
 import inspect
 import logging
 import math
@@ -19,16 +18,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from camshaft.config.engine import OptimConfig
+from camshaft.config.engine import UNSUPPORTED_OPTIMIZERS, OptimConfig, optimizer_problem
 from camshaft.errors import EngineError
 from camshaft.plugins import import_attribute
 
 logger = logging.getLogger(__name__)
 
 P = TypeVar("P", bound=Tensor)
-
-UNSUPPORTED = {"LBFGS": "it evaluates the loss several times per step", "SparseAdam": "it requires sparse gradients"}
-"""Optimizers of torch.optim that engines do not support, with the reason."""
 
 UNSHARDED = (torch.optim.Adafactor, torch.optim.Rprop)
 """Optimizers whose steps fail with DTensor parameters."""
@@ -96,28 +92,15 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
 
     Both `package.module:Class` and `package.module.Class` are accepted.
     """
-    available = {
-        key: value
-        for key, value in vars(torch.optim).items()
-        if isinstance(value, type) and issubclass(value, torch.optim.Optimizer) and value is not torch.optim.Optimizer
-    }
-    if ":" in name or "." in name:
-        cls = import_attribute(name if ":" in name else ":".join(name.rsplit(".", 1)))
-    elif name in available:
-        cls = available[name]
-    else:
-        lowercase = {key.lower(): key for key in available}
-        matches = difflib.get_close_matches(name.lower(), lowercase, n=1)
-        hint = f" Did you mean '{lowercase[matches[0]]}'?" if matches else ""
-        raise EngineError(
-            f"torch.optim has no optimizer '{name}'.{hint} Set optimizer to one of "
-            f"{', '.join(sorted(available.keys() - UNSUPPORTED.keys()))}, or to an import path package.module:Class"
-        )
+    if problem := optimizer_problem(name):
+        raise EngineError(problem)
+    path = name if ":" in name or "." in name else f"torch.optim:{name}"
+    cls = import_attribute(path if ":" in path else ":".join(path.rsplit(".", 1)))
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise EngineError(
             f"optimizer={name} is not a subclass of torch.optim.Optimizer; set optimizer=AdamW or another subclass"
         )
-    reason = UNSUPPORTED.get(cls.__name__)
+    reason = UNSUPPORTED_OPTIMIZERS.get(cls.__name__)
     if reason is None and _needs_closure(cls):
         reason = "its step requires a closure that computes the loss"
     if reason is not None:

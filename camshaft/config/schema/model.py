@@ -1,10 +1,13 @@
 """Sections that the trained roles share: model, optimizer and checkpoints."""
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat
 
 from camshaft import hub
+from camshaft.config.engine import optimizer_problem
+from camshaft.config.errors import Problem
 from camshaft.config.schema.fields import (
     Betas,
     Contents,
@@ -213,6 +216,10 @@ class OptimSection(Section):
         "Length of the learning-rate schedule in steps. -1 uses the length of the run.",
         unread=_ANY_LENGTH,
     )
+
+    def problems(self) -> Iterator[Problem]:
+        if problem := optimizer_problem(self.optimizer):
+            yield Problem("optimizer", self.optimizer, f"{problem}.")
 
     def warmup_steps(self, total_steps: int) -> int:
         """Return the number of warm-up steps of a schedule with `total_steps` steps."""

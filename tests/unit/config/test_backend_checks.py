@@ -437,6 +437,16 @@ def test_batch_sizes_of_a_role_follow_from_its_ranks(words):
 # -- optimizers and adapters ----------------------------------------------------------------------
 
 
+def test_unknown_optimizer_is_rejected_without_torch(words, sft_words):
+    for load, arguments, key in (
+        (load_ppo, words, f"{ACTOR}.optim.optimizer"),
+        (load_sft, sft_words, "optim.optimizer"),
+    ):
+        with pytest.raises(ConfigError, match=rf"{key} = adamw_8bit\n.*Did you mean 'AdamW'\?"):
+            load([*arguments, f"{key}=adamw_8bit"])
+        load([*arguments, f"{key}=bitsandbytes.optim:AdamW8bit"])
+
+
 def test_optimizer_has_a_name_and_arguments(words):
     more = [f"{ACTOR}.optim.optimizer=SGD", f"+{ACTOR}.optim.override_optimizer_config.momentum=0.9"]
     config = load_ppo([*words, *more, f"{ACTOR}.optim.lr_scheduler_type=linear", "critic.optim.optimizer=Adafactor"])

@@ -8,7 +8,7 @@ from support.ranks import run_warm_ranks
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from camshaft.config.engine import OptimConfig
+from camshaft.config.engine import OPTIMIZERS, UNSUPPORTED_OPTIMIZERS, OptimConfig
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step, learning_rate_at
 from camshaft.errors import EngineError
 
@@ -170,6 +170,12 @@ def test_overrides_win_and_lists_become_tuples() -> None:
 def test_impossible_settings_are_errors_with_a_fix(optim: dict[str, Any], message: str) -> None:
     with pytest.raises(EngineError, match=message):
         built(**optim)
+
+
+def test_every_optimizer_of_torch_is_supported_or_rejected_with_a_reason() -> None:
+    base = torch.optim.Optimizer
+    classes = {name for name, value in vars(torch.optim).items() if isinstance(value, type) and issubclass(value, base)}
+    assert classes - {"Optimizer"} == {*OPTIMIZERS, *UNSUPPORTED_OPTIMIZERS}
 
 
 def test_an_unsupported_optimizer_reports_the_reason() -> None:

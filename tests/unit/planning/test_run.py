@@ -200,9 +200,9 @@ def test_missing_device_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("no_forecast")
 def test_unknown_optimizer_is_found(tmp_path: Path) -> None:
-    findings = doctor(tmp_path, {"actor_rollout_ref.actor.optim.optimizer": "adamw_8bit"})
+    findings = doctor(tmp_path, {"actor_rollout_ref.actor.optim.optimizer": "torch.optim:AdamW8"})
     assert findings["libraries"][0] == "FAIL"
-    assert "torch.optim has no optimizer 'adamw_8bit'. Did you mean 'AdamW'?" in findings["libraries"][1]
+    assert "AdamW8" in findings["libraries"][1]
 
 
 def test_invalid_config_is_the_only_finding(tmp_path: Path) -> None:
