@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
 
 def generate(config: GenerateConfig) -> None:
     """Generate the missing responses, write the output file, and print the scores if a function is configured."""
-    from camshaft.config.auto import format_choices
+    from camshaft.config.auto.table import format_choices
     from camshaft.controller.placement import check_device
     from camshaft.tracking import Tracking
     from camshaft.tracking.console import shared_console
@@ -45,9 +45,9 @@ def generate(config: GenerateConfig) -> None:
     if config.trainer.backend() == "local":
         check_device(config.trainer.device, config.trainer.n_gpus_per_node)
     with log_to_console(console, config.trainer.seed):
-        if choices := format_choices(config):
-            console.print(choices, markup=False, soft_wrap=True)
         run = GenerateRun(config)
+        if choices := format_choices(run.config):
+            console.print(choices, markup=False, soft_wrap=True)
         file_exists = run.file.exists()
         if file_exists:
             run.file.remove_parts()  # a run that was killed after it wrote the file did not remove them

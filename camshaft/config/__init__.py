@@ -13,7 +13,7 @@
     backends.py         registry of engines and rollouts
     engine_features.py  features of the engines, and the page that lists them
     layout.py           resource pools, numbers of ranks, controller
-    auto.py             chooses the values of keys that are `auto`
+    auto/               chooses the values of keys that are `auto`, and fits them to the data and the memory
     load.py             renames aliases, resolves `${...}` and validates
     composition.py      composes config files and overrides, in the syntax of Hydra
     config_files.py     reads config files and their defaults lists

@@ -9,30 +9,20 @@ several optimizer steps), and optimizer steps in supervised runs.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
-from camshaft.config.auto import (
-    PROMPTS,
-    ROLLOUT_PROMPTS,
-    Settings,
-    longest_response,
-    longest_scored,
-    with_values,
-)
 from camshaft.config.backends import engine_capabilities, select_options
 from camshaft.config.engine import EngineConfig, EngineModel, LoRAConfig, OptimConfig
 from camshaft.config.layout import Topology, micro_batch_per_rank
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.config.schema.engine import EngineSection
-from camshaft.config.schema.fields import Choice, DType
+from camshaft.config.schema.fields import DType
 from camshaft.config.schema.generate import GenerateConfig, GenerateTrainerConfig
 from camshaft.config.schema.model import AnyModelConfig, LoadedModel, OptimSection, ResponsesModelConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import ActorConfig, CriticConfig, GeneratorConfig, RefConfig, RolloutConfig, ValKwargs
-from camshaft.config.schema.supervised import SUPERVISED_UPDATES, RMConfig, SFTConfig, SupervisedConfig
+from camshaft.config.schema.supervised import RMConfig, SFTConfig, SupervisedConfig
 from camshaft.config.schema.trainer import TrainerConfig
-from camshaft.config.tree import get, put
-from camshaft.machine import Machine
 
 ALL_LINEAR = "all-linear"
 """Value of `target_modules` that selects every linear layer except the output head."""
@@ -348,42 +338,3 @@ def _optim(optim: OptimSection, total_steps: int) -> OptimConfig:
         min_lr_ratio=0.0 if optim.min_lr_ratio is None else optim.min_lr_ratio,
         num_cycles=optim.num_cycles,
     )
-
-
-# -- the longest prompt of the data ---------------------------------------------------------------
-
-OTHER_TEMPLATE_LENGTH = 512
-"""Least prompt length that is chosen if a reward model formats the prompts with another template."""
-
-PromptsConfig = TypeVar("PromptsConfig", PPOConfig, GenerateConfig)
-
-
-def fit_to_prompts(config: PromptsConfig, longest: int, previous: int = 0) -> PromptsConfig:
-    """Return the config with the length of the longest prompt as maximum, if no maximum is set.
-
-    Limits of micro-batches that were chosen are raised if its rows need more tokens. A run that resumes keeps the
-    `previous` maximum, unless a prompt is longer.
-    """
-    keys, least = ["rollout.prompt_length"], max(longest, previous)
-    if isinstance(config, PPOConfig):
-        keys = [PROMPTS, *([ROLLOUT_PROMPTS] if config.is_automatic(ROLLOUT_PROMPTS) else [])]
-        if config.needs_raw_chat():
-            least = max(least, OTHER_TEMPLATE_LENGTH)
-    if not config.is_automatic(keys[0]):
-        return config
-    values = config.model_dump()
-    length = min(least, get(values, keys[0]))
-    changes = dict.fromkeys(keys, length)
-    for key in keys:
-        put(values, key, length)
-    for choice in config.choices():
-        if choice.key.endswith(SUPERVISED_UPDATES.tokens):
-            row = longest_scored if choice.key.startswith("reward_model.") else longest_response
-            changes[choice.key] = max(choice.value, row(Settings(values, Machine())))
-    reason = "as before" if length == previous else "for the template of the reward model"
-    reasons = {keys[0]: "the longest prompt of the data" if length == longest else reason}
-    choices = [
-        Choice(choice.key, changes.get(choice.key, choice.value), reasons.get(choice.key, choice.reason))
-        for choice in config.choices()
-    ]
-    return with_values(config, changes).with_choices(choices)

@@ -22,7 +22,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
-from camshaft.config.auto import choose
+from camshaft.config.auto.rules import choose
 from camshaft.config.checks import check
 from camshaft.config.checks.ineffective import find_notices
 from camshaft.config.checks.model import find_model_notices

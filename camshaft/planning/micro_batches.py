@@ -12,19 +12,16 @@ import json
 import logging
 import pickle
 from bisect import bisect_left
-from pathlib import Path
 from typing import TypeVar
 
-from camshaft.checkpoint.manager import LATEST
-from camshaft.config import PPOConfig
-from camshaft.config.auto import token_limits, with_tokens
+from camshaft.config.auto.fitting import token_limits, with_tokens
 from camshaft.machine import CPU
 from camshaft.planning.devices import GIB, device_memory
 from camshaft.planning.plan import MICRO_BATCHES, Config, make_plan
 from camshaft.planning.plan_process import PlanUnavailable, answer_in_process
 from camshaft.planning.prompts import fit_to_data
 from camshaft.subprocesses import import_path
-from camshaft.tracking.run_folder import RunFolder
+from camshaft.trainer.resume import resumed_values
 
 SECONDS = 180.0
 """Time limit of the forecasts of a run."""
@@ -124,17 +121,7 @@ def _levels(config: Config) -> list[dict[str, int]]:
 
 def _kept_limits(config: Config) -> dict[str, int]:
     """Return the numbers of the run that is resumed, unless a sequence has become longer than they allow."""
-    folder, smallest = _resumed_folder(config), _levels(config)[-1]
-    recorded = RunFolder(folder).config() if folder is not None else {}
+    recorded, smallest = resumed_values(config), _levels(config)[-1]
     limits = {key: recorded[key] for key in smallest if isinstance(recorded.get(key), int)}
     is_complete = limits.keys() == smallest.keys() and all(limits[key] >= smallest[key] for key in smallest)
     return limits if is_complete else {}
-
-
-def _resumed_folder(config: Config) -> Path | None:
-    """Return the folder of the run that is resumed, or None for a new run."""
-    trainer = config.trainer
-    if isinstance(config, PPOConfig) and config.trainer.resume_from_path and trainer.resume_mode == "resume_path":
-        return Path(config.trainer.resume_from_path).expanduser().parent
-    folder = Path(trainer.default_local_dir).expanduser()
-    return folder if trainer.resume_mode == "auto" and (folder / LATEST).exists() else None

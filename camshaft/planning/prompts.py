@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import TypeVar
 
 from camshaft.config import PPOConfig, SupervisedConfig
-from camshaft.config.auto import MAX_PROMPT_LENGTH, PROMPTS, awaits_prompts
-from camshaft.config.derive import fit_to_prompts
+from camshaft.config.auto.fitting import awaits_prompts, fit_to_prompts
+from camshaft.config.auto.rules import MAX_PROMPT_LENGTH, PROMPTS
 from camshaft.config.files import dataset_name
 from camshaft.config.model_settings import local_model
 from camshaft.data import data_files, read_prompts

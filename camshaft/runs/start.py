@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from camshaft.config import PPOConfig, SFTConfig, from_container
-from camshaft.config.auto import AUTO, RULES
+from camshaft.config.auto.rules import RULES
 from camshaft.config.composition import as_override
 from camshaft.config.defaults import raw_defaults
 from camshaft.config.load import choose_automatic, resolve
 from camshaft.config.run_folder import FOLDER, NAME, generated_name, number_run, numbered_folder
-from camshaft.config.schema.fields import Section
+from camshaft.config.schema.fields import AUTO, Section
 from camshaft.config.schema.supervised import RMConfig
 from camshaft.config.short_names import REWARD_FUNCTIONS, REWARD_NAME, REWARD_PATH, expand_short_names, short_names
 from camshaft.config.tree import expand_keys, flatten, get, leaf_fields

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from camshaft.config import PPOConfig
+from camshaft.config.auto.fitting import fit_to_rows
 from camshaft.config.checks import check_critic_warmup
 from camshaft.config.errors import format_problems
 from camshaft.controller import spawn, submit
@@ -34,7 +35,7 @@ from camshaft.tracking.samples import SampleWriter
 from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.metrics import merge_ranks
 from camshaft.trainer.scoring import build_run_rewards, check_scorable
-from camshaft.trainer.session import fit_batch, fit_prompts, run_length, run_tokenizer
+from camshaft.trainer.session import fit_prompts, run_length, run_tokenizer
 
 REWARD_MODEL_COLUMNS = (
     *("prompts", "responses", "response_mask", "raw_prompt", "raw_input_ids"),
@@ -172,7 +173,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
     def _load_prompts(self, config: PPOConfig) -> None:
         """Load the prompts, fit the config to them, and check that the reward function can score them."""
         prompts = self._prompts(config, train=True)
-        self.config = fit_batch(config, len(prompts))
+        self.config = fit_to_rows(config, len(prompts))
         self.loader = StatefulLoader(
             prompts,
             self.config.prompts_per_generation_batch(),

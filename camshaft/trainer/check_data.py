@@ -17,6 +17,7 @@ from typing import Any
 from rich.console import Console
 
 from camshaft.config import PPOConfig
+from camshaft.config.auto.fitting import fit_to_rows
 from camshaft.data import (
     OPTIONAL,
     PromptOptions,
@@ -40,7 +41,7 @@ from camshaft.rewards.manager import RewardManager, Scores
 from camshaft.tracking.terminal import log_to_console
 from camshaft.trainer.build import prompt_files, prompt_options
 from camshaft.trainer.scoring import build_rewards, check_scorable
-from camshaft.trainer.session import fit_batch, fit_prompts
+from camshaft.trainer.session import fit_prompts
 
 _NUM_SCORED = 10
 _MAX_CHARACTERS = 2000
@@ -96,6 +97,7 @@ def _check_prompts(
     options = prompt_options(config, reward_columns=None)
     tokenized_prompts: dict[str, TokenizedPrompts] = {}
     batches: dict[str, DataProto] = {}
+    fitted = config
     for name, train in (("training", True), ("validation", False)):
         paths, max_rows = prompt_files(config, train)
         if not paths:
@@ -112,7 +114,7 @@ def _check_prompts(
         try:
             batches[name] = build_prompt_set(prompts, tokenizer, options).batch
             if train:
-                fitted = fit_batch(config, len(batches[name]))
+                fitted = fit_to_rows(config, len(batches[name]))
                 StatefulLoader(batches[name], fitted.prompts_per_generation_batch())
             if rewards is not None:
                 check_scorable(batches[name], config.custom_reward_function, config.reward_model.enable)
@@ -122,7 +124,9 @@ def _check_prompts(
             yield str(error)
         except CamshaftError as error:
             yield str(error)
-    fit_prompts(config, list(batches.values()))
+    for choice in fit_prompts(fitted, list(batches.values())).choices():
+        if choice.reason and choice not in config.choices():
+            say(f"{choice.key}={choice.value}, {choice.reason}")
     _print_duplicates(tokenized_prompts, say)
     if not config.needs_function():
         say("\nno reward function: the run uses only the reward model")

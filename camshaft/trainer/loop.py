@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Generic, Protocol, Self, TypeVar
 
 from camshaft.checkpoint import BestStep, CheckpointManager, SavedCheckpoint
 from camshaft.config import PPOConfig, SupervisedConfig
+from camshaft.config.auto.table import format_choices
 from camshaft.config.checks.backends import check_libraries
 from camshaft.config.run_folder import number_run
 from camshaft.controller.placement import pool_specs
@@ -136,7 +137,8 @@ class TrainingLoop(ABC, Generic[C, T, B]):
 
     def introduction(self) -> Iterator[str]:
         """Yield texts to print before the models are built."""
-        return iter(())
+        if choices := format_choices(self.config):
+            yield choices
 
     def checkpoint_to_resume(self) -> SavedCheckpoint | None:
         return self.checkpoints.latest() if self.config.trainer.resume_mode == "auto" else None
@@ -317,7 +319,6 @@ def run(config: C, opened: Opened[C], extensions: Extensions | None = None) -> i
     ranks = sum(spec.world_size for spec in pool_specs(config))
     with contextlib.ExitStack() as stack:
         entered = stack.enter_context(session(config.trainer, ranks, extensions.from_python))
-        entered.say_choices(config)
         trainer = stack.enter_context(opened(config, extensions))
         for text in trainer.introduction():
             entered.say(text)

@@ -99,6 +99,7 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
             yield trainer
 
     def introduction(self) -> Iterator[str]:
+        yield from super().introduction()
         yield render_batch_table(batch_table(self.config, self.config.topology()))
         for rule, (low, high) in self.config.algorithm.rollout_correction.rejection_bounds():
             yield f"rollout_rs={rule} accepts values from {low:g} to {high:g}"

@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import Any
 
 from camshaft.checkpoint import SavedCheckpoint
+from camshaft.checkpoint.manager import LATEST
 from camshaft.config import PPOConfig, SupervisedConfig, without_secrets
+from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.tree import flatten, format_value, leaf_fields
 from camshaft.errors import CamshaftError, CheckpointError
 from camshaft.models.loader import model_folder
 from camshaft.rewards.callables import reward_checksum
 from camshaft.rewards.messages import FunctionSpec
 from camshaft.tracking.durable import Ranges
+from camshaft.tracking.run_folder import RunFolder
 
 SAMPLE_BYTES = 1 << 20
 """Number of bytes at the start and at the end of a weight file that `input_checksums` reads."""
@@ -41,6 +44,15 @@ def config_record(config: PPOConfig | SupervisedConfig) -> dict[str, Any]:
     """Return the config as a dict of dotted keys and JSON values, without secrets."""
     values = flatten(without_secrets(config), leaf_fields(type(config)))
     return {key: value for key, value in values.items() if key not in RESUME_KEYS}
+
+
+def resumed_values(config: PPOConfig | SupervisedConfig) -> dict[str, Any]:
+    """Return the recorded values of the run that a run resumes, by dotted key. A new run resumes none."""
+    trainer = config.trainer
+    if isinstance(trainer, TrainerConfig) and trainer.resume_mode == "resume_path" and trainer.resume_from_path:
+        return RunFolder(Path(trainer.resume_from_path).expanduser().parent).config()
+    folder = Path(trainer.default_local_dir).expanduser()
+    return RunFolder(folder).config() if trainer.resume_mode == "auto" and (folder / LATEST).exists() else {}
 
 
 def list_changes(saved_values: Mapping[str, Any], config: PPOConfig | SupervisedConfig) -> list[str]:

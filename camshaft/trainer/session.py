@@ -33,14 +33,9 @@ from camshaft.config import (
     run_name,
     without_secrets,
 )
-from camshaft.config.auto import (
-    PROMPTS,
-    TrainingConfig,
-    fit_to_rows,
-    format_choices,
-)
+from camshaft.config.auto.fitting import PromptsConfig, fit_to_prompts
+from camshaft.config.auto.rules import PROMPTS
 from camshaft.config.checks import check_lengths
-from camshaft.config.derive import PromptsConfig, fit_to_prompts
 from camshaft.config.errors import format_problems
 from camshaft.config.schema.reward import split_function
 from camshaft.config.schema.trainer import TrainerConfig
@@ -64,9 +59,8 @@ from camshaft.tracking.base import Command
 from camshaft.tracking.console import shared_console
 from camshaft.tracking.jsonl import FILE_NAME
 from camshaft.tracking.record import RECORD, check_folder, log_text, log_to_file, record_failed_start
-from camshaft.tracking.run_folder import RunFolder
 from camshaft.tracking.terminal import continue_without_reader, log_to_console
-from camshaft.trainer.resume import recorded_steps
+from camshaft.trainer.resume import recorded_steps, resumed_values
 
 COMMANDS: Mapping[type[PPOConfig | SupervisedConfig], Command] = {PPOConfig: "ppo", SFTConfig: "sft", RMConfig: "rm"}
 """Command of each kind of run."""
@@ -97,11 +91,6 @@ class Session:
                 self.say(f"Call camshaft.load_run({self.trainer.default_local_dir!r}).resume() to resume.")
             else:
                 self.say(f"Run the same command{' with ' if arguments else ''}{arguments} to resume.")
-
-    def say_choices(self, config: PPOConfig | SupervisedConfig) -> None:
-        """Print the values that were chosen automatically."""
-        if choices := format_choices(config):
-            self.say(choices)
 
     def say_results(self, total_steps: int, steps_per_epoch: int, model: str | None = None) -> None:
         """Print where the results of a finished run are, and what to do with them."""
@@ -218,38 +207,18 @@ def run_tokenizer(path: str, trust_remote_code: bool, chat_template: str | None,
     return tokenizer
 
 
-def fit_batch(config: TrainingConfig, rows: int) -> TrainingConfig:
-    """Return the config with the batch size that fits the number of training rows, and log the change."""
-    fitted = fit_to_rows(config, rows)
-    if fitted.data.train_batch_size != config.data.train_batch_size:
-        logger.info("data.train_batch_size=%d, because the data has %d rows", fitted.data.train_batch_size, rows)
-    return fitted
-
-
 def fit_prompts(config: PromptsConfig, data: Sequence[DataProto]) -> PromptsConfig:
-    """Return the config with the length of the longest prompt as maximum, if none was set, and log the maximum.
+    """Return the config with the length of the longest prompt as maximum, if none was set.
 
     A run that resumes keeps its maximum, unless a prompt is longer.
     """
     longest = max((int(prompts["prompts"].lengths.max()) for prompts in data if len(prompts)), default=1)
-    previous = _recorded_value(config.trainer, PROMPTS) if isinstance(config, PPOConfig) else 0
-    fitted = fit_to_prompts(config, longest, previous)
-    if fitted is config:
-        return config
-    if problems := list(check_lengths(fitted)):
+    previous = resumed_values(config).get(PROMPTS) if isinstance(config, PPOConfig) else None
+    fitted = fit_to_prompts(config, longest, previous if isinstance(previous, int) else 0)
+    problems = list(check_lengths(fitted)) if fitted is not config else []
+    if problems:
         raise ConfigError(format_problems(problems))
-    choice = next(choice for choice in fitted.choices() if choice.key in (PROMPTS, "rollout.prompt_length"))
-    logger.info("%s=%d, %s", choice.key, choice.value, choice.reason)
     return fitted
-
-
-def _recorded_value(trainer: TrainerConfig, key: str) -> int:
-    """Return the value of a key in the run that resumes, and 0 if there is none."""
-    folder = Path(trainer.default_local_dir).expanduser()
-    if trainer.resume_mode != "auto" or not (folder / LATEST).exists():
-        return 0
-    value = RunFolder(folder).config().get(key)
-    return value if isinstance(value, int) else 0
 
 
 def run_length(trainer: TrainerConfig | SupervisedTrainerConfig, loader: StatefulLoader) -> int:

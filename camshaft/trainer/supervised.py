@@ -20,6 +20,7 @@ import torch
 from camshaft.algorithms import preference_loss
 from camshaft.checkpoint import check_export_path
 from camshaft.config import GLOBAL_POOL, RMConfig, SFTConfig, SupervisedConfig, Topology
+from camshaft.config.auto.fitting import fit_to_rows
 from camshaft.config.run_folder import number_run
 from camshaft.controller import spawn
 from camshaft.controller.placement import pool_specs, run_pools
@@ -34,7 +35,7 @@ from camshaft.trainer.loop import TrainingLoop
 from camshaft.trainer.metrics import StepMetrics
 from camshaft.trainer.mini_batches import balance_ranks
 from camshaft.trainer.resume import input_checksums
-from camshaft.trainer.session import Extensions, fit_batch, run_length, run_tokenizer
+from camshaft.trainer.session import Extensions, run_length, run_tokenizer
 
 C = TypeVar("C", bound=SupervisedConfig)
 W = TypeVar("W", bound=SupervisedWorker)
@@ -60,7 +61,7 @@ class SupervisedTrainer(TrainingLoop[C, DataProto, DataProto], Generic[C, W]):
         with contextlib.ExitStack() as stack:
             status = stack.enter_context(RunStatus(config.trainer.default_local_dir))
             rows = self.rows(data_files(config.data.train_files), "training data", None if max_rows == -1 else max_rows)
-            fitted = fit_batch(config, len(rows))
+            fitted = fit_to_rows(config, len(rows))
             loader = StatefulLoader(
                 rows,
                 fitted.data.train_batch_size,

@@ -1,23 +1,11 @@
-"""Choice of the values of keys that are `auto`, from the rest of the config and the machine.
-
-    choices = choose(values, PPOConfig, Machine("cuda", 8, frozenset({"vllm"})))
-    choices[0]                                  # Choice("trainer.device", "cuda", "8 accelerators of this machine")
-    fitted = fit_to_rows(config, 48)            # a smaller batch, if the data has only 48 rows
-    format_choices(config)                      # the table that a run prints at its start
-
-`load.py` puts the choices into the config before it is validated, so no other code handles `auto`. The exceptions are
-`trainer.save_freq` and `trainer.test_freq`, whose value `auto` is a schedule by time (`trainer/schedule.py`).
-
-With several machines, the choices describe the machine on which the command runs. Set `trainer.device` and
-`trainer.n_gpus_per_node` if the others differ.
-"""
+"""Rules for the values of keys that are `auto`, one per key."""
 
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from camshaft.config.backends import (
     ACCELERATOR_ROLLOUTS,
@@ -32,23 +20,20 @@ from camshaft.config.backends import (
 )
 from camshaft.config.engine import EngineModel
 from camshaft.config.guards import is_mapping
-from camshaft.config.layout import Topology
 from camshaft.config.model_settings import read_settings
 from camshaft.config.schema.algorithm import ESTIMATORS, estimator_inputs
 from camshaft.config.schema.engine import UPDATES, MicroBatchKeys
 from camshaft.config.schema.evaluation import EvalConfig
-from camshaft.config.schema.fields import Choice, Section
+from camshaft.config.schema.fields import AUTO, Choice, Section
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import SCORES
 from camshaft.config.schema.roles import OLD_LOG_PROBS, REF_PASSES, VALUES
-from camshaft.config.schema.supervised import SUPERVISED_UPDATES, RMConfig, SFTConfig, SupervisedConfig
-from camshaft.config.short_names import short_names
-from camshaft.config.tree import format_value, get, has_key, put
+from camshaft.config.schema.supervised import SUPERVISED_UPDATES, RMConfig, SFTConfig
+from camshaft.config.tree import get, has_key, put
 from camshaft.errors import EngineError
 from camshaft.machine import CPU, Machine
 
-AUTO = "auto"
 GROUP_SIZE = 8
 """Responses per prompt, if the responses to a prompt are compared with each other."""
 RESPONSES_PER_STEP = 256
@@ -65,11 +50,9 @@ EPOCHS = "trainer.total_epochs"
 PROMPTS = "data.max_prompt_length"
 BATCH, MINI_BATCH = "data.train_batch_size", "actor_rollout_ref.actor.ppo_mini_batch_size"
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
-ROLLOUT_PROMPTS = f"{ROLLOUT}.prompt_length"
+ROLLOUT_PROMPTS, GENERATED_PROMPTS = f"{ROLLOUT}.prompt_length", "rollout.prompt_length"
 _ACTOR_DTYPE = f"{ACTOR}.fsdp_config.model_dtype"
 _ACTOR_DYNAMIC, _ACTOR_TOKENS = f"{ACTOR}.{UPDATES.dynamic}", f"{ACTOR}.{UPDATES.tokens}"
-
-TrainingConfig = TypeVar("TrainingConfig", bound=PPOConfig | SupervisedConfig)
 
 
 @dataclass(frozen=True)
@@ -240,7 +223,7 @@ def _supervised_batch(settings: Settings) -> tuple[Any, str]:
 
 
 def _prompt_length(response: str, models: Sequence[str], settings: Settings) -> tuple[Any, str]:
-    """Choose the largest prompt length of a run, which `derive.py` lowers to that of its data.
+    """Choose the largest prompt length of a run, which `fit_to_prompts` lowers to that of its data.
 
     `response` is the key of the response length, and `models` are the sections of the models that read a sequence.
     """
@@ -422,7 +405,7 @@ RULES: dict[type[Section], dict[str, Rule]] = {
         **_micro_batches(
             "reward_model", {SCORES: f"critic.{VALUES.tokens}"}, longest_scored, f"critic.{UPDATES.dynamic}"
         ),
-        # After the limits by tokens, for which `derive.py` counts the prompts of the data.
+        # After the limits by tokens, for which `fit_to_prompts` counts the prompts of the data.
         PROMPTS: _ppo_prompt_length,
         ROLLOUT_PROMPTS: _without_reason(_follow(PROMPTS)),
         "trainer.val_before_train": _validates_before,
@@ -447,7 +430,7 @@ RULES: dict[type[Section], dict[str, Rule]] = {
         "rollout.dtype": _generator_dtype,
         "rollout.enforce_eager": partial(_eager, "rollout"),
         "rollout.n": _always(1, "one response to each prompt"),
-        "rollout.prompt_length": partial(_prompt_length, "rollout.response_length", ("model",)),
+        GENERATED_PROMPTS: partial(_prompt_length, "rollout.response_length", ("model",)),
     },
     EvalConfig: {},
 }
@@ -460,130 +443,9 @@ def choose(values: Mapping[str, Any], schema: type[Section], machine: Machine) -
     choices: list[Choice] = []
     for key, rule in RULES[schema].items():
         if has_key(chosen, key) and get(chosen, key) == AUTO:
-            choice = Choice(key, *rule(Settings(chosen, machine)))
+            follows_data = key == ROLLOUT_PROMPTS and any(choice.awaits_data for choice in choices)
+            awaits_data = follows_data or key in (PROMPTS, GENERATED_PROMPTS)
+            choice = Choice(key, *rule(Settings(chosen, machine)), awaits_data)
             put(chosen, key, choice.value)
             choices.append(choice)
     return choices
-
-
-# -- the size of the data -------------------------------------------------------------------------
-
-
-def fit_to_rows(config: TrainingConfig, rows: int) -> TrainingConfig:
-    """Return the config with a smaller batch, if the batch size was chosen and exceeds the number of training rows.
-
-    The result is the unchanged config if no smaller batch fits the ranks and the mini-batches; the data loader then
-    reports the problem.
-    """
-    size = config.data.train_batch_size
-    if not config.is_automatic(BATCH) or rows >= size:
-        return config
-    candidates = (_with_batch(config, smaller) for smaller in range(rows, 0, -1))
-    fitted = next((candidate for candidate in candidates if _is_divisible(candidate)), config)
-    reasons = {BATCH: f"the data has {rows} rows", MINI_BATCH: f"as {BATCH}"}
-    return fitted.with_choices(
-        [
-            replace(choice, value=fitted.data.train_batch_size, reason=reasons[choice.key])
-            if choice.key in reasons
-            else choice
-            for choice in config.choices()
-        ]
-    )
-
-
-def _with_batch(config: TrainingConfig, size: int) -> TrainingConfig:
-    """Return the config with another batch size. A mini-batch that was chosen remains the entire batch."""
-    values = {BATCH: size}
-    if isinstance(config, PPOConfig) and config.is_automatic(MINI_BATCH):
-        values[MINI_BATCH] = size
-        if config.critic.ppo_mini_batch_size == config.data.train_batch_size:
-            values["critic.ppo_mini_batch_size"] = size
-    return with_values(config, values)
-
-
-def _is_divisible(config: PPOConfig | SupervisedConfig) -> bool:
-    """Return True if a batch consists of whole mini-batches, with the same number of sequences for every rank."""
-    size = config.data.train_batch_size
-    if isinstance(config, SupervisedConfig):
-        return size % Topology(config.trainer.world_size).dp_size(config.ranks_per_row()) == 0
-    topology, n = config.topology(), config.actor_rollout_ref.rollout.n
-    roles = [(config.actor_rollout_ref.actor.ppo_mini_batch_size, config.actor_dp_size(topology))]
-    if config.needs_critic():
-        roles.append((config.critic.ppo_mini_batch_size, config.critic_dp_size(topology)))
-    if config.kl_plan().is_used:
-        roles.append((size, config.ref_dp_size(topology)))
-    return all(size % mini == 0 and mini * n % dp_size == 0 for mini, dp_size in roles)
-
-
-# -- the longest prompt ---------------------------------------------------------------------------
-
-
-def awaits_prompts(config: PPOConfig | SupervisedConfig) -> bool:
-    """Return True if the maximum prompt length is still the largest for any data."""
-    return any(choice.key == PROMPTS and not choice.reason for choice in config.choices())
-
-
-# -- the memory of accelerators -------------------------------------------------------------------
-
-
-def token_limits(config: PPOConfig | SupervisedConfig, halvings: int) -> dict[str, int]:
-    """Return the tokens of the micro-batches on an accelerator, as far as they were chosen, after some halvings."""
-    values, limits = config.model_dump(), dict[str, int]()
-    if awaits_prompts(config):
-        put(values, PROMPTS, AUTO)
-    for key in (choice.key for choice in config.choices() if choice.key.endswith(SUPERVISED_UPDATES.tokens)):
-        if _has_role(config, key) and get(values, key.rpartition(".")[0]).get(UPDATES.dynamic, True):
-            limits[key], _ = RULES[type(config)][key](Settings(values, Machine(), halvings))
-            put(values, key, limits[key])
-    return limits
-
-
-def with_tokens(config: TrainingConfig, limits: Mapping[str, int], reason: str) -> TrainingConfig:
-    """Return the config with other tokens of its micro-batches, and the reason for the numbers that are printed."""
-    choices = [
-        replace(choice, value=limits[choice.key], reason=choice.reason and f"tokens per micro-batch, {reason}")
-        if choice.key in limits
-        else choice
-        for choice in config.choices()
-    ]
-    return with_values(config, limits).with_choices(choices)
-
-
-_AnySection = TypeVar("_AnySection", bound=Section)
-
-
-def with_values(section: _AnySection, values: Mapping[str, Any]) -> _AnySection:
-    """Return a copy of a section with other values of dotted keys."""
-    update: dict[str, Any] = {}
-    for name in {key.partition(".")[0] for key in values}:
-        inner = {key.partition(".")[2]: value for key, value in values.items() if key.partition(".")[0] == name}
-        update[name] = inner[""] if "" in inner else with_values(dict(section)[name], inner)
-    return section.model_copy(update=update)
-
-
-# -- the table ------------------------------------------------------------------------------------
-
-
-_WIDTH = 40
-"""Maximum width of the column of settings. Longer settings extend over the next column."""
-
-
-def format_choices(config: PPOConfig | SupervisedConfig | GenerateConfig) -> str:
-    """Return a table of the values that were chosen automatically, with the keys that change them."""
-    names = {key: name for name, key in short_names(type(config)).items()}
-    settings = [
-        (f"{names.get(choice.key, choice.key)}={format_value(choice.value)}", choice.reason)
-        for choice in config.choices()
-        if choice.value is not None and choice.reason and _has_role(config, choice.key)
-    ]
-    width = max((len(setting) for setting, _ in settings if len(setting) <= _WIDTH), default=0)
-    lines = [f"  {setting:<{width}}  {reason}" for setting, reason in settings]
-    return "\n".join(["chosen automatically; set a key to change its value:", *lines]) if lines else ""
-
-
-def _has_role(config: PPOConfig | SupervisedConfig | GenerateConfig, key: str) -> bool:
-    """Return False if the key belongs to a role that the run does not have."""
-    section = key.partition(".")[0]
-    if isinstance(config, PPOConfig) and section == "critic":
-        return config.needs_critic()
-    return not isinstance(config, PPOConfig) or section != "reward_model" or config.reward_model.enable

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from camshaft.config.auto import awaits_prompts
+from camshaft.config.auto.fitting import awaits_prompts
 from camshaft.config.checks.backends import layouts_are_valid
 from camshaft.config.derive import Pass, PassLimit, pass_limits
 from camshaft.config.engine import largest_divisor

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from camshaft.config.auto import awaits_prompts
+from camshaft.config.auto.fitting import awaits_prompts
 from camshaft.config.errors import Problem, check_name
 from camshaft.config.schema.algorithm import estimator_inputs
 from camshaft.config.schema.ppo import PPOConfig

@@ -18,12 +18,20 @@ section that stands at several places can have other defaults at one of them, wh
 import os.path
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, reduce
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, TypeVar, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, PrivateAttr
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    SerializerFunctionWrapHandler,
+    model_serializer,
+)
 from pydantic.fields import FieldInfo
 
 from camshaft.config.engine import Frozen
@@ -31,6 +39,9 @@ from camshaft.config.guards import is_list
 
 if TYPE_CHECKING:
     from camshaft.config.errors import Problem
+
+AUTO = "auto"
+"""Value of a key that is chosen automatically."""
 
 
 class Section(Frozen):
@@ -154,6 +165,8 @@ class Choice:
     key: str
     value: Any
     reason: str
+    awaits_data: bool = False
+    """True if the value is the largest for any data, until `fit_to_prompts` takes it from the data of the run."""
 
 
 class CommandConfig(Section):
@@ -175,10 +188,21 @@ class CommandConfig(Section):
         config._choices = tuple(choices)
         return config
 
+    @model_serializer(mode="wrap")
+    def _serialize(self, handler: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Return the values, with `auto` for those that await the data. A loaded copy then takes them from its data."""
+        values = handler(self)
+        for choice in self._choices:
+            *names, name = choice.key.split(".")
+            section = reduce(lambda section, part: section.get(part, {}), names, values)
+            if choice.awaits_data and name in section:
+                section[name] = AUTO
+        return values
+
 
 @dataclass(frozen=True)
 class Auto:
-    """Marker of a key that accepts `auto`. Loading a config replaces it with a value of the type (`auto.py`)."""
+    """Marker of a key that accepts `auto`. Loading a config replaces it with a value of the type (`config/auto`)."""
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from camshaft.config import PPOConfig, load_generate, load_ppo, load_sft
-from camshaft.config.auto import fit_to_rows, format_choices
+from camshaft.config.auto.fitting import fit_to_prompts, fit_to_rows
+from camshaft.config.auto.table import format_choices
 from camshaft.config.checks import check_lengths
-from camshaft.config.derive import fit_to_prompts
 from camshaft.config.tree import get
 from camshaft.errors import ConfigError
 from camshaft.machine import CPU, DEVICE_FILES, Machine, detect_machine, has_device_files

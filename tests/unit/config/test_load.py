@@ -9,8 +9,8 @@ import pytest
 from hydra.errors import MissingConfigException
 
 from camshaft.config import PPOConfig, SFTConfig, compose, from_container, load_ppo, load_sft
+from camshaft.config.auto.fitting import fit_to_prompts
 from camshaft.config.composition import as_override
-from camshaft.config.derive import fit_to_prompts
 from camshaft.config.tree import get
 from camshaft.errors import ConfigError, report_error
 
@@ -169,9 +169,10 @@ def test_folder_may_contain_config_groups(words_without_batch, tmp_path):
 
 
 def test_dict_overrides_the_defaults(words):
-    reference = fit_to_prompts(load_ppo(words), longest=90)
+    reference = load_ppo(words)
     again = from_container(reference.model_dump(mode="json"), PPOConfig)
     assert again.model_dump() == reference.model_dump()
+    assert fit_to_prompts(again, 90).model_dump() == fit_to_prompts(reference, 90).model_dump()
 
 
 def test_loading_preserves_the_state_of_hydra(words):

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from camshaft.config import PPOConfig, compose, from_container, load_ppo, load_rm, load_sft, resume_arguments, run_name
-from camshaft.config.derive import fit_to_prompts
 from camshaft.config.run_folder import generated_name, number_run, numbered_folder
 from camshaft.errors import ConfigError
 
@@ -90,7 +89,7 @@ def test_run_resumes_in_its_folder(words: list[str]) -> None:
 
 
 def test_recorded_config_has_the_folder_of_its_run(words: list[str]) -> None:
-    config = fit_to_prompts(number_run(load_ppo(words)), longest=90)
+    config = number_run(load_ppo(words))
     assert from_container(config.model_dump(mode="json"), PPOConfig).model_dump() == config.model_dump()
 
 

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from camshaft import algorithms
 from camshaft.config import EvalConfig, GenerateConfig, PPOConfig, RMConfig, SFTConfig, load_ppo
-from camshaft.config.auto import RULES
+from camshaft.config.auto.rules import RULES
 from camshaft.config.defaults import raw_defaults
 from camshaft.config.load import resolved_defaults, valid_defaults
 from camshaft.config.schema.algorithm import ESTIMATORS

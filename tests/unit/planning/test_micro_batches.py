@@ -10,7 +10,7 @@ import pytest
 
 from camshaft.checkpoint.manager import LATEST
 from camshaft.config import PPOConfig, SFTConfig
-from camshaft.config.auto import format_choices
+from camshaft.config.auto.table import format_choices
 from camshaft.config.tree import flatten, get
 from camshaft.planning import micro_batches
 from camshaft.planning.devices import GIB

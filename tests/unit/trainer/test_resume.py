@@ -146,13 +146,16 @@ def test_a_prompt_length_that_was_chosen_is_kept(tmp_path: Path) -> None:
     long = {"data.val_files": write_parquet(tmp_path / "long.parquet", rows)}
     values = {**BUSY, "data.max_prompt_length": "auto", "trainer.save_freq": 1, "trainer.test_freq": -1}
     values |= {"trainer.best_metric": "null"}
-    lengths = []
-    for steps, more in enumerate((long, {}), start=1):
+    by_path = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": tmp_path / "run" / "global_step_2"}
+    by_path["trainer.default_local_dir"] = tmp_path / "other"
+    reasons = []
+    for steps, more in enumerate((long, {}, by_path), start=1):
         result = camshaft("ppo", *ppo_args(tmp_path, {**values, **more, "trainer.total_training_steps": steps}))
         assert result.status == 0, result.err
-        lengths += re.findall("data.max_prompt_length=(.*)", result.out + result.err)
-        assert RunFolder(tmp_path / "run").config()["actor_rollout_ref.rollout.prompt_length"] == 40
-    assert lengths == ["40, the longest prompt of the data", "40, as before"]
+        reasons += re.findall("  prompt_length=40 +(.*)", result.out)
+        folder = tmp_path / ("run" if more is not by_path else "other")
+        assert RunFolder(folder).config()["actor_rollout_ref.rollout.prompt_length"] == 40
+    assert reasons == ["the longest prompt of the data", "as before", "as before"]
 
 
 def test_a_step_without_a_required_critic_is_rejected(tmp_path: Path) -> None:
