@@ -12,8 +12,9 @@ import json
 import logging
 import pickle
 from bisect import bisect_left
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from camshaft.config import PPOConfig
 from camshaft.config.auto.fitting import token_limits, with_tokens
 from camshaft.machine import CPU
 from camshaft.planning.devices import GIB, device_memory
@@ -46,16 +47,23 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 logger = logging.getLogger(__name__)
 
+_forecasts: dict[str, tuple[dict[str, int], str]] = {}
+"""Chosen numbers of tokens, with their reason, by the values that the forecast depends on."""
+
 
 def fit_micro_batches(config: AnyConfig) -> AnyConfig:
     """Return the config with micro-batches that fit in the GPUs of this machine, as far as they are chosen by tokens.
 
-    Without a forecast, the config is unchanged, and a warning reports the reason.
+    Runs of a process that differ in their learning rate, seed or name only share a forecast. Without a forecast, the
+    config is unchanged, and a warning reports the reason.
     """
     if not _has_choice(config):
         return config
     if kept := _kept_limits(config):
         return with_tokens(config, kept, "as at the first start")
+    key = _forecast_key(config)
+    if key in _forecasts:
+        return with_tokens(config, *_forecasts[key])
     logger.warning("forecasting the memory of the run to choose its micro-batches (at most %.0f s)", SECONDS)
     try:
         out, error = answer_in_process(SCRIPT, pickle.dumps((config, import_path())), SECONDS)
@@ -64,7 +72,20 @@ def fit_micro_batches(config: AnyConfig) -> AnyConfig:
     except PlanUnavailable as reason:
         logger.warning("micro-batches have their default limits, because the run has no forecast: %s", reason)
         return config
-    return with_tokens(config, *json.loads(out))
+    limits, reason = _forecasts[key] = json.loads(out)
+    return with_tokens(config, limits, reason)
+
+
+def _forecast_key(config: Config) -> str:
+    """Return the values that a forecast depends on."""
+    without: dict[str, Any] = {
+        "trainer": True,
+        "optim": {"lr"},
+        "actor_rollout_ref": {"actor": {"optim": {"lr"}}},
+        "critic": {"optim": {"lr"}},
+    }
+    ranks = config.topology() if isinstance(config, PPOConfig) else config.trainer.world_size
+    return f"{type(config).__name__} {config.trainer.device} {ranks} {config.model_dump_json(exclude=without)}"
 
 
 def choose_limits(config: Config, memory: int) -> tuple[dict[str, int], str]:

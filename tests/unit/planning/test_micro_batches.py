@@ -97,14 +97,18 @@ def test_a_run_prints_and_records_the_tokens_that_fit(
     assert get(config.model_dump(), REFERENCE) == 4096
     assert limits_as_overrides(config) == [f"{ACTOR}=4096"]
 
-    monkeypatch.setattr(micro_batches, "SCRIPT", "a resumed run starts no process")
+    monkeypatch.setattr(micro_batches, "SCRIPT", "a resumed run, and one with another learning rate, start no process")
+    swept = compose_run([*overrides, "lr=2e-6", "seed=7", f"out={tmp_path}/other"], PPOConfig)
+    assert limits_as_overrides(fit_micro_batches(swept)) == [f"{ACTOR}=4096"]
+    longer = compose_run([*overrides, LONGER], PPOConfig)
+    assert limits_as_overrides(fit_micro_batches(longer)) == [f"{ACTOR}=16384"]
+    monkeypatch.setattr(micro_batches, "_forecasts", {})
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / INFO).write_text(json.dumps({"config": flatten(config.model_dump(), ())}))
     assert limits_as_overrides(fit_micro_batches(compose_run(overrides, PPOConfig))) == [f"{ACTOR}=16384"]
     (tmp_path / "run" / LATEST).write_text("1")
     resumed = fit_micro_batches(compose_run(overrides, PPOConfig))
     assert f"  {ACTOR}=4096  tokens per micro-batch, as at the first start\n" in format_choices(resumed)
-    longer = compose_run([*overrides, LONGER], PPOConfig)
     assert limits_as_overrides(fit_micro_batches(longer)) == [f"{ACTOR}=16384"]
 
 
