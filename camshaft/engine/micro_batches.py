@@ -10,7 +10,7 @@ With `size`, a micro-batch holds up to `size` consecutive rows. With `max_tokens
 micro-batches of at most `max_tokens` tokens as possible. These micro-batches are balanced by the compute cost of their
 rows, including attention (`BinPacker`), and the most expensive one comes first. A row with more than
 `max_tokens` tokens raises an error. Within a micro-batch rows are sorted by length, because packed attention batches
-rows of equal length into one call.
+rows of equal length into one call. Models that run on right-padded rows have plans of their own (`plan_padded_rows`).
 """
 
 from __future__ import annotations
@@ -123,13 +123,7 @@ def plan_micro_batches(
         plan = [order[i : i + size] for i in range(0, len(sizes), size)]
         plan = _split_largest(plan, equalise(len(plan)) - len(plan))
     else:
-        longest_row = max(range(len(sizes)), key=sizes.__getitem__)
-        if sizes[longest_row] > max_tokens:
-            raise BatchError(
-                f"row {longest_row} has {sizes[longest_row]} tokens, which exceeds the budget of {max_tokens} tokens "
-                "per micro-batch; raise the *_max_token_len_per_gpu key, or lower data.max_prompt_length or "
-                "data.max_response_length"
-            )
+        _check_longest_row(sizes, max_tokens)
         rows = [PrefixGroup((row,), 0) for row in range(len(sizes))]
         units = rows if prefix_groups is None or size is not None else _split_groups(prefix_groups, sizes, max_tokens)
         packer = BinPacker(
@@ -145,6 +139,46 @@ def plan_micro_batches(
         bins = sorted(bins, key=lambda items: (-packer.cost(items), items))
         plan = [[row for item in items for row in units[item].rows] for items in bins]
     return [sorted(micro_batch, key=lambda row: (sizes[row], row)) for micro_batch in plan]
+
+
+def plan_padded_rows(
+    lengths: Tensor, size: int | None, max_tokens: int | None, equalise: Callable[[int], int] = lambda count: count
+) -> list[list[int]]:
+    """Return the row numbers of each micro-batch of a model that pads rows on the right (`models/padded_rows.py`).
+
+    The limits are those of `plan_micro_batches`, but `max_tokens` includes the padding. Rows of similar lengths go to
+    the same micro-batch, and the longest ones come first.
+    """
+    sizes = lengths.tolist()
+    if not sizes:
+        raise BatchError("the batch has no rows; pass at least one row")
+    if max_tokens is not None:
+        _check_longest_row(sizes, max_tokens)
+    plan: list[list[int]] = []
+    most = 0
+    for row in sorted(range(len(sizes)), key=lambda row: (-sizes[row], row)):
+        if not plan or len(plan[-1]) == most:
+            plan.append([])
+            limits = (size or len(sizes), len(sizes) if max_tokens is None else max_tokens // max(sizes[row], 1))
+            most = min(limits)
+        plan[-1].append(row)
+    plan = _split_largest(plan, equalise(len(plan)) - len(plan))
+    return [sorted(micro_batch, key=lambda row: (sizes[row], row)) for micro_batch in plan]
+
+
+def padding_share(lengths: Tensor, plan: Sequence[Sequence[int]]) -> float:
+    """Return the fraction of the tokens of right-padded micro-batches that are padding."""
+    computed = sum(len(rows) * int(lengths[rows].max()) for rows in plan if rows)
+    return 1 - int(lengths.sum()) / computed
+
+
+def _check_longest_row(sizes: Sequence[int], max_tokens: int) -> None:
+    row = max(range(len(sizes)), key=sizes.__getitem__)
+    if sizes[row] > max_tokens:
+        raise BatchError(
+            f"row {row} has {sizes[row]} tokens, which exceeds the budget of {max_tokens} tokens per micro-batch; "
+            "raise the *_max_token_len_per_gpu key, or lower data.max_prompt_length or data.max_response_length"
+        )
 
 
 def _group_cost(group: PrefixGroup, sizes: Sequence[int], pivot: float) -> float:

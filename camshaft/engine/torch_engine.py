@@ -18,6 +18,7 @@ step consists of
 """
 
 import contextlib
+import logging
 import secrets
 import warnings
 from abc import abstractmethod
@@ -63,7 +64,9 @@ from camshaft.engine.micro_batches import (
     call_hook,
     check_gradient,
     has_input_ids,
+    padding_share,
     plan_micro_batches,
+    plan_padded_rows,
 )
 from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
@@ -77,6 +80,8 @@ from camshaft.models.packed import PackedModel, PackedModule
 from camshaft.models.sequence import join_columns, split_columns
 from camshaft.progress import track
 from camshaft.seat import ONLY_RANK, Seat
+
+logger = logging.getLogger(__name__)
 
 SAVE_TIMEOUT = timedelta(hours=12)
 """Timeout of checkpoint collectives. It is long because ranks wait while rank 0 copies to remote storage."""
@@ -107,7 +112,7 @@ class TorchEngine(BaseEngine):
         self._optimizer: torch.optim.Optimizer | None = None
         self._schedule: Schedule | None = None
         self._loss_fn: LossFn | None = None
-        self._warned_of_unread_counts = False
+        self._warned_of_unread_counts = self._logged_padding = False
         self._skipped_steps = 0
         self._series = secrets.token_hex(8)
 
@@ -290,10 +295,10 @@ class TorchEngine(BaseEngine):
         self._warn_of_unread_counts(call, len(plan))
         # The loss and all metrics are summed in one collective.
         shares = (micro_batches.loss, *micro_batches.metrics.values())
-        loss, *sums = self.sum_over_ranks(
-            torch.stack([torch.as_tensor(s, device=self.device).double() for s in shares])
-        )
+        loss, *sums = self.sum_over_ranks(torch.stack([s.to(self.device, torch.float64) for s in shares]))
         call["metrics"] = dict(zip(micro_batches.metrics, sums, strict=True))
+        if self.module.pads_rows:
+            call["metrics"]["padding"] = self._padding(data.ragged("input_ids").lengths, plan)
         if extension is not None:
             added_loss, metrics = extension.results()
             loss, call["metrics"] = loss + added_loss, {**call["metrics"], **metrics}
@@ -335,11 +340,21 @@ class TorchEngine(BaseEngine):
         config, ids = self.config, data.ragged("input_ids")
         size = config.infer_micro_batch_size if forward_only else config.micro_batch_size
         max_tokens = config.infer_max_tokens if forward_only else config.max_tokens
-        # The plan keeps prefix groups together, because a prefix is shared only within a micro-batch.
+        if self.module.pads_rows:
+            return plan_padded_rows(ids.lengths, size, max_tokens, self.max_over_ranks)
         if max_tokens is None:
             return plan_micro_batches(ids.lengths, size, None, self.max_over_ranks, prefix_groups=groups)
         pivot = attention_pivot(self.module.hidden_size)
         return plan_micro_batches(ids.lengths, size, max_tokens, self.max_over_ranks, pivot, groups)
+
+    def _padding(self, lengths: Tensor, plan: list[list[int]]) -> Tensor:
+        """Return the share of padding in the tokens of the micro-batches. The first time, also log it."""
+        share = padding_share(lengths, plan)
+        if not self._logged_padding and self.seat.rank == 0:
+            self._logged_padding = True
+            name = type(cast(PackedModel, self.module).hf).__name__
+            logger.info("%s runs on right-padded rows; %.0f %% of the tokens are padding", name, 100 * share)
+        return torch.tensor(share)
 
     def _store_counts(self, data: DataProto, ctx: StepContext) -> None:
         """Store `num_tokens` and `num_sequences` of the mini-batch, over all data-parallel ranks, in `ctx`."""

@@ -9,6 +9,7 @@
     classes.py          classes of transformers for each head, also where transformers has none
     heads.py            the outputs of each head, and their dimensions
     packing.py          `Packing`: lengths of packed segments, and shared prefixes
+    padded_rows.py      calls on right-padded rows, for layers that cannot run on packed rows
     attention.py        the attention implementation "packed" of transformers models
     linear_logprob.py   the fused output layer: log-probs, entropy and KL divergence in tiles
     loader.py           reads and writes Hugging Face folders

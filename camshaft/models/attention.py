@@ -30,7 +30,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from camshaft.config.families.support import MAX_HEAD_DIM, unsupported
+from camshaft.config.families.support import MAX_HEAD_DIM, Feature, unsupported
 from camshaft.device import is_cuda, to_device
 from camshaft.errors import EngineError
 from camshaft.models.cpu import packed_cpu_attention, supports_cpu_kernel
@@ -107,12 +107,12 @@ def config_values(config: PreTrainedConfig) -> dict[str, Any]:
     return text_config.to_dict() | {name: getattr(text_config, name, None) for name in text_config.attribute_map}
 
 
-def reject_unsupported(config: PreTrainedConfig) -> None:
-    """Raise `EngineError` with all reasons if models of this config do not support packed rows."""
+def reject_unsupported(config: PreTrainedConfig, feature: Feature = "packed rows") -> None:
+    """Raise `EngineError` with all reasons if models of this config do not support packed rows, or another feature."""
     values = config_values(config)
-    if reasons := unsupported("packed rows", values):
+    if reasons := unsupported(feature, values):
         raise EngineError(
-            f"{values['model_type']} models have {' and '.join(reasons)}, which packed rows do not support; choose "
+            f"{values['model_type']} models have {' and '.join(reasons)}, which {feature} does not support; choose "
             "another model family"
         )
 

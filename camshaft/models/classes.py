@@ -31,6 +31,8 @@ AUTO_CLASSES: dict[Head, Any] = {
 """Auto class of `transformers` for each head."""
 GENERIC: dict[Head, Any] = {"value": GenericForTokenClassification, "reward": GenericForSequenceClassification}
 """Forward pass of the classes of most families."""
+DECODERS = {"Llama4ForCausalLM": "model"}
+"""Name of the decoder in classes whose `base_model_prefix` is not its name."""
 
 
 def model_class(config: PreTrainedConfig, head: Head) -> Any:
@@ -50,6 +52,11 @@ def model_class(config: PreTrainedConfig, head: Head) -> Any:
     return auto  # its error lists the supported configs
 
 
+def decoder_name(cls: type[PreTrainedModel]) -> str:
+    """Return the name of the decoder in models of a class."""
+    return DECODERS.get(cls.__name__, cls.base_model_prefix)
+
+
 @cache
 def scalar_class(causal: type[PreTrainedModel], head: Head) -> Any:
     """Build a class with the decoder of `causal` and a linear layer with one output."""
@@ -57,12 +64,12 @@ def scalar_class(causal: type[PreTrainedModel], head: Head) -> Any:
     base: Any = next(parent for parent in causal.__mro__ if getattr(parent, "forward", None) is nn.Module.forward)
 
     class ScalarModel(GENERIC[head], base):
-        base_model_prefix = causal.base_model_prefix
+        base_model_prefix = decoder_name(causal)
 
         def __init__(self, config: Any):
             base.__init__(self, config)
             self.num_labels = config.num_labels
-            setattr(self, self.base_model_prefix, causal(config).base_model)
+            setattr(self, self.base_model_prefix, getattr(causal(config), self.base_model_prefix))
             self.dropout = nn.Identity()
             self.score = nn.Linear(config.get_text_config().hidden_size, config.num_labels, bias=head == "value")
             self.post_init()
@@ -71,6 +78,9 @@ def scalar_class(causal: type[PreTrainedModel], head: Head) -> Any:
         def from_config(cls, config: PreTrainedConfig, trust_remote_code: bool = False, **kwargs: Any) -> Any:
             return cls._from_config(config, **kwargs)
 
+    ScalarModel.__module__ = (
+        base.__module__
+    )  # or transformers initializes it as code of a model folder, without buffers
     suffix = AUTO_CLASSES[head].__name__.removeprefix("AutoModel")
     ScalarModel.__name__ = ScalarModel.__qualname__ = base.__name__.removesuffix("PreTrainedModel") + suffix
     return ScalarModel

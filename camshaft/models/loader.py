@@ -48,6 +48,7 @@ from camshaft.models.folders import (
 )
 from camshaft.models.lora import add_adapter, merged_weights
 from camshaft.models.packed import Head, PackedModel, logit_factor, scalar_head
+from camshaft.models.padded_rows import runs_padded
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -108,7 +109,7 @@ def _load_packable_config(model: EngineModel, weights: bool) -> tuple[Path, PreT
     folder = model_folder(model.path, weights)
     config = load_config(folder, model.trust_remote_code, model.override_config)
     _reject_quantized(folder, config)
-    reject_unsupported(config)
+    reject_unsupported(config, "training")
     if model.head == "causal_lm":
         logit_factor(config)
     else:
@@ -211,6 +212,8 @@ def load_config(folder: Path, trust_remote_code: bool, override: Mapping[str, An
     problem = f"{folder}/config.json cannot be read"
     with convert_folder_errors(folder, problem, "Set the path to a folder that save_pretrained wrote"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+    if hasattr(config, "rescale_every"):
+        config.rescale_every = 0  # in eval mode, RWKV would divide its weights in place, against overflow in float16
     if not override:
         return config
     values = config.to_dict()
@@ -267,14 +270,14 @@ def _random_model(folder: Path, config: PreTrainedConfig, model: EngineModel, dt
         return model_class(config, model.head).from_config(
             config,
             dtype=dtype,
-            attn_implementation=PACKED,
+            attn_implementation=_attention(config),
             trust_remote_code=model.trust_remote_code,
             **_experts_option(dtype),
         )
 
 
 def _pretrained_model(
-    folder: Path, config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype | str, attention: str = PACKED
+    folder: Path, config: PreTrainedConfig, model: EngineModel, dtype: torch.dtype | str, attention: str | None = None
 ) -> PreTrainedModel:
     # transformers ignores mismatched sizes, so that the error below lists all problems with the weights at once.
     errors = convert_model_errors(folder, config.model_type, model.head)
@@ -284,7 +287,7 @@ def _pretrained_model(
             readable,
             config=config,
             dtype=dtype,
-            attn_implementation=attention,
+            attn_implementation=attention or _attention(config),
             trust_remote_code=model.trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
@@ -292,8 +295,8 @@ def _pretrained_model(
             key_mapping=renamed,
             **_experts_option(dtype),
         )
-    initialized = ("score.", "classifier.") if model.head == "value" or model.new_head else ()
-    unused = () if model.head == "causal_lm" else ("lm_head.", "embed_out.")
+    initialized = ("score.", "classifier.", "head.") if model.head == "value" or model.new_head else ()
+    unused = () if model.head == "causal_lm" else ("lm_head.", "embed_out.", "head.", "decoder.weight", "decoder.bias")
     problems = [f"{key} is missing" for key in sorted(info["missing_keys"]) if not key.startswith(initialized)]
     problems += [f"{key} is unknown" for key in sorted(info["unexpected_keys"]) if not key.startswith(unused)]
     problems += [
@@ -307,6 +310,11 @@ def _pretrained_model(
             "whose weights match, or another head"
         )
     return hf
+
+
+def _attention(config: PreTrainedConfig) -> str | None:
+    """Return the attention implementation for engines; None for the default of transformers."""
+    return None if runs_padded(config) else PACKED
 
 
 def _experts_option(dtype: torch.dtype | str) -> dict[str, str]:

@@ -26,15 +26,20 @@ from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
 from camshaft.models.attention import PACKED, config_values, packed_kwargs, reject_unsupported
+from camshaft.models.classes import decoder_name
 from camshaft.models.cpu import replace_norms
 from camshaft.models.heads import OUTPUTS, default_output
 from camshaft.models.linear_logprob import VocabularyShard, linear_full_kl, linear_logprob, log_distribution
 from camshaft.models.packing import Packing
+from camshaft.models.padded_rows import padded_hidden_states, runs_padded
 from camshaft.models.routing import SAMPLING_ROUTERS, Routers, find_routers
 from camshaft.models.sequence import SequenceSplit
 
-SCALED_HIDDEN = ("minicpm3",)
+SCALED_HIDDEN = ("inkling_text", "minicpm3")
 """Model types that scale the hidden states, instead of the logits, by the factor in `LOGIT_FACTORS`."""
+
+HEAD_LAYERS = {"ModernBertDecoderForCausalLM": "lm_head", "ModernBertDecoderForSequenceClassification": "head"}
+"""Name of the layers between the hidden states and the output layer, for classes that have some."""
 
 SCALAR_HEADS = ("score", "classifier")
 """Names in `transformers` of the layer that maps a hidden state to one number."""
@@ -59,6 +64,8 @@ class PackedModule(nn.Module, ABC):
     routers: Routers | None = None
     """Routers of a mixture of experts; None for a dense model."""
     supports_prefix_sharing: bool
+    pads_rows: bool = False
+    """True if the decoder is called on right-padded rows (`padded_rows.py`)."""
     hidden_size: int
     """Width of the hidden states."""
     vocabulary_size: int
@@ -176,7 +183,10 @@ class PackedModel(PackedModule):
         super().__init__()
         self.hf = hf
         self.head = head
-        _check_model(hf)
+        hf.base_model_prefix = decoder_name(type(hf))
+        self.pads_rows = runs_padded(hf.config)
+        if not self.pads_rows:
+            _check_packable(hf)
         replace_norms(hf)
         output = output_layer(hf, head)
         if head != "causal_lm" and isinstance(output, nn.Linear) and output.out_features != 1:
@@ -187,7 +197,7 @@ class PackedModel(PackedModule):
         _check_head_input(hf, output, head)
         self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
         self.supports_prefix_sharing = supports_prefix_sharing(hf.config)
-        self.routers = find_routers(hf)
+        self.routers = None if self.pads_rows else find_routers(hf)
         self._sampling_routers = [m for m in hf.modules() if type(m).__name__ in SAMPLING_ROUTERS]
         self.hidden_size = hf.config.get_text_config().hidden_size
         self.vocabulary_size = len(hf.get_input_embeddings().weight)  # pyright: ignore[reportArgumentType]
@@ -233,13 +243,15 @@ class PackedModel(PackedModule):
             )
 
     def hidden_states(self, tokens: Tensor, packing: Packing, rows: Tensor) -> Tensor:
+        rows = to_device(rows, tokens.device)
+        if self.pads_rows:
+            return padded_hidden_states(self.hf.base_model, tokens, packing).index_select(0, rows)
         inputs = packed_kwargs(packing, tokens.device)
         if self.sequence is not None:
             chunk = self.sequence.chunk(len(tokens))
             tokens, inputs["position_ids"] = tokens[chunk], inputs["position_ids"][:, chunk]
             inputs["exchange"] = self.sequence
-        hidden = self.hf.base_model(input_ids=tokens[None], **inputs).last_hidden_state[0]
-        return hidden.index_select(0, to_device(rows, tokens.device))
+        return self.hf.base_model(input_ids=tokens[None], **inputs).last_hidden_state[0].index_select(0, rows)
 
     def apply_head(
         self,
@@ -250,6 +262,8 @@ class PackedModel(PackedModule):
         temperature: float,
         log_q: Tensor | None,
     ) -> dict[str, Tensor]:
+        if (layers := HEAD_LAYERS.get(type(self.hf).__name__)) is not None:
+            hidden = self.hf.get_submodule(layers)(hidden)
         inputs = HeadInputs(tokens, at, outputs, temperature / self.logit_factor, log_q)
         return head_outputs(output_layer(self.hf, self.head), self.head, hidden, inputs)
 
@@ -380,7 +394,7 @@ class _HeadReached(Exception):
 def _check_head_input(hf: PreTrainedModel, output: nn.Module, head: Head) -> None:
     """Raise `EngineError` if the input of the output layer is not the hidden states of the decoder."""
     text_config = hf.config.get_text_config()
-    if head == "causal_lm" and text_config.model_type in SCALED_HIDDEN:
+    if (head == "causal_lm" and text_config.model_type in SCALED_HIDDEN) or type(hf).__name__ in HEAD_LAYERS:
         return
     hidden = torch.zeros(1, 2, text_config.hidden_size, dtype=hf.dtype, device=hf.device)
     head_input = None if hf.base_model is hf else _head_input(hf, output, hidden)
@@ -440,7 +454,7 @@ def _head_input(hf: PreTrainedModel, output: nn.Module, hidden: Tensor) -> Tenso
     return None
 
 
-def _check_model(hf: PreTrainedModel) -> None:
+def _check_packable(hf: PreTrainedModel) -> None:
     """Raise `EngineError` if the config, class or weights show that the model does not support packed rows."""
     name = type(hf).__name__
     reject_unsupported(hf.config)

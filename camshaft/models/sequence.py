@@ -191,15 +191,15 @@ class _Gather(torch.autograd.Function):
 def check_heads(config: PreTrainedConfig, size: int) -> None:
     """Raise `EngineError` if sequence parallelism over `size` ranks does not support this config."""
     text_config = config.get_text_config()
-    if text_config.num_attention_heads % size:
-        raise _indivisible_heads_error(
-            f"the {text_config.num_attention_heads} query heads of this {text_config.model_type} model", size
-        )
     reasons = unsupported("sequence parallelism", config_values(config))
     if size > 1 and reasons:
         raise EngineError(
             f"{text_config.model_type} models have {' and '.join(reasons)}, which sequence parallelism does not "
             "support; set ulysses_sequence_parallel_size=1 for this model"
+        )
+    if text_config.num_attention_heads % size:
+        raise _indivisible_heads_error(
+            f"the {text_config.num_attention_heads} query heads of this {text_config.model_type} model", size
         )
 
 

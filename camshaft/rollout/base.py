@@ -410,11 +410,11 @@ def check_can_generate(asleep: bool, has_weights: bool) -> None:
         )
 
 
-def check_finite(log_probs: Ragged, first_row: int = 0) -> None:
-    """Raise `RolloutError` if a log-prob is NaN or infinite. `first_row` is the number of the first row."""
+def check_finite(log_probs: Ragged) -> None:
+    """Raise `RolloutError` if a log-prob is NaN or infinite."""
     invalid_rows = log_probs.row_ids()[~log_probs.values.isfinite()]
     if len(invalid_rows):
-        row = first_row + int(invalid_rows[0])
+        row = int(invalid_rows[0])
         raise RolloutError(
             f"the model's logits are not finite for row {row}; check the weights for NaN or infinite values, or lower "
             "actor_rollout_ref.actor.optim.lr if this happens during training"

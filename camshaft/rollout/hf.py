@@ -4,9 +4,10 @@
     rollout.load_weights(engine.named_weights())
     rollout.generate_sequences(prompts, SamplingParams(max_tokens=64))
 
-A call is split into batches of consecutive rows. Prompts are padded on the left, repeated prompts are computed for each
-row, and finished rows are computed until the last row of their batch ends. The logits warpers of transformers restrict
-the distribution. `sampling.py` samples from it, so a row's samples depend only on its seed and prompt.
+A call is split into batches of rows. Prompts are padded on the left, repeated prompts are computed for each row, and
+finished rows are computed until the last row of their batch ends. Models whose results depend on padding, for example
+by a recurrent state, get batches of rows of equal length. The logits warpers of transformers restrict the distribution.
+`sampling.py` samples from it, so a row's samples depend only on its seed and prompt.
 """
 
 import time
@@ -31,6 +32,7 @@ from transformers import (
 from camshaft.config.backends import HF
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
+from camshaft.models.padded_rows import runs_padded
 from camshaft.progress import counted
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, OpenRows, SamplingParams, check_finite
@@ -55,6 +57,8 @@ class HFRollout(SharedModelRollout):
         self.model = SharedModel(config, attention="eager")
         # The sampling settings recommended in the model folder would change the distribution.
         self.model.hf.generation_config = GenerationConfig()
+        self.pads = not runs_padded(self.model.hf.config)
+        """True if rows of different lengths may be padded on the left."""
 
     def generate_sequences(
         self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None, generated: Ragged | None = None
@@ -67,33 +71,36 @@ class HFRollout(SharedModelRollout):
         if not len(rows.prompts):
             return rows.complete(Generation.empty(prompts))
         start = time.perf_counter()
-        batches: list[Generation] = []
+        plan, batches = list(self._batches(rows.contexts.lengths.tolist())), list[Generation]()
         with counted(len(rows.prompts), "responses") as work:
-            for batch in self._batches(rows.contexts.lengths.tolist()):
-                batches.append(self._generate(hf, rows.select(batch), sampling, stop_ids, strings))
-                check_finite(batches[-1].log_probs, first_row=batch.start)
-                work.done = batch.stop
-        responses = Ragged.concat([batch.responses for batch in batches])
+            for batch in plan:
+                batches.append(self._generate(hf, rows.select(torch.tensor(batch)), sampling, stop_ids, strings))
+                work.done += len(batch)
+        order = torch.tensor([row for batch in plan for row in batch]).argsort()
+        responses = Ragged.concat([batch.responses for batch in batches]).select(order)
         metrics = {name: sum(batch.metrics[name] for batch in batches) for name in batches[0].metrics}
         metrics |= {
             "response_tokens": float(len(responses.values)),
             "slot_use": (len(responses.values) - len(responses)) / max(metrics["rows_decoded"], 1),
             "seconds": time.perf_counter() - start,
         }
-        log_probs = Ragged.concat([batch.log_probs for batch in batches])
-        finished = torch.cat([batch.finished for batch in batches])
+        log_probs = Ragged.concat([batch.log_probs for batch in batches]).select(order)
+        check_finite(log_probs)
+        finished = torch.cat([batch.finished for batch in batches])[order.to(responses.values.device)]
         return rows.complete(Generation(responses, log_probs, finished, metrics).to(prompts.values.device))
 
-    def _batches(self, lengths: list[int]) -> Iterator[slice]:
-        """Split the rows into batches of consecutive rows within the limits of the config."""
-        start = width = 0
-        for row, length in enumerate(lengths):
-            width, num_rows = max(width, length), row - start + 1
-            exceeds_tokens = num_rows * width > self.config.max_num_batched_tokens
-            if row > start and (num_rows > self.config.max_num_seqs or exceeds_tokens):
-                yield slice(start, row)
-                start, width = row, length
-        yield slice(start, len(lengths))
+    def _batches(self, lengths: list[int]) -> Iterator[list[int]]:
+        """Yield the rows of each batch, within the limits of the config: consecutive rows, or rows of equal length."""
+        batch, width = list[int](), 0
+        for row in range(len(lengths)) if self.pads else sorted(range(len(lengths)), key=lengths.__getitem__):
+            num_tokens = (len(batch) + 1) * max(width, lengths[row])
+            is_full = len(batch) == self.config.max_num_seqs or num_tokens > self.config.max_num_batched_tokens
+            if batch and (is_full or not (self.pads or lengths[row] == width)):
+                yield batch
+                batch, width = [], 0
+            batch.append(row)
+            width = max(width, lengths[row])
+        yield batch
 
     def _generate(
         self, hf: Any, rows: OpenRows, sampling: SamplingParams, stop_ids: list[int], strings: StopStrings | None

@@ -228,7 +228,9 @@ perf/sync_peak_memory_bytes | bytes | reshard/hybrid.py |
     Peak memory of a process up to the end of the weight sync: of device tensors or, on a CPU, resident memory.
     Maximum over ranks.
 """
-_ROUTING = """
+_MODEL = """
+train/padding | 1 | engine/micro_batches.py |
+    Fraction of the computed tokens that are padding, for models that run on right-padded rows. The value of rank 0.
 train/moe/max_vio | 1 | engine/routing.py |
     Load of the busiest expert of a layer above the mean load, as a fraction of the mean, averaged over layers. 0
     means balanced experts.
@@ -240,7 +242,7 @@ train/moe/aux_loss | 1 | engine/routing.py |
     the experts are balanced.
 train/moe/router_entropy | nats | engine/routing.py | Mean entropy of the router's distribution over the experts.
 """
-"""Metrics of the routers of a mixture of experts, over all tokens of a mini-batch."""
+"""Metrics of some model families, over all tokens of a mini-batch."""
 _SFT = """
 train/loss | nats | roles/sft.py |
     Mean cross-entropy of the trained tokens, plus the load-balancing loss of a mixture of experts times
@@ -271,9 +273,9 @@ perf/throughput | tokens/second | trainer/supervised.py | Tokens of the batch di
 """
 
 METRICS = (
-    *_table("ppo", _LEARNING + _ROUTING.replace("train/", "{actor,critic}/") + _GENERATION),
-    *_table("sft", _ROUTING + _SFT + _SUPERVISED),
-    *_table("rm", _ROUTING + _RM + _SUPERVISED),
+    *_table("ppo", _LEARNING + _MODEL.replace("train/", "{actor,critic}/") + _GENERATION),
+    *_table("sft", _MODEL + _SFT + _SUPERVISED),
+    *_table("rm", _MODEL + _RM + _SUPERVISED),
 )
 
 SCREEN: dict[str, tuple[str, ...]] = {

@@ -45,6 +45,8 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
 }
 """With this eps, Adam does not amplify the rounding of norms, which transformers computes in float32."""
 NEGLIGIBLE = 1e-12
+NEEDS_DEFAULT_DTYPE = ("xglm",)
+"""Types whose code in transformers combines tensors of the default dtype with float64 tensors."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Trace:
 
 def check_type(model_type: str) -> list[Outcome]:
     """Check all heads of a type; only one outcome if it is refused."""
+    if model_type in NEEDS_DEFAULT_DTYPE:
+        torch.set_default_dtype(torch.float64)
     with tempfile.TemporaryDirectory(prefix="families-") as folder:
         try:
             if message := refusal(model_type, Path(folder)):
@@ -76,6 +80,8 @@ def check_type(model_type: str) -> list[Outcome]:
             return [check_head(Path(folder), head) for head in HEADS]
         except Exception:
             return [Outcome("failed", traceback.format_exc())]
+        finally:
+            torch.set_default_dtype(torch.float32)
 
 
 def refusal(model_type: str, folder: Path) -> str | None:
@@ -181,8 +187,8 @@ class DecoderWithHead(nn.Module):
 
     def __init__(self, causal: Any, bias: bool):
         super().__init__()
-        self.base_model_prefix: str = causal.base_model_prefix
-        self.add_module(self.base_model_prefix, causal.base_model)
+        self.base_model_prefix: str = "model" if causal.base_model is causal else causal.base_model_prefix
+        self.add_module(self.base_model_prefix, causal.get_submodule(self.base_model_prefix))
         self.score = nn.Linear(causal.config.hidden_size, 1, bias=bias, dtype=torch.float64)
 
     @property
@@ -194,12 +200,9 @@ class DecoderWithHead(nn.Module):
         return CausalLMOutput(logits=self.score(hidden))
 
 
-# The implementation "eager" computes the softmax of float64 models in float32.
 def _pretrained(auto_class: Any, folder: Path, **arguments: Any) -> Any:
     with quiet_transformers():
-        return auto_class.from_pretrained(
-            folder, dtype=torch.float64, attn_implementation="sdpa", experts_implementation="eager", **arguments
-        )
+        return auto_class.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager", **arguments)
 
 
 def _oracle(folder: Path, head: Head, weights: Mapping[str, Tensor]) -> nn.Module:
@@ -212,7 +215,7 @@ def _oracle(folder: Path, head: Head, weights: Mapping[str, Tensor]) -> nn.Modul
         model = DecoderWithHead(_pretrained(AutoModelForCausalLM, folder), bias=head == "value")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if name.startswith(("score.", "classifier.")):
+            if name.startswith(("score.", "classifier.", "head.")):
                 parameter.copy_(weights[name])
     return model.eval()
 

@@ -1,4 +1,4 @@
-"""The most used model types equal transformers, and types are refused for the stated reasons.
+"""The most used types, and two on right-padded rows, equal transformers; types are refused for the stated reasons.
 
 `make test-families` checks all types, with all heads.
 """
@@ -20,10 +20,12 @@ MOST_USED = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "gpt2", "phi3", "opt"),
     *("qwen3_moe", "mixtral", "deepseek_v3", "gemma4_text"),
 )
+PADDED = ("falcon", "mamba")
+"""Types that run on right-padded rows: one with attention, and one with a recurrent state."""
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "value"])
-@pytest.mark.parametrize("model_type", MOST_USED)
+@pytest.mark.parametrize("model_type", MOST_USED + PADDED)
 def test_training_equals_transformers(model_type: str, head: Head, tmp_path: Path) -> None:
     write_model(model_type, tmp_path)
     outcome = check_head(tmp_path, head)
@@ -38,7 +40,7 @@ def test_refused_types_are_refused_for_the_stated_reason(model_type: str, tmp_pa
 @pytest.mark.parametrize("model_type", decoder_types())
 def test_refusals_are_known_from_the_config(model_type: str) -> None:
     values = text_values(tiny_config(model_type).to_dict())
-    reasons = " and ".join([*unsupported("packed rows", values), *unsupported("fused log-probs", values)])
+    reasons = " and ".join([*unsupported("training", values), *unsupported("fused log-probs", values)])
     assert REFUSED.get(model_type, "") in reasons
     assert bool(reasons) == (model_type in REFUSED)
 

@@ -15,9 +15,10 @@ from typing import Any, Literal, NamedTuple
 
 from camshaft.config.guards import is_list, is_mapping
 
-Feature = Literal["packed rows", "fused log-probs", "prefix sharing", "sequence parallelism"]
+Feature = Literal["packed rows", "training", "fused log-probs", "prefix sharing", "sequence parallelism"]
 """Features that depend on the model. "packed rows" is the form in which engines and the built-in rollout call models of
-transformers; "fused log-probs" is the output layer of causal language models."""
+transformers; "training" is supported if an engine can call them on packed or on right-padded rows; "fused log-probs" is
+the output layer of causal language models."""
 
 SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 """Model types whose layers have attention sinks."""
@@ -40,8 +41,16 @@ OWN_ATTENTION = (
 )
 """Model types without a recurrent state whose attention does not use the attention interface of transformers."""
 
-CHANGES_HIDDEN = ("modernbert-decoder",)
-"""Model types with layers between the decoder and the output layer."""
+NOT_CAUSAL = ("cpmant", "xlm", "xlnet")
+"""Model types whose tokens attend to later tokens."""
+
+PADDED = (
+    *("axk2", "bamba", "biogpt", "bloom", "codegen", "deepseek_v32", "deepseek_v4", "doge", "falcon", "falcon_h1"),
+    *("falcon_mamba", "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "granitemoehybrid", "inkling_text"),
+    *("jamba", "llama4_text", "mamba", "mamba2", "mpt", "nemotron", "nemotron_h", "openai-gpt", "recurrent_gemma"),
+    *("rwkv", "stablelm", "xglm", "xlstm", "zamba", "zamba2"),
+)
+"""Causal model types that engines call on right-padded rows if packed rows do not support them."""
 
 LOGIT_FACTORS = {
     "cohere": ("logit_scale", 1),
@@ -50,11 +59,14 @@ LOGIT_FACTORS = {
     "granite": ("logits_scaling", -1),
     "granitemoe": ("logits_scaling", -1),
     "granitemoeshared": ("logits_scaling", -1),
+    "granitemoehybrid": ("logits_scaling", -1),
+    "falcon_h1": ("lm_head_multiplier", 1),
+    "inkling_text": ("logits_mup_width_multiplier", -1),
     "minicpm3": ("logits_scaling", -1),
 }
 """Model types that scale their logits by a config value: (config key, 1 to multiply or -1 to divide)."""
 
-LOGIT_KEYS = re.compile(r"^(final_|output_)?logits?_(soft_?cap|scal|mup)|^lm_head_mult")
+LOGIT_KEYS = re.compile(r"^(final_|output_)?logits?_(soft_?cap|scal|mup)|^lm_head_mult|^unpadded_vocab")
 """Matches the config keys of models that change their logits after the output layer."""
 
 ROPE_BY_MAX_POSITION = {"dynamic": "max_position_embeddings", "longrope": "original_max_position_embeddings"}
@@ -82,6 +94,11 @@ def text_values(content: Mapping[str, Any]) -> Mapping[str, Any]:
 def unsupported(feature: Feature, values: Mapping[str, Any]) -> list[str]:
     """Return the reasons why models with these values do not support `feature`: noun phrases for "they have ..."."""
     return list(_REASONS[feature](values))
+
+
+def runs_padded(values: Mapping[str, Any]) -> bool:
+    """Return True if engines call models with these values on right-padded rows (`models/padded_rows.py`)."""
+    return values.get("model_type") in PADDED and bool(unsupported("packed rows", values))
 
 
 def rope_limit(values: Mapping[str, Any]) -> RopeLimit | None:
@@ -114,14 +131,21 @@ def _against_packed_rows(values: Mapping[str, Any]) -> Iterator[str]:
         yield "layers that do not pass the arguments of packed calls to their attention"
     if "keep_window_size" in values:
         yield f"a mask that depends on the values (keep_window_size={values['keep_window_size']})"
-    if values.get("is_causal") is False or values.get("use_bidirectional_attention") in (True, "all"):
+    if (
+        model_type in NOT_CAUSAL
+        or values.get("is_causal") is False
+        or values.get("use_bidirectional_attention") in (True, "all")
+    ):
         yield "attention that is not causal"
     if model_type in RECURRENT:
         yield "a recurrent state"
     if model_type in OWN_ATTENTION:
         yield "attention code that does not use the attention interface of transformers"
-    if model_type in CHANGES_HIDDEN:
-        yield "layers between the decoder and the output layer"
+
+
+def _against_training(values: Mapping[str, Any]) -> Iterator[str]:
+    if not runs_padded(values):
+        yield from _against_packed_rows(values)
 
 
 def _against_fused_log_probs(values: Mapping[str, Any]) -> Iterator[str]:
@@ -132,6 +156,8 @@ def _against_fused_log_probs(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _against_prefix_sharing(values: Mapping[str, Any]) -> Iterator[str]:
+    if runs_padded(values):
+        yield "right-padded rows"
     dropout = [f"{key}={value}" for key, value in values.items() if "drop" in key and value]
     if dropout:
         yield f"dropout ({', '.join(dropout)})"
@@ -156,6 +182,8 @@ def _head_dim(values: Mapping[str, Any]) -> int | None:
 
 
 def _against_sequence_parallelism(values: Mapping[str, Any]) -> Iterator[str]:
+    if runs_padded(values):
+        yield "right-padded rows"
     limit = rope_limit(values)
     if limit is not None:
         yield f"rotary frequencies that depend on the longest row of a call (rope_type={limit.rope_type})"
@@ -163,6 +191,7 @@ def _against_sequence_parallelism(values: Mapping[str, Any]) -> Iterator[str]:
 
 _REASONS: Mapping[Feature, Callable[[Mapping[str, Any]], Iterator[str]]] = {
     "packed rows": _against_packed_rows,
+    "training": _against_training,
     "fused log-probs": _against_fused_log_probs,
     "prefix sharing": _against_prefix_sharing,
     "sequence parallelism": _against_sequence_parallelism,

@@ -75,6 +75,8 @@ def apply_tensor_parallel(packed: PackedModel, mesh: DeviceMesh) -> None:
             f"tensor parallelism requires a mesh with one axis, got {mesh}; select one axis, for example mesh['tp']"
         )
     hf = packed.hf
+    if packed.pads_rows:
+        raise _unsupported_error(hf, "it runs on right-padded rows")
     styles = _styles(packed)
     _check_supported(hf, styles, mesh.size())
     plan = {name: STYLES[style]() for name, style in styles.items()}

@@ -55,6 +55,8 @@ class PipelineStage(PackedModel):
 
     def __init__(self, full: PackedModel, group: dist.ProcessGroup, micro_batches: int):
         super().__init__(full.hf, full.head)
+        if self.pads_rows:
+            raise EngineError(f"{type(self.hf).__name__} does not run on packed rows; train it with another engine")
         self.group, self.micro_batches = group, micro_batches
         self.index, self.last = dist.get_rank(group), dist.get_world_size(group) - 1
         if micro_batches > 1:  # rows with a shared prefix would have to stay in one micro-batch

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from camshaft.algorithms.partition import attention_pivot
 from camshaft.dataproto import Ragged
-from camshaft.engine.micro_batches import plan_micro_batches, restore_order
+from camshaft.engine.micro_batches import padding_share, plan_micro_batches, plan_padded_rows, restore_order
 from camshaft.errors import BatchError
 
 LENGTHS = st.lists(st.integers(1, 30), min_size=1, max_size=40)
@@ -146,3 +146,29 @@ def test_order_is_restored_for_tokens_and_for_rows(lengths: list[int], budget: i
     assert torch.equal(back.values, tokens.values)
     assert torch.equal(back.lengths, tokens.lengths)
     assert torch.equal(restore_order(plan, [rows[part] for part in plan]), rows)
+
+
+def test_padded_rows_of_similar_lengths_share_a_micro_batch() -> None:
+    lengths = torch.tensor([3, 7, 6, 4, 3])
+    plan = plan_padded_rows(lengths, None, 14)
+    assert plan == [[2, 1], [0, 4, 3]]
+    assert padding_share(lengths, plan) == pytest.approx(3 / 26)  # 14 - 13 and 12 - 10 of 26 tokens
+    assert plan_padded_rows(lengths, 2, None) == [[2, 1], [0, 3], [4]]
+    assert plan_padded_rows(lengths, None, None) == [[0, 4, 3, 2, 1]]
+
+
+@given(LENGTHS, st.integers(30, 80), st.integers(1, 8) | st.none(), st.integers(0, 3))
+def test_the_budget_of_padded_rows_includes_padding(
+    lengths: list[int], budget: int, size: int | None, more: int
+) -> None:
+    plan = plan_padded_rows(torch.tensor(lengths), size, budget, lambda count: count + more)
+    assert sorted(row for rows in plan for row in rows) == list(range(len(lengths)))
+    for rows in filter(None, plan):
+        assert len(rows) * max(lengths[row] for row in rows) <= budget
+        assert size is None or len(rows) <= size
+    assert len(plan) == len(plan_padded_rows(torch.tensor(lengths), size, budget)) + more
+
+
+def test_a_padded_row_above_the_budget_is_named() -> None:
+    with pytest.raises(BatchError, match="row 1 has 9 tokens, which exceeds the budget of 8"):
+        plan_padded_rows(torch.tensor([3, 9]), None, 8)

@@ -295,11 +295,7 @@ def test_misshapen_inputs_are_an_error():
         ("gpt_oss", {"num_local_experts": 4}, "attention sinks"),
         ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ("hyperclovax", {"logits_scaling": 2.0}, "logits_scaling=2.0"),
-        ("modernbert-decoder", {"bos_token_id": 1}, "layers between the decoder and the output layer"),
         ("bert", {"is_decoder": True}, "does not pass the hidden states"),
-        ("mpt", {}, "not use the attention interface"),
-        ("falcon", {}, "not use the attention interface"),
-        ("mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}, "recurrent state"),
     ],
 )
 def test_unsupported_models_are_rejected(family: str, extra: dict[str, Any], message: str):
@@ -311,7 +307,6 @@ def test_unsupported_models_are_rejected(family: str, extra: dict[str, Any], mes
 @pytest.mark.parametrize(
     ("family", "extra", "message"),
     [
-        ("modernbert-decoder", {"bos_token_id": 1}, "does not pass the hidden states of its decoder unchanged"),
         ("mpt", {}, "does not use the attention interface"),
         ("falcon", {}, "do not use the attention interface"),
         ("mamba2", {"num_heads": 4, "head_dim": 16, "state_size": 8, "n_groups": 1}, "has a recurrent state"),
@@ -320,7 +315,7 @@ def test_unsupported_models_are_rejected(family: str, extra: dict[str, Any], mes
 def test_models_of_unknown_types_are_checked_when_they_are_built(
     family: str, extra: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
 ):
-    for name in ("RECURRENT", "OWN_ATTENTION", "CHANGES_HIDDEN"):
+    for name in ("RECURRENT", "OWN_ATTENTION"):
         monkeypatch.setattr(support, name, ())
     folder = tiny_folder(family, hidden=32, intermediate=32, **extra)
     with pytest.raises(EngineError, match=message):

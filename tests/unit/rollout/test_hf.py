@@ -17,18 +17,18 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> RolloutHarness:
     return RolloutHarness(HFRollout, tmp_path_factory.mktemp("models"))
 
 
-def batches(rollout: Any, lengths: list[int]) -> list[tuple[int, int]]:
-    return [(batch.start, batch.stop) for batch in rollout._batches(lengths)]
+def batches(rollout: Any, lengths: list[int]) -> list[list[int]]:
+    return list(rollout._batches(lengths))
 
 
 def test_a_batch_has_at_most_max_num_seqs_rows(harness: RolloutHarness) -> None:
-    assert batches(harness.case(max_num_seqs=2).rollout, [3] * 5) == [(0, 2), (2, 4), (4, 5)]
+    assert batches(harness.case(max_num_seqs=2).rollout, [3] * 5) == [[0, 1], [2, 3], [4]]
 
 
 def test_padded_prompt_tokens_of_a_batch_respect_the_limit(harness: RolloutHarness) -> None:
     # 3 x 4 fit in 12; with a row of 6 they would be 4 x 6; a row of 20 is a batch by itself.
     rollout = harness.case(max_num_batched_tokens=12).rollout
-    assert batches(rollout, [4, 3, 2, 6, 20, 1]) == [(0, 3), (3, 4), (4, 5), (5, 6)]
+    assert batches(rollout, [4, 3, 2, 6, 20, 1]) == [[0, 1, 2], [3], [4], [5]]
 
 
 def test_batches_are_restored_in_row_order(harness: RolloutHarness) -> None:
