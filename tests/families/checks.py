@@ -19,10 +19,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
-from transformers.modeling_outputs import CausalLMOutput
 
 from camshaft.config.engine import EngineConfig, EngineModel, Head, OptimConfig
-from camshaft.contracts.engine.oracle import HEAD_CLASSES, collect_gradients, loss_sums, oracle_outputs
+from camshaft.contracts.engine.oracle import collect_gradients, load_oracle, loss_sums, oracle_outputs
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.single import SingleDeviceEngine
 from camshaft.errors import EngineError
@@ -182,44 +181,6 @@ def _gradient(parameter: Tensor) -> Tensor:
 # -- the oracle ------------------------------------------------------------------------------------
 
 
-class DecoderWithHead(nn.Module):
-    """The decoder of a causal language model and a linear layer, for families without a class for the head."""
-
-    def __init__(self, causal: Any, bias: bool):
-        super().__init__()
-        self.base_model_prefix: str = "model" if causal.base_model is causal else causal.base_model_prefix
-        self.add_module(self.base_model_prefix, causal.get_submodule(self.base_model_prefix))
-        self.score = nn.Linear(causal.config.hidden_size, 1, bias=bias, dtype=torch.float64)
-
-    @property
-    def base_model(self) -> Any:
-        return self.get_submodule(self.base_model_prefix)
-
-    def forward(self, input_ids: Tensor, use_cache: bool) -> CausalLMOutput:
-        hidden = self.base_model(input_ids=input_ids, use_cache=use_cache).last_hidden_state
-        return CausalLMOutput(logits=self.score(hidden))
-
-
-def _pretrained(auto_class: Any, folder: Path, **arguments: Any) -> Any:
-    with quiet_transformers():
-        return auto_class.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager", **arguments)
-
-
-def _oracle(folder: Path, head: Head, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Load the folder with plain transformers, and give it the engine's new head."""
-    if head == "causal_lm":
-        return _pretrained(HEAD_CLASSES[head], folder).eval()
-    try:
-        model = _pretrained(HEAD_CLASSES[head], folder, num_labels=1)
-    except ValueError:  # transformers has no class for this head
-        model = DecoderWithHead(_pretrained(AutoModelForCausalLM, folder), bias=head == "value")
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.startswith(("score.", "classifier.", "head.")):
-                parameter.copy_(weights[name])
-    return model.eval()
-
-
 def _train_oracle(model: nn.Module, head: Head, optimizer: str) -> Trace:
     settings = {**OPTIMIZERS[optimizer]}
     optim = getattr(torch.optim, settings.pop("optimizer"))(model.parameters(), **settings)
@@ -254,7 +215,7 @@ def _oracle_loss(model: nn.Module, head: Head) -> float:
 def _differences(folder: Path, head: Head, optimizer: str) -> Iterator[tuple[float, str]]:
     """Yield each difference in units of its limit, with its name."""
     engine = _engine(folder, head, optimizer)
-    oracle = _oracle(folder, head, _weights(engine))
+    oracle = load_oracle(folder, head, _weights(engine))
     expected, actual = _train_oracle(oracle, head, optimizer), _train_engine(engine, head)
     for step, (loss, wanted) in enumerate(zip(actual.losses, expected.losses, strict=True)):
         yield abs(loss - wanted) / abs(wanted) / LIMITS["loss"], f"{optimizer} loss {step}"

@@ -7,14 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from torch import Tensor, nn
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from transformers.masking_utils import sdpa_mask
+from transformers.modeling_outputs import CausalLMOutput
 
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.context import StepContext
+from camshaft.models.loader import quiet_transformers
 
 HEAD_CLASSES: dict[str, Any] = {
     "causal_lm": AutoModelForCausalLM,
@@ -25,6 +35,103 @@ LOSS_OUTPUT = {"causal_lm": "log_probs", "value": "values", "reward": "scores"}
 """Output of each head that the contract's loss reads."""
 ENTROPY_COEFFICIENT = 10.0
 """Weight of the entropy in the loss. The tiny model is nearly uniform, so the gradients of its entropy are small."""
+
+
+class DecoderWithHead(nn.Module):
+    """The decoder of a causal language model and a linear layer, for families without a class for the head."""
+
+    def __init__(self, causal: Any, bias: bool):
+        super().__init__()
+        self.base_model_prefix: str = "model" if causal.base_model is causal else causal.base_model_prefix
+        self.add_module(self.base_model_prefix, causal.get_submodule(self.base_model_prefix))
+        self.score = nn.Linear(causal.config.hidden_size, 1, bias=bias, dtype=torch.float64)
+
+    @property
+    def base_model(self) -> Any:
+        return self.get_submodule(self.base_model_prefix)
+
+    def forward(self, input_ids: Tensor, use_cache: bool) -> CausalLMOutput:
+        hidden = self.base_model(input_ids=input_ids, use_cache=use_cache).last_hidden_state
+        return CausalLMOutput(logits=self.score(hidden))
+
+
+def load_oracle(folder: Path, head: str, weights: Mapping[str, Tensor], **options: Any) -> nn.Module:
+    """Load a folder with plain transformers in float64, and give it the new head of an engine with these weights."""
+    if head == "causal_lm":
+        return _pretrained(HEAD_CLASSES[head], folder, **options).eval()
+    try:
+        model = _pretrained(HEAD_CLASSES[head], folder, num_labels=1, **options)
+    except ValueError:  # transformers has no class for this head
+        model = DecoderWithHead(_pretrained(AutoModelForCausalLM, folder, **options), bias=head == "value")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.startswith(("score.", "classifier.", "head.")):
+                parameter.copy_(weights[name])
+    return model.eval()
+
+
+def _pretrained(auto_class: Any, folder: Path, **arguments: Any) -> Any:
+    with quiet_transformers():
+        return explicit_model(
+            auto_class.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager", **arguments)
+        )
+
+
+def explicit_model(model: Any) -> Any:
+    """Let a model of transformers use `explicit_attention`, if its attention can be chosen."""
+    if model.is_backend_compatible():
+        model.set_attn_implementation(EXPLICIT)
+    return model
+
+
+def explicit_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **arguments: Any,
+) -> tuple[Tensor, None]:
+    """Compute the attention of one layer by its definition, in the dtype of its inputs.
+
+    The signature is that of attention functions in transformers. Its "eager" computes the softmax in float32, and its
+    "sdpa" ignores soft-caps and sinks.
+    """
+    softcap, sinks = arguments.get("softcap"), arguments.get("s_aux")
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    if attention_mask is None:
+        attention_mask = causal_mask(query.shape[2], sliding_window, query.device)
+    if attention_mask.dtype == torch.bool:
+        scores = scores.masked_fill(~attention_mask, float("-inf"))
+    else:
+        scores = scores + attention_mask
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2), None
+
+
+def causal_mask(length: int, window: int | None, device: torch.device, later: int = 0) -> Tensor:
+    """Return which tokens (columns) each token (row) attends to: those before it, itself and `later` ones after it.
+
+    With `later` -1, a token does not attend to itself, except for the first one.
+    """
+    positions = torch.arange(length, device=device)
+    distance = positions[:, None] - positions
+    is_visible = (distance >= -later) & (distance < (length + 1 if window is None else window))
+    is_visible[0, 0] = True
+    return is_visible
+
+
+EXPLICIT = "explicit"
+"""Name of the attention implementation `explicit_attention`."""
+AttentionInterface.register(EXPLICIT, explicit_attention)
+AttentionMaskInterface.register(EXPLICIT, sdpa_mask)
 
 
 def oracle_outputs(model: Any, batch: DataProto, head: str, temperature: float = 1.0) -> dict[str, Ragged | Tensor]:
