@@ -272,7 +272,7 @@ def _random_model(folder: Path, config: PreTrainedConfig, model: EngineModel, dt
             dtype=dtype,
             attn_implementation=_attention(config),
             trust_remote_code=model.trust_remote_code,
-            **_experts_option(dtype),
+            **experts_option(dtype),
         )
 
 
@@ -293,7 +293,7 @@ def _pretrained_model(
             output_loading_info=True,
             ignore_mismatched_sizes=True,
             key_mapping=renamed,
-            **_experts_option(dtype),
+            **experts_option(dtype),
         )
     initialized = ("score.", "classifier.", "head.") if model.head == "value" or model.new_head else ()
     unused = () if model.head == "causal_lm" else ("lm_head.", "embed_out.", "head.", "decoder.weight", "decoder.bias")
@@ -317,7 +317,7 @@ def _attention(config: PreTrainedConfig) -> str | None:
     return None if runs_padded(config) else PACKED
 
 
-def _experts_option(dtype: torch.dtype | str) -> dict[str, str]:
+def experts_option(dtype: torch.dtype | str) -> dict[str, str]:
     """Return the argument that selects a loop over experts if the grouped matrix product does not support `dtype`."""
     return {"experts_implementation": "eager"} if dtype == torch.float64 else {}
 

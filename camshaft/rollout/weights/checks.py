@@ -28,6 +28,7 @@ from camshaft.errors import RolloutError
 from camshaft.models.folders import convert_model_errors
 from camshaft.models.loader import (
     DTYPES,
+    experts_option,
     import_external,
     load_config,
     model_folder,
@@ -173,6 +174,7 @@ def empty_model(config: RolloutEngineConfig, attention: str) -> PreTrainedModel:
             dtype=DTYPES[config.dtype],
             attn_implementation=attention,
             trust_remote_code=config.trust_remote_code,
+            **experts_option(DTYPES[config.dtype]),
         ).eval()
 
 
