@@ -46,7 +46,8 @@ def complete(script: Path, line: str, folder: Path | None = None) -> list[str]:
 
 def test_commands_are_completed(script: Path) -> None:
     assert set(complete(script, "camshaft ")) == {*(command.name for command in COMMANDS), "--help", "--version"}
-    assert complete(script, "camshaft check") == ["check-data", "checkpoints", "check-engine", "check-rollout"]
+    checks = ["check-data", "checkpoints", "check-engine", "check-rollout", "check-model"]
+    assert complete(script, "camshaft check") == checks
 
 
 @pytest.mark.parametrize("command", COMMAND_SCHEMAS)

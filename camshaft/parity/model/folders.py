@@ -1,0 +1,218 @@
+"""The model folders that a check compares: the given one, or a copy that a laptop can compute.
+
+    with prepare(source, Request(layers=2)) as prepared:
+        prepared.folder, prepared.oracle_folder, prepared.notes
+
+A copy links the files of the source. It has its own config.json and, with fewer layers or random weights, its own
+weights.
+"""
+
+import contextlib
+import json
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+
+from camshaft.config.checks.model import machine_memory
+from camshaft.config.model_settings import is_dropout
+from camshaft.errors import ConfigError, EngineError
+from camshaft.models.folders import CONFIG, convert_model_errors, quantization_message, read_config
+from camshaft.models.loader import load_config, quiet_transformers
+from camshaft.parity.model.oracle import plain_class
+
+WINDOW = 8
+"""Sliding window of the compared model. The rows are longer."""
+BYTES_PER_PARAMETER = 40
+"""Float64 weights of oracle and engine, their gradients, and a copy of the weights."""
+MAX_PARAMETERS = 300e6
+"""Number of parameters up to which all layers are compared by default. A check then takes some minutes."""
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+NOISE = 0.6
+"""Standard deviation of random weights, divided by the square root of their columns. Scores and gates then vary."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """Layers, weights and oracle of a comparison."""
+
+    layers: int | None = None
+    """Number of layers. None compares all layers of a small model, and at least one of each kind of a large one."""
+    random_weights: bool = False
+    oracle: str | None = None
+    """Model type whose class in transformers is the oracle. None is the type in config.json."""
+    trust_remote_code: bool = False
+    seed: int = 0
+
+
+@dataclass
+class Prepared:
+    """Folders of the engine and of the oracle."""
+
+    folder: Path
+    oracle_folder: Path
+    own_oracle: bool
+    """True if the oracle runs the code of the folder, because transformers has no class for the model type."""
+    notes: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def prepare(source: Path, request: Request) -> Iterator[Prepared]:
+    """Yield the folders to compare, and delete the copies afterwards."""
+    values = read_config(source)
+    if message := quantization_message(source, values):
+        raise EngineError(message)
+    with tempfile.TemporaryDirectory(prefix="camshaft-model-") as scratch:
+        plain_values = _plain_values(values, request.oracle)
+        plain = _copy(source, Path(scratch, "config"), plain_values, weights=False)
+        config = load_config(plain, request.trust_remote_code, {}).get_text_config()
+        own_oracle, has_weights = plain_class(config) is None, any(any(source.glob(name)) for name in WEIGHTS)
+        with convert_model_errors(source, config.model_type, "causal_lm"):
+            changes, notes = _changes(config, request)
+        is_random = request.random_weights or not has_weights
+        prepared = Prepared(source, source, own_oracle, notes)
+        if is_random:
+            notes.append(f"weights: random, from seed {request.seed}" + ("" if has_weights else " (there are none)"))
+        if changes or is_random or plain_values != values:
+            is_cut = _layers_key(config) in changes
+            folder = Path(scratch, "oracle")
+            _copy(source, folder, _updated(plain_values, changes), weights=not (is_cut or is_random))
+            if is_cut or is_random:
+                _write_weights(source, folder, own_oracle, is_random, request.seed)
+            prepared.folder = prepared.oracle_folder = folder
+        if plain_values != values:
+            engine = _copy(prepared.oracle_folder, Path(scratch, "engine"), _updated(values, changes), weights=True)
+            prepared.folder = engine
+        try:
+            yield prepared
+        except EngineError as error:  # with the path of a copy
+            text = str(error).replace(str(prepared.folder), str(source))
+            raise EngineError(text.replace(str(prepared.oracle_folder), str(source))) from error
+
+
+def _plain_values(values: Mapping[str, Any], oracle: str | None) -> dict[str, Any]:
+    """Return the content of config.json for the class of transformers, without code of the folder if possible."""
+    if oracle is not None and oracle not in CONFIG_MAPPING:
+        raise ConfigError(f"--oracle {oracle} is not a model type of transformers; use for example --oracle llama")
+    model_type = oracle or values.get("model_type")
+    is_plain = model_type in CONFIG_MAPPING
+    kept = {key: value for key, value in values.items() if key != "auto_map" or not is_plain}
+    return {**kept, "model_type": model_type} if model_type else kept
+
+
+def _updated(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Apply changes to the config of the language model, which a folder of several models has in an entry."""
+    if isinstance(text := values.get("text_config"), Mapping):
+        return {**values, "text_config": {**text, **changes}}
+    return {**values, **changes}
+
+
+def _copy(source: Path, target: Path, values: Mapping[str, Any], weights: bool) -> Path:
+    """Create a folder with links to the files of another and its own config.json."""
+    target.mkdir()
+    omitted = {CONFIG, *(file.name for name in (*WEIGHTS, "*.index.json") if not weights for file in source.glob(name))}
+    for file in source.absolute().iterdir():
+        if file.name not in omitted:
+            (target / file.name).symlink_to(file)
+    (target / CONFIG).write_text(json.dumps(values), encoding="utf-8")
+    return target
+
+
+# -- layers and windows ----------------------------------------------------------------------------
+
+
+def _changes(config: PreTrainedConfig, request: Request) -> tuple[dict[str, Any], list[str]]:
+    """Return the values of config.json that a copy changes, with a note on each."""
+    values, notes = config.to_dict(), []
+    changes: dict[str, Any] = {}
+    total, window = config.num_hidden_layers, values.get("sliding_window")
+    layers = min(_default_layers(config) if request.layers is None else request.layers, total)
+    if layers < total:
+        changes = {key: v[:layers] for key, v in values.items() if isinstance(v, list) and len(v) == total}
+        changes[_layers_key(config)] = layers
+        notes.append(f"layers: the first {layers} of {total} (--layers sets the number)")
+    if isinstance(window, int) and window > WINDOW:
+        changes["sliding_window"] = WINDOW
+        notes.append(f"sliding window: {WINDOW} instead of {window} tokens, so that short rows exceed it")
+    dropout = [key for key, value in values.items() if is_dropout(key) and isinstance(value, float) and value]
+    if dropout:
+        changes |= dict.fromkeys(dropout, 0.0)
+        notes.append(f"dropout: 0 instead of {values[dropout[0]]} ({', '.join(dropout)})")
+    return changes, notes
+
+
+def _layers_key(config: PreTrainedConfig) -> str:
+    return config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
+
+
+def _default_layers(config: PreTrainedConfig) -> int:
+    """Return the number of layers to compare; raise ConfigError if the memory of this machine does not suffice."""
+    total = config.num_hidden_layers
+    if plain_class(config) is None:
+        return total
+    count = _count_parameters(config)
+    if count <= MAX_PARAMETERS and count * BYTES_PER_PARAMETER < machine_memory():
+        return total
+    values = config.to_dict()
+    kinds = [value for value in values.values() if isinstance(value, list) and len(value) == total]
+    firsts = [kind.index(item) + 1 for kind in kinds for item in kind]
+    layers = min(total, max([2, *firsts, values.get("first_k_dense_replace", 0) + 1]))
+    cut = {key: v[:layers] for key, v in values.items() if isinstance(v, list) and len(v) == total}
+    needed = BYTES_PER_PARAMETER * _count_parameters(
+        type(config).from_dict({**values, **cut, _layers_key(config): layers})
+    )
+    if needed > machine_memory():
+        raise ConfigError(
+            f"the comparison of {layers} layers takes about {needed / 2**30:.0f} GiB of memory, but this machine has "
+            f"{machine_memory() / 2**30:.0f} GiB; set fewer layers with --layers, or compare a smaller model of the "
+            "family"
+        )
+    return layers
+
+
+def _count_parameters(config: PreTrainedConfig) -> int:
+    with quiet_transformers(), torch.device("meta"):
+        return sum(parameter.numel() for parameter in plain_class(config)._from_config(config).parameters())
+
+
+# -- weights ---------------------------------------------------------------------------------------
+
+
+def _write_weights(source: Path, folder: Path, own_code: bool, is_random: bool, seed: int) -> None:
+    """Write the weights of fewer layers, or random weights, to a folder with a config."""
+    content = (folder / CONFIG).read_text(encoding="utf-8")  # which `save_pretrained` replaces
+    config = load_config(folder, own_code, {})
+    model_class: Any = AutoModelForCausalLM if own_code else plain_class(config)
+    options: dict[str, Any] = {"trust_remote_code": True} if own_code else {}
+    with quiet_transformers(), convert_model_errors(source, config.model_type, "causal_lm"):
+        if is_random:
+            model = _random_model(model_class, config, seed, options)
+        else:
+            model, info = model_class.from_pretrained(
+                source, config=config, dtype="auto", output_loading_info=True, **options
+            )
+            if missing := sorted(info["missing_keys"]):
+                raise EngineError(f"the weights in {source} lack {', '.join(missing[:4])}; copy the files again")
+        model.save_pretrained(folder)
+    (folder / CONFIG).write_text(content, encoding="utf-8")
+
+
+def _random_model(model_class: Any, config: PreTrainedConfig, seed: int, options: Mapping[str, Any]) -> Any:
+    """Build a model with wide random weights, biases and norms."""
+    random = torch.Generator().manual_seed(seed)
+    build = model_class.from_config if model_class is AutoModelForCausalLM else model_class._from_config
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.default_generator.manual_seed(seed)
+        model = build(config, dtype=torch.float32, **options)
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=random)
+            scaled = noise * NOISE / max(parameter.shape[-1], 16) ** 0.5
+            parameter.copy_(scaled if parameter.ndim > 1 else parameter + 0.1 * noise)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding) and module.padding_idx is not None:
+                module.weight[module.padding_idx] = 0  # as some families do when they load a file
+    return model
