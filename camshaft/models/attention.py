@@ -36,6 +36,7 @@ from camshaft.errors import EngineError
 from camshaft.models.cpu import packed_cpu_attention, supports_cpu_kernel
 from camshaft.models.flash import HALF, Bounds, packed_flash_attention
 from camshaft.models.packing import Packing
+from camshaft.models.recurrent import RecurrentLayer
 
 PACKED = "packed"
 
@@ -53,7 +54,7 @@ UNSUPPORTED_ARGUMENTS = {
 
 
 class Slots(Protocol):
-    """KV cache of a generator, with a method that computes attention over the cached tokens."""
+    """Cache of a generator, with methods that compute layers which read earlier tokens."""
 
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
@@ -62,6 +63,10 @@ class Slots(Protocol):
 
         `query` is (B, H, L, D); `key` and `value` are (B, Hkv, L, D). `module.layer_idx` identifies the layer.
         """
+        ...
+
+    def recur(self, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
+        """Compute a layer with a recurrent state, (B, L, H) -> (B, L, H), and store its new state."""
         ...
 
 

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from transformers.utils.generic import ModelOutput
 
 from camshaft.config.engine import Head
-from camshaft.config.families.support import LOGIT_FACTORS, rope_limit, unsupported
+from camshaft.config.families.support import LOGIT_FACTORS, RESETS_STATE, rope_limit, unsupported
 from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
@@ -32,6 +32,7 @@ from camshaft.models.heads import OUTPUTS, default_output
 from camshaft.models.linear_logprob import VocabularyShard, linear_full_kl, linear_logprob, log_distribution
 from camshaft.models.packing import Packing
 from camshaft.models.padded_rows import padded_hidden_states, runs_padded
+from camshaft.models.recurrent import pack_recurrent_layers
 from camshaft.models.routing import SAMPLING_ROUTERS, Routers, find_routers
 from camshaft.models.sequence import SequenceSplit
 
@@ -188,6 +189,7 @@ class PackedModel(PackedModule):
         if not self.pads_rows:
             _check_packable(hf)
         replace_norms(hf)
+        pack_recurrent_layers(hf)
         output = output_layer(hf, head)
         if head != "causal_lm" and isinstance(output, nn.Linear) and output.out_features != 1:
             raise EngineError(
@@ -458,9 +460,10 @@ def _check_packable(hf: PreTrainedModel) -> None:
     """Raise `EngineError` if the config, class or weights show that the model does not support packed rows."""
     name = type(hf).__name__
     reject_unsupported(hf.config)
-    if hf._is_stateful:
+    is_recurrent = hf.config.get_text_config().model_type in RESETS_STATE
+    if hf._is_stateful and not is_recurrent:
         raise EngineError(f"{name} has a recurrent state, which would leak between packed rows; choose another model")
-    if not hf.is_backend_compatible():
+    if not hf.is_backend_compatible() and not is_recurrent:
         raise EngineError(
             f"{name} does not use the attention interface of transformers, so its tokens would attend to other packed "
             "rows; choose another model"

@@ -34,12 +34,16 @@ SIZES: dict[str, int] = {
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim"), 8),
     **dict.fromkeys(("vocab_size_per_layer_input",), VOCABULARY),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "router_hidden_size"), 8),
+    **dict.fromkeys(("linear_key_head_dim", "linear_head_dim"), 8),
+    **dict.fromkeys(("linear_num_key_heads",), 2),
+    **dict.fromkeys(("linear_num_value_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("dense_intermediate_size", "shared_intermediate_size"), 16),
     **dict.fromkeys(("chunk_size", "mamba_chunk_size", "mamba_n_heads", "mamba_num_heads", "mamba_head_dim"), 8),
     **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state"), 16),
     **dict.fromkeys(("sliding_window", "sliding_window_size", "attention_window_size"), 5),
     **dict.fromkeys(("index_topk", "attention_chunk_size", "floor_scale"), 5),
     "mamba_d_ssm": 64,
+    "linear_value_head_dim": 16,
     "zero_expert_num": 1,
 }  # fmt: skip
 """Values of config keys, for configs that have the key with a default other than None."""
@@ -48,7 +52,7 @@ ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0, "mrope_se
 MLA: dict[str, Any] = {"num_key_value_heads": 4}
 CHANGES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "axk2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3"), MLA),
-    **dict.fromkeys(("youtu", "deepseek_v32", "glm_moe_dsa", "kimi_linear"), MLA),
+    **dict.fromkeys(("youtu", "deepseek_v32", "glm_moe_dsa"), MLA),
     "bamba": {"mamba_d_head": "auto", "attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": {"full_attention": ROPE}},
     "dbrx": {
@@ -64,6 +68,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8, "num_experts": 4, "moe_topk": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": {**MLA, "num_experts_per_tok": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"no_rope_layers": [1, 0]},

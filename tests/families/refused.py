@@ -1,14 +1,11 @@
 """Decoder-only types that camshaft refuses, with the part of the error that states the reason."""
 
-LAYERS = "layers with neither full nor sliding-window attention"
 NOT_CAUSAL = "attention that is not causal"
 LOGITS = "logits that change after the output layer"
 SOFT_CAPS = "soft-capped attention scores"
 SINKS = "attention sinks"
 
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(("kimi_linear", "lfm2", "lfm2_moe", "minimax", "olmo_hybrid", "zaya"), LAYERS),
-    **dict.fromkeys(("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "qwen4_exp_text"), LAYERS),
     **dict.fromkeys(("cpmant", "xlm", "xlnet"), NOT_CAUSAL),
     **dict.fromkeys(("gemma3n_text", "nanochat", "recurrent_gemma", "xlstm"), LOGITS),
     **dict.fromkeys(("gemma2", "vaultgemma"), SOFT_CAPS),

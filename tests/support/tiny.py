@@ -16,6 +16,15 @@ from torch import Tensor
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.models.tiny import VOCABULARY_ROWS, make_tiny_model, make_tiny_tokenizer
 
+LINEAR: dict[str, Any] = {
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+"""Sizes of a model with gated linear attention."""
+
 DECODED: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "llama": {"tie_embeddings": False},
@@ -23,8 +32,9 @@ DECODED: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 5},
     "gemma3_text": {"sliding_window": 8},
     "gpt2": {},
+    "qwen3_next": {**LINEAR, "num_experts": 0},
 }
-"""Families with different decode steps: separate and shared key heads, windows, norms, rotations."""
+"""Families with different decode steps: separate and shared key heads, windows, norms, rotations, recurrent states."""
 
 # Removed when the interpreter ends, or by `conftest.py`.
 HOME = tempfile.TemporaryDirectory(prefix="camshaft-tiny-")

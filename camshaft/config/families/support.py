@@ -26,12 +26,17 @@ SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 DROPS_ARGUMENTS = ("nemotron",)
 """Model types whose layers do not pass the arguments of a call to their attention."""
 
+STATE = "a recurrent state"
+
 RECURRENT = (
     *("bamba", "deepseek_v4", "falcon_h1", "falcon_mamba", "granitemoehybrid", "jamba", "kimi_linear", "mamba"),
     *("mamba2", "nemotron_h", "olmo_hybrid", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text"),
     *("qwen3_next", "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "rwkv", "xlstm", "zamba", "zamba2", "zaya"),
 )
-"""Model types with a recurrent state, which would leak between packed rows."""
+"""Model types with a recurrent state, which leaks between packed rows unless their layers are in `RESETS_STATE`."""
+
+RESETS_STATE = ("kimi_linear", "minimax", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Model types with linear attention whose state is empty at the start of every packed row (`models/recurrent.py`)."""
 
 OWN_ATTENTION = (
     *("bart", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom", "blt", "codegen"),
@@ -47,8 +52,8 @@ NOT_CAUSAL = ("cpmant", "xlm", "xlnet")
 PADDED = (
     *("axk2", "bamba", "biogpt", "bloom", "codegen", "deepseek_v32", "deepseek_v4", "doge", "falcon", "falcon_h1"),
     *("falcon_mamba", "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "granitemoehybrid", "inkling_text"),
-    *("jamba", "llama4_text", "mamba", "mamba2", "mpt", "nemotron", "nemotron_h", "openai-gpt", "recurrent_gemma"),
-    *("rwkv", "stablelm", "xglm", "xlstm", "zamba", "zamba2"),
+    *("jamba", "llama4_text", "lfm2", "lfm2_moe", "mamba", "mamba2", "mpt", "nemotron", "nemotron_h", "openai-gpt"),
+    *("qwen4_exp_text", "recurrent_gemma", "rwkv", "stablelm", "xglm", "xlstm", "zamba", "zamba2", "zaya"),
 )
 """Causal model types that engines call on right-padded rows if packed rows do not support them."""
 
@@ -121,7 +126,9 @@ def _against_packed_rows(values: Mapping[str, Any]) -> Iterator[str]:
     if model_type in SINKS:
         yield "attention sinks"
     types = values.get("layer_types")
-    other_types = sorted(set(types) - {"full_attention", "sliding_attention"}) if is_list(types) else []
+    supported_types = {"full_attention", "sliding_attention"}
+    supported_types |= {"linear_attention"} if model_type in RESETS_STATE else set()
+    other_types = sorted(set(types) - supported_types) if is_list(types) else []
     if other_types:
         yield f"layers with neither full nor sliding-window attention (layer_types contains {', '.join(other_types)})"
     if values.get("attn_temperature_tuning") and 0 in (values.get("no_rope_layers") or ()):
@@ -137,8 +144,8 @@ def _against_packed_rows(values: Mapping[str, Any]) -> Iterator[str]:
         or values.get("use_bidirectional_attention") in (True, "all")
     ):
         yield "attention that is not causal"
-    if model_type in RECURRENT:
-        yield "a recurrent state"
+    if model_type in RECURRENT and model_type not in RESETS_STATE:
+        yield STATE
     if model_type in OWN_ATTENTION:
         yield "attention code that does not use the attention interface of transformers"
 
@@ -166,6 +173,8 @@ def _against_prefix_sharing(values: Mapping[str, Any]) -> Iterator[str]:
     head_dim = _head_dim(values)
     if values.get("v_head_dim") not in (None, head_dim):
         yield f"keys and values of different widths ({head_dim}, v_head_dim={values['v_head_dim']})"
+    if values.get("model_type") in RESETS_STATE:
+        yield STATE
     if head_dim is not None and head_dim > MAX_HEAD_DIM:
         yield f"heads of {head_dim} dimensions, more than {MAX_HEAD_DIM}"
 
@@ -185,6 +194,8 @@ def _against_sequence_parallelism(values: Mapping[str, Any]) -> Iterator[str]:
     if runs_padded(values):
         yield "right-padded rows"
     limit = rope_limit(values)
+    if values.get("model_type") in RESETS_STATE:
+        yield STATE
     if limit is not None:
         yield f"rotary frequencies that depend on the longest row of a call (rope_type={limit.rope_type})"
 

@@ -15,6 +15,7 @@ from torch.fx import Graph
 from transformers import PreTrainedModel
 
 from camshaft.models.attention import Slots, no_mask
+from camshaft.models.recurrent import RecurrentLayer
 from camshaft.rollout.builtin.tracer import TracedSlots, TraceError, trace
 
 Forward = Callable[[Tensor, Tensor, Slots], Tensor]
@@ -59,7 +60,9 @@ def verify(forward: Forward, eager: Forward, device: torch.device, tolerance: fl
 
 
 class _NoCache:
-    """Substitute for the KV cache that returns the value of each token, weighted by its query and key.
+    """Substitute for the KV cache, in which each token is the first of its row.
+
+    Attention returns the value of the token, weighted by its query and key.
 
     The weight is not the product of query and key, because a rotary embedding rotates both by the same angle, so their
     product would not show an error of it.
@@ -73,6 +76,9 @@ class _NoCache:
         difference = query - key.repeat_interleave(groups, 1)
         weight = (difference * ramp).sum(-1, keepdim=True).mul(scaling).sigmoid()
         return (weight * value.repeat_interleave(groups, 1)).transpose(1, 2)
+
+    def recur(self, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
+        return layer.advance(hidden_states, None, None)[0]
 
 
 def _sample_inputs(rows: int, device: torch.device) -> tuple[Tensor, Tensor]:

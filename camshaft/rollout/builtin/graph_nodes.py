@@ -45,10 +45,10 @@ def replace(node: Node, func: Callable[..., Any], *args: Any) -> Node:
 
 
 def merge_equal_calls(graph: Graph) -> None:
-    """Merge calls of the same operator with equal arguments. Only `attend`, which writes to the KV cache, is kept."""
+    """Merge calls of the same operator with equal arguments. Those that write to the KV cache are kept."""
     nodes: dict[Any, Node] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or name_of(node) == "attend":
+        if node.op != "call_function" or name_of(node) in ("attend", "recur"):
             continue
         first = nodes.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
         if first is not node:

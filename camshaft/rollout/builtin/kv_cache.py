@@ -1,4 +1,4 @@
-"""KV cache of unfinished rows, with one slot per row, and attention over the slots.
+"""KV cache and recurrent states of unfinished rows, with one slot per row, and the layers that read the slots.
 
     cache = KVCache(hf.config, max_model_len=1024)
     cache.reserve(num_slots=65, length=128)
@@ -6,14 +6,15 @@
     hf(..., slots=DecodeStep(cache, positions, length))                    # one token per row in slots 0..B-1
     cache.copy(sources=[7], targets=[2], length=20)
 
-A model built with the "packed" attention calls `slots.attend` in each layer. The first call determines the shape of the
-keys and values, so this module contains no code for particular model families.
+A model built with the "packed" attention calls `slots.attend` in each layer, and `slots.recur` in a layer with a
+recurrent state. The first call determines the shapes, so this module contains no code for particular model families.
 """
 
 import itertools
 import math
 import mmap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from transformers import PretrainedConfig
 from camshaft.errors import RolloutError
 from camshaft.models.attention import layer_window, packed_attention, packed_kwargs
 from camshaft.models.packing import Packing
+from camshaft.models.recurrent import RecurrentLayer, RowBatch, States, map_rows
 
 LENGTH_MULTIPLE = 64
 """Granularity of the number of positions per slot."""
@@ -42,7 +44,7 @@ Layer = tuple[Tensor, Tensor]
 
 
 class KVCache:
-    """Growable KV cache with one tensor of keys and one tensor of values per layer. `clear` frees the memory."""
+    """Growable cache with the keys and values, or the recurrent states, of each layer. `clear` frees the memory."""
 
     def __init__(self, config: PretrainedConfig, max_model_len: int):
         text_config = config.get_text_config()
@@ -52,16 +54,21 @@ class KVCache:
         windows = [layer_window(text_config, layer) for layer in range(self.num_layers)]
         self.windows = [None if window is None or window >= max_model_len else window for window in windows]
         self.layers: dict[int, Layer] = {}
+        self.states: dict[tuple[int, str], Tensor] = {}
+        """States by layer and name, each (slots, ...)."""
         self.position_bytes: dict[int, int] = {}
         """Bytes of one position of a slot, by layer. A layer's first use sets it, and `clear` keeps it."""
+        self.state_bytes: dict[tuple[int, str], int] = {}
+        """Bytes of a state of a slot, like `position_bytes`."""
         self.num_slots = self.length = 0
         self.reallocations = 0
         """Number of reallocations so far. A CUDA graph is valid until the next reallocation."""
 
     @property
     def num_bytes(self) -> int:
-        """Size of all keys and values in bytes."""
-        return sum(block.nbytes for pair in self.layers.values() for block in pair)
+        """Size of all keys, values and states in bytes."""
+        blocks = itertools.chain(*self.layers.values(), self.states.values())
+        return sum(block.nbytes for block in blocks)
 
     def allocate(self, num_rows: int, length: int, max_bytes: int, row_bytes: int, keep: bool = False) -> int:
         """Allocate slots of `length` positions in `max_bytes`, and return the number of rows, at most `num_rows`.
@@ -72,23 +79,26 @@ class KVCache:
         With `keep`, CUDA graphs also stay valid after small changes of `length` and `max_bytes`: both sizes are
         rounded, and slots stay that suffice for 7/8 of the rows that fit.
         """
-        length, position_bytes = _round_up(length), sum(self.position_bytes.values())
+        length = _round_up(length)
+
+        def slot_bytes(positions: int) -> int:
+            return positions * sum(self.position_bytes.values()) + sum(self.state_bytes.values())
 
         def fitting_rows(positions: int) -> int:
-            slot_bytes = positions * position_bytes
-            return min(num_rows, (max_bytes - slot_bytes) // (slot_bytes + row_bytes))
+            size = slot_bytes(positions)
+            return min(num_rows, (max_bytes - size) // (size + row_bytes))
 
         num_fitting = fitting_rows(length)
         if num_fitting < 1:
-            slot_bytes = length * position_bytes
+            size = 2 * slot_bytes(length) + row_bytes
             raise RolloutError(
-                f"the KV cache of one row of {length} tokens requires {_gib(2 * slot_bytes + row_bytes)} of device "
+                f"the KV cache of one row of {length} tokens requires {_gib(size)} of device "
                 f"memory, but {_gib(max(max_bytes, 0))} are available; increase rollout.gpu_memory_utilization, "
                 "decrease the maximum prompt and response lengths, or offload the actor"
             )
         if keep:
             num_kept = min(num_rows, self.num_slots - 1)
-            size = self.num_slots * self.length * position_bytes + num_kept * row_bytes
+            size = self.num_slots * slot_bytes(self.length) + num_kept * row_bytes
             # Only missing memory is a reason for fewer rows.
             is_limited = num_fitting < num_rows
             if self.length >= length and size <= max_bytes and 8 * num_kept >= (7 if is_limited else 8) * num_fitting:
@@ -98,7 +108,7 @@ class KVCache:
             length = longer if fitting_rows(longer) >= num_fitting else length
         max_cache_bytes = max_bytes - num_fitting * row_bytes
         num_slots, longest = max(self.num_slots, num_fitting + 1), max(self.length, length)
-        if num_slots * longest * position_bytes > max_cache_bytes:
+        if num_slots * slot_bytes(longest) > max_cache_bytes:
             num_slots, longest = num_fitting + 1, length
         if (num_slots, longest) != (self.num_slots, self.length):
             self.clear()
@@ -122,6 +132,13 @@ class KVCache:
         self.reallocations += 1
         for index, (keys, values) in self.layers.items():
             self.layers[index] = self._grow(keys, kept_slots), self._grow(values, kept_slots)
+        self.states = {key: self._grow_state(state, kept_slots) for key, state in self.states.items()}
+
+    def _grow_state(self, old: Tensor, kept_slots: list[slice]) -> Tensor:
+        new = old.new_zeros(self.num_slots, *old.shape[1:])
+        for slots in kept_slots:
+            new[: len(old)][slots] = old[slots]
+        return new
 
     def _grow(self, old: Tensor, kept_slots: list[slice]) -> Tensor:
         new = _zeros(self.num_slots, self.length, old)
@@ -137,6 +154,30 @@ class KVCache:
             self.layers[index] = _zeros(self.num_slots, self.length, key), _zeros(self.num_slots, self.length, value)
         return self.layers[index]
 
+    def layer_states(self, layer: RecurrentLayer, like: States) -> States:
+        """Return the states of a layer. The first call allocates them to match `like`, each (rows, ...)."""
+        for name, state in like.items():
+            if (key := (layer.layer_idx, name)) not in self.states:
+                self.state_bytes[key] = state[0].nbytes
+                self.states[key] = state.new_zeros(self.num_slots, *state.shape[1:])
+        return {name: self.states[layer.layer_idx, name] for name in like}
+
+    def advance(self, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
+        """Compute the next token (B, 1, H) of the rows in slots 0..B-1, and update their states."""
+        rows, index = len(hidden_states), layer.layer_idx
+        states = {name: state[:rows] for (owner, name), state in self.states.items() if owner == index}
+        return layer.advance(hidden_states, None, states)[0]
+
+    @contextmanager
+    def unchanged_states(self, num_slots: int) -> Iterator[None]:
+        """Restore the states of the first `num_slots` slots on exit."""
+        saved = [(state, state[:num_slots].clone()) for state in self.states.values()]
+        try:
+            yield
+        finally:
+            for state, copy in saved:
+                state[:num_slots].copy_(copy)
+
     def check_window(self, module: nn.Module, window: int | None) -> None:
         """Reject a layer that does not pass the sliding window of its config to its attention."""
         index: Any = module.layer_idx
@@ -147,15 +188,20 @@ class KVCache:
             )
 
     def check_layers(self) -> None:
-        """Reject a model if a layer does not use the KV cache, because the layer would ignore earlier tokens."""
-        if len(self.layers) != self.num_layers:
+        """Reject a model if a layer does not use the cache, because the layer would ignore earlier tokens."""
+        num_used = len(self.layers.keys() | {index for index, _ in self.states})
+        if num_used != self.num_layers:
             raise RolloutError(
-                f"{self.name} has {self.num_layers} layers, of which {len(self.layers)} use the KV cache; "
-                "set rollout.name=hf"
+                f"{self.name} has {self.num_layers} layers, of which {num_used} use the KV cache; set rollout.name=hf"
             )
 
     def copy(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the first `length` positions of slots `sources` to slots `targets`. No slot may be in both."""
+        """Copy the states and the first `length` positions of slots `sources` to slots `targets`.
+
+        No slot may be in both.
+        """
+        for state in self.states.values():
+            state[targets] = state[sources]
         blocks = list(itertools.chain(*self.layers.values()))
         if targets.device.type == "cpu":  # on a GPU, indexed copies launch fewer kernels
             for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
@@ -168,6 +214,7 @@ class KVCache:
     def clear(self) -> None:
         """Free the memory."""
         self.layers.clear()
+        self.states.clear()
         self.num_slots = self.length = 0
         self.reallocations += 1
 
@@ -207,12 +254,13 @@ def _zeros(num_slots: int, length: int, like: Tensor) -> Tensor:
 
 
 class PrefillStep:
-    """A model call on packed prompts. It writes the keys and values of prompt sources[i] to slot targets[i]."""
+    """A model call on packed prompts. It writes keys, values and states of prompt sources[i] to slot targets[i]."""
 
     def __init__(
         self, cache: KVCache, lengths: list[int], sources: Sequence[int], targets: Sequence[int], device: torch.device
     ):
         self.cache = cache
+        self.sources, self.targets = sources, targets
         self.kwargs = packed_kwargs(Packing(lengths), device)
         self.attended: set[int] = set()
         """Indices of the layers that have attended."""
@@ -261,6 +309,21 @@ class PrefillStep:
         )
         return output
 
+    def recur(self, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
+        """Compute a layer from an empty state for each prompt; see `camshaft.models.attention.Slots`."""
+        copies = list(zip(self.sources, self.targets, strict=True))
+
+        def advance(hidden: Tensor, batch: RowBatch) -> Tensor:
+            output, states = layer.advance(hidden, batch.mask, None)
+            place_of = {row: place for place, row in enumerate(batch.rows)}
+            pairs = [(place_of[source], target) for source, target in copies if source in place_of]
+            places, slots = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.to(hidden.device)
+            for name, state in self.cache.layer_states(layer, states).items():
+                state[slots] = states[name][places]
+            return output
+
+        return map_rows(hidden_states, self.kwargs["packing"], advance)
+
 
 class DecodeStep:
     """A model call on one token per row. The token of the row in slot i has position positions[i]."""
@@ -307,6 +370,9 @@ class DecodeStep:
             scale=scaling,
         )
         return output.reshape(num_rows, 1, num_heads, -1)
+
+    def recur(self, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
+        return self.cache.advance(layer, hidden_states)
 
     def _indices(self, num_heads: int) -> Tensor:
         """Return the flat indices (B * heads,) of the new keys in a layer's tensor. All layers share them."""

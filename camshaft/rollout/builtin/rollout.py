@@ -17,11 +17,12 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from camshaft.config.backends import TORCH
-from camshaft.config.families.support import rope_limit
+from camshaft.config.families.support import RESETS_STATE, rope_limit
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import memory_info
 from camshaft.errors import RolloutError
 from camshaft.models.attention import PACKED, config_values, reject_unsupported
+from camshaft.models.recurrent import pack_recurrent_layers
 from camshaft.models.routing import Routers, find_routers, supported_models
 from camshaft.ragged import Ragged
 from camshaft.rollout.base import Generation, SamplingParams, check_finite
@@ -52,6 +53,7 @@ class TorchRollout(SharedModelRollout):
         reject_unsupported(self.model.hf.config)
         _reject_own_attention(self.model.hf)
         _reject_dynamic_rope(self.model.hf.config, config.max_model_len)
+        pack_recurrent_layers(self.model.hf)
         if self.model.device.type == "cpu":
             use_packable_linears(self.model.hf)
         self.decoder = Decoder(self.model.hf)
@@ -149,6 +151,8 @@ def cache_budget(free: int, total: int, utilization: float, model_bytes: int) ->
 
 def _reject_own_attention(hf: PreTrainedModel) -> None:
     """Reject a model that does not read earlier tokens from the KV cache."""
+    if hf.config.get_text_config().model_type in RESETS_STATE:
+        return
     if hf._is_stateful or not hf.is_backend_compatible():
         raise RolloutError(
             f"{type(hf).__name__} has a recurrent state or its own attention code, which rollout.name=torch does not "

@@ -21,6 +21,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from camshaft.models.attention import Slots
+from camshaft.models.recurrent import RecurrentLayer
 
 TRACED_BATCH_SIZES = (3, 5)
 """Batch sizes of the two runs of the forward."""
@@ -60,14 +61,24 @@ def attend(slots: Slots, module: nn.Module, query: Tensor, key: Tensor, value: T
     return slots.attend(module, query, key, value, *args)
 
 
+def recur(slots: Slots, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
+    """Call `slots.recur` as one operator that a `TorchFunctionMode` can intercept."""
+    if has_torch_function((hidden_states,)):
+        return handle_torch_function(recur, (hidden_states,), slots, layer, hidden_states)
+    return slots.recur(layer, hidden_states)
+
+
 class TracedSlots:
-    """Wrapper of the slots of a KV cache whose `attend` is traced as one operator."""
+    """Wrapper of the slots of a KV cache whose methods are each traced as one operator."""
 
     def __init__(self, slots: Slots):
         self.slots = slots
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any) -> Tensor:
         return attend(self.slots, module, query, key, value, *args)
+
+    def recur(self, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
+        return recur(self.slots, layer, hidden_states)
 
 
 class CallRecorder(TorchFunctionMode):

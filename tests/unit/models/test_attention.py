@@ -214,7 +214,7 @@ def test_unsupported_layer_arguments_are_named(argument: str, message: str):
     [
         ("gemma2", {}, r"soft-capped attention scores \(attn_logit_softcapping=50"),
         ("gpt_oss", {}, "attention sinks"),
-        ("qwen3_next", {}, "layer_types contains linear_attention"),
+        ("qwen4_exp_text", {}, "layer_types contains indexed_attention, linear_attention"),
         ("llama4_text", {}, "layer_types contains chunked_attention"),
         ("llama4_text", {"layer_types": ["full_attention"] * 48}, r"scaled queries \(attn_temperature_tuning=True"),
         ("gemma3_text", {"use_bidirectional_attention": True}, "not causal"),
@@ -225,7 +225,9 @@ def test_unsupported_attention_configs_are_rejected(family: str, extra: dict[str
         reject_unsupported(AutoConfig.for_model(family, **extra))
 
 
-@pytest.mark.parametrize("family", ["qwen2", "llama", "qwen3", "mistral", "mixtral", "gemma3_text", "gpt_neox"])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "llama", "qwen3", "mistral", "mixtral", "gemma3_text", "gpt_neox", "qwen3_next"]
+)
 def test_supported_configs_are_not_rejected(family: str):
     reject_unsupported(AutoConfig.for_model(family))
 

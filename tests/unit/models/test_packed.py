@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import predicted_tokens, tiny_folder, tiny_rows
+from support.tiny import LINEAR, predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -44,6 +44,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 8,
         "v_head_dim": 16,
     },
+    "qwen3_5_text": LINEAR,
+    "qwen3_next": {**LINEAR, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
     "phi": {"tie_embeddings": False},  # its output head has a bias
 }
 

@@ -153,7 +153,8 @@ class CUDAGraphDecoder:
         batch_size = min(padded_rows(rows), num_rows)
         if batch_size not in self.replays:
             try:
-                self.replays[batch_size] = self._capture(inputs[:, :batch_size])
+                with self.cache.unchanged_states(batch_size):  # a capture runs the step several times
+                    self.replays[batch_size] = self._capture(inputs[:, :batch_size])
             except Exception as error:
                 self._disable(error)
                 return self.eager(tokens, positions, slots)  # raises the error again if the step itself fails

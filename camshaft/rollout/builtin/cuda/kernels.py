@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from camshaft.models.recurrent import RecurrentLayer
 from camshaft.rollout.builtin.kv_cache import KVCache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -101,6 +102,9 @@ class TritonDecodeStep:
                 VALUE_DIMS=_tile_size(value_dim), NUM_SPLITS=splits, PADDED_SPLITS=1 << (splits - 1).bit_length(),
             )  # fmt: skip
         return out
+
+    def recur(self, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
+        return self.cache.advance(layer, hidden_states)
 
     def _splits(self, programs: int, block: int, window: int | None) -> int:
         """Return the number of splits per row. It is equal for all rows, because a CUDA graph fixes the launch grid.

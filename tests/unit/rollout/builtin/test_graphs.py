@@ -29,7 +29,7 @@ from camshaft.rollout.builtin.cuda.graphs import (
     full_length_step,
     padded_rows,
 )
-from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE, DecodeStep, KVCache
+from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE, DecodeStep, KVCache, PrefillStep
 from camshaft.rollout.builtin.rollout import TorchRollout
 
 SLOTS = 7
@@ -38,8 +38,8 @@ SLOTS = 7
 FAMILIES = DECODED | {"mixtral": {"num_local_experts": 4}}
 """Families with experts."""
 
-SHORT = ("qwen2", "mixtral")
-"""Families of `make test`, with and without experts."""
+SHORT = ("qwen2", "qwen3_next", "mixtral")
+"""Families of `make test`: the default, one with recurrent states, and one with experts."""
 
 
 class Recorded(TorchRollout):
@@ -290,6 +290,9 @@ def test_no_operator_of_a_step_touches_the_host(family: str) -> None:
         rollout.model.hf.to_empty(device=device)
         rollout.cache.reserve(5, LENGTH_MULTIPLE)
         tokens, positions = torch.zeros(2, 4, dtype=torch.int64, device=device)
+        prefill = PrefillStep(rollout.cache, [1], [0], [0], torch.device(device))
+        with torch.inference_mode():  # allocates the cache
+            rollout.model.hf(input_ids=tokens[None, :1], slots=prefill, **prefill.kwargs)
         with torch.inference_mode(), TouchedDevices() as touched:
             logits = rollout.decoder.eager(tokens, positions, full_length_step(rollout.cache, positions))
         assert touched.devices == {logits.device.type} == {device}

@@ -21,8 +21,8 @@ from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.builtin.tracer import TraceError, trace
 
 FAMILIES = DECODED | {"phi3": {}, "glm": {}}
-FAST = ("qwen2", "gemma3_text", "phi3")
-"""Families of `make test`: the default, one with sliding windows, and one with fused projections."""
+FAST = ("qwen2", "gemma3_text", "phi3", "qwen3_next")
+"""Families of `make test`: the default, one with sliding windows, one with fused projections, one with states."""
 
 each_family = pytest.mark.parametrize(
     "family", [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in FAMILIES]
