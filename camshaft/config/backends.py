@@ -62,6 +62,7 @@ MEGATRON = EngineCapabilities(
     MegatronOptions,
     library="megatron",
     supports_lora=False,
+    supports_router_aux_loss=True,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"),
     shares_prefixes=False,
     load_formats=("auto", "hf", "dtensor", "megatron"),

@@ -64,7 +64,7 @@ def routing_step(engine: TorchEngine, ctx: StepContext, forward_only: bool) -> R
         )
     if routers is None or not capabilities.supports_router_aux_loss or (forward_only and mode is None):
         return None
-    return RoutingStep(engine, routers, mode)
+    return engine.routing_class(engine, routers, mode)
 
 
 def separate_routing(engine: TorchEngine) -> AbstractContextManager[None]:
@@ -211,17 +211,24 @@ class RoutingStep(StepExtension):
         sizes = [1, routers.num_layers * routers.num_experts, routers.num_experts, 1]
         assert self._total is not None, "every rank runs at least one row"
         tokens, loads, probabilities, entropies = self._sum_mini_batch(self._total).split(sizes)
-        scale = (tokens * routers.num_layers).clamp(min=1)[0]
         loads = loads.view(routers.num_layers, routers.num_experts)
-        aux = routers.num_experts * (loads.sum(0) * probabilities).sum() / scale.square()
+        aux, metrics = self.metrics(tokens[0], loads, probabilities, entropies[0])
+        return self.coefficient * aux, metrics
+
+    def metrics(
+        self, tokens: Tensor, loads: Tensor, probabilities: Tensor, entropies: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the auxiliary loss and the metrics from sums over the tokens of the mini-batch (`RoutingSums`)."""
+        scale = (tokens * self.routers.num_layers).clamp(min=1)
+        aux = self.routers.num_experts * (loads.sum(0) * probabilities).sum() / scale.square()
         violations = loads / loads.mean(dim=1, keepdim=True).clamp(min=1) - 1
         metrics = {
             "moe/max_vio": violations.amax(dim=1).mean(),
             "moe/avg_vio": violations.abs().mean(),
             "moe/aux_loss": aux,
-            "moe/router_entropy": entropies[0] / scale,
+            "moe/router_entropy": entropies / scale,
         }
-        return self.coefficient * aux, metrics
+        return aux, metrics
 
 
 def routing_mismatch(choices: Sequence[LayerRouting], routed_experts: Tensor) -> Tensor:

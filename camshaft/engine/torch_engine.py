@@ -71,7 +71,7 @@ from camshaft.engine.micro_batches import (
 from camshaft.engine.offload import Part, Parts
 from camshaft.engine.optim import Schedule, build_optimizer, clip_and_step
 from camshaft.engine.prefix_sharing import PrefixGroup, prefix_groups
-from camshaft.engine.routing import check_coefficient, routing_step, separate_routing
+from camshaft.engine.routing import RoutingStep, check_coefficient, routing_step, separate_routing
 from camshaft.errors import EngineError
 from camshaft.models.attention import least_shared
 from camshaft.models.loader import DTYPES
@@ -98,6 +98,8 @@ class TorchEngine(BaseEngine):
     device: torch.device
     offloaded_parts: tuple[Part, ...] = ()
     """Parts that stay in host memory outside `train_mode` and `eval_mode`."""
+    routing_class: type[RoutingStep] = RoutingStep
+    """Routing of a step of a mixture of experts."""
     copies_weights = False
     """True if `named_weights` yields copies of the weights in every layout."""
     casts_parameters = False

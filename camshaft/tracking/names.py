@@ -240,6 +240,8 @@ train/moe/avg_vio | 1 | engine/routing.py |
 train/moe/aux_loss | 1 | engine/routing.py |
     Load-balancing loss without its coefficient (router_aux_loss_coef). It equals the number of experts per token if
     the experts are balanced.
+train/moe/z_loss | 1 | engine/megatron/routing.py |
+    Mean square of the logarithm of the routers' sums of exponentials, summed over layers. Engine `megatron` only.
 train/moe/router_entropy | nats | engine/routing.py | Mean entropy of the router's distribution over the experts.
 """
 """Metrics of some model families, over all tokens of a mini-batch."""

@@ -81,6 +81,7 @@ def test_megatron_engine_keeps_rule(ranks: RuleRanks, options: dict[str, Any], r
             "recomputes whole layers.*gradient_checkpointing_mode=full",
         ),
         ({}, {"virtual_pipeline_model_parallel_size": 2}, "no effect with pipeline_model_parallel_size=1"),
+        ({}, {"num_layers_in_last_pipeline_stage": 2}, "no effect with pipeline_model_parallel_size=1"),
         ({}, {"param_offload": True, **DISTRIBUTED}, "param_offload is not supported with use_distributed_optimizer"),
         ({}, {"grad_offload": True}, "unknown option"),
         (

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.megatron, pytest.mark.timeout(600)]
 
 TENSOR, PIPELINE, CONTEXT = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
 EXPERT, VIRTUAL = "expert_model_parallel_size", "virtual_pipeline_model_parallel_size"
+FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage"
 DISTRIBUTED = {"use_distributed_optimizer": True}
 
 LLAMA = {"family": "llama", "tie_embeddings": False}
@@ -39,6 +40,9 @@ CASES: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
     "qwen3-tensor": (2, QWEN3, {TENSOR: 2}),
     "qwen3-tensor_without_sequence_parallel": (2, QWEN3, {TENSOR: 2, "sequence_parallel": False}),
     "four_layers-interleaved": (2, FOUR_LAYERS, {PIPELINE: 2, VIRTUAL: 2}),
+    "three_layers-uneven_pipeline": (2, {"layers": 3}, {PIPELINE: 2, FIRST: 1}),
+    "six_layers-uneven_interleaved": (2, {"layers": 6}, {PIPELINE: 2, VIRTUAL: 2, FIRST: 2, LAST: 4}),
+    "five_layers-uneven_four_stages": (4, {"layers": 5}, {PIPELINE: 4, LAST: 2}),
     "qwen3_moe-data": (2, QWEN3_MOE, {}),
     "qwen3_moe-unnormalized": (2, QWEN3_MOE | {"norm_topk_prob": False}, {EXPERT: 2}),
     "qwen3_moe-expert": (2, QWEN3_MOE, {EXPERT: 2}),
@@ -64,7 +68,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[ModelRanks]:
         yield model_ranks
 
 
-COMPLETE = ("four_layers-interleaved", "qwen3_moe-expert")
+COMPLETE = ("three_layers-uneven_pipeline", "four_layers-interleaved", "qwen3_moe-expert")
 """Cases in which all rules about numbers and files are checked; the others check three."""
 
 
@@ -273,6 +277,10 @@ def test_unsupported_models_are_rejected(sizes: dict[str, Any], message: str, tm
     [
         ({"layers": 3}, {PIPELINE: 2}, "num_hidden_layers=3 is not divisible by 2 pipeline stages"),
         ({"layers": 6}, {PIPELINE: 2, VIRTUAL: 2}, "num_hidden_layers=6 is not divisible by 4 pipeline stages"),
+        ({"layers": 4}, {PIPELINE: 2, LAST: 4}, f"{LAST}=4 leave 0 of 4 layers for 1 other pipeline stages"),
+        ({"layers": 4}, {PIPELINE: 2, FIRST: 1, LAST: 2}, "leave 1 of 4 layers for 0 other pipeline stages"),
+        ({"layers": 4}, {PIPELINE: 2, VIRTUAL: 2, FIRST: 1}, f"{FIRST}=1 is not divisible by 2 virtual"),
+        ({}, {"moe_z_loss_coeff": 0.1}, r"moe_z_loss_coeff=0\.1 requires a mixture of experts"),
         ({"kv_heads": 1}, {TENSOR: 2}, "num_key_value_heads=1 is not divisible by tensor_model_parallel_size=2"),
         ({"heads": 3, "kv_heads": 3, "hidden": 24}, {CONTEXT: 2}, "3 attention heads per rank are not divisible"),
         ({}, {EXPERT: 2}, "0 experts cannot be split"),

@@ -140,15 +140,14 @@ MEGATRON_LITE = Topic(
     "Megatron-lite", "Megatron-lite is not an engine of camshaft.", r"m(?:egatron_)?lite\w*|verl_mlite|impl_cfg"
 )
 MEGATRON_AUX = Topic(
-    "Router losses on Megatron",
-    "The auxiliary loss and the z-loss of a mixture of experts are not implemented with strategy=megatron.",
-    r"moe_(?:aux|z)_loss_coeff|moe_router_load_balancing_type",
+    "Load balancing per sequence",
+    "A load-balancing loss of single sequences and Sinkhorn routing are not implemented.",
+    r"moe_router_load_balancing_type",
 )
 UNEVEN_STAGES = Topic(
-    "Uneven pipeline stages",
-    "Uneven pipeline stages are not implemented: every stage has the same number of layers.",
-    r"num_layers_in_(?:first|last)_pipeline_stage|account_for_(?:embedding|loss)_in_pipeline_split|pipeline_model"
-    r"_parallel_layout",
+    "Layouts of pipeline stages",
+    "Only the first and the last pipeline stage can have another number of layers than the others.",
+    r"account_for_(?:embedding|loss)_in_pipeline_split|pipeline_model_parallel_layout",
 )
 MEGATRON_REPLAY = Topic(
     "Router replay on Megatron",

@@ -100,8 +100,11 @@ _TRANSPORT = (
     "deallocate_pipeline_outputs",
 )  # fmt: skip
 _STAGES = (
-    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage", "account_for_loss_in_pipeline_split",
-    "account_for_embedding_in_pipeline_split", "pipeline_model_parallel_layout",
+    "account_for_loss_in_pipeline_split", "account_for_embedding_in_pipeline_split", "pipeline_model_parallel_layout",
+)  # fmt: skip
+_PASSED_ON = (
+    "sequence_parallel", "moe_router_dtype", "moe_aux_loss_coeff", "moe_z_loss_coeff",
+    "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
 )  # fmt: skip
 
 
@@ -155,16 +158,22 @@ def _transformer(section: str, source: str) -> tuple[Row, ...]:
         ),
         *(NotNeeded(f"{source}.{name}", f"{_SAME_RESULT}, only the kernels") for name in _KERNELS),
         *(NotNeeded(f"{source}.{name}", f"{_SAME_RESULT}, only the transport of tokens") for name in _TRANSPORT),
-        *(
-            Missing(f"{source}.{name}", topics.MEGATRON_AUX, off=(0,))
-            for name in ("moe_aux_loss_coeff", "moe_z_loss_coeff")
+        NotNeeded(
+            f"{source}.moe_aux_loss_coeff",
+            "moe_router_load_balancing_type=none computes no loss",
+            lambda value, tree: _value(tree, f"{source}.moe_router_load_balancing_type") == "none",
         ),
-        Missing(f"{source}.moe_router_load_balancing_type", topics.MEGATRON_AUX, off=("none",)),
+        NotNeeded(
+            f"{source}.moe_router_load_balancing_type",
+            "the loss covers all tokens of a mini-batch",
+            ("none", "aux_loss", "global_aux_loss"),
+            topics.MEGATRON_AUX,
+        ),
         *(Missing(f"{source}.{name}", topics.UNEVEN_STAGES) for name in _STAGES),
         *(Missing(f"{source}.{name}", topics.NPU) for name in ("context_parallel_algo", "use_naive_l2norm")),
         *(
             PassedOn(f"{source}.{name}", f"{section}.engine_kwargs.{name}", _is_megatron, f"{STRATEGY}=megatron")
-            for name in ("sequence_parallel", "moe_router_dtype")
+            for name in _PASSED_ON
         ),
         Missing(source, topics.MEGATRON_OPTIONS),
     )

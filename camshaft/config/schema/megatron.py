@@ -24,7 +24,11 @@ class MegatronOptions(EngineOptions):
     sequence_parallel: bool = True
     """With tensor parallelism, also split the activations between the matrices over these ranks, by tokens."""
     pipeline_model_parallel_size: int = Field(default=1, ge=1)
-    """Number of pipeline stages, each with an equal number of layers."""
+    """Number of pipeline stages. Layers are distributed evenly over the stages that set no number of layers."""
+    num_layers_in_first_pipeline_stage: int | None = Field(default=None, ge=1)
+    """Number of layers of the first pipeline stage, which also embeds the tokens."""
+    num_layers_in_last_pipeline_stage: int | None = Field(default=None, ge=1)
+    """Number of layers of the last pipeline stage, which also computes the outputs."""
     virtual_pipeline_model_parallel_size: int | None = Field(default=None, ge=2)
     """Number of stages on each pipeline rank, for the interleaved schedule. null uses one stage and plain 1F1B."""
     context_parallel_size: int = Field(default=1, ge=1)
@@ -33,6 +37,11 @@ class MegatronOptions(EngineOptions):
     """Number of ranks of a pipeline stage over which the experts of a mixture-of-experts model are split."""
     moe_router_dtype: Literal["fp32", "fp64"] | None = None
     """Dtype in which the routers of a mixture of experts compute. null computes in the dtype of the layers."""
+    moe_aux_loss_coeff: float = Field(default=0.0, ge=0)
+    """Coefficient of the load-balancing loss of each layer of a mixture of experts, summed over the layers. The config
+    key `router_aux_loss_coef` is that of one loss over all layers."""
+    moe_z_loss_coeff: float = Field(default=0.0, ge=0)
+    """Coefficient of the z-loss of each router of a mixture of experts, summed over the layers."""
     use_distributed_optimizer: bool = False
     """Split the optimizer state over the data-parallel ranks."""
     mixed_precision: MixedPrecision = MixedPrecision()
@@ -47,6 +56,14 @@ class MegatronOptions(EngineOptions):
 
     def ranks_per_row(self) -> int:
         return self.tensor_model_parallel_size * self.context_parallel_size * self.pipeline_model_parallel_size
+
+    def set_stages(self) -> dict[str, int]:
+        """Return the options that set the number of layers of a pipeline stage."""
+        sizes = {
+            "num_layers_in_first_pipeline_stage": self.num_layers_in_first_pipeline_stage,
+            "num_layers_in_last_pipeline_stage": self.num_layers_in_last_pipeline_stage,
+        }
+        return {name: size for name, size in sizes.items() if size is not None}
 
     def layout_conflicts(self, world_size: int) -> Iterator[Conflict]:
         ranks = self.ranks_per_row()
@@ -74,6 +91,10 @@ class MegatronOptions(EngineOptions):
                 f"virtual_pipeline_model_parallel_size={virtual} has no effect with pipeline_model_parallel_size=1",
                 ("virtual_pipeline_model_parallel_size=null", "pipeline_model_parallel_size=2"),
             )
+        for name, layers in self.set_stages().items():
+            if self.pipeline_model_parallel_size == 1:
+                message = f"{name}={layers} has no effect with pipeline_model_parallel_size=1"
+                yield Conflict(name, message, (f"{name}=null", "pipeline_model_parallel_size=2"))
         param_dtype, reduce_dtype = self.mixed_precision.param_dtype, self.mixed_precision.reduce_dtype
         if (reduce_dtype or param_dtype) == "bfloat16":
             yield Conflict(

@@ -29,7 +29,9 @@ def transformer_config(hf: PreTrainedConfig, config: EngineConfig, options: Mega
     text_config = hf.get_text_config()
     _check_supported(text_config, options)
     dtype = DTYPES[options.mixed_precision.param_dtype or config.dtype]
-    virtual = options.virtual_pipeline_model_parallel_size
+    virtual, set_stages = options.virtual_pipeline_model_parallel_size, options.set_stages()
+    if len(set_stages) == options.pipeline_model_parallel_size:
+        set_stages.popitem()  # the rest; an interleaved schedule of Megatron requires another stage
     recompute: dict[str, Any] = {}
     if config.model.enable_gradient_checkpointing:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -54,6 +56,7 @@ def transformer_config(hf: PreTrainedConfig, config: EngineConfig, options: Mega
         context_parallel_size=options.context_parallel_size,
         pipeline_model_parallel_size=options.pipeline_model_parallel_size,
         virtual_pipeline_model_parallel_size=virtual,
+        **set_stages,
         overlap_p2p_comm=virtual is not None,
         batch_p2p_comm=virtual is None,
         params_dtype=dtype,
@@ -104,7 +107,7 @@ def _experts(text_config: PreTrainedConfig, options: MegatronOptions) -> dict[st
         "moe_router_topk": text_config.num_experts_per_tok,
         # The softmax over the selected experts equals the normalized softmax over all experts.
         "moe_router_pre_softmax": not getattr(text_config, "norm_topk_prob", True),
-        "moe_router_load_balancing_type": "none",
+        "moe_router_load_balancing_type": "none",  # `Router` computes the losses
         "moe_router_dtype": options.moe_router_dtype,
         "expert_model_parallel_size": options.expert_model_parallel_size,
         "expert_tensor_parallel_size": 1,  # tensor-parallel ranks process different tokens and hold whole experts
@@ -145,6 +148,10 @@ def _indivisible_sizes(text_config: PreTrainedConfig, options: MegatronOptions) 
     for key in ("num_attention_heads", "num_key_value_heads", *(() if experts else ("intermediate_size",))):
         if getattr(text_config, key) % tensor:
             yield f"{key}={getattr(text_config, key)} is not divisible by tensor_model_parallel_size={tensor}"
+    losses = {"moe_aux_loss_coeff": options.moe_aux_loss_coeff, "moe_z_loss_coeff": options.moe_z_loss_coeff}
+    for name, coefficient in losses.items():
+        if coefficient and not experts:
+            yield f"{name}={coefficient} requires a mixture of experts"
     if experts and tensor > 1 and not options.sequence_parallel:
         yield "sequence_parallel=false is not supported for a tensor-parallel mixture-of-experts model"
     if expert_size > 1 and (not experts or experts % expert_size):
@@ -152,9 +159,21 @@ def _indivisible_sizes(text_config: PreTrainedConfig, options: MegatronOptions) 
     heads, context = text_config.num_attention_heads // tensor, options.context_parallel_size
     if heads % context:
         yield f"{heads} attention heads per rank are not divisible by context_parallel_size={context}"
-    stages = options.pipeline_model_parallel_size * (options.virtual_pipeline_model_parallel_size or 1)
-    if text_config.num_hidden_layers % stages:
-        yield f"num_hidden_layers={text_config.num_hidden_layers} is not divisible by {stages} pipeline stages"
+    yield from _stage_problems(text_config.num_hidden_layers, options)
+
+
+def _stage_problems(layers: int, options: MegatronOptions) -> Iterator[str]:
+    """Yield numbers of layers that do not fill the pipeline stages."""
+    virtual, set_stages = options.virtual_pipeline_model_parallel_size or 1, options.set_stages()
+    stages, rest = options.pipeline_model_parallel_size - len(set_stages), layers - sum(set_stages.values())
+    for name, size in set_stages.items():
+        if size % virtual:
+            yield f"{name}={size} is not divisible by {virtual} virtual pipeline stages"
+    if not set_stages and layers % (stages * virtual):
+        yield f"num_hidden_layers={layers} is not divisible by {stages * virtual} pipeline stages"
+    elif set_stages and (rest != 0 if stages == 0 else rest < stages * virtual or rest % (stages * virtual)):
+        sizes = " and ".join(f"{name}={size}" for name, size in set_stages.items())
+        yield f"{sizes} leave {rest} of {layers} layers for {stages * virtual} other pipeline stages"
 
 
 class RotaryAngles:

@@ -10,7 +10,7 @@ other engines (`ShardedEngine`).
 # pyright: reportMissingImports=false
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,10 +31,11 @@ from camshaft.engine.megatron.cpu import on_device
 from camshaft.engine.megatron.data_parallel import DataParallel, ShardedDataParallel
 from camshaft.engine.megatron.groups import Layout, create_groups
 from camshaft.engine.megatron.model import MegatronModel
-from camshaft.engine.megatron.pipeline import run_pipeline
+from camshaft.engine.megatron.pipeline import run_layers, run_pipeline
+from camshaft.engine.megatron.routing import MegatronRoutingStep, RowRouting
 from camshaft.engine.megatron.state import Mirror
 from camshaft.engine.megatron.weights import WeightStore, load_weights, shards_by_name, weight_blocks
-from camshaft.engine.micro_batches import MicroBatches
+from camshaft.engine.micro_batches import MicroBatches, ModelInputs
 from camshaft.engine.optim import build_optimizer
 from camshaft.engine.pipeline import locate_weights, weights_of_all_stages
 from camshaft.engine.sharded import ShardedEngine
@@ -54,6 +55,7 @@ class MegatronEngine(ShardedEngine):
 
     capabilities = MEGATRON
     copies_weights = True
+    routing_class = MegatronRoutingStep
     options: MegatronOptions
     module: MegatronModel  # pyright: ignore[reportIncompatibleVariableOverride]
 
@@ -127,6 +129,13 @@ class MegatronEngine(ShardedEngine):
                 run_pipeline(self.module, micro_batches, self.forward_context)
             else:
                 super().run_micro_batches(micro_batches)
+
+    def run_layers(self, inputs: Sequence[ModelInputs], rows_of: Callable[[int], RowRouting]) -> None:
+        """Run micro-batches forward within `run_micro_batches`, without output head and change of random states."""
+        tracker = get_cuda_rng_tracker()
+        states = tracker.get_states()
+        run_layers(self.module, inputs, rows_of, self.forward_context)
+        tracker.set_states(states)
 
     @contextlib.contextmanager
     def _random_state(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ parallelism, which Megatron's norm without Transformer Engine does not. Matrices
 # pyright: reportMissingImports=false
 
 import contextlib
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from camshaft.engine.megatron.routing import RowRouting
 from camshaft.models.attention import packed_attention
 from camshaft.models.cpu import rms_norm
 from camshaft.models.sequence import SequenceSplit
@@ -39,6 +41,8 @@ class PackedRows(PackedSeqParams):
     qkv_format: str = "sbhd"
     inputs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of `packed_attention` (`packed_kwargs`)."""
+    routing: RowRouting | None = None
+    """Sums and losses of the routers of a mixture of experts. None for a dense model, and if a pass needs neither."""
 
 
 class PackedAttention(nn.Module):
@@ -105,8 +109,29 @@ class RMSNorm(nn.Module):
 class Router(TopKRouter):
     """Megatron's router, with a matrix product that does not require Transformer Engine."""
 
+    rows: PackedRows | None = None
+    """Rows of the current pass, which the layer sets."""
+
     def gating(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight)
+        dtype = {"fp32": torch.float32, "fp64": torch.float64}.get(self.config.moe_router_dtype, input.dtype)
+        return F.linear(input.to(dtype), self.weight.to(dtype))
+
+    def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        probs, is_chosen = super().routing(logits, padding_mask)
+        if self.rows is None or self.rows.routing is None:
+            return probs, is_chosen
+        logits, layer = logits.flatten(0, -2), int(self.layer_number) - 1
+        return self.rows.routing.observe(layer, logits, is_chosen, probs), is_chosen
+
+
+def observe_routers(layers: Iterable[Any]) -> None:
+    """Let layers pass the rows of each call to their routers, also if a checkpointed layer is computed again."""
+
+    def set_rows(layer: Any, args: Any, kwargs: Any) -> None:
+        layer.mlp.router.rows = kwargs["packed_seq_params"]
+
+    for layer in layers:
+        layer.register_forward_pre_hook(set_rows, with_kwargs=True)
 
 
 def block_spec(

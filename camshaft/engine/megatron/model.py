@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 
 from camshaft.device import to_device
 from camshaft.engine.megatron.architecture import RotaryAngles
-from camshaft.engine.megatron.layers import PackedRows, block_spec
+from camshaft.engine.megatron.layers import PackedRows, block_spec, observe_routers
+from camshaft.engine.megatron.routing import Routers, RowRouting
 from camshaft.engine.micro_batches import ModelInputs
 from camshaft.models.attention import packed_kwargs
 from camshaft.models.linear_logprob import VocabularyShard
@@ -80,8 +81,6 @@ class MegatronModel(nn.Module):
     """The stages of this rank, and the output head."""
 
     supports_prefix_sharing = False
-    routers = None
-    """Routers to record or replay, which is not supported."""
 
     def __init__(
         self,
@@ -100,6 +99,9 @@ class MegatronModel(nn.Module):
         self.hidden_size, self.vocabulary_size = config.hidden_size, text.vocab_size
         self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
         self.angles = RotaryAngles(hf)
+        self.routers: Routers | None = None
+        if config.num_moe_experts is not None:
+            self.routers = Routers(config.num_layers, config.num_moe_experts, config.moe_router_topk)
         self.sequence = SequenceSplit(groups.cp, device) if groups.cp.size() > 1 else None
         """Split of the tokens over context-parallel ranks."""
         ranks = groups.tp.size()
@@ -124,6 +126,9 @@ class MegatronModel(nn.Module):
             )
             for number in numbers
         )
+        if self.routers is not None:
+            for each in self.stages:
+                observe_routers(each.decoder.layers)  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
         embedding: Any = hf.get_input_embeddings()
         stage: Any = self.stages[0]
         stage.padding_token = embedding.padding_idx
@@ -144,8 +149,11 @@ class MegatronModel(nn.Module):
         call = self.prepare(ModelInputs(tokens, packing, at, outputs, temperature, log_q))
         return self.apply_head(self.stages[0](call.padded, call.angles, call.rows), call)
 
-    def prepare(self, inputs: ModelInputs, length: int = 0) -> Call:
-        """Check the inputs and pad the packed tokens to `length` and to a multiple of the ranks that split them."""
+    def prepare(self, inputs: ModelInputs, length: int = 0, routing: RowRouting | None = None) -> Call:
+        """Check the inputs and pad the packed tokens to `length` and to a multiple of the ranks that split them.
+
+        `routing` gets the tokens of this rank.
+        """
         tokens, packing, outputs = inputs.tokens, inputs.packing, inputs.outputs
         at, log_q = unwrap(inputs.at), None if inputs.log_q is None else unwrap(inputs.log_q)
         check_inputs(self.head, tokens, packing, at, outputs, {tokens.device, torch.device("cpu")})
@@ -157,8 +165,12 @@ class MegatronModel(nn.Module):
         chunk = slice(None) if self.sequence is None else self.sequence.chunk(size)
         angles = self.angles(kwargs.pop("position_ids")[0, chunk])
         local_tokens = F.pad(tokens, (0, extra))[chunk]
+        if routing is not None:
+            weights = F.pad(inputs.packing.row_counts() * (not routing.is_dummy), (0, extra))[chunk]
+            local = weights.chunk(self.groups.tp.size() if self.config.sequence_parallel else 1)
+            routing.weights = to_device(local[self.groups.tp.rank() if len(local) > 1 else 0], tokens.device)
         head_inputs = HeadInputs(tokens, at, outputs, inputs.temperature / self.logit_factor, log_q)
-        return Call(packing, head_inputs, local_tokens, angles, PackedRows(inputs=kwargs), size)
+        return Call(packing, head_inputs, local_tokens, angles, PackedRows(inputs=kwargs, routing=routing), size)
 
     def apply_head(self, hidden: Tensor, call: Call) -> dict[str, Tensor]:
         """Compute the outputs from the hidden states of the last stage."""

@@ -166,16 +166,21 @@ def test_options_of_megatron_are_passed_on(base):
         f"{A}.megatron.sequence_parallel=False", f"{A}.megatron.param_offload=True", f"{A}.megatron.grad_offload=True",
         f"{settings}.recompute_granularity=full", f"{settings}.recompute_num_layers=1",
         f"{settings}.moe_router_dtype=fp32", f"{settings}.apply_rope_fusion=True",
+        f"{settings}.moe_aux_loss_coeff=0.01", f"{settings}.moe_router_load_balancing_type=aux_loss",
+        f"{settings}.moe_z_loss_coeff=0.001",
         "actor_rollout_ref.ref.megatron.expert_model_parallel_size=1", f"{A}.use_torch_compile=True",
     ]  # fmt: skip
     config = load_ppo([*base, *words])
     actor, ref = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref
     options = {"tensor_model_parallel_size": 1, "sequence_parallel": False, "moe_router_dtype": "fp32"}
+    options |= {"moe_aux_loss_coeff": 0.01, "moe_z_loss_coeff": 0.001}
     assert actor.engine_kwargs == options
     assert ref.engine_kwargs == options | {"expert_model_parallel_size": 1}
     assert actor.fsdp_config.param_offload
     assert not actor.fsdp_config.grad_offload
     assert config.actor_rollout_ref.model.enable_gradient_checkpointing
+    with pytest.raises(ConfigError, match="num_layers_in_last_pipeline_stage=3 has no effect with pipeline_model_par"):
+        load_ppo([*base, *words, f"{settings}.num_layers_in_last_pipeline_stage=3"])
 
 
 @pytest.mark.parametrize(
@@ -198,8 +203,14 @@ def test_options_of_megatron_are_passed_on(base):
         (f"{A}.megatron.router_replay.mode=R3", "Router replay on Megatron"),
         (f"{A}.megatron.expert_tensor_parallel_size=2", "Other options of Megatron"),
         (f"{A}.megatron.dist_checkpointing_path=/a", "Megatron checkpoints"),
-        (f"+{A}.megatron.override_transformer_config.moe_z_loss_coeff=0.001", "Router losses on Megatron"),
-        (f"+{A}.megatron.override_transformer_config.num_layers_in_last_pipeline_stage=5", "Uneven pipeline stages"),
+        (
+            f"+{A}.megatron.override_transformer_config.moe_router_load_balancing_type=seq_aux_loss",
+            "Load balancing per sequence",
+        ),
+        (
+            f"+{A}.megatron.override_transformer_config.account_for_loss_in_pipeline_split=True",
+            "Layouts of pipeline stages",
+        ),
         (f"+{A}.megatron.override_transformer_config.hidden_dropout=0.1", "Other options of Megatron"),
         (f"{A}.fsdp_config.qat.enable=True", "Low precision"),
         (f"{A}@{A}=mlite_actor", "Megatron-lite"),
