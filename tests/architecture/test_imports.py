@@ -34,7 +34,7 @@ LEVELS = [
     {"ragged", "columns", "dataproto", "algorithms", "device", "digest"},
     {"models", "workers"},
     {"controller", "engine", "rollout", "data", "rewards", "checkpoint", "tracking"},
-    {"reshard", "contracts"},
+    {"reshard", "contracts", "agents"},
     {"roles"},
     {"trainer", "parity", "planning", "view"},
     {"runs"},

@@ -1,0 +1,67 @@
+"""An episode: a conversation of the policy with an environment, as one row of tokens.
+
+    episode.add_answer(ids, log_probs, text)      # as they were sampled: mask true
+    episode.add_told(ids, messages)               # what the environment says: mask false
+    episode.add_reward(1.0)                       # of the last answer
+
+Tokens are only ever appended. Text is for people, reward functions and environments; it is never tokenized again.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from camshaft.agents.environment import Fault, Message
+
+StopReason = Literal["done", "turns", "length", "prompt", "timeout", "error"]
+"""`done`: the environment has ended the episode. `turns`: it has the maximum number of answers. `length`: an answer, or
+what the environment says, does not fit into the row. `prompt`: the prompt is too long after `reset`, and the episode
+was not played. `timeout`: the calls of the environment took too long in total. `error`: the environment has failed."""
+
+
+@dataclass
+class Episode:
+    """Tokens behind a prompt, and the conversation that they are."""
+
+    messages: list[Message]
+    """The conversation, with the messages of the prompt and the texts of the answers."""
+    prompt: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    """All tokens behind the prompt."""
+    mask: list[bool] = field(default_factory=list)
+    """For each of `tokens`, true if the policy has sampled it."""
+    log_probs: list[float] = field(default_factory=list)
+    """For each of `tokens`, its log-prob under the sampling distribution; 0 if it was not sampled."""
+    rewards: list[float] = field(default_factory=list)
+    """For each of `tokens`, the reward of the answer that ends with it, or 0."""
+    turns: int = 0
+    """Number of answers."""
+    stop_reason: StopReason | None = None
+    """None while the episode is played."""
+    fault: Fault | None = None
+    """Failure of the environment, with `stop_reason` error."""
+    seconds: float = 0.0
+    """Time of the environment's calls."""
+    num_recomputed: int = 0
+    """Number of tokens of the history that were computed again for later answers."""
+
+    def add_answer(self, ids: Sequence[int], log_probs: Sequence[float], text: str) -> None:
+        """Append the tokens of an answer, as they were sampled."""
+        self.tokens += ids
+        self.mask += [True] * len(ids)
+        self.log_probs += log_probs
+        self.rewards += [0.0] * len(ids)
+        self.turns += 1
+        self.messages.append({"role": "assistant", "content": text})
+
+    def add_told(self, ids: Sequence[int], messages: Sequence[Message]) -> None:
+        """Append the tokens of messages that the policy has not sampled."""
+        self.tokens += ids
+        self.mask += [False] * len(ids)
+        self.log_probs += [0.0] * len(ids)
+        self.rewards += [0.0] * len(ids)
+        self.messages += messages
+
+    def add_reward(self, reward: float) -> None:
+        """Add a reward to the last token of the last answer, which nothing follows yet."""
+        self.rewards[-1] += reward

@@ -1,0 +1,176 @@
+"""Play episodes over any rollout: the policy and the environments take turns until each episode has ended.
+
+    limits = Limits(max_prompt=512, max_response=2048, max_turns=8)
+    episodes = play(rollout, Host({"": HigherLower}), questions, Bridge(tokenizer), limits, SamplingParams(2048))
+
+Answers are generated in waves, one call of the rollout for all episodes that still run. The tokens of an episode depend
+only on its seed and its history, so neither waves nor other episodes have an effect on them. Where the numbers of a
+rollout are a function of seed and position (`RolloutCapabilities.continues_rows`), all answers use the seed of the row.
+Other rollouts get a seed of its own for each answer. Penalties and stop strings apply to the current answer.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+
+from camshaft.agents.bridge import Bridge
+from camshaft.agents.environment import Environments, Fault, Message, Start, Turn
+from camshaft.agents.episode import Episode
+from camshaft.dataproto import Ragged
+from camshaft.errors import RolloutError
+from camshaft.rollout import BaseRollout, SamplingParams
+from camshaft.rollout.sampling import restart_seeds
+
+TRUNCATED = "...(truncated)..."
+"""Text in place of the part of an environment's text that is left out."""
+
+
+class Question(NamedTuple):
+    """A prompt for which an episode is played."""
+
+    messages: Sequence[Message]
+    start: Start
+    sampling_seed: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of an episode, in tokens unless noted."""
+
+    max_prompt: int
+    """Maximum length of the prompt after `reset`."""
+    max_response: int
+    """Maximum length of everything behind the prompt."""
+    max_turns: int | None = None
+    """Maximum number of answers."""
+    max_turn_length: int | None = None
+    """Maximum length of an answer."""
+    max_text: int | None = None
+    """Length from which a text of the environment is truncated."""
+    truncate_side: Literal["left", "middle", "right"] = "middle"
+    """Part of a truncated text that is kept: its beginning (left), its end (right) or both (middle)."""
+    timeout: float | None = None
+    """Maximum time of all calls of the environment, in seconds."""
+
+
+def play(
+    rollout: BaseRollout,
+    environments: Environments,
+    questions: Sequence[Question],
+    bridge: Bridge,
+    limits: Limits,
+    sampling: SamplingParams,
+) -> list[Episode]:
+    """Play one episode for each question, and return them in the same order.
+
+    `max_tokens` of `sampling` is replaced by what `limits` leaves for an answer.
+    """
+    game = _Game(rollout, environments, bridge, limits, sampling)
+    return game.play(questions)
+
+
+class _Game:
+    """Episodes in progress, with the arguments of `play`."""
+
+    def __init__(
+        self,
+        rollout: BaseRollout,
+        environments: Environments,
+        bridge: Bridge,
+        limits: Limits,
+        sampling: SamplingParams,
+    ):
+        self.rollout, self.environments, self.bridge = rollout, environments, bridge
+        self.limits, self.sampling = limits, sampling
+        self.episodes: list[Episode] = []
+
+    def play(self, questions: Sequence[Question]) -> list[Episode]:
+        turns = self.environments.reset({number: question.start for number, question in enumerate(questions)})
+        self.episodes = [self._begin(question, turns[number]) for number, question in enumerate(questions)]
+        seeds = torch.tensor([question.sampling_seed for question in questions], dtype=torch.int64)
+        running = [number for number, episode in enumerate(self.episodes) if episode.stop_reason is None]
+        while running:
+            answered = self._generate(running, seeds[running])
+            answers = {number: str(self.episodes[number].messages[-1]["content"]) for number in running}
+            turns = self.environments.step(answers)
+            for number, was_cut in zip(running, answered, strict=True):
+                self._continue(self.episodes[number], turns[number], was_cut)
+            running = [number for number in running if self.episodes[number].stop_reason is None]
+        self.environments.end(range(len(questions)))
+        return self.episodes
+
+    def _begin(self, question: Question, turn: Turn | Fault) -> Episode:
+        episode = Episode(list(question.messages))
+        if isinstance(turn, Fault):
+            episode.fault, episode.stop_reason = turn, "error"
+            return episode
+        episode.seconds += turn.seconds
+        episode.messages = turn.prompt(episode.messages)
+        episode.prompt = self.bridge.start(episode.messages)
+        if len(episode.prompt) > self.limits.max_prompt:
+            episode.stop_reason = "prompt"
+        return episode
+
+    def _generate(self, running: Sequence[int], seeds: torch.Tensor) -> list[bool]:
+        """Append an answer to each episode. Return for each of them whether the answer reached a limit."""
+        episodes = [self.episodes[number] for number in running]
+        contexts = Ragged.from_rows([episode.prompt + episode.tokens for episode in episodes], torch.int64)
+        if not self.rollout.capabilities.continues_rows:
+            seeds = restart_seeds(seeds, torch.tensor([len(episode.tokens) for episode in episodes]))
+        limits = [self._answer_limit(episode) for episode in episodes]
+        # The limit of a call is that of the episode with the most space. Answers of the others are cut, which gives the
+        # tokens of a call with their own limits.
+        out = self.rollout.generate_sequences(contexts, replace(self.sampling, max_tokens=max(limits)), seeds)
+        were_cut: list[bool] = []
+        rows = zip(episodes, limits, out.responses.rows(), out.log_probs.rows(), out.finished.tolist(), strict=True)
+        for episode, limit, ids, log_probs, finished in rows:
+            episode.num_recomputed += len(episode.prompt) + len(episode.tokens) if episode.turns else 0
+            answer = ids[:limit].tolist()
+            if not answer:
+                raise RolloutError("the rollout returned an empty answer; increase rollout.max_model_len")
+            episode.add_answer(answer, log_probs[:limit].tolist(), self.bridge.decode(answer))
+            were_cut.append(not finished or len(ids) > limit)
+        return were_cut
+
+    def _answer_limit(self, episode: Episode) -> int:
+        left = self.limits.max_response - len(episode.tokens)
+        return left if self.limits.max_turn_length is None else min(left, self.limits.max_turn_length)
+
+    def _continue(self, episode: Episode, turn: Turn | Fault, was_cut: bool) -> None:
+        """Append what the environment says to the last answer, or end the episode."""
+        limits = self.limits
+        if isinstance(turn, Fault):
+            episode.fault, episode.stop_reason = turn, "error"
+            return
+        episode.seconds += turn.seconds
+        episode.add_reward(turn.reward)
+        if was_cut and len(episode.tokens) == limits.max_response:
+            episode.stop_reason = "length"
+        elif turn.done:
+            episode.stop_reason = "done"
+        elif limits.max_turns is not None and episode.turns >= limits.max_turns:
+            episode.stop_reason = "turns"
+        elif limits.timeout is not None and episode.seconds > limits.timeout:
+            episode.stop_reason = "timeout"
+        if episode.stop_reason is not None:
+            episode.messages += turn.messages  # for people and reward functions; the policy does not see them
+            return
+        messages = [self._truncated(message) for message in turn.messages]
+        ids = self.bridge.after(messages, stopped=self.bridge.ends_answer(episode.tokens[-1]))
+        if len(episode.tokens) + len(ids) >= limits.max_response:
+            episode.stop_reason = "length"
+        else:
+            episode.add_told(ids, messages)
+
+    def _truncated(self, message: Message) -> Message:
+        limit, text = self.limits.max_text, message["content"]
+        if limit is None or not isinstance(text, str) or len(text.encode()) <= limit:  # a token has at least one byte
+            return message
+        ids = self.bridge.tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) <= limit:
+            return message
+        head = {"left": limit, "right": 0, "middle": limit // 2}[self.limits.truncate_side]
+        kept = [ids[:head], ids[len(ids) - (limit - head) :]]
+        return {**message, "content": TRUNCATED.join(map(self.bridge.decode, kept))}
