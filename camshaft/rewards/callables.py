@@ -21,6 +21,8 @@ from camshaft.errors import RewardError
 from camshaft.rewards.messages import FunctionSpec
 
 Function = Callable[..., Any]
+PICKLE_ERRORS = (TypeError, ValueError, AttributeError, pickle.PicklingError)
+"""Errors of `dumps`."""
 _Cached = type(lru_cache(len))
 _MAIN = "__main__"
 
@@ -80,18 +82,25 @@ def _unique(names: Sequence[str]) -> list[str]:
 
 def _pickle(function: Function, name: str, label: str, weight: float) -> FunctionSpec:
     try:
-        data = _dumps(function)
-    except (TypeError, ValueError, AttributeError, pickle.PicklingError) as error:
+        data = dumps(function)
+    except PICKLE_ERRORS as error:
         raise RewardError(
             f"the reward function '{name}' cannot be sent to the scoring processes: {error}. Create such objects "
             "inside the function, or pass the path of a Python file as the reward"
         ) from error
-    checksum = hashlib.sha256(repr(_describe(function, ())).encode()).hexdigest()
-    return FunctionSpec(None, name, label=label, weight=weight, pickled=data, checksum=checksum)
+    return FunctionSpec(None, name, label=label, weight=weight, pickled=data, checksum=checksum_of(function))
 
 
-def _dumps(function: Function) -> bytes:
-    """Pickle a function. Functions of a script with `lru_cache`, which pickle would name, are pickled by value."""
+def checksum_of(function: Function) -> str:
+    """Return a checksum of the code of a function or class, and of the values that it captures."""
+    return hashlib.sha256(repr(_describe(function, ())).encode()).hexdigest()
+
+
+def dumps(function: Function) -> bytes:
+    """Pickle a function or class. Functions of a script with `lru_cache`, which pickle would name, go by value.
+
+    Raise one of `PICKLE_ERRORS` on failure.
+    """
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
@@ -143,6 +152,10 @@ def _describe(value: Any, parents: tuple[int, ...]) -> Any:
         return list(map(describe, value))
     if isinstance(value, _PLAIN):
         return repr(value)
+    if isinstance(value, type):
+        methods = {name: item for name, item in vars(value).items() if isinstance(item, (FunctionType, *_PLAIN))}
+        names = sorted(methods.keys() - {"__module__", "__doc__", "__firstlineno__", "__static_attributes__"})
+        return value.__qualname__, [(name, describe(methods[name])) for name in names]
     call = next((vars(base)["__call__"] for base in type(value).__mro__ if "__call__" in vars(base)), None)
     if isinstance(call, FunctionType):
         return type(value).__qualname__, describe(call), _settings(value)

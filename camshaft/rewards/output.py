@@ -1,4 +1,4 @@
-"""Files of bounded size for the output of reward functions and for failed samples.
+"""Files of bounded size for the output of user code and for failed samples.
 
     output = Output(Path("run/rewards/output.log"))
     stream = OutputStream(output)    # one for each process that prints
@@ -32,9 +32,11 @@ _started: dict[Path, Path | None] = {}
 
 
 class Output:
-    """Destination of the output of reward functions: a file, or stderr if `path` is None."""
+    """Destination of the output of user code: a file, or stderr if `path` is None."""
 
-    def __init__(self, path: Path | None = None):
+    def __init__(self, path: Path | None = None, source: str = "the reward function"):
+        """`source` is what prints, for messages."""
+        self._source = source
         self.path = None if path is None else path.expanduser()
         self._num_bytes = 0
 
@@ -46,7 +48,7 @@ class Output:
         with contextlib.suppress(OSError):
             if not self._num_bytes:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
-                logger.info("the reward function prints; its output is in %s", self.path)
+                logger.info("%s prints; its output is in %s", self._source, self.path)
             append_rotated(self.path, data)
         self._num_bytes += len(data)
 
@@ -57,7 +59,7 @@ class Output:
             if remaining > 0:
                 os.write(2, data[:remaining])
             if 0 < remaining < len(data):
-                os.write(2, b"\ncamshaft: further output of the reward function is discarded\n")
+                os.write(2, f"\ncamshaft: further output of {self._source} is discarded\n".encode())
 
 
 class OutputStream:

@@ -1,0 +1,126 @@
+"""Contents of the messages between an environment pool and its processes, and the loading of environments.
+
+The setup of a process is a `Spec`, which it answers with a `Loaded`. The payload of a request is a `Call`, and the
+value of the reply is a list of `Turn` and `Fault`. Every process imports this module, so it uses only the standard
+library.
+"""
+
+import inspect
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any, NamedTuple
+
+from camshaft.errors import CamshaftError
+from camshaft.plugins import find_target, import_attribute, import_file
+
+GROUP = "camshaft.environments"
+"""Group of the entry points of environments."""
+
+
+class Source(NamedTuple):
+    """The origin of an environment."""
+
+    name: str
+    """Name by which the column `environment` selects it."""
+    target: str
+    """`file.py:Class`, `file.py`, `package.module:Class`, or the name of an entry point; or the name of `pickled`."""
+    pickled: bytes | None = None
+    """The class itself, if it was passed from Python."""
+    checksum: str = ""
+    """Checksum of the code of `pickled`."""
+
+
+class Spec(NamedTuple):
+    """Environments to load, with their settings."""
+
+    sources: tuple[Source, ...]
+    kwargs: dict[str, Any]
+    """Arguments of their constructors."""
+    timeout: float
+    """Time limit of a call of `step`, in seconds."""
+    start_timeout: float
+    """Time limit of construction and `reset`, and of loading, in seconds."""
+    sys_path: list[str]
+    """Module search path of the driver, which is appended to that of the process."""
+
+
+class Loaded(NamedTuple):
+    """Result of loading the environments. `error` is None on success."""
+
+    error: str | None
+    columns: tuple[str, ...] | None = ()
+    """Columns of the data file that `reset` reads; None for all columns."""
+    required: tuple[str, ...] = ()
+    """Columns without which `reset` cannot be called."""
+
+
+class Call(NamedTuple):
+    """Calls of one environment, in order."""
+
+    episode: int
+    start: bytes | None
+    """Pickled `Start` of a new episode; None continues the episode."""
+    answers: tuple[str, ...]
+
+
+def load_environments(spec: Spec, unpickle: Callable[[bytes], Any]) -> dict[str, Callable[..., Any]]:
+    """Load the classes of `spec`, by name. Raise CamshaftError on failure."""
+    return {source.name: _load(source, unpickle) for source in spec.sources}
+
+
+def _load(source: Source, unpickle: Callable[[bytes], Any]) -> Callable[..., Any]:
+    if source.pickled is not None:
+        loaded = unpickle(source.pickled)
+    else:
+        path, _, name = source.target.rpartition(":") if ".py:" in source.target else (source.target, "", "")
+        if path.endswith(".py"):
+            loaded = _find_class(import_file(path, "environment"), path, name)
+        else:
+            target = find_target(source.target, {}, GROUP)
+            if target is None:
+                raise CamshaftError(
+                    f"no environment '{source.target}'; set environment=file.py:Class, package.module:Class, or an "
+                    f"entry point of the group {GROUP}"
+                )
+            loaded = import_attribute(target)
+    if not callable(loaded):
+        raise CamshaftError(f"{source.target} has type {type(loaded).__name__}; an environment is a class")
+    if inspect.isclass(loaded):
+        missing = [name for name in ("reset", "step") if not callable(getattr(loaded, name, None))]
+        if missing:
+            raise CamshaftError(f"the environment {source.target} has no method {missing[0]}; define reset and step")
+    return loaded
+
+
+def _find_class(module: ModuleType, path: str, name: str) -> Any:
+    """Return the class or function `name` of a file, or its only class with `reset` and `step`."""
+    classes = [
+        key
+        for key, value in vars(module).items()
+        if inspect.isclass(value) and value.__module__ == module.__name__ and hasattr(value, "step")
+    ]
+    if not name and len(classes) == 1:
+        name = classes[0]
+    if name not in vars(module):
+        found = f"its environments are {', '.join(classes)}" if classes else "it has no class with reset and step"
+        raise CamshaftError(f"{path} has no environment '{name or 'Class'}'; {found}. Set environment={path}:Class")
+    return vars(module)[name]
+
+
+def read_columns(factories: Mapping[str, Callable[..., Any]]) -> tuple[tuple[str, ...] | None, tuple[str, ...]]:
+    """Return the columns that `reset` of the environments reads, or None for all, and those that it requires."""
+    names: list[str] = []
+    required: list[str] = []
+    takes_all = False
+    for factory in factories.values():
+        reset = getattr(factory, "reset", None)
+        if reset is None:  # a function, whose environments have any parameters
+            takes_all = True
+            continue
+        parameters = list(inspect.signature(reset).parameters.values())[1:]
+        takes_all |= any(p.kind == p.VAR_KEYWORD for p in parameters)
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        names += [p.name for p in named if p.name not in ("seed", "row_seed")]
+        required += [p.name for p in named if p.name in names and p.default is p.empty]
+    columns = None if takes_all else tuple(dict.fromkeys(names))
+    return columns, tuple(dict.fromkeys(required)) if len(factories) == 1 else ()

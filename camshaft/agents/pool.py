@@ -1,0 +1,263 @@
+"""Environments in killable processes with time limits, several in each process.
+
+    pool = EnvironmentPool(spec, num_workers=4, output=folder / "output.log")
+    pool.check()                              # loads the environments in one process
+    pool.reset({0: Start(...), ...})          # the interface of `Environments`
+    pool.step({0: "5", ...})
+    pool.close()
+
+An episode stays in one process. Each process makes one call at a time. If a call crashes the process or exceeds its
+time limit, the process is killed, with all processes that it has started. The other episodes of the process are then
+played again in a new one: `reset` with the same arguments, and the same answers. An environment that says something
+else than before has failed. So has one that raises, but each episode has one more attempt, except after a time limit of
+`step`.
+"""
+
+import logging
+import os
+import pickle
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from camshaft.agents.environment import Fault, Start, Turn
+from camshaft.agents.messages import Call, Loaded, Spec
+from camshaft.errors import RolloutError
+from camshaft.rewards.output import Output, OutputStream
+from camshaft.subprocesses import NO_LIMIT, POLL_SECONDS, Wait, describe_process
+from camshaft.workers.messages import Ready
+from camshaft.workers.worker import Answer, Worker, close_all, wait_for
+
+_PROGRAM = "camshaft.agents.program"
+
+logger = logging.getLogger(__name__)
+
+
+class _Process(Worker[int]):
+    """A process of the pool. The key of a call is the number of its episode."""
+
+    slot = 0
+    """Position in the pool. A process that is replaced keeps it."""
+
+
+@dataclass
+class _Game:
+    """An episode, with everything that is needed to play it again."""
+
+    start: bytes
+    answers: list[str] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    """Results of `reset` and of the answers."""
+    is_hosted: bool = False
+    """True if its environment exists in the process of its slot."""
+    has_failed: bool = False
+    """True after the first failure. The second one ends the episode."""
+
+    def request(self, number: int) -> tuple[Call, int]:
+        """Return the call that continues the episode, and the number of its results that are known already."""
+        if self.is_hosted:
+            return Call(number, None, tuple(self.answers[len(self.turns) - 1 :])), 0
+        return Call(number, self.start, tuple(self.answers)), len(self.turns)
+
+
+class EnvironmentPool:
+    """Up to `num_workers` processes, each of which hosts environments of several episodes."""
+
+    def __init__(self, spec: Spec, num_workers: int, output: Path | None = None):
+        """Create a pool without processes. `output` is the file for what the environments print."""
+        self.spec, self.num_workers = spec, num_workers
+        self._output = Output(output, "the environment")
+        self._processes: list[_Process] = []
+        self._games: dict[int, _Game] = {}
+        self.num_failures = 0
+        """Number of failed calls, including those that were repeated."""
+        self.close = weakref.finalize(self, close_all, self._processes, os.getpid())
+        """Stop all processes permanently. This also happens when the pool is deleted or the interpreter exits."""
+
+    def check(self) -> Loaded:
+        """Start one process. Raise RolloutError if it cannot load the environments."""
+        process = self._start(0)
+        wait = Wait("loading", RolloutError, NO_LIMIT)  # `wait_for` enforces the limit
+        while True:
+            _, events = wait_for([process], time.monotonic() + POLL_SECONDS)
+            wait.check(partial(self._describe, process), process.stacks)
+            for _, event in events:
+                if isinstance(event, Ready):
+                    return self._loaded(event.value)
+                self._fail_loading(process)
+
+    def reset(self, starts: Mapping[int, Start]) -> dict[int, Turn | Fault]:
+        """Begin episodes. Episodes with the same numbers have ended."""
+        for number, start in starts.items():
+            self._games[number] = _Game(pickle.dumps(start))
+        return self._run(list(starts))
+
+    def step(self, answers: Mapping[int, str]) -> dict[int, Turn | Fault]:
+        """Continue episodes with answers."""
+        for number, answer in answers.items():
+            self._games[number].answers.append(answer)
+        return self._run(list(answers))
+
+    def end(self, episodes: Sequence[int]) -> None:
+        """End episodes. Their environments may be reset for others."""
+        for number in episodes:
+            game = self._games.pop(number, None)
+            if game is not None and game.is_hosted:
+                process = self._at(number % self.num_workers)
+                if process is not None:
+                    process.submit([(number, Call(number, None, ()))], self.spec.timeout)
+        self._finish_ends()
+
+    # -- calls --------------------------------------------------------------------------------------
+
+    def _run(self, numbers: Sequence[int]) -> dict[int, Turn | Fault]:
+        """Make the calls of the episodes that are not made yet. Return the last result of each episode."""
+        if not self.close.alive:
+            raise RolloutError("the environments are closed; create a new EnvironmentPool")
+        queues: list[deque[int]] = [deque() for _ in range(self.num_workers)]
+        for number in numbers:
+            queues[number % self.num_workers].append(number)
+        results: dict[int, Turn | Fault] = {}
+        try:
+            self._make_calls(queues, results, len(numbers))
+        except BaseException:  # calls may still run whose results will not be read
+            for process in list(self._processes):
+                self._kill(process)
+            self._games.clear()
+            raise
+        return results
+
+    def _make_calls(self, queues: Sequence[deque[int]], results: dict[int, Turn | Fault], count: int) -> None:
+        """Make the calls of queued episodes until `count` episodes have a result."""
+        wait = Wait("environments", RolloutError, NO_LIMIT)  # the time limit of each call bounds the wait
+        while len(results) < count:
+            for slot, queue in enumerate(queues):
+                process = self._at(slot)
+                if queue and process is None:
+                    process = self._start(slot)
+                if queue and process is not None and process.is_ready and not process.calls:
+                    self._submit(process, queue.popleft())
+            _, events = wait_for(self._processes, time.monotonic() + POLL_SECONDS)
+            busy = [process for process in self._processes if process.calls]
+            if busy:
+                oldest = min(busy, key=lambda process: process.since)
+                wait.check(partial(self._describe, oldest), oldest.stacks, oldest.since)
+            for process, event in events:
+                if isinstance(event, Ready):
+                    self._loaded(event.value)
+                elif isinstance(event, Answer):
+                    self._receive(event.key, event.reply.value, queues, results)
+                elif not process.is_ready:
+                    self._fail_loading(process)
+                else:
+                    self._replace(process, event.kind, queues, results)
+
+    def _submit(self, process: _Process, number: int) -> None:
+        """Send the calls of an episode, whose time limit is the sum of theirs."""
+        call, _ = self._games[number].request(number)
+        limit = self.spec.timeout * len(call.answers) + (0 if call.start is None else self.spec.start_timeout)
+        process.submit([(number, call)], limit)
+
+    def _receive(
+        self, number: int, turns: list[Turn | Fault], queues: Sequence[deque[int]], results: dict[int, Turn | Fault]
+    ) -> None:
+        """Process the results of the calls of an episode."""
+        game = self._games[number]
+        _, num_known = game.request(number)
+        for index, turn in enumerate(turns):
+            if isinstance(turn, Fault):
+                self._retry(number, turn, queues, results)
+                return
+            if index >= num_known:
+                game.turns.append(turn)
+            elif turn._replace(seconds=0) != game.turns[index]._replace(seconds=0):
+                message = "the environment did not say the same again when its episode was repeated"
+                game.has_failed = True
+                self._retry(number, Fault("error", message), queues, results)
+                return
+        game.is_hosted = True
+        results[number] = game.turns[-1]
+
+    def _retry(self, number: int, fault: Fault, queues: Sequence[deque[int]], results: dict[int, Turn | Fault]) -> None:
+        """Repeat an episode after its first failure. The second failure is its result."""
+        game = self._games[number]
+        self.num_failures += 1
+        game.is_hosted = False
+        if game.has_failed or (fault.kind == "timeout" and game.turns):
+            results[number] = fault
+            return
+        game.has_failed = True
+        queues[number % self.num_workers].append(number)
+
+    def _replace(
+        self, process: _Process, kind: Any, queues: Sequence[deque[int]], results: dict[int, Turn | Fault]
+    ) -> None:
+        """Kill a process that crashed or exceeded its time limit. Its other episodes will be repeated in a new one."""
+        self._kill(process)
+        running, _ = process.split_calls()
+        for number, game in self._games.items():
+            if number % self.num_workers == process.slot:
+                game.is_hosted = False
+        (number,) = running
+        limit = process.deadline - process.since
+        messages = {
+            "timeout": f"no result within {limit:g} s; the process was killed",
+            "crash": f"the process {process.describe_exit()}",
+        }
+        self._retry(number, Fault(kind, messages[kind]), queues, results)
+
+    def _finish_ends(self) -> None:
+        """Wait until the processes have noted the ends of episodes. One that fails is killed."""
+        while any(process.calls for process in self._processes):
+            _, events = wait_for(self._processes, time.monotonic() + POLL_SECONDS)
+            for process, event in events:
+                if not isinstance(event, Ready | Answer) and process in self._processes:
+                    self._kill(process)
+                    process.split_calls()
+
+    # -- processes ----------------------------------------------------------------------------------
+
+    def _at(self, slot: int) -> _Process | None:
+        """Return the process of a slot. One that has ended between two calls is replaced."""
+        process = next((process for process in self._processes if process.slot == slot), None)
+        if process is None or not process.is_ready or process.calls or not process.is_dead:
+            return process
+        self._kill(process)
+        for number, game in self._games.items():
+            if number % self.num_workers == slot:
+                game.is_hosted = False
+        return None
+
+    def _start(self, slot: int) -> _Process:
+        write: Callable[[bytes], object] = OutputStream(self._output).write
+        process = _Process(_PROGRAM, self.spec, self.spec.start_timeout, write)
+        process.slot = slot
+        self._processes.append(process)
+        return process
+
+    def _kill(self, process: _Process) -> None:
+        process.kill()
+        self._processes.remove(process)
+
+    def _loaded(self, loaded: Loaded) -> Loaded:
+        if loaded.error is not None:
+            raise RolloutError(loaded.error)
+        return loaded
+
+    def _fail_loading(self, process: _Process) -> None:
+        self._kill(process)
+        raise RolloutError(
+            f"{self._names()}: the process that loads it {process.describe_exit()} or took longer than "
+            f"multi_turn.start_timeout={self.spec.start_timeout:g} s; see the output of the environment"
+        )
+
+    def _names(self) -> str:
+        return "the environment " + ", ".join(source.target for source in self.spec.sources)
+
+    def _describe(self, process: _Process) -> str:
+        return f"{describe_process(process.pid)}, which runs {self._names()},"

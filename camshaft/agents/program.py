@@ -1,0 +1,86 @@
+"""Process that hosts environments: load them, and make the calls that the pool sends.
+
+`camshaft.workers` starts it and exchanges the messages; `messages.py` describes their contents.
+"""
+
+import pickle
+import signal
+import traceback
+from typing import Any
+
+from camshaft.agents.environment import Fault, Host, Turn
+from camshaft.agents.messages import Call, Loaded, Spec, load_environments, read_columns
+from camshaft.errors import CamshaftError
+from camshaft.masking import mask_text, remember_secrets
+from camshaft.subprocesses import extend_import_path
+from camshaft.workers.child import Parent, event_loop
+
+_TRACE_CHARACTERS = 2000
+
+
+def main(stack_file: str) -> None:
+    """Serve calls until the pool closes standard input. Write stacks to the descriptor `stack_file` on request."""
+    parent = Parent(int(stack_file))
+    spec: Spec | None = parent.get()
+    if spec is None:
+        return
+    remember_secrets([spec.kwargs])
+    try:
+        extend_import_path(spec.sys_path)
+        factories = load_environments(spec, pickle.loads)  # from the pipe of the pool, never from a file
+        columns = read_columns(factories)
+    except CamshaftError as error:
+        parent.ready(Loaded(_printable(str(error))))
+        return
+    except BaseException as error:
+        names = ", ".join(source.target for source in spec.sources)
+        parent.ready(Loaded(f"{names} could not be loaded:\n{_trace(error)}"))
+        return
+    host = Host(factories, spec.kwargs, wait=_wait)
+    parent.ready(Loaded(None, *columns))
+    parent.serve(lambda payload: make_calls(host, payload), _not_concurrent)
+
+
+def make_calls(host: Host, call: Call) -> list[Turn | Fault]:
+    """Make the calls of an environment up to the first that fails. Return one result for each."""
+    turns: list[Turn | Fault] = []
+    number = call.episode
+    try:
+        if call.start is not None:
+            turns.append(host.reset({number: pickle.loads(call.start)})[number])
+        for answer in call.answers:
+            turns.append(host.step({number: answer})[number])
+    except BaseException as error:  # includes SystemExit, so that `sys.exit` fails only its episode
+        host.discard(number)
+        message = _printable("".join(traceback.format_exception_only(error)).strip()[-500:])
+        trace = "" if isinstance(error, CamshaftError) else _trace(error)
+        turns.append(Fault("error", message, trace))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm of the environment must not interrupt the next call
+    if not call.answers and call.start is None:
+        host.end([number])
+    return turns
+
+
+def _wait(value: Any) -> Any:
+    async def result() -> Any:
+        return await value
+
+    return event_loop().run_until_complete(result())
+
+
+async def _not_concurrent(payload: Call) -> None:
+    raise AssertionError("the calls of a process are made one after the other")
+
+
+def _trace(error: BaseException) -> str:
+    """Format the traceback from the first frame of user code on."""
+    trace = error.__traceback__
+    while trace is not None and "camshaft" in trace.tb_frame.f_globals.get("__name__", "").partition(".")[0]:
+        trace = trace.tb_next
+    text = "".join(traceback.format_exception(type(error), error, trace or error.__traceback__))
+    return _printable(text)[-_TRACE_CHARACTERS:].strip()
+
+
+def _printable(text: str) -> str:
+    return mask_text(text.encode("utf-8", "backslashreplace").decode())
