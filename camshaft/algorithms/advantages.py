@@ -182,6 +182,36 @@ def opo(rewards: Tensor, mask: Tensor, groups: Tensor) -> Result:
 
 
 @torch.no_grad()
+def turn_return(
+    rewards: Tensor, mask: Tensor, groups: Tensor, *, gamma: float = 1.0, norm_by_std: bool = True
+) -> Result:
+    """Compare the return of each turn of an episode with that of the same turn in the other episodes of the group.
+
+    G_k = sum_{j >= k} gamma^(j - k) r_j                    A_k = (G_k - mean_g G_k) / (std_g G_k + 1e-6)
+
+    A turn k is a run of masked-in tokens, and r_k is the sum of their rewards. The mean and the unbiased std are over
+    the episodes of the group that have a turn k. If there is only one, its A_k is 0, because nothing is compared with
+    it. Without `norm_by_std`, A_k is not divided. `returns` is G_k at the tokens of turn k. `groups` is (B,); all other
+    tensors are (B, T).
+    """
+    begins = mask & ~torch.nn.functional.pad(mask[:, :-1], (1, 0))
+    turns = begins.cumsum(1) - 1
+    index = torch.where(mask, turns, 0)
+    count = max(int(begins.sum(1).max()), 1)
+    shape = (len(rewards), count)
+    turn_rewards = rewards.new_zeros(shape, dtype=torch.float64)
+    turn_rewards.scatter_add_(1, index, torch.where(mask, rewards, 0).double())
+    exists = torch.arange(count, device=mask.device) < begins.sum(1, keepdim=True)
+    returns = _reward_to_go(turn_rewards, exists, gamma)
+    turn_groups = (groups[:, None] * count + torch.arange(count, device=groups.device)).expand(shape)
+    advantages = torch.zeros_like(returns)
+    advantages[exists] = group_advantages(returns[exists], turn_groups[exists], norm_by_std=norm_by_std)
+    advantages[exists] *= _Groups(turn_groups[exists]).size > 1
+    grids = [torch.where(mask, grid.gather(1, index).to(rewards.dtype), 0) for grid in (advantages, returns)]
+    return grids[0], grids[1]
+
+
+@torch.no_grad()
 def grpo_passk(rewards: Tensor, mask: Tensor, groups: Tensor, *, norm_by_std: bool = True) -> Result:
     """GRPO for pass@k: A = (max_g R - max of the other R) / (std_g + 1e-6) for the best row, and 0 for the other rows.
 
@@ -396,6 +426,9 @@ ESTIMATORS: dict[str, Estimator] = {
         _required(x, "reward_parts"),
         part_weights=o.part_weights,
         norm_by_std=o.norm_by_std,
+    ),
+    "turn_return": lambda x, o: turn_return(
+        x.rewards, x.mask, _required(x, "groups"), gamma=o.gamma, norm_by_std=o.norm_by_std
     ),
     "gpg": lambda x, _: gpg(x.rewards, x.mask, _required(x, "groups")),
     "maxrl": lambda x, _: maxrl(x.rewards, x.mask, _required(x, "groups")),

@@ -56,6 +56,7 @@ ESTIMATORS: dict[str, EstimatorInputs] = {
         reward_parts=True,
         keys=("norm_adv_by_std_in_grpo", "gdpo_reward_keys", "gdpo_reward_weights"),
     ),
+    "turn_return": EstimatorInputs(groups=True, keys=("gamma", "norm_adv_by_std_in_grpo")),
     "gpg": EstimatorInputs(groups=True),
     "maxrl": EstimatorInputs(groups=True),
     "optimal_token_baseline": EstimatorInputs(groups=True, probabilities=True),

@@ -27,6 +27,7 @@ from camshaft.algorithms.advantages import (
     remax,
     rloo,
     tir_optimal_token_baseline,
+    turn_return,
 )
 
 NAN = float("nan")
@@ -211,6 +212,33 @@ def test_gdpo_separates_rows_whose_sums_are_equal():
     assert advantages[1] > advantages[0] > advantages[3]
 
 
+# Three episodes of a group with the turns (1, 2), (0.5, 1) and (3), and one of another group. Tokens between turns were
+# not sampled, and their rewards do not count.
+TURNS = torch.tensor([[1, 1, 0, 1], [1, 0, 1, 1], [1, 0, 0, 0], [1, 1, 0, 1]], dtype=torch.bool)
+TURN_REWARDS = torch.tensor([[0, 1.0, 9, 2], [0.5, NAN, 0, 1], [3, 9, 9, 9], [1, 0, 9, 0]], dtype=F64)
+
+
+@pytest.mark.parametrize(
+    ("gamma", "norm_by_std", "first", "second", "returns"),
+    [
+        # The means are 2.5 and 1.5. A turn that no other episode has is not compared.
+        (1.0, False, [0.5, -1, 0.5], [0.5, -0.5], [[3, 2], [1.5, 1], [3], [1, 0]]),
+        # 1 + 2 / 2 = 2, 0.5 + 1 / 2 = 1 and 3 have the mean 2 and the std 1; 2 and 1 have 1.5 and 0.5 ** 0.5.
+        (0.5, True, [0, -1, 1], [0.5**0.5, -(0.5**0.5)], [[2, 2], [1, 1], [3], [1, 0]]),
+    ],
+)
+def test_turn_return_by_hand(gamma, norm_by_std, first, second, returns):
+    advantages, totals = turn_return(
+        TURN_REWARDS, TURNS, torch.tensor([0, 0, 0, 1]), gamma=gamma, norm_by_std=norm_by_std
+    )
+    (a, b, c), (d, e) = first, second
+    expected = torch.tensor([[a, a, 0, d], [b, 0, e, e], [c, 0, 0, 0], [0, 0, 0, 0]], dtype=F64)
+    torch.testing.assert_close(advantages, expected, rtol=1e-5, atol=1e-9)
+    (f, g), (h, i), (j,), (k, m) = returns
+    expected = torch.tensor([[f, f, 0, g], [h, 0, i, i], [j, 0, 0, 0], [k, k, 0, m]], dtype=F64)
+    torch.testing.assert_close(totals, expected)
+
+
 def test_gpg_by_hand():
     # One of four rows has R != 0, alpha = 4;  group 0: R = 0, 2, mean 1;  group 1: R = 0, 0
     rewards, groups = torch.tensor([[0.0], [2.0], [0.0], [0.0]], dtype=F64), torch.tensor([0, 0, 1, 1])
@@ -370,7 +398,7 @@ def inputs_of(rewards, mask, rows=slice(None)):
 def test_names_match_the_config():
     assert set(ESTIMATORS) == {
         "gae", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo",
-        "grpo_passk", "gdpo", "gpg", "maxrl", "optimal_token_baseline", "tir_optimal_token_baseline",
+        "grpo_passk", "gdpo", "turn_return", "gpg", "maxrl", "optimal_token_baseline", "tir_optimal_token_baseline",
     }  # fmt: skip
 
 
@@ -394,6 +422,7 @@ def test_options_reach_the_formulas():
         "grpo": grpo(REWARDS, MASK, GROUPS, norm_by_std=False),
         "reinforce_plus_plus": reinforce_plus_plus(REWARDS, MASK, gamma=0.5),
         "grpo_passk": grpo_passk(REWARDS, MASK, GROUPS, norm_by_std=False),
+        "turn_return": turn_return(REWARDS, MASK, GROUPS, gamma=0.5, norm_by_std=False),
         "gdpo": gdpo(REWARDS, MASK, GROUPS, parts, part_weights=(1.0, 3.0), norm_by_std=False),
     }
     for name, (advantages, returns) in expected.items():

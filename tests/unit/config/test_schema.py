@@ -219,9 +219,10 @@ def test_a_policy_loss_has_the_parameters_that_the_config_declares(name):
 
 @pytest.mark.parametrize("name", ESTIMATORS)
 def test_an_estimator_reads_the_inputs_that_the_config_declares(name):
-    rewards, mask = torch.tensor([[0.0, 1.0], [3.0, 0.5], [1.0, 2.0]]), torch.ones(3, 2, dtype=torch.bool)
+    rewards = torch.tensor([[0.0, 9.0, 1.0], [3.0, 9.0, 0.5], [1.0, 9.0, 2.0]])
+    mask = torch.tensor([[True, False, True]]).expand(3, 3)  # two turns of an episode
     options = {"values": rewards / 2, "groups": torch.tensor([0, 0, 1]), "baselines": rewards[:, 0]}
-    options |= {"old_log_probs": -rewards - 0.5, "sum_pi_squared": torch.full((3, 2), 0.75)}
+    options |= {"old_log_probs": -rewards - 0.5, "sum_pi_squared": torch.full((3, 3), 0.75)}
     options["reward_parts"] = torch.tensor([[1.0, 0.0], [2.0, 4.0], [3.0, 2.0]])
     declared, estimator = ESTIMATORS[name], algorithms.ESTIMATORS[name]
     for missing in options:
