@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     Path = str | os.PathLike[str]
     Rows = Iterable[Mapping[str, Any]]
     Reward = Path | Callable[..., Any] | Sequence[Callable[..., Any] | tuple[Callable[..., Any], float]]
+    Environment = Path | type | Sequence[Path | type] | Mapping[str, type]
     Hook = Callable[[int, DataProto, dict[str, float]], Mapping[str, float] | None]
 
 if sys.argv[:1] == ["-m"] and not sys.flags.safe_path:
@@ -44,6 +45,7 @@ def train(
     model: Any,
     data: Path | Sequence[Path] | Rows,
     reward: Reward | None = None,
+    environment: Environment | None = None,
     algorithm: str | None = None,
     steps: int | None = None,
     val_data: Path | Sequence[Path] | Rows | None = None,
@@ -63,7 +65,9 @@ def train(
         data: Training prompts: a path, a list of paths, or rows, which are a sequence of dicts such as a list or a
             `datasets.Dataset`.
         reward: Reward function: a Python function, a path as on the command line, or a list of functions and
-            (function, weight) pairs. None selects a built-in function by the data.
+            (function, weight) pairs. None selects a built-in function by the data, or none with an environment.
+        environment: Environment with which the policy plays episodes: a class with the methods `reset` and `step`, a
+            path as on the command line, or several of them, of which the column `environment` of the data selects one.
         algorithm: ppo, grpo, rloo, dapo or another algorithm.
         steps: Number of training steps.
         val_data: Validation prompts, in the forms of `data`.
@@ -77,7 +81,8 @@ def train(
     from camshaft.runs.start import Objects, start
 
     given = {name: value for name, value in {"algorithm": algorithm, "steps": steps}.items() if value is not None}
-    return Run(*start("ppo", Objects(model, tokenizer, data, val_data), {**given, **keys}, config, reward, on_step))
+    objects = Objects(model, tokenizer, data, val_data)
+    return Run(*start("ppo", objects, {**given, **keys}, config, reward, on_step, environment))
 
 
 def sft(

@@ -27,7 +27,7 @@ def short_name_table(schema: type[Section]) -> str:
     """Return the short names of a command with their values and keys, as lines of a help text."""
     lines = ["Short names of the most common keys:"]
     entries = declared_short_names(schema).items()
-    lines += [f"  {entry.name + '=':<17} {entry.values:<56} {key}" for key, entry in entries]
+    lines += [f"  {entry.name + '=':<17} {entry.values:<{min(56, 99 - len(key))}} {key}" for key, entry in entries]
     return "\n".join(lines)
 
 

@@ -13,6 +13,7 @@ from camshaft import hub
 from camshaft.config.errors import Problem
 from camshaft.config.model_settings import read_tokenizer
 from camshaft.config.run_folder import check_run_name
+from camshaft.config.schema.agents import KEY, MultiTurnConfig
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import AnyModelConfig, CheckpointConfig, ModelSource
@@ -108,6 +109,7 @@ def check_ppo_files(config: PPOConfig) -> Iterator[Problem]:
         yield from check_folder("trainer.resume_from_path", trainer.resume_from_path)
     if config.needs_function():
         yield from _check_reward_file(config.custom_reward_function)
+    yield from _check_environments("actor_rollout_ref.rollout", config.actor_rollout_ref.rollout.multi_turn)
     if config.needs_reward_engine():
         yield from _check_reward_model(config)
 
@@ -135,6 +137,7 @@ def check_generate_files(config: GenerateConfig) -> Iterator[Problem]:
     if os.path.isdir(output):
         yield Problem("data.output_path", output, f"is a folder. Set a file, for example {output}/responses.parquet.")
     yield from _check_reward_file(config.custom_reward_function)
+    yield from _check_environments("rollout", config.rollout.multi_turn)
 
 
 def check_eval_files(config: EvalConfig) -> Iterator[Problem]:
@@ -152,6 +155,17 @@ def check_eval_files(config: EvalConfig) -> Iterator[Problem]:
 def _check_reward_file(custom: CustomRewardConfig) -> Iterator[Problem]:
     key = "custom_reward_function.functions" if custom.functions else "custom_reward_function.path"
     yield from _check_function_files(key, [function.path for function in custom.selected()])
+
+
+def _check_environments(section: str, multi_turn: MultiTurnConfig) -> Iterator[Problem]:
+    """Check that the files of environments exist, and that their names differ."""
+    key, selected = f"{section}.{KEY}", multi_turn.selected()
+    paths = [target.rpartition(":")[0] or target for _, target in selected]
+    yield from _check_function_files(key, paths)
+    names = [name for name, _ in selected]
+    for name in sorted({name for name in names if names.count(name) > 1}):
+        message = f"selects two environments with the name {name}. Rename one of the classes."
+        yield Problem(key, multi_turn.environment, message)
 
 
 def _check_function_files(key: str, paths: Iterable[str | None]) -> Iterator[Problem]:

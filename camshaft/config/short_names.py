@@ -32,9 +32,9 @@ REWARD_KEYS = (REWARD_PATH, REWARD_NAME, REWARD_FUNCTIONS)
 
 
 _ORDER = (
-    "model", "data", "val_data", "data.output_path", "reward", "reward_weights", "algorithm", "steps", "epochs", "lr",
-    "batch", "n", "lora", "max_length", "prompt_length", "response_length", "engine", "rollout", "device", "devices",
-    "seed", "out",
+    "model", "data", "val_data", "data.output_path", "reward", "reward_weights", "environment", "max_turns",
+    "algorithm", "steps", "epochs", "lr", "batch", "n", "lora", "max_length", "prompt_length", "response_length",
+    "engine", "rollout", "device", "devices", "seed", "out",
 )  # fmt: skip
 """Short names, or their keys, in the order of help texts. Others follow."""
 

@@ -32,6 +32,8 @@ TYPES = {
     "_log_prob": pyarrow.float32(),
     "_score": pyarrow.float32(),
     "_pred": pyarrow.string(),
+    "_messages": pyarrow.string(),
+    "_stop_reason": pyarrow.string(),
 }
 """Column suffix -> element type. Each row contains a list with one element per response."""
 

@@ -204,7 +204,7 @@ class RewardManager:
         """
         if num_workers < 1 or timeout <= 0:
             raise RewardError(
-                f"num_workers={num_workers} must be at least 1 and timeout={timeout} must be greater than 0"
+                f"set num_workers={num_workers} to at least 1 and timeout={timeout} to a number greater than 0"
             )
         self.on_error = on_error
         single = FunctionSpec(path, name or ("compute_score" if path else "auto"), dict(reward_kwargs or {}), batched)

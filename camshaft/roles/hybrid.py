@@ -6,12 +6,14 @@ a different parallel layout than the actor, in which case batches are split diff
 
 from typing import ClassVar
 
+from camshaft.agents.messages import Spec
 from camshaft.config import PPOConfig, Topology
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
-from camshaft.errors import EngineError
+from camshaft.errors import EngineError, RolloutError
 from camshaft.roles.actor import ActorWorker, AdapterlessRef, OldLogProbs, RefWorker
 from camshaft.roles.base import SkippedSteps
+from camshaft.roles.episodes import EpisodesWorker
 from camshaft.roles.exact_kl import exact_kl
 from camshaft.roles.rollout import RolloutWorker
 from camshaft.seat import Seat
@@ -26,6 +28,8 @@ class ActorRolloutRefWorker(Worker):
     actor_class: ClassVar[type[ActorWorker]] = ActorWorker
     ref_class: ClassVar[type[RefWorker]] = RefWorker
     rollout_class: ClassVar[type[RolloutWorker]] = RolloutWorker
+    episodes_class: ClassVar[type[EpisodesWorker]] = EpisodesWorker
+    """Class of the rollout in runs with environments."""
 
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
@@ -37,7 +41,8 @@ class ActorRolloutRefWorker(Worker):
         elif self.kl.is_used:
             self.ref = AdapterlessRef(config, self.actor.engine)
         self.actor.reference = self.ref
-        self.rollout = self.rollout_class(config, self.actor.engine)
+        rollout_class = self.episodes_class if config.plays_episodes() else self.rollout_class
+        self.rollout = rollout_class(config, self.actor.engine)
 
     @property
     def seat(self) -> Seat:
@@ -54,6 +59,13 @@ class ActorRolloutRefWorker(Worker):
         if self.ref is not None:
             self.ref.init_model()
         self.rollout.init_model()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_environments(self, spec: Spec) -> None:
+        """Set the environments with which the rollout plays episodes."""
+        if not isinstance(self.rollout, EpisodesWorker):
+            raise RolloutError("this run plays no episodes; set actor_rollout_ref.rollout.multi_turn.environment")
+        self.rollout.set_environments(spec)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def sync_weights(self) -> dict[str, float]:

@@ -25,7 +25,7 @@ from camshaft.config.backends import targets
 from camshaft.config.rollout import RolloutCapabilities, RolloutEngineConfig, RolloutOptions
 from camshaft.plugins import load
 from camshaft.rollout.base import BaseRollout, Generation, OpenRows, SamplingParams
-from camshaft.rollout.sampling import uniform_numbers
+from camshaft.rollout.sampling import mix_seeds, uniform_numbers
 
 __all__ = [
     "ROLLOUTS",
@@ -37,6 +37,7 @@ __all__ = [
     "RolloutOptions",
     "SamplingParams",
     "build_rollout",
+    "mix_seeds",
     "rollout_class",
     "uniform_numbers",
 ]

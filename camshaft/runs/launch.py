@@ -1,4 +1,4 @@
-"""The config values, reward functions and hooks with which a run was started."""
+"""The config values, reward functions, environments and hooks with which a run was started."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from camshaft.errors import ConfigError
 from camshaft.tracking.base import Command
 
 PYTHON = "python:"
-"""Prefix of the name of a reward function that was passed from Python."""
+"""Prefix of the name of a reward function or an environment that was passed from Python."""
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,8 @@ class Launch:
     reward: Callable[..., Any] | Sequence[Any] | None = None
     """Python functions that score the responses. None if the config names the function."""
     on_step: tuple[Callable[..., Any], ...] = ()
+    environment: Any = None
+    """Python classes of environments. None if the config names them."""
 
 
 def as_hooks(on_step: Any) -> tuple[Callable[..., Any], ...]:

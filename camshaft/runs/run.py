@@ -171,6 +171,7 @@ class Run:
         *,
         reward: Callable[..., Any] | Sequence[Any] | None = None,
         on_step: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
+        environment: Any = None,
         **keys: Any,
     ) -> Run:
         """Continue the run from its newest checkpoint, and return it.
@@ -180,6 +181,7 @@ class Run:
             reward: Reward function, as in `camshaft.train`. It is required if the run had a Python function and this
                 object comes from `camshaft.load_run`.
             on_step: Hooks, as in `camshaft.train`. None keeps those of this object.
+            environment: Environment, as in `camshaft.train`. It is required in the same case as `reward`.
             **keys: Short names and config keys with new values.
         """
         if not self._checkpoints():
@@ -189,7 +191,7 @@ class Run:
         from camshaft.runs.start import resume
 
         values = keys if steps is None else {**keys, "steps": steps}
-        changed = Launch(self._command(), values, reward, as_hooks(on_step))
+        changed = Launch(self._command(), values, reward, as_hooks(on_step), environment)
         return Run(*resume(self.folder, self._launch or self._recorded_launch(changed), changed))
 
     # -- display --------------------------------------------------------------------------------------
@@ -225,6 +227,14 @@ class Run:
             raise ConfigError(
                 f"the reward of {self.folder} was the Python function '{name.removeprefix(PYTHON)}', which is not "
                 "stored; pass it as resume(reward=...)"
+            )
+        from camshaft.config.schema.agents import KEY
+
+        played = str(self.config.get(f"actor_rollout_ref.rollout.{KEY}") or "")
+        if PYTHON in played and changed.environment is None:
+            raise ConfigError(
+                f"the environment of {self.folder} was a Python class, which is not stored; pass it as "
+                "resume(environment=...)"
             )
         hidden = [key for key, value in self.config.items() if HIDDEN in str(value) and key not in changed.values]
         if hidden:

@@ -11,6 +11,7 @@ import contextlib
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,12 +58,15 @@ def start(
     config: Mapping[str, Any] | None = None,
     reward: Any = None,
     on_step: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
+    environment: Any = None,
 ) -> tuple[Path, Launch]:
     """Train, and return the run folder and the launch. `keys` and `config` contain short names and config keys."""
     values = _values(command, objects, keys, config or {})
     if reward is not None and not _function(reward):
         values |= flat_values({"reward": plain(reward)}, SCHEMAS[command])
-    launch = Launch(command, values, _function(reward), as_hooks(on_step))
+    if environment is not None and not _function(environment):
+        values |= flat_values({"environment": plain(environment)}, SCHEMAS[command])
+    launch = Launch(command, values, _function(reward), as_hooks(on_step), _function(environment))
     with _written_objects(launch, objects) as (folder, launch):
         parsed = number_run(_parse(launch))
     folder = folder or Path(parsed.trainer.default_local_dir)
@@ -81,7 +85,8 @@ def resume(folder: Path, launch: Launch, changed: Launch) -> tuple[Path, Launch]
         values = {key: value for key, value in values.items() if key not in REWARD_KEYS}
         new_values |= {} if functions else {"reward": changed.reward}
     values |= flat_values(plain(new_values), schema) | {FOLDER: str(folder)}
-    launch = Launch(launch.command, values, functions, changed.on_step or launch.on_step)
+    environment = launch.environment if changed.environment is None else changed.environment
+    launch = Launch(launch.command, values, functions, changed.on_step or launch.on_step, environment)
     _train(_parse(launch), launch, folder)
     return folder, launch
 
@@ -117,7 +122,7 @@ def recorded_values(command: Command, config: Mapping[str, Any]) -> dict[str, An
 
 
 def _function(reward: Any) -> Any:
-    """Return the Python functions of a `reward`, or None if it is a path."""
+    """Return the Python functions or classes of a `reward` or `environment`, or None if it is a path."""
     return None if reward is None or is_path(reward) else reward
 
 
@@ -197,7 +202,7 @@ def _written_objects(launch: Launch, objects: Objects) -> Iterator[tuple[Path | 
             values[names["model"]] = save_model(objects.model, objects.tokenizer, folder)
         elif "tokenizer" in unsaved:
             values |= _tokenizer_key(launch.command, save_tokenizer(objects.tokenizer, folder))
-        yield folder, Launch(launch.command, values, launch.reward, launch.on_step)
+        yield folder, replace(launch, values=values)
     except BaseException:
         keys = [*(names[name] for name in unsaved & {*names}), _TOKENIZER]
         for path in {Path(str(values[key])) for key in keys if key in values} - existing:
@@ -227,15 +232,21 @@ def _parse(launch: Launch) -> Config:
 
 
 def _with_function(launch: Launch) -> dict[str, Any]:
-    """Return the values with the name of the reward function, if it is a Python function."""
+    """Return the values with the names of the reward function and the environments, if they are Python objects."""
+    values = dict(launch.values)
+    if launch.environment is not None:
+        from camshaft.agents.callables import environment_names
+
+        names = environment_names(launch.environment)
+        values |= flat_values({"environment": [f"{PYTHON}{name}" for name in names]}, SCHEMAS[launch.command])
     if launch.reward is None:
-        return dict(launch.values)
+        return values
     set_keys = [key for key in REWARD_KEYS if launch.values.get(key)]
     if set_keys:
         raise ConfigError(f"{set_keys[0]} is set, but reward is a Python function; remove one of them")
     from camshaft.rewards.callables import reward_name
 
-    return {**launch.values, REWARD_PATH: None, REWARD_NAME: f"{PYTHON}{reward_name(launch.reward)}"}
+    return {**values, REWARD_PATH: None, REWARD_NAME: f"{PYTHON}{reward_name(launch.reward)}"}
 
 
 # -- training -------------------------------------------------------------------------------------
@@ -267,15 +278,18 @@ def _status(config: Config, launch: Launch) -> int:
 
     config = fit_micro_batches(config)
     if isinstance(config, PPOConfig):
+        from camshaft.agents.callables import pickle_environments
         from camshaft.planning.memory_error import explain_memory_errors
         from camshaft.rewards.callables import pickle_reward
         from camshaft.trainer.ppo import PPOTrainer
 
         reward = () if launch.reward is None else pickle_reward(launch.reward)
+        environments = () if launch.environment is None else pickle_environments(launch.environment)
         arguments = [as_override(key, value) for key, value in _with_function(launch).items()]
         arguments += limits_as_overrides(config)
         with explain_memory_errors(config, arguments):
-            return run(config, PPOTrainer.open, Extensions(reward, launch.on_step, from_python=True))
+            extensions = Extensions(reward, environments, launch.on_step, from_python=True)
+            return run(config, PPOTrainer.open, extensions)
     from camshaft.trainer.supervised import RMTrainer, SFTTrainer
 
     extensions = Extensions(on_step=launch.on_step, from_python=True)

@@ -71,6 +71,8 @@ reward/model/mean | score | rewards/combined.py |
 reward/model/truncated | responses | rewards/combined.py | Sequences that were truncated to reward_model.max_length.
 reward/function/mean | score | rewards/combined.py |
     Mean score of the reward function in runs that also have a reward model.
+reward/environment/mean | score | rewards/environments.py |
+    Mean reward of the environments, summed over the turns of an episode, over the episodes that are trained on.
 reward/overlong/mean | fraction of responses | rewards/overlong.py | Responses with an overlong penalty.
 reward/overlong_reward/mean | score | rewards/overlong.py | Mean overlong penalty, which is 0 or negative.
 reward/<value>/mean | | rewards/manager.py | Mean of a number that the reward function returns in its dict.
@@ -142,6 +144,19 @@ rollout/slot_use | fraction | rollout/builtin/scheduler.py |
     Mean fraction of KV cache slots in use, over the decode steps.
 rollout/http_retries | requests | rollout/server/rollout.py | HTTP requests that the server rollout retried.
 rollout/sync_bytes | bytes | reshard/hybrid.py | Size of the weights that were sent in the weight sync.
+# episodes with environments
+agent/turns | answers | rewards/environments.py | Mean number of answers in an episode.
+agent/stop/{done,turns,length,prompt,timeout,error} | fraction of episodes | rewards/environments.py |
+    Why episodes ended: the environment ended it, the maximum number of answers, the length limit, a prompt that is too
+    long after reset, the time limit of the environment's calls, or a failed environment. Those with prompt and error
+    are not trained on.
+agent/tokens_not_sampled | tokens | rewards/environments.py |
+    Response tokens that the environment and the chat template contribute. They have no loss.
+agent/tool_seconds | seconds | roles/episodes.py | Time of the calls of environments, summed over all episodes.
+agent/tool_errors | calls | roles/episodes.py |
+    Failed calls of environments: exceptions, timeouts and crashes, including those that were repeated with success.
+agent/prompt_tokens_recomputed | tokens | roles/episodes.py |
+    Tokens of the history of an episode that were computed again for a later answer.
 # generator against trainer
 rollout/log_prob_diff_{max,mean} | nats | algorithms/mismatch.py |
     Absolute difference |log pi_train - log pi_rollout| of the tokens.

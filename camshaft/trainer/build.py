@@ -16,6 +16,16 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from camshaft.agents.messages import Loaded, Source, Spec
+from camshaft.agents.setup import (
+    check_environment_rows,
+    data_columns,
+    episode_chat,
+    episode_inputs,
+    join_columns,
+    open_environments,
+    report_template,
+)
 from camshaft.config import PPOConfig
 from camshaft.config.auto.fitting import fit_to_rows
 from camshaft.config.checks import check_critic_warmup
@@ -24,7 +34,7 @@ from camshaft.controller import spawn, submit
 from camshaft.controller.placement import pool_specs, run_pools
 from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
-from camshaft.errors import CamshaftError, ConfigError, RewardError
+from camshaft.errors import CamshaftError, ConfigError, RewardError, RolloutError
 from camshaft.fetch import fetch_models
 from camshaft.rewards.manager import PendingScores
 from camshaft.rewards.messages import FunctionSpec
@@ -47,10 +57,10 @@ REWARD_MODEL_COLUMNS = (
 class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
     """Tokenizer, data, rewards and roles of a run."""
 
-    def __init__(self, config: PPOConfig, reward: Sequence[FunctionSpec] = ()):
-        """Build the parts. The functions in `reward` replace those that the config names."""
+    def __init__(self, config: PPOConfig, reward: Sequence[FunctionSpec] = (), environments: Sequence[Source] = ()):
+        """Build the parts. `reward` and `environments` replace those that the config names."""
         fetch_models(config.model_sources())
-        self.reward = reward
+        self.reward, self.passed_environments = reward, environments
         self._exit = contextlib.ExitStack()
         self.config = config
         """Config of the run, with the batch size and the prompt length that fit the data."""
@@ -73,6 +83,10 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             self.rewards = build_run_rewards(config, self.stop, reward)
             stack.callback(self.rewards.close)
             self.status = stack.enter_context(RunStatus(config.trainer.default_local_dir))
+            self.environments = self._open_environments(environments)
+            """Environments of the run, and the columns that they read; None for single responses."""
+            self.replaced = () if self.environments is None else ("prompts",)
+            """Columns of the data that the rollout replaces."""
             self._load_prompts(config)
             self.total_steps = run_length(config.trainer, self.loader)
             problems = list(check_critic_warmup(config.trainer.critic_warmup, self.total_steps))
@@ -85,6 +99,8 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             policy_class, critic_class, reward_class = role_classes(config)
             arguments, name = (self.config, topology, self.total_steps), "actor_rollout_ref"
             self.actor = spawn(policy_class, *arguments, pool=pool_of[name], name=name)
+            if self.environments is not None:
+                self.actor.set_environments(self.environments[0])
             self.critic: CriticWorker | None = None
             self.trained: dict[str, ActorRolloutRefWorker | CriticWorker] = {"actor": self.actor}
             """Trained roles by the name of their checkpoint."""
@@ -138,13 +154,15 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
     ) -> tuple[DataProto, PendingScores | None]:
         """Generate one response for each row. Return the responses and the reward calls that have already started.
 
-        Reward calls for the responses of a rank start as soon as the rank returns. The batch is padded to the same
-        number of rows per rank. The result does not contain the padding rows.
+        Reward calls for the responses of a rank start as soon as the rank returns.
         """
-        inputs = batch.select(*(name for name in ("prompts", "sampling_seed") if name in batch))
-        padded, num_padding_rows = inputs.pad_to_divisor(self.actor_dp_size)
-        generate = self.actor.generate_sequences
-        pending = submit(generate, padded, validate=validate, recompute_log_prob=False, greedy=greedy)
+        if self.environments is None:
+            inputs = batch.select(*(name for name in ("prompts", "sampling_seed") if name in batch))
+            padded, num_padding_rows = inputs.pad_to_divisor(self.actor_dp_size)
+        else:
+            padded, num_padding_rows = episode_inputs(batch, self.actor_dp_size)
+        options = {"validate": validate, "recompute_log_prob": False, "greedy": greedy}
+        pending = submit(self.actor.generate_sequences, padded, **options)
         scoring = self.rewards.begin(batch)
         if scoring is not None:
             for dp_rank, shard in pending.parts():
@@ -170,6 +188,14 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         """Decode token ids without special tokens."""
         return decode_rows(self.tokenizer, ids)
 
+    def _open_environments(self, passed: Sequence[Source]) -> tuple[Spec, Loaded] | None:
+        """Load the environments of the run, and check the chat template, in a run with environments."""
+        if not self.config.plays_episodes():
+            return None
+        report_template(self.tokenizer, self.config.data.chat_template_kwargs)
+        section = self.config.actor_rollout_ref.rollout.multi_turn
+        return open_environments(section, passed, self.folder / "environments/output.log")
+
     def _load_prompts(self, config: PPOConfig) -> None:
         """Load the prompts, fit the config to them, and check that the reward function can score them."""
         prompts = self._prompts(config, train=True)
@@ -189,12 +215,17 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
                 if config.needs_function() and not self.reward:
                     check_scorable(prompts, config.custom_reward_function, has_reward_model=config.reward_model.enable)
                 self.rewards.check_rows(prompts)
-            except RewardError as error:
-                raise RewardError(f"{key}: {error}") from error
+                if self.environments is not None:
+                    check_environment_rows(*self.environments, prompts)
+            except (RewardError, RolloutError) as error:
+                raise type(error)(f"{key}: {error}") from error
 
     def _prompts(self, config: PPOConfig, train: bool) -> DataProto:
         paths, max_rows = prompt_files(config, train)
-        options = prompt_options(config, self.rewards.columns)
+        columns = self.rewards.columns
+        if self.environments is not None:
+            columns = join_columns(columns, data_columns(*self.environments))
+        options = prompt_options(config, columns)
         label = "training data" if train else "validation data"
         return load_prompts(data_files(paths), self.tokenizer, options, max_rows, label).batch
 
@@ -225,12 +256,12 @@ def prompt_options(config: PPOConfig, reward_columns: tuple[str, ...] | None = (
         filter_overlong=data.filter_overlong_prompts,
         workers=data.filter_overlong_prompts_workers,
         prompt_key=data.prompt_key,
-        chat=data,
+        chat=episode_chat(data) if config.plays_episodes() else data,
         prompt_id_key=data.prompt_id_key,
         max_prompt_id_length=data.max_prompt_id_length,
         reward_fn_key=data.reward_fn_key,
         reward_columns=reward_columns,
-        return_raw_chat=config.needs_raw_chat(),
+        return_raw_chat=config.needs_raw_chat() or config.plays_episodes(),
         return_raw_input_ids=data.return_raw_input_ids,
     )
 

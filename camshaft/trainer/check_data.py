@@ -129,7 +129,7 @@ def _check_prompts(
             say(f"{choice.key}={choice.value}, {choice.reason}")
     _print_duplicates(tokenized_prompts, say)
     if not config.needs_function():
-        say("\nno reward function: the run uses only the reward model")
+        say("\nthe run uses no reward function")
     return batches
 
 

@@ -17,12 +17,23 @@ import time
 from pathlib import Path
 from typing import Any, Self
 
+from camshaft.agents.setup import (
+    check_environment_rows,
+    data_columns,
+    episode_chat,
+    episode_inputs,
+    join_columns,
+    open_environments,
+    report_template,
+)
 from camshaft.config import GLOBAL_POOL, GenerateConfig, unread_keys, without_secrets
 from camshaft.controller import spawn
 from camshaft.controller.placement import global_pool, run_pools
 from camshaft.data import PromptOptions, ResponseFile, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.models.loader import load_tokenizer, local_folder, model_folder
+from camshaft.rewards.environments import EnvironmentRewards, last_answer
+from camshaft.rewards.manager import RewardManager
 from camshaft.roles import GenerateWorker
 from camshaft.storage import fingerprints
 from camshaft.tracking import RunInfo, Tracking
@@ -57,14 +68,22 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         self.tokenizer: Any = load_tokenizer(
             config.tokenizer_path(), config.model.trust_remote_code, data.chat_template
         )
+        self.environments = None
+        """Environments, and the columns that they read; None for single responses."""
+        reward_columns: tuple[str, ...] | None = None if any(function.path for function in custom.selected()) else ()
+        if config.rollout.multi_turn.environment:
+            report_template(self.tokenizer, data.chat_template_kwargs)
+            self.environments = open_environments(config.rollout.multi_turn, ())
+            reward_columns = join_columns(reward_columns, data_columns(*self.environments))
         options = PromptOptions(
             max_prompt_length=config.rollout.prompt_length,
             truncation=data.truncation,
             filter_overlong=data.filter_overlong_prompts,
             prompt_key=data.prompt_key,
-            chat=data,
+            chat=data if self.environments is None else episode_chat(data),
             reward_fn_key=data.reward_fn_key if custom.is_named() else None,
-            reward_columns=None if any(function.path for function in custom.selected()) else (),
+            reward_columns=reward_columns,
+            return_raw_chat=self.environments is not None,
             length_key="rollout.prompt_length",
         )
         max_rows = None if data.max_samples == -1 else data.max_samples
@@ -73,6 +92,8 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         self.config = fit_prompts(config, [self.prompts])
         if custom.is_named():
             check_scorable(self.prompts, custom)
+        if self.environments is not None:
+            check_environment_rows(*self.environments, self.prompts)
         self.file = ResponseFile(Path(data.output_path), data.response_key, collect_settings(self.config, self.prompts))
         self.file.check_columns(self.sources)
         self._exit = contextlib.ExitStack()
@@ -83,16 +104,21 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
             self.parts = stack.enter_context(self.file.parts())
             if self.parts.num_done:
                 logger.info("resuming: %d of %d prompts have responses", self.parts.num_done, len(self.prompts))
-            self.rewards = None
+            self.rewards: RewardManager | EnvironmentRewards | None = None
             if config.custom_reward_function.is_named() and self._is_incomplete():
                 self.rewards = stack.enter_context(build_answer_rewards(config.custom_reward_function))
                 self.rewards.check_rows(self.prompts)
+            if self.environments is not None:
+                raises = config.custom_reward_function.on_error == "raise"
+                self.rewards = EnvironmentRewards(self.rewards, raises)
             self.generator: GenerateWorker | None = None
             if self._is_incomplete():
                 specs = [global_pool(config.trainer, "generate")]
                 pools = stack.enter_context(run_pools(config.trainer, specs, config.ray_kwargs.ray_init, None))
                 self.generator = spawn(GenerateWorker, config, pool=pools[GLOBAL_POOL], name="generate")
                 self.generator.init_model()
+                if self.environments is not None:
+                    self.generator.set_environments(self.environments[0])
             self._exit = stack.pop_all()
         return self
 
@@ -128,7 +154,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
 
     def metrics(self) -> dict[str, float]:
         """Return the validation metrics of the scores in the output file, or {} without a reward function."""
-        if not self.config.custom_reward_function.is_named():
+        if not self.config.custom_reward_function.is_named() or self.environments is not None:
             return {}
         scores, answers = (self.file.read(f"{self.file.name}{suffix}") for suffix in ("_score", "_pred"))
         columns = self.prompts["data_source"], self.prompts["uid"], scores, answers
@@ -146,13 +172,18 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         """Generate one part. Return its columns by suffix, with a value per row, and metrics for the progress line."""
         assert self.generator is not None
         start = time.perf_counter()
-        inputs = batch.select("prompts", "sampling_seed")
-        padded, num_padding_rows = inputs.pad_to_divisor(self.config.trainer.world_size)
+        world_size = self.config.trainer.world_size
+        if self.environments is None:
+            padded, num_padding_rows = batch.select("prompts", "sampling_seed").pad_to_divisor(world_size)
+        else:
+            padded, num_padding_rows = episode_inputs(batch, world_size)
         generated = self.generator.generate_sequences(padded).unpad(num_padding_rows)
         seconds = time.perf_counter() - start
         lengths = generated["responses"].lengths
         ids = [row.tolist() for row in generated["responses"].rows()]
         texts: list[str] = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        if self.environments is not None:
+            return self._episode_columns(batch.with_columns(**generated.columns), seconds)
         columns: dict[str, list[Any]] = {
             "": texts,
             "_tokens": lengths.tolist(),
@@ -160,11 +191,33 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
             "_log_prob": generated["rollout_log_probs"].sum().tolist(),
         }
         metrics = {"perf/throughput": float(lengths.sum()) / seconds, "timing_s/gen": seconds}
-        if self.rewards is not None:
+        if isinstance(self.rewards, RewardManager):
             result = self.rewards.score_texts(batch, texts)
             columns |= {"_score": result.scores.tolist(), "_pred": list(result.answers)}
             metrics["reward/mean"] = float(result.scores.mean())
         return columns, metrics
+
+    def _episode_columns(self, batch: DataProto, seconds: float) -> tuple[dict[str, list[Any]], dict[str, float]]:
+        """Return the columns of a part of episodes, whose response is the last answer, and metrics.
+
+        An episode whose environment has failed has no score.
+        """
+        assert isinstance(self.rewards, EnvironmentRewards)
+        result = self.rewards.score(batch, self.tokenizer.batch_decode)
+        scores = [None if row in result.failed else score for row, score in enumerate(result.scores.tolist())]
+        columns: dict[str, list[Any]] = {
+            "": [last_answer(messages) for messages in batch["transcript"]],
+            "_tokens": batch["responses"].lengths.tolist(),
+            "_finished": batch["finished"].tolist(),
+            "_log_prob": batch["rollout_log_probs"].sum().tolist(),
+            "_score": scores,
+            "_pred": list(result.answers),
+            "_messages": [json.dumps(messages, ensure_ascii=False, default=str) for messages in batch["transcript"]],
+            "_stop_reason": list(batch["stop_reason"]),
+        }
+        sampled = float(batch["response_mask"].values.sum())
+        metrics = {"perf/throughput": sampled / seconds, "timing_s/gen": seconds}
+        return columns, metrics | {"reward/mean": result.metrics["reward/environment/mean"]}
 
 
 def collect_settings(config: GenerateConfig, prompts: DataProto) -> dict[str, Any]:

@@ -55,6 +55,7 @@ DRIVER_ONLY = (
     *("uid", "data_source", "ground_truth", "extra_info", "data_row", "sampling_seed"),
     *("prompt_id", "raw_prompt", "raw_input_ids", "rm_scores", "rm_truncated", "reward_baselines"),
     *("score_parts", "score_failure", "sum_pi_squared"),
+    *("env_scores", "env_failure", "stop_reason", "transcript", "turns"),
 )
 """Columns that are not sent to the ranks for the updates, which do not read them."""
 
@@ -68,7 +69,7 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
 
     def __init__(self, parts: PPOParts, on_step: Sequence[StepHook] = ()):
         """Set `on_step` to hooks that are called after each step, and may add metrics."""
-        config, checksums = parts.config, input_checksums(parts.config, parts.reward)
+        config, checksums = parts.config, input_checksums(parts.config, parts.reward, parts.passed_environments)
         super().__init__(config, parts.loader, parts.total_steps, parts.trained, parts.status, checksums, parts.stop)
         self.parts, self.on_step = parts, on_step
         self.validates_first, self.only_validates = config.trainer.val_before_train, config.trainer.val_only
@@ -95,7 +96,8 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
     def open(cls, config: PPOConfig, extensions: Extensions | None = None) -> Iterator[Self]:
         """Build the parts of a run, and yield its trainer."""
         extensions = extensions or Extensions()
-        with PPOParts(number_run(config), extensions.reward) as parts, cls(parts, extensions.on_step) as trainer:
+        parts = PPOParts(number_run(config), extensions.reward, extensions.environments)
+        with parts, cls(parts, extensions.on_step) as trainer:
             yield trainer
 
     def introduction(self) -> Iterator[str]:
@@ -211,9 +213,7 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         mean = mean_weight(batch, train, self.config.algorithm.rollout_correction)
         return batch.with_columns(rollout_is_mean=mean)
 
-    def _generate(
-        self, prompts: DataProto, metrics: StepMetrics, first_row: int = 0
-    ) -> tuple[DataProto, PendingScores | None]:
+    def _generate(self, prompts: DataProto, metrics: StepMetrics, first_row: int = 0) -> Responses:
         """Generate `rollout.n` responses to each prompt. Return the batch and the reward calls that have started.
 
         `first_row` is the number of rows that were generated earlier in this step.
@@ -224,7 +224,7 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
             seeds = sampling_seeds(self.config.trainer.seed, self.global_step, len(rows), first_row)
             batch = rows.with_columns(sampling_seed=seeds)
             generated, scoring = self.parts.generate(batch)
-            return metrics.union(batch, generated), scoring
+            return metrics.union(batch.drop(*self.parts.replaced), generated), scoring
 
     def _sync(self, metrics: StepMetrics) -> None:
         """Send the weights to the rollout, unless it is awake since an earlier generation of the step."""
@@ -262,9 +262,11 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         """
         self._sync(metrics)
         with metrics.phase("gen_max"):
-            generated, scoring = self.parts.generate(prompts, greedy=True)
+            n = self.config.actor_rollout_ref.rollout.n  # environments have the seeds of the sampled responses
+            seeds = sampling_seeds(self.config.trainer.seed, self.global_step, len(prompts) * n)[::n]
+            generated, scoring = self.parts.generate(prompts.with_columns(sampling_seed=seeds), greedy=True)
         with metrics.phase("reward_max"):
-            greedy = self.parts.add_model_scores(prompts.union(DataProto(generated.columns)))
+            greedy = self.parts.add_model_scores(prompts.with_columns(**generated.columns))
             result = self.rewards.score(greedy, self.parts.decode, scoring)
         log_failures(result.failures, self.parts.folder, f"step {self.global_step}, greedy responses")
         check_scored(result, len(greedy), "greedy responses")

@@ -16,9 +16,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from camshaft.agents.messages import Source
 from camshaft.checkpoint import SavedCheckpoint
 from camshaft.checkpoint.manager import LATEST
 from camshaft.config import PPOConfig, SupervisedConfig, without_secrets
+from camshaft.config.schema.agents import KEY
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.tree import flatten, format_value, leaf_fields
 from camshaft.errors import CamshaftError, CheckpointError
@@ -34,8 +36,8 @@ SAMPLE_BYTES = 1 << 20
 RESUME_KEYS = ("trainer.resume_mode", "trainer.resume_from_path")
 """Keys that are not recorded, because they apply only to the current start of the run."""
 
-REWARD = "reward"
-"""Key of the checksum of a reward that was passed from Python."""
+REWARD, ENVIRONMENT = "reward", "environment"
+"""Keys of the checksums of a reward and of environments that were passed from Python."""
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +79,8 @@ def check_resume(
     saved_checksums = saved.state["inputs"]
     changed_inputs = [key for key, checksum in checksums.items() if saved_checksums.get(key, checksum) != checksum]
     if changed_inputs:
-        inputs = ["the reward functions" if key == REWARD else f"the files of {key}" for key in changed_inputs]
+        nouns = {REWARD: "the reward functions", ENVIRONMENT: "the environments"}
+        inputs = [nouns.get(key, f"the files of {key}") for key in changed_inputs]
         message = f"{' and '.join(inputs)} differ from those that {saved.folder} was saved with"
         if config.trainer.resume_mode == "auto":
             fix = "the previous files"
@@ -109,10 +112,12 @@ def recorded_steps(saved: SavedCheckpoint | None, folder: str | Path) -> dict[st
     return nothing | saved.state.get("recorded", {})
 
 
-def input_checksums(config: PPOConfig | SupervisedConfig, reward: Sequence[FunctionSpec] = ()) -> dict[str, str]:
-    """Return a checksum for each config key that names the files of a model or of a reward function.
+def input_checksums(
+    config: PPOConfig | SupervisedConfig, reward: Sequence[FunctionSpec] = (), environments: Sequence[Source] = ()
+) -> dict[str, str]:
+    """Return a checksum for each config key that names the files of a model, a reward function or an environment.
 
-    Of each file, only the size, the start and the end are read. `reward` contains functions from Python.
+    Of each file, only the size, the start and the end are read. `reward` and `environments` are those from Python.
     """
     if isinstance(config, PPOConfig):
         section, reward_model = config.actor_rollout_ref, config.reward_model
@@ -125,9 +130,16 @@ def input_checksums(config: PPOConfig | SupervisedConfig, reward: Sequence[Funct
         paths = [Path(function.path).expanduser() for function in custom.selected() if function.path is not None]
         key = "custom_reward_function.functions" if custom.functions else "custom_reward_function.path"
         files[key] = [path for path in dict.fromkeys(paths) if path.is_file()]  # others are names of modules
+        targets = [target for _, target in section.rollout.multi_turn.selected()]
+        paths = [Path(target.rpartition(":")[0] or target) for target in targets]
+        files[f"actor_rollout_ref.rollout.{KEY}"] = [path for path in paths if path.is_file()]
     else:
         files = {"model.path": _model_files(config.model.source())}
     checksums = {key: checksum(paths) for key, paths in files.items() if paths}
+    if environments:
+        checksums[ENVIRONMENT] = hashlib.sha256(
+            "".join(source.checksum for source in environments).encode()
+        ).hexdigest()
     return checksums | ({REWARD: reward_checksum(reward)} if reward else {})
 
 

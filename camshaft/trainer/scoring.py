@@ -1,4 +1,4 @@
-"""Build the scoring of responses from the reward function, the reward model and the overlong penalty.
+"""Build the scoring of responses from reward function, reward model, environments and overlong penalty.
 
     rewards = build_rewards(config.custom_reward_function)      # only the reward function
     rewards = build_run_rewards(config)                         # reward function, reward model and overlong penalty
@@ -16,6 +16,7 @@ from camshaft.errors import RewardError
 from camshaft.plugins import REWARDS, import_attribute
 from camshaft.rewards.auto import check_sources, reward_for
 from camshaft.rewards.combined import CombinedRewards
+from camshaft.rewards.environments import EnvironmentRewards
 from camshaft.rewards.manager import RewardManager
 from camshaft.rewards.messages import FunctionSpec
 from camshaft.rewards.overlong import OverlongPenalty
@@ -58,8 +59,8 @@ def build_answer_rewards(custom: CustomRewardConfig) -> RewardManager:
 
 def build_run_rewards(
     config: PPOConfig, stop: Stop | None = None, pickled: Sequence[FunctionSpec] = ()
-) -> RewardManager | CombinedRewards | OverlongPenalty:
-    """Build the scoring of a PPO run from reward function, reward model and overlong penalty.
+) -> RewardManager | CombinedRewards | EnvironmentRewards | OverlongPenalty:
+    """Build the scoring of a PPO run from reward function, reward model, environments and overlong penalty.
 
     Scoring ends if it takes longer than `trainer.stop_timeout` after a request of `stop`. `pickled` replaces the
     reward functions that the config names.
@@ -70,8 +71,10 @@ def build_run_rewards(
     if config.needs_function():
         output = Path(trainer.default_local_dir) / "rewards" / "output.log"
         rewards = build_rewards(custom, output, stop, trainer.stop_timeout, pickled)
-    if rewards is None or model.enable:
+    if model.enable or (rewards is None and not config.plays_episodes()):
         rewards = CombinedRewards(rewards, model.weight)
+    if config.plays_episodes():
+        rewards = EnvironmentRewards(rewards, raises=custom.on_error == "raise")
     if not overlong.enable:
         return rewards
     return OverlongPenalty(rewards, limit=limit, buffer=overlong.len, factor=overlong.penalty_factor, log=overlong.log)

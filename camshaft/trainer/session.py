@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from camshaft import storage
+from camshaft.agents.messages import Source
 from camshaft.checkpoint import SavedCheckpoint
 from camshaft.checkpoint.manager import LATEST
 from camshaft.config import (
@@ -264,6 +265,7 @@ class Extensions:
     """Python objects of a run, and settings that apply only to runs from Python."""
 
     reward: tuple[FunctionSpec, ...] = ()
+    environments: tuple[Source, ...] = ()
     """Reward functions, instead of those that the config names."""
     on_step: tuple[StepHook, ...] = ()
     """Hooks that are called after each step."""

@@ -65,7 +65,7 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
         if not parts.is_rollout_awake:
             parts.sync_weights()
         generated, pending = parts.generate(batch, validate=True)
-        batch = parts.add_model_scores(batch.union(DataProto(generated.columns)))
+        batch = parts.add_model_scores(batch.with_columns(**generated.columns))
         result = parts.rewards.score(batch, parts.decode, pending)
         log_failures(result.failures, parts.folder, "validation")
         lengths += batch["responses"].lengths.tolist()

@@ -13,6 +13,7 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.engine.micro_batches import MicroBatches
 from camshaft.models.tiny import make_tiny_model
 from camshaft.roles.base import as_sequences
+from camshaft.roles.episodes import EpisodePlayer
 from camshaft.trainer import ppo
 
 ROOT = Path(__file__).parents[2] / "camshaft"
@@ -55,8 +56,16 @@ def test_a_step_writes_exactly_the_columns_of_the_table(tmp_path: Path, monkeypa
     bypass = {"bypass_mode": True, "loss_type": "reinforce", "rollout_is": "token", "rollout_is_batch_normalize": True}
     run_ppo(tmp_path, {f"algorithm.rollout_correction.{key}": value for key, value in bypass.items()}, steps=1)
     run_ppo(tmp_path, {f"{LOSS}.loss_mode": "kl_cov", f"{LOSS}.top_entropy_quantile": 0.5}, steps=1)
+    game = {"custom_reward_function.path": "null", "data.max_prompt_length": 64}
+    game |= {"actor_rollout_ref.rollout.multi_turn.environment": ROOT.parent / "examples/agents/hint.py"}
+    of_players: list[DataProto] = []
+    play = EpisodePlayer.play
+    monkeypatch.setattr(EpisodePlayer, "play", lambda self, *args: (of_players.append(args[1]), play(self, *args))[1])
+    run_ppo(tmp_path, game, steps=1)
     of_third = batches[2].select("routed_experts", "routing_mismatch", "sum_pi_squared")
     others = batches[1].select("reward_baselines").union(of_third).union(batches[3].select("rollout_is_mean"))
+    episodes = batches[-1].select("stop_reason", "turns", "env_scores", "env_failure", "transcript")
+    others = others.union(of_players[0].select("environment_seed", "is_padding")).union(episodes)
     batch = as_sequences(batches[0].union(others))
     selected = ("selected_tokens", "high_entropy")
     columns = batch.columns | next(micro.select("log_q").columns for micro in of_engines if "log_q" in micro)

@@ -63,6 +63,7 @@ def test_public_names_are_exported(module: str) -> None:
 ROLE_METHODS = {
     "ActorRolloutRefWorker": {
         "init_model": "ONE_TO_ALL",
+        "set_environments": "ONE_TO_ALL",
         "sync_weights": "ALL_TO_ALL",
         "generate_sequences": "DP_COMPUTE_PROTO",
         "sleep_rollout": "ONE_TO_ALL",

@@ -12,6 +12,9 @@ from spec.fields import ACTOR, CRITIC, FIELD_TESTS, FIELDS, MODEL, REWARD, ROLLO
 
 REACHES = "tests/spec/test_fields.py::test_key_reaches_its_field"
 _DATA, _RUN, _PLACE = (f"tests/spec/test_{name}_keys.py" for name in ("data", "run", "place"))
+_TURNS = f"{ROLLOUT}.multi_turn"
+_EPISODES, _PLAY = "tests/unit/trainer/test_episodes.py", "tests/unit/agents/test_play.py"
+_LIMITS = f"{_EPISODES}::test_key_reaches_the_limits"
 _REWARDS = "tests/spec/test_reward_keys.py"
 _DIVERGENCE = "tests/unit/trainer/test_divergence.py"
 _IDLE = "tests/unit/trainer/test_idle.py"
@@ -202,6 +205,31 @@ PROOFS: dict[str, tuple[str, ...]] = {
         f"{_PLACE}::test_key_reaches_the_trackers",
         "trainer.project_name", "trainer.experiment_name",
     ),
+    f"{_TURNS}.environment": (f"{_EPISODES}::test_an_episode_is_trained_as_one_row",),
+    f"{_TURNS}.environment_kwargs": (f"{_EPISODES}::test_keys_reach_the_environments",),
+    f"{_TURNS}.num_workers": (
+        f"{_EPISODES}::test_keys_reach_the_environments",
+        "tests/unit/agents/test_pool.py::test_results_do_not_depend_on_the_number_of_processes",
+    ),
+    **dict.fromkeys(
+        (f"{_TURNS}.timeout", f"{_TURNS}.start_timeout"),
+        (
+            f"{_EPISODES}::test_keys_reach_the_environments",
+            "tests/unit/agents/test_pool.py::test_time_limits_are_kept",
+        ),
+    ),
+    f"{_TURNS}.max_assistant_turns": (f"{_LIMITS}[max_assistant_turns]", f"{_PLAY}::test_turns_are_limited"),
+    f"{_TURNS}.max_turn_length": (
+        f"{_LIMITS}[max_turn_length]", f"{_PLAY}::test_cut_answers_are_beginnings_of_longer_ones",
+    ),
+    f"{_TURNS}.max_tool_response_length": (
+        f"{_LIMITS}[max_tool_response_length]", f"{_PLAY}::test_long_texts_are_truncated[left-abcd...(truncated)...]",
+    ),
+    f"{_TURNS}.tool_response_truncate_side": (
+        f"{_LIMITS}[tool_response_truncate_side]",
+        f"{_PLAY}::test_long_texts_are_truncated[left-abcd...(truncated)...]",
+    ),
+    f"{_TURNS}.episode_timeout": (f"{_LIMITS}[episode_timeout]", f"{_PLAY}::test_the_time_of_an_episode_is_limited"),
     "trainer.logger": (
         f"{_PLACE}::test_key_reaches_the_trackers[trainer.project_name]",
         "tests/smoke/test_reward_model.py::test_the_command_line_reports_the_model_scores",

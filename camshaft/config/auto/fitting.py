@@ -25,6 +25,9 @@ from camshaft.machine import Machine
 OTHER_TEMPLATE_LENGTH = 512
 """Least prompt length that is chosen if a reward model formats the prompts with another template."""
 
+RESET_LENGTH = 256
+"""Number of tokens that `reset` of an environment may add to a prompt if no prompt length is set."""
+
 TrainingConfig = TypeVar("TrainingConfig", bound=PPOConfig | SupervisedConfig)
 PromptsConfig = TypeVar("PromptsConfig", PPOConfig, GenerateConfig)
 
@@ -96,7 +99,8 @@ def fit_to_prompts(config: PromptsConfig, longest: int, previous: int = 0) -> Pr
     if not largest:
         return config
     has_other_template = isinstance(config, PPOConfig) and config.needs_raw_chat()
-    length = max(longest, previous, OTHER_TEMPLATE_LENGTH if has_other_template else 1)
+    added = RESET_LENGTH if config.plays_episodes() else 0
+    length = max(longest + added, previous, OTHER_TEMPLATE_LENGTH if has_other_template else 1)
     length = min(length, *largest.values())
     values, changes = config.model_dump(), dict.fromkeys(largest, length)
     for key in largest:
@@ -106,7 +110,8 @@ def fit_to_prompts(config: PromptsConfig, longest: int, previous: int = 0) -> Pr
             row = longest_scored if choice.key.startswith("reward_model.") else longest_response
             changes[choice.key] = max(choice.value, row(Settings(values, Machine())))
     reason = "as before" if length == previous else "for the template of the reward model"
-    reason = "the longest prompt of the data" if length == longest else reason
+    if length == longest + added:
+        reason = "the longest prompt of the data" + (f", and {added} tokens of the environment" if added else "")
     shown = next(iter(largest))
     choices = [
         replace(

@@ -14,6 +14,7 @@ Modules
     run.py          training data, validation, schedules, trackers, checkpoints
     model.py        lengths and tokenizers against models, and notices about models
     rewards.py      scoring functions, the reward model and the overlong penalty
+    agents.py       episodes with environments
     ineffective.py  notices about keys that nothing reads in a run
 """
 
@@ -21,6 +22,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from camshaft.config.checks.agents import check_episodes, check_turns
 from camshaft.config.checks.algorithm import check_algorithm
 from camshaft.config.checks.backends import (
     check_load_format,
@@ -52,6 +54,7 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
         yield from check_placement(config.trainer)
         yield from check_rollout("rollout", config.rollout, config.trainer.world_size)
         yield from check_load_format("rollout", config.rollout, None)
+        yield from check_turns("rollout", config.rollout)
         if not config.data.path:
             yield Problem("data.path", None, "prompts are required. Set data=<file>.")
         yield from check_scoring_function(config.custom_reward_function)
@@ -88,6 +91,7 @@ def _check_ppo(config: PPOConfig) -> Iterator[Problem]:
     yield from check_ppo_placement(config)
     yield from check_rollout("actor_rollout_ref.rollout", rollout, config.topology().world_size)
     yield from check_scores(config)
+    yield from check_episodes(config)
     yield from check_ppo_engines(config)
     yield from check_rollout_adapter(config)
     yield from check_routed_experts(config)

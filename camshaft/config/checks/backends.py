@@ -31,6 +31,7 @@ from camshaft.config.foreign.topics import topic_of_key
 from camshaft.config.guards import is_mapping
 from camshaft.config.layout import PlacementConfig
 from camshaft.config.rollout import OPTIONAL_SAMPLING
+from camshaft.config.schema.agents import KEY
 from camshaft.config.schema.fsdp import FSDPConfig, FSDPOptions
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import AnyModelConfig
@@ -529,6 +530,9 @@ def check_routed_experts(config: PPOConfig) -> Iterator[Problem]:
         return
     replay, returned = f"{ACTOR}.router_replay.mode", f"{ROLLOUT}.enable_return_routed_experts"
     key, value, off = (replay, "R3", "disabled") if mode == "replay" else (returned, True, "false")
+    if config.plays_episodes():
+        message = f"does not work with an environment, whose episodes are several generations. Set {key}={off}."
+        yield Problem(key, value, message, (f"{ROLLOUT}.{KEY}",))
     try:
         returns_experts = rollout_capabilities(rollout.name).supports_routed_experts
         supports_replay = engine_capabilities(actor.strategy).supports_router_replay

@@ -258,10 +258,10 @@ def _needs_accelerator(section: str, leaf: str, config: Any) -> bool:
     return _on_cpu(config) and leaf in accelerator_keys(rollout.name, rollout.engine_kwargs)
 
 
-def _scoring_rule(unread: Condition, cause: str) -> Rule:
+def _scoring_rule(unread: Condition, cause: str, read: tuple[str, ...] = ()) -> Rule:
     return Rule(
         ("custom_reward_function",), unread, cause, "set custom_reward_function.name, or omit the key",
-        ("custom_reward_function.path", "custom_reward_function.name"),
+        ("custom_reward_function.path", "custom_reward_function.name", *read),
     )  # fmt: skip
 
 
@@ -335,7 +335,11 @@ PPO_RULES = (
         "{custom_reward_function.name}, because the model score is the only score",
     ),
     _scoring_rule(
-        lambda config: not config.needs_function(),
+        lambda config: not config.needs_function() and config.plays_episodes(),
+        "{custom_reward_function.name}, because the environment scores", ("custom_reward_function.on_error",),
+    ),
+    _scoring_rule(
+        lambda config: not config.needs_function() and not config.plays_episodes(),
         "{custom_reward_function.name}, because only the reward model scores",
     ),
     # validation and run

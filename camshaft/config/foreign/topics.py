@@ -44,19 +44,14 @@ ASYNC = Topic(
 )
 AGENTS = Topic(
     "Agents",
-    "Agents are not implemented: a response is one generation, without further turns.",
-    r"multi_?turn|agents?|agent_(?:loop|func)\w*|max_turns|max_(?:assistant|user)_turns|mcp\w*|rollout_func",
+    "Agents that own the conversation are not implemented: in an episode, an environment answers the policy.",
+    r"agents?|agent_(?:loop|func)\w*|mcp\w*|rollout_func|verifiers|openenv",
     ("agent",),
 )
 TOOLS = Topic(
     "Tools",
     "Tool calls are not implemented: nothing executes a tool in the middle of a response.",
-    r"tools?|tool_(?:config|call)\w*|function_tool\w*|max_tool\w*",
-)
-ENVIRONMENTS = Topic(
-    "Environments",
-    "Environments are not implemented: a scoring function sees a complete response, and no later turn follows.",
-    r"env|envs|\w+_env|environments?|env(?:ironment)?_(?:name|factory|config|kwargs|id)|gym|verifiers|openenv",
+    r"tools?|tool_(?:config|call)\w*|function_tool\w*|max_tool_calls?",
 )
 IMAGES = Topic(
     "Images",
@@ -220,7 +215,7 @@ SYNC_REF = Topic(
 )
 
 TOPICS = (
-    ASYNC, AGENTS, TOOLS, ENVIRONMENTS, IMAGES, VIDEO, LOW_BIT, LORA_VARIANTS, NOISE, PRETRAINING, DPO, KTO,
+    ASYNC, AGENTS, TOOLS, IMAGES, VIDEO, LOW_BIT, LORA_VARIANTS, NOISE, PRETRAINING, DPO, KTO,
     DISTILLATION, PF_PPO, SYNC_REF, DEEPSPEED, JAX, NPU, VEOMNI, AUTOMODEL, MEGATRON_FSDP, MEGATRON_LITE, MEGATRON_AUX,
     UNEVEN_STAGES, MEGATRON_REPLAY, MEGATRON_CHECKPOINTS, MEGATRON_OPTIONS, MTP, EXPERT_SERVERS, TRTLLM,
     REWARD_MANAGERS, PROCESS_REWARDS, SANDBOX, DATASETS, PROFILERS, TRACES, HUB_PUSH, SERVING, BENCHMARKS,

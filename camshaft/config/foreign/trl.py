@@ -29,7 +29,8 @@ TRAINER: tuple[Row, ...] = (
     NotNeeded("model_init_kwargs", "the dtype is that of `fsdp_config`, and `override_config` changes config.json"),
     Missing("tools", topics.TOOLS),
     Missing("rollout_func", topics.AGENTS),
-    Missing("environment_factory", topics.ENVIRONMENTS),
+    Renamed("environment_factory", "environment", "a class with `reset` and `step`; its methods are no tools"),
+    Renamed("max_tool_calling_iterations", "max_turns", "answers, not calls"),
     Missing("load_in_4bit", topics.LOW_BIT),
 )  # fmt: skip
 

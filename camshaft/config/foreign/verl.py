@@ -15,6 +15,11 @@ ACTOR, REF, MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_r
 ROLLOUT, CRITIC, REWARD = "actor_rollout_ref.rollout", "critic", "reward_model"
 FUNCTION, STRATEGY = "custom_reward_function", f"{ACTOR}.strategy"
 RAY = "ray_kwargs.ray_init.runtime_env"
+TURNS = f"{ROLLOUT}.multi_turn"
+_ENVIRONMENT = (
+    f"Episodes have an environment, a class with the methods reset and step. Set {TURNS}.environment=file.py:Class. "
+    "See docs/agents.md."
+)
 
 CONFIG_FILES: dict[str, dict[str, Any]] = {"ppo_trainer": {}, "ppo_megatron_trainer": {STRATEGY: "megatron"}}
 """Default config files of verl, with the settings that they stand for here."""
@@ -330,7 +335,20 @@ ROLLOUT_ROWS: tuple[Row, ...] = (
     Missing(f"{ROLLOUT}.quantization", topics.LOW_BIT),
     Missing(f"{ROLLOUT}.quantization_config_file", topics.LOW_BIT),
     Missing(f"{ROLLOUT}.mtp", topics.MTP, switch="enable"),
-    Missing(f"{ROLLOUT}.multi_turn", topics.AGENTS, switch="enable"),
+    Expanded(f"{TURNS}.enable", {False: {}}, otherwise=_ENVIRONMENT),
+    NotNeeded(f"{TURNS}.interaction_config_path", "an environment is a class", (), _ENVIRONMENT),
+    *(Missing(f"{TURNS}.{name}", topics.TOOLS) for name in ("tool_config_path", "function_tool_path")),
+    Missing(f"{TURNS}.max_parallel_calls", topics.TOOLS, off=(1,)),
+    Missing(f"{TURNS}.format", topics.TOOLS, off=("hermes",)),
+    NotNeeded(
+        f"{TURNS}.max_user_turns", "an environment ends the episode", (),
+        f"The environment ends an episode itself. Set {TURNS}.max_assistant_turns to limit the answers.",
+    ),
+    *(
+        NotNeeded(f"{TURNS}.{name}", "the tokens of a conversation are only appended, and never rendered again")
+        for name in ("use_inference_chat_template", "tokenization_sanity_check_mode")
+    ),
+    NotNeeded(f"{TURNS}.num_repeat_rollouts", "rollout.n is the number of episodes for each prompt"),
     Missing(f"{ROLLOUT}.agent", topics.AGENTS, off=("single_turn_agent", {"path": None, "name": None})),
     Missing(f"{ROLLOUT}.profiler", topics.PROFILERS, switch="enable"),
     Missing(f"{ROLLOUT}.trace", topics.TRACES, switch="backend"),

@@ -26,6 +26,7 @@ WORDS: tuple[Row, ...] = (
     Expanded("fp16", {}, f"computation in float16 is not supported; set {DTYPE}=bfloat16"),
     *(Renamed(name, f"{ACTOR}.fsdp_config.param_offload") for name in ("offload", "cpu_offload")),
     Renamed("use_lora", "lora"),
+    *(Renamed(name, "environment") for name in ("env", "envs", "environments", "env_name", "env_id", "gym")),
     Expanded("lora_dropout", {0: {}}, "adapters have no dropout; omit the key"),
     *(
         Expanded(name, {}, "set on_step=my_hooks.py:function, which each step calls; see docs/add-a-metric.md")

@@ -262,6 +262,9 @@ Path = Annotated[str, BeforeValidator(_as_text), AfterValidator(_local), IsPath(
 _LocalPaths = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), AfterValidator(_all_local), IsPath()]
 Paths = Annotated[_LocalPaths, Described("a path or a list of paths")]
 Functions = Annotated[_LocalPaths, Described("a list of file.py, file.py:function, and names of functions")]
+Environments = Annotated[
+    _LocalPaths, Described("file.py:Class, package.module:Class, an entry point, or a list of them")
+]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_as_tuple), Described("a list of numbers")]
 TokenIDs = Annotated[tuple[Annotated[int, Ge(0)], ...], BeforeValidator(_as_tuple), Described("a list of token IDs")]
 Names = Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Described("a list of names")]

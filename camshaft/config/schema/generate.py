@@ -73,6 +73,10 @@ class GenerateConfig(CommandConfig):
     trainer: GenerateTrainerConfig = section("Devices and random seed.")
     ray_kwargs: RayConfig = section("Settings of Ray, used with trainer.controller=ray.")
 
+    def plays_episodes(self) -> bool:
+        """Return True if the model plays episodes with an environment."""
+        return bool(self.rollout.multi_turn.environment)
+
     def model_sources(self) -> Iterator[tuple[str, bool]]:
         """Yield the model and the tokenizer, and whether the command needs the weights."""
         yield self.model.source(), True

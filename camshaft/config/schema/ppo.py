@@ -102,8 +102,14 @@ class PPOConfig(CommandConfig):
             self.actor_rollout_ref.model.lora_rank > 0,
         )
 
+    def plays_episodes(self) -> bool:
+        """Return True if the policy plays episodes with an environment."""
+        return bool(self.actor_rollout_ref.rollout.multi_turn.environment)
+
     def needs_function(self) -> bool:
-        """Return True if a scoring function is used. It is optional only if a reward model is enabled."""
+        """Return True if a scoring function is used. It is optional with a reward model or an environment."""
+        if self.plays_episodes():
+            return self.custom_reward_function.is_chosen()
         return not self.reward_model.enable or self.custom_reward_function.is_named()
 
     def needs_reward_engine(self) -> bool:

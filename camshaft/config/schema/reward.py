@@ -177,6 +177,10 @@ class CustomRewardConfig(Section):
         """Return True if a scoring function is configured."""
         return self.path is not None or self.name is not None or bool(self.functions)
 
+    def is_chosen(self) -> bool:
+        """Return True if a scoring function is configured other than by default."""
+        return self.is_named() and (self.path is not None or bool(self.functions) or self.name != DEFAULT_FUNCTION)
+
     def selected(self) -> tuple[RewardFunction, ...]:
         """Return the functions to load.
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import NonNegativeFloat, PositiveFloat
 
 from camshaft.config.errors import Problem
+from camshaft.config.schema.agents import MultiTurnConfig
 from camshaft.config.schema.engine import (
     UPDATES,
     EngineSection,
@@ -374,6 +375,7 @@ class GeneratorConfig(Section):
         {},
         "Options passed to the rollout backend (vllm, sglang, server or a custom one). torch and hf accept no options.",
     )
+    multi_turn: MultiTurnConfig = section("Episodes of several turns with an environment.")
 
     def problems(self) -> Iterator[Problem]:
         if self.n > 1 and not self.do_sample:

@@ -159,7 +159,7 @@ def check_reward(config: PPOConfig) -> Iterator[Finding]:
     """Load the reward function in a process, as a run does."""
     custom = config.custom_reward_function
     if not config.needs_function():
-        yield ok("reward", "the run uses only the reward model")
+        yield ok("reward", "the run uses no reward function")
         return
     functions = custom.selected()
     source = ", ".join(dict.fromkeys(function.path or "built-in function" for function in functions))

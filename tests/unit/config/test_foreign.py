@@ -127,7 +127,6 @@ def test_a_value_that_asks_for_nothing_is_accepted_in_silence(base, notices, wor
 @pytest.mark.parametrize(
     ("word", "notice"),
     [
-        (f"{R}.multi_turn.format=hermes", f"{R}.multi_turn of verl: not read without enable; Agents are not"),
         ("distillation.enable=true", "distillation of verl: not read without enabled"),
         ("global_profiler.tool=npu", "global_profiler of verl: not read without steps; Profilers are not"),
     ],
@@ -183,10 +182,16 @@ def test_options_of_megatron_are_passed_on(base):
         load_ppo([*base, *words, f"{settings}.num_layers_in_last_pipeline_stage=3"])
 
 
+@pytest.mark.parametrize("word", ["enable=True", "interaction_config_path=interaction.yaml"])
+def test_turns_of_verl_name_the_environment(base, word):
+    with pytest.raises(ConfigError, match=r"a class with the methods reset and step\. Set .*\.environment=file\.py"):
+        load_ppo([*base, f"{R}.multi_turn.{word}"])
+
+
 @pytest.mark.parametrize(
     ("word", "topic"),
     [
-        (f"{R}.multi_turn.enable=True", "Agents"),
+        (f"{R}.multi_turn.tool_config_path=tools.yaml", "Tools"),
         (f"{R}.agent.num_workers=8", "Agents"),
         (f"{R}.data_parallel_size=4", "Expert parallelism over several vLLM engines"),
         (f"{R}.name=trtllm", "TensorRT-LLM"),
@@ -216,7 +221,7 @@ def test_options_of_megatron_are_passed_on(base):
         (f"{A}@{A}=mlite_actor", "Megatron-lite"),
         # of no library, and of other ones
         ("+tools=[search]", "Tools"),
-        ("environment=wordle", "Environments"),
+        ("openenv=wordle", "Agents"),
         ("vlm=1", "Images"),
         ("load_in_4bit=True", "Low precision"),
         ("qlora=8", "Low precision"),

@@ -103,7 +103,11 @@ def rollout_cases(section: str) -> list[Case]:
     name, server = f"{section}.name", f"+{section}.engine_kwargs.vllm_server_base_url=http://127.0.0.1:8000"
     vllm = [f"{name}=vllm", f"{section}.tensor_model_parallel_size=1"]
     in_process = [f"{name}=process", f"+{section}.engine_kwargs.rollout=server"]
+    turns = f"{section}.multi_turn"
+    played = [f"{turns}.environment=my_package:Game"]
     return [
+        (f"{turns}.num_workers=2", [], played),
+        (f"{turns}.tool_response_truncate_side=left", played, [*played, f"{turns}.max_tool_response_length=9"]),
         (f"{section}.tensor_model_parallel_size=2", [f"{name}=torch"], [f"{name}=sglang"]),
         (f"{section}.gpu_memory_utilization=0.4", [f"{name}=torch"], [f"{name}=torch", *ON_GPU]),
         (f"{section}.gpu_memory_utilization=0.4", [f"{name}=sglang"], [f"{name}=sglang", *ON_GPU]),

@@ -1,0 +1,124 @@
+"""Environments of a run: load them once on the driver, and check the data for them.
+
+spec, loaded = open_environments(section, passed)      # Spec for the ranks; columns that `reset` reads
+check_environment_rows(loaded, spec, prompts)
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from camshaft.agents.bridge import Bridge
+from camshaft.agents.messages import Loaded, Source, Spec
+from camshaft.agents.pool import EnvironmentPool
+from camshaft.config.schema.agents import MultiTurnConfig
+from camshaft.config.schema.data import ChatTemplateConfig
+from camshaft.dataproto import DataProto
+from camshaft.errors import RolloutError
+from camshaft.subprocesses import import_path
+
+ALWAYS_GIVEN = ("prompt", "ground_truth", "data_source", "extra_info")
+"""Arguments of `reset` that are not columns which the data has to have."""
+
+EPISODE_COLUMNS = (
+    *("prompts", "sampling_seed", "raw_prompt", "data_row"),
+    *("ground_truth", "data_source", "extra_info"),
+)
+"""Columns of the batch that a rollout with environments reads if they exist."""
+
+ENVIRONMENT = "environment"
+"""Column of the data file that selects an environment."""
+
+logger = logging.getLogger(__name__)
+
+
+def open_environments(
+    section: MultiTurnConfig, passed: Sequence[Source], output: Path | None = None
+) -> tuple[Spec, Loaded]:
+    """Load the environments in a process, and return their description. `passed` are those from Python."""
+    sources = tuple(passed) or tuple(Source(name, target) for name, target in section.selected())
+    names = [source.name for source in sources]
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise RolloutError(
+            f"two environments have the name {twice[0]}, which the column 'environment' selects; rename one"
+        )
+    folders = [str(Path(source.target.rpartition(":")[0] or source.target).resolve().parent) for source in sources]
+    path = [*dict.fromkeys(folders), *import_path()]  # a file can import modules beside it
+    spec = Spec(sources, section.environment_kwargs, section.timeout, section.start_timeout, path)
+    pool = EnvironmentPool(spec, 1, output)
+    try:
+        return spec, pool.check()
+    finally:
+        pool.close()
+
+
+def data_columns(spec: Spec, loaded: Loaded) -> tuple[str, ...] | None:
+    """Return the columns of the data file that the environments read; None for all columns."""
+    if loaded.columns is None:
+        return None
+    return (*loaded.columns, *([ENVIRONMENT] if len(spec.sources) > 1 else []))
+
+
+def join_columns(*columns: tuple[str, ...] | None) -> tuple[str, ...] | None:
+    """Return the columns of several readers; None for all columns."""
+    names: list[str] = []
+    for part in columns:
+        if part is None:
+            return None
+        names += part
+    return tuple(dict.fromkeys(names))
+
+
+def check_environment_rows(spec: Spec, loaded: Loaded, rows: DataProto) -> None:
+    """Raise RolloutError if the data has no column for a parameter of `reset`, or does not select an environment."""
+    if not len(rows):
+        return
+    columns = set(rows["data_row"][0]) if "data_row" in rows else set[str]()
+    for name in loaded.required:
+        if name not in columns and name not in ALWAYS_GIVEN:
+            raise RolloutError(
+                f"reset of the environment {spec.sources[0].target} has a parameter '{name}', but the data has no "
+                f"column '{name}'. Add the column, rename the parameter, or give it a default"
+            )
+    if len(spec.sources) > 1:
+        names = [source.name for source in spec.sources]
+        for number, row in enumerate(rows["data_row"]):
+            if row.get(ENVIRONMENT) not in names:
+                raise RolloutError(
+                    f"row {number}: the column '{ENVIRONMENT}' is {row.get(ENVIRONMENT)!r}; it must be one of "
+                    f"{', '.join(names)}"
+                )
+
+
+def report_template(tokenizer: Any, arguments: Mapping[str, Any]) -> None:
+    """Raise an error if the chat template cannot continue a conversation, and log what it changes in a history."""
+    bridge = Bridge(tokenizer, arguments)
+    bridge.after([{"role": "user", "content": "x"}], stopped=True)
+    if changed := bridge.rewrites():
+        logger.warning(
+            "the chat template rewrites the history of a conversation: %s. In training, the history contains what was "
+            "sampled; a chat server that formats each request with the template shows the model another one",
+            changed,
+        )
+
+
+def episode_chat(data: ChatTemplateConfig) -> ChatTemplateConfig:
+    """Return the chat options of a run with environments, in which a plain-text prompt is a user message."""
+    return data.model_copy(update={"prompt_template": data.prompt_template or "{prompt}", "tools_key": None})
+
+
+def episode_inputs(batch: DataProto, divisor: int) -> tuple[DataProto, int]:
+    """Return the columns that a rollout with environments reads, padded, and the number of padding rows.
+
+    The column `environment_seed` is the sampling seed of the first row with the same prompt. `is_padding` is true in
+    padding rows, which are not played.
+    """
+    first: dict[Any, int] = {}
+    pairs = zip(batch["uid"], batch["sampling_seed"].tolist(), strict=True)
+    seeds = [first.setdefault(uid, seed) for uid, seed in pairs]
+    inputs = batch.select(*(name for name in EPISODE_COLUMNS if name in batch))
+    rows, count = inputs.with_columns(environment_seed=torch.tensor(seeds)).pad_to_divisor(divisor)
+    return rows.with_columns(is_padding=torch.arange(len(rows)) >= len(rows) - count), count

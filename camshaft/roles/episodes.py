@@ -1,0 +1,162 @@
+"""Role of a rollout that plays episodes with environments, instead of generating single responses.
+
+    rollout.set_environments(spec)
+    rollout.generate_sequences(rows)        # one episode for each row
+
+It reads `raw_prompt`, `sampling_seed`, `environment_seed` and the columns of the data that the environments read, and
+replaces the column `prompts`, because `reset` may add to it. Beside the columns of `rollout.py`, it writes
+`stop_reason`, `turns`, `env_scores`, `env_failure` and `transcript`. Everything behind the prompt is in `responses`,
+and `response_mask` is true for sampled tokens.
+"""
+
+import functools
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from camshaft.agents.bridge import Bridge
+from camshaft.agents.environment import Start
+from camshaft.agents.episode import Episode
+from camshaft.agents.messages import Spec
+from camshaft.agents.play import Limits, Question, play
+from camshaft.agents.pool import EnvironmentPool
+from camshaft.agents.setup import ENVIRONMENT
+from camshaft.config import GenerateConfig, PPOConfig
+from camshaft.config.schema.agents import MultiTurnConfig
+from camshaft.config.schema.roles import GeneratorConfig
+from camshaft.controller import Dispatch, register
+from camshaft.dataproto import DataProto, Ragged
+from camshaft.errors import RolloutError
+from camshaft.models.loader import load_tokenizer
+from camshaft.roles.rollout import RolloutWorker
+from camshaft.rollout import BaseRollout, SamplingParams, mix_seeds
+
+SEED_BITS = 31
+"""Number of bits of the seeds of environments, which any random number generator accepts."""
+
+
+class EpisodesWorker(RolloutWorker):
+    """A rollout that plays one episode for each row."""
+
+    environments: Spec | None = None
+    """Set by `set_environments`."""
+
+    def set_environments(self, spec: Spec) -> None:
+        """Set the environments. Their processes are started by the first episodes."""
+        self.environments = spec
+
+    @functools.cached_property
+    def player(self) -> "EpisodePlayer":
+        if self.environments is None:
+            raise RolloutError("generate_sequences: this rollout has no environments; call set_environments before")
+        folder = Path(self.config.trainer.default_local_dir).expanduser() / "environments"
+        return EpisodePlayer.of(self.config, self.environments, folder / f"output.{self.seat.rank}.log")
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, prompts: DataProto, validate: bool = False, greedy: bool = False) -> DataProto:
+        """Play one episode for each row with the sampling parameters of training or validation, or greedily."""
+        with self._awake() as sync_metrics:
+            played = self.player.play(self.rollout, prompts, self.params[validate, greedy])
+        return played.with_meta(metrics=played.meta_info["metrics"] | sync_metrics)
+
+
+@dataclass
+class EpisodePlayer:
+    """Plays the rows of a batch."""
+
+    pool: EnvironmentPool
+    bridge: Bridge
+    limits: Limits
+
+    @classmethod
+    def of(cls, config: PPOConfig | GenerateConfig, spec: Spec, output: Path | None) -> "EpisodePlayer":
+        """Return the player of a run. `output` is the file for what the environments print."""
+        is_ppo = isinstance(config, PPOConfig)
+        rollout: GeneratorConfig = config.actor_rollout_ref.rollout if is_ppo else config.rollout
+        trust = config.data.trust_remote_code if is_ppo else config.model.trust_remote_code
+        tokenizer: Any = load_tokenizer(config.tokenizer_path(), trust, config.data.chat_template)
+        bridge = Bridge(tokenizer, config.data.chat_template_kwargs)
+        return cls(pool_of(spec, rollout.multi_turn, output), bridge, limits_of(rollout, rollout.multi_turn))
+
+    def play(self, rollout: BaseRollout, rows: DataProto, sampling: SamplingParams) -> DataProto:
+        """Play one episode for each row that is not padding, and return the columns of all rows."""
+        start, count = time.perf_counter(), self.pool.num_failures
+        names = [source.name for source in self.pool.spec.sources]
+        questions = [question(row, names) for row in each_row(rows) if not row.get("is_padding")]
+        episodes = play(rollout, self.pool, questions, self.bridge, self.limits, sampling)
+        seconds = time.perf_counter() - start
+        metrics = {
+            "agent/tool_seconds": sum(episode.seconds for episode in episodes),
+            "agent/tool_errors": float(self.pool.num_failures - count),
+            "agent/prompt_tokens_recomputed": float(sum(episode.num_recomputed for episode in episodes)),
+            "perf/rollout_tokens_per_second": sum(sum(episode.mask) for episode in episodes) / max(seconds, 1e-9),
+        }
+        episodes += [Episode([], stop_reason="prompt") for _ in range(len(rows) - len(episodes))]  # padding
+        return DataProto.from_dict(
+            episode_columns(episodes, rows.ragged("prompts"), self.bridge.tokenizer), {"metrics": metrics}
+        )
+
+
+def pool_of(spec: Spec, section: MultiTurnConfig, output: Path | None) -> EnvironmentPool:
+    return EnvironmentPool(spec, section.num_workers, output)
+
+
+def limits_of(rollout: GeneratorConfig, section: MultiTurnConfig) -> Limits:
+    return Limits(
+        max_prompt=rollout.prompt_length,
+        max_response=rollout.response_length,
+        max_turns=section.max_assistant_turns,
+        max_turn_length=section.max_turn_length,
+        max_text=section.max_tool_response_length,
+        truncate_side=section.tool_response_truncate_side,
+        timeout=section.episode_timeout,
+    )
+
+
+def each_row(rows: DataProto) -> Sequence[dict[str, Any]]:
+    """Return the values of each row, without columns of tokens."""
+    columns = {name: rows[name] for name in rows.columns if not isinstance(rows[name], Ragged)}
+    lists = {name: values.tolist() if isinstance(values, Tensor) else values for name, values in columns.items()}
+    return [{name: values[i] for name, values in lists.items()} for i in range(len(rows))]
+
+
+def question(row: dict[str, Any], names: Sequence[str]) -> Question:
+    """Return the prompt, the environment and the seeds of a row. `names` are those of the environments."""
+    data: dict[str, Any] = {
+        "prompt": row["raw_prompt"],
+        **row.get("data_row", {}),
+        **{name: row[name] for name in ("ground_truth", "data_source", "extra_info") if name in row},
+    }
+    name = names[0] if len(names) == 1 else str(data.pop(ENVIRONMENT, None))
+    seeds = torch.tensor([row["environment_seed"], row["sampling_seed"]], dtype=torch.int64)
+    seed, row_seed = (mix_seeds(seeds) & (2**SEED_BITS - 1)).tolist()
+    return Question(row["raw_prompt"], Start(data, seed, row_seed, name), row["sampling_seed"])
+
+
+def episode_columns(episodes: Sequence[Episode], prompts: Ragged, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """Convert episodes to the columns of a batch.
+
+    An episode without tokens keeps its row of `prompts`, and gets one token, which was not sampled.
+    """
+    end = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else 0
+    rows = zip(episodes, prompts.rows(), strict=True)
+    return {
+        "prompts": Ragged.from_rows(
+            [torch.tensor(episode.prompt) if episode.tokens else prompt for episode, prompt in rows], torch.int64
+        ),
+        "responses": Ragged.from_rows([episode.tokens or [end] for episode in episodes], torch.int64),
+        "response_mask": Ragged.from_rows([episode.mask or [False] for episode in episodes], torch.bool),
+        "rollout_log_probs": Ragged.from_rows([episode.log_probs or [0.0] for episode in episodes], torch.float32),
+        "env_scores": Ragged.from_rows([episode.rewards or [0.0] for episode in episodes], torch.float32),
+        "finished": torch.tensor([episode.stop_reason == "done" for episode in episodes]),
+        "turns": torch.tensor([episode.turns for episode in episodes]),
+        "stop_reason": [episode.stop_reason for episode in episodes],
+        "env_failure": [None if episode.fault is None else str(episode.fault) for episode in episodes],
+        "transcript": [episode.messages for episode in episodes],
+    }
