@@ -32,6 +32,7 @@ from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.data import write_arithmetic
 from camshaft.engine import build_engine
 from camshaft.models.attention import packed_attention, packed_kwargs
+from camshaft.models.blockwise import Scores
 from camshaft.models.packing import Packing
 from camshaft.ragged import Ragged
 from camshaft.reshard import rollout_mode
@@ -287,7 +288,7 @@ def _cache_attention(job: Job, rows: int, length: int) -> dict[str, Any]:
         block.normal_()
     positions = torch.randint(length // 2, length, (rows,), device=job.device)
     step: Any = TritonDecodeStep(cache, positions)
-    seconds = _replayed(lambda: step.attend(layer, query, key, value, dim**-0.5, None), job.device)
+    seconds = _replayed(lambda: step.attend(layer, query, key, value, Scores(dim**-0.5), None), job.device)
     read = 2 * int((positions + 1).sum()) * shape.kv_heads * dim * 2
     row = {"microseconds": 1e6 * seconds, "of_copy_rate": read / seconds / job.rates.copy}
     measured = "{microseconds:.0f} µs, {of_copy_rate:.0%} of the copy rate".format(**row)

@@ -8,10 +8,11 @@ attention is computed:
 
 - `packed_kwargs`: each segment attends causally to itself, within the sliding window of the layer if it has one. With
   full attention, a segment may also continue a shared prefix. Device and dtype select the kernel: `cpu.py` on a CPU,
-  `flash.py` in half precision on a GPU, and otherwise `scaled_dot_product_attention`.
+  `flash.py` in half precision on a GPU, and otherwise `scaled_dot_product_attention`. `blockwise.py` computes
+  soft-capped scores, and attention sinks and shared prefixes where these kernels do not support them.
 - `slots=`: a generator uses its own KV cache. `model(input_ids=(B, L), position_ids=...,
   attention_mask=no_mask(device), slots=cache, use_cache=False)` calls `cache.attend(module, query, key, value,
-  scaling, sliding_window)` in every layer, which returns (B, L, H, D).
+  scores, sinks)` in every layer, which returns (B, L, H, D).
 - `exchange=` with `packed_kwargs`: sequence parallelism (`sequence.py`). The call receives one chunk of the tokens, and
   the packing describes the tokens of all chunks.
 - Other calls (padded batches, `generate()`) use the implementation "sdpa" of `transformers`.
@@ -33,6 +34,7 @@ from transformers.masking_utils import sdpa_mask
 from camshaft.config.families.support import MAX_HEAD_DIM, Feature, unsupported
 from camshaft.device import is_cuda, to_device
 from camshaft.errors import EngineError
+from camshaft.models.blockwise import Scores, blockwise_attention
 from camshaft.models.cpu import packed_cpu_attention, supports_cpu_kernel
 from camshaft.models.flash import HALF, Bounds, packed_flash_attention
 from camshaft.models.packing import Packing
@@ -44,8 +46,6 @@ LEAST_SHARED = 0.05
 """Fraction of tokens that prefix sharing must save on a GPU, where its additional kernels take 2 to 3 % of a step."""
 
 UNSUPPORTED_ARGUMENTS = {
-    "softcap": "soft-capped attention scores",
-    "s_aux": "attention sinks",
     "position_bias": "a position bias on attention scores",
     "indices": "sparse attention over selected tokens",
     "block_indices": "sparse attention over selected blocks",
@@ -57,7 +57,7 @@ class Slots(Protocol):
     """Cache of a generator, with methods that compute layers which read earlier tokens."""
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sinks: Tensor | None
     ) -> Tensor:
         """Add the keys and values of new tokens to the cache, and return the attention outputs (B, L, H, D).
 
@@ -79,6 +79,10 @@ class Exchange(Protocol):
 
     def to_tokens(self, output: Tensor) -> Tensor:
         """Turn all tokens with some of the heads, (1, N, H / ranks, D), into this rank's chunk, (1, chunk, H, D)."""
+        ...
+
+    def local_heads(self, values: Tensor) -> Tensor:
+        """Select from one value per query head, (H,), those of the heads that this rank computes, (H / ranks,)."""
         ...
 
 
@@ -149,21 +153,30 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer and return its outputs (B, L, H, D), and None for the attention weights.
 
-    The signature is that of attention functions in `transformers`. `kwargs` select the computation, as described in
-    the module docstring.
+    The signature is that of attention functions in `transformers`. `kwargs` may contain a `softcap` and attention sinks
+    `s_aux` (H,), and select the computation, as described in the module docstring.
     """
     reasons = [feature for name, feature in UNSUPPORTED_ARGUMENTS.items() if kwargs.get(name) is not None]
     if reasons:
         raise _unsupported_error(type(module).__name__, reasons)
+    sinks: Tensor | None = kwargs.get("s_aux")
+    if sinks is None and getattr(module, "sinks", None) is not None:
+        raise _unsupported_error(type(module).__name__, ["attention sinks that it does not pass to its attention"])
+    scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window, kwargs.get("softcap"))
     slots: Slots | None = kwargs.get("slots")
     if slots is not None:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return slots.attend(module, query, key, value, scale, sliding_window), None
+        return slots.attend(module, query, key, value, scores, sinks), None
     if kwargs.get("cu_seq_lens_q") is None:
         if attention_mask is not None and attention_mask.numel() == 0:
             raise EngineError(
                 f"{type(module).__name__} received no_mask() but neither cu_seq_lens_q nor slots; call the model with "
                 "packed_kwargs(...) or slots=. If you did, this model drops the arguments and does not support packing"
+            )
+        if scores.softcap is not None or sinks is not None:
+            raise EngineError(
+                f"{type(module).__name__} has soft-capped scores or attention sinks, which the attention "
+                f"implementation '{PACKED}' supports only in packed calls; for padded batches, load the model with "
+                "attn_implementation='eager'"
             )
         kwargs["sliding_window"] = sliding_window
         return sdpa_attention_forward(
@@ -179,9 +192,10 @@ def packed_attention(
     _check_window(module, sliding_window, kwargs["cu_seq_lens_q"])
     exchange: Exchange | None = kwargs.get("exchange")
     if exchange is None:
-        return _attend_segments(query, key, value, kwargs, scaling, dropout, sliding_window), None
+        return _attend_segments(query, key, value, sinks, scores, dropout, kwargs), None
     query, key, value = exchange.to_heads(query, key, value)
-    return exchange.to_tokens(_attend_segments(query, key, value, kwargs, scaling, dropout, sliding_window)), None
+    sinks = None if sinks is None else exchange.local_heads(sinks)
+    return exchange.to_tokens(_attend_segments(query, key, value, sinks, scores, dropout, kwargs)), None
 
 
 def _check_window(module: nn.Module, window: int | None, limits: Tensor) -> None:
@@ -201,18 +215,20 @@ def _attend_segments(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    kwargs: dict[str, Any],
-    scaling: float | None,
+    sinks: Tensor | None,
+    scores: Scores,
     dropout: float,
-    window: int | None,
+    kwargs: dict[str, Any],
 ) -> Tensor:
     """Compute attention within all packed segments: (1, H, N, D) and (1, Hkv, N, D) -> (1, N, H, D)."""
     packing: Packing | None = kwargs.get("packing")
     shares_prefixes = packing is not None and packing.prefix_of is not None
-    if _supports_flash(query, value, dropout) and not (shares_prefixes and window is not None):
+    scale, window = scores.scale, scores.window
+    is_plain = scores.softcap is None and not (shares_prefixes and window is not None)
+    if is_plain and _supports_flash(query, value, dropout):
         limits, longest = kwargs["cu_seq_lens_q"], kwargs["max_length_q"]
         bounds = Bounds(limits, limits, longest, longest)
-        return packed_flash_attention(query[0], key[0], value[0], bounds, packing, scaling, window)[None]
+        return packed_flash_attention(query[0], key[0], value[0], bounds, packing, scale, window, sinks)[None]
     if packing is None:  # the caller passed the arguments of `transformers` for packed rows, not `packed_kwargs`
         packing = Packing([length for length in kwargs["cu_seq_lens_q"].diff().tolist() if length])
     if packing.size != query.shape[2]:
@@ -220,21 +236,22 @@ def _attend_segments(
             f"a packing of {packing.size} tokens does not match input_ids with {query.shape[2]} tokens; pass the "
             "packing of these tokens"
         )
-    if supports_cpu_kernel(query, value, dropout) and (window is None or packing.longest_context <= window):
-        return packed_cpu_attention(query[0], key[0], value[0], packing, scaling)[None]
-    if shares_prefixes:
-        raise EngineError(
-            "prefix sharing requires full attention without dropout, on a CPU or in half precision on a GPU; for this "
-            "model and device, use a Packing without prefix_of"
-        )
+    is_full = scores.softcap is None and (window is None or packing.longest_context <= window)
+    if is_full and supports_cpu_kernel(query, value, dropout):
+        return packed_cpu_attention(query[0], key[0], value[0], packing, scale, sinks)[None]
+    if sinks is not None or scores.softcap is not None or shares_prefixes:
+        if dropout:
+            raise EngineError(
+                f"attention dropout ({dropout}) is not supported with prefix sharing, attention sinks or soft-capped "
+                "scores; use a Packing without prefix_of, or set the dropout of the model's config to 0"
+            )
+        return blockwise_attention(query[0], key[0], value[0], packing, scores, sinks)[None]
     # A single split for all runs: for separate slices, autograd would write one gradient of all N tokens per slice.
     sizes = [count * length for count, length in packing.runs]
     parts = [tensor[0].split(sizes, dim=1) for tensor in (query, key, value)]
     outputs = []
     for (count, _), q, k, v in zip(packing.runs, *parts, strict=True):
-        out = _attend_equal_lengths(
-            _as_rows(q, count), _as_rows(k, count), _as_rows(v, count), scaling, dropout, window
-        )
+        out = _attend_equal_lengths(_as_rows(q, count), _as_rows(k, count), _as_rows(v, count), scale, dropout, window)
         outputs.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(outputs)[None]
 

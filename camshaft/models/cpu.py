@@ -3,7 +3,8 @@
     out = packed_cpu_attention(query, key, value, Packing([5, 3, 3], prefix_of=[None, 0, 0]))     # (N, H, D)
     count = replace_norms(hf)       # replaces the RMSNorm modules of `hf` with `FusedRMSNorm`
 
-In packed attention, each segment attends causally to itself and, if it continues a prefix, to all of the prefix.
+In packed attention, each segment attends causally to itself and, if it continues a prefix, to all of the prefix. Heads
+may have attention sinks (`blockwise.py`).
 Separate operators per segment would make autograd write a gradient of all N tokens for every segment, most of it zeros.
 This autograd function calls the kernel once for each run of adjacent segments with equal lengths, and concatenates the
 results once. Attention to a prefix takes another kernel call. The two outputs are combined by their logsumexps. In the
@@ -27,6 +28,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
 from camshaft.device import is_cuda
+from camshaft.models.blockwise import add_sinks, sink_gradient
 from camshaft.models.packing import Packing
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
@@ -51,10 +53,15 @@ def supports_cpu_kernel(query: Tensor, value: Tensor, dropout: float) -> bool:
 
 
 def packed_cpu_attention(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None = None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention within packed segments: query (H, N, D), key and value (Hkv, N, D) -> output (N, H, D)."""
-    outputs: Any = _PackedAttention.apply(query[None], key[None], value[None], packing, scale)
+    outputs: Any = _PackedAttention.apply(query[None], key[None], value[None], sinks, packing, scale)
     return outputs[0]
 
 
@@ -62,14 +69,24 @@ class _PackedAttention(torch.autograd.Function):
     """Autograd function of `packed_cpu_attention`. Tensors are (1, H, N, ...) in token-major memory order."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scale: float | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        packing: Packing,
+        scale: float | None,
+    ) -> Tensor:
         parts = (_split(tensor, packing.runs) for tensor in (query, key, value))
         results = [KERNEL(*inputs, 0.0, True, scale=scale) for inputs in zip(*parts, strict=True)]
         out, lse = (_concat(tensors, packing.runs) for tensors in zip(*results, strict=True))
         for children, prefix in packing.prefix_spans:
             inputs = query[:, :, children], key[:, :, prefix], value[:, :, prefix]
             _merge(out[:, :, children], lse[:, :, children], *KERNEL(*inputs, 0.0, False, scale=scale))
-        ctx.save_for_backward(query, key, value, out, lse)
+        if sinks is not None:
+            out, lse = add_sinks(out, lse, sinks)
+        ctx.save_for_backward(query, key, value, out, lse, sinks)
         ctx.packing, ctx.scale = packing, scale
         return out.transpose(1, 2)
 
@@ -77,7 +94,9 @@ class _PackedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         packing, scale, dtype = ctx.packing, ctx.scale, grad.dtype
-        tensors = (grad.transpose(1, 2), *ctx.saved_tensors)
+        *saved, sinks = ctx.saved_tensors
+        tensors = (grad.transpose(1, 2), *saved)
+        grad_sinks = None if sinks is None else sink_gradient(tensors[0][0], saved[3][0], saved[4][0], sinks)
         if dtype in HALF and grad.shape[1] < SHORT * sum(count for count, _ in packing.runs):
             tensors = tuple(tensor.float() for tensor in tensors)
         parts = (_split(tensor, packing.runs) for tensor in tensors)
@@ -89,7 +108,7 @@ class _PackedAttention(torch.autograd.Function):
             shares = BACKWARD(*inputs, 0.0, False, scale=scale)
             for gradient, share, span in zip(gradients, shares, (children, prefix, prefix), strict=True):
                 gradient[:, :, span].add_(share)
-        return (*(gradient.to(dtype) for gradient in gradients), None, None)
+        return (*(gradient.to(dtype) for gradient in gradients), grad_sinks, None, None)
 
 
 def _split(tensor: Tensor, runs: Sequence[tuple[int, int]]) -> list[Tensor]:

@@ -4,9 +4,10 @@
     out = packed_flash_attention(query, key, value, bounds, packing)        # (N, H, D)
 
 One kernel call computes the causal attention of all segments to themselves. If segments continue a prefix, a second
-call computes their attention to the prefix. The two outputs are combined by their logsumexps. In the backward pass,
-each kernel call receives the combined logsumexp and output, and returns its share of the gradient, as on a CPU
-(`cpu.py`). The kernels are those of torch, which read each key head once for all query heads that share it.
+call computes their attention to the prefix. The two outputs are combined by their logsumexps, and attention sinks are
+added (`blockwise.py`). In the backward pass, each kernel call receives the combined logsumexp and output, and returns
+its share of the gradient, as on a CPU (`cpu.py`). The kernels are those of torch, which read each key head once for all
+query heads that share it.
 """
 
 import functools
@@ -19,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from camshaft.device import to_device
+from camshaft.models.blockwise import add_sinks, sink_gradient
 from camshaft.models.packing import Packing
 
 HALF = (torch.float16, torch.bfloat16)
@@ -62,6 +64,7 @@ def packed_flash_attention(
     packing: Packing | None = None,
     scale: float | None = None,
     window: int | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute attention within packed segments: query (H, N, D), key and value (Hkv, N, D) -> output (N, H, D).
 
@@ -69,7 +72,7 @@ def packed_flash_attention(
     """
     prefix = None if packing is None else prefix_attention(packing, query.device)
     token_major = (tensor.transpose(0, 1).contiguous() for tensor in (query, key, value))
-    result: Any = _FlashAttention.apply(*token_major, bounds, prefix, scale, window)
+    result: Any = _FlashAttention.apply(*token_major, sinks, bounds, prefix, _options(scale, window))
     return result
 
 
@@ -101,42 +104,47 @@ class _FlashAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         bounds: Bounds,
         prefix: PrefixAttention | None,
-        scale: float | None,
-        window: int | None,
+        options: dict[str, Any],
     ) -> Tensor:
-        options = _options(scale, window)
         out, lse, random, unused, _ = KERNEL(query, key, value, *bounds, 0.0, True, False, **options)
         if prefix is not None:
             children, prefixes = prefix.children, prefix.prefixes
             inputs = query[children], key[prefixes], value[prefixes]
-            other_out, other_lse, *_ = KERNEL(*inputs, *prefix.bounds, 0.0, False, False, scale=scale)
+            other_out, other_lse, *_ = KERNEL(*inputs, *prefix.bounds, 0.0, False, False, scale=options["scale"])
             own_lse = lse[:, children]
             weight = (other_lse - own_lse).sigmoid_().t()[..., None]
             merged = out[children].float().lerp_(other_out.float(), weight).to(out.dtype)
             # Not in place, because selective activation checkpointing stores the results of the kernel.
             out = out.index_copy(0, children, merged)
             lse = lse.index_copy(1, children, torch.logaddexp(own_lse, other_lse))
-        ctx.save_for_backward(query, key, value, out, lse, random, unused)
-        ctx.bounds, ctx.prefix, ctx.scale, ctx.window = bounds, prefix, scale, window
+        if sinks is not None:
+            by_head, lse = add_sinks(out.transpose(0, 1), lse, sinks)
+            out = by_head.transpose(0, 1).contiguous()
+        ctx.save_for_backward(query, key, value, out, lse, random, unused, sinks)
+        ctx.bounds, ctx.prefix, ctx.options = bounds, prefix, options
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, lse, random, unused = ctx.saved_tensors
+        query, key, value, out, lse, random, unused, sinks = ctx.saved_tensors
         prefix: PrefixAttention | None = ctx.prefix
         grad, rest = grad.contiguous(), (random, unused)
-        options, inputs = _options(ctx.scale, ctx.window), (query, key, value, out, lse)
-        gradients = BACKWARD(grad, *inputs, *ctx.bounds, 0.0, True, *rest, **options)
+        inputs = query, key, value, out, lse
+        gradients = BACKWARD(grad, *inputs, *ctx.bounds, 0.0, True, *rest, **ctx.options)
         if prefix is not None:
             children, prefixes = prefix.children, prefix.prefixes
             inputs = query[children], key[prefixes], value[prefixes], out[children], lse[:, children].contiguous()
-            shares = BACKWARD(grad[children], *inputs, *prefix.bounds, 0.0, False, *rest, scale=ctx.scale)
+            shares = BACKWARD(grad[children], *inputs, *prefix.bounds, 0.0, False, *rest, scale=ctx.options["scale"])
             for gradient, share, rows in zip(gradients, shares, (children, prefixes, prefixes), strict=True):
                 gradient.index_copy_(0, rows, gradient[rows] + share)
-        return (*gradients, None, None, None, None)
+        grad_sinks = None
+        if sinks is not None:
+            grad_sinks = sink_gradient(grad.transpose(0, 1), out.transpose(0, 1), lse, sinks)
+        return (*gradients, grad_sinks, None, None, None)
 
 
 def _options(scale: float | None, window: int | None) -> dict[str, Any]:

@@ -16,6 +16,9 @@ With z = (hidden weight^T + bias) / temperature and p = softmax(z), for the targ
     sum_pi_squared = sum_v p_v^2            without gradient
     full_kl  = sum_v p_v (log p_v - log q_v)        d full_kl / dz_v = p_v (log p_v - log q_v - full_kl)
 
+A soft-cap c replaces the logits a = hidden weight^T + bias with c tanh(a / c). In the backward pass, the gradient of a
+logit is then multiplied by 1 - tanh(a / c)^2.
+
 Sums and results are float32, or float64 for float64 inputs.
 
 Results are combined over parts of the vocabulary. For part r, let s_r be its logsumexp, and let h_r, k_r and q_r be its
@@ -39,6 +42,7 @@ from torch.autograd.function import once_differentiable
 
 from camshaft.device import is_cuda, supports_triton
 from camshaft.errors import EngineError
+from camshaft.models.blockwise import cap_scores
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -85,17 +89,16 @@ def linear_logprob(
     outputs: Collection[str] = (),
     tile: Tile | None = None,
     shard: VocabularyShard | None = None,
+    softcap: float | None = None,
 ) -> TokenOutputs:
     """Return the log-prob of each target and, with these names in `outputs`, `entropy` and `sum_pi_squared`.
 
     `sum_pi_squared` has no gradient. `hidden` is (M, H), `weight` (V, H), `bias` (V,) or None, and `targets` (M,)
     int64. With `shard`, `weight` and `bias` hold the rows of this rank; all other arguments and the gradient of
-    `hidden` are equal on all its ranks.
+    `hidden` are equal on all its ranks. `softcap` limits the absolute logits.
     """
-    options, needs = (
-        _Options.create(hidden, temperature, tile, shard),
-        ("entropy" in outputs, "sum_pi_squared" in outputs),
-    )
+    options = _Options.create(hidden, temperature, tile, shard, softcap)
+    needs = "entropy" in outputs, "sum_pi_squared" in outputs
     results: Any = _LinearLogProb.apply(hidden, weight, bias, targets, *needs, options)
     return TokenOutputs(*results)
 
@@ -109,13 +112,14 @@ def linear_full_kl(
     temperature: float = 1.0,
     tile: Tile | None = None,
     shard: VocabularyShard | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return (M,) KL(p || q) = sum_v p(v) (log p(v) - log q(v)) of each token; q receives no gradient.
 
     `hidden` (M, H), `weight` (V, H) and `bias` define p. For token i, log q is row `rows[i]` of `log_q` (N, V); `rows`
-    is (M,) int64, and `log_q` is not sharded. `shard` has the same meaning as in `linear_logprob`.
+    is (M,) int64, and `log_q` is not sharded. `shard` and `softcap` have the same meaning as in `linear_logprob`.
     """
-    options = _Options.create(hidden, temperature, tile, shard)
+    options = _Options.create(hidden, temperature, tile, shard, softcap)
     return _LinearFullKL.apply(hidden, weight, bias, log_q, rows, options)
 
 
@@ -126,9 +130,10 @@ def log_distribution(
     bias: Tensor | None = None,
     temperature: float = 1.0,
     shard: VocabularyShard | None = None,
+    softcap: float | None = None,
 ) -> Tensor:
     """Return (M, V) log-probs of the whole vocabulary, without gradient; with `shard`, on every rank of its group."""
-    logits = _logits(hidden, weight, bias)
+    logits = cap_scores(_logits(hidden, weight, bias), softcap)
     if temperature != 1.0:
         logits.div_(temperature)
     if shard is not None:
@@ -153,14 +158,22 @@ class _Options(NamedTuple):
     temperature: float
     tile: Tile
     shard: VocabularyShard | None
+    softcap: float | None
 
     @classmethod
-    def create(cls, hidden: Tensor, temperature: float, tile: Tile | None, shard: VocabularyShard | None) -> "_Options":
+    def create(
+        cls,
+        hidden: Tensor,
+        temperature: float,
+        tile: Tile | None,
+        shard: VocabularyShard | None,
+        softcap: float | None,
+    ) -> "_Options":
         if not temperature > 0:
             raise EngineError(
                 f"temperature={temperature} is not above 0; for the log-probs of greedy decoding, use 1.0"
             )
-        return cls(temperature, tile or Tile.fit(hidden), shard)
+        return cls(temperature, tile or Tile.fit(hidden), shard, softcap)
 
 
 class _LinearLogProb(torch.autograd.Function):
@@ -200,12 +213,14 @@ class _LinearLogProb(torch.autograd.Function):
         scaled = [None if each is None else each / ctx.options.temperature for each in (grad_log_probs, grad_entropy)]
         for logits, rows, vocabulary in head.tiles(backward=True):
             row_statistics = normalizers[rows], *(None if each is None else each[rows] for each in (entropy, *scaled))
+            slope = head.slope(logits)
             if kernels is not None:
                 columns = head.unclamped_columns(targets[rows], vocabulary)
-                grad = kernels.logit_gradient(logits, columns, *row_statistics, ctx.options.temperature, weight.dtype)
+                dtype = weight.dtype if slope is None else logits.dtype
+                grad = kernels.logit_gradient(logits, columns, *row_statistics, ctx.options.temperature, dtype)
             else:
                 grad = _logit_gradient(head.scale(logits), *head.columns(targets[rows], vocabulary), *row_statistics)
-            gradients.add(rows, vocabulary, grad)
+            gradients.add(rows, vocabulary, grad, slope)
         return *gradients.total(), None, None, None, None
 
 
@@ -265,10 +280,11 @@ class _LinearFullKL(torch.autograd.Function):
         gradients = _Gradients(ctx.needs_input_grad, head)
         grad_kl = grad_kl / ctx.options.temperature
         for logits, tokens, vocabulary in head.tiles(backward=True):
+            slope = head.slope(logits)
             log_p = head.scale(logits).sub_(normalizers[tokens, None])
             p = log_p.exp()
-            slope = log_p.sub_(log_q[:, vocabulary].index_select(0, rows[tokens])).sub_(divergence[tokens, None])
-            gradients.add(tokens, vocabulary, slope.mul_(p).mul_(grad_kl[tokens, None]))
+            excess = log_p.sub_(log_q[:, vocabulary].index_select(0, rows[tokens])).sub_(divergence[tokens, None])
+            gradients.add(tokens, vocabulary, excess.mul_(p).mul_(grad_kl[tokens, None]), slope)
         return *gradients.total(), None, None, None
 
 
@@ -293,7 +309,13 @@ class _Head(NamedTuple):
         for outer, inner in itertools.product(*(reversed(spans) if backward else spans)):
             rows, vocabulary = (inner, outer) if backward else (outer, inner)
             bias = None if self.bias is None else self.bias[vocabulary]
-            yield _logits(self.hidden[rows], self.weight[vocabulary], bias), rows, vocabulary
+            logits = _logits(self.hidden[rows], self.weight[vocabulary], bias)
+            yield cap_scores(logits, self.options.softcap), rows, vocabulary
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """Return the derivative of the soft-cap from the logits of a tile; None without a soft-cap."""
+        cap = self.options.softcap
+        return None if cap is None else (logits / cap).square_().neg_().add_(1)
 
     def scale(self, logits: Tensor) -> Tensor:
         """Divide logits by the temperature, in place."""
@@ -383,9 +405,10 @@ class _Gradients:
         self._sum: Tensor
         self._bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and required[2] else None
 
-    def add(self, rows: slice, vocabulary: slice, grad: Tensor) -> None:
-        """Add the logit gradient of a tile. Tiles of one slice of the vocabulary must be added in token order."""
+    def add(self, rows: slice, vocabulary: slice, grad: Tensor, slope: Tensor | None = None) -> None:
+        """Add the logit gradient of a tile, times `slope`. Tiles of one slice of the vocabulary come in token order."""
         hidden, weight, _, _ = self._head
+        grad = grad if slope is None else grad.mul_(slope)
         if self._hidden is not None:
             _add_product(self._hidden[rows], grad, weight[vocabulary], is_first=vocabulary.start == 0)
         if self._weight is not None:

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from transformers.utils.generic import ModelOutput
 
 from camshaft.config.engine import Head
-from camshaft.config.families.support import LOGIT_FACTORS, RESETS_STATE, rope_limit, unsupported
+from camshaft.config.families.support import LOGIT_FACTORS, LOGIT_SOFTCAPS, RESETS_STATE, rope_limit, unsupported
 from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
@@ -198,6 +198,7 @@ class PackedModel(PackedModule):
             )
         _check_head_input(hf, output, head)
         self.logit_factor = logit_factor(hf.config) if head == "causal_lm" else 1.0
+        self.logit_softcap = logit_softcap(hf.config)
         self.supports_prefix_sharing = supports_prefix_sharing(hf.config)
         self.routers = None if self.pads_rows else find_routers(hf)
         self._sampling_routers = [m for m in hf.modules() if type(m).__name__ in SAMPLING_ROUTERS]
@@ -266,7 +267,7 @@ class PackedModel(PackedModule):
     ) -> dict[str, Tensor]:
         if (layers := HEAD_LAYERS.get(type(self.hf).__name__)) is not None:
             hidden = self.hf.get_submodule(layers)(hidden)
-        inputs = HeadInputs(tokens, at, outputs, temperature / self.logit_factor, log_q)
+        inputs = HeadInputs(tokens, at, outputs, temperature / self.logit_factor, log_q, self.logit_softcap)
         return head_outputs(output_layer(self.hf, self.head), self.head, hidden, inputs)
 
 
@@ -279,6 +280,8 @@ class HeadInputs(NamedTuple):
     temperature: float
     """Divided by the logit factor of the model."""
     log_q: Tensor | None
+    softcap: float | None = None
+    """Limit of the absolute logits before the temperature (`linear_logprob.py`)."""
 
 
 def head_outputs(output: nn.Module, head: Head, hidden: Tensor, inputs: HeadInputs) -> dict[str, Tensor]:
@@ -306,10 +309,10 @@ def vocabulary_outputs(
     vocabulary_size: int,
 ) -> dict[str, Tensor]:
     """Compute the outputs of a causal language model from `hidden` with this rank's rows of the output layer."""
-    tokens, at, outputs, temperature, log_q = inputs
+    tokens, at, outputs, temperature, log_q, softcap = inputs
     results: dict[str, Tensor | None] = {}
     if "distribution" in outputs:
-        results["distribution"] = log_distribution(hidden, weight, bias, temperature, shard)
+        results["distribution"] = log_distribution(hidden, weight, bias, temperature, shard, softcap)
     at = to_device(at, tokens.device)
     if "full_kl" in outputs:
         shape = (len(tokens), vocabulary_size)
@@ -319,9 +322,11 @@ def vocabulary_outputs(
                 f"full_kl requires `log_q` of shape {shape} (tokens, vocabulary), got {actual}; pass the "
                 "'distribution' of another model for the same batch"
             )
-        results["full_kl"] = linear_full_kl(hidden, weight, log_q, at, bias, temperature, shard=shard)
+        results["full_kl"] = linear_full_kl(hidden, weight, log_q, at, bias, temperature, shard=shard, softcap=softcap)
     if results.keys() != set(outputs):
-        results |= linear_logprob(hidden, weight, tokens[at], bias, temperature, outputs, shard=shard)._asdict()
+        results |= linear_logprob(
+            hidden, weight, tokens[at], bias, temperature, outputs, shard=shard, softcap=softcap
+        )._asdict()
     return {name: tensor for name in outputs if (tensor := results[name]) is not None}
 
 
@@ -387,6 +392,13 @@ def logit_factor(config: PreTrainedConfig) -> float:
         )
     key, power = LOGIT_FACTORS.get(values["model_type"], ("", 1))
     return float(getattr(config.get_text_config(), key)) ** power if key else 1.0
+
+
+def logit_softcap(config: PreTrainedConfig) -> float | None:
+    """Return the limit of the absolute logits of models of this config, or None."""
+    text_config = config.get_text_config()
+    key = LOGIT_SOFTCAPS.get(text_config.model_type)
+    return None if key is None else getattr(text_config, key)
 
 
 class _HeadReached(Exception):
@@ -467,11 +479,6 @@ def _check_packable(hf: PreTrainedModel) -> None:
         raise EngineError(
             f"{name} does not use the attention interface of transformers, so its tokens would attend to other packed "
             "rows; choose another model"
-        )
-    sinks = next((weight for weight, _ in hf.named_parameters() if weight.endswith(".sinks")), None)
-    if sinks is not None:
-        raise EngineError(
-            f"{name} has attention sinks ({sinks}), which packed attention does not support; choose another model"
         )
     if hf.config._attn_implementation != PACKED:
         raise EngineError(

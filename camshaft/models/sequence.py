@@ -102,6 +102,10 @@ class SequenceSplit:
         received = self._swap(by_rank.flatten(1)).view(by_rank.shape)
         return received.transpose(0, 1).flatten(1, 2)[None]
 
+    def local_heads(self, values: Tensor) -> Tensor:
+        """Select from one value per query head, (heads,), those of the heads that `to_heads` gives to this rank."""
+        return values.unflatten(0, (self.size, -1))[self.rank]
+
     def _swap(self, parts: Tensor) -> Tensor:
         """Send part r to rank r, and return the received parts in rank order."""
         return _Swap.apply(parts, self.group)

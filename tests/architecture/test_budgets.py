@@ -13,6 +13,8 @@ LONG_FUNCTIONS: dict[str, str] = {}
 MANY_PARAMETERS = {
     "__init__.py:train": "the arguments of a run, all named at the call",
     "models/tiny.py:make_tiny_model": "one per size of the model, all named at the call",
+    "models/linear_logprob.py:linear_logprob": "an output layer and its options, all named at the call",
+    "models/linear_logprob.py:linear_full_kl": "an output layer and its options, all named at the call",
     "rewards/manager.py:__init__": "the settings of a scoring, all named at the call",
     "models/triton/linear_logprob.py:_reduce_kernel": "a kernel takes addresses and sizes one by one",
     "rollout/builtin/cuda/kernels.py:_store": "a kernel takes addresses and sizes one by one",

@@ -18,7 +18,7 @@ from .refused import REFUSED
 
 MOST_USED = (
     *("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "gpt2", "phi3", "opt"),
-    *("qwen3_moe", "mixtral", "deepseek_v3", "gemma4_text"),
+    *("qwen3_moe", "mixtral", "deepseek_v3", "gemma4_text", "gemma2", "gpt_oss"),
 )
 PADDED = ("falcon", "mamba")
 """Types that run on right-padded rows: one with attention, and one with a recurrent state."""

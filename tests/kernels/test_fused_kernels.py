@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen2Config
 
+from camshaft.models.blockwise import Scores
 from camshaft.models.cpu import rms_norm
 from camshaft.rollout import sampling as torch_sampling
 from camshaft.rollout.builtin.kv_cache import KVCache
@@ -79,7 +80,9 @@ def test_rotation_before_attention(
         cache.reserve(4, 32)
         step = kernels.TritonDecodeStep(cache, positions)
         inputs = (query, key) if rotation else (rotated(query), rotated(key))
-        results.append([step.attend(LAYER, *inputs, value, 0.3, None, rotation), *cache.layer(LAYER, key, value)])
+        results.append(
+            [step.attend(LAYER, *inputs, value, Scores(0.3), None, rotation), *cache.layer(LAYER, key, value)]
+        )
     for actual, expected in zip(results[1], results[0], strict=True):
         close(actual, expected)
 

@@ -13,6 +13,7 @@ from transformers import Qwen2Config
 
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.contracts.rollout.harness import RolloutHarness
+from camshaft.models.blockwise import Scores
 from camshaft.rollout import SamplingParams
 from camshaft.rollout.builtin.cuda import graphs
 from camshaft.rollout.builtin.cuda.graphs import CUDAGraphCapture, CUDAGraphDecoder
@@ -49,14 +50,19 @@ def drawn(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape).to(dtype).transpose(1, 2)
 
 
-def attention_of_row(query: Tensor, keys: Tensor, values: Tensor, position: int, window: int | None) -> Tensor:
+def attention_of_row(
+    query: Tensor, keys: Tensor, values: Tensor, position: int, how: Scores, sinks: Tensor | None
+) -> Tensor:
     """Return the (H, D) attention of one row's token over the keys and values of its slot, head by head in float64."""
-    first = 0 if window is None else max(0, position + 1 - window)
+    first = 0 if how.window is None else max(0, position + 1 - how.window)
     shared = len(query) // len(keys)
     mixed = []
     for head, one in enumerate(query.double()):
         visible = slice(first, position + 1)
-        weights = (keys[head // shared, visible].double() @ one * 0.3).softmax(0)
+        scores = keys[head // shared, visible].double() @ one * how.scale
+        if how.softcap is not None:
+            scores = how.softcap * torch.tanh(scores / how.softcap)
+        weights = scores.exp() / (scores.exp().sum() + (0 if sinks is None else sinks[head].double().exp()))
         mixed.append(weights @ values[head // shared, visible].double())
     return torch.stack(mixed)
 
@@ -99,12 +105,23 @@ def test_half_precision_is_near(kernels: ModuleType, split: str, dtype: torch.dt
     check(kernels, dtype, SHAPES["odd sizes"], 50, tolerance)
 
 
+@pytest.mark.parametrize(("softcap", "with_sinks"), [(0.8, False), (None, True), (0.8, True)])
+def test_soft_capped_scores_and_sinks_match_the_oracle(
+    kernels: ModuleType, split: str, softcap: float | None, with_sinks: bool
+) -> None:
+    check(kernels, torch.float32, SHAPES["odd sizes"], 50, 1e-5, softcap, with_sinks)
+    check(kernels, torch.float32, SHAPES["each its own"], None, 1e-5, softcap, with_sinks)
+    check(kernels, torch.bfloat16, SHAPES["shared heads"], None, 1.5e-2, softcap, with_sinks)
+
+
 def check(
     kernels: ModuleType,
     dtype: torch.dtype,
     shape: tuple[int, int, int, int],
     window: int | None,
     tolerance: float,
+    softcap: float | None = None,
+    with_sinks: bool = False,
 ) -> int:
     """Compare one call with the oracle. The call writes only the new positions and reads only within each row.
 
@@ -127,13 +144,14 @@ def check(
         for row, position in enumerate(POSITIONS):
             block[row, :, position] = new[row, :, 0]
     step = kernels.TritonDecodeStep(cache, torch.tensor(POSITIONS))
-    actual = step.attend(LAYER, query, key, value, 0.3, window)
+    how, sinks = Scores(0.3, window, softcap), 3 * torch.randn(heads).to(dtype) if with_sinks else None
+    actual = step.attend(LAYER, query, key, value, how, sinks)
     assert (actual.shape, actual.dtype) == ((rows, 1, heads, value_dim), dtype)
     for block, expected in zip(stored, reference, strict=True):
         assert torch.equal(block.nan_to_num(99), expected.nan_to_num(99))
     for row, position in enumerate(POSITIONS):
         keys, values = (block[row] for block in reference)
-        expected = attention_of_row(query[row, :, 0], keys, values, position, window)
+        expected = attention_of_row(query[row, :, 0], keys, values, position, how, sinks)
         torch.testing.assert_close(actual[row, 0].double(), expected, atol=tolerance, rtol=tolerance)
     block = kernels.block_config(dtype, max(kernels._tile_size(size) for size in (dim, value_dim)))["BLOCK"]
     return step._splits(rows * key_heads, block, window)

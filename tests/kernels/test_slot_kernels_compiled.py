@@ -11,7 +11,7 @@ pytestmark = pytest.mark.compiled
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-POINTERS = ("query", "key", "value", "cos", "sin", "rotated", "keys", "values")
+POINTERS = ("query", "key", "value", "cos", "sin", "rotated", "keys", "values", "sinks")
 
 
 @pytest.mark.parametrize("capability", [80, 90])
@@ -30,10 +30,14 @@ def test_kernels_compile_and_keep_to_registers(
     shape = kernels.block_config(DTYPES[dtype], padded)
     options = {name: shape.pop(name) for name in ("num_warps", "num_stages")}
     blocks = {"positions": "*i64", **dict.fromkeys(POINTERS, some)}
-    heads = {"WINDOW": 0, "GROUP": 6, "PADDED_GROUP": 16, "NUM_SPLITS": splits}
+    heads = {"WINDOW": 0, "GROUP": 6, "PADDED_GROUP": 16, "NUM_SPLITS": splits, "LOG2E": kernels.LOG2E}
+    attend = blocks | {"parts": sums, "log_sums": sums, "scale": "fp32", "cap": "fp32"}
     cases: list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]] = [
         *((kernels._store, blocks, {"KEY_HEADS": 2, "ROTATE": rotate, **dims}, {}) for rotate in (False, True)),
-        (kernels._attend, blocks | {"parts": sums, "log_sums": sums, "scale": "fp32"}, heads | dims | shape, options),
+        *(
+            (kernels._attend, attend, {"CAPPED": changed, "SINKS": changed, **heads, **dims, **shape}, options)
+            for changed in (False, True)
+        ),
     ]
     if splits > 1:
         merge = {"VALUE_DIM": dim, "VALUE_DIMS": padded, "NUM_SPLITS": splits, "PADDED_SPLITS": splits}

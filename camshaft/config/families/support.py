@@ -1,7 +1,7 @@
 """Features that a family of models lacks, by the values of its config.json; it imports neither torch nor transformers.
 
     values = text_values(content)               # of a config.json, or of `to_dict()` of a config of transformers
-    unsupported("packed rows", values)          # ["attention sinks"]
+    unsupported("packed rows", values)          # ["a recurrent state"]
     unsupported("prefix sharing", values)       # ["a sliding window (sliding_window=4096)"]
 
 A feature is supported if there is no reason against it. What the values of a config do not show, such as attention code
@@ -20,8 +20,11 @@ Feature = Literal["packed rows", "training", "fused log-probs", "prefix sharing"
 transformers; "training" is supported if an engine can call them on packed or on right-padded rows; "fused log-probs" is
 the output layer of causal language models."""
 
-SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
+SINKS = ("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash")
 """Model types whose layers have attention sinks."""
+
+SPARSE = ("hy_v4",)
+"""Model types whose layers select the tokens to which a token attends, although their config lists full attention."""
 
 DROPS_ARGUMENTS = ("nemotron",)
 """Model types whose layers do not pass the arguments of a call to their attention."""
@@ -51,9 +54,10 @@ NOT_CAUSAL = ("cpmant", "xlm", "xlnet")
 
 PADDED = (
     *("axk2", "bamba", "biogpt", "bloom", "codegen", "deepseek_v32", "deepseek_v4", "doge", "falcon", "falcon_h1"),
-    *("falcon_mamba", "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "granitemoehybrid", "inkling_text"),
-    *("jamba", "llama4_text", "lfm2", "lfm2_moe", "mamba", "mamba2", "mpt", "nemotron", "nemotron_h", "openai-gpt"),
-    *("qwen4_exp_text", "recurrent_gemma", "rwkv", "stablelm", "xglm", "xlstm", "zamba", "zamba2", "zaya"),
+    *("falcon_mamba", "glm_moe_dsa", "gpt_neo", "gpt_neox_japanese", "gptj", "granitemoehybrid", "hy_v4"),
+    *("inkling_text", "jamba", "llama4_text", "lfm2", "lfm2_moe", "mamba", "mamba2", "mpt", "nemotron", "nemotron_h"),
+    *("openai-gpt", "qwen4_exp_text", "recurrent_gemma", "rwkv", "stablelm", "xglm", "xlstm", "zamba", "zamba2"),
+    *("zaya",),
 )
 """Causal model types that engines call on right-padded rows if packed rows do not support them."""
 
@@ -70,6 +74,14 @@ LOGIT_FACTORS = {
     "minicpm3": ("logits_scaling", -1),
 }
 """Model types that scale their logits by a config value: (config key, 1 to multiply or -1 to divide)."""
+
+LOGIT_SOFTCAPS = {
+    **dict.fromkeys(("gemma2", "gemma3_text", "gemma3n_text", "gemma4_text"), "final_logit_softcapping"),
+    **dict.fromkeys(("nanochat", "vaultgemma"), "final_logit_softcapping"),
+    "recurrent_gemma": "logits_soft_cap",
+    "xlstm": "output_logit_soft_cap",
+}
+"""Model types that limit their logits with a soft-cap, with its config key."""
 
 LOGIT_KEYS = re.compile(r"^(final_|output_)?logits?_(soft_?cap|scal|mup)|^lm_head_mult|^unpadded_vocab")
 """Matches the config keys of models that change their logits after the output layer."""
@@ -121,10 +133,8 @@ def rope_limit(values: Mapping[str, Any]) -> RopeLimit | None:
 
 def _against_packed_rows(values: Mapping[str, Any]) -> Iterator[str]:
     model_type = values.get("model_type")
-    if values.get("attn_logit_softcapping") is not None:
-        yield f"soft-capped attention scores (attn_logit_softcapping={values['attn_logit_softcapping']})"
-    if model_type in SINKS:
-        yield "attention sinks"
+    if model_type in SPARSE:
+        yield "sparse attention over selected tokens"
     types = values.get("layer_types")
     supported_types = {"full_attention", "sliding_attention"}
     supported_types |= {"linear_attention"} if model_type in RESETS_STATE else set()
@@ -156,9 +166,10 @@ def _against_training(values: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _against_fused_log_probs(values: Mapping[str, Any]) -> Iterator[str]:
-    factor_key, _ = LOGIT_FACTORS.get(str(values.get("model_type")), ("", 1))
+    model_type = str(values.get("model_type"))
+    known_keys = LOGIT_FACTORS.get(model_type, ("", 1))[0], LOGIT_SOFTCAPS.get(model_type)
     for key, value in values.items():
-        if key != factor_key and LOGIT_KEYS.search(key) and value not in (None, 1.0):
+        if key not in known_keys and LOGIT_KEYS.search(key) and value not in (None, 1.0):
             yield f"logits that change after the output layer ({key}={value})"
 
 
@@ -168,6 +179,8 @@ def _against_prefix_sharing(values: Mapping[str, Any]) -> Iterator[str]:
     dropout = [f"{key}={value}" for key, value in values.items() if "drop" in key and value]
     if dropout:
         yield f"dropout ({', '.join(dropout)})"
+    if values.get("attn_logit_softcapping") is not None or values.get("model_type") in SINKS:
+        return  # `models/blockwise.py` supports windows and all widths
     if values.get("sliding_window") is not None and values.get("use_sliding_window") is not False:
         yield f"a sliding window (sliding_window={values['sliding_window']})"
     head_dim = _head_dim(values)

@@ -97,7 +97,7 @@ def explicit_attention(
     """Compute the attention of one layer by its definition, in the dtype of its inputs.
 
     The signature is that of attention functions in transformers. Its "eager" computes the softmax in float32, and its
-    "sdpa" ignores soft-caps and sinks.
+    "sdpa" ignores soft-caps, sinks and selected tokens.
     """
     softcap, sinks = arguments.get("softcap"), arguments.get("s_aux")
     groups = query.shape[1] // key.shape[1]
@@ -111,6 +111,10 @@ def explicit_attention(
         scores = scores.masked_fill(~attention_mask, float("-inf"))
     else:
         scores = scores + attention_mask
+    selected: Tensor | None = arguments.get("indices")
+    if selected is not None:
+        is_selected = torch.zeros(scores[:, 0].shape, dtype=torch.bool, device=scores.device)
+        scores = scores.masked_fill(~is_selected.scatter(-1, selected.long(), True)[:, None], float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
     return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2), None

@@ -15,6 +15,7 @@ from torch.fx import Graph
 from transformers import PreTrainedModel
 
 from camshaft.models.attention import Slots, no_mask
+from camshaft.models.blockwise import Scores
 from camshaft.models.recurrent import RecurrentLayer
 from camshaft.rollout.builtin.tracer import TracedSlots, TraceError, trace
 
@@ -65,17 +66,19 @@ class _NoCache:
     Attention returns the value of the token, weighted by its query and key.
 
     The weight is not the product of query and key, because a rotary embedding rotates both by the same angle, so their
-    product would not show an error of it.
+    product would not show an error of it. Attention sinks are added to the values of their heads.
     """
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sinks: Tensor | None
     ) -> Tensor:
         groups = query.shape[1] // key.shape[1]
         ramp = torch.linspace(-1, 1, query.shape[-1], dtype=query.dtype, device=query.device)
         difference = query - key.repeat_interleave(groups, 1)
-        weight = (difference * ramp).sum(-1, keepdim=True).mul(scaling).sigmoid()
-        return (weight * value.repeat_interleave(groups, 1)).transpose(1, 2)
+        weight = (difference * ramp).sum(-1, keepdim=True).mul(scores.scale).sigmoid()
+        values = value.repeat_interleave(groups, 1)
+        values = values if sinks is None else values + sinks.to(value.dtype)[:, None, None]
+        return (weight * values).transpose(1, 2)
 
     def recur(self, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
         return layer.advance(hidden_states, None, None)[0]

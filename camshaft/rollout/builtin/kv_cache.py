@@ -24,6 +24,7 @@ from transformers import PretrainedConfig
 
 from camshaft.errors import RolloutError
 from camshaft.models.attention import layer_window, packed_attention, packed_kwargs
+from camshaft.models.blockwise import Scores, cap_scores
 from camshaft.models.packing import Packing
 from camshaft.models.recurrent import RecurrentLayer, RowBatch, States, map_rows
 
@@ -285,10 +286,10 @@ class PrefillStep:
         self.slots = torch.repeat_interleave(torch.tensor(targets), counts).to(device)
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sinks: Tensor | None
     ) -> Tensor:
         """Compute attention within each prompt; see `camshaft.models.attention.Slots`."""
-        self.cache.check_window(module, sliding_window)
+        self.cache.check_window(module, scores.window)
         index: Any = module.layer_idx
         if index in self.attended:
             raise RolloutError(
@@ -305,7 +306,15 @@ class PrefillStep:
             keys[self.slots, :, self.positions] = key[0].transpose(0, 1)[self.tokens]
             values[self.slots, :, self.positions] = value[0].transpose(0, 1)[self.tokens]
         output, _ = packed_attention(
-            module, query, key, value, scaling=scaling, sliding_window=sliding_window, **self.kwargs
+            module,
+            query,
+            key,
+            value,
+            scaling=scores.scale,
+            sliding_window=scores.window,
+            softcap=scores.softcap,
+            s_aux=sinks,
+            **self.kwargs,
         )
         return output
 
@@ -352,7 +361,7 @@ class DecodeStep:
         return True
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sinks: Tensor | None
     ) -> Tensor:
         """Compute attention of each new token over its row's slot; see `camshaft.models.attention.Slots`."""
         keys, values = self.cache.layer(module, key, value)
@@ -362,13 +371,13 @@ class DecodeStep:
         num_rows, num_heads, _, dim = query.shape
         # Query heads that share a key head form one longer query, so keys are not repeated.
         grouped_query = query.reshape(num_rows, key.shape[1], -1, dim)
-        output = F.scaled_dot_product_attention(
-            grouped_query,
-            keys.as_strided((num_rows, keys.shape[1], self.length, keys.shape[3]), keys.stride()),
-            values.as_strided((num_rows, values.shape[1], self.length, values.shape[3]), values.stride()),
-            attn_mask=self._mask(sliding_window, query.dtype),
-            scale=scaling,
-        )
+        keys = keys.as_strided((num_rows, keys.shape[1], self.length, keys.shape[3]), keys.stride())
+        values = values.as_strided((num_rows, values.shape[1], self.length, values.shape[3]), values.stride())
+        mask = self._mask(scores.window, query.dtype)
+        if scores.softcap is None and sinks is None:
+            output = F.scaled_dot_product_attention(grouped_query, keys, values, attn_mask=mask, scale=scores.scale)
+        else:
+            output = masked_attention(grouped_query, keys, values, mask, scores, sinks)
         return output.reshape(num_rows, 1, num_heads, -1)
 
     def recur(self, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
@@ -392,3 +401,19 @@ class DecodeStep:
             mask.masked_fill_(is_hidden, -torch.inf)
             self.masks[window] = mask[:, None, None]
         return self.masks[window]
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores, sinks: Tensor | None
+) -> Tensor:
+    """Compute attention with soft-caps and sinks: (B, Hkv, G, D) and (B, Hkv, L, D) -> (B, Hkv, G, Dv).
+
+    G query heads share a key head. `mask` is added to the scores, and the softmax is computed in float32 or wider.
+    """
+    z = (query * scores.scale @ key.transpose(2, 3)).to(torch.promote_types(query.dtype, torch.float32))
+    z = cap_scores(z, scores.softcap).add_(mask)
+    if sinks is None:
+        return z.softmax(dim=-1).to(value.dtype) @ value
+    column = sinks.to(z.dtype).view(1, key.shape[1], -1, 1).expand(len(z), -1, -1, 1)
+    weights = torch.cat([z, column], dim=-1).softmax(dim=-1)[..., :-1]
+    return weights.to(value.dtype) @ value

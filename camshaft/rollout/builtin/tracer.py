@@ -21,6 +21,7 @@ from torch.fx.node import map_aggregate
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 
 from camshaft.models.attention import Slots
+from camshaft.models.blockwise import Scores
 from camshaft.models.recurrent import RecurrentLayer
 
 TRACED_BATCH_SIZES = (3, 5)
@@ -215,7 +216,7 @@ class _GraphMerger:
             return self._node(a)
         if isinstance(a, tuple | list) and len(a) == len(b):
             items = [self._merge_arguments(x, y) for x, y in zip(a, b, strict=True)]
-            return items if isinstance(a, list) else tuple(items)
+            return items if isinstance(a, list) else type(a)(*items) if isinstance(a, Scores) else tuple(items)
         if isinstance(a, dict) and list(a) == list(b):
             return {key: self._merge_arguments(a[key], b[key]) for key in a}
         if isinstance(a, slice):

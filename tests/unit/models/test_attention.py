@@ -18,6 +18,7 @@ from camshaft.models.attention import (
     packed_kwargs,
     reject_unsupported,
 )
+from camshaft.models.blockwise import Scores
 from camshaft.models.packing import Packing
 
 LAYER: Any = SimpleNamespace(is_causal=True, num_key_value_groups=2)
@@ -150,7 +151,7 @@ class ToySlots:
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def attend(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scaling: float, sliding_window: int | None
+        self, module: Any, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sinks: Tensor | None
     ) -> Tensor:
         if module.layer_idx in self.kept:
             old_key, old_value = self.kept[module.layer_idx]
@@ -158,7 +159,7 @@ class ToySlots:
         self.kept[module.layer_idx] = key, value
         lead = torch.zeros(*query.shape[:2], key.shape[2] - query.shape[2], query.shape[3])
         queries = torch.cat([lead, query], dim=2)
-        out = torch.stack([oracle(*row, scaling, sliding_window) for row in zip(queries, key, value, strict=True)])
+        out = torch.stack([oracle(*row, scores.scale, scores.window) for row in zip(queries, key, value, strict=True)])
         return out[:, -query.shape[2] :]
 
 
@@ -197,8 +198,6 @@ def test_a_packed_batch_of_two_rows_is_an_error():
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("softcap", "soft-capped"),
-        ("s_aux", "attention sinks"),
         ("position_bias", "position bias"),
         ("indices", "sparse"),
     ],
@@ -212,8 +211,7 @@ def test_unsupported_layer_arguments_are_named(argument: str, message: str):
 @pytest.mark.parametrize(
     ("family", "extra", "message"),
     [
-        ("gemma2", {}, r"soft-capped attention scores \(attn_logit_softcapping=50"),
-        ("gpt_oss", {}, "attention sinks"),
+        ("hy_v4", {}, "sparse attention over selected tokens"),
         ("qwen4_exp_text", {}, "layer_types contains indexed_attention, linear_attention"),
         ("llama4_text", {}, "layer_types contains chunked_attention"),
         ("llama4_text", {"layer_types": ["full_attention"] * 48}, r"scaled queries \(attn_temperature_tuning=True"),
@@ -226,7 +224,7 @@ def test_unsupported_attention_configs_are_rejected(family: str, extra: dict[str
 
 
 @pytest.mark.parametrize(
-    "family", ["qwen2", "llama", "qwen3", "mistral", "mixtral", "gemma3_text", "gpt_neox", "qwen3_next"]
+    "family", ["qwen2", "qwen3", "mistral", "mixtral", "gemma3_text", "gpt_neox", "qwen3_next", "gemma2", "gpt_oss"]
 )
 def test_supported_configs_are_not_rejected(family: str):
     reject_unsupported(AutoConfig.for_model(family))

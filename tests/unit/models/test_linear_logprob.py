@@ -18,10 +18,16 @@ M, H, V = 37, 8, 29
 
 
 def naive(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the log-probs of the targets, the entropy and the sum of squared probabilities."""
     logits = hidden @ weight.t() if bias is None else hidden @ weight.t() + bias
+    logits = logits if softcap is None else softcap * torch.tanh(logits / softcap)
     log_p = torch.log_softmax(logits / temperature, dim=-1)
     log_probs = log_p.gather(1, targets[:, None])[:, 0]
     return log_probs, -(log_p.exp() * log_p).sum(dim=-1), log_p.exp().square().sum(dim=-1)
@@ -287,6 +293,38 @@ def test_divergence_makes_no_tensor_larger_than_a_tile_of_logits():
     with Largest() as largest:
         linear_full_kl(hidden, weight, log_q, torch.arange(rows), None, 0.9, tile).sum().backward()
     assert largest.entries == tile.tokens * tile.vocabulary
+
+
+# -- soft-capped logits ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tile", [(5, V), (10, 10)])
+def test_soft_capped_log_probs_and_gradients_match_the_formula(tile: tuple[int, int]):
+    hidden, weight, bias, targets = inputs()
+    both = ("entropy", "sum_pi_squared")
+    fused: Any = linear_logprob(hidden, weight, targets, bias, 0.7, both, tile=Tile(*tile), softcap=2.0)
+    reference = naive(hidden, weight, bias, targets, 0.7, softcap=2.0)
+    for actual, expected in zip(fused, reference, strict=True):
+        torch.testing.assert_close(actual, expected.detach(), rtol=1e-12, atol=1e-12)
+    mixture = torch.randn(2, M, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gradients, expected = (
+        torch.autograd.grad((out[0] * mixture[0] + out[1] * mixture[1]).sum(), [hidden, weight, bias])
+        for out in (fused, reference)
+    )
+    torch.testing.assert_close(gradients, expected, rtol=1e-11, atol=1e-11)
+
+
+def test_soft_capped_divergence_and_gradients_match_the_formula():
+    hidden, weight, bias, _ = inputs()
+    log_q, rows = others()
+    logits = 2 * torch.tanh((hidden @ weight.t() + bias) / 2)
+    log_p = torch.log_softmax(logits / 0.7, dim=-1)
+    reference = (log_p.exp() * (log_p - log_q[rows])).sum(dim=-1)
+    divergence = linear_full_kl(hidden, weight, log_q, rows, bias, 0.7, tile=Tile(10, 10), softcap=2.0)
+    torch.testing.assert_close(divergence, reference, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(log_distribution(hidden, weight, bias, 0.7, softcap=2.0), log_p.detach())
+    gradients, expected = (torch.autograd.grad(out.sum(), [hidden, weight, bias]) for out in (divergence, reference))
+    torch.testing.assert_close(gradients, expected, rtol=1e-11, atol=1e-11)
 
 
 # -- vocabulary sharded over ranks -----------------------------------------------------------------

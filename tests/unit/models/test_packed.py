@@ -293,9 +293,7 @@ def test_misshapen_inputs_are_an_error():
 @pytest.mark.parametrize(
     ("family", "extra", "message"),
     [
-        ("gemma2", {}, "soft-capped attention scores"),
-        ("gpt_oss", {"num_local_experts": 4}, "attention sinks"),
-        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("llama", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
         ("hyperclovax", {"logits_scaling": 2.0}, "logits_scaling=2.0"),
         ("bert", {"is_decoder": True}, "does not pass the hidden states"),
     ],

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 
 from camshaft.models.attention import Slots, no_mask
+from camshaft.models.blockwise import Scores
 from camshaft.rollout.builtin.cuda.fused_kernels import add_rms_norm, rms_norm, silu_mul
 from camshaft.rollout.builtin.cuda.kernels import TritonDecodeStep
 from camshaft.rollout.builtin.decode_trace import Forward, trace_decode_step, verify
@@ -196,15 +197,15 @@ def attend_rotated(
     key: Tensor,
     value: Tensor,
     rotation: tuple[Tensor, Tensor],
-    scaling: float,
-    sliding_window: int | None,
+    scores: Scores,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Rotate query and key, and call `attend`. `TritonDecodeStep` does both in its kernels."""
     if isinstance(slots, TritonDecodeStep):
-        return slots.attend(module, query, key, value, scaling, sliding_window, rotation)
+        return slots.attend(module, query, key, value, scores, sinks, rotation)
     cos, sin = rotation
     query, key = (x * cos + _swap_halves(x) * sin for x in (query, key))
-    return slots.attend(module, query, key, value, scaling, sliding_window)
+    return slots.attend(module, query, key, value, scores, sinks)
 
 
 def _swap_halves(x: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from camshaft.models.blockwise import Scores
 from camshaft.models.recurrent import RecurrentLayer
 from camshaft.rollout.builtin.kv_cache import KVCache
 
@@ -62,8 +63,8 @@ class TritonDecodeStep:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        scaling: float,
-        sliding_window: int | None,
+        scores: Scores,
+        sinks: Tensor | None,
         rotation: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Compute attention of each new token over its row's slot; see `camshaft.models.attention.Slots`.
@@ -85,16 +86,18 @@ class TritonDecodeStep:
         )  # fmt: skip
         query = rotated.contiguous()
         shape = block_config(keys.dtype, dims["DIMS"])
-        splits = self._splits(num_rows * key_heads, shape["BLOCK"], sliding_window)
+        splits = self._splits(num_rows * key_heads, shape["BLOCK"], scores.window)
         out = query.new_empty(num_rows, 1, num_heads, value_dim)
         parts, log_sums = out, out
         if splits > 1:
             parts = torch.empty(num_rows, num_heads, splits, value_dim, dtype=torch.float32, device=out.device)
             log_sums = torch.empty(num_rows, num_heads, splits, dtype=torch.float32, device=out.device)
         launch(
-            _attend, (num_rows, key_heads, splits), query, keys, values, self.positions, parts, log_sums, num_positions,
-            scaling * LOG2E, WINDOW=sliding_window or 0, GROUP=num_heads // key_heads,
-            PADDED_GROUP=_tile_size(num_heads // key_heads), NUM_SPLITS=splits, **dims, **shape,
+            _attend, (num_rows, key_heads, splits), query, keys, values, self.positions, parts, log_sums,
+            query if sinks is None else sinks, num_positions, scores.scale * LOG2E, (scores.softcap or 0.0) * LOG2E,
+            WINDOW=scores.window or 0, CAPPED=scores.softcap is not None, SINKS=sinks is not None,
+            GROUP=num_heads // key_heads, PADDED_GROUP=_tile_size(num_heads // key_heads), NUM_SPLITS=splits,
+            LOG2E=LOG2E, **dims, **shape,
         )  # fmt: skip
         if splits > 1:
             launch(
@@ -195,14 +198,15 @@ def _rotated(x, cos, sin, offsets, ROTATE: tl.constexpr, DIM: tl.constexpr):
 
 @triton.jit
 def _attend(
-    query, keys, values, positions, parts, log_sums, num_positions, scale, WINDOW: tl.constexpr, GROUP: tl.constexpr,
-    PADDED_GROUP: tl.constexpr, BLOCK: tl.constexpr, NUM_SPLITS: tl.constexpr, DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr, DIMS: tl.constexpr,
+    query, keys, values, positions, parts, log_sums, sinks, num_positions, scale, cap, WINDOW: tl.constexpr,
+    CAPPED: tl.constexpr, SINKS: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, BLOCK: tl.constexpr,
+    NUM_SPLITS: tl.constexpr, LOG2E: tl.constexpr, DIM: tl.constexpr, VALUE_DIM: tl.constexpr, DIMS: tl.constexpr,
 ):  # fmt: skip
-    """Attend to one split of one row's positions, for the query heads of one key head. `scale` includes LOG2E.
+    """Attend to one split of one row's positions, for the query heads of one key head.
 
-    With several splits, `parts` receives the output of each split and `log_sums` the base-2 logarithm of its
-    softmax sum, which `_merge` combines. With one split, `parts` receives the output of the row.
+    `scale` and the soft-cap `cap` include LOG2E. The first split includes the attention sinks. With several splits,
+    `parts` receives the output of each split and `log_sums` the base-2 logarithm of its softmax sum, which
+    `_merge` combines. With one split, `parts` receives the output of the row.
     """
     row, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
     stop = tl.load(positions + row).to(tl.int32) + 1
@@ -219,8 +223,7 @@ def _attend(
     q = tl.load(query + heads[:, None] * DIM + offsets[None, :], mask=head_mask & (offsets < DIM)[None, :], other=0.0)
     keys += head * num_positions * DIM
     values += head * num_positions * VALUE_DIM
-    row_max = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
-    row_sum = tl.zeros([PADDED_GROUP], tl.float32)
+    row_max, row_sum = _first_sums(sinks, split, SINKS, GROUP, PADDED_GROUP, LOG2E)
     acc = tl.zeros([PADDED_GROUP, DIMS], tl.float32)
     for begin in range(start, end, BLOCK):
         indices = begin + tl.arange(0, BLOCK)
@@ -229,15 +232,14 @@ def _attend(
             keys + indices[None, :] * DIM + offsets[:, None], mask=valid[None, :] & (offsets < DIM)[:, None], other=0.0
         )
         scores = tl.dot(q, k, input_precision="ieee") * scale
+        if CAPPED:
+            scores = cap * (1.0 - 2.0 / (tl.exp2(scores / cap * (2.0 * LOG2E)) + 1.0))  # cap * tanh(scores / cap)
         scores = tl.where(valid[None, :], scores, -float("inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1))
         rescale = tl.exp2(row_max - new_max)
         weights = tl.exp2(scores - new_max[:, None])
-        v = tl.load(
-            values + indices[:, None] * VALUE_DIM + offsets[None, :],
-            mask=valid[:, None] & (offsets < VALUE_DIM)[None, :],
-            other=0.0,
-        )
+        v_mask = valid[:, None] & (offsets < VALUE_DIM)[None, :]
+        v = tl.load(values + indices[:, None] * VALUE_DIM + offsets[None, :], mask=v_mask, other=0.0)
         acc = acc * rescale[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         row_sum = row_sum * rescale + tl.sum(weights, 1)
         row_max = new_max
@@ -254,6 +256,21 @@ def _attend(
         tl.store(
             parts + target[:, None] * VALUE_DIM + offsets[None, :], acc / row_sum[:, None], mask=out_mask & non_empty
         )
+
+
+@triton.jit
+def _first_sums(
+    sinks, split, SINKS: tl.constexpr, GROUP: tl.constexpr, PADDED_GROUP: tl.constexpr, LOG2E: tl.constexpr
+):
+    """Return maximum and sum of an online softmax without keys. A sink is its first element, and has no value."""
+    row_max = tl.full([PADDED_GROUP], -float("inf"), tl.float32)
+    row_sum = tl.zeros([PADDED_GROUP], tl.float32)
+    if SINKS:
+        index = tl.arange(0, PADDED_GROUP)
+        sink = tl.load(sinks + tl.program_id(1) * GROUP + index, mask=index < GROUP, other=0.0).to(tl.float32)
+        row_max = tl.where(split == 0, sink * LOG2E, row_max)
+        row_sum = tl.where(split == 0, 1.0, row_sum)
+    return row_max, row_sum
 
 
 @triton.jit

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from camshaft.errors import RolloutError
+from camshaft.models.blockwise import Scores
 from camshaft.rollout.builtin import kv_cache as slots_module
 from camshaft.rollout.builtin.kv_cache import (
     ATTENTION_MULTIPLE,
@@ -32,32 +33,40 @@ def cache(num_layers: int = 1, max_model_len: int = 200) -> KVCache:
 
 
 def assert_attention(
-    mixed: Tensor, query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None
+    mixed: Tensor, query: Tensor, keys: Tensor, values: Tensor, how: Scores, sinks: Tensor | None = None
 ) -> None:
     """Compare (H, D) float32 attention with float64, within the rounding of scores, softmax and weighted sum.
 
     A score of D products is off by at most D eps |q| |k|, which a softmax turns into twice that share of its weights.
     """
     eps, wide = torch.finfo(torch.float32).eps, (query.double(), keys.double(), values.double())
-    scores = query.shape[-1] * eps * scaling * float(query.norm(dim=-1).max() * keys.norm(dim=-1).max())
+    scores = query.shape[-1] * eps * how.scale * float(query.norm(dim=-1).max() * keys.norm(dim=-1).max())
     atol = (2 * scores + (len(keys) + 4) * eps) * float(values.abs().max())
-    torch.testing.assert_close(mixed.double(), oracle(*wide, scaling, window), atol=atol, rtol=0)
+    torch.testing.assert_close(mixed.double(), oracle(*wide, how, sinks), atol=atol, rtol=0)
 
 
-def oracle(query: Tensor, keys: Tensor, values: Tensor, scaling: float, window: int | None) -> Tensor:
+def oracle(query: Tensor, keys: Tensor, values: Tensor, how: Scores, sinks: Tensor | None) -> Tensor:
     """Return (H, D) attention of a row's last token over its (T, Hkv, D) keys and values, head by head."""
-    first = 0 if window is None else max(0, len(keys) - window)
+    first = 0 if how.window is None else max(0, len(keys) - how.window)
     mixed = []
     for head in range(HEADS):
         shared = head // (HEADS // KEY_HEADS)
-        weights = (keys[first:, shared] @ query[head] * scaling).softmax(0)
+        scores = keys[first:, shared] @ query[head] * how.scale
+        if how.softcap is not None:
+            scores = how.softcap * torch.tanh(scores / how.softcap)
+        weights = scores.exp() / (scores.exp().sum() + (0 if sinks is None else sinks[head].double().exp()))
         mixed.append(weights @ values[first:, shared])
     return torch.stack(mixed)
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 0.8])
 @pytest.mark.parametrize("window", [None, 3])
-def test_attention_over_slots_equals_attention_per_row(window: int | None) -> None:
+def test_attention_over_slots_equals_attention_per_row(
+    window: int | None, softcap: float | None, with_sinks: bool
+) -> None:
     random = torch.Generator().manual_seed(0)
+    how, sinks = Scores(0.3, window, softcap), torch.randn(HEADS, generator=random) if with_sinks else None
     lengths, slots = [5, 1, 9], cache()
     slots.reserve(4, max(lengths))
 
@@ -68,7 +77,7 @@ def test_attention_over_slots_equals_attention_per_row(window: int | None) -> No
     keys, values = draw(1, KEY_HEADS, total, DIM), draw(1, KEY_HEADS, total, DIM)
     # Prompt 0 goes to slots 0 and 2, prompt 1 to slot 3, prompt 2 to slot 1.
     step = PrefillStep(slots, lengths, [0, 0, 1, 2], [0, 2, 3, 1], CPU)
-    step.attend(layer(0), draw(1, HEADS, total, DIM), keys, values, 0.3, window)
+    step.attend(layer(0), draw(1, HEADS, total, DIM), keys, values, how, sinks)
     parts = list(zip(keys[0].split(lengths, dim=1), values[0].split(lengths, dim=1), strict=True))
     rows = [tuple(tensor.transpose(0, 1) for tensor in parts[prompt]) for prompt in (0, 2, 0, 1)]
     positions = torch.tensor([len(row[0]) for row in rows])
@@ -79,14 +88,14 @@ def test_attention_over_slots_equals_attention_per_row(window: int | None) -> No
         slots.reserve(4, length)
         if not steps or not steps[-1].advance(length):
             steps.append(DecodeStep(slots, positions, length))
-        result = steps[-1].attend(layer(0), query, key, value, 0.3, window)
+        result = steps[-1].attend(layer(0), query, key, value, how, sinks)
         positions += 1
         rows = [
             (torch.cat([k, key[i].transpose(0, 1)]), torch.cat([v, value[i].transpose(0, 1)]))
             for i, (k, v) in enumerate(rows)
         ]
         for i, (k, v) in enumerate(rows):
-            assert_attention(result[i, 0], query[i, :, 0], k, v, 0.3, window)
+            assert_attention(result[i, 0], query[i, :, 0], k, v, how, sinks)
     assert len(steps) == (70 if window else 1 + (9 + 70) // ATTENTION_MULTIPLE)
 
 
@@ -96,11 +105,11 @@ def test_attention_of_prompts_does_not_cross_their_borders() -> None:
     slots.reserve(2, 4)
     query = torch.randn(1, HEADS, 7, DIM, generator=random)
     keys, values = (torch.randn(1, KEY_HEADS, 7, DIM, generator=random) for _ in range(2))
-    result = PrefillStep(slots, lengths, [0, 1], [0, 1], CPU).attend(layer(0), query, keys, values, 0.3, None)
+    result = PrefillStep(slots, lengths, [0, 1], [0, 1], CPU).attend(layer(0), query, keys, values, Scores(0.3), None)
     for token in range(7):
         start = 0 if token < 3 else 3
         k, v = (tensor[0, :, start : token + 1].transpose(0, 1) for tensor in (keys, values))
-        assert_attention(result[0, token], query[0, :, token], k, v, 0.3, None)
+        assert_attention(result[0, token], query[0, :, token], k, v, Scores(0.3))
 
 
 def test_a_prompt_is_copied_to_adjacent_slots_at_once() -> None:
@@ -108,7 +117,7 @@ def test_a_prompt_is_copied_to_adjacent_slots_at_once() -> None:
     slots.reserve(6, 4)
     query, keys = torch.zeros(1, HEADS, 7, DIM), torch.randn(1, KEY_HEADS, 7, DIM)
     step = PrefillStep(slots, lengths, [0, 0, 0, 1, 1], [1, 2, 3, 4, 0], CPU)
-    step.attend(layer(0), query, keys, -keys, 0.3, None)
+    step.attend(layer(0), query, keys, -keys, Scores(0.3), None)
     first, second = slice(0, 3), slice(3, 7)
     assert step.copies == [(slice(1, 4), first), (slice(4, 5), second), (slice(0, 1), second)]
     for slot, span in {0: second, 1: first, 2: first, 3: first, 4: second}.items():

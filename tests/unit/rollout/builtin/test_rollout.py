@@ -337,10 +337,9 @@ def test_without_stop_strings_no_text_is_made(harness: RolloutHarness, monkeypat
 # -- unsupported arguments ------------------------------------------------------------------------
 
 REFUSED: list[tuple[type[Exception], str, str, dict[str, Any]]] = [
-    (EngineError, "soft-capped", "gemma2", {}),
     (EngineError, "falcon models do not use the attention interface", "falcon", {}),
-    (EngineError, "sinks", "gpt_oss", {"num_local_experts": 4, "head_dim": 16}),
     (EngineError, "jamba models have a recurrent state", "jamba", {}),
+    (EngineError, "sparse attention", "hy_v4", {"num_local_experts": 4}),
     (
         RolloutError,
         "max_model_len=64 .* 'dynamic' rotary frequencies, .* set max_model_len=32 or less",
