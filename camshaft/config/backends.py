@@ -63,6 +63,7 @@ MEGATRON = EngineCapabilities(
     library="megatron",
     supports_lora=False,
     supports_router_aux_loss=True,
+    supports_router_replay=True,
     families=("llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"),
     shares_prefixes=False,
     load_formats=("auto", "hf", "dtensor", "megatron"),

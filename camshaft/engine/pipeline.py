@@ -28,7 +28,14 @@ Outputs = Mapping[str, Tensor]
 class PipelineRun:
     """The inputs, losses and outputs of one call on the ranks of a pipeline."""
 
-    def __init__(self, micro_batches: MicroBatches, pipeline: dist.ProcessGroup):
+    def __init__(
+        self,
+        micro_batches: MicroBatches,
+        pipeline: dist.ProcessGroup,
+        more_outputs: Callable[[int], Outputs] | None = None,
+    ):
+        """`more_outputs` returns outputs of a micro-batch that every stage knows before the schedule."""
+        self._more_outputs = more_outputs
         self.inputs = [micro_batches.prepare(index) for index in range(len(micro_batches))]
         self._micro_batches, self._pipeline = micro_batches, pipeline
         self._outputs: list[Outputs] = []
@@ -44,7 +51,7 @@ class PipelineRun:
             try:
                 outputs = apply_head(hidden)
                 self._outputs.append({name: output.detach() for name, output in outputs.items()})
-                loss = self._micro_batches.finish(index, outputs)
+                loss = self._finish(index, outputs)
             except Exception as error:  # `PipelineRun.finish` raises it on all stages
                 self._errors.append(error)
         return (hidden * 0).sum() if loss is None else loss
@@ -59,7 +66,11 @@ class PipelineRun:
         for index, inputs in enumerate(self.inputs):
             outputs = self._broadcast(inputs, self._outputs[index] if is_last else None, vocabulary_size, dtype)
             if not is_last:
-                self._micro_batches.finish(index, outputs)
+                self._finish(index, outputs)
+
+    def _finish(self, index: int, outputs: Outputs) -> Tensor | None:
+        more = {} if self._more_outputs is None else self._more_outputs(index)
+        return self._micro_batches.finish(index, {**outputs, **more})
 
     def _raise_error(self) -> None:
         if self._errors:

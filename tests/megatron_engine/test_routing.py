@@ -1,11 +1,11 @@
-"""Losses of routers on Megatron engines equal those of transformers in every layout, on gloo ranks."""
+"""Losses and replay of routers on Megatron engines equal those of transformers in every layout, on gloo ranks."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.moe import MODELS, MoEHarness, load_oracle
+from support.moe import MODELS, MoEHarness, load_oracle, random_experts, replay_oracle, replay_step
 from support.ranks import run_warm_ranks
 from torch import Tensor
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
@@ -70,10 +70,13 @@ def router_step(folder: str, sizes: dict[str, Any], options: dict[str, Any], fie
     return {"loss": step.loss, "metrics": step.metrics, "gradients": step.gradients}
 
 
-@pytest.mark.parametrize("model", ["qwen3_moe", "mixtral"])
-@pytest.mark.parametrize(
+EVERY_LAYOUT = pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in LAYOUTS]
 )
+
+
+@pytest.mark.parametrize("model", ["qwen3_moe", "mixtral"])
+@EVERY_LAYOUT
 def test_router_losses_equal_those_of_transformers(layout: str, model: str, tmp_path: Path) -> None:
     world, options, fields = LAYOUTS[layout]
     sizes = MODELS[model] | ({"layers": 4} if VIRTUAL in options else {})
@@ -88,3 +91,22 @@ def test_router_losses_equal_those_of_transformers(layout: str, model: str, tmp_
     for name, gradient in step["gradients"].items():
         expected = gradients[name].float()
         torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-6, msg=lambda m, n=name: n + m)
+
+
+@pytest.mark.parametrize("is_normalized", [True, False])
+@EVERY_LAYOUT
+def test_replay_equals_a_plain_implementation(layout: str, is_normalized: bool, tmp_path: Path) -> None:
+    world, options, fields = LAYOUTS[layout]
+    sizes = MODELS["qwen3_moe"] | {"norm_topk_prob": is_normalized, "layers": 4 if VIRTUAL in options else 2}
+    harness = MoEHarness(engine_class("reference"), tmp_path, None, sizes)
+    batch = harness.shared_prompt_batch
+    batch = batch.with_columns(routed_experts=random_experts(batch, sizes))
+    rows, gradients = replay_oracle(harness, batch)
+    arguments = "megatron", str(tmp_path), sizes, {"options": options} | fields
+    step = run_warm_ranks(replay_step, world, *arguments, timeout=240)[0]
+    torch.testing.assert_close(step["predictions"]["log_probs"].values, torch.cat(rows), rtol=1e-5, atol=1e-5)
+    usual = replay_step("reference", str(tmp_path), sizes, {})
+    mismatch = step["predictions"]["routing_mismatch"].values
+    torch.testing.assert_close(mismatch, usual["predictions"]["routing_mismatch"].values)
+    for name, gradient in step["gradients"].items():
+        torch.testing.assert_close(gradient, gradients[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: n + m)

@@ -144,9 +144,9 @@ UNEVEN_STAGES = Topic(
     "Only the first and the last pipeline stage can have another number of layers than the others.",
     r"account_for_(?:embedding|loss)_in_pipeline_split|pipeline_model_parallel_layout",
 )
-MEGATRON_REPLAY = Topic(
-    "Router replay on Megatron",
-    "Replay of expert choices is not implemented with strategy=megatron.",
+OTHER_REPLAY = Topic(
+    "Router replay of other models",
+    "Replay of expert choices is implemented for the actor only.",
     r"(?!)",
 )
 MEGATRON_OPTIONS = Topic(
@@ -217,7 +217,7 @@ SYNC_REF = Topic(
 TOPICS = (
     ASYNC, AGENTS, TOOLS, IMAGES, VIDEO, LOW_BIT, LORA_VARIANTS, NOISE, PRETRAINING, DPO, KTO,
     DISTILLATION, PF_PPO, SYNC_REF, DEEPSPEED, JAX, NPU, VEOMNI, AUTOMODEL, MEGATRON_FSDP, MEGATRON_LITE, MEGATRON_AUX,
-    UNEVEN_STAGES, MEGATRON_REPLAY, MEGATRON_CHECKPOINTS, MEGATRON_OPTIONS, MTP, EXPERT_SERVERS, TRTLLM,
+    UNEVEN_STAGES, OTHER_REPLAY, MEGATRON_CHECKPOINTS, MEGATRON_OPTIONS, MTP, EXPERT_SERVERS, TRTLLM,
     REWARD_MANAGERS, PROCESS_REWARDS, SANDBOX, DATASETS, PROFILERS, TRACES, HUB_PUSH, SERVING, BENCHMARKS,
 )  # fmt: skip
 """All topics, in the order of `PAGE`."""

@@ -143,7 +143,9 @@ def _megatron(section: str, sharding: str) -> tuple[Row, ...]:
         Missing(f"{source}.dist_checkpointing_path", topics.MEGATRON_CHECKPOINTS, off=("",)),
         NotNeeded(f"{source}.seed", "all seeds follow from trainer.seed"),
         Missing(f"{source}.use_megatron_fsdp", topics.MEGATRON_FSDP),
-        Missing(f"{source}.router_replay", topics.MEGATRON_REPLAY, off=("disabled",)),
+        Renamed(f"{source}.router_replay", f"{section}.router_replay")
+        if section == ACTOR
+        else Missing(f"{source}.router_replay", topics.OTHER_REPLAY, off=("disabled",)),
         *_transformer(section, f"{source}.override_transformer_config"),
         PassedOn(
             source, f"{section}.engine_kwargs", _is_megatron, f"{STRATEGY}=megatron",
@@ -280,7 +282,7 @@ REF_ROWS: tuple[Row, ...] = (
         f"The reference runs on the engine of the actor. Set {STRATEGY}, or omit the key.",
     ),
     NotNeeded(f"{REF}.fsdp_config.optimizer_offload", "the reference has no optimizer"),
-    Missing(f"{REF}.router_replay", topics.MEGATRON_REPLAY, off=("disabled",)),
+    Missing(f"{REF}.router_replay", topics.OTHER_REPLAY, off=("disabled",)),
 )  # fmt: skip
 
 _ENGINE_KWARGS = f"{ROLLOUT}.engine_kwargs"

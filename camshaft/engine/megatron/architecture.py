@@ -65,6 +65,7 @@ def transformer_config(hf: PreTrainedConfig, config: EngineConfig, options: Mega
         variable_seq_lengths=virtual is None,  # micro-batches hold different numbers of tokens
         calculate_per_token_loss=True,  # gradients are summed over micro-batches and ranks, not averaged
         use_cpu_initialization=True,
+        cuda_graph_scope=[],  # the default is deprecated
         init_method=_keep,
         output_layer_init_method=_keep,
         # Fused kernels that require Apex or Transformer Engine.

@@ -120,8 +120,9 @@ class Router(TopKRouter):
         probs, is_chosen = super().routing(logits, padding_mask)
         if self.rows is None or self.rows.routing is None:
             return probs, is_chosen
-        logits, layer = logits.flatten(0, -2), int(self.layer_number) - 1
-        return self.rows.routing.observe(layer, logits, is_chosen, probs), is_chosen
+        routing, logits, layer = self.rows.routing, logits.flatten(0, -2), int(self.layer_number) - 1
+        probs, is_chosen = routing.replay(layer, logits, probs, is_chosen)
+        return routing.observe(layer, logits, is_chosen, probs), is_chosen
 
 
 def observe_routers(layers: Iterable[Any]) -> None:

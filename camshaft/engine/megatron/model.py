@@ -81,6 +81,7 @@ class MegatronModel(nn.Module):
     """The stages of this rank, and the output head."""
 
     supports_prefix_sharing = False
+    pads_rows = False
 
     def __init__(
         self,
@@ -101,7 +102,8 @@ class MegatronModel(nn.Module):
         self.angles = RotaryAngles(hf)
         self.routers: Routers | None = None
         if config.num_moe_experts is not None:
-            self.routers = Routers(config.num_layers, config.num_moe_experts, config.moe_router_topk)
+            is_normalized = not config.moe_router_pre_softmax
+            self.routers = Routers(config.num_layers, config.num_moe_experts, config.moe_router_topk, is_normalized)
         self.sequence = SequenceSplit(groups.cp, device) if groups.cp.size() > 1 else None
         """Split of the tokens over context-parallel ranks."""
         ranks = groups.tp.size()
@@ -167,10 +169,19 @@ class MegatronModel(nn.Module):
         local_tokens = F.pad(tokens, (0, extra))[chunk]
         if routing is not None:
             weights = F.pad(inputs.packing.row_counts() * (not routing.is_dummy), (0, extra))[chunk]
-            local = weights.chunk(self.groups.tp.size() if self.config.sequence_parallel else 1)
-            routing.weights = to_device(local[self.groups.tp.rank() if len(local) > 1 else 0], tokens.device)
+            routing.weights = self._local(to_device(weights, tokens.device))
+            if routing.experts is not None:
+                nothing = torch.iinfo(routing.experts.dtype).max
+                experts = F.pad(routing.experts, (0, 0, 0, 0, 0, extra), value=nothing)[chunk]
+                routing.experts = self._local(experts)
         head_inputs = HeadInputs(tokens, at, outputs, inputs.temperature / self.logit_factor, log_q)
         return Call(packing, head_inputs, local_tokens, angles, PackedRows(inputs=kwargs, routing=routing), size)
+
+    def _local(self, tokens: Tensor) -> Tensor:
+        """Return the part of the tokens of a stage that this rank routes."""
+        if not self.config.sequence_parallel:
+            return tokens
+        return tokens.chunk(self.groups.tp.size())[self.groups.tp.rank()]
 
     def apply_head(self, hidden: Tensor, call: Call) -> dict[str, Tensor]:
         """Compute the outputs from the hidden states of the last stage."""

@@ -31,8 +31,9 @@ def run_pipeline(model: MegatronModel, micro_batches: MicroBatches, forward_cont
     extension = micro_batches.extension
     if extension is not None:
         extension.prepare(micro_batches)
-    run = PipelineRun(micro_batches, model.groups.pp)
-    calls = _prepare(model, run.inputs, extension.rows if isinstance(extension, MegatronRoutingStep) else None)
+    routing = extension if isinstance(extension, MegatronRoutingStep) else None
+    run = PipelineRun(micro_batches, model.groups.pp, None if routing is None else routing.compared)
+    calls = _prepare(model, run.inputs, None if routing is None else routing.rows)
 
     def compute_loss(index: int, hidden: Tensor) -> Tensor:
         def apply_head(hidden: Tensor) -> Outputs:

@@ -1,7 +1,8 @@
-"""Losses and metrics of the routers of a mixture of experts, in every layout.
+"""Losses, metrics and replay of the routers of a mixture of experts, in every layout.
 
     routing = step.rows(index)                  # of a micro-batch; `MegatronModel.prepare` sets the tokens of this rank
-    probs = routing.observe(layer, logits, is_chosen, probs)        # in the router of a layer
+    probs, is_chosen = routing.replay(layer, logits, probs, is_chosen)      # in the router of a layer
+    probs = routing.observe(layer, logits, is_chosen, probs)
 
 The losses of a mini-batch with N tokens, L layers, E experts and top-k experts per token are
 
@@ -12,7 +13,8 @@ The losses of a mini-batch with N tokens, L layers, E experts and top-k experts 
 with the number of tokens n that an expert computes, its probabilities p and the logits x. The first two have the form
 sum_le w_le sum_t p_lte with constant weights w. A stage of a pipeline holds some layers only, and checkpointed layers
 compute their routers twice, so each router adds the gradient of its part to its own output. The weights must therefore
-be known before: all micro-batches first run forward without gradients and without the output layer.
+be known before: all micro-batches first run forward without gradients and without the output layer. In a pipeline, this
+pass also compares the choices of all stages with those of another forward pass.
 """
 
 from __future__ import annotations
@@ -25,10 +27,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from camshaft.device import random_states, set_random_states
+from camshaft.device import random_states, set_random_states, to_device
 from camshaft.engine.context import RoutingMode
 from camshaft.engine.micro_batches import MicroBatches, ModelInputs
-from camshaft.engine.routing import RoutingStep
+from camshaft.engine.routing import MISMATCH, RoutingStep
+from camshaft.models.packed import unwrap
 
 if TYPE_CHECKING:
     from camshaft.engine.megatron.engine import MegatronEngine
@@ -51,10 +54,33 @@ class RowRouting:
     is_dummy: bool
     losses: LossWeights | None = None
     """None adds no gradient."""
+    experts: Tensor | None = None
+    """(n, L, k) experts of another forward pass. A token whose entries are not expert numbers has none."""
+    replays: bool = False
+    """Compute the tokens with `experts` instead of those that the routers choose."""
+    is_normalized: bool = True
+    """The probabilities of the experts of a token sum to 1."""
     weights: Tensor = field(default_factory=lambda: torch.empty(0))
     """(n,) 1 for each token of this rank, and 0 for padding and for the tokens of a dummy."""
     layers: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
     """Sums over tokens of each layer (2 E + 2,): loads, probabilities, entropies and squares of logarithms."""
+    differing: dict[int, Tensor] = field(default_factory=dict[int, Tensor])
+    """(n,) number of the choices of each layer that `experts` does not contain."""
+
+    def replay(self, layer: int, logits: Tensor, probs: Tensor, is_chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """Compare the choices (n, E) of a layer with `experts`; return the probabilities and choices to compute."""
+        if self.experts is None:
+            return probs, is_chosen
+        experts = self.experts[:, layer].to(torch.int64)
+        is_known = (experts < logits.shape[-1]).all(dim=-1, keepdim=True)
+        recorded = torch.zeros_like(is_chosen).scatter(1, experts.where(is_known, 0), True).where(is_known, is_chosen)
+        self.differing.setdefault(layer, (is_chosen & ~recorded).sum(dim=-1))
+        if not self.replays:
+            return probs, is_chosen
+        scores = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.is_normalized:
+            scores = scores.masked_fill(~recorded, -torch.inf)
+        return (scores.softmax(dim=-1) * recorded).to(probs.dtype), recorded
 
     def observe(self, layer: int, logits: Tensor, is_chosen: Tensor, probs: Tensor) -> Tensor:
         """Record sums over the tokens (n, E) of a layer, and return `probs` with the gradient of the losses."""
@@ -96,9 +122,10 @@ class Routers(NamedTuple):
     num_layers: int
     num_experts: int
     top_k: int
+    is_normalized: bool
 
     def separate(self) -> AbstractContextManager[None]:
-        """Enter without choices to replay, which is not supported."""
+        """Enter without choices to replay, which belong to the rows of a pass."""
         return nullcontext()
 
 
@@ -107,31 +134,59 @@ class MegatronRoutingStep(RoutingStep):
 
     def __init__(self, engine: MegatronEngine, routers: Any, mode: RoutingMode | None = None):
         super().__init__(engine, routers, mode)
+        self._is_normalized: bool = routers.is_normalized
         self._groups, self._run_layers = engine.groups, engine.run_layers
         self._moe, self._z = engine.options.moe_aux_loss_coeff, engine.options.moe_z_loss_coeff
         self._losses: LossWeights | None = None
         self._rows: list[RowRouting] = []
+        self._compared: list[dict[str, Tensor]] = []
 
     def prepare(self, micro_batches: MicroBatches) -> None:
-        """Count the loads of all micro-batches if the mini-batch has router losses."""
+        """Run all micro-batches if the mini-batch has router losses, or if a pipeline compares choices."""
         self._micro_batches = micro_batches
-        if any((self.coefficient, self._moe, self._z)) and torch.is_grad_enabled():
+        has_losses = any((self.coefficient, self._moe, self._z)) and torch.is_grad_enabled()
+        compares_stages = self._mode is not None and self._groups.pp.size() > 1
+        if has_losses or compares_stages:
             random = random_states(self._device)
+            inputs = [micro_batches.prepare(index) for index in range(len(micro_batches))]
             with torch.no_grad():
-                self._run_layers([micro_batches.prepare(index) for index in range(len(micro_batches))], self.rows)
+                self._run_layers(inputs, self.rows)
                 tokens, layers = self._sums()
             set_random_states(random, self._device)
-            self._losses, self._rows = self._loss_weights(tokens, layers[:, : self.routers.num_experts]), []
+            if compares_stages:
+                self._compared = [self._compare(*pair) for pair in zip(self._rows, inputs, strict=True)]
+            if has_losses:
+                self._losses = self._loss_weights(tokens, layers[:, : self.routers.num_experts])
+            self._rows = []
 
     def rows(self, index: int) -> RowRouting:
         """Return the routing of a micro-batch, which the routers fill."""
-        self._rows.append(RowRouting(self._micro_batches.is_dummy(index), self._losses))
+        experts, replays = self._micro_batches.routed_experts(index), self._mode == "replay"
+        is_dummy = self._micro_batches.is_dummy(index)
+        self._rows.append(RowRouting(is_dummy, self._losses, experts, replays, self._is_normalized))
         return self._rows[-1]
 
     def forward(self, index: int, inputs: ModelInputs) -> dict[str, Tensor]:
         module: Any = self._module
-        call: Call = module.prepare(inputs, routing=self.rows(index))
-        return module.apply_head(module.stages[0](call.padded, call.angles, call.rows), call)
+        rows = self.rows(index)
+        call: Call = module.prepare(inputs, routing=rows)
+        outputs = module.apply_head(module.stages[0](call.padded, call.angles, call.rows), call)
+        return outputs if rows.experts is None else outputs | self._compare(rows, inputs)
+
+    def compared(self, index: int) -> dict[str, Tensor]:
+        """Return the outputs of a micro-batch of a pipeline that compare choices; without `routing` there are none."""
+        return self._compared[index] if self._compared else {}
+
+    def _compare(self, rows: RowRouting, inputs: ModelInputs) -> dict[str, Tensor]:
+        """Return the fraction (M,) of differing choices at the tokens before `inputs.at`, which predict them."""
+        local = sum(rows.differing.values(), rows.weights.new_zeros(rows.weights.shape)).double()
+        group = self._groups.tp_cp
+        parts = [torch.empty_like(local) for _ in range(group.size())]
+        dist.all_gather(parts, local, group=group)
+        differing = torch.cat(parts)
+        dist.all_reduce(differing, group=self._groups.pp)
+        previous = to_device(inputs.packing.previous(unwrap(inputs.at)), self._device)
+        return {MISMATCH: differing[previous] / (self.routers.num_layers * self.routers.top_k)}
 
     def add_loss(self, loss: Tensor) -> Tensor:
         """Return the loss, because each router adds the gradient of its own part."""

@@ -205,7 +205,7 @@ def test_turns_of_verl_name_the_environment(base, word):
         ("reward.sandbox_fusion.url=http://a", "Code sandboxes"),
         ("model_engine=veomni", "VeOmni"),
         (f"{A}.megatron.use_megatron_fsdp=True", "Megatron-FSDP"),
-        (f"{A}.megatron.router_replay.mode=R3", "Router replay on Megatron"),
+        ("actor_rollout_ref.ref.megatron.router_replay.mode=R3", "Router replay of other models"),
         (f"{A}.megatron.expert_tensor_parallel_size=2", "Other options of Megatron"),
         (f"{A}.megatron.dist_checkpointing_path=/a", "Megatron checkpoints"),
         (

@@ -40,6 +40,7 @@ TARGETS = {"fsdp text": 21, "megatron text": 8}
 ANSWERS = (
     "docs/not-here.md#",
     "training bfloat16 weights is not implemented",
+    "does not return expert choices",
 )
 """Parts of the errors of the other lines: a topic, or what is not implemented."""
 

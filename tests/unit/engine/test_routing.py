@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from support.moe import MODELS, MoEHarness, load_oracle
+from support.moe import MODELS, MoEHarness, load_oracle, random_experts, replay_oracle, replay_step
 from support.ranks import run_warm_ranks
 from support.tiny import tiny_folder
 from torch import Tensor, nn
@@ -162,88 +162,6 @@ def test_inference_in_a_hook_leaves_loss_and_metrics_of_the_step(tmp_path: Path)
 # -- comparison and replay ------------------------------------------------------------------------
 
 
-def _random_experts(batch: DataProto, sizes: dict[str, Any]) -> Ragged:
-    """Return random distinct experts (layers, top-k) for all tokens but the last of each row."""
-    random = torch.Generator().manual_seed(5)
-    ids = batch.ragged("input_ids")
-    count, top_k = sizes.get("num_experts") or sizes["num_local_experts"], sizes["num_experts_per_tok"]
-    layers = sizes.get("layers", 2) - len(sizes.get("mlp_only_layers", ()))
-    scores = torch.rand(len(ids.values), layers, count, generator=random)
-    experts = scores.argsort(dim=-1)[..., :top_k].to(torch.uint8)
-    experts[ids.offsets[1:] - 1] = 255
-    return ids.like(experts)
-
-
-def _perturb_routers(parameters: Any) -> None:
-    """Change the router weights, in a way that depends only on their shapes."""
-    random = torch.Generator().manual_seed(9)
-    for name, parameter in sorted(parameters):
-        if name.endswith("gate.weight"):
-            parameter.data += torch.randn(parameter.shape, generator=random)
-
-
-def _plain_experts(block: Any, hidden: Tensor, experts: Tensor) -> Tensor:
-    """Compute a layer of experts token by token, from the definitions."""
-    rows = []
-    for token, chosen in zip(hidden, experts.tolist(), strict=True):
-        probabilities = torch.softmax(block.gate.weight @ token, dim=0)
-        weights = torch.stack([probabilities[expert] for expert in chosen])
-        if getattr(block.gate, "norm_topk_prob", True):
-            weights = weights / weights.sum()
-        outputs = []
-        for expert in chosen:
-            gate, up = (block.experts.gate_up_proj[expert] @ token).chunk(2)
-            outputs.append(block.experts.down_proj[expert] @ (nn.functional.silu(gate) * up))
-        rows.append((weights[:, None] * torch.stack(outputs)).sum(0))
-    return torch.stack(rows)
-
-
-def _replay_oracle(harness: MoEHarness, batch: DataProto) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Return the log-probs of each row, and the gradients of their mean over counted tokens."""
-    model = load_oracle(harness.model_folder)
-    _perturb_routers(model.named_parameters())
-    blocks = [module for module in model.modules() if type(module).__name__.endswith("SparseMoeBlock")]
-    current: list[Tensor] = []
-    for index, block in enumerate(blocks):
-        block.forward = lambda hidden, i=index, b=block: _plain_experts(b, hidden[0], current[0][:, i])[None]
-    total, rows = torch.zeros(()), []
-    for row in range(len(batch)):
-        sample = batch.reorder([row])
-        ids, mask = sample["input_ids"].values, sample["loss_mask"].values
-        experts = sample["routed_experts"].values.long()
-        experts[-1] = torch.arange(experts.shape[-1])  # its output predicts no token
-        current[:] = [experts]
-        log_p = model(input_ids=ids[None], use_cache=False).logits[0, :-1].log_softmax(-1)
-        values = torch.cat([torch.zeros(1), log_p.gather(1, ids[1:, None])[:, 0]]) * mask
-        rows.append(values.detach())
-        total = total + values.sum()
-    (total / batch["loss_mask"].values.sum()).backward()
-    return rows, {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
-
-
-def _mean_log_prob(data: DataProto, outputs: Any, ctx: StepContext) -> tuple[Tensor, StepContext]:
-    return (outputs["log_probs"].values * data["loss_mask"].values).sum() / ctx["num_tokens"], ctx
-
-
-def _replay_step(strategy: str, folder: str, sizes: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:
-    harness = MoEHarness(engine_class(strategy), folder, fields, sizes)
-    model = load_oracle(harness.model_folder)
-    _perturb_routers(model.named_parameters())
-    perturbed = harness.folder / "perturbed"
-    harness.on_rank_zero(lambda: model.save_pretrained(perturbed))
-    config = harness.config()
-    engine = harness.engine_class(
-        config.model_copy(update={"model": config.model.model_copy(update={"path": str(perturbed)})})
-    )
-    engine.init_model()
-    engine.set_loss_fn(_mean_log_prob)
-    batch = harness.shared_prompt_batch
-    batch = batch.with_columns(routed_experts=_random_experts(batch, sizes))
-    ctx = StepContext(routing="replay")
-    predictions = harness.infer(engine, ctx, batch)
-    return {"predictions": predictions, "gradients": harness.step(engine, batch, ctx).gradients}
-
-
 @pytest.mark.parametrize(
     ("model", "layout"),
     [
@@ -258,9 +176,9 @@ def test_replay_equals_a_plain_implementation_with_its_own_gate_weights(
     (strategy, world, fields), sizes = LAYOUTS[layout], MODELS[model]
     harness = MoEHarness(engine_class("reference"), tmp_path, None, sizes)
     batch = harness.shared_prompt_batch
-    rows, gradients = _replay_oracle(harness, batch.with_columns(routed_experts=_random_experts(batch, sizes)))
+    rows, gradients = replay_oracle(harness, batch.with_columns(routed_experts=random_experts(batch, sizes)))
     arguments = strategy, str(tmp_path), sizes, fields
-    step = _replay_step(*arguments) if world == 1 else run_warm_ranks(_replay_step, world, *arguments, timeout=240)[0]
+    step = replay_step(*arguments) if world == 1 else run_warm_ranks(replay_step, world, *arguments, timeout=240)[0]
     torch.testing.assert_close(step["predictions"]["log_probs"].values, torch.cat(rows), rtol=1e-5, atol=1e-5)
     mismatch = step["predictions"]["routing_mismatch"].values
     assert 0.2 < float(mismatch.max()) <= 1
@@ -302,7 +220,7 @@ def test_inference_in_a_hook_leaves_the_replay_of_the_step(checkpointing: bool, 
     harness = MoEHarness(engine_class("reference"), tmp_path, fields, MODELS["mixtral"])
     separate, usual, nested = harness.build(forward_only=True), harness.build(), harness.build()
     batch = harness.shared_prompt_batch
-    batch = batch.with_columns(routed_experts=_random_experts(batch, MODELS["mixtral"]))
+    batch = batch.with_columns(routed_experts=random_experts(batch, MODELS["mixtral"]))
     inferred: list[bool] = []
 
     def infer(data: DataProto, ctx: StepContext) -> tuple[DataProto, StepContext]:
@@ -329,7 +247,7 @@ def test_a_failed_step_ends_its_replay(tmp_path: Path) -> None:
         raise ArithmeticError
 
     engine.set_loss_fn(fail)
-    experts = _random_experts(batch, MODELS["mixtral"])
+    experts = random_experts(batch, MODELS["mixtral"])
     with pytest.raises(ArithmeticError):
         engine.train_batch(batch.with_columns(routed_experts=experts), StepContext(routing="replay", num_tokens=1))
     assert isinstance(usual, Ragged)

@@ -69,8 +69,8 @@ def test_replay_uses_the_experts_of_the_rollout(overrides: dict[str, Any], tmp_p
         (COMPARE | {f"{ROLLOUT}.name": "hf"}, f"enable_return_routed_experts=false, or {ROLLOUT}.name=torch."),
         (REPLAY | {f"{ROLLOUT}.name": "vllm"}, f"{ROLLOUT}.name=vllm does not return expert choices."),
         (
-            REPLAY | {f"{ACTOR}.strategy": "megatron"},
-            "strategy=megatron cannot read the expert choices",
+            REPLAY | {f"{ACTOR}.strategy": "torchtitan"},
+            "strategy=torchtitan cannot read the expert choices",
         ),
         (REPLAY | {f"{ACTOR}.strategy": "torchtitan"}, f"router_replay.mode=disabled, or {ACTOR}.strategy=reference."),
         (
