@@ -77,10 +77,11 @@ def _pretrained(auto_class: Any, folder: Path, **arguments: Any) -> Any:
         )
 
 
-def explicit_model(model: Any) -> Any:
-    """Let a model of transformers use `explicit_attention`, if its attention can be chosen."""
-    if model.is_backend_compatible():
-        model.set_attn_implementation(EXPLICIT)
+def explicit_model(model: Any, attention: str = "explicit") -> Any:
+    """Let a model of transformers use `explicit_attention`, if its attention can be chosen and is not sparse."""
+    layer_types = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    if model.is_backend_compatible() and layer_types <= DENSE:
+        model.set_attn_implementation(attention)
     return model
 
 
@@ -117,7 +118,7 @@ def explicit_attention(
         scores = scores.masked_fill(~is_selected.scatter(-1, selected.long(), True)[:, None], float("-inf"))
     if sinks is not None:
         scores = torch.cat([scores, sinks.to(scores)[:, None, None].expand(*scores.shape[:3], 1)], dim=-1)
-    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2), None
+    return (scores.softmax(-1)[..., : key.shape[2]] @ value).transpose(1, 2).contiguous(), None
 
 
 def causal_mask(length: int, window: int | None, device: torch.device, later: int = 0) -> Tensor:
@@ -132,10 +133,10 @@ def causal_mask(length: int, window: int | None, device: torch.device, later: in
     return is_visible
 
 
-EXPLICIT = "explicit"
-"""Name of the attention implementation `explicit_attention`."""
-AttentionInterface.register(EXPLICIT, explicit_attention)
-AttentionMaskInterface.register(EXPLICIT, sdpa_mask)
+DENSE = {"full_attention", "sliding_attention", "linear_attention"}
+"""Types of layers that compute all scores of their attention, or none."""
+AttentionInterface.register("explicit", explicit_attention)
+AttentionMaskInterface.register("explicit", sdpa_mask)
 
 
 def oracle_outputs(model: Any, batch: DataProto, head: str, temperature: float = 1.0) -> dict[str, Ragged | Tensor]:

@@ -181,8 +181,8 @@ class _LanguageModel:
         weight_cause = diagnose_weights(weights, self._oracle.weights)
         yield Result("weights", cause=weight_cause)
         self._log("computing log-probs, one row at a time")
-        single = [self._log_probs([row])[0] for row in self._rows]
         expected = self._oracle.log_probs(self._rows)
+        single = [self._log_probs([row])[0] for row in self._rows]
         tolerance, gradient_tolerance = _tolerances(self._case.dtype, self._oracle, self._rows, expected)
         size, check, cause = difference(single, expected), "log-probs of single rows", None
         if size > tolerance:

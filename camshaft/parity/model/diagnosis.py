@@ -256,4 +256,4 @@ def _order(actual: Tensor, expected: Tensor) -> list[int] | None:
 
 
 def _same(first: Tensor, second: Tensor) -> bool:
-    return first.shape == second.shape and bool(torch.allclose(first, second, rtol=1e-6, atol=0))
+    return first.shape == second.shape and bool(torch.allclose(first.double(), second.double(), rtol=1e-6, atol=0))

@@ -23,7 +23,8 @@ from transformers.initialization import no_init_weights
 from transformers.masking_utils import sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from camshaft.contracts.engine.oracle import causal_mask, explicit_attention
+from camshaft.contracts.engine.oracle import causal_mask, explicit_attention, explicit_model
+from camshaft.models.folders import convert_errors, reason
 from camshaft.models.loader import load_config, quiet_transformers
 
 CHANGED = "changed"
@@ -69,11 +70,10 @@ class Oracle:
         self._class = AutoModelForCausalLM if trust_remote_code else plain_class(self.config)
         with quiet_transformers(), torch.random.fork_rng(devices=[]):
             options = {"trust_remote_code": True} if trust_remote_code else {}
-            self.model: Any = self._class.from_pretrained(
+            model = self._class.from_pretrained(
                 folder, config=self.config, dtype=torch.float64, experts_implementation="eager", **options
-            ).eval()
-        if self.model.is_backend_compatible():
-            self.model.set_attn_implementation(CHANGED)
+            )
+        self.model: Any = explicit_model(model, CHANGED).eval()
 
     @property
     def weights(self) -> Weights:
@@ -123,7 +123,8 @@ class Oracle:
     def _distributions(self, rows: Sequence[Tensor], change: Change) -> list[Tensor]:
         """Return the log-probs of all tokens after each token of each row but its last."""
         arguments = {} if change.scores is None else {"scores": change.scores}
-        with self.variant(change) as model:
+        problem = f"transformers cannot compute {type(self.model).__name__} in float64"
+        with self.variant(change) as model, convert_errors(lambda error: f"{problem}: {reason(error)}"):
             return [
                 model(input_ids=row[None], use_cache=False, **arguments).logits[0, :-1].double().log_softmax(-1)
                 for row in rows
