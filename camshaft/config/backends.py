@@ -138,8 +138,8 @@ SINGLE_PROCESS_ENGINE, SHARDED_ENGINE = "reference", "fsdp"
 """Engines that `strategy=auto` selects for one process on a CPU, and for accelerators or several processes."""
 ACCELERATOR_ROLLOUTS = ("vllm",)
 """Rollouts that `rollout.name=auto` prefers on accelerators, if their library is installed."""
-BUILT_IN_ROLLOUT = "torch"
-"""Rollout that `rollout.name=auto` selects otherwise."""
+BUILT_IN_ROLLOUT, TRANSFORMERS_ROLLOUT = "torch", "hf"
+"""Rollouts that `rollout.name=auto` selects otherwise, the second one for models that cannot run on packed rows."""
 
 
 def targets(backends: Mapping[str, Backend[Any]]) -> dict[str, str]:

@@ -49,6 +49,9 @@ FREE_SETTINGS = {
 }  # fmt: skip
 """Keys of adapter_config.json that are checked separately, or that do not affect the output of a stored adapter."""
 
+KERNEL_LAYERS = ("dt_proj", "out_proj", "x_proj")
+"""Linear layers of state-space mixers. Fused kernels read their weights, so adapters on them would have no effect."""
+
 SUPPORTED_INITIALIZATIONS = (True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights that leave the base weights unchanged. Other values modify them."""
 
@@ -198,11 +201,12 @@ def _targets(hf: PreTrainedModel, config: LoRAConfig) -> list[str]:
     """Return the names of the layers to adapt, in the order of the model.
 
     Only linear layers of the decoder are adapted. All heads, including the language-model head, are excluded, and so
-    are experts that transformers fuses into one tensor.
+    are experts that transformers fuses into one tensor, and layers whose weights a kernel reads (`KERNEL_LAYERS`).
     """
     decoder = {id(module) for module in hf.base_model.modules()}
     modules = [(name, module) for name, module in hf.named_modules() if name]
     linear = [name for name, module in modules if isinstance(module, nn.Linear) and id(module) in decoder]
+    linear = [name for name in linear if not _is_read_by_kernel(hf, name)]
     suffixes = _suffixes(config.target_modules)
     for suffix in suffixes:
         if suffix != ALL_LINEAR and not _filter_by_suffix([suffix], linear):
@@ -219,6 +223,11 @@ def _targets(hf: PreTrainedModel, config: LoRAConfig) -> list[str]:
             f"linear layer of {type(hf).__name__}; its linear layers are {', '.join(_last_parts(linear)) or 'none'}"
         )
     return targets
+
+
+def _is_read_by_kernel(hf: PreTrainedModel, name: str) -> bool:
+    parent, _, leaf = name.rpartition(".")
+    return leaf in KERNEL_LAYERS and hasattr(hf.get_submodule(parent), "A_log")
 
 
 def _suffixes(target_modules: str | Iterable[str]) -> tuple[str, ...]:

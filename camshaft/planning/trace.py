@@ -12,7 +12,7 @@ layers of a model with many layers (`layers.py`), and simulates the devices of a
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from camshaft.config import PPOConfig, RMConfig, SFTConfig, SupervisedConfig, Topology, derive
 from camshaft.config.backends import engine_capabilities
@@ -44,6 +45,8 @@ POLICY, CRITIC, REWARD, MODEL = "actor_rollout_ref", "critic", "reward_model", "
 """Groups of roles. A supervised run has only the model that it trains."""
 TRACED_ROLLOUT = "torch"
 """Rollout that generates with the weights of the engine. Others reserve their memory themselves."""
+LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types")
+"""Config keys with an entry for each layer."""
 STEPS = 2
 """Number of training steps. The second one has all optimizer state."""
 UPDATES = ("update_critic", "update_actor", "train")
@@ -80,14 +83,28 @@ def forecast(config: Config, group: str) -> list[Phase]:
     """Return the memory of each phase of a group of roles on rank 0, without computing anything."""
     hf = skeleton(engine_model(config, group), "float32").hf
     layers = choose_layers(layer_kinds(hf))
-    types = getattr(hf.config.get_text_config(), "layer_types", None)
-    return extrapolate(layers, trace_layers(config, group, layers.traced, types))
+    return extrapolate(layers, trace_layers(config, group, layers.traced, partial(first_layers, hf.config)))
+
+
+def first_layers(model_config: PreTrainedConfig, count: int) -> dict[str, Any]:
+    """Return the values of a model's config for the first `count` of its layers."""
+    text_config = model_config.get_text_config()
+    values = text_config.to_dict()
+    lists = {key: values[key][:count] for key in LAYER_LISTS if isinstance(values.get(key), list)}
+    is_counted = "num_hidden_layers" in values.keys() | text_config.attribute_map.keys()
+    return {"num_hidden_layers": count, **lists} if is_counted else lists
 
 
 def trace_layers(
-    config: Config, group: str, counts: Sequence[int], types: Sequence[str] | None = None
+    config: Config,
+    group: str,
+    counts: Sequence[int],
+    values: Callable[[int], dict[str, Any]] = lambda count: {"num_hidden_layers": count},
 ) -> list[list[Trace]]:
-    """Trace a group of roles on rank 0 of a fake process group, once for each number of layers."""
+    """Trace a group of roles on rank 0 of a fake process group, once for each number of layers.
+
+    `values` returns the values of the model's config for a number of layers.
+    """
     on_device = config.trainer.device != "cpu"
     config = simulated(config) if on_device else config
     traces: list[list[Trace]] = []
@@ -96,7 +113,7 @@ def trace_layers(
             block_factors.cache_clear()  # so that each trace contains them, not only the first
             is_layout_valid.cache_clear()
             with TensorMemory(computes=False) as memory:
-                traces.append(_tracer(with_layers(config, group, count, types), group, memory, on_device).run())
+                traces.append(_tracer(with_values(config, group, values(count)), group, memory, on_device).run())
     return traces
 
 
@@ -112,16 +129,13 @@ def engine_model(config: Config, group: str) -> EngineModel:
     return derive.engine_model(config.actor_rollout_ref.model)
 
 
-def with_layers(config: Config, group: str, count: int, types: Sequence[str] | None) -> Config:
-    """Return the config with the first `count` layers of the model of a group. `types` are those of all layers."""
-    changes: dict[str, Any] = {"num_hidden_layers": count}
-    if types is not None:
-        changes["layer_types"] = list(types[:count])
+def with_values(config: Config, group: str, values: Mapping[str, Any]) -> Config:
+    """Return the config with other values in the config of the model of a group."""
     sections: dict[str, Any] = {MODEL: config}
     if isinstance(config, PPOConfig):
         sections = {POLICY: config.actor_rollout_ref, CRITIC: config.critic, REWARD: config.reward_model}
     section = sections[group]
-    model = section.model.model_copy(update={"override_config": {**section.model.override_config, **changes}})
+    model = section.model.model_copy(update={"override_config": {**section.model.override_config, **values}})
     changed = section.model_copy(update={"model": model})
     return changed if group == MODEL else config.model_copy(update={group: changed})
 

@@ -30,6 +30,7 @@ from transformers import (
 )
 
 from camshaft.config.backends import HF
+from camshaft.config.families.support import OWN_ATTENTION
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.errors import RolloutError
 from camshaft.models.padded_rows import runs_padded
@@ -39,6 +40,9 @@ from camshaft.rollout.base import Generation, OpenRows, SamplingParams, check_fi
 from camshaft.rollout.sampling import draw, sample_greedy, uniform_numbers
 from camshaft.rollout.shared_model import SharedModel, SharedModelRollout
 from camshaft.rollout.stop_strings import StopStrings, has_stop
+
+RECOMPUTED = ("rwkv",)
+"""Model types that `transformers.generate` decodes wrongly from their state; each token recomputes the row."""
 
 
 class HFRollout(SharedModelRollout):
@@ -57,8 +61,9 @@ class HFRollout(SharedModelRollout):
         self.model = SharedModel(config, attention="eager")
         # The sampling settings recommended in the model folder would change the distribution.
         self.model.hf.generation_config = GenerationConfig()
-        self.pads = not runs_padded(self.model.hf.config)
-        """True if rows of different lengths may be padded on the left."""
+        model_type = self.model.hf.config.get_text_config().model_type
+        self.pads = model_type in OWN_ATTENTION or not runs_padded(self.model.hf.config)
+        """True if the results of the model do not depend on padding on the left."""
 
     def generate_sequences(
         self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None, generated: Ragged | None = None
@@ -110,6 +115,7 @@ class HFRollout(SharedModelRollout):
             do_sample=False,  # `_Sampler` leaves one token per row
             max_new_tokens=int(rows.limits.max()),
             eos_token_id=stop_ids or None,
+            use_cache=hf.config.model_type not in RECOMPUTED,
             pad_token_id=0,  # written after the end of a row and removed below
             return_dict_in_generate=True,
         )

@@ -9,7 +9,7 @@ import pytest
 from support.broken_rollouts import CAUGHT_BY
 
 from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.contracts.rollout.harness import RolloutHarness
+from camshaft.contracts.rollout.harness import Case, RolloutHarness
 from camshaft.contracts.rollout.suite import RULES, check_rollout
 from camshaft.contracts.rules import Rule, Violation
 from camshaft.rollout import ROLLOUTS, rollout_class
@@ -41,6 +41,39 @@ def cases() -> Iterator[Any]:
 @pytest.mark.parametrize(("name", "rule"), list(cases()))
 def test_rollout_keeps_rule(name: str, rule: Rule, scratch: Path) -> None:
     rule.check(RolloutHarness(rollout_class(name), scratch))
+
+
+class OneFamily(RolloutHarness):
+    """Uses models of one family where a rule does not choose another one."""
+
+    def __init__(self, name: str, folder: Path, family: str):
+        super().__init__(rollout_class(name), folder)
+        self.family = family
+
+    def empty_case(self, family: str = "qwen2", sizes: dict[str, Any] | None = None, **config: Any) -> Case:
+        return super().empty_case(self.family if family == "qwen2" else family, sizes, **config)
+
+
+FAST = "rows do not depend on the batch"
+"""Rule that `make test` checks also with models that cannot be packed."""
+OTHER_WEIGHTS = {
+    "tied weights load under either name", "weight errors name the weight", "version is that of the weights",
+    "digests detect a transposed weight", "half precision is close",
+}  # fmt: skip
+"""Rules that name weights of the default family, need a square one, or bound the rounding of its layers."""
+
+
+@pytest.mark.parametrize("family", ["falcon", "mamba"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        pytest.param(rule, id=rule.name.replace(" ", "_"), marks=[pytest.mark.slow] * (rule.name != FAST))
+        for rule in RULES
+        if rule.name not in SLOW | OTHER_WEIGHTS
+    ],
+)
+def test_transformers_keeps_rule_with_models_that_cannot_be_packed(rule: Rule, family: str, scratch: Path) -> None:
+    rule.check(OneFamily("hf", scratch, family))
 
 
 IN_A_PROCESS = (

@@ -12,6 +12,7 @@ from camshaft.config.backends import (
     BUILT_IN_ROLLOUT,
     SHARDED_ENGINE,
     SINGLE_PROCESS_ENGINE,
+    TRANSFORMERS_ROLLOUT,
     engine_capabilities,
     freezes_bfloat16,
     rollout_capabilities,
@@ -19,6 +20,7 @@ from camshaft.config.backends import (
     supports_mixed_precision,
 )
 from camshaft.config.engine import EngineModel
+from camshaft.config.families.support import unsupported
 from camshaft.config.guards import is_mapping
 from camshaft.config.model_settings import read_settings
 from camshaft.config.schema.algorithm import ESTIMATORS, estimator_inputs
@@ -180,14 +182,19 @@ def _eager(section: str, settings: Settings) -> tuple[Any, str]:
     return False, "captures decode steps as CUDA graphs"
 
 
-def _rollout(settings: Settings) -> tuple[Any, str]:
+def _rollout(model: str, settings: Settings) -> tuple[Any, str]:
+    """Choose the rollout for the model of a section."""
+    path, override = settings.get(f"{model}.path"), settings.section(f"{model}.override_config")
+    stored = read_settings(path, override) if isinstance(path, str) else None
+    reasons = [] if stored is None else unsupported("packed rows", stored.values)
+    name, reason = (TRANSFORMERS_ROLLOUT, f"the model has {reasons[0]}") if reasons else (BUILT_IN_ROLLOUT, "built in")
     if settings.on_cpu():
-        return BUILT_IN_ROLLOUT, "built in"
+        return name, reason
     libraries = {name: str(rollout_capabilities(name).library) for name in ACCELERATOR_ROLLOUTS}
     installed = (name for name, library in libraries.items() if library in settings.machine.libraries)
     missing = ", ".join(libraries.values())
-    name = next(installed, BUILT_IN_ROLLOUT)
-    return name, f"{name} is installed" if name in libraries else f"built in; {missing} is not installed"
+    library = next(installed, None)
+    return (library, f"{library} is installed") if library else (name, f"{reason}; {missing} is not installed")
 
 
 def _actor_dtype(settings: Settings) -> tuple[Any, str]:
@@ -390,7 +397,7 @@ RULES: dict[type[Section], dict[str, Rule]] = {
             f"{section}.use_torch_compile": partial(_compile, strategy, f"{section}.", f"{sharded}.fsdp_config", model)
             for section, strategy, sharded, model in _ENGINES
         },
-        f"{ROLLOUT}.name": _rollout,
+        f"{ROLLOUT}.name": partial(_rollout, "actor_rollout_ref.model"),
         f"{ROLLOUT}.dtype": _actor_dtype,
         f"{ROLLOUT}.enforce_eager": partial(_eager, ROLLOUT),
         f"{ROLLOUT}.n": _group_size,
@@ -426,7 +433,7 @@ RULES: dict[type[Section], dict[str, Rule]] = {
     },
     GenerateConfig: {
         **_PLACE,
-        "rollout.name": _rollout,
+        "rollout.name": partial(_rollout, "model"),
         "rollout.dtype": _generator_dtype,
         "rollout.enforce_eager": partial(_eager, "rollout"),
         "rollout.n": _always(1, "one response to each prompt"),

@@ -17,11 +17,12 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from camshaft.config.backends import TORCH
-from camshaft.config.families.support import RESETS_STATE, rope_limit
+from camshaft.config.families.support import RESETS_STATE, rope_limit, unsupported
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.device import memory_info
 from camshaft.errors import RolloutError
-from camshaft.models.attention import PACKED, config_values, reject_unsupported
+from camshaft.models.attention import PACKED, config_values
+from camshaft.models.loader import import_external, load_config, model_folder
 from camshaft.models.recurrent import pack_recurrent_layers
 from camshaft.models.routing import Routers, find_routers, supported_models
 from camshaft.ragged import Ragged
@@ -49,8 +50,8 @@ class TorchRollout(SharedModelRollout):
 
     def __init__(self, config: RolloutEngineConfig):
         super().__init__(config)
+        _reject_unpackable(config)
         self.model = SharedModel(config, attention=PACKED)
-        reject_unsupported(self.model.hf.config)
         _reject_own_attention(self.model.hf)
         _reject_dynamic_rope(self.model.hf.config, config.max_model_len)
         pack_recurrent_layers(self.model.hf)
@@ -147,6 +148,18 @@ def cache_budget(free: int, total: int, utilization: float, model_bytes: int) ->
     the memory that is free.
     """
     return min(int(utilization * total) - model_bytes, int(FREE_SHARE * free))
+
+
+def _reject_unpackable(config: RolloutEngineConfig) -> None:
+    """Reject a model that does not support packed rows, before it is built."""
+    import_external(config.external_lib)
+    hf_config = load_config(model_folder(config.model_path), config.trust_remote_code, config.override_config)
+    values = config_values(hf_config)
+    if reasons := unsupported("packed rows", values):
+        raise RolloutError(
+            f"{values['model_type']} models have {' and '.join(reasons)}, which rollout.name=torch does not support; "
+            "set rollout.name=hf"
+        )
 
 
 def _reject_own_attention(hf: PreTrainedModel) -> None:

@@ -433,6 +433,25 @@ def test_frozen_weights_keep_the_dtype_of_the_folder(
     assert _frozen_dtypes(load_ppo([*own_task, *keys], machine=machine)) == dtypes
 
 
+@pytest.mark.parametrize(
+    ("model_type", "machine", "name", "reason"),
+    [
+        ("llama", LAPTOP, "torch", "built in"),
+        ("falcon", LAPTOP, "hf", "the model has attention code"),
+        ("mamba", LAPTOP, "hf", "the model has a recurrent state"),
+        ("mamba", COMPILER, "hf", "the model has a recurrent state; vllm is not installed"),
+    ],
+)
+def test_transformers_generates_for_models_that_cannot_be_packed(
+    model_type: str, machine: Machine, name: str, reason: str, own_task: list[str], tmp_path: Path
+) -> None:
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": model_type}))
+    config = load_ppo([*own_task, "rollout=auto"], machine=machine)
+    assert config.actor_rollout_ref.rollout.name == name
+    (choice,) = (choice for choice in config.choices() if choice.key.endswith("rollout.name"))
+    assert choice.reason.startswith(reason)
+
+
 @pytest.mark.parametrize("content", [{}, {"dtype": "float32"}, {"dtype": ["bfloat16"]}])
 def test_other_folders_keep_float32_weights(content: dict[str, Any], own_task: list[str], tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text(json.dumps(content))

@@ -178,6 +178,21 @@ def test_experts_and_their_router_get_no_adapter():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("family", ["mamba", "mamba2"])
+def test_layers_whose_weights_a_kernel_reads_get_no_adapter(family: str):
+    """A fused kernel of train mode would leave the adapter out, and eval mode would apply it."""
+    sizes = {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8} if family == "mamba2" else {}
+    folder = tiny_folder(family, hidden=32, initializer_range=0.1, **sizes)
+    model = load_model(EngineModel(path=str(folder), lora=LORA), "float32", "cpu", seed=3)
+    assert {name.rpartition(".")[2] for name in adapter_layers(model.hf)} == {"in_proj"}
+    randomize_trained(model.hf)
+    arguments = (torch.cat(tiny_rows(LENGTHS)), Packing(LENGTHS), predicted_tokens(LENGTHS), ("log_probs",))
+    expected = model(*arguments)["log_probs"]
+    with disable_adapter(model.hf):
+        assert not torch.allclose(model(*arguments)["log_probs"], expected, atol=1e-3)
+    torch.testing.assert_close(model.train()(*arguments)["log_probs"], expected, rtol=0, atol=1e-5)
+
+
 def test_targets_and_exclusions_are_endings_of_names():
     chosen = adapter_layers(load(lora=LoRAConfig(rank=2, target_modules=("q_proj", "1.mlp.up_proj"))).hf)
     assert list(chosen) == [

@@ -5,11 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import predicted_tokens, tiny_folder, tiny_rows
+from support.ranks import run_warm_ranks
+from support.tiny import predicted_tokens, tiny_batch, tiny_folder, tiny_rows
 from torch import Tensor, nn
 from transformers import AutoConfig
 
-from camshaft.config.engine import EngineModel
+from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
+from camshaft.dataproto import DataProto
+from camshaft.engine import engine_class
 from camshaft.errors import EngineError
 from camshaft.models.loader import load_model
 from camshaft.models.packing import Packing
@@ -58,6 +61,40 @@ def test_the_weights_of_rwkv_do_not_change_in_eval_mode() -> None:
     before = {name: weight.clone() for name, weight in model.weights()}
     model(torch.arange(3, 8), Packing([5]), torch.tensor([4]), ("log_probs",))
     assert all(torch.equal(weight, before[name]) for name, weight in model.weights())
+
+
+def train(strategy: str, path: str, rank: int, ranks: int) -> tuple[list[float], dict[str, Tensor]]:
+    """Take two steps on this rank's rows; return the losses and all weights."""
+    optim = OptimConfig(optimizer="SGD", lr=0.1)
+    engine = engine_class(strategy)(
+        EngineConfig(model=EngineModel(path=path), optim=optim, dtype="float64", micro_batch_size=2)
+    )
+    engine.init_model()
+    engine.set_loss_fn(mean_loss)
+    batch = tiny_batch([3, 9, 5, 2, 7, 4]).chunk(ranks)[rank]
+    losses = []
+    for _ in range(2):
+        with engine.train_mode():
+            losses.append(engine.train_batch(batch).loss)
+    return losses, {name: weight.clone() for name, weight in engine.named_weights()}
+
+
+def mean_loss(data: DataProto, predictions: Any, ctx: Any) -> tuple[Tensor, Any]:
+    return -(predictions["log_probs"].values * data["loss_mask"].values).sum() / ctx["num_tokens"], ctx
+
+
+def train_on_ranks(path: str) -> tuple[list[float], dict[str, Tensor]]:
+    return train("fsdp", path, torch.distributed.get_rank(), 2)
+
+
+@pytest.mark.parametrize("family", ["falcon", "mamba"])
+def test_two_sharded_ranks_train_like_one(family: str) -> None:
+    path = str(tiny_folder(family, hidden=32, initializer_range=0.1))
+    losses, weights = train("reference", path, 0, 1)
+    for rank_losses, rank_weights in run_warm_ranks(train_on_ranks, 2, path):
+        assert rank_losses == pytest.approx(losses, rel=1e-7)
+        for name, weight in weights.items():
+            torch.testing.assert_close(rank_weights[name], weight, rtol=0, atol=1e-7)
 
 
 @pytest.mark.parametrize("family", ["falcon", "mamba"])
