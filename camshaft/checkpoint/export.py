@@ -31,6 +31,7 @@ from camshaft.config.engine import Head
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.digest import digest
 from camshaft.errors import CheckpointError
+from camshaft.models import composite
 from camshaft.models.classes import model_class
 from camshaft.models.folders import complete_index, convert_model_errors
 from camshaft.models.heads import default_output
@@ -145,7 +146,11 @@ def export_adapter(
             errors = convert_model_errors(folder, config.model_type, model.head)
             with errors, complete_index(folder) as readable:
                 base = model_class(config, model.head).from_pretrained(
-                    readable, config=config, dtype=check.dtype, trust_remote_code=model.trust_remote_code
+                    readable,
+                    config=config,
+                    dtype=check.dtype,
+                    trust_remote_code=model.trust_remote_code,
+                    key_mapping=composite.key_mapping(folder),
                 )
             loaded, weights_loaded = load_adapter(base, work)
         digests = {name: _digest(tensor, dtype) for name, tensor in tensors.items()}
@@ -169,9 +174,15 @@ def _write(
     if model.head != "causal_lm":
         config.num_labels = 1
     with storage.new_folder(target, kind=KIND) as work:
-        layout = file_layout(config, trusted, model.head)
-        config.dtype, digests = _write_weights(ranks.weights, work, file_bytes, layout)
-        config.save_pretrained(work)
+        keeps_parts = model.head == "causal_lm" and composite.is_composite(folder)
+        layout = file_layout(config, trusted, model.head, folder if keeps_parts else None)
+        kept, full_config = composite.other_weights(folder) if keeps_parts else iter(()), config
+        for file in folder.glob("*processor_config.json") if keeps_parts else ():
+            (work / file.name).write_bytes(file.read_bytes())
+        config.dtype, digests = _write_weights(ranks.weights, work, file_bytes, layout, kept)
+        if keeps_parts:
+            full_config = composite.full_config(folder, config)
+        full_config.save_pretrained(work)
         added = {name: tensor.detach().cpu() for name, tensor in ranks.adapter}
         with contextlib.suppress(OSError):  # generation_config.json is optional
             (work / "generation_config.json").write_bytes((folder / "generation_config.json").read_bytes())
@@ -184,7 +195,7 @@ def _write(
         weights = {**dict(loaded.named_buffers()), **dict(loaded.named_parameters())}
         _compare_weights(weights, digests, config.dtype, target)
         config.architectures = [type(loaded).__name__]
-        config.save_pretrained(work)
+        full_config.save_pretrained(work)
         predictions = ranks.finish()
         if ranks.check is not None:
             outputs = predictions[default_output(model.head)]
@@ -192,11 +203,15 @@ def _write(
 
 
 def _write_weights(
-    weights: Weights, work: Path, file_bytes: int, layout: Callable[[str, Tensor], Mapping[str, Tensor]]
+    weights: Weights,
+    work: Path,
+    file_bytes: int,
+    layout: Callable[[str, Tensor], Mapping[str, Tensor]],
+    kept: Weights = (),
 ) -> tuple[torch.dtype, dict[str, int]]:
     """Write the weights to files of limited size, and return the dtype of the first weight and all checksums.
 
-    Only the weights of one file are in memory at a time.
+    Only the weights of one file are in memory at a time. `kept` are written unchanged, without a checksum.
     """
     file: dict[str, Tensor] = {}
     digests: dict[str, int] = {}
@@ -214,12 +229,18 @@ def _write_weights(
             ) from error
         file.clear()
 
-    for name, tensor in weights:
-        if file and sum(weight.nbytes for weight in file.values()) + tensor.nbytes > file_bytes:
+    def add(parts: Mapping[str, Tensor]) -> int:
+        size = sum(part.nbytes for part in parts.values())
+        if file and sum(weight.nbytes for weight in file.values()) + size > file_bytes:
             write()
-        file |= {key: part.contiguous() for key, part in layout(name, tensor.detach().cpu()).items()}
-        total, dtype = total + tensor.nbytes, dtype or tensor.dtype
+        file.update((key, part.contiguous()) for key, part in parts.items())
+        return size
+
+    for name, tensor in weights:
+        total, dtype = total + add(layout(name, tensor.detach().cpu())), dtype or tensor.dtype
         digests[name] = _digest(tensor, dtype)
+    for name, tensor in kept:
+        total += add({name: tensor})
     write()
     assert dtype is not None, "a model without weights"
     if len(files) == 1:
@@ -240,10 +261,16 @@ def _load(work: Path, target: Path, trust_remote_code: bool, head: Head) -> Any:
     config = load_config(work, trust_remote_code, {})
     with quiet_transformers(), torch.random.fork_rng(devices=[]):
         model, info = model_class(config, head).from_pretrained(
-            work, config=config, local_files_only=True, output_loading_info=True, trust_remote_code=trust_remote_code
+            work,
+            config=config,
+            local_files_only=True,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+            key_mapping=composite.key_mapping(work),
         )
     kinds = ("missing_keys", "unexpected_keys", "mismatched_keys")
-    rejected = [f"{key} ({kind})" for kind in kinds for key in info[kind]]
+    kept = composite.OTHER_PARTS.match if composite.is_composite(work) else lambda _: False
+    rejected = [f"{key} ({kind})" for kind in kinds for key in info[kind] if not kept(str(key))]
     if rejected:
         raise CheckpointError(f"{target}: transformers rejects exported weights: {', '.join(rejected[:8])}")
     return model

@@ -34,6 +34,7 @@ from camshaft.config.checks.model import machine_memory
 from camshaft.config.engine import EngineModel
 from camshaft.errors import EngineError
 from camshaft.fetch import fetch
+from camshaft.models import composite
 from camshaft.models.attention import PACKED, reject_unsupported
 from camshaft.models.classes import model_class
 from camshaft.models.folders import (
@@ -81,15 +82,18 @@ def stored_weights(model: EngineModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def file_layout(
-    config: PreTrainedConfig, trust_remote_code: bool, head: Head = "causal_lm"
+    config: PreTrainedConfig, trust_remote_code: bool, head: Head = "causal_lm", folder: Path | None = None
 ) -> Callable[[str, Tensor], Mapping[str, Tensor]]:
     """Return a function that maps a weight of the model to the tensors that transformers stores in files.
 
-    transformers stacks the experts of a layer in one tensor of the model. Files contain one tensor per expert.
+    transformers stacks the experts of a layer in one tensor of the model. Files contain one tensor per expert. If
+    `folder` contains other parts besides the language model, names are those in its files.
     """
+    config = composite.language_config(config)
     with quiet_transformers(), torch.device("meta"):
         hf = model_class(config, head).from_config(config, trust_remote_code=trust_remote_code)
-    return lambda name, tensor: revert_weight_conversion(hf, {name: tensor})
+    in_files = composite.file_names(folder) if folder is not None and composite.is_composite(folder) else str
+    return lambda name, tensor: {in_files(n): t for n, t in revert_weight_conversion(hf, {name: tensor}).items()}
 
 
 def skeleton(model: EngineModel, dtype: str) -> PackedModel:
@@ -207,11 +211,12 @@ def model_folder(path: str, weights: bool = True) -> Path:
 
 
 def load_config(folder: Path, trust_remote_code: bool, override: Mapping[str, Any]) -> PreTrainedConfig:
-    """Load the config of a folder and apply `override`; raise `EngineError` for unknown keys."""
+    """Load the config of a folder's language model and apply `override`; raise `EngineError` for unknown keys."""
     check_config(folder, override)
     problem = f"{folder}/config.json cannot be read"
     with convert_folder_errors(folder, problem, "Set the path to a folder that save_pretrained wrote"):
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code, local_files_only=True)
+        config = composite.language_config(config)
     if hasattr(config, "rescale_every"):
         config.rescale_every = 0  # in eval mode, RWKV would divide its weights in place, against overflow in float16
     if not override:
@@ -292,13 +297,15 @@ def _pretrained_model(
             local_files_only=True,
             output_loading_info=True,
             ignore_mismatched_sizes=True,
-            key_mapping=renamed,
+            key_mapping=(composite.key_mapping(folder) or {}) | (renamed or {}) or None,
             **experts_option(dtype),
         )
     initialized = ("score.", "classifier.", "head.") if model.head == "value" or model.new_head else ()
     unused = () if model.head == "causal_lm" else ("lm_head.", "embed_out.", "head.", "decoder.weight", "decoder.bias")
     problems = [f"{key} is missing" for key in sorted(info["missing_keys"]) if not key.startswith(initialized)]
-    problems += [f"{key} is unknown" for key in sorted(info["unexpected_keys"]) if not key.startswith(unused)]
+    kept = composite.OTHER_PARTS.match if composite.is_composite(folder) else lambda _: False
+    unknown = (key for key in info["unexpected_keys"] if not key.startswith(unused) and not kept(key))
+    problems += [f"{key} is unknown" for key in sorted(unknown)]
     problems += [
         f"{key} has shape {tuple(actual)}, not {tuple(expected)}"
         for key, actual, expected in sorted(info["mismatched_keys"])

@@ -41,6 +41,9 @@ RECURRENT = (
 RESETS_STATE = ("kimi_linear", "minimax", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
 """Model types with linear attention whose state is empty at the start of every packed row (`models/recurrent.py`)."""
 
+COMPOSITE = ("gemma3", "qwen3_5", "qwen3_5_moe")
+"""Model types with a language model that is trained, and other parts that are kept (`models/composite.py`)."""
+
 OWN_ATTENTION = (
     *("bart", "big_bird", "bigbird_pegasus", "biogpt", "blenderbot", "blenderbot-small", "bloom", "blt", "codegen"),
     *("cpmant", "falcon", "git", "gpt_neo", "gpt_neox_japanese", "gptj", "inkling_text", "marian", "mbart"),

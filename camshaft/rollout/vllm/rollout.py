@@ -43,7 +43,7 @@ class VLLMRollout(BaseVLLMRollout):
         _check_ranks(config.tensor_model_parallel_size)
         _check_device(config.device)
         self._loaded_digests: dict[str, int] | None = None
-        self._layout = file_layout(self.hf_config, config.trust_remote_code)
+        self._layout = file_layout(self.hf_config, config.trust_remote_code, folder=self.folder)
         self._adapter = None if config.lora is None else ExpectedWeights.adapter_from_config(config, config.lora)
         self._adapter_loaded = False
         self.engine = VLLMEngine.acquire(config)

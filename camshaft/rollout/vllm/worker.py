@@ -14,6 +14,7 @@ import json
 import secrets
 import traceback
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,7 +110,7 @@ class WorkerWeights:
     @functools.cached_property
     def _layout(self) -> Callable[[str, Tensor], Mapping[str, Tensor]]:
         config = self._worker.vllm_config.model_config
-        return file_layout(config.hf_config, config.trust_remote_code)
+        return file_layout(config.hf_config, config.trust_remote_code, folder=Path(config.model))
 
     def end(self, version: str) -> None:
         """Finish the weight sync. Raise an error if vLLM left a parameter unset."""
