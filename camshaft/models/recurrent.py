@@ -60,6 +60,10 @@ class RecurrentLayer(nn.Module):
     """Forward pass of a layer class of `BOUNDARIES`, which is the next base class."""
 
     layer_idx: int
+    cache_argument: str
+    """Name of the cache in the forward pass of the next base class."""
+    other_arguments: dict[str, None]
+    """Required arguments that these layers do not read."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         call: Any = super().forward
@@ -104,10 +108,7 @@ class RecurrentLayer(nn.Module):
 
     def _call(self, hidden_states: Tensor, mask: Tensor | None, cache: Cache | None, **kwargs: Any) -> Tensor:
         call: Any = super().forward
-        names = inspect.signature(call).parameters
-        kwargs["cache_params" if "cache_params" in names else "past_key_values"] = cache
-        if "position_embeddings" in names:
-            kwargs["position_embeddings"] = None
+        kwargs = {**self.other_arguments, self.cache_argument: cache, **kwargs}
         out = call(hidden_states=hidden_states, attention_mask=mask, **kwargs)
         return out[0] if self._returns_tuple else out
 
@@ -151,7 +152,12 @@ def pack_recurrent_layers(model: nn.Module) -> None:
 
 @functools.cache
 def _packed_class(cls: type[nn.Module]) -> type[RecurrentLayer]:
-    return type(cls.__name__, (RecurrentLayer, cls), {})
+    names = inspect.signature(cls.forward).parameters
+    attributes = {
+        "cache_argument": "cache_params" if "cache_params" in names else "past_key_values",
+        "other_arguments": dict.fromkeys({"position_embeddings"} & names.keys()),
+    }
+    return type(cls.__name__, (RecurrentLayer, cls), attributes)
 
 
 @functools.cache

@@ -73,7 +73,10 @@ CHANGES: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"no_rope_layers": [1, 0]},
     "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
-    "qwen4_exp_text": {"linear_num_value_heads": 4, "linear_num_key_heads": 2},
+    "qwen4_exp_text": {
+        **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "indexer_n_heads": 2, "indexer_kv_heads": 1},
+        **{"indexer_head_dim": 8, "indexer_budget": 8, "indexer_compress_ratio": 2},
+    },
     "recurrent_gemma": {"num_hidden_layers": 3},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
