@@ -4,6 +4,7 @@ folder = tiny_folder("llama", sliding_window=4)
 batch = tiny_batch([5, 1, 7])                # DataProto with input_ids and loss_mask
 """
 
+import json
 import tempfile
 from collections.abc import Sequence
 from functools import cache
@@ -36,6 +37,19 @@ DECODED: dict[str, dict[str, Any]] = {
 }
 """Families with different decode steps: separate and shared key heads, windows, norms, rotations, recurrent states."""
 
+WINDOWED: dict[str, Any] = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+
+CHANGED_SCORES: dict[str, dict[str, Any]] = {
+    "gemma2": {**WINDOWED, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    "gpt_oss": {
+        **WINDOWED,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+}
+"""Families with soft-caps and with attention sinks, and low caps."""
+
 # Removed when the interpreter ends, or by `conftest.py`.
 HOME = tempfile.TemporaryDirectory(prefix="camshaft-tiny-")
 
@@ -50,18 +64,13 @@ def tiny_tokenizer_folder() -> Path:
 
 def tiny_folder(family: str = "qwen2", **sizes: Any) -> Path:
     """Return a model folder with the given arguments of `make_tiny_model`; equal arguments share one folder."""
-    return _tiny_folder(family, tuple(sorted((key, _frozen(value)) for key, value in sizes.items())))
+    return _tiny_folder(family, json.dumps(sizes, sort_keys=True))
 
 
 @cache
-def _tiny_folder(family: str, sizes: tuple[tuple[str, Any], ...]) -> Path:
+def _tiny_folder(family: str, sizes: str) -> Path:
     folder = Path(tempfile.mkdtemp(prefix=f"{family}-", dir=HOME.name))
-    arguments: dict[str, Any] = {key: list(value) if isinstance(value, tuple) else value for key, value in sizes}
-    return make_tiny_model(folder, family, **arguments)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    return make_tiny_model(folder, family, **json.loads(sizes))
 
 
 def tiny_rows(lengths: Sequence[int], seed: int = 0) -> list[Tensor]:

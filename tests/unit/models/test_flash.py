@@ -74,6 +74,38 @@ def test_a_sliding_window_excludes_earlier_tokens(window: int | None) -> None:
     torch.testing.assert_close(actual.double(), expected[0], rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("packing", PACKINGS.values(), ids=PACKINGS.keys())
+def test_sinks_and_soft_caps_equal_those_of_whole_rows(
+    packing: Packing, softcap: float | None, window: int | None
+) -> None:
+    """Flash attention adds sinks; torch operators compute soft-caps, and windows over shared prefixes."""
+    torch.manual_seed(0)
+    shapes = [(heads, packing.size, 8) for heads in (4, 2, 2)]
+    inputs = [*(torch.randn(shape).bfloat16().double() for shape in shapes), torch.randn(4).bfloat16().double()]
+    grad = torch.randn(packing.size, 4, 8).bfloat16().double()
+    query, key, value, sinks = exact = [tensor.clone().requires_grad_() for tensor in inputs]
+    options: Any = {"scale": 0.3, "window": window, "softcap": softcap, "sinks": sinks}
+    out = dense_attention(query, key, value, packing.lengths, packing.prefix_of, **options)
+    expected = [out.detach(), *torch.autograd.grad(out, exact, grad)]
+    with emulated_cuda() as device:
+        leaves = [tensor.bfloat16().to(DEVICE).requires_grad_() for tensor in inputs]
+        query, key, value, sinks = leaves
+        arguments: Any = {"scaling": 0.3, "sliding_window": window, "softcap": softcap, "s_aux": sinks}
+        heads = (query[None], key[None], value[None])
+        out, _ = packed_attention(LAYER, *heads, **arguments, **packed_kwargs(packing, DEVICE))
+        gradients = torch.autograd.grad(out[0], leaves, grad.bfloat16().to(DEVICE))
+        actual = [out[0].detach().cpu(), *(gradient.cpu() for gradient in gradients)]
+        is_flash = softcap is None and (window is None or packing.prefix_of is None)
+        assert bool(device.launches["_flash_attention_forward"]) == is_flash
+        assert all("a test" in place for place in device.waits), device.waits
+    for got, want in zip(actual, expected, strict=True):
+        # Sinks add two roundings, of the output that they scale and of the outputs that their gradient sums.
+        atol = TOLERANCE * 5 / 3 * float(want.abs().max())
+        torch.testing.assert_close(got.double(), want, rtol=0, atol=atol)
+
+
 def test_groups_of_a_packing() -> None:
     call = prefix_attention(PACKINGS["shared"], torch.device("cpu"))
     assert call is not None

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from support.ranks import run_warm_ranks, world_group
-from support.tiny import predicted_tokens, tiny_folder, tiny_rows
+from support.tiny import CHANGED_SCORES, predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor
 from transformers import AutoConfig, LlamaConfig
 
@@ -82,6 +82,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {"kv_heads": 4, "tie_embeddings": False},
     "mistral": {"sliding_window": 5},
     "qwen3": {"heads": 12, "kv_heads": 6, "hidden": 96},  # 4 does not divide 6, and 6 does not divide 4
+    **CHANGED_SCORES,
 }
 
 

@@ -226,6 +226,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "experts": ("mixtral", {"num_local_experts": 4}, 2, "experts has the parallel style 'moe_tp_experts'"),
     "packed": ("phi3", {}, 2, "o_proj has the parallel style 'rowwise_split_input'"),
     "embedding": ("gemma3_text", {}, 2, "embed_tokens is a Gemma3TextScaledWordEmbedding"),
+    "sinks": ("granite_swa", {}, 2, "no style for model.layers.0.self_attn.sinks"),
     "kv heads": ("qwen2", {"kv_heads": 2}, 4, "num_key_value_heads=2 is not divisible by tensor_parallel_size=4"),
     "units": (
         "llama",

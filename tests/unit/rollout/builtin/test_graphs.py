@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support.recorders import OperatorCapture, TouchedDevices
-from support.tiny import DECODED, tiny_folder
+from support.tiny import CHANGED_SCORES, DECODED, tiny_folder
 from torch import Tensor
 
 from camshaft.config.rollout import RolloutEngineConfig
@@ -35,11 +35,11 @@ from camshaft.rollout.builtin.rollout import TorchRollout
 SLOTS = 7
 """One less than a captured batch size, so that the next cache slot keeps a prompt."""
 
-FAMILIES = DECODED | {"mixtral": {"num_local_experts": 4}}
-"""Families with experts."""
+FAMILIES = DECODED | {"mixtral": {"num_local_experts": 4}} | CHANGED_SCORES
+"""Families with experts, soft-caps and sinks."""
 
-SHORT = ("qwen2", "qwen3_next", "mixtral")
-"""Families of `make test`: the default, one with recurrent states, and one with experts."""
+SHORT = ("qwen2", "qwen3_next", "mixtral", *CHANGED_SCORES)
+"""Families of `make test`: the default, with recurrent states, with experts, with soft-caps and with sinks."""
 
 
 class Recorded(TorchRollout):
@@ -103,6 +103,7 @@ def same(actual: Generation, expected: Generation) -> bool:
     [
         ("qwen2", 1.1),
         ("qwen2", 0.0),
+        *((family, 1.1) for family in CHANGED_SCORES),
         pytest.param("mixtral", 1.1, marks=pytest.mark.slow),
         *(pytest.param(family, 1.1, marks=pytest.mark.slow) for family in FAMILIES if family not in SHORT),
         *(pytest.param(family, 0.0, marks=pytest.mark.slow) for family in FAMILIES if family != "qwen2"),
