@@ -29,8 +29,9 @@ WINDOW = 8
 """Sliding window of the compared model. The rows are longer."""
 BYTES_PER_PARAMETER = 40
 """Float64 weights of oracle and engine, their gradients, and a copy of the weights."""
-MAX_PARAMETERS = 300e6
-"""Number of parameters up to which all layers are compared by default. A check then takes some minutes."""
+MAX_PARAMETERS = 100e6
+"""Number of parameters above which the vocabulary is reduced and then, if it does not suffice, the layers."""
+VOCABULARY = 4096
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 NOISE = 0.6
 """Standard deviation of random weights, divided by the square root of their columns. Scores and gates then vary."""
@@ -78,7 +79,7 @@ def prepare(source: Path, request: Request) -> Iterator[Prepared]:
         if is_random:
             notes.append(f"weights: random, from seed {request.seed}" + ("" if has_weights else " (there are none)"))
         if changes or is_random or plain_values != values:
-            is_cut = _layers_key(config) in changes
+            is_cut = "vocab_size" in changes or _layers_key(config) in changes
             folder = Path(scratch, "oracle")
             _copy(source, folder, _updated(plain_values, changes), weights=not (is_cut or is_random))
             if is_cut or is_random:
@@ -130,11 +131,19 @@ def _changes(config: PreTrainedConfig, request: Request) -> tuple[dict[str, Any]
     values, notes = config.to_dict(), []
     changes: dict[str, Any] = {}
     total, window = config.num_hidden_layers, values.get("sliding_window")
-    layers = min(_default_layers(config) if request.layers is None else request.layers, total)
+    is_large = plain_class(config) is not None and _count_parameters(config, {}) > MAX_PARAMETERS
+    if is_large and config.vocab_size > VOCABULARY:
+        tokens = [key for key, value in values.items() if key.endswith("_token_id") and _exceeds(value, VOCABULARY)]
+        changes |= {"vocab_size": VOCABULARY, **dict.fromkeys(tokens)}
+        notes.append(f"vocabulary: the first {VOCABULARY} of {config.vocab_size} tokens")
+    layers = total if request.layers is None else min(request.layers, total)
+    if request.layers is None and is_large and _count_parameters(config, changes) > MAX_PARAMETERS:
+        layers = _few_layers(config)
     if layers < total:
-        changes = {key: v[:layers] for key, v in values.items() if isinstance(v, list) and len(v) == total}
-        changes[_layers_key(config)] = layers
+        changes |= _with_layers(config, layers)
         notes.append(f"layers: the first {layers} of {total} (--layers sets the number)")
+    if is_large:
+        _check_memory(BYTES_PER_PARAMETER * _count_parameters(config, changes), layers)
     if isinstance(window, int) and window > WINDOW:
         changes["sliding_window"] = WINDOW
         notes.append(f"sliding window: {WINDOW} instead of {window} tokens, so that short rows exceed it")
@@ -145,56 +154,63 @@ def _changes(config: PreTrainedConfig, request: Request) -> tuple[dict[str, Any]
     return changes, notes
 
 
+def _exceeds(tokens: Any, size: int) -> bool:
+    """Return True if a value of a config contains a token id that is not below `size`."""
+    return any(token >= size for token in (tokens if isinstance(tokens, list) else [tokens]) if token is not None)
+
+
 def _layers_key(config: PreTrainedConfig) -> str:
     return config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
 
 
-def _default_layers(config: PreTrainedConfig) -> int:
-    """Return the number of layers to compare; raise ConfigError if the memory of this machine does not suffice."""
-    total = config.num_hidden_layers
-    if plain_class(config) is None:
-        return total
-    count = _count_parameters(config)
-    if count <= MAX_PARAMETERS and count * BYTES_PER_PARAMETER < machine_memory():
-        return total
-    values = config.to_dict()
+def _few_layers(config: PreTrainedConfig) -> int:
+    """Return the smallest number of layers, at least 2, with which every kind of layer is compared."""
+    values, total = config.to_dict(), config.num_hidden_layers
     kinds = [value for value in values.values() if isinstance(value, list) and len(value) == total]
     firsts = [kind.index(item) + 1 for kind in kinds for item in kind]
-    layers = min(total, max([2, *firsts, values.get("first_k_dense_replace", 0) + 1]))
-    cut = {key: v[:layers] for key, v in values.items() if isinstance(v, list) and len(v) == total}
-    needed = BYTES_PER_PARAMETER * _count_parameters(
-        type(config).from_dict({**values, **cut, _layers_key(config): layers})
-    )
+    return min(total, max([2, *firsts, values.get("first_k_dense_replace", 0) + 1]))
+
+
+def _with_layers(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
+    """Return the changes of a config with fewer layers. Lists with an entry for each layer are cut."""
+    values, total = config.to_dict(), config.num_hidden_layers
+    lists = {key: value[:layers] for key, value in values.items() if isinstance(value, list) and len(value) == total}
+    return {**lists, _layers_key(config): layers}
+
+
+def _check_memory(needed: int, layers: int) -> None:
     if needed > machine_memory():
         raise ConfigError(
             f"the comparison of {layers} layers takes about {needed / 2**30:.0f} GiB of memory, but this machine has "
-            f"{machine_memory() / 2**30:.0f} GiB; set fewer layers with --layers, or compare a smaller model of the "
-            "family"
+            f"{machine_memory() / 2**30:.0f} GiB; set fewer layers with --layers, or use a smaller model of the family"
         )
-    return layers
 
 
-def _count_parameters(config: PreTrainedConfig) -> int:
+def _count_parameters(config: PreTrainedConfig, changes: Mapping[str, Any]) -> int:
+    changed = type(config).from_dict({**config.to_dict(), **changes})
     with quiet_transformers(), torch.device("meta"):
-        return sum(parameter.numel() for parameter in plain_class(config)._from_config(config).parameters())
+        return sum(parameter.numel() for parameter in plain_class(config)._from_config(changed).parameters())
 
 
 # -- weights ---------------------------------------------------------------------------------------
 
 
 def _write_weights(source: Path, folder: Path, own_code: bool, is_random: bool, seed: int) -> None:
-    """Write the weights of fewer layers, or random weights, to a folder with a config."""
+    """Write the weights of fewer layers and tokens, or random weights, to a folder with a config."""
     content = (folder / CONFIG).read_text(encoding="utf-8")  # which `save_pretrained` replaces
     config = load_config(folder, own_code, {})
+    size = config.vocab_size
     model_class: Any = AutoModelForCausalLM if own_code else plain_class(config)
     options: dict[str, Any] = {"trust_remote_code": True} if own_code else {}
     with quiet_transformers(), convert_model_errors(source, config.model_type, "causal_lm"):
         if is_random:
             model = _random_model(model_class, config, seed, options)
         else:
+            config.vocab_size = load_config(source, own_code, {}).get_text_config().vocab_size
             model, info = model_class.from_pretrained(
                 source, config=config, dtype="auto", output_loading_info=True, **options
             )
+            model.resize_token_embeddings(size)
             if missing := sorted(info["missing_keys"]):
                 raise EngineError(f"the weights in {source} lack {', '.join(missing[:4])}; copy the files again")
         model.save_pretrained(folder)

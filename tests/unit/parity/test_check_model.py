@@ -12,6 +12,7 @@ from support.model_folders import edit_json
 from support.tiny import tiny_folder
 
 from camshaft.models.tiny import make_tiny_model
+from camshaft.parity.model import folders
 
 SMALL: dict[str, Any] = {"hidden": 32, "layers": 2, "initializer_range": 0.2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -160,6 +161,18 @@ def test_layers_and_windows_are_reduced_and_said(tmp_path: Path) -> None:
     assert run.status == 0, run.out
     assert "layers: the first 7 of 8" in run.out
     assert "sliding window: 8 instead of 512 tokens" in run.out
+
+
+def test_the_vocabulary_and_layers_of_a_large_model_are_reduced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(folders, "MAX_PARAMETERS", 1000)
+    monkeypatch.setattr(folders, "VOCABULARY", 80)
+    folder = make_tiny_model(tmp_path / "model", "gemma3_text", hidden=32, layers=8)
+    run = check_model(folder, "--head", "causal_lm")
+    assert run.status == 0, run.out
+    assert "vocabulary: the first 80 of 112 tokens" in run.out
+    assert "layers: the first 6 of 8" in run.out
 
 
 def test_a_folder_without_weights_gets_random_ones(tmp_path: Path) -> None:
