@@ -5,13 +5,17 @@ from typing import Any
 
 import pytest
 import torch
+from support.recorders import OperatorCapture
 from support.tiny import LINEAR
 
+from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.contracts.rollout.harness import Case, RolloutHarness
 from camshaft.contracts.rollout.suite import RULES
 from camshaft.contracts.rules import Rule
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
+from camshaft.rollout.builtin.cuda import graphs
+from camshaft.rollout.builtin.cuda.graphs import CUDAGraphDecoder, full_length_step
 from camshaft.rollout.builtin.rollout import TorchRollout
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -31,6 +35,14 @@ class RecurrentHarness(RolloutHarness):
         return super().empty_case(family, sizes, **config)
 
 
+class Captured(TorchRollout):
+    """The built-in generator with captured steps, with a CPU stand-in for CUDA graphs."""
+
+    def __init__(self, config: RolloutEngineConfig):
+        super().__init__(config)
+        self.graphs = CUDAGraphDecoder(self.decoder, self.cache, OperatorCapture(), full_length_step)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
@@ -44,8 +56,12 @@ FAST_RULES = {"rows do not depend on the batch", "prompts of mixed lengths", "sl
     [pytest.param(rule, marks=[pytest.mark.slow] * (rule.name not in FAST_RULES)) for rule in RULES],
     ids=lambda rule: rule.name.replace(" ", "_"),
 )
-def test_generator_keeps_rule(rule: Rule, folder: Path) -> None:
-    rule.check(RecurrentHarness(TorchRollout, folder))
+@pytest.mark.parametrize("rollout", [TorchRollout, Captured])
+def test_generator_keeps_rule(
+    rule: Rule, rollout: type[TorchRollout], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "MIN_STEPS", 1)
+    rule.check(RecurrentHarness(rollout, folder))
 
 
 @pytest.mark.parametrize("family", SIZES)
