@@ -341,6 +341,8 @@ docs: $(INSTALLED)
 	$(BIN)/camshaft config docs --out docs/config.md
 	$(BIN)/camshaft metrics docs --out docs/metrics.md
 	$(BIN)/camshaft engines docs --out docs/engine-features.md
+	$(BIN)/python -m tests.families.known
+	$(BIN)/python tools/families_page.py
 	$(BIN)/python tests/spec/table.py
 	$(BIN)/python tools/rule_tables.py
 	$(BIN)/python tools/foreign_tables.py

@@ -5,6 +5,7 @@ camshaft metrics explain policy kl
 camshaft metrics docs --out docs/metrics.md
 camshaft engines
 camshaft engines explain fsdp
+camshaft engines explain --model qwen3
 camshaft engines docs --out docs/engine-features.md
 camshaft rollouts
 """
@@ -14,7 +15,6 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from camshaft import storage
 from camshaft.errors import ConfigError
@@ -32,19 +32,36 @@ def metrics(argv: Sequence[str]) -> int:
         nargs="+",
         help="name of the metric as it is logged, word of the step line such as reward, or text to search for",
     )
-    return _run(parser, argv, lambda words: explain(" ".join(words)), reference_page)
+    return _run(parser, argv, lambda options: explain(" ".join(options.name)), reference_page)
 
 
 def engines(argv: Sequence[str]) -> int:
     """List the engines or the features of an engine, or write the page of the features of all built-in engines."""
     from camshaft.config.backends import ENGINES, list_backends
     from camshaft.config.engine_features import explain, features_page
+    from camshaft.config.families import table
 
     page = "page of the features of all built-in engines"
     description = "List training engines, and explain their features. Without an action, list the engines."
     parser, name = _parser("engines", description, "list the features of an engine", page, "list all engines")
-    name.add_argument("name", metavar="NAME|pkg.module:Class", help="name of the engine, or import path")
-    return _run(parser, argv, explain, features_page, partial(list_backends, ENGINES, "camshaft.engines"))
+    name.add_argument("name", nargs="?", metavar="NAME|pkg.module:Class", help="name of the engine, or import path")
+    name.add_argument(
+        "--model",
+        metavar="TYPE|PATH",
+        help="what all engines and rollouts support for a model type, such as qwen3, or for the model in a folder; "
+        "with NAME, the features of one engine for this model",
+    )
+
+    def explain_engine(options: argparse.Namespace) -> str:
+        if options.model is None:
+            return explain(options.name) if options.name else name.error("NAME or --model is required")
+        return (
+            explain(options.name, table.find_family(options.model).values)
+            if options.name
+            else table.explain(options.model)
+        )
+
+    return _run(parser, argv, explain_engine, features_page, partial(list_backends, ENGINES, "camshaft.engines"))
 
 
 def rollouts(argv: Sequence[str]) -> int:
@@ -88,7 +105,7 @@ def _parser(
 def _run(
     parser: argparse.ArgumentParser,
     argv: Sequence[str],
-    explain: Callable[[Any], str],
+    explain: Callable[[argparse.Namespace], str],
     page: Callable[[], str],
     list_all: Callable[[], str] | None = None,
 ) -> int:
@@ -97,7 +114,7 @@ def _run(
     if options.action == "docs":
         write_page(Path(options.out), page())
     elif options.action == "explain" or list_all is None:
-        sys.stdout.write(explain(options.name) + "\n")
+        sys.stdout.write(explain(options) + "\n")
     else:
         sys.stdout.write(list_all() + "\n")
     return 0

@@ -11,9 +11,12 @@ from typing import TypeVar
 
 from camshaft import hub, storage
 from camshaft.config import GenerateConfig, PPOConfig, SupervisedConfig
+from camshaft.config.checks import check_families
 from camshaft.config.checks.backends import check_libraries
+from camshaft.config.errors import format_problems
 from camshaft.config.load import REMOTE_PATHS
 from camshaft.config.tree import get, has_key
+from camshaft.errors import ConfigError
 from camshaft.fetch import fetch_models
 from camshaft.rewards.auto import check_sources
 from camshaft.storage.urls import check_client
@@ -25,7 +28,12 @@ def prepare_runs(configs: Sequence[Config]) -> Sequence[Config]:
     """Check the prerequisites of all configs, download their models, and return the configs."""
     for config in configs:
         check_prerequisites(config)
-    fetch_models(source for config in configs for source in config.model_sources())
+    sources = [source for config in configs for source in config.model_sources()]
+    fetch_models((path, False) for path, _ in sources)  # an unsupported model is rejected before its weights come
+    for config in configs:
+        if problems := list(check_families(config)):
+            raise ConfigError(format_problems(problems))
+    fetch_models(sources)
     return configs
 
 

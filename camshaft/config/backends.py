@@ -108,6 +108,7 @@ TORCH = RolloutCapabilities(
     accelerator_keys=frozenset({"enforce_eager", "gpu_memory_utilization"}),
     sampling=_ALL_SAMPLING,
     continues_rows=True,
+    generates_packed=True,
     supports_routed_experts=True,
 )
 VLLM = RolloutCapabilities(
@@ -262,6 +263,16 @@ def continues_rows(rollout: str, engine_kwargs: Mapping[str, Any]) -> bool:
     capabilities = rollout_capabilities(rollout)
     inner = capabilities.inner_rollout(engine_kwargs)
     return capabilities.continues_rows and (inner is None or continues_rows(*inner))
+
+
+def generates_packed(rollout: str, engine_kwargs: Mapping[str, Any]) -> bool:
+    """Return True if the given rollout computes prompts as packed rows. False if it is unknown."""
+    try:
+        capabilities = rollout_capabilities(rollout)
+    except ConfigError:
+        return False
+    inner = capabilities.inner_rollout(engine_kwargs)
+    return capabilities.generates_packed if inner is None else generates_packed(*inner)
 
 
 def rollouts_that_read(key: str) -> tuple[str, ...]:

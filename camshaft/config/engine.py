@@ -205,6 +205,13 @@ class EngineOptions(Frozen):
         """Yield options that are incompatible with each other or with the model. Called before the engine is built."""
         return iter(())
 
+    def family_conflicts(self, values: Mapping[str, Any], model: EngineModel) -> Iterator[Conflict]:
+        """Yield why the engine, with these options, does not support models whose config.json has these values.
+
+        A run calls it before it loads data or starts processes, if the folder of the model is on this machine.
+        """
+        return iter(())
+
 
 @dataclass(frozen=True)
 class EngineCapabilities:
@@ -233,8 +240,7 @@ class EngineCapabilities:
     heads: tuple[Head, ...] = ("causal_lm", "value", "reward")
     """Supported output heads (`EngineModel.head`)."""
     families: tuple[str, ...] = ()
-    """Supported model types of transformers, for the page of features. The engine checks the model itself. Empty: every
-    decoder of transformers whose attention uses the attention interface."""
+    """Supported model types of transformers. Empty: those that `EngineOptions.family_conflicts` does not reject."""
     dtypes: tuple[DType, ...] = ("float32", "bfloat16", "float64")
     """Supported dtypes of the weights (`EngineConfig.dtype`)."""
     training_dtypes: tuple[DType, ...] = ("float32", "float64")
@@ -252,6 +258,22 @@ class EngineCapabilities:
     """True if `camshaft plan` can run the engine as one rank of a fake process group."""
     load_formats: tuple[str, ...] = ("auto", "hf", "dtensor")
     """Values of `rollout.load_format`, without `dummy_`, that are supported with an actor on this engine."""
+
+    def family_conflicts(
+        self, options: EngineOptions, values: Mapping[str, Any], model: EngineModel
+    ) -> Iterator[Conflict]:
+        """Yield why the engine does not support models whose config.json has these values."""
+        if self.families and values.get("model_type") not in self.families:
+            message = f"this engine does not support {values.get('model_type')} models, only {', '.join(self.families)}"
+            yield Conflict("", message, ("strategy=fsdp",))
+        else:
+            yield from options.family_conflicts(values, model)
+
+    def check_family(self, options: EngineOptions, values: Mapping[str, Any], model: EngineModel) -> None:
+        """Raise an `EngineError` with all reasons if the engine does not support models with these values."""
+        conflicts = [str(conflict) for conflict in self.family_conflicts(options, values, model)]
+        if conflicts:
+            raise EngineError("\n".join(conflicts))
 
     def validate(self, config: EngineConfig) -> EngineOptions:
         """Return the validated options of `config`; an `EngineError` lists all unsupported settings."""

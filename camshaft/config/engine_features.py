@@ -16,6 +16,8 @@ from pydantic.fields import FieldInfo
 
 from camshaft.config.backends import ENGINES, engine_capabilities
 from camshaft.config.engine import EngineCapabilities, EngineConfig, EngineModel, LoRAConfig, OptimConfig
+from camshaft.config.families.support import Feature as FamilyFeature
+from camshaft.config.families.support import unsupported
 from camshaft.config.schema.fsdp import FSDPOptions
 from camshaft.config.tree import format_value
 from camshaft.errors import EngineError
@@ -39,6 +41,8 @@ class Feature:
     """Minimum number of ranks."""
     family: str | None = None
     """Model type of transformers."""
+    requires: FamilyFeature | None = None
+    """What the model must support."""
     is_supported: Callable[[EngineCapabilities], bool] = lambda capabilities: True
     """Check of a feature that no setting of the engine enables."""
 
@@ -129,7 +133,10 @@ ALL_FEATURES = (
         "activation checkpointing, selective", MEMORY,
         model=CHECKPOINTING | {"gradient_checkpointing_mode": "selective"},
     ),
-    Feature("prefix sharing", SPEED, is_supported=lambda capabilities: capabilities.shares_prefixes),
+    Feature(
+        "prefix sharing", SPEED, requires="prefix sharing",
+        is_supported=lambda capabilities: capabilities.shares_prefixes,
+    ),
     _option("torch.compile", SPEED, use_torch_compile=True),
     _option("write checkpoints in the background", SPEED, async_save=True),
     Feature("load checkpoints of another world size", SPEED),
@@ -146,8 +153,10 @@ FEATURES = {feature.name: feature for feature in ALL_FEATURES}
 """Features in the order of the page."""
 
 
-def find_support(feature: Feature, capabilities: EngineCapabilities) -> Support:
-    """Return the support of `feature` by an engine with these capabilities."""
+def find_support(
+    feature: Feature, capabilities: EngineCapabilities, values: Mapping[str, Any] | None = None
+) -> Support:
+    """Return the support of `feature` by an engine with these capabilities, for models with `values` in config.json."""
     if feature.family is not None and capabilities.families and feature.family not in capabilities.families:
         reason = f"supported model types are {', '.join(capabilities.families)}"
         return Support("rejected", reason=reason)
@@ -165,17 +174,25 @@ def find_support(feature: Feature, capabilities: EngineCapabilities) -> Support:
     try:
         parsed = capabilities.validate(feature.config(options))
         parsed.check_layout(feature.ranks)
+        if values is not None:
+            capabilities.check_family(parsed, values, feature.config(options).model)
     except EngineError as error:
         return Support("rejected", options, str(error).replace("\n", "; "))
-    return Support("supported", options)
+    reasons = unsupported(feature.requires, values) if feature.requires is not None and values is not None else []
+    return Support("rejected", options, " and ".join(reasons)) if reasons else Support("supported", options)
 
 
-def explain(strategy: str) -> str:
-    """Describe the features and the other options of an engine, which can be a class of another package."""
+def explain(strategy: str, values: Mapping[str, Any] | None = None) -> str:
+    """Describe the features and the other options of an engine, which can be a class of another package.
+
+    With the `values` of a config.json, describe the features for models with these values.
+    """
     capabilities = engine_capabilities(strategy)
     lines: list[str] = []
     for feature in FEATURES.values():
-        support = find_support(feature, capabilities)
+        if values is not None and feature.family is not None:
+            continue
+        support = find_support(feature, capabilities, values)
         lines.append(f"{feature.name}: {support}" + (f" ({support.reason})" if support.reason else ""))
     known = {name for feature in FEATURES.values() for options in feature.options for name in options}
     others = [_setting(name, info) for name, info in capabilities.options.model_fields.items() if name not in known]

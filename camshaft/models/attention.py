@@ -31,7 +31,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedC
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from camshaft.config.families.support import MAX_HEAD_DIM, Feature, unsupported
+from camshaft.config.families.support import MAX_HEAD_DIM, Feature, alternative, refusal
 from camshaft.device import is_cuda, to_device
 from camshaft.errors import EngineError
 from camshaft.models.blockwise import Scores, blockwise_attention
@@ -117,13 +117,10 @@ def config_values(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def reject_unsupported(config: PreTrainedConfig, feature: Feature = "packed rows") -> None:
-    """Raise `EngineError` with all reasons if models of this config do not support packed rows, or another feature."""
+    """Raise `EngineError` with all reasons if models of this config do not support `feature`."""
     values = config_values(config)
-    if reasons := unsupported(feature, values):
-        raise EngineError(
-            f"{values['model_type']} models have {' and '.join(reasons)}, which {feature} does not support; choose "
-            "another model family"
-        )
+    if message := refusal(feature, values):
+        raise EngineError(f"{message}; {alternative(values)}")
 
 
 def layer_window(config: PreTrainedConfig, layer: int) -> int | None:

@@ -21,7 +21,15 @@ from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAtte
 from transformers.utils.generic import ModelOutput
 
 from camshaft.config.engine import Head
-from camshaft.config.families.support import LOGIT_FACTORS, LOGIT_SOFTCAPS, RESETS_STATE, rope_limit, unsupported
+from camshaft.config.families.support import (
+    LOGIT_FACTORS,
+    LOGIT_SOFTCAPS,
+    RESETS_STATE,
+    alternative,
+    refusal,
+    rope_limit,
+    unsupported,
+)
 from camshaft.device import to_device
 from camshaft.errors import EngineError
 from camshaft.models.activations import Mode, checkpointing_kwargs
@@ -385,11 +393,8 @@ def logit_factor(config: PreTrainedConfig) -> float:
     Raise `EngineError` if they change their logits in any other way.
     """
     values = config_values(config)
-    if reasons := unsupported("fused log-probs", values):
-        raise EngineError(
-            f"{values['model_type']} models have {' and '.join(reasons)}, which the fused output layer does not "
-            "support; choose another model family"
-        )
+    if message := refusal("fused log-probs", values):
+        raise EngineError(f"{message}; {alternative(values)}")
     key, power = LOGIT_FACTORS.get(values["model_type"], ("", 1))
     return float(getattr(config.get_text_config(), key)) ** power if key else 1.0
 

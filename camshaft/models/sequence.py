@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from camshaft.config.families.support import unsupported
+from camshaft.config.families.support import refusal
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.device import to_device
 from camshaft.errors import EngineError
@@ -195,12 +195,8 @@ class _Gather(torch.autograd.Function):
 def check_heads(config: PreTrainedConfig, size: int) -> None:
     """Raise `EngineError` if sequence parallelism over `size` ranks does not support this config."""
     text_config = config.get_text_config()
-    reasons = unsupported("sequence parallelism", config_values(config))
-    if size > 1 and reasons:
-        raise EngineError(
-            f"{text_config.model_type} models have {' and '.join(reasons)}, which sequence parallelism does not "
-            "support; set ulysses_sequence_parallel_size=1 for this model"
-        )
+    if size > 1 and (message := refusal("sequence parallelism", config_values(config))):
+        raise EngineError(f"{message}; set ulysses_sequence_parallel_size=1")
     if text_config.num_attention_heads % size:
         raise _indivisible_heads_error(
             f"the {text_config.num_attention_heads} query heads of this {text_config.model_type} model", size

@@ -35,7 +35,7 @@ def test_the_metrics_page_is_generated_from_the_table() -> None:
     assert written == reference_of_metrics(), "run: make docs"
 
 
-@pytest.mark.parametrize("name", ["api", "command-line"])
+@pytest.mark.parametrize("name", ["api", "command-line", "families"])
 def test_pages_of_tools_are_up_to_date(name: str) -> None:
     tool = runpy.run_path(str(ROOT / "tools" / f"{name.replace('-', '_')}_page.py"))
     assert tool["PAGE"].read_text(encoding="utf-8") == tool["page"](), "run: make docs"

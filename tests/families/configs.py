@@ -16,6 +16,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 CAUSAL_WITHOUT_KEY = ("gpt_neox", "gpt_neox_japanese")
 """Decoder-only types whose config has `is_decoder=False`, which their models do not read."""
+MOST_USED = (
+    *("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "gpt2", "phi3", "opt"),
+    *("qwen3_moe", "mixtral", "deepseek_v3", "gemma4_text", "gemma2", "gpt_oss"),
+)
+"""Types that `make test` trains."""
+PADDED = ("falcon", "mamba")
+"""Types on right-padded rows that `make test` trains: one with attention, and one with a recurrent state."""
 VOCABULARY = 64
 SIZES: dict[str, int] = {
     **dict.fromkeys(("vocab_size",), VOCABULARY),

@@ -3,6 +3,7 @@
 `make test-families` checks all types, with all heads.
 """
 
+import json
 from pathlib import Path
 
 import pytest
@@ -10,18 +11,13 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from camshaft.config.engine import Head
-from camshaft.config.families.support import OWN_ATTENTION, RECURRENT, text_values, unsupported
+from camshaft.config.families.known import KNOWN, complete_values
+from camshaft.config.families.support import INSTEAD, OWN_ATTENTION, RECURRENT, text_values, unsupported
 
 from .checks import check_head, refusal, write_model
-from .configs import decoder_types, tiny_config
+from .configs import MOST_USED, PADDED, decoder_types, tiny_config
+from .known import known_types
 from .refused import REFUSED
-
-MOST_USED = (
-    *("llama", "qwen2", "qwen3", "mistral", "gemma3_text", "gpt2", "phi3", "opt"),
-    *("qwen3_moe", "mixtral", "deepseek_v3", "gemma4_text", "gemma2", "gpt_oss"),
-)
-PADDED = ("falcon", "mamba")
-"""Types that run on right-padded rows: one with attention, and one with a recurrent state."""
 
 
 @pytest.mark.parametrize("head", ["causal_lm", "value"])
@@ -51,6 +47,23 @@ def test_types_without_the_attention_interface_are_those_of_transformers() -> No
     assert set(RECURRENT) == {name for name, cls in classes.items() if cls._is_stateful}
     others = {name for name, cls in classes.items() if not cls.is_backend_compatible()}
     assert set(OWN_ATTENTION) == others - set(RECURRENT)
+
+
+def test_refused_types_are_known_without_a_complete_config() -> None:
+    for model_type in decoder_types():
+        values = complete_values({"model_type": model_type})
+        reasons = [*unsupported("training", values), *unsupported("fused log-probs", values)]
+        assert bool(reasons) == (model_type in REFUSED), model_type
+
+
+def test_another_family_is_named_for_each_refused_type() -> None:
+    assert REFUSED.keys() <= INSTEAD.keys()
+    assert not REFUSED.keys() & set(INSTEAD.values())
+
+
+def test_the_facts_about_all_types_are_up_to_date() -> None:
+    facts = json.loads(json.dumps(known_types()))
+    assert facts == json.loads(KNOWN.read_text(encoding="utf-8"))["types"], "run: make docs"
 
 
 def test_refused_types_are_decoder_only_types() -> None:

@@ -3,7 +3,10 @@
 Run by `make test-sglang`.
 """
 
+import importlib.metadata
+import importlib.util
 import os
+import runpy
 import signal
 import subprocess
 import sys
@@ -20,6 +23,7 @@ from support.sglang_pool import SGLangPool
 from support.vllm_runs import run_with_vllm
 from torch import Tensor, nn
 
+from camshaft.config.families.known import served_models
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.contracts.rollout.harness import RolloutHarness, expect_close
 from camshaft.contracts.rollout.suite import SAMPLINGS
@@ -194,3 +198,11 @@ def test_sglang_follows_the_actor(tmp_path: Path) -> None:
         assert step.by_vllm == step.by_transformers
         assert step.metrics["rollout/sync_bytes"] > 0
     assert responses[0].by_vllm != responses[-1].by_vllm
+
+
+def test_the_listed_architectures_are_those_of_the_registry() -> None:
+    tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "served_models.py"))
+    package = Path(str(importlib.util.find_spec("sglang").submodule_search_locations[0]))  # pyright: ignore
+    distribution = importlib.metadata.packages_distributions()["sglang"][0]
+    assert served_models()["sglang"].version == importlib.metadata.version(distribution), "run: tools/served_models.py"
+    assert served_models()["sglang"].architectures == set(tool["sglang_architectures"](package))

@@ -5,8 +5,11 @@ fails, the installed version of vLLM has fixed the error.
 """
 
 import gc
+import importlib.metadata
+import importlib.util
 import os
 import random
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,7 @@ import torch
 import torch.distributed as dist
 from support.ranks import run_ranks
 
+from camshaft.config.families.known import served_models
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.contracts.rollout.harness import Case, RolloutHarness, expect_close, largest_difference
 from camshaft.errors import RolloutError
@@ -333,3 +337,11 @@ def test_untested_version_is_warned_about_once(harness, monkeypatch, caplog):
     assert len(caplog.messages) == 1
     assert "vLLM 9.9.9" in caplog.messages[0]
     assert ", ".join(installed.TESTED) in caplog.messages[0]
+
+
+def test_the_listed_architectures_are_those_of_the_registry() -> None:
+    tool = runpy.run_path(str(Path(__file__).parents[2] / "tools" / "served_models.py"))
+    package = Path(str(importlib.util.find_spec("vllm").submodule_search_locations[0]))  # pyright: ignore
+    distribution = importlib.metadata.packages_distributions()["vllm"][0]
+    assert served_models()["vllm"].version == importlib.metadata.version(distribution), "run: tools/served_models.py"
+    assert served_models()["vllm"].architectures == set(tool["vllm_architectures"](package))

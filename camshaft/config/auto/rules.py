@@ -20,6 +20,7 @@ from camshaft.config.backends import (
     supports_mixed_precision,
 )
 from camshaft.config.engine import EngineModel
+from camshaft.config.families.known import complete_values
 from camshaft.config.families.support import unsupported
 from camshaft.config.guards import is_mapping
 from camshaft.config.model_settings import read_settings
@@ -186,7 +187,7 @@ def _rollout(model: str, settings: Settings) -> tuple[Any, str]:
     """Choose the rollout for the model of a section."""
     path, override = settings.get(f"{model}.path"), settings.section(f"{model}.override_config")
     stored = read_settings(path, override) if isinstance(path, str) else None
-    reasons = [] if stored is None else unsupported("packed rows", stored.values)
+    reasons = [] if stored is None else unsupported("packed rows", complete_values(stored.values))
     name, reason = (TRANSFORMERS_ROLLOUT, f"the model has {reasons[0]}") if reasons else (BUILT_IN_ROLLOUT, "built in")
     if settings.on_cpu():
         return name, reason

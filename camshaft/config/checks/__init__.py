@@ -12,6 +12,7 @@ Modules
     batches.py      batch sizes, token budgets and lengths, with the arithmetic
     algorithm.py    estimator, policy loss, rollout correction, dynamic sampling
     run.py          training data, validation, schedules, trackers, checkpoints
+    families.py     families of models against engines and the built-in rollout
     model.py        lengths and tokenizers against models, and notices about models
     rewards.py      scoring functions, the reward model and the overlong penalty
     agents.py       episodes with environments
@@ -33,6 +34,7 @@ from camshaft.config.checks.backends import (
     check_supervised_engines,
 )
 from camshaft.config.checks.batches import check_ppo_batches, check_supervised_batches, check_token_budgets
+from camshaft.config.checks.families import check_families
 from camshaft.config.checks.model import check_generate_models, check_ppo_models, check_supervised_models
 from camshaft.config.checks.placement import check_placement, check_ppo_placement
 from camshaft.config.checks.rewards import check_scores, check_scoring_function, check_token_budget_of_scores
@@ -45,7 +47,7 @@ from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.supervised import SupervisedConfig
 
-__all__ = ["check", "check_critic_warmup", "check_lengths"]
+__all__ = ["check", "check_critic_warmup", "check_families", "check_lengths"]
 
 
 def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> Iterator[Problem]:
@@ -72,6 +74,8 @@ def check(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) ->
         yield from check_supervised_models(config)
     else:
         yield from _check_ppo(config)
+    if not isinstance(config, EvalConfig):
+        yield from check_families(config)
     yield from _section_problems(config, "")
 
 

@@ -37,7 +37,7 @@ from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import AnyModelConfig
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import GeneratorConfig, RolloutConfig, ValKwargs
-from camshaft.config.schema.supervised import SupervisedConfig
+from camshaft.config.schema.supervised import RMConfig, SupervisedConfig
 from camshaft.config.tree import flatten, format_value
 from camshaft.errors import ConfigError
 from camshaft.plugins import install_command, list_names
@@ -89,7 +89,7 @@ class Role:
         if not option:
             return self.strategy
         if option.startswith("model."):
-            return getattr(self.section, option.removeprefix("model."), ABSENT)
+            return getattr(self.section or self.model, option.removeprefix("model."), ABSENT)
         value: Any = {**self.settings, **self.engine_kwargs}
         for name in option.split("."):
             if not is_mapping(value) or name not in value:
@@ -100,24 +100,26 @@ class Role:
 
 def check_ppo_engines(config: PPOConfig) -> Iterator[Problem]:
     """Check the engines of all roles of an RL run."""
-    yield from _check_engines(_ppo_roles(config), config.trainer)
+    yield from _check_engines(ppo_roles(config), config.trainer)
     if config.kl_plan().is_used:
         yield from _check_reference_layout(config)
 
 
 def check_supervised_engines(config: SupervisedConfig) -> Iterator[Problem]:
     """Check the engine of a supervised run."""
-    yield from _check_engines([([_supervised_role(config)], config.trainer.world_size)], config.trainer)
+    yield from _check_engines([([supervised_role(config)], config.trainer.world_size)], config.trainer)
 
 
-def _supervised_role(config: SupervisedConfig) -> Role:
+def supervised_role(config: SupervisedConfig) -> Role:
+    """Return the role of a supervised run."""
+    model = engine_model(config.model, head="reward" if isinstance(config, RMConfig) else "causal_lm")
     return Role(
-        config.strategy, "strategy", "", "fsdp_config", config.engine_keys(), config.engine_kwargs,
-        engine_model(config.model), "model", config.model,
+        config.strategy, "strategy", "", "fsdp_config", config.engine_keys(), config.engine_kwargs, model, "model",
+        config.model,
     )  # fmt: skip
 
 
-def _ppo_roles(config: PPOConfig) -> list[tuple[list[Role], int]]:
+def ppo_roles(config: PPOConfig) -> list[tuple[list[Role], int]]:
     """Return the roles with an engine, and their number of ranks. Actor and reference form one group."""
     roles, critic, topology = config.actor_rollout_ref, config.critic, config.topology()
     strategy, model = roles.actor.strategy, engine_model(roles.model)
@@ -138,7 +140,7 @@ def _ppo_roles(config: PPOConfig) -> list[tuple[list[Role], int]]:
     if config.needs_critic():
         role = Role(
             critic.strategy, "critic.strategy", "critic.", "critic.model.fsdp_config", critic.engine_keys(),
-            critic.engine_kwargs, engine_model(critic.model), "critic.model", critic.model,
+            critic.engine_kwargs, engine_model(critic.model, head="value"), "critic.model", critic.model,
         )  # fmt: skip
         groups.append(([role], topology.critic_topology().world_size))
     if config.needs_reward_engine():
@@ -154,9 +156,9 @@ def _ppo_roles(config: PPOConfig) -> list[tuple[list[Role], int]]:
 def layouts_are_valid(config: PPOConfig | SupervisedConfig) -> bool:
     """Return True if the options of every engine are valid, so that `ranks_per_row` can be computed."""
     if isinstance(config, SupervisedConfig):
-        roles = [_supervised_role(config)]
+        roles = [supervised_role(config)]
     else:
-        roles = [role for group, _ in _ppo_roles(config) for role in group]
+        roles = [role for group, _ in ppo_roles(config) for role in group]
     for role in roles:
         try:
             schema = engine_capabilities(role.strategy).options
@@ -296,12 +298,13 @@ def _check_options(role: Role, capabilities: EngineCapabilities, world_size: int
         return
     options = schema.from_dict(values)
     for conflict in options.layout_conflicts(world_size):
-        yield _to_problem(role, conflict, WORLD)
+        yield to_problem(role, conflict, WORLD)
     for conflict in options.conflicts(role.model):
-        yield _to_problem(role, conflict, ())
+        yield to_problem(role, conflict, ())
 
 
-def _to_problem(role: Role, conflict: Conflict, related: tuple[str, ...]) -> Problem:
+def to_problem(role: Role, conflict: Conflict, related: tuple[str, ...]) -> Problem:
+    """Return the problem of a role that a conflict describes, with config keys in place of options."""
     fixes: list[str] = []
     for fix in conflict.fixes:
         option, _, value = fix.partition("=")
@@ -411,13 +414,13 @@ def required_libraries(config: PPOConfig | SupervisedConfig | GenerateConfig) ->
     roles: list[Role] = []
     rollouts: dict[str, GeneratorConfig] = {}
     if isinstance(config, SupervisedConfig):
-        roles = [_supervised_role(config)]
+        roles = [supervised_role(config)]
     elif isinstance(config, GenerateConfig):
         rollouts = {"rollout": config.rollout}
     elif config.actor_rollout_ref.worker_cls is None:
-        roles, rollouts = [group[0] for group, _ in _ppo_roles(config)], {ROLLOUT: config.actor_rollout_ref.rollout}
+        roles, rollouts = [group[0] for group, _ in ppo_roles(config)], {ROLLOUT: config.actor_rollout_ref.rollout}
     else:
-        roles = [group[0] for group, _ in _ppo_roles(config)[1:]]
+        roles = [group[0] for group, _ in ppo_roles(config)[1:]]
     for role in roles:
         library = engine_capabilities(role.strategy).library
         if library is not None:

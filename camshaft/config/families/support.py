@@ -95,6 +95,9 @@ ROPE_BY_MAX_POSITION = {"dynamic": "max_position_embeddings", "longrope": "origi
 MAX_HEAD_DIM = 256
 """Largest head dimension of the flash kernels, and of prefix sharing."""
 
+INSTEAD = {"cpmant": "qwen2", "xlm": "gpt2", "xlnet": "gpt2"}
+"""Supported model types of about the same size, by refused type."""
+
 
 class RopeLimit(NamedTuple):
     """Number of tokens above which one row changes the rotary frequencies of all rows of a call."""
@@ -119,6 +122,20 @@ def unsupported(feature: Feature, values: Mapping[str, Any]) -> list[str]:
 def runs_padded(values: Mapping[str, Any]) -> bool:
     """Return True if engines call models with these values on right-padded rows (`models/padded_rows.py`)."""
     return values.get("model_type") in PADDED and bool(unsupported("packed rows", values))
+
+
+def refusal(feature: Feature, values: Mapping[str, Any]) -> str | None:
+    """Return the sentence that models with these values do not support `feature`; None if they do."""
+    reasons, verb = unsupported(feature, values), "do" if feature.endswith("s") else "does"
+    if not reasons:
+        return None
+    return f"{values.get('model_type')} models have {' and '.join(reasons)}, which {feature} {verb} not support"
+
+
+def alternative(values: Mapping[str, Any]) -> str:
+    """Return the advice to choose another model family, with its name if one is known."""
+    instead = INSTEAD.get(str(values.get("model_type")))
+    return f"choose another model family, such as {instead}" if instead else "choose another model family"
 
 
 def rope_limit(values: Mapping[str, Any]) -> RopeLimit | None:

@@ -10,12 +10,14 @@ and only a config file has `auto`, which is chosen when the file is loaded.
 # Sections are immutable, so a subclass can narrow the type of a key.
 # pyright: reportIncompatibleVariableOverride=false
 
-from collections.abc import Iterator
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from camshaft.config.engine import Conflict, EngineModel, EngineOptions, format_division, largest_divisor
+from camshaft.config.families.conflicts import packed_conflicts, sequence_conflicts, size_conflicts
+from camshaft.config.families.known import missing_feature
 from camshaft.config.schema.fields import Auto, DType, OffOrPositive, Section, Text, Unread, key, section
 
 ComputeDType = Literal["float32", "bfloat16"]
@@ -211,6 +213,15 @@ class FSDPOptions(TrainedSharding, EngineOptions):
             )
         if model.enable_gradient_checkpointing and model.gradient_checkpointing_mode == "selective":
             yield from self._selective_checkpointing()
+
+    def family_conflicts(self, values: Mapping[str, Any], model: EngineModel) -> Iterator[Conflict]:
+        tensor, option = self.tensor_parallel_size, "tensor_parallel_size"
+        yield from packed_conflicts(values, model)
+        yield from sequence_conflicts(values, "ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size)
+        if tensor > 1 and (reason := missing_feature("tensor parallelism", values)):
+            message = f"{option}={tensor} is not supported for {values['model_type']} models: {reason}"
+            yield Conflict(option, message, (f"{option}=1",))
+        yield from size_conflicts(values, ("num_attention_heads", "num_key_value_heads"), option, tensor)
 
     def _selective_checkpointing(self) -> Iterator[Conflict]:
         option, fixes = "model.gradient_checkpointing_mode", ("model.gradient_checkpointing_mode=full",)

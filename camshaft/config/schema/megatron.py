@@ -7,13 +7,18 @@
 This module imports neither torch nor Megatron.
 """
 
-from collections.abc import Iterator
-from typing import Literal
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
 
 from pydantic import Field
 
 from camshaft.config.engine import Conflict, EngineModel, EngineOptions, format_division
+from camshaft.config.families.conflicts import size_conflicts
+from camshaft.config.families.support import rope_limit
 from camshaft.config.schema.fsdp import MixedPrecision
+
+MOE_FAMILIES = ("qwen3_moe", "mixtral")
+"""Supported model types with a mixture of experts."""
 
 
 class MegatronOptions(EngineOptions):
@@ -83,6 +88,52 @@ class MegatronOptions(EngineOptions):
                 f"expert_model_parallel_size={self.expert_model_parallel_size}",
             )
 
+    def family_conflicts(self, values: Mapping[str, Any], model: EngineModel) -> Iterator[Conflict]:
+        for feature in _unsupported_features(values):
+            message = f"strategy=megatron does not support {values['model_type']} models with {feature}"
+            yield Conflict("", message, ("strategy=fsdp",))
+        tensor, experts = self.tensor_model_parallel_size, _num_experts(values)
+        sizes = ("num_attention_heads", "num_key_value_heads", *(() if experts else ("intermediate_size",)))
+        yield from size_conflicts(values, sizes, "tensor_model_parallel_size", tensor)
+        yield from self._expert_conflicts(experts)
+        heads, context = values.get("num_attention_heads"), self.context_parallel_size
+        if isinstance(heads, int) and heads % tensor == 0 and heads // tensor % context:
+            message = f"{heads // tensor} attention heads per rank are not divisible by context_parallel_size={context}"
+            yield Conflict("context_parallel_size", message)
+        if isinstance(layers := values.get("num_hidden_layers"), int):
+            yield from self._stage_conflicts(layers)
+
+    def _expert_conflicts(self, experts: int) -> Iterator[Conflict]:
+        size = self.expert_model_parallel_size
+        losses = {"moe_aux_loss_coeff": self.moe_aux_loss_coeff, "moe_z_loss_coeff": self.moe_z_loss_coeff}
+        for name, coefficient in losses.items():
+            if coefficient and not experts:
+                yield Conflict(name, f"{name}={coefficient} requires a mixture of experts", (f"{name}=0",))
+        if experts and self.tensor_model_parallel_size > 1 and not self.sequence_parallel:
+            yield Conflict(
+                "sequence_parallel",
+                "sequence_parallel=false is not supported for a tensor-parallel mixture-of-experts model",
+                ("sequence_parallel=true",),
+            )
+        if size > 1 and (not experts or experts % size):
+            message = f"{experts} experts cannot be split over expert_model_parallel_size={size} ranks"
+            yield Conflict("expert_model_parallel_size", message, ("expert_model_parallel_size=1",))
+
+    def _stage_conflicts(self, layers: int) -> Iterator[Conflict]:
+        """Yield numbers of layers that do not fill the pipeline stages."""
+        virtual, set_stages = self.virtual_pipeline_model_parallel_size or 1, self.set_stages()
+        stages, rest = self.pipeline_model_parallel_size - len(set_stages), layers - sum(set_stages.values())
+        for name, size in set_stages.items():
+            if size % virtual:
+                yield Conflict(name, f"{name}={size} is not divisible by {virtual} virtual pipeline stages")
+        if not set_stages and layers % (stages * virtual):
+            message = f"num_hidden_layers={layers} is not divisible by {stages * virtual} pipeline stages"
+            yield Conflict("pipeline_model_parallel_size", message)
+        elif set_stages and (rest != 0 if stages == 0 else rest < stages * virtual or rest % (stages * virtual)):
+            sizes = " and ".join(f"{name}={size}" for name, size in set_stages.items())
+            message = f"{sizes} leave {rest} of {layers} layers for {stages * virtual} other pipeline stages"
+            yield Conflict(next(iter(set_stages)), message)
+
     def conflicts(self, model: EngineModel) -> Iterator[Conflict]:
         virtual = self.virtual_pipeline_model_parallel_size
         if virtual is not None and self.pipeline_model_parallel_size == 1:
@@ -117,3 +168,28 @@ class MegatronOptions(EngineOptions):
                 "layers",
                 ("model.gradient_checkpointing_mode=full",),
             )
+
+
+def _num_experts(values: Mapping[str, Any]) -> int:
+    """Return the number of experts of each layer; 0 for a dense model."""
+    number = values.get("num_local_experts") or values.get("num_experts") or 0
+    return number if values.get("model_type") in MOE_FAMILIES else 0
+
+
+def _unsupported_features(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield config entries that have no counterpart in the Megatron model."""
+    if values.get("hidden_act", "silu") != "silu":
+        yield f"hidden_act={values['hidden_act']}"
+    for key in ("attention_bias", "mlp_bias"):
+        if values.get(key):
+            yield f"{key}=True"
+    if values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1:
+        yield "dense layers in a mixture-of-experts model"
+    if values.get("router_jitter_noise"):
+        yield f"router_jitter_noise={values['router_jitter_noise']}"
+    if values.get("model_type") == "mixtral" and values.get("sliding_window") is not None:
+        yield f"sliding_window={values['sliding_window']}"
+    if set(values.get("layer_types") or ()) - {"full_attention"}:
+        yield "sliding-window attention"
+    if (limit := rope_limit(values)) is not None:
+        yield f"rope_type={limit.rope_type}, whose angles depend on the sequence length"

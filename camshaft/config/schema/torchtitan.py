@@ -7,11 +7,14 @@ Names that exist in `fsdp_config` have the same meaning there. The other names a
 `ParallelismConfig`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from pydantic import Field
 
 from camshaft.config.engine import Conflict, EngineModel, EngineOptions, format_division
+from camshaft.config.families.conflicts import sequence_conflicts, size_conflicts
+from camshaft.config.families.support import rope_limit
 from camshaft.config.schema.fields import OffOrPositive
 from camshaft.config.schema.fsdp import MixedPrecision, head_conflicts
 
@@ -102,3 +105,19 @@ class TorchtitanOptions(EngineOptions):
             if (degree := getattr(self, option)) > 1:
                 yield Conflict(option, f"{option}={degree} is not supported: {reason}", (f"{option}=1", *fixes))
         yield from head_conflicts(self.ulysses_sequence_parallel_size, self.tensor_parallel_size)
+
+    def family_conflicts(self, values: Mapping[str, Any], model: EngineModel) -> Iterator[Conflict]:
+        for key, supported in {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}.items():
+            if (actual := values.get(key, supported)) != supported:
+                message = f"strategy=torchtitan supports {values['model_type']} models only with {key}={supported}"
+                yield Conflict("", f"{message}, got {actual}", ("strategy=fsdp",))
+        if (limit := rope_limit(values)) is not None:
+            yield Conflict("", f"strategy=torchtitan does not support rope_type={limit.rope_type}", ("strategy=fsdp",))
+        yield from sequence_conflicts(values, "ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size)
+        sizes = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size")
+        yield from size_conflicts(values, sizes, "tensor_parallel_size", self.tensor_parallel_size)
+        layers, stages = values.get("num_hidden_layers"), self.pipeline_parallel_degree
+        if isinstance(layers, int) and layers < stages:
+            option = "pipeline_parallel_degree"
+            message = f"num_hidden_layers={layers} of this {values['model_type']} model is less than {option}={stages}"
+            yield Conflict(option, message, (f"{option}={layers}",))

@@ -74,11 +74,8 @@ def apply_tensor_parallel(packed: PackedModel, mesh: DeviceMesh) -> None:
         raise EngineError(
             f"tensor parallelism requires a mesh with one axis, got {mesh}; select one axis, for example mesh['tp']"
         )
-    hf = packed.hf
-    if packed.pads_rows:
-        raise _unsupported_error(hf, "it runs on right-padded rows")
-    styles = _styles(packed)
-    _check_supported(hf, styles, mesh.size())
+    check_tensor_parallel(packed, mesh.size())
+    hf, styles = packed.hf, _styles(packed)
     plan = {name: STYLES[style]() for name, style in styles.items()}
     plan |= {parent: _SharedInput() for parent in _parents(styles)}
     embedding, output = hf.get_input_embeddings(), hf.get_output_embeddings()
@@ -86,6 +83,13 @@ def apply_tensor_parallel(packed: PackedModel, mesh: DeviceMesh) -> None:
     parallelize_module(hf, mesh, plan)
     if output is not None and is_tied:  # parallelize_module has sharded the tied weight once per layer
         output.weight = embedding.weight
+
+
+def check_tensor_parallel(packed: PackedModel, size: int) -> None:
+    """Raise `EngineError` if the layers of `packed` cannot be sharded over `size` ranks."""
+    if packed.pads_rows:
+        raise _unsupported_error(packed.hf, "it runs on right-padded rows")
+    _check_supported(packed.hf, _styles(packed), size)
 
 
 def _styles(packed: PackedModel) -> dict[str, str]:

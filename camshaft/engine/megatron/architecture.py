@@ -6,7 +6,6 @@ angles = RotaryAngles(hf)(position_ids)          # (N, 1, 1, D)
 
 # pyright: reportMissingImports=false
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,17 +16,16 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from camshaft.config.backends import MEGATRON
 from camshaft.config.engine import EngineConfig
-from camshaft.config.schema.megatron import MegatronOptions
+from camshaft.config.schema.megatron import MOE_FAMILIES, MegatronOptions
 from camshaft.errors import EngineError
+from camshaft.models.attention import config_values
 from camshaft.models.loader import DTYPES
-
-FAMILIES = MEGATRON.families
 
 
 def transformer_config(hf: PreTrainedConfig, config: EngineConfig, options: MegatronOptions) -> TransformerConfig:
     """Return Megatron's config of a model; raise `EngineError` with all reasons if the model is not supported."""
     text_config = hf.get_text_config()
-    _check_supported(text_config, options)
+    MEGATRON.check_family(options, config_values(hf), config.model)
     dtype = DTYPES[options.mixed_precision.param_dtype or config.dtype]
     virtual, set_stages = options.virtual_pipeline_model_parallel_size, options.set_stages()
     if len(set_stages) == options.pipeline_model_parallel_size:
@@ -80,22 +78,9 @@ def transformer_config(hf: PreTrainedConfig, config: EngineConfig, options: Mega
     )
 
 
-def _check_supported(text_config: PreTrainedConfig, options: MegatronOptions) -> None:
-    """Raise `EngineError` with all reasons if the model is not supported."""
-    if text_config.model_type in FAMILIES:
-        problems = [*_unsupported_features(text_config)] or [*_indivisible_sizes(text_config, options)]
-    else:
-        problems = [f"model_type={text_config.model_type}"]
-    if problems:
-        raise EngineError(
-            f"strategy=megatron does not support this model: {'; '.join(problems)}. It supports models of the types "
-            f"{', '.join(FAMILIES)}; set another strategy or other parallel sizes"
-        )
-
-
 def num_experts(text_config: PreTrainedConfig) -> int:
     """Return the number of experts of each layer; 0 for a dense model."""
-    return text_config.num_local_experts if text_config.model_type in ("qwen3_moe", "mixtral") else 0
+    return text_config.num_local_experts if text_config.model_type in MOE_FAMILIES else 0
 
 
 def _experts(text_config: PreTrainedConfig, options: MegatronOptions) -> dict[str, Any]:
@@ -122,59 +107,6 @@ def head_dim(text_config: PreTrainedConfig) -> int:
 
 def _keep(weight: Tensor) -> None:
     """Leave a new weight uninitialized, because all weights are loaded."""
-
-
-def _unsupported_features(text_config: PreTrainedConfig) -> Iterator[str]:
-    """Yield config entries that have no counterpart in the Megatron model."""
-    values = text_config.to_dict()
-    if values.get("hidden_act") != "silu":
-        yield f"hidden_act={values.get('hidden_act')}"
-    for key in ("attention_bias", "mlp_bias"):
-        if values.get(key):
-            yield f"{key}=True"
-    if values.get("mlp_only_layers") or values.get("decoder_sparse_step", 1) != 1:
-        yield "dense layers in a mixture-of-experts model"
-    if values.get("router_jitter_noise"):
-        yield f"router_jitter_noise={values['router_jitter_noise']}"
-    if text_config.model_type == "mixtral" and values.get("sliding_window") is not None:
-        yield f"sliding_window={values['sliding_window']}"
-    if set(values.get("layer_types") or ()) - {"full_attention"}:
-        yield "sliding-window attention"
-
-
-def _indivisible_sizes(text_config: PreTrainedConfig, options: MegatronOptions) -> Iterator[str]:
-    """Yield sizes of the model that the parallel sizes do not divide."""
-    tensor = options.tensor_model_parallel_size
-    experts, expert_size = num_experts(text_config), options.expert_model_parallel_size
-    for key in ("num_attention_heads", "num_key_value_heads", *(() if experts else ("intermediate_size",))):
-        if getattr(text_config, key) % tensor:
-            yield f"{key}={getattr(text_config, key)} is not divisible by tensor_model_parallel_size={tensor}"
-    losses = {"moe_aux_loss_coeff": options.moe_aux_loss_coeff, "moe_z_loss_coeff": options.moe_z_loss_coeff}
-    for name, coefficient in losses.items():
-        if coefficient and not experts:
-            yield f"{name}={coefficient} requires a mixture of experts"
-    if experts and tensor > 1 and not options.sequence_parallel:
-        yield "sequence_parallel=false is not supported for a tensor-parallel mixture-of-experts model"
-    if expert_size > 1 and (not experts or experts % expert_size):
-        yield f"{experts} experts cannot be split over expert_model_parallel_size={expert_size} ranks"
-    heads, context = text_config.num_attention_heads // tensor, options.context_parallel_size
-    if heads % context:
-        yield f"{heads} attention heads per rank are not divisible by context_parallel_size={context}"
-    yield from _stage_problems(text_config.num_hidden_layers, options)
-
-
-def _stage_problems(layers: int, options: MegatronOptions) -> Iterator[str]:
-    """Yield numbers of layers that do not fill the pipeline stages."""
-    virtual, set_stages = options.virtual_pipeline_model_parallel_size or 1, options.set_stages()
-    stages, rest = options.pipeline_model_parallel_size - len(set_stages), layers - sum(set_stages.values())
-    for name, size in set_stages.items():
-        if size % virtual:
-            yield f"{name}={size} is not divisible by {virtual} virtual pipeline stages"
-    if not set_stages and layers % (stages * virtual):
-        yield f"num_hidden_layers={layers} is not divisible by {stages * virtual} pipeline stages"
-    elif set_stages and (rest != 0 if stages == 0 else rest < stages * virtual or rest % (stages * virtual)):
-        sizes = " and ".join(f"{name}={size}" for name, size in set_stages.items())
-        yield f"{sizes} leave {rest} of {layers} layers for {stages * virtual} other pipeline stages"
 
 
 class RotaryAngles:

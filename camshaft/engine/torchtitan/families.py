@@ -1,6 +1,6 @@
 """Converts a model config of transformers to a config of torchtitan, and names weights as transformers does.
 
-    family = family_of(hf.config)                                # raises EngineError for an unsupported model
+    family = FAMILIES[hf.config.model_type]
     config = family.decoder_config(hf.config, "causal_lm", True)
     family.titan_name("model.norm.weight", config)               # "norm.weight"
 
@@ -193,49 +193,6 @@ FAMILIES = {
     ),
 }
 """Supported model types of transformers."""
-
-
-def family_of(hf: PreTrainedConfig) -> Family:
-    """Return the family of a model; raise `EngineError` if torchtitan cannot compute it."""
-    if getattr(hf, "num_experts", None) or getattr(hf, "num_local_experts", None):
-        raise EngineError(
-            f"strategy=torchtitan does not support mixture-of-experts models such as {hf.model_type}, because "
-            "torchtitan computes experts in bfloat16 even if the model is float32; set strategy=megatron, or "
-            "strategy=fsdp"
-        )
-    if hf.model_type not in FAMILIES:
-        raise EngineError(
-            f"strategy=torchtitan does not support {hf.model_type} models; choose a model of type "
-            f"{', '.join(FAMILIES)}, or strategy=fsdp"
-        )
-    supported = {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
-    for key, value in supported.items():
-        actual = getattr(hf, key, value)
-        if actual != value:
-            raise EngineError(
-                f"strategy=torchtitan supports {hf.model_type} models only with {key}={value}, got {actual}; choose "
-                "another model, or strategy=fsdp"
-            )
-    return FAMILIES[hf.model_type]
-
-
-def check_tensor_parallel(hf: PreTrainedConfig, size: int) -> None:
-    """Raise `EngineError` if the matrices of the model cannot be split evenly over `size` ranks."""
-    for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "vocab_size"):
-        if getattr(hf, key) % size:
-            raise EngineError(
-                f"{key}={getattr(hf, key)} of this {hf.model_type} model is not divisible by "
-                f"tensor_parallel_size={size}; set tensor_parallel_size to a common divisor"
-            )
-
-
-def check_pipeline(hf: PreTrainedConfig, stages: int) -> None:
-    """Raise `EngineError` if the model has fewer layers than the pipeline has stages."""
-    if hf.num_hidden_layers < stages:
-        raise EngineError(
-            f"num_hidden_layers={hf.num_hidden_layers} of this {hf.model_type} model is less than "
-            f"pipeline_parallel_degree={stages}; set pipeline_parallel_degree={hf.num_hidden_layers} or less"
-        )
 
 
 def _rope_config(hf: PreTrainedConfig, head_dim: int) -> RotaryEmbedding.Config:

@@ -17,16 +17,18 @@ from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
 from torchtitan.distributed.pipeline_parallel import pipeline_llm
 
+from camshaft.config.backends import TORCHTITAN
 from camshaft.config.engine import EngineConfig
 from camshaft.config.schema.torchtitan import TorchtitanOptions
 from camshaft.engine.fsdp.weights import broadcast_each, load_full_model
-from camshaft.engine.torchtitan.families import Family, PackedDecoder, check_pipeline, check_tensor_parallel, family_of
+from camshaft.engine.torchtitan.families import FAMILIES, Family, PackedDecoder
 from camshaft.engine.torchtitan.mesh import SPMD_BACKEND, Meshes
 from camshaft.engine.torchtitan.model import TitanModel
 from camshaft.errors import EngineError
+from camshaft.models.attention import config_values
 from camshaft.models.loader import DTYPES, skeleton
 from camshaft.models.packed import PackedModel
-from camshaft.models.sequence import SequenceSplit, check_heads
+from camshaft.models.sequence import SequenceSplit
 
 EMBEDDING, OUTPUT = "tok_embeddings.weight", "lm_head.weight"
 """Names of weights that a model may tie. The first and the last pipeline stage then hold a copy each."""
@@ -39,11 +41,9 @@ def build(
     """Build the model of `config` and parallelize it. `group` exchanges errors."""
     template = skeleton(config.model, config.dtype)
     hf = template.hf.config
-    family = family_of(hf)
+    TORCHTITAN.check_family(options, config_values(hf), config.model)
+    family = FAMILIES[hf.model_type]
     layout = meshes.layout
-    check_tensor_parallel(hf, layout.tensor)
-    check_heads(hf, layout.sequence)
-    check_pipeline(hf, layout.pipeline)
     decoder_config = family.decoder_config(hf, config.model.head, options.enable_sequence_parallel)
     with torch.device("meta"):
         decoder = decoder_config.build().to(DTYPES[config.dtype])

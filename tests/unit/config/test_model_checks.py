@@ -55,7 +55,7 @@ def test_lengths_must_fit_the_positions_of_the_model(
 @pytest.mark.parametrize(
     "scaled",
     [
-        {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        {"rope_scaling": {"type": "yarn", "factor": 2.0}},
         {"rope_parameters": YARN},
         {"rope_parameters": {"full_attention": YARN, "sliding_attention": {"rope_type": "default"}}},
         {"text_config": {"rope_scaling": YARN}},

@@ -71,3 +71,31 @@ def test_missing_library_error_has_the_install_command(monkeypatch: pytest.Monke
     message = "requires 'torchtitan', which is not installed: pip install --no-deps torchtitan==0.3.0"
     with pytest.raises(ConfigError, match=re.escape(message)):
         engine_class("torchtitan")
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "message"),
+    [
+        ({"pipeline_parallel_degree": 3}, {"num_hidden_layers": 2}, "Set pipeline_parallel_degree=2"),
+        (
+            {"tensor_parallel_size": 4},
+            {"num_key_value_heads": 2},
+            "num_key_value_heads=2 of this qwen2 model is not div",
+        ),
+        (
+            {"ulysses_sequence_parallel_size": 4},
+            {"num_attention_heads": 6},
+            "num_attention_heads=6 of this qwen2 model",
+        ),
+        ({}, {"hidden_act": "gelu"}, "supports qwen2 models only with hidden_act=silu, got gelu. Set strategy=fsdp"),
+        ({}, {"rope_scaling": {"type": "dynamic"}, "max_position_embeddings": 8}, "does not support rope_type=dynamic"),
+        ({}, {"model_type": "qwen3_moe"}, "does not support qwen3_moe models, only llama, qwen2, qwen3"),
+    ],
+)
+def test_models_that_do_not_fit_are_rejected(options: dict[str, Any], values: dict[str, Any], message: str) -> None:
+    titan, model = engine_capabilities("torchtitan"), EngineModel(path="models/tiny")
+    sizes = {"num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 12, "model_type": "qwen2"}
+    parsed = TorchtitanOptions.from_dict(options)
+    titan.check_family(parsed, sizes, model)
+    with pytest.raises(EngineError, match=re.escape(message)):
+        titan.check_family(parsed, sizes | values, model)
