@@ -5,9 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.moe import MODELS
 from support.ppo_runs import run_ppo
 from support.reward_models import scored
 from support.same_run import ACTOR, SHUFFLED, compare
+from support.tiny import tiny_folder
 
 pytestmark = [pytest.mark.megatron, pytest.mark.timeout(900)]
 
@@ -50,3 +52,19 @@ def test_bfloat16_actor_differs_from_a_float32_rollout_by_rounding(tmp_path: Pat
         assert 0 < step.metrics["rollout/log_prob_diff_max"] < 0.1
     assert all(weight.dtype == torch.float32 for weight in steps[-1].actor.values())
     assert any(not torch.equal(weight, steps[0].actor[name]) for name, weight in steps[-1].actor.items())
+
+
+@pytest.mark.slow
+def test_replay_with_router_loss_in_a_pipeline_equals_one_device(tmp_path: Path) -> None:
+    experts = str(tiny_folder(**MODELS["qwen3_moe"], hidden=32))
+    grpo = {
+        "actor_rollout_ref.model.path": experts,
+        "algorithm.adv_estimator": "grpo",
+        "actor_rollout_ref.rollout.n": 2,
+    }
+    grpo |= {f"{ACTOR}.router_replay.mode": "R3", "actor_rollout_ref.model.router_aux_loss_coef": 0.1}
+    expected, steps = (run_ppo(tmp_path, grpo | ranks, steps=2) for ranks in ({}, megatron({PIPELINE: 2}, {})))
+    for step, one in zip(steps, expected, strict=True):
+        for name in ("actor/grad_norm", "actor/moe/aux_loss", "actor/moe/router_entropy", "actor/entropy"):
+            assert step.metrics[name] == pytest.approx(one.metrics[name], rel=1e-4), name
+        assert step.metrics["rollout/routing_mismatch"] == 0
