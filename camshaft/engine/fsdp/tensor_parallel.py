@@ -8,6 +8,9 @@
     embedding, lm_head   sharded by rows: each rank holds a shard of the vocabulary; `linear_logprob` merges the results
     other layers         replicated: norms, and the head of a value or reward model
 
+The outputs of fused matrices (q, k and v, or gate and up) are gathered, so attention is not split. Only the memory and
+the product of such a matrix are.
+
 Sharded parameters become DTensors and keep their names. All ranks must process the same batch. If the model has
 dropout between layers, they also need the same random state.
 """
@@ -57,6 +60,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "replicated_with_grad_allreduce": lambda: SequenceParallel(sequence_dim=2, use_local_output=True),
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
 }
 """Parallel styles by their names in transformers' plans.
 
@@ -64,8 +68,9 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 over heads, dim 2. Its weight is replicated, and the gradient of the weight is summed over the ranks.
 """
 
-LAYERS = {"embedding_rowwise": nn.Embedding, "replicated_with_grad_allreduce": nn.Module}
-"""Layer classes that a style applies to. Other styles require exactly `nn.Linear`, without an adapter or quantizer."""
+WHOLE_STYLES = ("replicated_with_grad_allreduce", "embedding_rowwise")
+"""Styles of any norm, and of embeddings, which may scale their outputs. Others require exactly `nn.Linear`, without an
+adapter or quantizer."""
 
 
 def apply_tensor_parallel(packed: PackedModel, mesh: DeviceMesh) -> None:
@@ -116,26 +121,23 @@ def _check_supported(hf: PreTrainedModel, styles: dict[str, str], size: int) -> 
     output = hf.get_output_embeddings()
     for name, style in styles.items():
         module = hf.get_submodule(name)
-        if style not in STYLES or (style == "colwise_gather_output" and module is not output):
+        if style not in STYLES:
             raise _unsupported_error(
-                hf,
-                f"its layer {name} has the parallel style '{style}', but only dense layers with separate matrices are "
-                "supported",
+                hf, f"its layer {name} has the parallel style '{style}', but only dense layers are supported"
             )
-        expected = LAYERS.get(style, nn.Linear)
-        if expected is not nn.Module and type(module) is not expected:
-            raise _unsupported_error(hf, f"its layer {name} is a {type(module).__name__}, not a {expected.__name__}")
-        if style in ("colwise", "rowwise"):
-            assert isinstance(module, nn.Linear)
-            units = module.out_features if style == "colwise" else module.in_features
+        if style not in WHOLE_STYLES and type(module) is not nn.Linear:
+            raise _unsupported_error(hf, f"its layer {name} is a {type(module).__name__}, not a Linear")
+        if isinstance(module, nn.Linear) and module is not output:
+            units = module.in_features if style.startswith("rowwise") else module.out_features
             if units % size:
                 raise _unsupported_error(
                     hf, f"the {units} units of its layer {name} are not divisible by tensor_parallel_size={size}"
                 )
-    if "colwise" not in styles.values():
+    if not any(style.startswith("rowwise") for style in styles.values()):
         raise _unsupported_error(hf, "transformers defines no tensor-parallel plan for it")
     values = hf.config.get_text_config().to_dict()
-    for key in ("num_attention_heads", "num_key_value_heads"):
+    splits_heads = "colwise" in styles.values()
+    for key in ("num_attention_heads", "num_key_value_heads") if splits_heads else ():
         if (values.get(key) or 0) % size:
             raise _unsupported_error(hf, f"{key}={values[key]} is not divisible by tensor_parallel_size={size}")
     embedding = hf.get_input_embeddings()

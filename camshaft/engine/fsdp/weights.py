@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.tensor import DTensor
 
 from camshaft.config.engine import EngineConfig
 from camshaft.engine.collectives import on_rank_zero
@@ -60,6 +61,8 @@ def broadcast_weights(packed: nn.Module, full_model: nn.Module | None, device: t
     buffers = dict(full_model.named_buffers()) if full_model is not None else {}
     for name, old_buffer in list(packed.named_buffers()):
         source = old_buffer if full_model is None else buffers[name.replace(WRAPPED, "")]
+        if isinstance(source, DTensor):  # a replicated buffer of a tensor-parallel layer
+            source = source.to_local()
         buffer = torch.empty_like(source, device=device) if full_model is None else source.to(device)
         dist.broadcast(buffer, src=0)
         path, _, leaf = name.rpartition(".")

@@ -1,10 +1,12 @@
 """Tensor-parallel matrices, compared with the same model in one process."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from support.moe import MoEHarness
 from support.ranks import run_warm_ranks
 from support.tiny import predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from camshaft.config.engine import EngineModel
+from camshaft.engine import engine_class
 from camshaft.engine.fsdp.tensor_parallel import apply_tensor_parallel
 from camshaft.errors import EngineError
 from camshaft.models.attention import PACKED
@@ -39,6 +42,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("qwen3", {}),
     "mistral": ("mistral", {"sliding_window": 5}),
     "phi with biases": ("phi", {"tie_embeddings": False}),
+    "gemma3 with scaled embeddings": (
+        "gemma3_text",
+        {"kv_heads": 2, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "phi3 with fused matrices": ("phi3", {"tie_embeddings": False, "pad_token_id": 0}),
 }
 
 
@@ -212,6 +220,22 @@ def test_together_with_fully_shard_from_the_meta_device(tied: bool):
         }
 
 
+def step_beside_transformers(folder: str, sizes: dict[str, Any]) -> tuple[Any, Any]:
+    harness = MoEHarness(engine_class("fsdp"), folder, {"options": {"tensor_parallel_size": 2}}, sizes)
+    engine = harness.build()
+    expected = harness.oracle_gradients(engine, "causal_lm")
+    step = harness.step(engine, harness.batch)
+    return (step.loss, step.grad_norm, step.gradients), expected
+
+
+@pytest.mark.parametrize("sizes", [{"family": "gemma3_text"}, {"family": "phi3", "pad_token_id": 0}], ids=str)
+def test_steps_of_the_engine_equal_those_of_transformers(sizes: dict[str, Any], tmp_path: Path):
+    actual, expected = run_warm_ranks(step_beside_transformers, 2, str(tmp_path), sizes, timeout=240)[0]
+    assert actual[:2] == pytest.approx(expected[:2], rel=1e-5)
+    for name, gradient in expected[2].items():
+        torch.testing.assert_close(actual[2][name], gradient, rtol=1e-4, atol=NEAR, msg=lambda m, n=name: n + m)
+
+
 # -- unsupported models ----------------------------------------------------------------------------
 
 
@@ -224,8 +248,6 @@ def refusal(folder: str) -> str:
 
 REFUSED: dict[str, tuple[str, dict[str, Any], int, str]] = {
     "experts": ("mixtral", {"num_local_experts": 4}, 2, "experts has the parallel style 'moe_tp_experts'"),
-    "packed": ("phi3", {}, 2, "o_proj has the parallel style 'rowwise_split_input'"),
-    "embedding": ("gemma3_text", {}, 2, "embed_tokens is a Gemma3TextScaledWordEmbedding"),
     "sinks": ("granite_swa", {}, 2, "no style for model.layers.0.self_attn.sinks"),
     "kv heads": ("qwen2", {"kv_heads": 2}, 4, "num_key_value_heads=2 is not divisible by tensor_parallel_size=4"),
     "units": (
