@@ -180,6 +180,12 @@ def sample_table(batch: DataProto, step: int, token_rows: int, decode: Decode, p
     parts = batch["score_parts"].tolist()
     for name in sorted({name for row in parts for name in row}):
         columns[f"score/{name}"] = pyarrow.array([row.get(name) for row in parts], pyarrow.float32())
+    if "transcript" in batch:
+        columns |= {
+            "turns": batch["turns"].to(torch.int32).numpy(),
+            "stop_reason": batch["stop_reason"].tolist(),
+            "messages": conversations(batch),
+        }
     chosen = choose_rows(
         batch["uid"].tolist(), scores.tolist(), gaps.tolist(), responses.lengths.tolist(), token_rows, step
     )
@@ -195,10 +201,25 @@ def sample_table(batch: DataProto, step: int, token_rows: int, decode: Decode, p
     ends = [token_ends(ids[row], texts[row], decode, pieces) for row in chosen]
     columns["token_ends"] = lists(list(itertools.chain(*ends)), pyarrow.int32())
     is_chosen_token = np.repeat(is_chosen, lengths)
+    if "transcript" in batch:
+        columns["sampled"] = lists(batch["response_mask"].values.numpy()[is_chosen_token], pyarrow.bool_())
     for name in TOKEN_COLUMNS:
         if name in batch:
             columns[name] = lists(_numbers(batch.ragged(name).values)[is_chosen_token], pyarrow.float32())
     return pyarrow.table(columns)
+
+
+def conversations(batch: DataProto) -> list[str]:
+    """Return the messages of each episode as JSON, with the `reward` of each answer."""
+    columns = (batch.ragged(name).rows() for name in ("response_mask", "env_scores"))
+    texts: list[str] = []
+    for messages, mask, scores in zip(batch["transcript"], *columns, strict=True):
+        is_end = mask & ~torch.cat([mask[1:], mask.new_zeros(1)])
+        answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        rewards = dict(zip(reversed(answers), reversed(scores[is_end].tolist()), strict=False))
+        rows = [{**message, "reward": rewards[i]} if i in rewards else message for i, message in enumerate(messages)]
+        texts.append(_escape(_JSON.encode(rows)))
+    return texts
 
 
 def choose_rows(

@@ -7,6 +7,7 @@
 Curves are reduced to the extremes of intervals of steps, so that a spike of a single step remains visible.
 """
 
+import json
 import math
 from collections.abc import Mapping
 from functools import lru_cache
@@ -147,8 +148,10 @@ def responses(run: RunFolder, step: int) -> dict[str, Any]:
 def response(row: Mapping[str, Any]) -> dict[str, Any]:
     result = {}
     for name, value in row.items():
-        if isinstance(value, str):
-            result[name] = value if len(value) <= MAX_TEXT else value[:MAX_TEXT] + "..."
+        if name == "messages":
+            result[name] = [message | {"content": _cut(str(message["content"]))} for message in json.loads(value)]
+        elif isinstance(value, str):
+            result[name] = _cut(value)
         elif name in TOKEN_COLUMNS:
             result[name] = None if value is None else [_number(item, 4) for item in value]
         elif isinstance(value, float):
@@ -156,6 +159,10 @@ def response(row: Mapping[str, Any]) -> dict[str, Any]:
         else:
             result[name] = value
     return result
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= MAX_TEXT else text[:MAX_TEXT] + "..."
 
 
 def _numbers(values: NDArray[np.float64], digits: int = 6) -> list[float | None]:

@@ -8,6 +8,7 @@
 Texts of responses are escaped, so that they cannot control the terminal.
 """
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,7 +64,7 @@ def _last(run: RunFolder, name: str | None) -> str:
 def show_step(run: RunFolder, step: int, num_groups: int, width: int, uid: str | None = None) -> str:
     """Return the responses of a step by group: the group `uid`, or the groups with the largest spread of scores."""
     columns = ["uid", "data_source", "prompt", "response", "ground_truth", "score", "advantage", "response_tokens"]
-    rows = run.samples(step, [*columns, "finished", "failure"]).to_pylist()
+    rows = run.samples(step, [*columns, "finished", "failure", "messages", "stop_reason"]).to_pylist()
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["uid"], []).append(row)
@@ -135,13 +136,26 @@ def _group_lines(group: Sequence[Mapping[str, Any]], width: int) -> list[str]:
         head += f"  truth: {printable(first['ground_truth'])}"
     cells = [("score", "advantage", "tokens", "", "response")]
     for row in sorted(group, key=lambda row: -row["score"]):
-        notes = [note for note in (row["failure"], None if row["finished"] else "cut") if note]
+        end = row.get("stop_reason") or ("done" if row["finished"] else "cut")
+        notes = [note for note in (row["failure"], None if end == "done" else end) if note]
         numbers = (format_number(row["score"]), format_number(row["advantage"]), str(row["response_tokens"]))
-        cells.append((*numbers, " ".join(notes), printable(row["response"])))
+        text = conversation(row["messages"]) if row.get("messages") else row["response"]
+        cells.append((*numbers, " ".join(notes), printable(text)))
     lines = [head, f"prompt: {printable(first['prompt'])}", *table(cells, indent="  ").splitlines()]
     if len(group) > 1 and _spread(group) == 0:
         lines.append("  all scores are equal: no signal for a group-relative advantage")
     return [_fit(line, width) for line in lines]
+
+
+def conversation(messages: str) -> str:
+    """Return the messages of an episode, given as JSON, from the first answer on, with the rewards of answers."""
+    rows = json.loads(messages)
+    first = next((i for i, row in enumerate(rows) if row["role"] == "assistant"), len(rows))
+    parts = []
+    for row in rows[first:]:
+        reward = f" ({format_number(row['reward'])})" if row.get("reward") else ""
+        parts.append(f"{row['role']}{reward}: {row['content']}")
+    return "  ".join(parts)
 
 
 def _spread(group: Sequence[Mapping[str, Any]]) -> float:

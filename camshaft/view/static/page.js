@@ -481,12 +481,14 @@ function group(rows, kept, limits, goTo) {
   const heading = element("tr", {}, ...["score", "advantage", "tokens", "response"].map((text, i) => element("th", { class: i < 3 ? "number" : false }, text)));
   const cell = (label, text) => element("td", { class: "number", "data-label": label }, text);
   const lines = [...rows].sort((a, b) => b.score - a.score).map((row) => {
-    const notes = [row.failure, row.finished ? null : "cut"].filter((note) => note !== null).map((note) => element("span", { class: "note" }, note));
+    const end = row.stop_reason || (row.finished ? "done" : "cut");
+    const notes = [row.failure, end === "done" ? null : end].filter((note) => note !== null).map((note) => element("span", { class: "note" }, note));
     const parts = Object.keys(row).filter((name) => name.startsWith("score/") && row[name] !== null).map((name) => `${name.slice(6)} ${number(row[name])}`);
     const score = cell("score", number(row.score));
     score.title = parts.join("\n");
     const node = element("tr", {}, score, cell("advantage", number(row.advantage)), cell("tokens", row.response_tokens),
-      element("td", {}, ...notes, response(row, limits)));
+      element("td", {}, ...notes, row.messages ? conversation(row.messages) : null,
+        row.messages && !(row.token_ends && tokenValues(row, state.channel)) ? null : response(row, limits)));
     if (!kept.has(row)) node.style.opacity = "0.45";
     return node;
   });
@@ -527,6 +529,14 @@ function scale(rows) {
   return element("span", {}, `${number(-limit)} `, bar, ` ${number(limit)}`);
 }
 
+// The messages of an episode from the first answer on, with the rewards of answers.
+function conversation(messages) {
+  const first = messages.findIndex((message) => message.role === "assistant");
+  const lines = messages.slice(first < 0 ? messages.length : first).map((message) => element("div", { class: message.role === "assistant" ? "answer" : "told" },
+    element("strong", {}, `${message.role} `), message.content, message.reward ? element("span", { class: "note" }, ` ${number(message.reward)}`) : null));
+  return element("div", { class: "conversation" }, ...lines);
+}
+
 function response(row, limit) {
   const box = element("div", { class: "response" });
   const values = tokenValues(row, state.channel);
@@ -537,14 +547,15 @@ function response(row, limit) {
   const characters = Array.from(row.response), ends = row.token_ends, rest = document.createTextNode("");
   const text = (first, last) => characters.slice(first ? ends[first - 1] : 0, ends[last]).join("");
   const level = (token) => Math.round(Math.max(-1, Math.min(1, (values[token] || 0) / limit)) * SHADES);
+  const isTold = (token) => Boolean(row.sampled) && !row.sampled[token];
   let next = 0;
   // Tokens below the visible part of a long response get their color when they are scrolled into view.
   const paint = (count) => {
     const stop = Math.min(ends.length, next + count), parts = document.createDocumentFragment();
     for (let first = next; next < stop; next += 1) {
-      if (next + 1 < stop && level(next + 1) === level(next) && next - first < 10) continue;
+      if (next + 1 < stop && level(next + 1) === level(next) && isTold(next + 1) === isTold(next) && next - first < 10) continue;
       const span = document.createElement("span"), tokens = [first, next];
-      span.className = `heat${level(next) + SHADES}`;
+      span.className = `heat${level(next) + SHADES}${isTold(next) ? " told" : ""}`;
       span.textContent = text(first, next);
       span.onmouseenter = () => { span.title = describe(tokens, values, text); };
       parts.append(span);

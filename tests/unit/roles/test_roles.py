@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ppo_runs import ppo_config
+from support.ppo_runs import ppo_config, weights_of
 from support.processes import start_fork_server
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -434,3 +434,50 @@ def test_a_checkpoint_of_a_role_reproduces_its_next_update(home: Path, tmp_path:
     assert metrics[0] == metrics[1]
     log_probs = [worker.compute_log_prob(batch_of())["old_log_probs"].values for worker in (first, second)]
     assert torch.equal(*log_probs)
+
+
+# -- tokens that the policy has not sampled ---------------------------------------------------------
+
+POISONED = {"actor": ("old_log_probs", "advantages", "rollout_is_weights"), "critic": ("values", "returns")}
+POISON_LAYOUTS: dict[str, dict[str, Any]] = {
+    "reference": {},
+    "fsdp": {"actor_rollout_ref__actor__strategy": "fsdp", "critic__strategy": "fsdp", "trainer__n_gpus_per_node": 2},
+}
+
+
+def poisoned(batch: DataProto, names: tuple[str, ...], value: float) -> DataProto:
+    """Return the batch with `value` in these columns at the tokens that were not sampled."""
+    mask = batch["response_mask"].values
+    return batch.with_columns(**{name: batch.ragged(name).map(lambda v: v.where(mask, value)) for name in names})
+
+
+def updated(role: str, config: PPOConfig, world_size: int, batch: DataProto) -> dict[str, Tensor]:
+    """Return the weights of a new actor or critic after an update."""
+    kind: Any = ActorRolloutRefWorker if role == "actor" else CriticWorker
+    worker = spawn(kind, config, Topology(world_size), STEPS, world_size=world_size)
+    try:
+        worker.init_model()
+        update = worker.update_actor if role == "actor" else worker.update_critic
+        update(batch)
+        return weights_of(worker)
+    finally:
+        shutdown(worker)
+
+
+@pytest.mark.parametrize("layout", POISON_LAYOUTS)
+@pytest.mark.parametrize("role", POISONED)
+def test_values_at_tokens_that_were_not_sampled_change_no_weight(home: Path, role: str, layout: str) -> None:
+    start_fork_server(*PRELOAD, "camshaft.roles", "transformers.models.llama.modeling_llama")
+    config, size = config_of(home, **POISON_LAYOUTS[layout]), 1 if layout == "reference" else 2
+    weights = {"rollout_is_weights": batch_of().ragged("responses").map(lambda ids: 1 + ids % 3 / 10)}
+    old = {"old_log_probs": batch_of().ragged("responses").map(lambda ids: -1 - ids % 5 / 10)}
+    batch = learnable(**old, **weights)
+    clean = updated(role, config, size, poisoned(batch, POISONED[role], 0.0))
+    for value in (float("nan"), 1e6):
+        weights_after = updated(role, config, size, poisoned(batch, POISONED[role], value))
+        assert weights_after.keys() == clean.keys()
+        for name, weight in clean.items():
+            assert torch.equal(weights_after[name], weight), name
+    every = batch["response_mask"].map(torch.ones_like)
+    counted = updated(role, config, size, poisoned(batch, POISONED[role], 0.0).with_columns(response_mask=every))
+    assert any(not torch.equal(counted[name], weight) for name, weight in clean.items())
