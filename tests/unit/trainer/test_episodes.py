@@ -1,5 +1,7 @@
 """Runs in which the policy plays episodes with an environment."""
 
+import json
+import subprocess
 import sys
 import textwrap
 import threading
@@ -8,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ppo_runs import ppo_config, run_ppo
+from support.ppo_runs import ppo_args, ppo_config, run_ppo
 from support.python_runs import SMALL
 from transformers import AutoModelForCausalLM
 
@@ -18,6 +20,7 @@ from camshaft.agents.messages import Source, Spec
 from camshaft.agents.play import Limits
 from camshaft.agents.pool import EnvironmentPool
 from camshaft.agents.setup import open_environments
+from camshaft.cli import main
 from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import ConfigError, RewardError, RolloutError
@@ -25,6 +28,9 @@ from camshaft.models.loader import load_tokenizer
 from camshaft.models.tiny import make_tiny_model
 from camshaft.roles.episodes import EpisodePlayer, limits_of
 from camshaft.rollout import SamplingParams, build_rollout
+from camshaft.tracking.run_folder import RunFolder, read_samples
+from camshaft.view.data import responses
+from camshaft.view.text import show_step
 
 ROLLOUT, TURNS = "actor_rollout_ref.rollout", "actor_rollout_ref.rollout.multi_turn"
 PROGRAM = """
@@ -268,3 +274,102 @@ def test_classes_from_python_are_selected_by_the_data(tmp_path: Path) -> None:
     assert run.config[f"{TURNS}.environment"] == ["python:Echo", "python:Short"]
     with pytest.raises(ConfigError, match=r"resume\(environment="):
         camshaft.load_run(tmp_path / "run").resume(steps=2)
+
+
+def test_episodes_are_stored_and_shown_as_conversations(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "tiny", hidden=32)
+    settings = {**SMALL, "response_length": 48, f"{TURNS}.max_turn_length": 4}
+    run = camshaft.train(
+        model=model,
+        data=rows_of(["Echo"]),
+        environment=Echo,
+        algorithm="grpo",
+        steps=1,
+        out=tmp_path / "run",
+        **settings,
+    )
+    rows = run.responses()
+    for row in rows:
+        messages = json.loads(row["messages"])
+        roles = [message["role"] for message in messages]
+        assert roles == ["user", "assistant"] * 3 + ["user"]
+        rewards = [message["reward"] for message in messages if message["role"] == "assistant"]
+        assert sum(rewards) == row["score"]
+        assert (row["turns"], row["stop_reason"]) == (3, "done")
+        assert row["sampled"] is None or sum(row["sampled"]) < len(row["sampled"]) == row["response_tokens"]
+    folder = RunFolder(tmp_path / "run")
+    text = show_step(folder, step=1, num_groups=8, width=400)
+    told = json.loads(rows[-1]["messages"])[2]["content"]
+    assert f"user: {told}" in text
+    assert "assistant (7): " in text
+    (shown, *_) = responses(folder, 1)["rows"]
+    assert shown["messages"][1]["role"] == "assistant"
+
+
+def test_a_run_that_resumes_plays_the_same_episodes(home: Path, tmp_path: Path) -> None:
+    settings = {**game(tmp_path), "trainer.save_freq": 2, "trainer.resume_mode": "auto"}
+    whole = run_ppo(home, {**settings, "trainer.default_local_dir": tmp_path / "whole"}, steps=3)
+    part = {**settings, "trainer.default_local_dir": tmp_path / "part"}
+    run_ppo(home, part, steps=2)
+    (last,) = run_ppo(home, part, steps=3)
+    assert list(last.batch["transcript"]) == list(whole[-1].batch["transcript"])
+    assert all(torch.equal(last.actor[name], weight) for name, weight in whole[-1].actor.items())
+
+
+KILLING = """
+    def step(self, answer):
+        import os, signal
+        if not os.path.exists("FLAG") and self.turn:
+            open("FLAG", "w").close()
+            os.kill(int(os.environ["TRAINER"]), signal.SIGKILL)
+        self.turn += 1
+"""
+
+
+def test_a_run_killed_in_an_episode_plays_it_again(home: Path, tmp_path: Path) -> None:
+    settings = game(tmp_path)
+    arguments = ppo_args(home, {**settings, "trainer.save_freq": 1, "trainer.resume_mode": "auto"})
+    arguments += ["trainer.total_training_steps=2", "trainer.total_epochs=2"]
+    expected = _run(tmp_path, arguments, "whole")
+    file, flag = tmp_path / "game.py", tmp_path / "flag"
+    killing = KILLING.replace("FLAG", str(flag))
+    file.write_text(
+        file.read_text().replace("    def step(self, answer):\n        self.turn += 1\n", killing.lstrip("\n"))
+    )
+    with pytest.raises(AssertionError, match="-9"):
+        _run(tmp_path, arguments, "part")
+    assert flag.exists()
+    assert _run(tmp_path, arguments, "part") == expected
+
+
+def _run(folder: Path, arguments: list[str], name: str) -> list[dict[str, float]]:
+    """Run `camshaft ppo`, and return the metrics that do not depend on the machine."""
+    code = "import os, sys; os.environ['TRAINER'] = str(os.getpid()); from camshaft.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "ppo", *arguments, f"trainer.default_local_dir={folder / name}"]
+    command.append("trainer.logger=[jsonl]")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, f"{done.returncode} {done.stderr}"
+    lines = [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    measured = ("timing", "perf/", "agent/tool_seconds")
+    return [{key: value for key, value in line.items() if not key.startswith(measured)} for line in lines]
+
+
+def test_generate_plays_episodes(tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "tiny", hidden=32)
+    data, file = tmp_path / "prompts.jsonl", tmp_path / "game.py"
+    data.write_text("".join(json.dumps({"prompt": "Play", "ground_truth": str(i)}) + "\n" for i in range(3)))
+    file.write_text(PROGRAM.replace("FAULT", "if ground_truth == '1': raise RuntimeError('no server')"))
+    out = tmp_path / "out.parquet"
+    settings = [f"data={data}", f"model={model}", f"out={out}", f"environment={file}:Game", "n=2", "batch=2"]
+    settings += ["response_length=64", "rollout.multi_turn.max_turn_length=4", "trainer.device=cpu"]
+    assert main(["generate", *settings]) == 0
+    rows = read_samples(out).to_pylist()
+    assert [row["responses_stop_reason"] for row in rows] == [["done"] * 2, ["error"] * 2, ["done"] * 2]
+    for row in rows:
+        for text, score, messages in zip(
+            row["responses"], row["responses_score"], row["responses_messages"], strict=True
+        ):
+            answers = [message["content"] for message in json.loads(messages) if message["role"] == "assistant"]
+            failed = row["ground_truth"] == "1"
+            assert score == (None if failed else sum(len(answer) % 3 for answer in answers))
+            assert text == ("" if failed else answers[-1])
