@@ -21,7 +21,7 @@ from camshaft.config.backends import (
 )
 from camshaft.config.engine import EngineModel
 from camshaft.config.families.known import complete_values
-from camshaft.config.families.support import unsupported
+from camshaft.config.families.support import runs_padded, unsupported
 from camshaft.config.guards import is_mapping
 from camshaft.config.model_settings import read_settings
 from camshaft.config.schema.algorithm import ESTIMATORS, estimator_inputs
@@ -80,6 +80,12 @@ class Settings:
         """Return the value of a key if it is a positive integer, and 1 otherwise."""
         value = self.get(key)
         return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else 1
+
+    def model_values(self, section: str) -> Mapping[str, Any]:
+        """Return the values in the config.json of the model of a section; none if it cannot be read."""
+        path = self.get(f"{section}.path")
+        stored = read_settings(path, self.section(f"{section}.override_config")) if isinstance(path, str) else None
+        return {} if stored is None else complete_values(stored.values)
 
     def on_cpu(self) -> bool:
         """Return True if the run uses no accelerator."""
@@ -158,6 +164,8 @@ def _compile(strategy: str, section: str, fsdp_config: str, model: str, settings
         return False, ""
     if "triton" not in settings.machine.libraries:
         return False, "triton is not installed"
+    if runs_padded(settings.model_values(model)):
+        return False, "the model runs on right-padded rows"
     return True, "fuses the operators between matrix products"
 
 
@@ -185,9 +193,7 @@ def _eager(section: str, settings: Settings) -> tuple[Any, str]:
 
 def _rollout(model: str, settings: Settings) -> tuple[Any, str]:
     """Choose the rollout for the model of a section."""
-    path, override = settings.get(f"{model}.path"), settings.section(f"{model}.override_config")
-    stored = read_settings(path, override) if isinstance(path, str) else None
-    reasons = [] if stored is None else unsupported("packed rows", complete_values(stored.values))
+    reasons = unsupported("packed rows", settings.model_values(model))
     name, reason = (TRANSFORMERS_ROLLOUT, f"the model has {reasons[0]}") if reasons else (BUILT_IN_ROLLOUT, "built in")
     if settings.on_cpu():
         return name, reason

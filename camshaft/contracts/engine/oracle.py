@@ -156,7 +156,8 @@ def _row_outputs(model: Any, ids: Tensor, head: str, temperature: float, log_q: 
     if head == "reward":
         hidden = model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0]
         layer = model.score if hasattr(model, "score") else model.classifier
-        return {"scores": layer(hidden[-1])[0]}
+        inputs = model.head(hidden[-1]) if hasattr(model, "head") else hidden[-1]
+        return {"scores": layer(inputs)[0]}
     logits = model(input_ids=ids[None], use_cache=False).logits[0]
     zero = logits.new_zeros(1)
     if head == "value":

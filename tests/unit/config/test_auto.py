@@ -437,6 +437,7 @@ def test_frozen_weights_keep_the_dtype_of_the_folder(
     ("model_type", "machine", "name", "reason"),
     [
         ("llama", LAPTOP, "torch", "built in"),
+        ("llama", COMPILER, "torch", "built in; vllm is not installed"),
         ("falcon", LAPTOP, "hf", "the model has attention code"),
         ("mamba", LAPTOP, "hf", "the model has a recurrent state"),
         ("mamba", COMPILER, "hf", "the model has a recurrent state; vllm is not installed"),
@@ -448,6 +449,7 @@ def test_transformers_generates_for_models_that_cannot_be_packed(
     (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": model_type}))
     config = load_ppo([*own_task, "rollout=auto"], machine=machine)
     assert config.actor_rollout_ref.rollout.name == name
+    assert config.actor_rollout_ref.actor.use_torch_compile == (machine is COMPILER and model_type == "llama")
     (choice,) = (choice for choice in config.choices() if choice.key.endswith("rollout.name"))
     assert choice.reason.startswith(reason)
 

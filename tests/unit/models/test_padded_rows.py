@@ -83,15 +83,16 @@ def mean_loss(data: DataProto, predictions: Any, ctx: Any) -> tuple[Tensor, Any]
     return -(predictions["log_probs"].values * data["loss_mask"].values).sum() / ctx["num_tokens"], ctx
 
 
-def train_on_ranks(path: str) -> tuple[list[float], dict[str, Tensor]]:
-    return train("fsdp", path, torch.distributed.get_rank(), 2)
+def train_on_ranks(strategy: str, path: str) -> tuple[list[float], dict[str, Tensor]]:
+    return train(strategy, path, torch.distributed.get_rank(), 2)
 
 
+@pytest.mark.parametrize("strategy", ["fsdp", pytest.param("fsdp1", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["falcon", "mamba"])
-def test_two_sharded_ranks_train_like_one(family: str) -> None:
+def test_two_sharded_ranks_train_like_one(family: str, strategy: str) -> None:
     path = str(tiny_folder(family, hidden=32, initializer_range=0.1))
     losses, weights = train("reference", path, 0, 1)
-    for rank_losses, rank_weights in run_warm_ranks(train_on_ranks, 2, path):
+    for rank_losses, rank_weights in run_warm_ranks(train_on_ranks, 2, strategy, path):
         assert rank_losses == pytest.approx(losses, rel=1e-7)
         for name, weight in weights.items():
             torch.testing.assert_close(rank_weights[name], weight, rtol=0, atol=1e-7)
