@@ -67,11 +67,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    text = (
-        f"Seconds of an update, median of {arguments.rounds} rounds; in parentheses the median of the ratios to packed"
-    )
     lines = [
-        f"{text} rows.",
+        f"CPU seconds of an update on one thread, median of {arguments.rounds} rounds; in parentheses the median of "
+        "the ratios to packed rows.",
         "",
         machine(),
         "",
