@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, ClassVar
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import sdpa_mask
 
-from camshaft.engine.micro_batches import MicroBatches
 from camshaft.engine.single import SingleDeviceEngine
-from camshaft.models import attention
 from camshaft.models.loader import load_model
 from camshaft.models.packed import PackedModel
 
@@ -146,18 +145,21 @@ class _OtherAttention(BrokenModel):
     def visible(self, rows: Tensor, positions: Tensor) -> Tensor:
         raise NotImplementedError
 
-    def run_micro_batches(self, micro_batches: MicroBatches) -> None:
-        with mock.patch.object(attention, "_attend_segments", self._attend):
-            super().run_micro_batches(micro_batches)
+    def edit(self, hf: Any) -> None:
+        AttentionInterface.register("planted", self._attend)
+        AttentionMaskInterface.register("planted", sdpa_mask)
+        hf.set_attn_implementation("planted")
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, kwargs: Any, scaling: Any, *_: Any) -> Tensor:
+    def _attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         packing = kwargs["packing"]
         rows = torch.repeat_interleave(torch.arange(len(packing.lengths)), torch.tensor(packing.lengths))
         mask = self.visible(rows, packing.position_ids())
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         scores = (query @ key.transpose(2, 3) * scaling).masked_fill(~mask, float("-inf"))
-        return (scores.softmax(-1) @ value).transpose(1, 2)
+        return (scores.softmax(-1) @ value).transpose(1, 2), None
 
 
 class MaskOffByOne(_OtherAttention):
