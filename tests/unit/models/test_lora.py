@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.ranks import run_warm_ranks
-from support.tiny import predicted_tokens, tiny_folder, tiny_rows
+from support.tiny import CHANGED_SCORES, predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -38,9 +38,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_embeddings": False},
     "mixtral": {"num_local_experts": 4},  # its experts are not linear layers
     "phi": {"tie_embeddings": False},  # every layer has a bias
+    **CHANGED_SCORES,
 }
 each_family = pytest.mark.parametrize(
-    "family", ["qwen2", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "phi"))]
+    "family",
+    ["qwen2", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("llama", "phi", *CHANGED_SCORES))],
 )
 LORA = LoRAConfig(rank=4, alpha=6)
 

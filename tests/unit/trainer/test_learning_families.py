@@ -4,12 +4,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.tiny import LINEAR
+from support.tiny import CHANGED_SCORES, LINEAR, WINDOWED
 
 import camshaft
 from camshaft.models.tiny import make_tiny_model
 
-FAMILIES: dict[str, dict[str, Any]] = {"qwen3_5_text": LINEAR}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_5_text": LINEAR,
+    "gemma3_text": {**WINDOWED, "query_pre_attn_scalar": 16},
+    "gpt_oss": CHANGED_SCORES["gpt_oss"],
+}
 
 
 def digits(response: str) -> float:
