@@ -10,6 +10,7 @@ weight, are the metrics `reward/function/mean` and `reward/model/mean`. For vali
 both scores of each row as `function` and `model`.
 """
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 
 from torch import Tensor
@@ -21,13 +22,13 @@ from camshaft.rewards.manager import COUNTS, Decode, PendingScores, RewardManage
 FUNCTION, MODEL = "function", "model"
 
 
-class RewardsWrapper:
+class RewardsWrapper(ABC):
     """Base class of rewards that change the scores of other `rewards`, if there are any.
 
     It forwards all methods of `RewardManager` except `score`.
     """
 
-    def __init__(self, rewards: "RewardManager | CombinedRewards | None"):
+    def __init__(self, rewards: "RewardManager | RewardsWrapper | None"):
         self.rewards = rewards
 
     @property
@@ -40,6 +41,10 @@ class RewardsWrapper:
 
     def begin(self, rows: DataProto) -> PendingScores | None:
         return None if self.rewards is None else self.rewards.begin(rows)
+
+    @abstractmethod
+    def score(self, batch: DataProto, decode: Decode, pending: PendingScores | None = None) -> RewardResult:
+        """Score a batch, as `RewardManager.score` does."""
 
     def close(self) -> None:
         if self.rewards is not None:

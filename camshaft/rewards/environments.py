@@ -19,7 +19,7 @@ from torch import Tensor
 
 from camshaft.dataproto import DataProto
 from camshaft.errors import RewardError
-from camshaft.rewards.combined import CombinedRewards, RewardsWrapper
+from camshaft.rewards.combined import RewardsWrapper
 from camshaft.rewards.manager import COUNTS, Decode, PendingScores, RewardManager, RewardResult
 
 ENVIRONMENT = "environment"
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 class EnvironmentRewards(RewardsWrapper):
     """Scoring with the rewards of environments and optional other rewards."""
 
-    def __init__(self, rewards: RewardManager | CombinedRewards | None, raises: bool = False):
+    def __init__(self, rewards: RewardManager | RewardsWrapper | None, raises: bool = False):
         """With `raises`, a failed environment is an error."""
         super().__init__(rewards)
         self.raises = raises

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from camshaft.dataproto import DataProto
 from camshaft.ragged import on_last_token
-from camshaft.rewards.combined import CombinedRewards, RewardsWrapper
+from camshaft.rewards.combined import RewardsWrapper
 from camshaft.rewards.manager import Decode, PendingScores, RewardManager, RewardResult
 
 
@@ -26,7 +26,7 @@ def penalty(lengths: Tensor, limit: int, buffer: int, factor: float) -> Tensor:
 class OverlongPenalty(RewardsWrapper):
     """Scoring with `rewards` and the overlong penalty."""
 
-    def __init__(self, rewards: RewardManager | CombinedRewards, *, limit: int, buffer: int, factor: float, log: bool):
+    def __init__(self, rewards: RewardManager | RewardsWrapper, *, limit: int, buffer: int, factor: float, log: bool):
         super().__init__(rewards)
         self.limit, self.buffer, self.factor, self.log = limit, buffer, factor, log
 

@@ -15,7 +15,7 @@ from camshaft.dataproto import DataProto
 from camshaft.errors import RewardError
 from camshaft.plugins import REWARDS, import_attribute
 from camshaft.rewards.auto import check_sources, reward_for
-from camshaft.rewards.combined import CombinedRewards
+from camshaft.rewards.combined import CombinedRewards, RewardsWrapper
 from camshaft.rewards.environments import EnvironmentRewards
 from camshaft.rewards.manager import RewardManager
 from camshaft.rewards.messages import FunctionSpec
@@ -59,7 +59,7 @@ def build_answer_rewards(custom: CustomRewardConfig) -> RewardManager:
 
 def build_run_rewards(
     config: PPOConfig, stop: Stop | None = None, pickled: Sequence[FunctionSpec] = ()
-) -> RewardManager | CombinedRewards | EnvironmentRewards | OverlongPenalty:
+) -> RewardManager | RewardsWrapper:
     """Build the scoring of a PPO run from reward function, reward model, environments and overlong penalty.
 
     Scoring ends if it takes longer than `trainer.stop_timeout` after a request of `stop`. `pickled` replaces the
@@ -67,13 +67,12 @@ def build_run_rewards(
     """
     custom, trainer, model = config.custom_reward_function, config.trainer, config.reward_model
     overlong, limit = model.overlong_buffer, config.actor_rollout_ref.rollout.response_length
-    rewards = None
+    function = None
     if config.needs_function():
         output = Path(trainer.default_local_dir) / "rewards" / "output.log"
-        rewards = build_rewards(custom, output, stop, trainer.stop_timeout, pickled)
-    if model.enable or (rewards is None and not config.plays_episodes()):
-        rewards = CombinedRewards(rewards, model.weight)
-    if config.plays_episodes():
+        function = build_rewards(custom, output, stop, trainer.stop_timeout, pickled)
+    rewards = CombinedRewards(function, model.weight) if model.enable else function
+    if rewards is None or config.plays_episodes():
         rewards = EnvironmentRewards(rewards, raises=custom.on_error == "raise")
     if not overlong.enable:
         return rewards
