@@ -381,6 +381,14 @@ def _linear(position: int, _memory: TensorMemory, args: Sequence[Any], _kwargs: 
     return _allocate(torch.empty((*input.shape[:-1], len(weight)), dtype=input.dtype, device="meta"))
 
 
+def _grouped_product(_memory: TensorMemory, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return a tensor for a product of grouped matrices, whose shape function accepts only bfloat16."""
+    left, right = args[:2]
+    offsets = args[2] if len(args) > 2 else kwargs["offs"]
+    groups = () if left.dim() != right.dim() else (len(offsets) if left.dim() == 2 else len(left),)
+    return _allocate(torch.empty((*groups, left.shape[-2], right.shape[-1]), dtype=left.dtype, device="meta"))
+
+
 def _pin_memory(memory: TensorMemory, args: Sequence[Any], _kwargs: Mapping[str, Any]) -> Tensor:
     with memory.on_host():
         result = torch.empty_like(args[0])
@@ -397,6 +405,7 @@ SPECIAL: dict[str, Callable[[TensorMemory, Sequence[Any], Mapping[str, Any]], An
     "fsdp::all_gather_copy_in": _all_gather_copy_in,
     "fsdp::split_with_sizes_copy": _nothing,
     "fsdp::chunk_cat": _nothing,
+    "aten::_grouped_mm": _grouped_product,
     "aten::_pin_memory": _pin_memory,
     "aten::is_pinned": _is_pinned,
     # An optimizer step is skipped if the norm of the gradients is not finite.

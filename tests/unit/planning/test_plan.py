@@ -128,6 +128,21 @@ def test_packed_weights_count(layout: Any) -> None:
     assert sizes[0] == sizes[1] >= weight.nbytes
 
 
+def test_experts_in_float32_count() -> None:
+    live = []
+    for computes in (True, False):
+        with TensorMemory(computes) as memory:
+            rows = torch.randn(512, 64, requires_grad=True)
+            experts = torch.randn(4, 64, 128, requires_grad=True)
+            offsets = torch.tensor([100, 200, 300, 512], dtype=torch.int32)
+            out = torch.nn.functional.grouped_mm(rows, experts, offs=offsets)
+            gradients = torch.autograd.grad(out.square().sum(), (rows, experts))
+            shapes = [tensor.shape for tensor in (out, *gradients)]
+            assert shapes == [(512, 128), rows.shape, experts.shape]
+            live.append(memory.live)
+    assert live[0] == live[1]
+
+
 def test_the_norm_of_gradients_that_are_not_computed_is_finite() -> None:
     gradients = [torch.full((size,), math.nan) for size in (8, 2000)]
     with TensorMemory(computes=False):
