@@ -38,6 +38,7 @@ HERE = (
 
 ELSEWHERE = {
     "README.md": "tests/smoke/test_readme.py",
+    "docs/agents.md": "tests/unit/trainer/test_agent_examples.py",
     "docs/algorithms.md": "tests/unit/trainer/test_own_algorithms.py",
     "docs/engines.md": "tests/contracts/test_third_party_engine.py",
 }

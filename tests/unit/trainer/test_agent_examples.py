@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.pages import commands, run_here, script
 
 import camshaft
 from camshaft.agents.environment import Host, Start, Turn
@@ -75,3 +76,16 @@ def test_asking_for_the_hint_is_learned(tmp_path: Path, seed: int, steps: int) -
     assert scores[0] < one_turn + 0.1
     assert statistics.fmean(scores[-5:]) > 0.8
     assert statistics.fmean(turns[-5:]) > 1.8
+
+
+@pytest.mark.timeout(200)
+def test_the_code_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run docs/agents.md with fewer steps and games."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    shorter = {"steps=120": "steps=1", "n=32": "n=2"}
+    lines = commands(tmp_path, script(tmp_path, "docs/agents.md"))
+    for file in tmp_path.glob("block*.py"):
+        file.write_text(file.read_text("utf-8").replace("steps=120", "steps=1, n=2"), encoding="utf-8")
+    run_here([[shorter.get(word, word) for word in line] for line in lines], monkeypatch)
+    assert (tmp_path / "curves.png").stat().st_size
