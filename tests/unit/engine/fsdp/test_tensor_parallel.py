@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from support.moe import MoEHarness
 from support.ranks import run_warm_ranks
-from support.tiny import predicted_tokens, tiny_folder, tiny_rows
+from support.tiny import LINEAR, predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -47,6 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"kv_heads": 2, "layer_types": ["sliding_attention", "full_attention"]},
     ),
     "phi3 with fused matrices": ("phi3", {"tie_embeddings": False, "pad_token_id": 0}),
+    "qwen3.5 with linear attention": ("qwen3_5_text", LINEAR),
 }
 
 
