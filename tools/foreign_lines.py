@@ -30,6 +30,8 @@ from camshaft.machine import LIBRARIES, Machine  # noqa: E402
 
 DEVICES = 8
 """Devices per machine of a line that does not set them."""
+LAYERS = "actor_rollout_ref.actor.megatron.override_transformer_config."
+"""Prefix of the keys of uneven pipeline stages."""
 DATA = ("data.train_files", "data.val_files")
 MODELS = ("actor_rollout_ref.model.path", "critic.model.path")
 REWARD_MODELS = ("reward.reward_model.model_path", "reward_model.model.path")
@@ -114,10 +116,12 @@ def _write_model(folder: Path, line: Line, head: str) -> Path:
     """Write the config.json of a model that the parallel sizes of a line divide."""
     family = next((family for family, words in FAMILIES.items() if re.search(words, line.name.lower())), "qwen3")
     stages = line.size("pipeline_model") * line.size("virtual_pipeline_model")
+    ends = [line.number(f"{LAYERS}num_layers_in_{end}_pipeline_stage", 0) for end in ("first", "last")]
+    layers = sum(ends) + stages - sum(1 for end in ends if end)
     heads = math.lcm(line.size("tensor_model"), line.size("context"), 8)
     values: dict[str, Any] = {
         "model_type": family, "architectures": [f"{''.join(map(str.title, family.split('_')))}{head}"],
-        "num_hidden_layers": stages, "num_attention_heads": heads, "num_key_value_heads": heads,
+        "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": heads,
         "hidden_size": 8 * heads, "intermediate_size": 16 * heads, "vocab_size": 512, "eos_token_id": 1,
         "max_position_embeddings": 2**20,
     }  # fmt: skip

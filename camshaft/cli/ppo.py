@@ -15,14 +15,12 @@ USAGE = f"""\
 usage: camshaft ppo key=value ...        train with PPO, GRPO and related algorithms
 
 {short_name_table(PPOConfig)}
-
 {algorithm_names()}
 Short names and keys can be mixed. A run requires model and data, and reward unless a built-in function scores the data.
 All keys: camshaft config show. One key: camshaft config explain KEY
 
 {CONFIG_OPTIONS}
-example:
-  camshaft ppo model=models/tiny data=train.jsonl reward=my_reward.py algorithm=grpo steps=60 lr=1e-5
+example: camshaft ppo model=models/tiny data=train.jsonl reward=my_reward.py algorithm=grpo steps=60 lr=1e-5
 """
 
 

@@ -15,6 +15,8 @@ from camshaft.tracking.jsonl import read_metrics
 from camshaft.tracking.run_folder import RunFolder
 
 PAGE = (Path(__file__).parents[2] / "docs" / "run-folder.md").read_text(encoding="utf-8")
+OF_EPISODES = ("turns", "stop_reason", "messages", "sampled")
+"""Columns of runs with an environment."""
 NAMED = set(re.findall(r"`([^`]+)`", re.sub(r"```.*?```", "", PAGE, flags=re.DOTALL)))
 
 
@@ -75,7 +77,7 @@ def test_the_page_names_every_column(home: Path) -> None:
         line.partition("| ")[2].partition(" |")[0] for line in section.splitlines() if line.startswith("| `")
     ]
     documented = {name for cell in first_cells for name in re.findall(r"`([^`]+)`", cell)}
-    assert documented - set(columns) == {"score/<name>"}
+    assert documented - set(columns) == {"score/<name>", *OF_EPISODES}
 
 
 def test_samples_leave_all_metrics_bitwise_equal(home: Path) -> None:
