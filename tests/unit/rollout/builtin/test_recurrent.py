@@ -5,17 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.recorders import OperatorCapture
 from support.tiny import LINEAR
 
-from camshaft.config.rollout import RolloutEngineConfig
-from camshaft.contracts.rollout.harness import Case, RolloutHarness
-from camshaft.contracts.rollout.suite import RULES
-from camshaft.contracts.rules import Rule
+from camshaft.contracts.rollout.harness import RolloutHarness
 from camshaft.ragged import Ragged
 from camshaft.rollout import SamplingParams
-from camshaft.rollout.builtin.cuda import graphs
-from camshaft.rollout.builtin.cuda.graphs import CUDAGraphDecoder, full_length_step
 from camshaft.rollout.builtin.rollout import TorchRollout
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -26,42 +20,9 @@ SIZES: dict[str, dict[str, Any]] = {
 }
 
 
-class RecurrentHarness(RolloutHarness):
-    """A harness whose default model has recurrent states."""
-
-    def empty_case(self, family: str = "qwen2", sizes: dict[str, Any] | None = None, **config: Any) -> Case:
-        if family == "qwen2":
-            family, sizes = "qwen3_5_text", LINEAR | (sizes or {})
-        return super().empty_case(family, sizes, **config)
-
-
-class Captured(TorchRollout):
-    """The built-in generator with captured steps, with a CPU stand-in for CUDA graphs."""
-
-    def __init__(self, config: RolloutEngineConfig):
-        super().__init__(config)
-        self.graphs = CUDAGraphDecoder(self.decoder, self.cache, OperatorCapture(), full_length_step)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("models")
-
-
-FAST_RULES = {"rows do not depend on the batch", "prompts of mixed lengths", "sleep and wake"}
-
-
-@pytest.mark.parametrize(
-    "rule",
-    [pytest.param(rule, marks=[pytest.mark.slow] * (rule.name not in FAST_RULES)) for rule in RULES],
-    ids=lambda rule: rule.name.replace(" ", "_"),
-)
-@pytest.mark.parametrize("rollout", [TorchRollout, Captured])
-def test_generator_keeps_rule(
-    rule: Rule, rollout: type[TorchRollout], folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(graphs, "MIN_STEPS", 1)
-    rule.check(RecurrentHarness(rollout, folder))
 
 
 @pytest.mark.parametrize("family", SIZES)
@@ -80,8 +41,9 @@ def test_sixty_four_greedy_tokens_and_their_log_probs(folder: Path, family: str)
 
 
 def test_rows_that_join_and_leave_do_not_change_a_neighbour(folder: Path) -> None:
-    case = RecurrentHarness(TorchRollout, folder).case(max_num_seqs=4)
-    prompts = RolloutHarness(TorchRollout, folder).prompts(6, 11, 3).select([0, *[1] * 5, *[2] * 7])
+    harness = RolloutHarness(TorchRollout, folder)
+    case = harness.case("qwen3_5_text", LINEAR, max_num_seqs=4)
+    prompts = harness.prompts(6, 11, 3).select([0, *[1] * 5, *[2] * 7])
     sampling, seeds = SamplingParams(40, stop_token_ids=tuple(range(3, 14))), torch.arange(13)
     out = case.rollout.generate_sequences(prompts, sampling, seeds)
     assert len(set(out.responses.lengths.tolist())) > 3
