@@ -75,6 +75,8 @@ def cached_folder(name: str, weights: bool = True) -> Path | None:
     A complete model has a config or a tokenizer and, with `weights`, all weight files. The snapshot of the main branch
     is used.
     """
+    if not (cache_path() / f"models--{name.replace('/', '--')}").is_dir():  # faster than importing what follows
+        return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
