@@ -49,6 +49,8 @@ class _Process(Worker[int]):
 class _Game:
     """An episode, with everything that is needed to play it again."""
 
+    name: str
+    """Name of the environment; empty for the first one."""
     start: bytes
     answers: list[str] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
@@ -57,6 +59,12 @@ class _Game:
     """True if its environment exists in the process of its slot."""
     has_failed: bool = False
     """True after the first failure. The second one ends the episode."""
+
+    def method(self) -> str:
+        """Return the method that is called, with those that are repeated before it."""
+        if not self.answers:
+            return "reset"
+        return "step" if self.is_hosted else f"reset and {len(self.answers)} x step"
 
     def request(self, number: int) -> tuple[Call, int]:
         """Return the call that continues the episode, and the number of its results that are known already."""
@@ -94,7 +102,7 @@ class EnvironmentPool:
     def reset(self, starts: Mapping[int, Start]) -> dict[int, Turn | Fault]:
         """Begin episodes. Episodes with the same numbers have ended."""
         for number, start in starts.items():
-            self._games[number] = _Game(pickle.dumps(start))
+            self._games[number] = _Game(start.name, pickle.dumps(start))
         return self._run(list(starts))
 
     def step(self, answers: Mapping[int, str]) -> dict[int, Turn | Fault]:
@@ -143,10 +151,10 @@ class EnvironmentPool:
                 if queue and process is not None and process.is_ready and not process.calls:
                     self._submit(process, queue.popleft())
             _, events = wait_for(self._processes, time.monotonic() + POLL_SECONDS)
-            busy = [process for process in self._processes if process.calls]
+            busy = [process for process in self._processes if process.calls or not process.is_ready]
             if busy:
                 oldest = min(busy, key=lambda process: process.since)
-                wait.check(partial(self._describe, oldest), oldest.stacks, oldest.since)
+                wait.check(partial(self._describe_call, oldest), oldest.stacks, oldest.since)
             for process, event in events:
                 if isinstance(event, Ready):
                     self._loaded(event.value)
@@ -258,6 +266,16 @@ class EnvironmentPool:
 
     def _names(self) -> str:
         return "the environment " + ", ".join(source.target for source in self.spec.sources)
+
+    def _describe_call(self, process: _Process) -> str:
+        """Return a description of the call that a process makes."""
+        if not process.calls:
+            return self._describe(process)
+        (number,) = process.calls.values()
+        game = self._games[number]
+        target = next((s.target for s in self.spec.sources if s.name == game.name), self.spec.sources[0].target)
+        place = f"episode {number}, {describe_process(process.pid)}"
+        return f"{game.method()} of {target} ({place}, limit {process.deadline - process.since:g} s)"
 
     def _describe(self, process: _Process) -> str:
         return f"{describe_process(process.pid)}, which runs {self._names()},"

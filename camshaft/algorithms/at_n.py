@@ -31,23 +31,27 @@ def draw_sizes(n: int) -> list[int]:
     return [*(2**i for i in range(1, n.bit_length()) if 2**i < n), *([n] if n > 1 else [])]
 
 
-def at_n(scores: Sequence[Sequence[float]], answers: Sequence[Sequence[Answer]] | None = None) -> dict[str, float]:
+def at_n(
+    scores: Sequence[Sequence[float]], answers: Sequence[Sequence[Answer]] | None = None, n: int | None = None
+) -> dict[str, float]:
     """Compute all metrics from the n scores of each prompt and average them over prompts.
 
     `maj@k` is computed only if `answers` is given. `std@n` is the population standard deviation of the scores of a
-    prompt.
+    prompt. A prompt may have less than `n` scores, and at least one: metrics @k are averaged over prompts with k
+    scores, and are left out if there is none. `mean@n` and `std@n` use the scores that there are.
     """
-    n = len(scores[0])
+    n = n or len(scores[0])
     metrics = {f"mean@{n}": [fmean(row) for row in scores]}
     if n > 1:
         metrics[f"std@{n}"] = [pstdev(row) for row in scores]
     for k in draw_sizes(n):
-        metrics[f"best@{k}/mean"] = [best_score(row, k) for row in scores]
-        metrics[f"worst@{k}/mean"] = [-best_score([-score for score in row], k) for row in scores]
+        rows = [row for row in scores if len(row) >= k]
+        metrics[f"best@{k}/mean"] = [best_score(row, k) for row in rows]
+        metrics[f"worst@{k}/mean"] = [-best_score([-score for score in row], k) for row in rows]
         if answers is not None and (k == n or n <= MAX_MAJORITY_SIZE):
-            pairs = zip(scores, answers, strict=True)
+            pairs = zip(rows, (row for row in answers if len(row) >= k), strict=True)
             metrics[f"maj@{k}/mean"] = [majority_score(row, row_answers, k) for row, row_answers in pairs]
-    return {name: fmean(values) for name, values in metrics.items()}
+    return {name: fmean(values) for name, values in metrics.items() if values}
 
 
 def pass_at(scores: Sequence[float], k: int, threshold: float = 1.0) -> float:

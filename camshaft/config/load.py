@@ -349,6 +349,11 @@ NOT_IMPLEMENTED = (
         False,
         "running actor and rollout on separate devices is not implemented. Set {key}=true.",
     ),
+    NotImplementedValue(
+        ("actor_rollout_ref.rollout.multi_turn.history", "rollout.multi_turn.history"),
+        "template",
+        "rewritten histories, which make one episode several rows, are not implemented. Set {key}=append.",
+    ),
 )
 
 REMOTE_PATHS = frozenset(

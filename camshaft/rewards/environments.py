@@ -6,23 +6,26 @@
     score = score of the other rewards + sum of the rewards of the turns
 
 A reward function receives the text of the last answer as the response, and by name `messages`, `turns` and
-`stop_reason`. A row whose environment has failed, or whose prompt was too long, has no score: it is dropped. With
-`custom_reward_function.on_error=raise`, a failed environment is an error.
+`stop_reason`. A row whose environment has failed, or whose prompt was too long, has no score: it is dropped, also with
+`custom_reward_function.on_error=zero`, and validation leaves it out. With `raise`, a failed environment is an error.
 """
 
 import logging
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from camshaft.dataproto import DataProto
+from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RewardError
 from camshaft.rewards.combined import RewardsWrapper
-from camshaft.rewards.manager import COUNTS, Decode, PendingScores, RewardManager, RewardResult
+from camshaft.rewards.manager import COUNTS, Decode, PendingScores, RewardFailure, RewardManager, RewardResult
 
 ENVIRONMENT = "environment"
+TOO_LONG = "prompt"
+"""Stop reason of an episode whose prompt is too long after `reset`."""
 STOP_REASONS = ("done", "turns", "length", "prompt", "timeout", "error")
 """Values of the column `stop_reason`."""
 EPISODE_ARGUMENTS = {"messages": [], "turns": 0, "stop_reason": ""}
@@ -52,13 +55,12 @@ class EnvironmentRewards(RewardsWrapper):
         """Score a batch of episodes."""
         turn_scores = batch.ragged("env_scores")
         scores = turn_scores.sum()
-        result = self._other_scores(batch)
-        lost = {
-            row: str(reason)
-            for row, reason in enumerate(batch["stop_reason"])
-            if reason == "prompt" or batch["env_failure"][row] is not None
-        }
-        self._report(batch, lost)
+        failures = list(_failures(batch))
+        lost = {failure.row: failure.kind for failure in failures}
+        self._report(failures, len(batch))
+        played = [row for row in range(len(batch)) if row not in lost]
+        result = self._other_scores(batch.reorder(torch.tensor(played, dtype=torch.int64)))
+        result = _spread(result, played, turn_scores)
         return replace(
             result,
             token_level_scores=result.token_level_scores.map(lambda values: values + turn_scores.values),
@@ -67,12 +69,14 @@ class EnvironmentRewards(RewardsWrapper):
             parts=tuple(
                 parts | {ENVIRONMENT: score} for parts, score in zip(result.parts, scores.tolist(), strict=True)
             ),
+            failures=tuple(failures) + result.failures,
             failed={**result.failed, **lost},
             dropped=tuple(sorted({*result.dropped, *lost})),
+            unplayed=tuple(lost),
         )
 
     def _other_scores(self, batch: DataProto) -> RewardResult:
-        if self.rewards is None:
+        if self.rewards is None or not len(batch):
             counts = {f"reward/{name}": 0.0 for name in (*COUNTS.values(), "slow")}
             zeros, count = batch.ragged("env_scores").map(torch.zeros_like), len(batch)
             return RewardResult(torch.zeros(count), counts, (), ({},) * count, (None,) * count, zeros)
@@ -81,18 +85,61 @@ class EnvironmentRewards(RewardsWrapper):
         answers = [last_answer(messages) for messages in batch["transcript"]]
         return self.rewards.score(_with_arguments(batch, arguments), lambda ids: answers)
 
-    def _report(self, batch: DataProto, lost: dict[int, str]) -> None:
-        """Log the failures of environments, or raise the first one."""
-        failures = [text for text in batch["env_failure"] if text is not None]
-        if failures and self.raises:
-            raise RewardError(f"the environment failed: {failures[0]}")
-        if lost:
+    def _report(self, failures: Sequence[RewardFailure], num_episodes: int) -> None:
+        """Log the episodes without a score, or raise the first failure of an environment."""
+        faults = [failure for failure in failures if failure.kind != TOO_LONG]
+        if faults and self.raises:
+            raise RewardError(f"the environment failed: {faults[0]}")
+        if failures:
+            distinct = {(failure.kind, failure.message, failure.trace): failure for failure in reversed(failures)}
             logger.warning(
-                "%d of %d episodes are not trained on: the environment failed in %d, and %d prompts are too long after "
-                "reset (data.max_prompt_length). First failures:\n%s",
-                *(len(lost), len(batch), len(failures), len(lost) - len(failures)),
-                "\n".join(list(dict.fromkeys(failures))[:_NUM_SHOWN]) or "none",
+                "%d of %d episodes have no score: the environment failed in %d, and %d prompts are too long after "
+                "reset. First failures:\n%s",
+                *(len(failures), num_episodes, len(faults), len(failures) - len(faults)),
+                "\n".join(str(failure) for failure in list(distinct.values())[: -_NUM_SHOWN - 1 : -1]),
             )
+
+
+def _spread(result: RewardResult, rows: Sequence[int], like: Ragged) -> RewardResult:
+    """Return the result for `rows` of a batch as that for the whole batch, in which other rows have 0.
+
+    `like` has the lengths of the rows of the batch.
+    """
+    count = len(like.lengths)
+    if len(rows) == count:
+        return result
+    is_scored = torch.zeros(count, dtype=torch.bool)
+    is_scored[list(rows)] = True
+    parts: list[dict[str, float]] = [{}] * count
+    answers: list[str | None] = [None] * count
+    for row, values, answer in zip(rows, result.parts, result.answers, strict=True):
+        parts[row], answers[row] = values, answer
+    tokens = torch.zeros_like(like.values)
+    tokens[is_scored[like.row_ids()]] = result.token_level_scores.values
+    scores = torch.zeros(count)
+    scores[is_scored] = result.scores
+    return replace(
+        result,
+        scores=scores,
+        parts=tuple(parts),
+        answers=tuple(answers),
+        token_level_scores=like.like(tokens),
+        failures=tuple(replace(failure, row=rows[failure.row]) for failure in result.failures),
+        failed={rows[row]: kind for row, kind in result.failed.items()},
+        dropped=tuple(rows[row] for row in result.dropped),
+    )
+
+
+def _failures(batch: DataProto) -> Iterator[RewardFailure]:
+    """Yield the episodes without a score."""
+    columns = (batch[name] for name in ("stop_reason", "env_failure", "transcript", "data_source"))
+    for row, (reason, fault, messages, source) in enumerate(zip(*columns, strict=True)):
+        if reason != TOO_LONG and fault is None:
+            continue
+        text = fault or f"{TOO_LONG}: the prompt is longer than data.max_prompt_length after reset"
+        message, _, trace = text.partition("\n")
+        kind, _, message = message.partition(": ")
+        yield RewardFailure(row, kind, source, message, trace, 0.0, last_answer(messages), ENVIRONMENT)
 
 
 def _episode_metrics(batch: DataProto) -> dict[str, float]:
@@ -113,6 +160,6 @@ def last_answer(messages: list[dict[str, Any]]) -> str:
     return next((str(m["content"]) for m in reversed(messages) if m["role"] == "assistant"), "")
 
 
-def _mean(scores: Tensor, lost: dict[int, str]) -> float:
+def _mean(scores: Tensor, lost: Mapping[int, str]) -> float:
     kept = [score for row, score in enumerate(scores.tolist()) if row not in lost]
     return sum(kept) / len(kept) if kept else 0.0

@@ -104,6 +104,8 @@ class Scores:
     """Maps the index of each failed row to the kind of its first failure."""
     dropped: tuple[int, ...] = field(default=(), kw_only=True)
     """Indices of failed rows that are excluded from the update."""
+    unplayed: tuple[int, ...] = field(default=(), kw_only=True)
+    """Indices of dropped rows that have no score, because their environment failed or their prompt is too long."""
 
     @property
     def keep_mask(self) -> Tensor:

@@ -219,6 +219,9 @@ val-aux/<source>/<value>/std@<n> | | algorithms/at_n.py |
 val-aux/<source>/<value>/{best,worst,maj}@<k>/mean | | algorithms/at_n.py |
     Expected best, worst and majority vote of k of the n responses to a prompt, averaged over prompts.
 val-aux/response_length/mean | tokens | trainer/validate.py | Response length.
+val-aux/agent/unplayed | episodes | trainer/validate.py |
+    Validation episodes without a score, because the environment failed or the prompt is too long after reset. All other
+    validation metrics of scores leave them out; @k metrics are averaged over prompts with k scores.
 val-aux/reward/{errors,invalid,timeouts,crashes,slow,model/truncated} | responses | trainer/validate.py |
     Same as reward/..., for the validation responses.
 val-aux/reward/<function>/{scored,failed} | responses | trainer/validate.py |

@@ -15,6 +15,7 @@ import json
 import logging
 import time
 from pathlib import Path
+from statistics import fmean
 from typing import Any, Self
 
 from camshaft.agents.setup import (
@@ -153,8 +154,8 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         self.file.write(self.sources, [int(uid) for uid in self.prompts["uid"]], self.parts)
 
     def metrics(self) -> dict[str, float]:
-        """Return the validation metrics of the scores in the output file, or {} without a reward function."""
-        if not self.config.custom_reward_function.is_named() or self.environments is not None:
+        """Return the validation metrics of the scores in the output file, or {} if nothing gives scores."""
+        if not self.config.custom_reward_function.is_named() and self.environments is None:
             return {}
         scores, answers = (self.file.read(f"{self.file.name}{suffix}") for suffix in ("_score", "_pred"))
         columns = self.prompts["data_source"], self.prompts["uid"], scores, answers
@@ -162,8 +163,9 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
             ScoredResponse(source, uid, score, answer)
             for source, uid, *values in zip(*columns, strict=True)
             for score, answer in zip(*values, strict=True)
+            if score is not None
         ]
-        return at_n_metrics(rows)
+        return at_n_metrics(rows, self.config.rollout.n)
 
     def _is_incomplete(self) -> bool:
         return self.parts.num_done < len(self.prompts)
@@ -204,7 +206,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         """
         assert isinstance(self.rewards, EnvironmentRewards)
         result = self.rewards.score(batch, self.tokenizer.batch_decode)
-        scores = [None if row in result.failed else score for row, score in enumerate(result.scores.tolist())]
+        scores = [None if row in result.unplayed else score for row, score in enumerate(result.scores.tolist())]
         columns: dict[str, list[Any]] = {
             "": [last_answer(messages) for messages in batch["transcript"]],
             "_tokens": batch["responses"].lengths.tolist(),
@@ -215,9 +217,10 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
             "_messages": [json.dumps(messages, ensure_ascii=False, default=str) for messages in batch["transcript"]],
             "_stop_reason": list(batch["stop_reason"]),
         }
-        sampled = float(batch["response_mask"].values.sum())
-        metrics = {"perf/throughput": sampled / seconds, "timing_s/gen": seconds}
-        return columns, metrics | {"reward/mean": result.metrics["reward/environment/mean"]}
+        metrics = {"perf/throughput": float(batch["response_mask"].values.sum()) / seconds, "timing_s/gen": seconds}
+        if kept := [score for score in scores if score is not None]:
+            metrics["reward/mean"] = fmean(kept)
+        return columns, metrics
 
 
 def collect_settings(config: GenerateConfig, prompts: DataProto) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import json
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from camshaft import storage
 from camshaft.algorithms.at_n import at_n
 from camshaft.config import PPOConfig
 from camshaft.dataproto import DataProto
+from camshaft.errors import RewardError
 from camshaft.rewards.manager import COUNTS, log_failures
 from camshaft.storage import rename_existing
 from camshaft.trainer.build import PPOParts
@@ -33,7 +34,8 @@ class Sample:
     prompt: str
     response: str
     ground_truth: Any
-    score: float
+    score: float | None
+    """None if the environment has failed."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
     rows: list[ScoredResponse] = []
     counts: dict[str, float] = defaultdict(float)
     lengths: list[int] = []
+    first_failure = ""
     samples: list[Sample] = []
     n = config.actor_rollout_ref.rollout.val_kwargs.n
     prompts = parts.val_prompts.repeat(n)
@@ -70,11 +73,22 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
         log_failures(result.failures, parts.folder, "validation")
         lengths += batch["responses"].lengths.tolist()
         columns = (batch["data_source"], batch["uid"], result.scores.tolist(), result.answers, result.parts)
-        rows += [ScoredResponse(*row) for row in zip(*columns, strict=True)]
+        scored = [ScoredResponse(*row) for row in zip(*columns, strict=True)]
+        rows += [row for number, row in enumerate(scored) if number not in result.unplayed]
+        if parts.environments is not None:
+            counts["val-aux/agent/unplayed"] += len(result.unplayed)
+        if result.unplayed:
+            first_failure = first_failure or str(result.failures[0])
         for name, value in result.metrics.items():
             if name in COUNTED or name.endswith(("/scored", "/failed")):
                 counts[f"val-aux/{name}"] += value
-        samples += decode_samples(parts, batch, result.scores)
+        decoded = decode_samples(parts, batch, result.scores)
+        samples += [
+            replace(sample, score=None) if number in result.unplayed else sample
+            for number, sample in enumerate(decoded)
+        ]
+    if not rows:
+        raise RewardError(f"no episode of the validation has a score. The first failure is {first_failure}")
     scores: dict[str, list[float]] = defaultdict(list)
     for row in rows:
         scores[row.data_source].append(row.score)
@@ -82,14 +96,15 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
     metrics = {f"val-core/{source}/reward/mean": sum(values) / len(values) for source, values in scores.items()}
     metrics["val/reward/mean"] = sum(all_scores) / len(all_scores)
     metrics["val-aux/response_length/mean"] = sum(lengths) / len(lengths)
-    return metrics | at_n_metrics(rows) | counts, samples
+    return metrics | at_n_metrics(rows, n) | counts, samples
 
 
-def at_n_metrics(rows: Sequence[ScoredResponse]) -> dict[str, float]:
+def at_n_metrics(rows: Sequence[ScoredResponse], n: int | None = None) -> dict[str, float]:
     """Compute metrics `<section>/<data_source>/<value>/mean@n`, `best@k/mean`, ... in `val-core` or `val-aux`.
 
     A value is `reward`, or a number that the reward function returned for all responses of the data source. The values
-    of a response that could not be scored are 0. `maj@k` requires extracted answers.
+    of a response that could not be scored are 0. `maj@k` requires extracted answers. Prompts may have less than `n`
+    responses, by default the number of the first one (`at_n`).
     """
     metrics: dict[str, float] = {}
     for source, groups in group_by_prompt(rows).items():
@@ -100,8 +115,8 @@ def at_n_metrics(rows: Sequence[ScoredResponse]) -> dict[str, float]:
         for name in _common_values(source_rows):
             values[name] = [[row.parts.get(name, 0.0) for row in group] for group in groups]
         for name, groups_of_values in values.items():
-            for suffix, value in at_n(groups_of_values, answers).items():
-                metrics[f"{_section(name, suffix, len(groups[0]))}/{source}/{name}/{suffix}"] = value
+            for suffix, value in at_n(groups_of_values, answers, n).items():
+                metrics[f"{_section(name, suffix, n or len(groups[0]))}/{source}/{name}/{suffix}"] = value
     return metrics
 
 

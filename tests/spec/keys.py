@@ -207,6 +207,7 @@ PROOFS: dict[str, tuple[str, ...]] = {
     ),
     f"{_TURNS}.environment": (f"{_EPISODES}::test_an_episode_is_trained_as_one_row",),
     f"{_TURNS}.environment_kwargs": (f"{_EPISODES}::test_keys_reach_the_environments",),
+    f"{_TURNS}.history": (f"{_EPISODES}::test_what_does_not_work_is_named",),
     f"{_TURNS}.num_workers": (
         f"{_EPISODES}::test_keys_reach_the_environments",
         "tests/unit/agents/test_pool.py::test_results_do_not_depend_on_the_number_of_processes",

@@ -58,13 +58,22 @@ class MultiTurnConfig(Section):
         "Part of a truncated text that is kept: its beginning (left), its end (right) or both (middle).",
         unread=Unread(lambda section: section.max_tool_response_length is None, "{max_tool_response_length}"),
     )
+    history: Literal["append", "template"] = key(
+        "append",
+        "Context of an answer: append uses the tokens that were sampled before, as TRL and verl do. template, the "
+        "history as the chat template rewrites it, is not implemented.",
+        unread=PLAYED,
+    )
     num_workers: Count = key(4, "Number of processes on each rank that run environments.", unread=PLAYED)
     timeout: PositiveFloat = key(30.0, "Time limit, in seconds, of a call of step.", unread=PLAYED)
     start_timeout: PositiveFloat = key(
         120.0, "Time limit, in seconds, of loading an environment, and of its construction and reset.", unread=PLAYED
     )
     episode_timeout: PositiveFloat | None = key(
-        None, "Time limit, in seconds, of all calls of an episode together. null does not limit them.", unread=PLAYED
+        None,
+        "Time limit, in seconds, of all calls of the environment in an episode together, without the time of the "
+        "policy. null does not limit them.",
+        unread=PLAYED,
     )
 
     def selected(self) -> tuple[NamedEnvironment, ...]:

@@ -1,6 +1,7 @@
 """Environments in processes: faults cost their own episode, and nothing is left running."""
 
 import os
+import re
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from camshaft import subprocesses
 from camshaft.agents.callables import pickle_environments
 from camshaft.agents.environment import Fault, Start, Turn
 from camshaft.agents.messages import Source, Spec
@@ -149,6 +151,13 @@ def test_time_limits_are_kept(make: Make) -> None:
     assert results[FAULTY] == Fault("timeout", "no result within 3 s; the process was killed")
     assert pool.num_failures == 2
     assert all(isinstance(results[number], Turn) for number in NEIGHBOURS)
+
+
+def test_a_slow_call_is_named(make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(subprocesses, "REPORT_SECONDS", 0.3)
+    play(make("time.sleep(0.7)"), fault=True)
+    line = next(line for line in caplog.messages if "no answer" in line and "step of" in line)
+    assert re.search(r"step of \S+game0.py:Game \(episode 1, process \d+, limit 60 s\) for 0 s", line)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,23 @@ def test_a_response_of_two_prompts_by_hand() -> None:
     }
 
 
+def test_metrics_at_k_need_k_responses_of_a_prompt() -> None:
+    result = at_n([[1.0, 0.0, 4.0], [3.0, 2.0], [5.0]], [["a", "b", "b"], ["c", "d"], ["e"]], n=3)
+    assert result == pytest.approx(
+        {
+            "mean@3": (5 / 3 + 2.5 + 5) / 3,
+            "std@3": ((26 / 9) ** 0.5 + 0.5 + 0) / 3,
+            "best@2/mean": ((1 + 4 + 4) / 3 + 3) / 2,
+            "worst@2/mean": ((0 + 1 + 0) / 3 + 2) / 2,
+            "maj@2/mean": ((0.5 * (1 + 2) + 0.5 * (1 + 2) + 2) / 3 + 2.5) / 2,  # the answer b scores 2
+            "best@3/mean": 4.0,
+            "worst@3/mean": 0.0,
+            "maj@3/mean": 2.0,
+        }
+    )
+    assert at_n([[1.0], [2.0]], n=2) == {"mean@2": 1.5, "std@2": 0.0}
+
+
 def test_one_response_has_only_a_mean() -> None:
     assert at_n([[1.0], [0.0]], [["a"], ["b"]]) == {"mean@1": 0.5}
     assert not any("maj" in name for name in at_n([[1.0, 0.0]]))

@@ -112,6 +112,40 @@ def test_a_failed_environment_is_not_trained_on(home: Path, tmp_path: Path) -> N
     assert step.metrics["agent/tool_errors"] == 2 * int(failed.sum())  # each is repeated once
 
 
+def test_failed_episodes_are_left_out_of_validation(home: Path, tmp_path: Path) -> None:
+    fault = "if int(ground_truth) % 2 and int(seed) % 3: raise RuntimeError('no server')"
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(response, messages):\n    assert messages[-1]['role'] == 'user'\n    return 10.0\n")
+    settings = {
+        "custom_reward_function.path": reward,
+        "custom_reward_function.name": "score",
+        "custom_reward_function.on_error": "zero",
+        "actor_rollout_ref.rollout.val_kwargs.n": 2,
+        "actor_rollout_ref.rollout.val_kwargs.do_sample": True,
+        "actor_rollout_ref.rollout.val_kwargs.temperature": 1.0,
+        "trainer.val_before_train": True,
+        "trainer.validation_data_dir": tmp_path / "validation",
+    }
+    metrics = run_ppo(home, {**game(tmp_path, fault), **settings}, steps=1)[0].metrics
+    rows = [json.loads(line) for line in (tmp_path / "validation/step_0.jsonl").read_text().splitlines()]
+    scores = [row["score"] for row in rows if row["score"] is not None]
+    assert 0 < len(scores) < len(rows)
+    assert min(scores) >= 10  # a failed episode is not scored by the reward function either
+    assert metrics["val/reward/mean"] == pytest.approx(sum(scores) / len(scores))
+    assert metrics["val-aux/agent/unplayed"] == len(rows) - len(scores)
+    assert metrics["val-aux/reward/errors"] == 0
+    (mean,) = (value for name, value in metrics.items() if name.endswith("reward/mean@2"))
+    assert mean >= 10
+
+
+def test_a_step_without_a_played_episode_is_an_error(home: Path, tmp_path: Path) -> None:
+    settings = {**game(tmp_path, "raise RuntimeError('no server')"), "custom_reward_function.on_error": "zero"}
+    with pytest.raises(RewardError, match=r"the environment failed for all 16 responses[^$]*no server"):
+        run_ppo(home, settings, steps=1)
+    with pytest.raises(RewardError, match=r"no episode of the validation has a score[^$]*no server"):
+        run_ppo(home, {**settings, "trainer.val_before_train": True}, steps=1)
+
+
 def test_a_failed_environment_can_stop_the_run(home: Path, tmp_path: Path) -> None:
     with pytest.raises(RewardError, match="no server"):
         run_ppo(home, game(tmp_path, "raise RuntimeError('no server')"), steps=1)
@@ -174,6 +208,7 @@ def test_a_missing_column_is_an_error_at_the_start(home: Path, tmp_path: Path) -
         ({f"{TURNS}.environment": "missing.py:Game"}, "file not found"),
         ({f"{ROLLOUT}.enable_return_routed_experts": True}, "several generations"),
         ({f"{ROLLOUT}.ignore_eos": True}, "length limit"),
+        ({f"{TURNS}.history": "template"}, "one episode several rows, are not implemented"),
         ({f"{TURNS}.enable": True}, "a class with the methods reset and step"),
         ({"data.return_raw_input_ids": True}, "chat template"),
     ],
