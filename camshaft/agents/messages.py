@@ -65,7 +65,21 @@ class Call(NamedTuple):
 
 def load_environments(spec: Spec, unpickle: Callable[[bytes], Any]) -> dict[str, Callable[..., Any]]:
     """Load the classes of `spec`, by name. Raise CamshaftError on failure."""
-    return {source.name: _load(source, unpickle) for source in spec.sources}
+    factories = {source.name: _load(source, unpickle) for source in spec.sources}
+    for source in spec.sources:
+        _check_arguments(source.target, factories[source.name], spec.kwargs)
+    return factories
+
+
+def _check_arguments(target: str, factory: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
+    try:
+        inspect.signature(factory).bind(**kwargs)
+    except TypeError as error:
+        raise CamshaftError(
+            f"the environment {target} cannot be constructed: {error}. Its arguments are multi_turn.environment_kwargs"
+        ) from error
+    except ValueError:  # a class of an extension module, without a signature
+        return
 
 
 def _load(source: Source, unpickle: Callable[[bytes], Any]) -> Callable[..., Any]:
@@ -103,7 +117,8 @@ def _find_class(module: ModuleType, path: str, name: str) -> Any:
         name = classes[0]
     if name not in vars(module):
         found = f"its environments are {', '.join(classes)}" if classes else "it has no class with reset and step"
-        raise CamshaftError(f"{path} has no environment '{name or 'Class'}'; {found}. Set environment={path}:Class")
+        fix = f"environment={path}:{classes[0] if classes else 'Class'}"
+        raise CamshaftError(f"{path} has no environment '{name or 'Class'}'; {found}. Set {fix}")
     return vars(module)[name]
 
 

@@ -52,9 +52,9 @@ def make_calls(host: Host, call: Call) -> list[Turn | Fault]:
             turns.append(host.step({number: answer})[number])
     except BaseException as error:  # includes SystemExit, so that `sys.exit` fails only its episode
         host.discard(number)
-        message = _printable("".join(traceback.format_exception_only(error)).strip()[-500:])
-        trace = "" if isinstance(error, CamshaftError) else _trace(error)
-        turns.append(Fault("error", message, trace))
+        is_ours = isinstance(error, CamshaftError)
+        text = str(error) if is_ours else "".join(traceback.format_exception_only(error)).strip()
+        turns.append(Fault("error", _printable(text[-500:]), "" if is_ours else _trace(error)))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm of the environment must not interrupt the next call
     if not call.answers and call.start is None:

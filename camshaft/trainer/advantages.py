@@ -85,11 +85,15 @@ def add_scores(batch: DataProto, result: RewardResult) -> DataProto:
 
 def check_scored(result: RewardResult, num_rows: int, noun: str) -> None:
     """Raise RewardError if the reward function or the environment failed for all rows of a training step."""
-    if num_rows and result.num_failed >= num_rows:
-        cause, fix = ("the environment", "it") if result.unplayed else ("the reward function", "the function")
+    if num_rows and len(result.unplayed) == num_rows:
         raise RewardError(
-            f"{cause} failed for all {num_rows} {noun} of a step; correct {fix}. The first failure is "
-            f"{result.failures[0]}"
+            f"the environment failed for all {num_rows} {noun} of a step; correct the environment. The first failure "
+            f"is {result.failures[0]}"
+        )
+    if num_rows and result.num_failed >= num_rows:
+        raise RewardError(
+            f"the reward function failed for all {num_rows} {noun} of a step; correct the function. The first failure "
+            f"is {result.failures[0]}"
         )
 
 

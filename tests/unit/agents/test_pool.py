@@ -164,8 +164,13 @@ def test_a_slow_call_is_named(make: Make, monkeypatch: pytest.MonkeyPatch, caplo
     ("program", "message"),
     [
         ("Game = 3", "an environment is a class"),
+        (
+            "class Game:\n    def __init__(self, size): ...\n    def reset(self): ...\n    def step(self, a): ...",
+            "'size'",
+        ),
         ("class Game:\n    def reset(self): ...", "no method step"),
         ("class Other: ...", "has no environment 'Game'"),
+        ("class Gam:\n    def reset(self): ...\n    def step(self, a): ...", r"Set environment=\S+game0.py:Gam$"),
         ("import nonexistent_module", "nonexistent_module"),
     ],
 )
