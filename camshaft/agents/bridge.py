@@ -11,13 +11,15 @@ Instead, a fixed pair of messages is rendered in front of the new ones. The answ
 the text behind it is the bridge: the token that ends an answer, the new messages, and the start of the next answer.
 """
 
+import contextlib
+import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
-from camshaft.data.chat import NO_ARGUMENTS, Message, encode, render, special_token_ids
+from camshaft.data.chat import NO_ARGUMENTS, Message, encode, join_parts, render, special_token_ids
 from camshaft.errors import BatchError, RolloutError
 
 _LOCATION = "the messages of an environment"
@@ -25,8 +27,11 @@ _QUOTED = 60
 """Maximum number of characters of a quoted text."""
 
 
+Tools = Sequence[Mapping[str, Any]]
+
+
 class TemplateRewrites(RolloutError):
-    """The chat template changes what it has written before an answer when messages follow."""
+    """The chat template does not write an answer, or a message behind it, so that nothing can be appended."""
 
 
 class Bridge:
@@ -38,26 +43,99 @@ class Bridge:
         self.special_ids = special_token_ids(tokenizer)
         self._marker = f"marker{secrets.token_hex(8)}"
         self._pair: list[Message] = [_user("x"), _assistant(self._marker)]
-        self._head, _, _ = self._render(self._pair, add_generation_prompt=False).partition(self._marker)
+        _, _, tail = self._render(self._pair, (), add_generation_prompt=False).partition(self._marker)
+        ends: set[Any] = {*self._encode(tail)[:1], tokenizer.eos_token_id}
+        self._end_ids = ends & self.special_ids
+        """Tokens with which the template ends an answer."""
 
-    def start(self, messages: Sequence[Message]) -> list[int]:
-        """Return the tokens of a prompt, which the first answer follows."""
-        return self._encode(self._render(list(messages)))
+    def start(self, messages: Sequence[Message], tools: Tools = ()) -> list[int]:
+        """Return the tokens of a prompt, which the first answer follows. `tools` are JSON schemas of functions."""
+        return self._encode(self._render(_for_template(messages), tools))
 
-    def after(self, messages: Sequence[Message], stopped: bool) -> list[int]:
+    def after(
+        self, messages: Sequence[Message], stopped: bool, tools: Tools = (), calls: Sequence[Mapping[str, Any]] = ()
+    ) -> list[int]:
         """Return the tokens between an answer and the next one, for the messages between them.
 
         They begin with the token that ends an answer, unless the answer has `stopped` with such a token. Raise
-        TemplateRewrites if the template writes something else before the answer because messages follow.
+        TemplateRewrites if the template does not write the answer or a message.
+
+        Args:
+            messages: Messages of any role, such as the results of tools.
+            stopped: True if the last sampled token of the answer is one that ends an answer.
+            tools: JSON schemas of the functions that the prompt describes.
+            calls: `tool_calls` of the answer, which some templates read to format results.
         """
-        head, marker, tail = self._render([*self._pair, *messages]).partition(self._marker)
-        if not marker or head != self._head or self._marker in tail:
-            raise TemplateRewrites(
-                f"the chat template writes {_quote(head)} before an answer that messages follow, but "
-                f"{_quote(self._head)} before a last one; set data.chat_template to one that only appends"
-            )
-        ids = self._encode(tail)
+        ids = self._find(_for_template(messages), tools, calls)
         return ids[1:] if stopped and ids and ids[0] in self.special_ids else ids
+
+    def _find(self, messages: list[Message], tools: Tools, calls: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Return the bridge behind a fixed pair, with calls in its answer and with tools if the template takes them.
+
+        A template may reject results without calls, or calls. It may also move the tools, which the prompt contains
+        already. The first pair that messages do not change is used, else the first that the template formats.
+        """
+        errors: list[Exception] = []
+        changed: list[list[int]] = []
+        for given in (tools, ()) if tools else ((),):
+            for pair in [self._calling_pair(calls), self._pair] if calls else [self._pair]:
+                try:
+                    is_same, ids = self._behind(pair, messages, given)
+                except (BatchError, TemplateRewrites) as error:
+                    errors.append(error)
+                    continue
+                if is_same:
+                    return ids
+                changed.append(ids)
+        if not changed:
+            raise errors[0]
+        return changed[0]
+
+    def _calling_pair(self, calls: Sequence[Mapping[str, Any]]) -> list[Message]:
+        """Return the fixed pair with calls in the answer. The marker is the argument of the last one."""
+        *others, last = calls
+        marked = {**last, "function": {**last["function"], "arguments": {"a": self._marker}}}
+        return _for_template([_user("x"), {"role": "assistant", "content": "", "tool_calls": [*others, marked]}])
+
+    def _behind(self, pair: list[Message], messages: list[Message], tools: Tools) -> tuple[bool, list[int]]:
+        """Return the tokens behind the answer of a fixed pair, and whether the text before it is that of a last answer.
+
+        Behind the marker, the rest of the answer follows, which was sampled, and then the end of the answer.
+        """
+        prompt = self._render(pair[:1], tools)
+        before, _, rest = self._render(pair, tools, add_generation_prompt=False).partition(self._marker)
+        text = self._render([*pair, *messages], tools)
+        head, marker, tail = text.partition(self._marker)
+        rest = self._rest_of_call(rest) if "tool_calls" in pair[-1] else ""
+        if not marker or self._marker in tail or not tail.startswith(rest):
+            raise TemplateRewrites(
+                f"the chat template formats an answer that messages follow as {_quote(text)}; set data.chat_template "
+                "to one that writes answers as they are"
+            )
+        self._check_written(pair, messages, tools, tail)
+        return head in (before, prompt), self._encode(tail[len(rest) :])
+
+    def _rest_of_call(self, rest: str) -> str:
+        """Return the text of a call behind its last argument, without the end of the answer."""
+        ids = self._encode(rest)
+        ends = [number for number, token in enumerate(ids) if token in self._end_ids]
+        ends += [number for number, token in enumerate(ids) if token in self.special_ids][-1:]
+        if not ends:
+            raise TemplateRewrites("the chat template writes no token that ends an answer behind a tool call")
+        return rest.removesuffix(str(self.tokenizer.decode(ids[ends[0] :], clean_up_tokenization_spaces=False)))
+
+    def _check_written(self, pair: list[Message], messages: list[Message], tools: Tools, tail: str) -> None:
+        """Raise TemplateRewrites if the template leaves a message out."""
+        for number, message in enumerate(messages):
+            content = message["content"]
+            if not isinstance(content, str) or not content.strip() or content.strip() in tail:
+                continue
+            probe = [*messages[:number], {**message, "content": self._marker}, *messages[number + 1 :]]
+            if self._render([*pair, *probe], tools).count(self._marker) < 2:  # it may also escape the text
+                raise TemplateRewrites(
+                    f"the chat template does not write messages with the role '{message['role']}' behind an answer; "
+                    "set data.chat_template to one that does"
+                )
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of an answer, without special tokens."""
@@ -98,8 +176,9 @@ class Bridge:
         text = render([*probe.history, answer], self.tokenizer, _LOCATION, False, arguments)
         return "".join(text.rpartition(self._marker)[:2])
 
-    def _render(self, messages: list[Message], add_generation_prompt: bool = True) -> str:
-        return render(messages, self.tokenizer, _LOCATION, add_generation_prompt, self.arguments)
+    def _render(self, messages: list[Message], tools: Tools, add_generation_prompt: bool = True) -> str:
+        arguments = {**self.arguments, "tools": list(tools)} if tools else self.arguments
+        return render(messages, self.tokenizer, _LOCATION, add_generation_prompt, arguments)
 
     def _encode(self, text: str) -> list[int]:
         return encode([text], self.tokenizer, special_tokens=False)[0] if text else []
@@ -140,6 +219,24 @@ def _probes(marker: str) -> Iterator[_Probe]:
     yield _Probe("answers with thinking", question, if_opened, _user("w"))
     yield _Probe("answers with tools", question, _assistant(marker), _user("w"), {"tools": [tool]})
     yield _Probe("tool calls", question, called, result, {"tools": [tool]})
+
+
+def _for_template(messages: Sequence[Message]) -> list[Message]:
+    """Return messages in OpenAI's format as templates read them: with texts, and with arguments that are mappings."""
+    return [
+        {**message, "content": join_parts(message.get("content"))}
+        | ({"tool_calls": [_parsed(call) for call in message["tool_calls"]]} if message.get("tool_calls") else {})
+        for message in messages
+    ]
+
+
+def _parsed(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):
+            arguments = json.loads(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _user(text: str) -> Message:

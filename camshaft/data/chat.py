@@ -68,15 +68,25 @@ def _check_message(message: Any, number: int, location: str, column: str) -> Mes
     subject = f"{location}: message {number} of '{column}'"
     if not isinstance(message, Mapping):
         raise BatchError(f"{subject} has type {type(message).__name__}; it must be a mapping with role and content")
+    values = {**message, "content": join_parts(message["content"])} if "content" in message else message
     for key in ("role", "content"):
-        if key == "content" and message.get(key) is None and message.get("tool_calls"):
+        if key == "content" and values.get(key) is None and values.get("tool_calls"):
             continue
-        if key not in message:
+        if key not in values:
             raise BatchError(f"{subject} has no '{key}', only {sorted(message)}; add it")
-        if not isinstance(message[key], str):
+        if not isinstance(values[key], str):
             raise BatchError(f"{subject} has {key}={message[key]!r}; it must be a string{_parts_note(message[key])}")
     # In OpenAI's format, the content of a message with tool calls is null.
-    return {key: _without_nulls(item) for key, item in message.items() if item is not None or key == "content"}
+    return {key: _without_nulls(item) for key, item in values.items() if item is not None or key == "content"}
+
+
+def join_parts(content: Any) -> Any:
+    """Return a content of text parts in OpenAI's format as a text with one line per part, and others unchanged."""
+    if not isinstance(content, list) or not content:
+        return content
+    parts: list[Any] = content
+    texts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in parts]
+    return "\n".join(cast(list[str], texts)) if all(isinstance(text, str) for text in texts) else content
 
 
 def _parts_note(content: Any) -> str:

@@ -161,3 +161,10 @@ def test_a_prompt_template_makes_text_a_message(prompts, tokenizer, tmp_path: Pa
     )
     turns = [*message, {"role": "assistant", "content": "7"}]
     assert ids.tolist() == tokenizer.apply_chat_template(turns, return_dict=False)
+
+
+def test_text_parts_are_the_lines_of_a_message(prompts) -> None:
+    parts = [{"type": "text", "text": "3"}, {"type": "text", "text": "+4?"}]
+    as_parts = prompts([{"prompt": [{"role": "user", "content": parts}]}])
+    as_text = prompts([{"prompt": [{"role": "user", "content": "3\n+4?"}]}])
+    assert as_parts == as_text

@@ -1,0 +1,39 @@
+"""Calls of tools, as values that processes exchange. Only the standard library is used."""
+
+from typing import Any, NamedTuple
+
+Message = dict[str, Any]
+
+
+class Call(NamedTuple):
+    """A call of a tool in an answer."""
+
+    name: str
+    arguments: dict[str, Any]
+    error: str | None = None
+    """Reason why the call cannot be read, which the policy is told; None for a call that can be made."""
+
+    def message(self, turn: int, number: int) -> Message:
+        """Return the call as in `tool_calls` of a message. Its id is that of call `number` of an answer."""
+        function = {"name": self.name, "arguments": self.arguments}
+        return {"id": call_id(turn, number), "type": "function", "function": function}
+
+
+class Parsed(NamedTuple):
+    """The parts of an answer."""
+
+    content: str
+    """Text outside of the calls."""
+    calls: tuple[Call, ...] = ()
+    """Calls in the order of the text, with those that cannot be read."""
+    reasoning: str = ""
+    """Thinking, if the format separates it from the content."""
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        return tuple(call.error for call in self.calls if call.error is not None)
+
+
+def call_id(turn: int, number: int) -> str:
+    """Return the id of a call: nine characters, as Mistral's templates require."""
+    return f"call{turn % 1000:03d}{number % 100:02d}"
