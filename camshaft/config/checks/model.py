@@ -11,10 +11,14 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from camshaft.config.derive import shares_prompts
 from camshaft.config.errors import Problem
+from camshaft.config.families.known import complete_values
+from camshaft.config.families.support import unsupported
 from camshaft.config.guards import is_list, is_mapping
 from camshaft.config.model_settings import (
     ModelSettings,
+    is_dropout,
     quantization,
     quantization_problem,
     read_json,
@@ -23,9 +27,9 @@ from camshaft.config.model_settings import (
 )
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
-from camshaft.config.schema.model import AnyModelConfig, LoadedModel
+from camshaft.config.schema.model import AnyModelConfig, LoadedModel, ResponsesModelConfig
 from camshaft.config.schema.ppo import PPOConfig
-from camshaft.config.schema.roles import GeneratorConfig, RolloutConfig
+from camshaft.config.schema.roles import ActorConfig, CriticConfig, GeneratorConfig, RolloutConfig
 from camshaft.config.schema.supervised import SupervisedConfig
 
 MODEL, ROLLOUT = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -143,12 +147,13 @@ def _check_vocabulary(
 
 
 def find_model_notices(config: PPOConfig | SupervisedConfig | GenerateConfig | EvalConfig) -> Iterator[str]:
-    """Yield notices about dropout in training, models without an end-of-sequence token, lengths and stop strings."""
+    """Yield notices about dropout, prefix sharing, missing end-of-sequence tokens, lengths and stop strings."""
     if isinstance(config, PPOConfig):
         section = config.actor_rollout_ref
         yield from _dropout_notice(MODEL, section.model)
         if config.needs_critic():
             yield from _dropout_notice("critic.model", config.critic.model)
+        yield from _prefix_notices(config)
         yield from _prompt_length_notice(config)
         yield from _eos_notice(MODEL, section.model, section.rollout)
         yield from _newline_notice(section.rollout, ROLLOUT)
@@ -166,6 +171,25 @@ def _dropout_notice(section: str, model: AnyModelConfig) -> Iterator[str]:
         values = ", ".join(f"{key}={value:g}" for key, value in dropout.items())
         fix = " ".join(f"{section}.override_config.{key}=0.0" for key in dropout)
         yield f"{section}.path={model.path}: training uses dropout ({values}); to train without dropout, set {fix}"
+
+
+def _prefix_notices(config: PPOConfig) -> Iterator[str]:
+    """Report models whose family prevents that a prompt is computed once for all of its responses."""
+    roles = config.actor_rollout_ref
+    sections: dict[str, tuple[ActorConfig | CriticConfig, ResponsesModelConfig]] = {MODEL: (roles.actor, roles.model)}
+    if config.needs_critic():
+        sections["critic.model"] = (config.critic, config.critic.model)
+    for section, (role, model) in sections.items():
+        settings = read_settings(model.path, model.override_config)
+        wanted = roles.rollout.n > 1 and model.use_prefix_grouper and shares_prompts(config, role)
+        given: Mapping[str, Any] = complete_values(settings.values) if settings is not None and wanted else {}
+        values = {key: value for key, value in given.items() if not is_dropout(key)}  # which has its own notice
+        if reasons := unsupported("prefix sharing", values):
+            yield (
+                f"{section}.path={model.path}: prefix sharing is off, because {values.get('model_type')} models with "
+                f"this config have {' and '.join(reasons)}. An update computes a prompt once for each of its "
+                f"{roles.rollout.n} responses; set {section}.use_prefix_grouper=false to omit this notice"
+            )
 
 
 def _prompt_length_notice(config: PPOConfig) -> Iterator[str]:

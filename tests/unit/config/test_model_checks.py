@@ -185,6 +185,35 @@ def test_dropout_is_reported_with_the_settings_that_disable_it(
     assert "model.override_config.attention_dropout=0.0" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("values", "settings", "reason"),
+    [
+        ({"model_type": "qwen3_next"}, [], "qwen3_next models with this config have a recurrent state."),
+        (
+            {"model_type": "mamba"},
+            ["actor_rollout_ref.rollout.name=hf"],
+            "mamba models with this config have right-padded rows.",
+        ),
+        ({"model_type": "mistral", "sliding_window": 8}, [], "have a sliding window (sliding_window=8)."),
+        ({"model_type": "llama"}, [], None),
+        ({"model_type": "qwen3_next"}, ["actor_rollout_ref.model.use_prefix_grouper=false"], None),
+    ],
+)
+def test_prefix_sharing_that_the_family_prevents_is_reported_once(
+    values: dict[str, Any], settings: list[str], reason: str | None, words: list[str], tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    write(tmp_path, {**DECODER, **values})
+    words = [*(word for word in words if "critic" not in word), *FITS, "algorithm.adv_estimator=grpo"]
+    with caplog.at_level(logging.WARNING, "camshaft.config"):
+        load_ppo([*words, "actor_rollout_ref.rollout.n=2", *settings])
+    (message,) = [text for text in caplog.messages if "prefix sharing" in text] or [None]
+    assert (message is None) == (reason is None)
+    assert message is None or (
+        reason in message and message.endswith("actor_rollout_ref.model.use_prefix_grouper=false")
+    )
+
+
 def test_prompt_length_of_the_rollout_that_no_prompt_reaches_is_reported(
     words: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
