@@ -2,6 +2,7 @@
 
     for outcome in check_type("qwen3"):      # of all heads
         outcome.status, outcome.detail       # "equal", the largest ratio of a difference to its limit
+    check_head(folder, "value", {"tensor_parallel_size": 2})        # on each of two ranks
 
 The batch has packed rows of 2 to 17 tokens, two with a common prompt, one with a hole in its loss mask, and one without
 counted tokens. The measure is the largest difference over the largest value of the same tensor; for weights, over the
@@ -25,7 +26,9 @@ from transformers import AutoModelForCausalLM
 from camshaft.config.engine import EngineConfig, EngineModel, Head, OptimConfig
 from camshaft.contracts.engine.oracle import collect_gradients, load_oracle, loss_sums, oracle_outputs
 from camshaft.dataproto import DataProto, Ragged
+from camshaft.engine.fsdp.engine import FSDPEngine
 from camshaft.engine.single import SingleDeviceEngine
+from camshaft.engine.torch_engine import TorchEngine
 from camshaft.errors import EngineError
 from camshaft.models.loader import quiet_transformers, skeleton
 
@@ -109,10 +112,15 @@ def refusal(model_type: str, folder: Path) -> str | None:
     return None
 
 
-def check_head(folder: Path, head: Head) -> Outcome:
-    """Train the model of a folder with an engine and with plain transformers, and compare them."""
+def check_head(folder: Path, head: Head, options: Mapping[str, Any] | None = None) -> Outcome:
+    """Train the model of a folder with an engine and with plain transformers, and compare them.
+
+    The engine is `reference`, or `fsdp` with `options` on the ranks that call this function.
+    """
+    optimizers = OPTIMIZERS if options is None else ("AdamW",)
     try:
-        largest, name = max(item for optimizer in OPTIMIZERS for item in _differences(folder, head, optimizer))
+        differences = [_differences(folder, head, optimizer, options) for optimizer in optimizers]
+        largest, name = max(item for each in differences for item in each)
     except EngineError as error:
         return Outcome("refused", str(error))
     except Exception:
@@ -158,40 +166,45 @@ def batch() -> DataProto:
 # -- the engine ------------------------------------------------------------------------------------
 
 
-def _engine(folder: Path, head: Head, optimizer: str) -> SingleDeviceEngine:
+def _engine(folder: Path, head: Head, optimizer: str, options: Mapping[str, Any] | None) -> TorchEngine:
     model = EngineModel(path=str(folder), head=head, new_head=head == "reward")
     optim = OptimConfig(**OPTIMIZERS[optimizer])
-    engine = SingleDeviceEngine(
-        EngineConfig(model=model, optim=optim, dtype="float64", micro_batch_size=3, grad_clip=1e9)
+    config = EngineConfig(
+        model=model, optim=optim, dtype="float64", micro_batch_size=2, grad_clip=1e9, options=dict(options or {})
     )
+    engine = SingleDeviceEngine(config) if options is None else FSDPEngine(config)
     engine.init_model()
     return engine
 
 
-def _weights(engine: SingleDeviceEngine) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in engine.module.weight_parameters().items()}
+def _weights(engine: TorchEngine) -> dict[str, Tensor]:
+    return {name: engine.full_tensor(weight.detach()).clone() for name, weight in engine.named_parameters().items()}
 
 
-def _train_engine(engine: SingleDeviceEngine, head: Head) -> Trace:
+def _train_engine(engine: TorchEngine, head: Head) -> Trace:
     def loss_fn(data: DataProto, predictions: Mapping[str, Any], ctx: Any) -> tuple[Tensor, Any]:
         tokens, sequences = loss_sums(predictions, data, head)
         return tokens / ctx["num_tokens"] + sequences / ctx["num_sequences"], ctx
 
     engine.set_loss_fn(loss_fn)
     before, losses, gradients = _weights(engine), [], {}
+    data, seat = batch(), engine.seat
+    if seat.dp_size == 2:  # in unequal shares
+        data = data.reorder(list((range(4), range(4, len(data)))[seat.dp_rank]))
     request: Any = {"temperature": TEMPERATURE, "outputs": OUTPUTS[head]}
     for step in range(STEPS):
         with engine.train_mode():
             engine.optimizer_zero_grad()
-            losses.append(float(engine.forward_backward_step(batch(), request)[1]))
+            losses.append(float(engine.forward_backward_step(data, request)[1]))
             if step == 0:
-                gradients = {n: _gradient(p) for n, p in engine.module.weight_parameters().items()}
+                gradients = {name: _gradient(engine, p) for name, p in engine.named_parameters().items()}
             engine.optimizer_step()
     return Trace(losses, gradients, before, _weights(engine))
 
 
-def _gradient(parameter: Tensor) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+def _gradient(engine: TorchEngine, parameter: Tensor) -> Tensor:
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.detach().clone()
+    return engine.full_tensor(gradient)
 
 
 # -- the oracle ------------------------------------------------------------------------------------
@@ -228,9 +241,11 @@ def _oracle_loss(model: nn.Module, head: Head) -> float:
 # -- the measure -----------------------------------------------------------------------------------
 
 
-def _differences(folder: Path, head: Head, optimizer: str) -> Iterator[tuple[float, str]]:
+def _differences(
+    folder: Path, head: Head, optimizer: str, options: Mapping[str, Any] | None
+) -> Iterator[tuple[float, str]]:
     """Yield each difference in units of its limit, with its name."""
-    engine = _engine(folder, head, optimizer)
+    engine = _engine(folder, head, optimizer, options)
     oracle = load_oracle(folder, head, _weights(engine))
     expected, actual = _train_oracle(oracle, head, optimizer), _train_engine(engine, head)
     for step, (loss, wanted) in enumerate(zip(actual.losses, expected.losses, strict=True)):

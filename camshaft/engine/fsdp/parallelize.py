@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
 
 from camshaft.config.schema.fsdp import FSDPOptions, WrapPolicy
 from camshaft.errors import EngineError
@@ -66,22 +67,32 @@ def units_of(packed: PackedModel, policy: WrapPolicy) -> Iterator[nn.Module]:
     if policy.min_num_params:
         yield from _select_by_size(packed, policy.min_num_params)
         return
-    classes = policy.transformer_layer_cls_to_wrap
-    names = {name.strip() for name in classes.split(",")} if classes else set(packed.hf._no_split_modules or ())
+    classes, layers = policy.transformer_layer_cls_to_wrap, layer_classes(packed.hf)
+    names = {name.strip() for name in classes.split(",")} if classes else layers
     present = {type(module).__name__ for module in packed.hf.modules()}
-    missing_classes = sorted(names - present) if classes else []
-    if missing_classes:
+    if missing_classes := sorted(names - present):
         raise EngineError(
             f"wrap_policy.transformer_layer_cls_to_wrap contains {', '.join(missing_classes)}, but "
             f"{type(packed.hf).__name__} has no such module; its layer classes are "
-            f"{', '.join(sorted(packed.hf._no_split_modules or present))}"
+            f"{', '.join(sorted(layers or present))}"
         )
-    if not names & present:
+    if not names:
         raise EngineError(
             f"{type(packed.hf).__name__} declares no layer class, so FSDP would gather the whole model as one unit; "
             "set wrap_policy.transformer_layer_cls_to_wrap to the class of its layers, or wrap_policy.min_num_params"
         )
     yield from reversed([module for module in packed.hf.modules() if type(module).__name__ in names])
+
+
+def layer_classes(hf: PreTrainedModel) -> set[str]:
+    """Return the names of the classes of a model's layers.
+
+    They are those that transformers declares or, if it declares none, those in the list with the most parameters.
+    """
+    declared = {type(module).__name__ for module in hf.modules()} & set(hf._no_split_modules or ())
+    lists = [module for module in hf.modules() if isinstance(module, nn.ModuleList)]
+    largest = max(lists, key=lambda layers: sum(p.numel() for p in layers.parameters()), default=())
+    return declared or {type(layer).__name__ for layer in largest}
 
 
 def _select_by_size(packed: PackedModel, min_num_params: int) -> Iterator[nn.Module]:

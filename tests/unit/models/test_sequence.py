@@ -12,7 +12,7 @@ import torch.distributed as dist
 from support.ranks import run_warm_ranks, world_group
 from support.tiny import CHANGED_SCORES, predicted_tokens, tiny_folder, tiny_rows
 from torch import Tensor
-from transformers import AutoConfig, LlamaConfig
+from transformers import AutoConfig, LlamaConfig, PreTrainedConfig, Qwen3NextConfig
 
 from camshaft.config.engine import EngineConfig, EngineModel
 from camshaft.dataproto import DataProto, Ragged
@@ -183,11 +183,19 @@ def test_heads_that_do_not_divide_are_rejected():
         check_heads(config, 3)
 
 
-def test_length_dependent_rotary_embeddings_are_rejected():
-    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
-    config = LlamaConfig(num_attention_heads=4, rope_parameters=rope)
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (
+            LlamaConfig(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}),
+            r"depend on the longest row of a call \(rope_type=dynamic\)",
+        ),
+        (Qwen3NextConfig(), "a recurrent state, which sequence parallelism does not support"),
+    ],
+)
+def test_layers_that_need_whole_rows_are_rejected(config: PreTrainedConfig, reason: str):
     check_heads(config, 1)
-    with pytest.raises(EngineError, match=r"depend on the longest row of a call \(rope_type=dynamic\)"):
+    with pytest.raises(EngineError, match=reason):
         check_heads(config, 2)
 
 
