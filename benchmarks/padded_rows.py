@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from machine import machine
-from micro_batches import Case, loss, make_batch
+from micro_batches import Case, loss, make_batch, time_updates
 
 from camshaft.config.engine import EngineConfig, EngineModel, OptimConfig
 from camshaft.engine.micro_batches import padding_share, plan_padded_rows
@@ -49,17 +49,7 @@ def measure(case: Case, rounds: int) -> dict[str, list[float]]:
     with tempfile.TemporaryDirectory() as folder:
         make_tiny_model(folder, **case.model)
         engines = {form: build(folder, form) for form in (SHARED, PACKED, PADDED)}
-    batch, seconds = make_batch(case), {form: [] for form in engines}
-    for number in range(rounds + 1):
-        norms = []
-        for form, engine in engines.items():
-            began = time.process_time()
-            with engine.train_mode():
-                norms.append(engine.train_batch(batch).grad_norm)
-            if number:  # the first round warms up
-                seconds[form].append(time.process_time() - began)
-        assert max(norms) - min(norms) < 1e-3 * max(norms), norms
-    return seconds
+    return time_updates(engines, make_batch(case), rounds, time.process_time)
 
 
 def main() -> None:

@@ -75,7 +75,10 @@ def cached_folder(name: str, weights: bool = True) -> Path | None:
     A complete model has a config or a tokenizer and, with `weights`, all weight files. The snapshot of the main branch
     is used.
     """
-    if not (cache_path() / f"models--{name.replace('/', '--')}").is_dir():  # faster than importing what follows
+    from huggingface_hub import constants
+
+    folder_name = constants.REPO_ID_SEPARATOR.join(["models", *name.split("/")])
+    if not (cache_path() / folder_name).is_dir():  # faster than importing what follows
         return None
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError

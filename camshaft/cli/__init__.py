@@ -79,7 +79,9 @@ COMMANDS = (
     Command("rollouts", "list rollouts", "camshaft.cli.explain:rollouts"),
     Command("check-engine", "check a training engine against the engine contract", "camshaft.cli.check:engine"),
     Command("check-rollout", "check a rollout backend against the rollout contract", "camshaft.cli.check:rollout"),
-    Command("check-model", "compare a model with transformers, and name what differs", "camshaft.cli.check_model:main"),
+    Command(
+        "check-model", "compare a model with transformers, and name what differs", "camshaft.cli.parity:check_model"
+    ),
     Command("parity", "compare the log-probs of an engine and a rollout", "camshaft.cli.parity:main"),
     Command("completion", "print a script for the completion of keys in a shell", "camshaft.cli.completion:main"),
 )

@@ -94,8 +94,8 @@ def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     """
     if problem := optimizer_problem(name):
         raise EngineError(problem)
-    path = name if ":" in name or "." in name else f"torch.optim:{name}"
-    cls = import_attribute(path if ":" in path else ":".join(path.rsplit(".", 1)))
+    module, _, attribute = name.rpartition(".")
+    cls = import_attribute(name if ":" in name else f"{module or 'torch.optim'}:{attribute}")
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise EngineError(
             f"optimizer={name} is not a subclass of torch.optim.Optimizer; set optimizer=AdamW or another subclass"

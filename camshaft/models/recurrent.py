@@ -67,16 +67,11 @@ class RecurrentLayer(nn.Module):
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         call: Any = super().forward
-        slots, limits = kwargs.get("slots"), kwargs.get("cu_seq_lens_q")
+        slots, packing = kwargs.get("slots"), kwargs.get("packing")
         if slots is not None:
             out = slots.recur(self, hidden_states)
-        elif limits is not None:
-            if kwargs.get("exchange") is not None:
-                raise EngineError(
-                    f"{type(self).__name__} has a recurrent state, which sequence parallelism does not support; set "
-                    "ulysses_sequence_parallel_size=1"
-                )
-            out = self._packed(hidden_states, kwargs.get("packing") or Packing(limits.diff().tolist()), limits)  # pyright: ignore[reportCallIssue]
+        elif packing is not None:
+            out = uncompiled(self, hidden_states, packing, kwargs["cu_seq_lens_q"])
         else:
             return call(hidden_states, *args, **kwargs)
         return (out, None) if self._returns_tuple else out
@@ -85,28 +80,16 @@ class RecurrentLayer(nn.Module):
     def _returns_tuple(self) -> bool:
         return BOUNDARIES[type(self).__name__] is None
 
-    # Excluded from compilation, because the loop over batches differs between calls and would cause recompilation.
-    @torch.compiler.disable
-    def _packed(self, hidden_states: Tensor, packing: Packing, limits: Tensor) -> Tensor:
-        """Compute packed rows, (1, N, H) -> (1, N, H)."""
-        if packing.prefix_of is not None:
-            raise EngineError(f"{type(self).__name__} does not support prefix sharing; use a Packing without prefix_of")
-        argument = BOUNDARIES[type(self).__name__]
-        if argument is not None and is_cuda(hidden_states) and has_kernels():
-            segments = torch.arange(len(packing.lengths), dtype=torch.int32, device=limits.device)
-            segments = segments.repeat_interleave(limits.diff(), output_size=packing.size)
-            return self._call(hidden_states, None, None, seq_idx=segments[None], **{argument: limits.long()})
-        return map_rows(hidden_states, packing, lambda hidden, batch: self._call(hidden, batch.mask, None))
-
     def advance(self, hidden_states: Tensor, mask: Tensor | None, states: States | None) -> tuple[Tensor, States]:
         """Compute tokens (B, L, H) that follow `states`, or that start a row; return outputs and final states.
 
         Given states are updated in place, and L must then be 1.
         """
         cache = _LayerCache(self.layer_idx, states)
-        return self._call(hidden_states, mask, cache), cache.states()
+        return self.compute(hidden_states, mask, cache), cache.states()
 
-    def _call(self, hidden_states: Tensor, mask: Tensor | None, cache: Cache | None, **kwargs: Any) -> Tensor:
+    def compute(self, hidden_states: Tensor, mask: Tensor | None, cache: Cache | None, **kwargs: Any) -> Tensor:
+        """Call the layer of `transformers` on tokens (B, L, H)."""
         call: Any = super().forward
         kwargs = {**self.other_arguments, self.cache_argument: cache, **kwargs}
         out = call(hidden_states=hidden_states, attention_mask=mask, **kwargs)
@@ -158,6 +141,23 @@ def _packed_class(cls: type[nn.Module]) -> type[RecurrentLayer]:
         "other_arguments": dict.fromkeys({"position_embeddings"} & names.keys()),
     }
     return type(cls.__name__, (RecurrentLayer, cls), attributes)
+
+
+def compute_packed(layer: RecurrentLayer, hidden_states: Tensor, packing: Packing, limits: Tensor) -> Tensor:
+    """Compute packed rows, (1, N, H) -> (1, N, H). `limits` are the start of each row and the end of the last one."""
+    name = type(layer).__name__
+    if packing.prefix_of is not None:
+        raise EngineError(f"{name} does not support prefix sharing; use a Packing without prefix_of")
+    argument = BOUNDARIES[name]
+    if argument is not None and is_cuda(hidden_states) and has_kernels():
+        segments = torch.arange(len(packing.lengths), dtype=torch.int32, device=limits.device)
+        segments = segments.repeat_interleave(limits.diff(), output_size=packing.size)
+        return layer.compute(hidden_states, None, None, seq_idx=segments[None], **{argument: limits.long()})
+    return map_rows(hidden_states, packing, lambda hidden, batch: layer.compute(hidden, batch.mask, None))
+
+
+uncompiled: Any = torch.compiler.disable(compute_packed)
+"""`compute_packed`, excluded from compilation, because its loop over batches differs between calls."""
 
 
 @functools.cache

@@ -101,7 +101,7 @@ def test_checkpointing_gives_equal_gradients() -> None:
     assert all(map(torch.equal, gradients(True), gradients(False)))
 
 
-def test_shared_prefixes_and_sequence_parallelism_are_rejected() -> None:
+def test_shared_prefixes_are_rejected() -> None:
     hf = hf_model("qwen3_5_text")
     pack_recurrent_layers(hf)
     assert not load_model(
@@ -110,8 +110,6 @@ def test_shared_prefixes_and_sequence_parallelism_are_rejected() -> None:
     hidden = torch.zeros(1, 5, 32)
     with pytest.raises(EngineError, match="Qwen3_5GatedDeltaNet does not support prefix sharing"):
         packed_layer(hf)(hidden, **packed_kwargs(Packing([3, 2], [None, 0]), "cpu"))
-    with pytest.raises(EngineError, match="sequence parallelism does not support"):
-        packed_layer(hf)(hidden, **packed_kwargs(Packing([3, 2]), "cpu"), exchange=object())
 
 
 # -- kernels ---------------------------------------------------------------------------------------
