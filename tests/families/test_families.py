@@ -11,8 +11,10 @@ import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from camshaft.config.engine import Head
-from camshaft.config.families.known import KNOWN, complete_values
+from camshaft.config.families.known import KNOWN, complete_values, served_models
 from camshaft.config.families.support import INSTEAD, OWN_ATTENTION, RECURRENT, text_values, unsupported
+from camshaft.rollout.sglang import installed as sglang
+from camshaft.rollout.vllm import installed as vllm
 
 from .checks import check_head, refusal, write_model
 from .configs import MOST_USED, PADDED, decoder_types, tiny_config
@@ -64,6 +66,13 @@ def test_another_family_is_named_for_each_refused_type() -> None:
 def test_the_facts_about_all_types_are_up_to_date() -> None:
     facts = json.loads(json.dumps(known_types()))
     assert facts == json.loads(KNOWN.read_text(encoding="utf-8"))["types"], "run: make docs"
+
+
+def test_served_models_are_those_of_the_tested_versions() -> None:
+    tested = {"vllm": vllm.TESTED, "sglang": sglang.TESTED}
+    assert {library: served.version for library, served in served_models().items()} == {
+        library: versions[-1] for library, versions in tested.items()
+    }, "run: tools/served_models.py"
 
 
 def test_refused_types_are_decoder_only_types() -> None:

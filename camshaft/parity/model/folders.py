@@ -1,6 +1,6 @@
 """The model folders that a check compares: the given one, or a copy that a laptop can compute.
 
-    with prepare(source, Request(layers=2)) as prepared:
+    with prepare(source, layers=2) as prepared:
         prepared.folder, prepared.oracle_folder, prepared.notes
 
 A copy links the files of the source. It has its own config.json and, with fewer layers or random weights, its own
@@ -11,26 +11,26 @@ import contextlib
 import json
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from camshaft.config.checks.model import machine_memory
 from camshaft.config.model_settings import is_dropout
 from camshaft.errors import ConfigError, EngineError
 from camshaft.models.folders import CONFIG, convert_model_errors, quantization_message, read_config
 from camshaft.models.loader import load_config, quiet_transformers
-from camshaft.parity.model.oracle import plain_class
 
 WINDOW = 8
 """Sliding window of the compared model. The rows are longer."""
 BYTES_PER_PARAMETER = 40
 """Float64 weights of oracle and engine, their gradients, and a copy of the weights."""
 MAX_PARAMETERS = 100e6
-"""Number of parameters above which the vocabulary is reduced and then, if it does not suffice, the layers."""
+"""Number of parameters above which vocabulary and layers are reduced."""
 VOCABULARY = 4096
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 NOISE = 0.6
@@ -38,19 +38,6 @@ NOISE = 0.6
 
 
 @dataclass(frozen=True)
-class Request:
-    """Layers, weights and oracle of a comparison."""
-
-    layers: int | None = None
-    """Number of layers. None compares all layers of a small model, and at least one of each kind of a large one."""
-    random_weights: bool = False
-    oracle: str | None = None
-    """Model type whose class in transformers is the oracle. None is the type in config.json."""
-    trust_remote_code: bool = False
-    seed: int = 0
-
-
-@dataclass
 class Prepared:
     """Folders of the engine and of the oracle."""
 
@@ -58,41 +45,51 @@ class Prepared:
     oracle_folder: Path
     own_oracle: bool
     """True if the oracle runs the code of the folder, because transformers has no class for the model type."""
-    notes: list[str] = field(default_factory=list)
+    notes: list[str]
 
 
 @contextlib.contextmanager
-def prepare(source: Path, request: Request) -> Iterator[Prepared]:
-    """Yield the folders to compare, and delete the copies afterwards."""
+def prepare(
+    source: Path,
+    layers: int | None = None,
+    random_weights: bool = False,
+    oracle: str | None = None,
+    trust_remote_code: bool = False,
+    seed: int = 0,
+) -> Iterator[Prepared]:
+    """Yield the folders to compare, and delete the copies afterwards.
+
+    Without `layers`, all layers of a small model are compared, and at least one of each kind of a large one. `oracle`
+    is the model type whose class in transformers is the oracle, by default that of config.json.
+    """
     values = read_config(source)
     if message := quantization_message(source, values):
         raise EngineError(message)
     with tempfile.TemporaryDirectory(prefix="camshaft-model-") as scratch:
-        plain_values = _plain_values(values, request.oracle)
+        plain_values = _plain_values(values, oracle)
         plain = _copy(source, Path(scratch, "config"), plain_values, weights=False)
-        config = load_config(plain, request.trust_remote_code, {}).get_text_config()
-        own_oracle, has_weights = plain_class(config) is None, any(any(source.glob(name)) for name in WEIGHTS)
+        config = load_config(plain, trust_remote_code, {}).get_text_config()
+        own_oracle = config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
         with convert_model_errors(source, config.model_type, "causal_lm"):
-            changes, notes = _changes(config, request)
-        is_random = request.random_weights or not has_weights
-        prepared = Prepared(source, source, own_oracle, notes)
+            changes, notes = _changes(config, layers, own_oracle)
+        has_weights = any(any(source.glob(name)) for name in WEIGHTS)
+        is_random = random_weights or not has_weights
         if is_random:
-            notes.append(f"weights: random, from seed {request.seed}" + ("" if has_weights else " (there are none)"))
-        if changes or is_random or plain_values != values:
-            is_cut = "vocab_size" in changes or _layers_key(config) in changes
-            folder = Path(scratch, "oracle")
-            _copy(source, folder, _updated(plain_values, changes), weights=not (is_cut or is_random))
-            if is_cut or is_random:
-                _write_weights(source, folder, own_oracle, is_random, request.seed)
-            prepared.folder = prepared.oracle_folder = folder
+            notes.append(f"weights: random, from seed {seed}" + ("" if has_weights else " (there are none)"))
+        is_written = is_random or "vocab_size" in changes or _layers_key(config) in changes
+        folder = oracle_folder = source
+        if changes or is_written or plain_values != values:
+            changed = _updated(plain_values, changes)
+            folder = oracle_folder = _copy(source, Path(scratch, "oracle"), changed, weights=not is_written)
+        if is_written:
+            _write_weights(source, folder, own_oracle, seed if is_random else None)
         if plain_values != values:
-            engine = _copy(prepared.oracle_folder, Path(scratch, "engine"), _updated(values, changes), weights=True)
-            prepared.folder = engine
+            folder = _copy(oracle_folder, Path(scratch, "engine"), _updated(values, changes), weights=True)
         try:
-            yield prepared
+            yield Prepared(folder, oracle_folder, own_oracle, notes)
         except EngineError as error:  # with the path of a copy
-            text = str(error).replace(str(prepared.folder), str(source))
-            raise EngineError(text.replace(str(prepared.oracle_folder), str(source))) from error
+            text = str(error).replace(str(folder), str(source))
+            raise EngineError(text.replace(str(oracle_folder), str(source))) from error
 
 
 def _plain_values(values: Mapping[str, Any], oracle: str | None) -> dict[str, Any]:
@@ -100,8 +97,7 @@ def _plain_values(values: Mapping[str, Any], oracle: str | None) -> dict[str, An
     if oracle is not None and oracle not in CONFIG_MAPPING:
         raise ConfigError(f"--oracle {oracle} is not a model type of transformers; use for example --oracle llama")
     model_type = oracle or values.get("model_type")
-    is_plain = model_type in CONFIG_MAPPING
-    kept = {key: value for key, value in values.items() if key != "auto_map" or not is_plain}
+    kept = {key: value for key, value in values.items() if key != "auto_map" or model_type not in CONFIG_MAPPING}
     return {**kept, "model_type": model_type} if model_type else kept
 
 
@@ -126,24 +122,30 @@ def _copy(source: Path, target: Path, values: Mapping[str, Any], weights: bool) 
 # -- layers and windows ----------------------------------------------------------------------------
 
 
-def _changes(config: PreTrainedConfig, request: Request) -> tuple[dict[str, Any], list[str]]:
+def _changes(config: PreTrainedConfig, layers: int | None, own_code: bool) -> tuple[dict[str, Any], list[str]]:
     """Return the values of config.json that a copy changes, with a note on each."""
-    values, notes = config.to_dict(), []
+    values, total = config.to_dict(), config.num_hidden_layers
     changes: dict[str, Any] = {}
-    total, window = config.num_hidden_layers, values.get("sliding_window")
-    is_large = plain_class(config) is not None and _count_parameters(config, {}) > MAX_PARAMETERS
+    notes: list[str] = []
+    is_large = not own_code and _count_parameters(config, {}) > MAX_PARAMETERS
     if is_large and config.vocab_size > VOCABULARY:
         tokens = [key for key, value in values.items() if key.endswith("_token_id") and _exceeds(value, VOCABULARY)]
         changes |= {"vocab_size": VOCABULARY, **dict.fromkeys(tokens)}
         notes.append(f"vocabulary: the first {VOCABULARY} of {config.vocab_size} tokens")
-    layers = total if request.layers is None else min(request.layers, total)
-    if request.layers is None and is_large and _count_parameters(config, changes) > MAX_PARAMETERS:
-        layers = _few_layers(config)
-    if layers < total:
-        changes |= _with_layers(config, layers)
+    per_layer = {key: value for key, value in values.items() if isinstance(value, list) and len(value) == total}
+    if layers is None and is_large:  # the smallest number, at least 2, with every kind of layer
+        firsts = [kinds.index(kind) + 1 for kinds in per_layer.values() for kind in kinds]
+        layers = max([2, *firsts, values.get("first_k_dense_replace", 0) + 1])
+    if layers is not None and layers < total:
+        changes |= {key: value[:layers] for key, value in per_layer.items()} | {_layers_key(config): layers}
         notes.append(f"layers: the first {layers} of {total} (--layers sets the number)")
-    if is_large:
-        _check_memory(BYTES_PER_PARAMETER * _count_parameters(config, changes), layers)
+    needed = BYTES_PER_PARAMETER * _count_parameters(config, changes) if is_large else 0
+    if needed > machine_memory():
+        raise ConfigError(
+            f"the comparison of {layers} layers takes about {needed / 2**30:.0f} GiB of memory, but this machine has "
+            f"{machine_memory() / 2**30:.0f} GiB; set fewer layers with --layers, or use a smaller model of the family"
+        )
+    window = values.get("sliding_window")
     if isinstance(window, int) and window > WINDOW:
         changes["sliding_window"] = WINDOW
         notes.append(f"sliding window: {WINDOW} instead of {window} tokens, so that short rows exceed it")
@@ -163,53 +165,27 @@ def _layers_key(config: PreTrainedConfig) -> str:
     return config.attribute_map.get("num_hidden_layers", "num_hidden_layers")
 
 
-def _few_layers(config: PreTrainedConfig) -> int:
-    """Return the smallest number of layers, at least 2, with which every kind of layer is compared."""
-    values, total = config.to_dict(), config.num_hidden_layers
-    kinds = [value for value in values.values() if isinstance(value, list) and len(value) == total]
-    firsts = [kind.index(item) + 1 for kind in kinds for item in kind]
-    return min(total, max([2, *firsts, values.get("first_k_dense_replace", 0) + 1]))
-
-
-def _with_layers(config: PreTrainedConfig, layers: int) -> dict[str, Any]:
-    """Return the changes of a config with fewer layers. Lists with an entry for each layer are cut."""
-    values, total = config.to_dict(), config.num_hidden_layers
-    lists = {key: value[:layers] for key, value in values.items() if isinstance(value, list) and len(value) == total}
-    return {**lists, _layers_key(config): layers}
-
-
-def _check_memory(needed: int, layers: int) -> None:
-    if needed > machine_memory():
-        raise ConfigError(
-            f"the comparison of {layers} layers takes about {needed / 2**30:.0f} GiB of memory, but this machine has "
-            f"{machine_memory() / 2**30:.0f} GiB; set fewer layers with --layers, or use a smaller model of the family"
-        )
-
-
 def _count_parameters(config: PreTrainedConfig, changes: Mapping[str, Any]) -> int:
     changed = type(config).from_dict({**config.to_dict(), **changes})
     with quiet_transformers(), torch.device("meta"):
-        return sum(parameter.numel() for parameter in plain_class(config)._from_config(changed).parameters())
+        return sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(changed).parameters())
 
 
 # -- weights ---------------------------------------------------------------------------------------
 
 
-def _write_weights(source: Path, folder: Path, own_code: bool, is_random: bool, seed: int) -> None:
-    """Write the weights of fewer layers and tokens, or random weights, to a folder with a config."""
+def _write_weights(source: Path, folder: Path, own_code: bool, seed: int | None) -> None:
+    """Write the weights of fewer layers and tokens or, with a seed, random weights, to a folder with a config."""
     content = (folder / CONFIG).read_text(encoding="utf-8")  # which `save_pretrained` replaces
     config = load_config(folder, own_code, {})
-    size = config.vocab_size
-    model_class: Any = AutoModelForCausalLM if own_code else plain_class(config)
     options: dict[str, Any] = {"trust_remote_code": True} if own_code else {}
     with quiet_transformers(), convert_model_errors(source, config.model_type, "causal_lm"):
-        if is_random:
-            model = _random_model(model_class, config, seed, options)
+        if seed is not None:
+            model = _random_model(config, seed, options)
         else:
-            config.vocab_size = load_config(source, own_code, {}).get_text_config().vocab_size
-            model, info = model_class.from_pretrained(
-                source, config=config, dtype="auto", output_loading_info=True, **options
-            )
+            size, config.vocab_size = config.vocab_size, load_config(source, own_code, {}).get_text_config().vocab_size
+            auto: Any = AutoModelForCausalLM
+            model, info = auto.from_pretrained(source, config=config, dtype="auto", output_loading_info=True, **options)
             model.resize_token_embeddings(size)
             if missing := sorted(info["missing_keys"]):
                 raise EngineError(f"the weights in {source} lack {', '.join(missing[:4])}; copy the files again")
@@ -217,13 +193,12 @@ def _write_weights(source: Path, folder: Path, own_code: bool, is_random: bool, 
     (folder / CONFIG).write_text(content, encoding="utf-8")
 
 
-def _random_model(model_class: Any, config: PreTrainedConfig, seed: int, options: Mapping[str, Any]) -> Any:
+def _random_model(config: PreTrainedConfig, seed: int, options: Mapping[str, Any]) -> Any:
     """Build a model with wide random weights, biases and norms."""
     random = torch.Generator().manual_seed(seed)
-    build = model_class.from_config if model_class is AutoModelForCausalLM else model_class._from_config
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.default_generator.manual_seed(seed)
-        model = build(config, dtype=torch.float32, **options)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, **options)
         for parameter in model.parameters():
             noise = torch.randn(parameter.shape, generator=random)
             scaled = noise * NOISE / max(parameter.shape[-1], 16) ** 0.5

@@ -1,31 +1,25 @@
 """The plain transformers model in float64, one row at a time, and variants of it with one change.
 
-    oracle = Oracle(folder)
+    oracle = Oracle(model)
     oracle.log_probs(rows)                                   # of the tokens after the first, for each row
-    oracle.log_probs(rows, Change("rms_norm_eps", "with rms_norm_eps=1e-05", config={"rms_norm_eps": 1e-5}))
+    oracle.log_probs(rows, Change("norm eps", "with rms_norm_eps=1e-05", config={"rms_norm_eps": 1e-5}))
 
 A variant shares the weights of the oracle. If an engine computes the log-probs of a variant, it makes that change.
 """
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.initialization import no_init_weights
 from transformers.masking_utils import sdpa_mask
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from camshaft.contracts.engine.oracle import causal_mask, explicit_attention, explicit_model
-from camshaft.models.folders import convert_errors, reason
-from camshaft.models.loader import load_config, quiet_transformers
+from camshaft.models.loader import quiet_transformers
 
 CHANGED = "changed"
 """Name of the attention implementation `changed_attention`."""
@@ -49,31 +43,29 @@ class Scores:
 class Change:
     """One difference from the oracle."""
 
-    cause: str
-    detail: str
+    cause: str = ""
+    detail: str = ""
     """Continuation of the sentence "the log-probs equal those of the model"."""
     config: Mapping[str, Any] = field(default_factory=dict)
-    weights: Callable[[Weights], Weights] | None = None
+    weight: Callable[[Weights, str], Tensor] | None = None
+    """Returns the changed weight of a name."""
     scores: Scores | None = None
-    hook: Callable[[nn.Module], list[RemovableHandle]] | None = None
-
-
-NO_CHANGE = Change("", "")
+    module: str = ""
+    """Last part of the names of the modules whose outputs change."""
+    output: Callable[[Tensor, Tensor], Tensor] = lambda given, out: out
+    """Returns the changed output of these modules, from their input and output."""
 
 
 class Oracle:
-    """A causal language model of transformers with the weights of a folder, in float64."""
+    """A causal language model of transformers in float64."""
 
-    def __init__(self, folder: Path, trust_remote_code: bool = False):
-        self.folder, self._trusted = folder, trust_remote_code
-        self.config = load_config(folder, trust_remote_code, {})
-        self._class = AutoModelForCausalLM if trust_remote_code else plain_class(self.config)
-        with quiet_transformers(), torch.random.fork_rng(devices=[]):
-            options = {"trust_remote_code": True} if trust_remote_code else {}
-            model = self._class.from_pretrained(
-                folder, config=self.config, dtype=torch.float64, experts_implementation="eager", **options
-            )
-        self.model: Any = explicit_model(model, CHANGED).eval()
+    def __init__(self, model: Any):
+        self.model = explicit_model(model, CHANGED).eval()
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Values of the config of the language model."""
+        return self.model.config.get_text_config().to_dict()
 
     @property
     def weights(self) -> Weights:
@@ -84,57 +76,31 @@ class Oracle:
     def variant(self, change: Change) -> Iterator[nn.Module]:
         """Build the model with a change of the config, of weights or of modules."""
         model: Any = self.model
-        if change.config or change.weights is not None:
-            config = type(self.config).from_dict({**self.model.config.to_dict(), **change.config})
-            options: dict[str, Any] = {"attn_implementation": self.model.config._attn_implementation}
+        if change.config or change.weight is not None:
+            config = type(model.config).from_dict({**model.config.to_dict(), **change.config})
+            options: dict[str, Any] = {"attn_implementation": model.config._attn_implementation}
             with quiet_transformers(), no_init_weights():
-                model = type(self.model)._from_config(
-                    config, dtype=torch.float64, experts_implementation="eager", **options
-                )
-            weights = self.weights if change.weights is None else change.weights(self.weights)
+                model = type(model)._from_config(config, dtype=torch.float64, experts_implementation="eager", **options)
+            weights = self.weights
+            if change.weight is not None:
+                weights = {name: change.weight(weights, name) for name in weights}
             model.load_state_dict(weights, strict=False, assign=True)
-        handles = [] if change.hook is None else change.hook(model)
+        changed = [m for n, m in model.named_modules() if change.module and n.rpartition(".")[2] == change.module]
+        handles = [m.register_forward_hook(lambda _, given, out: change.output(given[0], out)) for m in changed]
         try:
             yield model.eval()
         finally:
             for handle in handles:
                 handle.remove()
 
-    def log_probs(self, rows: Sequence[Tensor], change: Change = NO_CHANGE) -> list[Tensor]:
+    @torch.no_grad()
+    def log_probs(self, rows: Sequence[Tensor], change: Change | None = None) -> list[Tensor]:
         """Return the log-probs of the tokens of each row after its first."""
-        distributions = self._distributions(rows, change)
-        return [each.gather(-1, row[1:, None])[:, 0] for each, row in zip(distributions, rows, strict=True)]
-
-    @torch.no_grad()
-    def in_float32(self, rows: Sequence[Tensor]) -> list[Tensor]:
-        """Return the log-probs of `log_probs`, computed in float32."""
-        model = copy.deepcopy(self.model).float()
-        logits = [model(input_ids=row[None], use_cache=False).logits[0, :-1].log_softmax(-1) for row in rows]
-        return [each.gather(-1, row[1:, None])[:, 0].double() for each, row in zip(logits, rows, strict=True)]
-
-    def greedy_gaps(self, rows: Sequence[Tensor], count: int) -> list[Tensor]:
-        """Return by how much the most likely token exceeds each of the last `count` tokens of a row."""
-        return [
-            (each.amax(-1) - each.gather(-1, row[1:, None])[:, 0])[-count:]
-            for each, row in zip(self._distributions(rows, NO_CHANGE), rows, strict=True)
-        ]
-
-    @torch.no_grad()
-    def _distributions(self, rows: Sequence[Tensor], change: Change) -> list[Tensor]:
-        """Return the log-probs of all tokens after each token of each row but its last."""
+        change = change or Change()
         arguments = {} if change.scores is None else {"scores": change.scores}
-        problem = f"transformers cannot compute {type(self.model).__name__} in float64"
-        with self.variant(change) as model, convert_errors(lambda error: f"{problem}: {reason(error)}"):
-            return [
-                model(input_ids=row[None], use_cache=False, **arguments).logits[0, :-1].double().log_softmax(-1)
-                for row in rows
-            ]
-
-
-def plain_class(config: PreTrainedConfig) -> Any:
-    """Return the class of transformers for a model type, also if another is registered; None if there is none."""
-    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
-    return None if names is None else getattr(transformers, names if isinstance(names, str) else names[0])
+        with self.variant(change) as model:
+            logits = [model(input_ids=row[None], use_cache=False, **arguments).logits[0, :-1].double() for row in rows]
+        return [each.log_softmax(-1).gather(-1, row[1:, None])[:, 0] for each, row in zip(logits, rows, strict=True)]
 
 
 def changed_attention(
