@@ -4,6 +4,7 @@
     rollout = build_rollout("torch", RolloutEngineConfig(model_path="models/tiny"))
 
 base.py          `BaseRollout`, `SamplingParams`, `Generation` and `OpenRows`
+stream.py        `Stream`: answers one by one, of rows that come and go
 builtin/         `torch`: continuous batching on the training weights
 hf.py            `hf`: generation with `transformers.generate`
 vllm/            `vllm`: vLLM in the ranks of the trainer
@@ -26,9 +27,11 @@ from camshaft.config.rollout import RolloutCapabilities, RolloutEngineConfig, Ro
 from camshaft.plugins import load
 from camshaft.rollout.base import BaseRollout, Generation, OpenRows, SamplingParams
 from camshaft.rollout.sampling import mix_seeds, uniform_numbers
+from camshaft.rollout.stream import Answer, Stream, open_stream
 
 __all__ = [
     "ROLLOUTS",
+    "Answer",
     "BaseRollout",
     "Generation",
     "OpenRows",
@@ -36,8 +39,10 @@ __all__ = [
     "RolloutEngineConfig",
     "RolloutOptions",
     "SamplingParams",
+    "Stream",
     "build_rollout",
     "mix_seeds",
+    "open_stream",
     "rollout_class",
     "uniform_numbers",
 ]

@@ -1,0 +1,206 @@
+"""Streams of answers over any rollout; the oracle is a call of `generate_sequences` for each row alone."""
+
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from camshaft.config.backends import TORCH
+from camshaft.contracts.rollout.harness import Case, RolloutHarness
+from camshaft.errors import RolloutError
+from camshaft.ragged import Ragged
+from camshaft.rollout import Answer, Generation, SamplingParams, Stream, open_stream
+from camshaft.rollout.builtin.rollout import TorchRollout
+from camshaft.rollout.hf import HFRollout
+from camshaft.rollout.sampling import restart_seeds
+from camshaft.rollout.stream import WaveStream
+
+ROUNDING = 1e-5
+SAMPLING = SamplingParams(12, ignore_eos=True)
+
+
+class Waves(TorchRollout):
+    """The built-in rollout with a stream by waves."""
+
+    def open_stream(self) -> Stream:
+        return WaveStream(self)
+
+
+@pytest.fixture(scope="module", params=[TorchRollout, Waves, HFRollout])
+def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return RolloutHarness(request.param, tmp_path_factory.mktemp("models")).case(max_num_seqs=64)
+
+
+@pytest.fixture
+def stream(case: Case) -> Iterator[Stream]:
+    with open_stream(case.rollout) as stream:
+        yield stream
+
+
+def take(stream: Stream, count: int) -> dict[int | str, Answer]:
+    """Return the next `count` answers by row."""
+    answers: dict[int | str, Answer] = {}
+    deadline = time.monotonic() + 60
+    while len(answers) < count:
+        assert time.monotonic() < deadline
+        answers |= {answer.row_id: answer for answer in stream.take(1.0)}
+    return answers
+
+
+def alone(case: Case, tokens: list[int], sampling: SamplingParams, seed: int) -> tuple[list[int], Tensor, bool]:
+    out = case.rollout.generate_sequences(Ragged.from_rows([tokens], torch.int64), sampling, torch.tensor([seed]))
+    return out.responses.values.tolist(), out.log_probs.values, bool(out.finished)
+
+
+def test_rows_with_own_limits_are_those_of_calls(case: Case, stream: Stream) -> None:
+    prompts = [list(range(3, 5 + row)) for row in range(8)]
+    options = [replace(SamplingParams(1 + row, stop_token_ids=(7,)), top_p=(1.0, 0.9)[row % 2]) for row in range(8)]
+    for row, (prompt, sampling) in enumerate(zip(prompts, options, strict=True)):
+        stream.put(row, prompt, sampling, seed=100 + row)
+    answers = take(stream, 8)
+    for row, (prompt, sampling) in enumerate(zip(prompts, options, strict=True)):
+        tokens, log_probs, finished = alone(case, prompt, sampling, 100 + row)
+        answer = answers[row]
+        assert answer.tokens == tokens
+        assert (torch.tensor(answer.log_probs) - log_probs).abs().max() < ROUNDING
+        assert answer.reason == ("stop" if finished else "length")
+        assert answer.versions == [case.rollout.version] * len(tokens)
+
+
+def test_turns_of_a_row_are_one_row(case: Case, stream: Stream) -> None:
+    context = [5, 9, 4]
+    for turn in range(3):
+        stream.put("row", context, SAMPLING, seed=3)
+        answer = take(stream, 1)["row"]
+        assert answer.tokens == alone(case, context, SAMPLING, 3)[0]
+        context = [*context, *answer.tokens, 6 + turn]
+
+
+def test_interrupted_answers_continue(case: Case, stream: Stream) -> None:
+    sampling = SamplingParams(16, ignore_eos=True, presence_penalty=1.5)
+    for row in range(4):
+        stream.put(row, [5, 9, 4 + row], sampling, seed=row)
+    interrupted = {answer.row_id: answer for answer in stream.interrupt()}
+    answers = {row: answer.tokens for row, answer in take(stream, 4 - len(interrupted)).items()}
+    for row, answer in interrupted.items():
+        assert answer.reason == "interrupted"
+        stream.put(row, [5, 9, 4 + int(row)], sampling, seed=int(row), generated=answer.tokens)
+    answers |= {row: interrupted[row].tokens + rest.tokens for row, rest in take(stream, len(interrupted)).items()}
+    for row in range(4):
+        assert answers[row] == alone(case, [5, 9, 4 + row], sampling, row)[0]
+
+
+def test_generated_tokens_count_towards_the_limit(case: Case, stream: Stream) -> None:
+    whole = alone(case, [5, 9, 4], SAMPLING, 1)[0]
+    stream.put(0, [5, 9, 4], SAMPLING, seed=1, generated=whole[:5])
+    stream.put(1, [5, 9, 4], replace(SAMPLING, max_tokens=7), seed=1, generated=whole[:5])
+    answers = take(stream, 2)
+    assert (answers[0].tokens, answers[1].tokens) == (whole[5:], whole[5:7])
+
+
+def test_a_closed_row_has_no_answer(case: Case, stream: Stream) -> None:
+    stream.put(0, [5, 9], SAMPLING, seed=1)
+    stream.put(1, [5, 9], SAMPLING, seed=2)
+    stream.close(0)
+    stream.close("unknown")
+    assert take(stream, 1)[1].tokens == alone(case, [5, 9], SAMPLING, 2)[0]
+    stream.put(0, [5, 9], SAMPLING, seed=1)  # a new row
+    assert take(stream, 1)[0].tokens == alone(case, [5, 9], SAMPLING, 1)[0]
+
+
+def test_a_row_has_one_answer_at_a_time(stream: Stream) -> None:
+    stream.put(0, [5, 9], SAMPLING, seed=1)
+    with pytest.raises(RolloutError, match="row 0 has an answer that has not been taken"):
+        stream.put(0, [5, 9], SAMPLING, seed=1)
+
+
+def test_an_empty_stream_returns_after_its_time(stream: Stream) -> None:
+    start = time.monotonic()
+    assert stream.take(0.05) == []
+    assert 0.04 < time.monotonic() - start < 5
+
+
+def test_a_stopped_stream_says_so(case: Case) -> None:
+    with WaveStream(case.rollout) as stream:
+        pass
+    with pytest.raises(RolloutError, match="has been stopped"):
+        stream.put(0, [5], SAMPLING, seed=1)
+    with pytest.raises(RolloutError, match="has been stopped"):
+        stream.take(10.0)
+
+
+class Held(TorchRollout):
+    """Waits before each call, counts the rows of the calls, and fails for the token 1."""
+
+    gate: threading.Event
+    capabilities = replace(TORCH, continues_rows=False)
+
+    def generate_sequences(
+        self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None, generated: Ragged | None = None
+    ) -> Generation:
+        assert self.gate.wait(30)
+        self.calls = [*getattr(self, "calls", []), len(prompts)]
+        if 1 in prompts.values.tolist():
+            raise RolloutError("the model's logits are not finite")
+        return super().generate_sequences(prompts, sampling, seeds, generated)
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Case:
+    case = RolloutHarness(Held, tmp_path).case()
+    case.rollout.gate = threading.Event()  # pyright: ignore
+    return case
+
+
+def test_rows_that_arrive_during_a_call_share_the_next_one(held: Case) -> None:
+    rollout = held.rollout
+    assert isinstance(rollout, Held)
+    with WaveStream(rollout) as stream:
+        stream.put(0, [5], SAMPLING, seed=1)
+        time.sleep(0.1)
+        for row in range(1, 6):
+            stream.put(row, [5], SAMPLING, seed=row)
+        rollout.gate.set()
+        take(stream, 6)
+    assert rollout.calls == [1, 5]
+
+
+def test_the_seed_of_an_answer_depends_on_its_position(held: Case) -> None:
+    held.rollout.gate.set()  # pyright: ignore
+    with WaveStream(held.rollout) as stream:
+        stream.put(0, [5, 9], SAMPLING, seed=1)
+        first = take(stream, 1)[0].tokens
+        assert first == alone(held, [5, 9], SAMPLING, 1)[0]
+        context = [5, 9, *first, 6]
+        stream.put(0, context, SAMPLING, seed=1)
+        second = take(stream, 1)[0].tokens
+    (seed,) = restart_seeds(torch.tensor([1]), torch.tensor([len(first) + 1])).tolist()
+    assert second == alone(held, context, SAMPLING, seed)[0]
+    assert second != alone(held, context, SAMPLING, 1)[0]
+
+
+def test_an_error_of_the_rollout_is_raised(held: Case) -> None:
+    held.rollout.gate.set()  # pyright: ignore
+    with WaveStream(held.rollout) as stream:
+        stream.put(0, [1], SAMPLING, seed=1)
+        with pytest.raises(RolloutError, match="not finite"):
+            stream.take(30.0)
+        with pytest.raises(RolloutError, match="not finite"):
+            stream.put(1, [5], SAMPLING, seed=1)
+
+
+def test_a_waiting_row_is_interrupted_without_tokens(held: Case) -> None:
+    rollout = held.rollout
+    assert isinstance(rollout, Held)
+    with WaveStream(rollout) as stream:
+        stream.put(0, [5], SAMPLING, seed=1)
+        time.sleep(0.1)
+        stream.put(1, [5], SAMPLING, seed=1)
+        threading.Timer(0.1, rollout.gate.set).start()
+        assert stream.interrupt() == [Answer(1, [], [], [], "interrupted")]
+        assert take(stream, 1)[0].reason == "length"
