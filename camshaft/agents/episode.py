@@ -44,6 +44,8 @@ class Episode:
     """Time of the environment's calls."""
     num_recomputed: int = 0
     """Number of tokens of the history that were computed again for later answers."""
+    sampling: list[dict[str, float]] = field(default_factory=list)
+    """For each answer, the sampling options that a program has set, if it has set any."""
 
     def add_answer(self, ids: Sequence[int], log_probs: Sequence[float], text: str) -> None:
         """Append the tokens of an answer, as they were sampled."""

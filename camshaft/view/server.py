@@ -4,33 +4,24 @@
         print(server.url)                       # contains the token
         server.serve_forever()
 
-The server listens on the loopback interface or on a Unix socket. Each request needs the token, in the URL at first and
-in a cookie afterwards, and a Host header that names this machine; every other request gets status 403. Runs and files
-are addressed by their position in the server's own list, never by a path. There are at most `MAX_CONNECTIONS`
-connections: a further one replaces the one that has been without a permitted request for the longest time.
+`camshaft/http.py` limits who can connect, and how much. Each request needs the token, in the URL at first and in a
+cookie afterwards; every other request gets status 403. Runs and files are addressed by their position in the server's
+own list, never by a path.
 """
 
-import contextlib
 import hmac
-import json
 import math
-import os
-import re
 import secrets
-import socket
-import socketserver
-import sys
 import threading
 import time
 from collections.abc import Sequence
 from http import HTTPStatus
 from http.cookies import CookieError, SimpleCookie
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
-from camshaft.errors import CamshaftError, ConfigError
+from camshaft.errors import CamshaftError
+from camshaft.http import Limits, LocalServer, Reply, Request, json_reply
 from camshaft.tracking.run_folder import RunFolder, find_runs
 from camshaft.view import data
 from camshaft.view.differences import differing_keys, ignored_keys, key_columns
@@ -57,13 +48,10 @@ SEARCH_SECONDS = 10.0
 """Time between two searches for new runs."""
 MAX_CONNECTIONS = 64
 """Maximum number of connections. A browser opens six."""
-MAX_FIELDS = 1000
-"""Maximum number of parameters of a request."""
 MAX_DIGITS = 18
 """Maximum number of digits of a parameter, which fit into 64 bits."""
 VIEWS = ("/runs", "/curves", "/phases", "/config", "/responses", "/ranked")
 """Paths of the data of the page."""
-_HOST = re.compile(r"^(localhost|127\.0\.0\.1|\[::1\])(:\d+)?$")
 
 
 class _QueryError(CamshaftError):
@@ -149,153 +137,15 @@ def configs(runs: Sequence[RunFolder]) -> dict[str, Any]:
     }
 
 
-class _Handler(BaseHTTPRequestHandler):
-    """Handler of one connection."""
-
-    server: "PageServer"
-    protocol_version = "HTTP/1.1"
-    server_version = "camshaft"
-    sys_version = ""
-    timeout = 30
-
-    def do_GET(self) -> None:
-        try:
-            parts = urlsplit(self.path)
-            query = parse_qs(parts.query, max_num_fields=MAX_FIELDS)
-        except ValueError as error:
-            self._send(HTTPStatus.BAD_REQUEST, f"400: {error}\n".encode())
-            return
-        if not self._is_allowed(query):
-            self._send(HTTPStatus.FORBIDDEN, b"403: open the URL that camshaft view has printed\n")
-            return
-        self.server.keep(self.connection)
-        if parts.path in FILES:
-            name, kind = FILES[parts.path]
-            self._send(HTTPStatus.OK, (STATIC / name).read_bytes(), kind)
-        else:
-            try:
-                value = self.server.page.answer(parts.path, query)
-            except CamshaftError as error:
-                status = HTTPStatus.BAD_REQUEST if isinstance(error, _QueryError) else HTTPStatus.NOT_FOUND
-                self._send(status, _json({"error": str(error)}), "application/json")
-                return
-            if value is None:
-                self._send(HTTPStatus.FORBIDDEN, b"403: no such page\n")
-            else:
-                self._send(HTTPStatus.OK, _json(value), "application/json")
-
-    def _forbid(self) -> None:
-        self.close_connection = True  # the body of the request is not read
-        self._send(HTTPStatus.FORBIDDEN, b"403: the page only reads\n")
-
-    do_POST = do_PUT = do_DELETE = do_PATCH = do_HEAD = do_OPTIONS = _forbid
-
-    def _is_allowed(self, query: dict[str, list[str]]) -> bool:
-        host = self.headers.get("Host", "")
-        if self.server.socket_path is None and not _HOST.match(host):
-            return False
-        try:
-            cookie = SimpleCookie(self.headers.get("Cookie", "")).get(self.server.cookie)
-        except CookieError:
-            cookie = None
-        tokens = [*query.get("token", []), *([] if cookie is None else [cookie.value])]
-        return any(hmac.compare_digest(token.encode(), self.server.token.encode()) for token in tokens)
-
-    def _send(self, status: HTTPStatus, body: bytes, kind: str = "text/plain") -> None:
-        self.send_response(status)
-        for name, value in HEADERS.items():
-            self.send_header(name, value)
-        if status is HTTPStatus.OK:
-            cookie = f"{self.server.cookie}={self.server.token}; HttpOnly; SameSite=Strict; Path=/"
-            self.send_header("Set-Cookie", cookie)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Do not log requests, whose paths can contain the token."""
-
-
-def _remove_unused_socket(path: Path) -> None:
-    """Remove the socket that a killed server left behind."""
-    if path.is_symlink() or not path.is_socket() or path.stat().st_uid != os.geteuid():
-        return
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            path.unlink()
-        else:
-            raise ConfigError(f"{path} is the socket of another program; set another --socket")
-
-
-class PageServer(ThreadingHTTPServer):
+class PageServer(LocalServer):
     """Server of the page on a loopback port, or on a Unix socket with mode 0600."""
-
-    daemon_threads = True
-    request_queue_size = MAX_CONNECTIONS
 
     def __init__(self, folders: Sequence[str | Path], port: int = 0, socket_path: Path | None = None):
         self.page = Page(folders)
         self.token = secrets.token_urlsafe(24)
-        self.socket_path = socket_path
-        self._connections: dict[Any, None] = {}
-        """Open connections, in the order of their last permitted request."""
-        self._lock = threading.Lock()
-        if socket_path is None:
-            super().__init__(("127.0.0.1", port), _Handler)
-        else:
-            _remove_unused_socket(socket_path)
-            self.address_family = socket.AF_UNIX
-            super().__init__(str(socket_path), _Handler, bind_and_activate=False)  # pyright: ignore
-            previous = os.umask(0o177)
-            try:
-                self.server_bind()
-            finally:
-                os.umask(previous)
-            self.server_activate()
+        super().__init__(self, Limits(MAX_CONNECTIONS), port, socket_path)
         self.cookie = f"camshaft_{self.server_port}"
         """Name of the cookie. Cookies of all ports of a host are sent to each of them."""
-
-    def server_bind(self) -> None:
-        if self.socket_path is None:
-            super().server_bind()
-            return
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = "localhost", 0
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a connection in a thread. Close the oldest one if there are too many."""
-        with self._lock:
-            oldest = next(iter(self._connections), None) if len(self._connections) == MAX_CONNECTIONS else None
-            self._connections.pop(oldest, None)
-            self._connections[request] = None
-        if oldest is not None:
-            with contextlib.suppress(OSError):  # it has just been closed
-                oldest.shutdown(socket.SHUT_RDWR)
-        super().process_request(request, client_address)
-
-    def keep(self, request: Any) -> None:
-        """Make this connection the last one to be closed for a new one."""
-        with self._lock:
-            if self._connections.pop(request, request) is None:
-                self._connections[request] = None
-
-    def shutdown_request(self, request: Any) -> None:
-        with self._lock:
-            self._connections.pop(request, None)
-        super().shutdown_request(request)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print the traceback of an error, except that of a client which has gone."""
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
-            super().handle_error(request, client_address)
-
-    def server_close(self) -> None:
-        super().server_close()
-        if self.socket_path is not None:
-            self.socket_path.unlink(missing_ok=True)
 
     @property
     def url(self) -> str:
@@ -303,6 +153,33 @@ class PageServer(ThreadingHTTPServer):
         port = self.server_port if self.socket_path is None else "<port>"
         return f"http://127.0.0.1:{port}/?token={self.token}"
 
+    def refuse(self, request: Request) -> Reply | None:
+        if request.method != "GET":
+            return _forbidden("the page only reads", close=True)
+        try:
+            cookie = SimpleCookie(request.headers.get("Cookie", "")).get(self.cookie)
+        except CookieError:
+            cookie = None
+        tokens = [*request.query.get("token", []), *([] if cookie is None else [cookie.value])]
+        if any(hmac.compare_digest(token.encode(), self.token.encode()) for token in tokens):
+            return None
+        return _forbidden("open the URL that camshaft view has printed")
 
-def _json(value: Any) -> bytes:
-    return json.dumps(value, default=str, allow_nan=False).encode()
+    def answer(self, request: Request) -> Reply:
+        if request.path in FILES:
+            name, kind = FILES[request.path]
+            return Reply(HTTPStatus.OK, (STATIC / name).read_bytes(), kind, self._headers)
+        try:
+            value = self.page.answer(request.path, request.query)
+        except CamshaftError as error:
+            status = HTTPStatus.BAD_REQUEST if isinstance(error, _QueryError) else HTTPStatus.NOT_FOUND
+            return json_reply({"error": str(error)}, status, headers=HEADERS)
+        return _forbidden("no such page") if value is None else json_reply(value, headers=self._headers)
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {**HEADERS, "Set-Cookie": f"{self.cookie}={self.token}; HttpOnly; SameSite=Strict; Path=/"}
+
+
+def _forbidden(reason: str, close: bool = False) -> Reply:
+    return Reply(HTTPStatus.FORBIDDEN, f"403: {reason}\n".encode(), headers=HEADERS, close=close)

@@ -16,7 +16,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 from support.run_folders import make_run
 
-from camshaft.view.server import MAX_CONNECTIONS, MAX_FIELDS
+from camshaft.http import MAX_FIELDS
+from camshaft.view.server import MAX_CONNECTIONS
 
 SLOW_CLIENTS = 150
 
