@@ -71,7 +71,8 @@ class Endpoint:
         """Open sessions, by the digest of their keys."""
         self._by_number: dict[str, Session] = {}
         self._num_opened = 0
-        self._num_other_histories = 0
+        self.num_other_histories = 0
+        """Number of rows of closed sessions whose history neither continues nor equals an earlier one."""
         self._lock = threading.Lock()
         self._error: Exception | None = None
         """Error with which the rollout has failed."""
@@ -111,7 +112,7 @@ class Endpoint:
             session = self._sessions.pop(_digest(key))
             del self._by_number[str(session.number)]
         episodes = session.close()
-        self._num_other_histories += session.num_other_histories
+        self.num_other_histories += session.num_other_histories
         if self._error is not None:
             raise RolloutError(f"the rollout has failed: {self._error}") from self._error
         return episodes
@@ -127,11 +128,11 @@ class Endpoint:
         for session in [*self._sessions.values()]:
             session.close()
         self._server.server_close()
-        if self._num_other_histories:
+        if self.num_other_histories:
             logger.warning(
                 "%d requests did not continue a conversation of their session, because its history was another one; "
                 "each trains as a row of its own",
-                self._num_other_histories,
+                self.num_other_histories,
             )
 
     def _receive(self) -> None:

@@ -190,9 +190,8 @@ class Session:
         messages = form.messages(history[known:])
         left = self.policy.limits.max_response - state.length - len(told)
         max_turns = self.policy.limits.max_turns
-        reason = (
-            "length" if left <= 0 else "turns" if max_turns is not None and state.num_answers >= max_turns else None
-        )
+        is_last = max_turns is not None and state.num_answers >= max_turns
+        reason = "turns" if is_last else "length" if left <= 0 else None
         continues = state is row.states[-1] and not row.is_busy
         if reason is not None:
             if continues and row.episode.stop_reason is None:

@@ -3,6 +3,8 @@
 import contextlib
 import http.client
 import json
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ from camshaft.agents.environment import Host, Start
 from camshaft.agents.episode import Episode
 from camshaft.agents.play import Limits, Question, play
 from camshaft.config.rollout import RolloutEngineConfig
+from camshaft.errors import RolloutError
 from camshaft.models.loader import quiet_transformers
 from camshaft.rollout import BaseRollout, SamplingParams, build_rollout, open_stream
 
@@ -144,3 +147,371 @@ def test_a_game_through_the_class_and_the_endpoint_is_equal(policy: Policy) -> N
             assert row.log_probs == pytest.approx(episode.log_probs, abs=1e-6)
             assert row.messages == episode.messages[: len(row.messages)]
             policy.check_log_probs(row)
+
+
+def test_only_what_follows_an_answer_is_formatted(policy: Policy) -> None:
+    with policy.serve() as client:
+        messages: list[Any] = list(PROMPT)
+        for turn in range(4):
+            messages += [answer(client.chat(messages, max_tokens=5 + turn)), user(f"{turn}")]
+        (row,) = client.close()
+    assert row.turns == 4
+    assert row.messages == messages[:-1]
+    policy.check_log_probs(row)
+    told = policy.tokenizer.decode([token for token, mask in zip(row.tokens, row.mask, strict=True) if not mask])
+    assert isinstance(told, str)
+    for turn in range(3):
+        assert f"<|im_start|>user\n{turn}<|im_end|>\n<|im_start|>assistant\n" in told
+
+
+def test_eight_equal_requests_are_eight_samples(policy: Policy) -> None:
+    def texts(replies: list[dict[str, Any]]) -> list[str]:
+        return [choice["message"]["content"] for reply in replies for choice in reply["choices"]]
+
+    with policy.serve() as client:
+        one_by_one = texts([client.chat(PROMPT) for _ in range(8)])
+        rows = client.close()
+        client.key = client.open()
+        together = texts([client.chat(PROMPT, n=8)])
+        client.close()
+        client.key = client.open()
+        replies: list[dict[str, Any]] = []
+        threads = [threading.Thread(target=lambda: replies.append(client.chat(PROMPT))) for _ in range(8)]
+        run_all(threads)
+        client.close()
+        assert client.endpoint.num_other_histories == 0
+    assert len(set(one_by_one)) == 8
+    assert [policy.bridge.decode(row.tokens) for row in rows] == one_by_one == together
+    assert sorted(texts(replies)) == sorted(one_by_one)
+    alone = play(policy.rollout, Host({"": Once}), [Question(PROMPT, Start({}), 1)], policy.bridge, LIMITS, SAMPLING)
+    assert rows[0].tokens == alone[0].tokens  # the first row has the seed of the question
+
+
+class Once:
+    def reset(self) -> None: ...
+    def step(self, answer: str) -> tuple[None, float, bool]:
+        return None, 0.0, True
+
+
+def run_all(threads: list[threading.Thread]) -> None:
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        assert not thread.is_alive()
+
+
+def test_answers_of_one_request_are_continued_in_their_rows(policy: Policy) -> None:
+    with policy.serve() as client:
+        reply = client.chat(PROMPT, n=3)
+        for number in (2, 0):
+            client.chat([*PROMPT, answer(reply, number), user("again")])
+        rows = client.close()
+    assert [row.turns for row in rows] == [2, 1, 2]
+
+
+def test_another_request_behind_the_same_history_is_a_row_of_its_own(policy: Policy) -> None:
+    with policy.serve() as client:
+        first = answer(client.chat(PROMPT))
+        second = [answer(client.chat([*PROMPT, first, user(text)])) for text in ("lower", "lower", "higher")]
+        client.chat([*PROMPT, first, user("higher"), second[2], user("right")])
+        rows = client.close()
+        assert client.endpoint.num_other_histories == 1
+    assert [row.turns for row in rows] == [2, 1, 2]
+    ends = [len(first_answer) for first_answer in [rows[0].tokens[: rows[0].mask.index(False)]]]
+    for row in rows[1:]:
+        assert row.prompt == rows[0].prompt
+        assert row.tokens[: ends[0]] == rows[0].tokens[: ends[0]]  # as it was sampled
+        assert not any(row.mask[: ends[0]])  # and trained on in the first row only
+    for row in rows:
+        policy.check_log_probs(row)
+    assert rows[1].messages[:3] == rows[0].messages[:3]
+
+
+def test_a_rewritten_history_is_a_new_row(policy: Policy) -> None:
+    with policy.serve() as client:
+        first = answer(client.chat(PROMPT))
+        client.chat([*PROMPT, {**first, "content": "a summary"}, user("lower")])
+        rows = client.close()
+        assert client.endpoint.num_other_histories == 1
+    assert [row.turns for row in rows] == [1, 1]
+    assert "a summary" in policy.bridge.decode(rows[1].prompt)
+    assert rows[1].tokens[0] != rows[0].tokens[0] or rows[1].tokens != rows[0].tokens
+
+
+def test_messages_are_equal_in_any_spelling(policy: Policy) -> None:
+    with policy.serve() as client:
+        first = answer(client.chat(PROMPT))
+        spelled = {"content": [{"type": "text", "text": first["content"]}], "role": "assistant", "refusal": None}
+        client.chat([{"content": PROMPT[0]["content"], "role": "user", "name": None}, spelled, user("lower")])
+        assert [row.turns for row in client.close()] == [2]
+
+
+# -- repetitions ----------------------------------------------------------------------------------
+
+
+def drop(client: Client, body: bytes, key: str, **headers: str) -> None:
+    """Send a request, and close the connection before the answer."""
+    connection = client.connect()
+    connection.request("POST", "/v1/chat/completions", body, {"Authorization": f"Bearer {key}", **headers})
+    connection.close()
+
+
+@pytest.mark.parametrize("header", [{}, {"x-stainless-retry-count": "1"}], ids=["silent", "counted"])
+def test_a_lost_answer_is_repeated(policy: Policy, header: dict[str, str]) -> None:
+    body = json.dumps({"model": "m", "messages": PROMPT}).encode()
+    with policy.serve() as client:
+        drop(client, body, client.key)
+        status, reply = client.ask(body, **header)
+        assert status == 200
+        (row,) = client.close()
+        assert answer(reply)["content"] == policy.bridge.decode(row.tokens)
+
+
+def test_a_counted_retry_gets_the_answer_again(policy: Policy) -> None:
+    body = json.dumps({"model": "m", "messages": PROMPT}).encode()
+    with policy.serve() as client:
+        replies = [client.ask(body)[1], client.ask(body, **{"x-stainless-retry-count": "1"})[1], client.ask(body)[1]]
+        rows = client.close()
+    assert [reply["id"] for reply in replies] == ["0.0.52", "0.0.52", "0.1.52"]
+    assert len(rows) == 2
+
+
+def test_sixty_four_clients_with_dropped_connections(policy: Policy) -> None:
+    def run(number: int) -> None:
+        body = json.dumps({"model": "m", "messages": PROMPT, "n": 2}).encode()
+        drop(client, body, keys[number])
+        own = Client.__new__(Client)
+        own.endpoint, own.key = client.endpoint, keys[number]
+        status, reply = own.ask(body, **{"x-stainless-retry-count": "1"})
+        assert status == 200
+        replies[number] = [choice["message"]["content"] for choice in reply["choices"]]
+
+    with policy.serve() as client:
+        keys = [client.open(seed) for seed in range(64)]
+        replies: dict[int, list[str]] = {}
+        run_all([threading.Thread(target=run, args=(number,)) for number in range(64)])
+        rows = [client.endpoint.close(key) for key in keys]
+    assert [len(session) for session in rows] == [2] * 64
+    for number, session in enumerate(rows):
+        assert replies[number] == [policy.bridge.decode(row.tokens) for row in session]
+
+
+# -- limits and refusals --------------------------------------------------------------------------
+
+
+def test_limits_end_a_row(policy: Policy) -> None:
+    limits = Limits(max_prompt=60, max_response=30, max_turns=2, max_turn_length=4)
+    with policy.serve(limits) as client:
+        first = answer(client.chat(PROMPT))
+        assert len(first["content"]) <= 4
+        assert "data.max_response_length=30" in client.refusal([*PROMPT, first, user("x" * 40)])
+        assert [row.stop_reason for row in client.close()] == ["length"]
+
+        client.key = client.open()
+        messages = [*PROMPT, answer(client.chat(PROMPT)), user("")]
+        messages += [answer(client.chat(messages)), user("")]
+        assert "multi_turn.max_assistant_turns=2" in client.refusal(messages)
+        (row,) = client.close()
+        assert (row.stop_reason, row.turns) == ("turns", 2)
+
+        client.key = client.open()
+        status, reply = client.ask({"messages": [user("x" * 100)]})
+        assert (status, reply["error"]["code"]) == (400, "context_length_exceeded")
+        assert [row.stop_reason for row in client.close()] == ["prompt"]
+
+
+def test_an_answer_that_fills_the_row_ends_it(policy: Policy) -> None:
+    with policy.serve(Limits(max_prompt=100, max_response=3)) as client:
+        reply = client.chat(PROMPT)
+        assert reply["choices"][0]["finish_reason"] == "length"
+        (row,) = client.close()
+        assert (len(row.tokens), row.stop_reason) == (3, "length")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"temperature": 0.5}, "temperature=0.5, but the run samples with temperature=1"),
+        ({"top_p": 0.9}, "top_p=0.9, but the run samples with top_p=1"),
+        ({"temperature": "hot"}, "temperature='hot' is not a number"),
+        ({"response_format": {"type": "json_object"}}, "response_format is not supported"),
+        ({"logit_bias": {"3": 1}}, "logit_bias is not supported"),
+        ({"seed": 3}, "seed is not supported: the seeds of the run"),
+        ({"tool_choice": "required"}, "tool_choice is not supported"),
+        ({"top_logprobs": 2, "logprobs": True}, "set top_logprobs=0"),
+        ({"guided_regex": "a"}, "guided_regex='a' is not supported; remove it"),
+        ({"max_tokens": 0}, "max_tokens=0; it must be an integer of at least 1"),
+        ({"n": 1000}, "at most 128 answers"),
+        ({"messages": []}, "messages must be a list with at least one message"),
+        ({"messages": [{"role": "judge", "content": "x"}]}, "message 0 has the role 'judge'"),
+        ({"messages": [user("x"), {"role": "user"}]}, "message 1 has no content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "message 0 has a part of type 'image_url'; the model reads text only",
+        ),
+    ],
+)
+def test_requests_are_refused_in_a_sentence(policy: Policy, options: dict[str, Any], sentence: str) -> None:
+    with policy.serve() as client:
+        assert sentence in client.refusal(**{"messages": PROMPT, **options})
+        assert client.close() == []
+
+
+def test_options_of_the_run_and_without_effect_are_accepted(policy: Policy) -> None:
+    with policy.serve() as client:
+        client.chat(PROMPT, temperature=1, top_p=1.0, top_k=-1, user="me", response_format={"type": "text"}, n=None)
+        (row,) = client.close()
+        assert row.sampling == []
+
+
+def test_allowed_sampling_options_are_recorded(policy: Policy) -> None:
+    with policy.serve(allow_sampling=True) as client:
+        messages = [*PROMPT, answer(client.chat(PROMPT)), user("lower")]
+        client.chat(messages, temperature=0)
+        (row,) = client.close()
+    assert row.sampling == [{}, {"temperature": 0}]
+    start = len(row.mask) - row.mask[::-1].index(False)
+    logits = policy.oracle(torch.tensor([row.prompt + row.tokens])).logits[0, len(row.prompt) + start - 1 : -1]
+    assert row.tokens[start:] == logits.argmax(-1).tolist()  # greedy
+
+
+def test_a_stop_string_ends_an_answer_and_stays_in_the_row(policy: Policy) -> None:
+    with policy.serve() as client:
+        whole = answer(client.chat(PROMPT))["content"]
+        client.close()
+        client.key = client.open()
+        reply = client.chat(PROMPT, stop=whole[2])
+        (row,) = client.close()
+    end = whole.index(whole[2])
+    assert (answer(reply)["content"], reply["choices"][0]["finish_reason"]) == (whole[:end], "stop")
+    assert policy.bridge.decode(row.tokens) == whole[: end + 1]
+
+
+# -- the wire -------------------------------------------------------------------------------------
+
+
+def test_token_ids_are_those_of_the_row(policy: Policy) -> None:
+    with policy.serve() as client:
+        reply = client.chat(PROMPT, return_token_ids=True, logprobs=True, top_logprobs=0)
+        (choice,), usage = reply["choices"], reply["usage"]
+        (row,) = client.close()
+    assert (reply["prompt_token_ids"], choice["token_ids"]) == (row.prompt, row.tokens)
+    content = choice["logprobs"]["content"]
+    assert [entry["logprob"] for entry in content] == row.log_probs
+    assert [entry["token"] for entry in content] == [policy.tokenizer.decode([token]) for token in row.tokens]
+    assert (usage["prompt_tokens"], usage["completion_tokens"]) == (len(row.prompt), len(row.tokens))
+    assert choice["finish_reason"] == ("stop" if row.tokens[-1] == policy.tokenizer.eos_token_id else "length")
+
+
+def test_texts_are_continued(policy: Policy) -> None:
+    with policy.serve() as client:
+        _, first = client.ask({"prompt": "Guess: ", "logprobs": 1, "return_token_ids": True}, "/v1/completions")
+        text = "Guess: " + first["choices"][0]["text"]
+        status, second = client.ask({"prompt": text + " lower "}, "/v1/completions")
+        (row,) = client.close()
+    assert status == 200
+    policy.check_log_probs(row)
+    assert row.prompt == first["choices"][0]["prompt_token_ids"] == policy.tokenizer("Guess: ")["input_ids"]
+    log_probs = first["choices"][0]["logprobs"]["token_logprobs"]
+    assert log_probs == row.log_probs[: len(log_probs)]
+    assert policy.bridge.decode(row.tokens) == text.removeprefix("Guess: ") + " lower " + second["choices"][0]["text"]
+
+
+def test_token_ids_are_continued(policy: Policy) -> None:
+    ids = policy.bridge.start(PROMPT)
+    sampling = {"stop_token_ids": [policy.tokenizer.eos_token_id], "logprobs": 1, "skip_special_tokens": False}
+    with policy.serve() as client:
+        for told in ([5, 6, 7], [8]):
+            body = {"token_ids": ids, "sampling_params": {**sampling, "temperature": 1.0}}
+            status, reply = client.ask(body, "/inference/v1/generate")
+            assert status == 200, reply
+            (choice,) = reply["choices"]
+            assert reply["prompt_token_ids"] == ids
+            assert [entry["token"] for entry in choice["logprobs"]["content"]] == [
+                f"token_id:{token}" for token in choice["token_ids"]
+            ]
+            ids = [*ids, *choice["token_ids"], *told]
+        (row,) = client.close()
+        body = {"token_ids": ids, "sampling_params": {"temperature": 0.5}}
+        client.key = client.open()
+        assert client.ask(body, "/inference/v1/generate")[0] == 400
+        assert client.ask({"token_ids": [10**6]}, "/inference/v1/generate")[0] == 400
+    assert row.prompt + row.tokens == ids[:-1]
+    policy.check_log_probs(row)
+
+
+def test_events_are_the_answer(policy: Policy) -> None:
+    options = {"stream": True, "stream_options": {"include_usage": True}, "return_token_ids": True, "logprobs": True}
+    with policy.serve() as client:
+        status, content = client.ask({"messages": PROMPT, **options})
+        (row,) = client.close()
+    assert status == 200
+    *events, end = [event.removeprefix("data: ") for event in content.decode().split("\n\n") if event]
+    assert end == "[DONE]"
+    chunks = [json.loads(event) for event in events]
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": policy.bridge.decode(row.tokens)}
+    assert (chunks[0]["prompt_token_ids"], chunks[0]["choices"][0]["token_ids"]) == (row.prompt, row.tokens)
+    assert chunks[1]["choices"][0]["finish_reason"] in ("stop", "length")
+    assert chunks[2]["usage"]["completion_tokens"] == len(row.tokens)
+
+
+def test_models_are_listed(policy: Policy) -> None:
+    with policy.serve() as client:
+        connection = client.connect()
+        connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {client.key}"})
+        (model,) = json.loads(connection.getresponse().read())["data"]
+        connection.close()
+    assert (model["id"], model["max_model_len"]) == ("policy", 300)
+
+
+# -- sessions -------------------------------------------------------------------------------------
+
+
+def test_a_key_is_that_of_an_open_session(policy: Policy) -> None:
+    with policy.serve() as client:
+        own, client.key = client.key, "sk-wrong"
+        status, reply = client.ask({"messages": PROMPT})
+        assert (status, reply["error"]["code"]) == (401, "invalid_api_key")
+        client.key = own
+        assert client.ask({"messages": PROMPT}, "/v1/embeddings")[0] == 404
+        assert client.ask(b"{", "/v1/chat/completions")[0] == 400
+        client.close()
+        assert client.ask({"messages": PROMPT})[0] == 401
+
+
+def test_an_answer_that_has_not_ended_is_not_in_the_row(policy: Policy) -> None:
+    body = json.dumps({"model": "m", "messages": PROMPT, "n": 4}).encode()
+    with policy.serve() as client:
+        drop(client, body, client.key)
+        rows = client.close()
+        assert all(row.turns == 1 for row in rows)  # none, or those that have ended
+        client.key = client.open(seed=2)
+        client.chat(PROMPT)
+        assert [row.turns for row in client.close()] == [1]
+
+
+def test_a_failed_rollout_ends_the_sessions(policy: Policy) -> None:
+    with policy.serve() as client:
+        policy.rollout.sleep()
+        try:
+            status, reply = client.ask({"messages": PROMPT})
+            assert (status, reply["error"]["type"]) == (500, "server_error")
+            with pytest.raises(RolloutError, match=r"the rollout has failed: .*asleep"):
+                client.close()
+        finally:
+            policy.rollout.wake_up()
+            policy.rollout.load_weights(policy.oracle.named_parameters())
+
+
+def test_time_without_requests_is_measured(policy: Policy) -> None:
+    with policy.serve() as client:
+        time.sleep(0.2)
+        before = client.endpoint.idle(client.key)
+        assert before.requests == 0
+        assert 0.2 <= before.last == before.total < 10
+        client.chat(PROMPT)
+        after = client.endpoint.idle(client.key)
+        assert after.requests == 1
+        assert after.last < after.total - 0.1
