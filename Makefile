@@ -20,6 +20,7 @@
 # make test-families    every decoder-only model type of transformers, beside plain transformers
 # make test-hub      data sets of the Hugging Face hub, from a local server, and chat templates of published models
 # make test-newest   test-fast with the newest transformers and pydantic, in an environment of its own
+# make test-agents   the endpoint for programs with the client of OpenAI, in an environment of its own
 # make test-page     the page of `camshaft view` in Chromium
 # make test-remote   data, models and checkpoints on an S3 server; `make remote` installs client and server
 # make test-matrix   the sharded engine: every rule, every layout, every pair of features (hours)
@@ -69,6 +70,8 @@ NEWEST := .venv-newest
 NEWEST_INSTALLED := $(NEWEST)/.installed
 PAGE := .venv-page
 PAGE_INSTALLED := $(PAGE)/.installed
+AGENTS := .venv-agents
+AGENTS_INSTALLED := $(AGENTS)/.installed
 TRL_INSTALLED := .venv-trl/.installed
 TRL_PPO_INSTALLED := .venv-trl-ppo/.installed
 JOBS ?= 2
@@ -92,7 +95,7 @@ FAST = -n $(JOBS) -m "$(SUITE) and not slow and not alone" \
 	tests/unit/test_dataproto.py tests/unit/test_ragged.py tests/unit/test_digest.py \
 	tests/contracts/test_engine_contract.py
 
-.PHONY: demo gpu-packages test test-fast test-all test-main test-unbounded test-alone test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-families test-hub test-newest test-page test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
+.PHONY: demo gpu-packages test test-fast test-all test-main test-unbounded test-alone test-nightly test-slow test-kernels test-vllm test-server test-sglang test-engines test-megatron test-megatron-slow test-titan test-remote test-families test-hub test-newest test-page test-agents test-matrix test-cluster test-gpu chaos soak fuzz bench bench-trl bench-gpu bench-check trl megatron titan remote check format docs site serve-site clean install
 
 install: $(INSTALLED)
 
@@ -149,6 +152,10 @@ $(NEWEST_INSTALLED): pyproject.toml constraints.txt
 $(PAGE_INSTALLED): $(INSTALLED) requirements-page.txt
 	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(PAGE) -r requirements-page.txt
 	touch $(PAGE_INSTALLED)
+
+$(AGENTS_INSTALLED): $(INSTALLED) requirements-agents.txt
+	$(BIN)/python -m pip install -q --no-deps --upgrade --target $(AGENTS) -r requirements-agents.txt
+	touch $(AGENTS_INSTALLED)
 
 $(SGLANG_INSTALLED): pyproject.toml constraints.txt requirements-vllm.txt requirements-sglang.txt
 	test -x $(SGLANG)/bin/python || $(PYTHON) -m venv $(SGLANG)
@@ -278,6 +285,9 @@ test-titan: $(TITAN_INSTALLED) $(VLLM_ENGINES_INSTALLED)
 test-page: $(PAGE_INSTALLED)
 	OMP_NUM_THREADS=1 PYTHONPATH=$(PAGE) $(BIN)/python -m pytest -m page tests/page
 
+test-agents: $(AGENTS_INSTALLED)
+	OMP_NUM_THREADS=1 PYTHONPATH=$(AGENTS) $(BIN)/python -m pytest -m openai tests/openai_client
+
 test-families: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.families --jobs $(JOBS)
 
@@ -359,4 +369,4 @@ serve-site: site
 	$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/docs/site 8000
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(HUB) $(NEWEST) $(PAGE) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) $(SGLANG) $(MEGATRON) $(TITAN) $(TRITON) $(REMOTE) $(HUB) $(NEWEST) $(PAGE) $(AGENTS) $(VLLM_ENGINES) .venv-trl .venv-trl-ppo build *.egg-info .pytest_cache .ruff_cache
