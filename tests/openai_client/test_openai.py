@@ -42,13 +42,9 @@ def test_the_game_equals_that_through_the_class(policy: Policy) -> None:
     with policy.serve() as sessions:
         for question, episode in zip(questions, expected, strict=True):
             key = sessions.open(question.sampling_seed)
-            client, game, messages, reward, done = (
-                openai_client(sessions.endpoint.url, key),
-                HigherLower(),
-                [*PROMPT],
-                0.0,
-                False,
-            )
+            client = openai_client(sessions.endpoint.url, key)
+            game, reward, done = HigherLower(), 0.0, False
+            messages: list[Any] = [*PROMPT]
             game.reset(question.start.row["secret"])
             while not done:
                 messages.append(chat(client, messages).choices[0].message)
@@ -100,26 +96,27 @@ class Dropping:
     def __init__(self, sessions: Client):
         seen: set[str | None] = set()
         self.retries: list[str | None] = []
+        proxy = self
 
         class Handler(BaseHTTPRequestHandler):
-            def do_POST(handler) -> None:
-                data = handler.rfile.read(int(handler.headers["Content-Length"]))
-                key = handler.headers["Authorization"]
+            def do_POST(self) -> None:
+                data = self.rfile.read(int(self.headers["Content-Length"]))
+                key = self.headers["Authorization"]
                 upstream: http.client.HTTPConnection = sessions.connect()
-                upstream.request("POST", handler.path, data, dict(handler.headers.items()))
+                upstream.request("POST", self.path, data, dict(self.headers.items()))
                 if key not in seen:
                     seen.add(key)
                     upstream.close()
                     return
-                self.retries.append(handler.headers["x-stainless-retry-count"])
+                proxy.retries.append(self.headers["x-stainless-retry-count"])
                 reply = upstream.getresponse()
                 body = reply.read()
                 upstream.close()
-                handler.send_response(reply.status)
-                handler.send_header("Content-Length", str(len(body)))
-                handler.send_header("Content-Type", "application/json")
-                handler.end_headers()
-                handler.wfile.write(body)
+                self.send_response(reply.status)
+                self.send_header("Content-Length", str(len(body)))
+                self.send_header("Content-Type", "application/json")
+                self.end_headers()
+                self.wfile.write(body)
 
             def log_message(self, format: str, *args: Any) -> None: ...
 

@@ -21,6 +21,7 @@ HERE = (
     "docs/checkpoints.md",
     "docs/data.md",
     "docs/doctor.md",
+    "docs/endpoint.md",
     "docs/export.md",
     "docs/generate.md",
     "docs/install.md",
