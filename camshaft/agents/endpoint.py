@@ -9,6 +9,7 @@ A session is an API key. Requests of all sessions join one running batch. `sessi
 become rows, and `wire.py` the forms of requests and replies. Keys are never part of a URL or a log.
 """
 
+import functools
 import hashlib
 import logging
 import secrets
@@ -23,6 +24,7 @@ from camshaft.agents import wire
 from camshaft.agents.bridge import Bridge
 from camshaft.agents.episode import Episode
 from camshaft.agents.forms import ChatForm, Form, IdsForm, TextForm
+from camshaft.agents.parsers import AUTO, ToolParser
 from camshaft.agents.play import Limits, Question
 from camshaft.agents.sessions import Exchange, Idle, Policy, Session
 from camshaft.agents.wire import Choice, Refused
@@ -54,6 +56,7 @@ class Endpoint:
         sampling: SamplingParams,
         model: str,
         allow_sampling: bool = False,
+        tool_format: str = AUTO,
     ):
         """Start an endpoint.
 
@@ -64,9 +67,10 @@ class Endpoint:
             sampling: Sampling options of the run. `limits` replaces its `max_tokens`.
             model: Name of the model in replies. Requests may name another one.
             allow_sampling: Permit other sampling options in requests, which `Episode.sampling` records.
+            tool_format: Format of the calls of tools in answers.
         """
         self.policy = Policy(stream, bridge, limits, sampling)
-        self.model, self.allow_sampling = model, allow_sampling
+        self.model, self.allow_sampling, self.tool_format = model, allow_sampling, tool_format
         self._sessions: dict[bytes, Session] = {}
         """Open sessions, by the digest of their keys."""
         self._by_number: dict[str, Session] = {}
@@ -236,7 +240,12 @@ class Endpoint:
 
     def _chat(self, body: dict[str, Any]) -> Conversation:
         tools = wire.read_tools(body)
-        return wire.read_messages(body.get("messages")), ChatForm(self.policy.bridge, tools)
+        parser = self._parser if tools and body.get("tool_choice") != "none" else None
+        return wire.read_messages(body.get("messages")), ChatForm(self.policy.bridge, tools, parser)
+
+    @functools.cached_property
+    def _parser(self) -> ToolParser:
+        return ToolParser(self.policy.bridge.tokenizer, self.tool_format)
 
     def _text(self, body: dict[str, Any]) -> Conversation:
         prompt = body.get("prompt")

@@ -7,13 +7,25 @@
 A history is a list of messages, a text, or a list of token ids, so that a part of it is a slice.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 from camshaft.agents.bridge import Bridge
 from camshaft.agents.environment import Message
+from camshaft.agents.parsers import ToolParser
 from camshaft.data.chat import encode
+
+
+class Sampled(NamedTuple):
+    """An answer, and what is needed to read it."""
+
+    ids: list[int]
+    prefix: list[int]
+    """Tokens before the answer."""
+    stop: tuple[str, ...]
+    """Strings of which one may have ended the answer."""
+    number: int
+    """Number of answers before this one."""
 
 
 class Form(Protocol):
@@ -35,8 +47,8 @@ class Form(Protocol):
         """Return a history, or a part of one, as messages."""
         ...
 
-    def read(self, ids: list[int], stop: Sequence[str]) -> Message:
-        """Return the message of an answer, which one of the strings `stop` may have ended."""
+    def read(self, answer: Sampled) -> Message:
+        """Return the message of an answer."""
         ...
 
 
@@ -45,13 +57,15 @@ class ChatForm:
     """Messages, which the chat template formats, and the tools that the model may call."""
 
     bridge: Bridge
-    tools: list[dict[str, Any]]
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    parser: ToolParser | None = field(default=None, compare=False)
+    """Finds the calls of tools in answers. Without one, they remain texts."""
 
     def start(self, history: list[Message]) -> list[int]:
-        return self.bridge.start(history)
+        return self.bridge.start(history, self.tools)
 
     def after(self, history: list[Message], known: int, stopped: bool) -> list[int]:
-        return self.bridge.after(history[known:], stopped)
+        return self.bridge.after(history[known:], stopped, self.tools, history[known - 1].get("tool_calls", ()))
 
     def answered(self, history: list[Message], message: Message, ids: list[int]) -> list[Message]:
         return [*history, message]
@@ -59,8 +73,16 @@ class ChatForm:
     def messages(self, history: list[Message]) -> list[Message]:
         return history
 
-    def read(self, ids: list[int], stop: Sequence[str]) -> Message:
-        return _text_message(self.bridge, ids, stop)
+    def read(self, answer: Sampled) -> Message:
+        """Return the message of an answer. An answer with a call that cannot be read is a text."""
+        message = _text_message(self.bridge, answer)
+        if self.parser is None:
+            return message
+        parsed = self.parser.parse(answer.ids, answer.prefix, self.tools)
+        if parsed.errors or not parsed.calls:
+            return message
+        calls = [call.message(answer.number, index) for index, call in enumerate(parsed.calls)]
+        return {"role": "assistant", "content": parsed.content, "tool_calls": calls}
 
 
 @dataclass(frozen=True)
@@ -81,8 +103,8 @@ class TextForm:
     def messages(self, history: str) -> list[Message]:
         return [{"role": "user", "content": history}]
 
-    def read(self, ids: list[int], stop: Sequence[str]) -> Message:
-        return _text_message(self.bridge, ids, stop)
+    def read(self, answer: Sampled) -> Message:
+        return _text_message(self.bridge, answer)
 
 
 @dataclass(frozen=True)
@@ -103,12 +125,12 @@ class IdsForm:
     def messages(self, history: list[int]) -> list[Message]:
         return [{"role": "user", "content": self.bridge.decode(history)}]
 
-    def read(self, ids: list[int], stop: Sequence[str]) -> Message:
-        return _text_message(self.bridge, ids, stop)
+    def read(self, answer: Sampled) -> Message:
+        return _text_message(self.bridge, answer)
 
 
-def _text_message(bridge: Bridge, ids: list[int], stop: Sequence[str]) -> Message:
+def _text_message(bridge: Bridge, answer: Sampled) -> Message:
     """Return an answer without the string that has ended it, which remains in the row."""
-    text = bridge.decode(ids)
-    ends = [index for string in stop if (index := text.find(string)) >= 0]
+    text = bridge.decode(answer.ids)
+    ends = [index for string in answer.stop if (index := text.find(string)) >= 0]
     return {"role": "assistant", "content": text[: min(ends)] if ends else text}

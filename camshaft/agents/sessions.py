@@ -27,7 +27,7 @@ import torch
 from camshaft.agents.bridge import Bridge
 from camshaft.agents.environment import Message
 from camshaft.agents.episode import Episode
-from camshaft.agents.forms import Form
+from camshaft.agents.forms import Form, Sampled
 from camshaft.agents.play import Limits, Question
 from camshaft.agents.wire import Choice, Options, Refused
 from camshaft.errors import RolloutError
@@ -78,6 +78,7 @@ class Sample:
     """An answer that is generated."""
 
     row: Row
+    form: Form
     history: Any
     told: list[int]
     told_messages: list[Message]
@@ -127,7 +128,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Policy:
-    """What all sessions of an endpoint share."""
+    """Parts that all sessions of an endpoint share."""
 
     stream: Stream
     bridge: Bridge
@@ -157,9 +158,14 @@ class Session:
     def exchange(
         self, digest: bytes, is_retry: bool, is_connected: Callable[[], bool], begin: Callable[[], list[Sample]]
     ) -> Exchange:
-        """Return the exchange that a request repeats, or a new one with the samples that `begin` returns."""
+        """Return the exchange that a request repeats, or a new one with the samples that `begin` returns.
+
+        Raise ConnectionError if the client has gone, whose repetition may have arrived before.
+        """
         with self._lock:
             self._check_open()
+            if not is_connected():
+                raise ConnectionError("the client has gone")
             equal = self._exchanges.setdefault(digest, [])
             repeated = [exchange for exchange in equal if is_retry or exchange.is_lost]
             if repeated:
@@ -183,7 +189,7 @@ class Session:
     def _begin(self, history: Any, form: Form, options: Options) -> Sample:
         found = self._find(history, form)
         if found is None:
-            return self._sample(self._new_row(history, form), history, [], [], options)
+            return self._sample(self._new_row(history, form), form, history, [], [], options)
         row, state = found
         known = len(state.history)
         told = form.after(history, known, self.policy.bridge.ends_answer(row.episode.tokens[state.length - 1]))
@@ -199,7 +205,7 @@ class Session:
             self._refuse_longer(reason)
         if not continues:
             row = self._fork(row, state)
-        return self._sample(row, history, told, messages, options)
+        return self._sample(row, form, history, told, messages, options)
 
     def _refuse_longer(self, reason: str) -> None:
         limits = self.policy.limits
@@ -253,12 +259,14 @@ class Session:
         self.rows.append(row)
         return row
 
-    def _sample(self, row: Row, history: Any, told: list[int], messages: list[Message], options: Options) -> Sample:
+    def _sample(
+        self, row: Row, form: Form, history: Any, told: list[int], messages: list[Message], options: Options
+    ) -> Sample:
         limits, episode = self.policy.limits, row.episode
         row.is_busy = True
         left = limits.max_response - len(episode.tokens) - len(told)
         limit = min(n for n in (left, limits.max_turn_length, options.max_tokens) if n is not None)
-        return Sample(row, history, told, messages, limit, options, [*episode.prompt, *episode.tokens, *told])
+        return Sample(row, form, history, told, messages, limit, options, [*episode.prompt, *episode.tokens, *told])
 
     def _put(self, sample: Sample, exchange: Exchange) -> None:
         self._samples[sample.row.row_id] = sample, exchange
@@ -274,7 +282,7 @@ class Session:
         """Append an answer to its row."""
         with self._lock:
             sample, exchange = self._samples.pop(str(answer.row_id))
-            row, episode, form = sample.row, sample.row.episode, sample.row.form
+            row, episode, form = sample.row, sample.row.episode, sample.form
             row.is_busy = False
             if not answer.tokens:
                 sample.error = RolloutError("the rollout returned an empty answer; increase rollout.max_model_len")
@@ -283,16 +291,17 @@ class Session:
             episode.num_recomputed += len(episode.prompt) + len(episode.tokens) if row.states else 0
             if sample.told or sample.told_messages:
                 episode.add_told(sample.told, sample.told_messages)
-            message = form.read(answer.tokens, sample.options.sampling.stop if answer.reason == "stop" else ())
+            num_before = row.states[-1].num_answers if row.states else 0
+            stop = sample.options.sampling.stop if answer.reason == "stop" else ()
+            message = form.read(Sampled(answer.tokens, sample.prompt_ids, stop, num_before))
             episode.add_answer(answer.tokens, answer.log_probs, message["content"])
             episode.messages[-1] = message
             if sample.options.changed or episode.sampling:
                 episode.sampling += [{}] * (episode.turns - 1 - len(episode.sampling)) + [sample.options.changed]
             if answer.reason == "length" and len(episode.tokens) >= self.policy.limits.max_response:
                 episode.stop_reason = "length"
-            num_answers = row.states[-1].num_answers + 1 if row.states else 1
             history = form.answered(sample.history, message, answer.tokens)
-            row.states.append(State(history, len(episode.tokens), len(episode.messages), num_answers))
+            row.states.append(State(history, len(episode.tokens), len(episode.messages), num_before + 1))
             sample.choice = self._choice(sample, message, answer)
             exchange.check_ended()
 

@@ -20,6 +20,7 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from camshaft.agents.environment import Message
+from camshaft.data.chat import join_parts
 from camshaft.errors import RolloutError
 from camshaft.http import Reply, json_reply
 from camshaft.rollout import SamplingParams
@@ -209,14 +210,12 @@ def read_message(message: Any, number: int = 0) -> Message:
 
 
 def _text(content: Any, number: int) -> str | None:
-    if content is None or isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    for part in parts:
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
-            raise Refused(f"message {number} has a part of type {kind!r}; the model reads text only")
-    return "\n".join(part["text"] for part in parts)
+    text = join_parts(content)
+    if text is None or isinstance(text, str):
+        return text
+    parts = text if isinstance(text, list) else [text]
+    kinds = [part.get("type") if isinstance(part, Mapping) else part for part in parts]
+    raise Refused(f"message {number} has parts of the types {kinds}; the model reads text only")
 
 
 def _read_call(call: Any, number: int) -> dict[str, Any]:
@@ -250,7 +249,7 @@ def chat_reply(choices: Sequence[Choice], body: Mapping[str, Any], identifier: s
         "choices": [
             {
                 "index": index,
-                "message": choice.message,
+                "message": _wire_message(choice.message),
                 "finish_reason": choice.finish_reason,
                 "logprobs": {"content": _log_probs(choice, body)} if body.get("logprobs") else None,
                 **({"token_ids": choice.ids} if body.get("return_token_ids") else {}),
@@ -294,6 +293,17 @@ def generate_reply(choices: Sequence[Choice], body: Mapping[str, Any], identifie
         "model": model,
         "usage": _usage(choices),
     }
+
+
+def _wire_message(message: Message) -> Message:
+    """Return an answer in OpenAI's form, in which arguments are JSON texts."""
+    if "tool_calls" not in message:
+        return message
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "content": message["content"] or None, "tool_calls": calls}
 
 
 def _reply(

@@ -1,17 +1,25 @@
 """The endpoint for programs: requests of several clients as rows of exactly the sampled tokens."""
 
+import contextlib
 import json
+import queue
 import threading
 import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from support.chat_templates import CHAT_FAMILIES, talking_tokenizer
 from support.endpoints import LIMITS, PROMPT, SAMPLING, Client, HigherLower, Policy, user
 
+from camshaft.agents.bridge import Bridge
+from camshaft.agents.endpoint import Endpoint
 from camshaft.agents.environment import Host, Start
 from camshaft.agents.play import Limits, Question, play
 from camshaft.errors import RolloutError
+from camshaft.rollout import Answer, SamplingParams, Stream
+from camshaft.rollout.stream import RowId
 
 
 @pytest.fixture(scope="module")
@@ -247,7 +255,7 @@ def test_an_answer_that_fills_the_row_ends_it(policy: Policy) -> None:
         ({"messages": [user("x"), {"role": "user"}]}, "message 1 has no content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-            "message 0 has a part of type 'image_url'; the model reads text only",
+            "message 0 has parts of the types ['image_url']; the model reads text only",
         ),
     ],
 )
@@ -414,3 +422,109 @@ def test_time_without_requests_is_measured(policy: Policy) -> None:
         after = client.endpoint.idle(client.key)
         assert after.requests == 1
         assert after.last < after.total - 0.1
+
+
+# -- tools ----------------------------------------------------------------------------------------
+
+TOOLS_TEMPLATE = (
+    "{% if tools %}{{ '<|im_start|>system\n' + tools | tojson + '<|im_end|>\n' }}{% endif %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ '<tool_call>' + {'name': c.function.name, 'arguments': c.function.arguments} | tojson + '</tool_call>' }}"
+    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+ADD = {
+    "type": "function",
+    "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}},
+}
+
+
+class Scripted(Stream):
+    """A stream whose answers are given texts, with the token that ends them."""
+
+    def __init__(self, tokenizer: Any, texts: list[str]):
+        self.tokenizer, self.texts = tokenizer, texts
+        self.answers: queue.Queue[Answer] = queue.Queue()
+        self.contexts: list[list[int]] = []
+
+    def put(
+        self, row_id: RowId, tokens: Sequence[int], sampling: SamplingParams, seed: int, generated: Sequence[int] = ()
+    ) -> None:
+        self.contexts.append(list(tokens))
+        ids = [*self.tokenizer.encode(self.texts.pop(0), add_special_tokens=False), self.tokenizer.eos_token_id]
+        self.answers.put(Answer(row_id, ids, [-1.0] * len(ids), [0] * len(ids), "stop"))
+
+    def take(self, timeout: float) -> list[Answer]:
+        try:
+            return [self.answers.get(timeout=timeout)]
+        except queue.Empty:
+            return []
+
+    def interrupt(self) -> list[Answer]:
+        return []
+
+    def close(self, row_id: RowId) -> None: ...
+    def stop(self) -> None: ...
+
+
+@contextlib.contextmanager
+def scripted(*texts: str) -> Iterator[tuple[Client, Scripted]]:
+    tokenizer = talking_tokenizer(CHAT_FAMILIES["chatml"])
+    tokenizer.chat_template = TOOLS_TEMPLATE
+    stream = Scripted(tokenizer, list(texts))
+    with Endpoint(stream, Bridge(tokenizer), Limits(1000, 1000), SAMPLING, "policy") as endpoint:
+        yield Client(endpoint), stream
+
+
+CALL_TEXT = 'I add.<tool_call>{"name": "add", "arguments": {"a": 3}}</tool_call>'
+
+
+def test_calls_of_tools_are_read_and_continued() -> None:
+    with scripted(CALL_TEXT, "The sum is 7.") as (client, stream):
+        reply = client.chat(PROMPT, tools=[ADD])
+        message = answer(reply)
+        assert reply["choices"][0]["finish_reason"] == "tool_calls"
+        (call,) = message["tool_calls"]
+        assert (message["content"], call["type"]) == ("I add.", "function")
+        assert call["function"] == {"name": "add", "arguments": '{"a": 3}'}
+        result = {"role": "tool", "tool_call_id": call["id"], "content": "7"}
+        assert answer(client.chat([*PROMPT, message, result], tools=[ADD]))["content"] == "The sum is 7."
+        (row,) = client.close()
+    assert row.turns == 2
+    prompt = stream.tokenizer.apply_chat_template(PROMPT, tools=[ADD], add_generation_prompt=True, tokenize=False)
+    told = "\n<|im_start|>tool\n7<|im_end|>\n<|im_start|>assistant\n"
+    assert stream.tokenizer.decode(row.prompt) == prompt
+    assert stream.tokenizer.decode(stream.contexts[1]) == f"{prompt}{CALL_TEXT}<|im_end|>{told}"
+    assert [m["role"] for m in row.messages] == ["user", "assistant", "tool", "assistant"]
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("<tool_call>{broken</tool_call>", {"tools": [ADD]}),
+        (CALL_TEXT, {"tools": [ADD], "tool_choice": "none"}),
+        (CALL_TEXT, {}),
+    ],
+    ids=["malformed", "none", "without tools"],
+)
+def test_other_answers_are_texts(text: str, options: dict[str, Any]) -> None:
+    with scripted(text) as (client, _):
+        reply = client.chat(PROMPT, **options)
+        assert answer(reply) == {"role": "assistant", "content": text}
+        assert reply["choices"][0]["finish_reason"] == "stop"
+
+
+def test_other_tools_are_another_conversation() -> None:
+    with scripted("a", "b") as (client, _):
+        first = answer(client.chat(PROMPT, tools=[ADD]))
+        client.chat([*PROMPT, first, user("x")])
+        assert [row.turns for row in client.close()] == [1, 1]
+
+
+def test_calls_are_sent_as_events() -> None:
+    with scripted(CALL_TEXT) as (client, _):
+        _, content = client.ask({"messages": PROMPT, "tools": [ADD], "stream": True})
+    first, second, _ = [event.removeprefix("data: ") for event in content.decode().split("\n\n") if event]
+    (call,) = json.loads(first)["choices"][0]["delta"]["tool_calls"]
+    assert (call["index"], call["function"]["name"]) == (0, "add")
+    assert json.loads(second)["choices"][0]["finish_reason"] == "tool_calls"
