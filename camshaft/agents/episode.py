@@ -42,6 +42,8 @@ class Episode:
     """Failure of the environment, with `stop_reason` error."""
     seconds: float = 0.0
     """Time of the environment's calls."""
+    num_computed: int = 0
+    """Number of tokens that the model has computed for the answers so far."""
     num_recomputed: int = 0
     """Number of tokens of the history that were computed again for later answers."""
     sampling: list[dict[str, float]] = field(default_factory=list)

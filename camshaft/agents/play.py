@@ -6,12 +6,13 @@
 Answers are generated in waves, one call of the rollout for all episodes that still run. The tokens of an episode depend
 only on its seed and its history, so neither waves nor other episodes have an effect on them. Where the numbers of a
 rollout are a function of seed and position (`RolloutCapabilities.continues_rows`), all answers use the seed of the row.
-Other rollouts get a seed of its own for each answer. Penalties and stop strings apply to the current answer.
+Other rollouts get a seed of its own for each answer. Penalties and stop strings apply to the current answer. A rollout
+that keeps rows (`RolloutCapabilities.keeps_rows`) computes each token of an episode once.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -97,6 +98,7 @@ class _Game:
             turns = self.environments.step(answers)
             for number, was_cut in zip(running, answered, strict=True):
                 self._continue(self.episodes[number], turns[number], was_cut)
+            self.rollout.close_rows(number for number in running if self.episodes[number].stop_reason is not None)
             running = [number for number in running if self.episodes[number].stop_reason is None]
         self.environments.end(range(len(questions)))
         return self.episodes
@@ -122,15 +124,21 @@ class _Game:
         limits = [self._answer_limit(episode) for episode in episodes]
         # The limit of a call is that of the episode with the most space. Answers of the others are cut, which gives the
         # tokens of a call with their own limits.
-        out = self.rollout.generate_sequences(contexts, replace(self.sampling, max_tokens=max(limits)), seeds)
+        sampling = replace(self.sampling, max_tokens=max(limits))
+        kept: dict[str, Any] = {"row_ids": running} if self.rollout.capabilities.keeps_rows else {}
+        out = self.rollout.generate_sequences(contexts, sampling, seeds, **kept)
         were_cut: list[bool] = []
-        rows = zip(episodes, limits, out.responses.rows(), out.log_probs.rows(), out.finished.tolist(), strict=True)
-        for episode, limit, ids, log_probs, finished in rows:
-            episode.num_recomputed += len(episode.prompt) + len(episode.tokens) if episode.turns else 0
+        cached = [0] * len(episodes) if out.num_cached is None else out.num_cached.tolist()
+        columns = out.responses.rows(), out.log_probs.rows(), out.finished.tolist()
+        for episode, limit, num_cached, ids, log_probs, finished in zip(
+            episodes, limits, cached, *columns, strict=True
+        ):
+            episode.num_recomputed += episode.num_computed - num_cached
             answer = ids[:limit].tolist()
             if not answer:
                 raise RolloutError("the rollout returned an empty answer; increase rollout.max_model_len")
             episode.add_answer(answer, log_probs[:limit].tolist(), self.bridge.decode(answer))
+            episode.num_computed = len(episode.prompt) + len(episode.tokens) - 1  # all but the last sampled token
             were_cut.append(not finished or len(ids) > limit)
         return were_cut
 

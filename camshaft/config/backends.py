@@ -108,6 +108,7 @@ TORCH = RolloutCapabilities(
     accelerator_keys=frozenset({"enforce_eager", "gpu_memory_utilization"}),
     sampling=_ALL_SAMPLING,
     continues_rows=True,
+    keeps_rows=True,
     generates_packed=True,
     supports_routed_experts=True,
 )

@@ -129,6 +129,9 @@ class RolloutCapabilities:
     """True if a row that is interrupted and continued (`generated`) has the tokens of an uninterrupted one, because its
     random numbers depend only on seed and position. Of a rollout that wraps another, both must declare it. Others draw
     the new tokens with another seed, and reject presence and frequency penalties and stop strings in continued rows."""
+    keeps_rows: bool = False
+    """True if `generate_sequences` accepts `row_ids`, and computes of a row only the tokens that an earlier call with
+    the same id has not computed. `close_rows` and new weights end this."""
     generates_packed: bool = False
     """True if the rollout computes prompts as packed rows, with models of transformers that support this."""
     supports_adapter: bool = False

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
@@ -116,6 +116,8 @@ class Generation:
     """Experts (layers, top-k) that a mixture of experts chose for each token of prompt and response, as integers of one
     or two bytes, with `enable_return_routed_experts`. The largest integer marks a token that was not computed, such as
     the last one of a row. The tokens of a prompt that was given with earlier tokens are left out."""
+    num_cached: Tensor | None = None
+    """With `row_ids`, int64 of shape (B,): tokens of each context that an earlier call had computed and kept."""
 
     @staticmethod
     def empty(prompts: Ragged) -> Generation:
@@ -126,7 +128,7 @@ class Generation:
     def to(self, device: torch.device | str) -> Generation:
         experts = None if self.routed_experts is None else self.routed_experts.to(device)
         responses, log_probs = self.responses.to(device), self.log_probs.to(device)
-        return Generation(responses, log_probs, self.finished.to(device), self.metrics, experts)
+        return Generation(responses, log_probs, self.finished.to(device), self.metrics, experts, self.num_cached)
 
 
 @dataclass(frozen=True)
@@ -163,15 +165,18 @@ class OpenRows:
         if bool(self.is_open.all()):
             return replace(generation, routed_experts=experts)
 
+        def of_all_rows(numbers: Tensor) -> Tensor:
+            return torch.zeros(len(self.is_open), dtype=torch.int64).masked_scatter(self.is_open, numbers)
+
         def expanded(column: Ragged) -> Ragged:
-            no_tokens = torch.zeros(len(self.is_open), dtype=torch.int64)
-            return Ragged(column.values, no_tokens.masked_scatter(self.is_open, column.lengths))
+            return Ragged(column.values, of_all_rows(column.lengths))
 
         finished = self.finished.to(generation.finished.device)
         finished = finished.masked_scatter(self.is_open.to(finished.device), generation.finished)
         responses, log_probs = expanded(generation.responses), expanded(generation.log_probs)
         experts = None if experts is None else expanded(experts)
-        return Generation(responses, log_probs, finished, generation.metrics, experts)
+        num_cached = None if generation.num_cached is None else of_all_rows(generation.num_cached)
+        return Generation(responses, log_probs, finished, generation.metrics, experts, num_cached)
 
 
 Loader = Callable[..., None]
@@ -232,7 +237,12 @@ class BaseRollout(ABC):
 
     @abstractmethod
     def generate_sequences(
-        self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None, generated: Ragged | None = None
+        self,
+        prompts: Ragged,
+        sampling: SamplingParams,
+        seeds: Tensor | None = None,
+        generated: Ragged | None = None,
+        row_ids: Sequence[Hashable] | None = None,
     ) -> Generation:
         """Generate one response for each row of `prompts`. The rollout may compute equal prompts only once.
 
@@ -245,7 +255,15 @@ class BaseRollout(ABC):
         `capabilities.continues_rows` is set, a continued row has the tokens of an uninterrupted one, except where
         rounding decides between two tokens. This argument is passed only to continue rows, so a rollout that cannot
         continue them may omit it. `open_rows` implements all of this but the generation itself.
+
+        `row_ids` names conversations, one different id per row. The rollout keeps what it has computed of them. Of a
+        row whose context begins with the tokens of an earlier call with its id, it then computes only the others, and
+        the results are those without `row_ids` up to rounding. This argument is passed only if
+        `capabilities.keeps_rows` is set. A rollout forgets rows when its weights change, and may forget others.
         """
+
+    def close_rows(self, row_ids: Iterable[Hashable]) -> None:  # noqa: B027
+        """Free what is kept of these rows, as far as anything is. A later call computes them again."""
 
     @abstractmethod
     def sleep(self) -> None:

@@ -5,7 +5,7 @@
 All derive from the built-in generator.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -19,6 +19,7 @@ from camshaft.ragged import Ragged
 from camshaft.rollout import base
 from camshaft.rollout.base import BaseRollout, Generation, OpenRows, SamplingParams
 from camshaft.rollout.builtin import scheduler
+from camshaft.rollout.builtin.kept_rows import KeptRows, Resumed
 from camshaft.rollout.builtin.rollout import TorchRollout
 from camshaft.rollout.sampling import Penalties, uniform_numbers
 
@@ -276,6 +277,35 @@ class ForgetsPenaltiesSilently(TorchRollout):
         return super().open_rows(prompts, replace(sampling, presence_penalty=0.0, frequency_penalty=0.0), *arguments)
 
 
+class KeepsRowsOfOldWeights(TorchRollout):
+    """Continue rows that were computed with earlier weights."""
+
+    def load_weights(self, weights: Weights, version: int = 0) -> None:
+        self.model.load(weights, copy=self.casts_weights)
+
+
+class ContinuesRowsOfNeighbours(TorchRollout):
+    """Keep rows by their place in the batch, and trust that their tokens fit."""
+
+    class Trusting(KeptRows):
+        def take(self, row_id: Hashable, context: Tensor) -> Resumed | None:
+            return super().take(row_id, torch.cat([self.tokens.get(row_id, context)[: len(context) - 1], context[-1:]]))
+
+    def __init__(self, config: RolloutEngineConfig):
+        super().__init__(config)
+        self.kept = self.Trusting()
+
+    def generate_sequences(self, *arguments: Any, row_ids: Sequence[Hashable] | None = None) -> Generation:
+        return super().generate_sequences(*arguments, row_ids=None if row_ids is None else range(len(row_ids)))
+
+
+class ForgetsClosing(TorchRollout):
+    """Keep rows that are closed."""
+
+    def close_rows(self, row_ids: Iterable[Hashable]) -> None:
+        pass
+
+
 class DropsStopStrings(TorchRollout):
     """Remove the token that completes a stop string."""
 
@@ -400,6 +430,10 @@ CAUGHT_BY: dict[type[BaseRollout], str] = {
         (ReturnsEarlierTokens, LimitsNewTokens, ContinuesEndedRows, ForgetsPenaltiesSilently),
         "continued rows get new tokens only",
     ),
+    **dict.fromkeys(
+        (ContinuesRowsOfNeighbours, ForgetsClosing), "kept rows have the tokens of computed ones"
+    ),
+    KeepsRowsOfOldWeights: "new weights end kept rows",
     IgnoresEndOfSequence: "end of sequence ends a row",
     ExceedsModelLength: "max model len ends a row",
     AnswersEmptyBatch: "no prompts",

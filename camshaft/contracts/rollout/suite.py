@@ -6,7 +6,7 @@
 
 The oracle runs `transformers` on one row at a time (`harness.py`). A rule is a function of a harness. Its docstring
 states the requirement, and reports show its name. `stopping.py` contains the rules about the end of a row,
-`continuing.py` those about continued rows, and `weights.py` those about weights.
+`continuing.py` those about continued rows, `keeping.py` those about kept rows, and `weights.py` those about weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from camshaft.contracts.rollout import continuing, weights
+from camshaft.contracts.rollout import continuing, keeping, weights
 from camshaft.contracts.rollout import stopping as ends
 from camshaft.contracts.rollout.harness import (
     EOS,
@@ -258,6 +258,7 @@ RULES: tuple[Rule[RolloutHarness], ...] = make_rules(
     ends.rows_end, ends.stop_strings_end_a_row, ends.end_of_sequence_ends_a_row, ends.max_model_len_ends_a_row,
     ends.no_prompts, ends.invalid_prompts_are_rejected,
     continuing.continued_rows_have_the_tokens_of_uninterrupted_ones, continuing.continued_rows_get_new_tokens_only,
+    keeping.kept_rows_have_the_tokens_of_computed_ones, keeping.new_weights_end_kept_rows,
     weights.new_weights_replace_old_ones, weights.tied_weights_load_under_either_name,
     weights.weight_errors_name_the_weight, weights.version_is_that_of_the_weights, weights.generation_needs_weights,
     weights.digests_match_the_weights,

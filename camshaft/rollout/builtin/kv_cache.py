@@ -1,38 +1,33 @@
-"""KV cache and recurrent states of unfinished rows, with one slot per row, and the layers that read the slots.
+"""KV cache and recurrent states of unfinished rows, with one slot per row.
 
     cache = KVCache(hf.config, max_model_len=1024)
     cache.reserve(num_slots=65, length=128)
-    hf(..., slots=PrefillStep(cache, lengths, sources, targets, device))   # packed prompts, written to slots
-    hf(..., slots=DecodeStep(cache, positions, length))                    # one token per row in slots 0..B-1
+    hf(..., slots=DecodeStep(cache, positions, length))     # the model calls of `steps.py` read and write the slots
     cache.copy(sources=[7], targets=[2], length=20)
+    row = cache.read(2, 20)                                 # a copy of a row, which needs no slot
+    cache.write(0, row)
 
-A model built with the "packed" attention calls `slots.attend` in each layer, and `slots.recur` in a layer with a
-recurrent state. The first call determines the shapes, so this module contains no code for particular model families.
+The first model call determines the shapes, so this module contains no code for particular model families.
 """
 
 import itertools
 import math
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from camshaft.errors import RolloutError
-from camshaft.models.attention import layer_window, packed_attention, packed_kwargs
-from camshaft.models.blockwise import Scores, cap_scores
-from camshaft.models.packing import Packing
-from camshaft.models.recurrent import RecurrentLayer, RowBatch, States, map_rows
+from camshaft.models.attention import layer_window
+from camshaft.models.recurrent import RecurrentLayer, States
 
 LENGTH_MULTIPLE = 64
 """Granularity of the number of positions per slot."""
-
-ATTENTION_MULTIPLE = 16
-"""Granularity of the number of positions that attention reads. Kernels prefer aligned masks."""
 
 PAGE = 2**21
 """Size of a huge page in bytes."""
@@ -42,6 +37,19 @@ LARGE_PAGES = getattr(mmap, "MADV_HUGEPAGE", None)
 
 Layer = tuple[Tensor, Tensor]
 """Keys and values of one layer, each of shape (slots, heads, positions, dim)."""
+
+
+@dataclass(frozen=True)
+class CachedRow:
+    """Copy of the keys, values and states of one row."""
+
+    layers: dict[int, Layer]
+    """Keys and values of each layer, (heads, positions, dim)."""
+    states: dict[tuple[int, str], Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(block.nbytes for block in itertools.chain(*self.layers.values(), self.states.values()))
 
 
 class KVCache:
@@ -150,6 +158,9 @@ class KVCache:
     def layer(self, module: nn.Module, key: Tensor, value: Tensor) -> Layer:
         """Return the keys and values of `module`'s layer. The first call allocates them to match `key` and `value`."""
         index: Any = module.layer_idx
+        return self._layer(index, key, value)
+
+    def _layer(self, index: int, key: Tensor, value: Tensor) -> Layer:
         if index not in self.layers:
             self.position_bytes[index] = sum(x.shape[1] * x.shape[3] * x.element_size() for x in (key, value))
             self.layers[index] = _zeros(self.num_slots, self.length, key), _zeros(self.num_slots, self.length, value)
@@ -157,11 +168,13 @@ class KVCache:
 
     def layer_states(self, layer: RecurrentLayer, like: States) -> States:
         """Return the states of a layer. The first call allocates them to match `like`, each (rows, ...)."""
-        for name, state in like.items():
-            if (key := (layer.layer_idx, name)) not in self.states:
-                self.state_bytes[key] = state[0].nbytes
-                self.states[key] = state.new_zeros(self.num_slots, *state.shape[1:])
-        return {name: self.states[layer.layer_idx, name] for name in like}
+        return {name: self._state((layer.layer_idx, name), state) for name, state in like.items()}
+
+    def _state(self, key: tuple[int, str], like: Tensor) -> Tensor:
+        if key not in self.states:
+            self.state_bytes[key] = like[0].nbytes
+            self.states[key] = like.new_zeros(self.num_slots, *like.shape[1:])
+        return self.states[key]
 
     def advance(self, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
         """Compute the next token (B, 1, H) of the rows in slots 0..B-1, and update their states."""
@@ -178,6 +191,20 @@ class KVCache:
         finally:
             for state, copy in saved:
                 state[:num_slots].copy_(copy)
+
+    def check_call(self, module: nn.Module, window: int | None, attended: set[int]) -> None:
+        """Reject a layer that ignores the sliding window of its config, or attends twice in one model call.
+
+        `attended` contains the layers that have attended in this call. The layer is added to it.
+        """
+        self.check_window(module, window)
+        index: Any = module.layer_idx
+        if index in attended:
+            raise RolloutError(
+                f"layer {index} of {self.name} attends twice in one model call, but the KV cache stores one pair "
+                "of keys and values per layer; set rollout.name=hf"
+            )
+        attended.add(index)
 
     def check_window(self, module: nn.Module, window: int | None) -> None:
         """Reject a layer that does not pass the sliding window of its config to its attention."""
@@ -211,6 +238,22 @@ class KVCache:
             return
         for block in blocks:
             block[targets, :, :length] = block[sources, :, :length]
+
+    def read(self, slot: int, length: int) -> CachedRow:
+        """Return a copy of the states and the first `length` positions of a slot."""
+        layers = {
+            index: (keys[slot, :, :length].clone(), values[slot, :, :length].clone())
+            for index, (keys, values) in self.layers.items()
+        }
+        return CachedRow(layers, {key: state[slot].clone() for key, state in self.states.items()})
+
+    def write(self, slot: int, row: CachedRow, length: int) -> None:
+        """Write the states and the first `length` positions of a copied row to a slot."""
+        for index, blocks in row.layers.items():
+            for block, copied in zip(self._layer(index, *(b[None] for b in blocks)), blocks, strict=True):
+                block[slot, :, :length] = copied[:, :length]
+        for key, state in row.states.items():
+            self._state(key, state[None])[slot] = state
 
     def clear(self) -> None:
         """Free the memory."""
@@ -252,168 +295,3 @@ def _zeros(num_slots: int, length: int, like: Tensor) -> Tensor:
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(LARGE_PAGES)
     return torch.frombuffer(memory, dtype=like.dtype, count=count).view(shape)
-
-
-class PrefillStep:
-    """A model call on packed prompts. It writes keys, values and states of prompt sources[i] to slot targets[i]."""
-
-    def __init__(
-        self, cache: KVCache, lengths: list[int], sources: Sequence[int], targets: Sequence[int], device: torch.device
-    ):
-        self.cache = cache
-        self.sources, self.targets = sources, targets
-        self.kwargs = packed_kwargs(Packing(lengths), device)
-        self.attended: set[int] = set()
-        """Indices of the layers that have attended."""
-        self.copies: list[tuple[slice, slice]] | None = None
-        if device.type == "cpu":  # on a GPU, indexed writes launch fewer kernels
-            stops = list(itertools.accumulate(lengths))
-            self.copies = []
-            for source, target in zip(sources, targets, strict=True):
-                span = slice(stops[source] - lengths[source], stops[source])
-                slots, previous_span = self.copies[-1] if self.copies else (slice(0, 0), None)
-                if span == previous_span and slots.stop == target:
-                    self.copies[-1] = slice(slots.start, target + 1), span
-                else:
-                    self.copies.append((slice(target, target + 1), span))
-            return
-        sizes = torch.tensor(lengths)
-        starts = (sizes.cumsum(0) - sizes)[sources]
-        counts = sizes[sources]
-        positions = torch.arange(int(counts.sum())) - torch.repeat_interleave(counts.cumsum(0) - counts, counts)
-        self.positions = positions.to(device)
-        self.tokens = (positions + torch.repeat_interleave(starts, counts)).to(device)
-        self.slots = torch.repeat_interleave(torch.tensor(targets), counts).to(device)
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sinks: Tensor | None
-    ) -> Tensor:
-        """Compute attention within each prompt; see `camshaft.models.attention.Slots`."""
-        self.cache.check_window(module, scores.window)
-        index: Any = module.layer_idx
-        if index in self.attended:
-            raise RolloutError(
-                f"layer {index} of {self.cache.name} attends twice in one model call, but the KV cache stores one pair "
-                "of keys and values per layer; set rollout.name=hf"
-            )
-        self.attended.add(index)
-        keys, values = self.cache.layer(module, key, value)
-        if self.copies is not None:
-            for slots, span in self.copies:
-                keys[slots, :, : span.stop - span.start] = key[0, :, span]
-                values[slots, :, : span.stop - span.start] = value[0, :, span]
-        else:
-            keys[self.slots, :, self.positions] = key[0].transpose(0, 1)[self.tokens]
-            values[self.slots, :, self.positions] = value[0].transpose(0, 1)[self.tokens]
-        output, _ = packed_attention(
-            module,
-            query,
-            key,
-            value,
-            scaling=scores.scale,
-            sliding_window=scores.window,
-            softcap=scores.softcap,
-            s_aux=sinks,
-            **self.kwargs,
-        )
-        return output
-
-    def recur(self, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
-        """Compute a layer from an empty state for each prompt; see `camshaft.models.attention.Slots`."""
-        copies = list(zip(self.sources, self.targets, strict=True))
-
-        def advance(hidden: Tensor, batch: RowBatch) -> Tensor:
-            output, states = layer.advance(hidden, batch.mask, None)
-            place_of = {row: place for place, row in enumerate(batch.rows)}
-            pairs = [(place_of[source], target) for source, target in copies if source in place_of]
-            places, slots = torch.tensor(pairs, dtype=torch.int64).view(-1, 2).T.to(hidden.device)
-            for name, state in self.cache.layer_states(layer, states).items():
-                state[slots] = states[name][places]
-            return output
-
-        return map_rows(hidden_states, self.kwargs["packing"], advance)
-
-
-class DecodeStep:
-    """A model call on one token per row. The token of the row in slot i has position positions[i]."""
-
-    def __init__(self, cache: KVCache, positions: Tensor, length: int):
-        self.cache = cache
-        self.positions = positions
-        self.rows = torch.arange(len(positions), device=positions.device)
-        self.length = min(-(-length // ATTENTION_MULTIPLE) * ATTENTION_MULTIPLE, cache.length)
-        self.stride = cache.length
-        self.masks: dict[int | None, Tensor] = {}
-        self.indices: dict[int, Tensor] = {}
-
-    def advance(self, length: int) -> bool:
-        """Advance to the next token of the same rows. The caller has incremented `positions` in place.
-
-        Return False if the caller must create a new step: if the mask is too short, a sliding window moves, or the
-        cache has grown.
-        """
-        if length > self.length or self.stride != self.cache.length or self.masks.keys() - {None}:
-            return False
-        for indices in self.indices.values():
-            indices += 1
-        for mask in self.masks.values():
-            mask.view(len(mask), -1).scatter_(1, self.positions[:, None], 0.0)
-        return True
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scores: Scores, sinks: Tensor | None
-    ) -> Tensor:
-        """Compute attention of each new token over its row's slot; see `camshaft.models.attention.Slots`."""
-        keys, values = self.cache.layer(module, key, value)
-        indices = self._indices(key.shape[1])
-        keys.view(-1, keys.shape[3]).index_copy_(0, indices, key.reshape(-1, keys.shape[3]))
-        values.view(-1, values.shape[3]).index_copy_(0, indices, value.reshape(-1, values.shape[3]))
-        num_rows, num_heads, _, dim = query.shape
-        # Query heads that share a key head form one longer query, so keys are not repeated.
-        grouped_query = query.reshape(num_rows, key.shape[1], -1, dim)
-        keys = keys.as_strided((num_rows, keys.shape[1], self.length, keys.shape[3]), keys.stride())
-        values = values.as_strided((num_rows, values.shape[1], self.length, values.shape[3]), values.stride())
-        mask = self._mask(scores.window, query.dtype)
-        if scores.softcap is None and sinks is None:
-            output = F.scaled_dot_product_attention(grouped_query, keys, values, attn_mask=mask, scale=scores.scale)
-        else:
-            output = masked_attention(grouped_query, keys, values, mask, scores, sinks)
-        return output.reshape(num_rows, 1, num_heads, -1)
-
-    def recur(self, layer: RecurrentLayer, hidden_states: Tensor) -> Tensor:
-        return self.cache.advance(layer, hidden_states)
-
-    def _indices(self, num_heads: int) -> Tensor:
-        """Return the flat indices (B * heads,) of the new keys in a layer's tensor. All layers share them."""
-        if num_heads not in self.indices:
-            heads = self.rows[:, None] * num_heads + torch.arange(num_heads, device=self.rows.device)
-            self.indices[num_heads] = (heads * self.cache.length + self.positions[:, None]).flatten()
-        return self.indices[num_heads]
-
-    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """Return the mask (B, 1, 1, positions), 0 for visible and -inf for hidden positions. All layers share it."""
-        if window not in self.masks:
-            distance = self.positions[:, None] - torch.arange(self.length, device=self.positions.device)
-            is_hidden = distance < 0
-            if window is not None:
-                is_hidden |= distance >= window
-            mask = torch.zeros(is_hidden.shape, dtype=dtype, device=is_hidden.device)
-            mask.masked_fill_(is_hidden, -torch.inf)
-            self.masks[window] = mask[:, None, None]
-        return self.masks[window]
-
-
-def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scores: Scores, sinks: Tensor | None
-) -> Tensor:
-    """Compute attention with soft-caps and sinks: (B, Hkv, G, D) and (B, Hkv, L, D) -> (B, Hkv, G, Dv).
-
-    G query heads share a key head. `mask` is added to the scores, and the softmax is computed in float32 or wider.
-    """
-    z = (query * scores.scale @ key.transpose(2, 3)).to(torch.promote_types(query.dtype, torch.float32))
-    z = cap_scores(z, scores.softcap).add_(mask)
-    if sinks is None:
-        return z.softmax(dim=-1).to(value.dtype) @ value
-    column = sinks.to(z.dtype).view(1, key.shape[1], -1, 1).expand(len(z), -1, -1, 1)
-    weights = torch.cat([z, column], dim=-1).softmax(dim=-1)[..., :-1]
-    return weights.to(value.dtype) @ value

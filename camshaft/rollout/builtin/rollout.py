@@ -10,6 +10,7 @@ KV cache of `kv_cache.py`. Weights that have the right dtype and device are shar
 `enforce_eager=false`, `cuda/graphs.py` computes them.
 """
 
+from collections.abc import Hashable, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -26,13 +27,15 @@ from camshaft.models.loader import import_external, load_config, model_folder
 from camshaft.models.recurrent import pack_recurrent_layers
 from camshaft.models.routing import Routers, find_routers, supported_models
 from camshaft.ragged import Ragged
-from camshaft.rollout.base import Generation, SamplingParams, check_finite
+from camshaft.rollout.base import Generation, OpenRows, SamplingParams, check_finite
 from camshaft.rollout.builtin.cpu.linears import use_packable_linears
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
 from camshaft.rollout.builtin.cuda.graphs import build_graph_decoder
-from camshaft.rollout.builtin.kv_cache import KVCache, PrefillStep
+from camshaft.rollout.builtin.kept_rows import KeptRows
+from camshaft.rollout.builtin.kv_cache import KVCache
 from camshaft.rollout.builtin.routed_experts import RoutingRecorder
 from camshaft.rollout.builtin.scheduler import GenerationRequest, Scheduler
+from camshaft.rollout.builtin.steps import PrefillStep
 from camshaft.rollout.shared_model import SharedModel, SharedModelRollout
 from camshaft.rollout.stop_strings import StopStrings, has_stop
 
@@ -59,6 +62,7 @@ class TorchRollout(SharedModelRollout):
             use_packable_linears(self.model.hf)
         self.decoder = Decoder(self.model.hf)
         self.cache = KVCache(self.model.hf.config, config.max_model_len)
+        self.kept = KeptRows()
         self.graphs = build_graph_decoder(self.decoder, self.cache, config, self.model)
         self.routers = self._find_routers() if config.enable_return_routed_experts else None
 
@@ -68,8 +72,20 @@ class TorchRollout(SharedModelRollout):
         # they have captured. Otherwise, weights are shared.
         return self.graphs is not None and (self.graphs.fused is not None or not self.config.free_cache_engine)
 
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int = 0) -> None:
+        self.kept.clear()
+        super().load_weights(weights, version)
+
+    def close_rows(self, row_ids: Iterable[Hashable]) -> None:
+        self.kept.close(row_ids)
+
     def generate_sequences(
-        self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None, generated: Ragged | None = None
+        self,
+        prompts: Ragged,
+        sampling: SamplingParams,
+        seeds: Tensor | None = None,
+        generated: Ragged | None = None,
+        row_ids: Sequence[Hashable] | None = None,
     ) -> Generation:
         self.model.require_model()
         stop_ids = (() if sampling.ignore_eos else self.model.stop_ids) + sampling.stop_token_ids
@@ -78,16 +94,31 @@ class TorchRollout(SharedModelRollout):
         rows = self.open_rows(prompts, sampling, seeds, generated, self.model.num_embeddings, ends)
         if not len(rows.prompts):
             return rows.complete(Generation.empty(prompts))
-        num_slots = self._allocate_slots(rows.contexts.lengths + rows.limits)
-        request = GenerationRequest(rows, sampling, stop_ids, num_slots, strings)
+        ids = None if row_ids is None else self._open_ids(row_ids, rows)
+        num_slots = self._allocate_slots(rows.contexts.lengths + rows.limits, keeps=ids is not None)
+        request = GenerationRequest(rows, sampling, stop_ids, num_slots, strings, ids)
         recorder = None if self.routers is None else RoutingRecorder(self.routers, len(rows.prompts))
-        generation = Scheduler(self.graphs or self.decoder, self.cache, request, self.config, recorder).generate()
+        decoder, kept = self.graphs or self.decoder, None if recorder is not None else self.kept
+        generation = Scheduler(decoder, self.cache, request, self.config, recorder, kept).generate()
         try:
             check_finite(generation.log_probs)
         except RolloutError:
             self.cache.clear()  # masked positions must not contain NaN
+            self.kept.clear()
             raise
-        return rows.complete(generation.to(prompts.values.device))
+        generation = generation.to(prompts.values.device)
+        if ids is not None:
+            for row_id, *parts in zip(ids, rows.contexts.rows(), generation.responses.rows(), strict=True):
+                self.kept.set_tokens(row_id, torch.cat(parts)[:-1])  # the last token has not been computed
+        return rows.complete(generation)
+
+    def _open_ids(self, row_ids: Sequence[Hashable], rows: OpenRows) -> list[Hashable]:
+        """Return the ids of the rows that have not ended."""
+        if len(row_ids) != len(rows.is_open) or len(set(row_ids)) != len(row_ids):
+            raise RolloutError(
+                f"row_ids has {len(set(row_ids))} different ids for {len(rows.is_open)} prompts; pass one id per prompt"
+            )
+        return [row_id for row_id, is_open in zip(row_ids, rows.is_open.tolist(), strict=True) if is_open]
 
     def cache_budget(self) -> int | None:
         """Return the bytes that the KV cache and sampling may use, or None if they are not limited."""
@@ -95,14 +126,14 @@ class TorchRollout(SharedModelRollout):
         if memory is None:
             return None
         free, total = memory
-        return cache_budget(
-            free + self.cache.num_bytes, total, self.config.gpu_memory_utilization, self.model.num_bytes
-        )
+        free += self.cache.num_bytes + self.kept.num_bytes
+        return cache_budget(free, total, self.config.gpu_memory_utilization, self.model.num_bytes)
 
-    def _allocate_slots(self, lengths: Tensor) -> int:
+    def _allocate_slots(self, lengths: Tensor, keeps: bool) -> int:
         """Return the number of rows that are decoded at once, given their maximum lengths. Other rows wait."""
         num_rows = min(self.config.max_num_seqs, len(lengths))
         budget = self.cache_budget()
+        budget = self.kept.limit(budget) if keeps else budget
         if budget is None:
             return num_rows
         if not self.cache.position_bytes:
@@ -134,6 +165,7 @@ class TorchRollout(SharedModelRollout):
         return routers
 
     def sleep(self) -> None:
+        self.kept.clear()
         self.model.sleep(keep_copies=not self.config.free_cache_engine)
         if self.config.free_cache_engine:
             self.cache.clear()

@@ -5,11 +5,13 @@
 The B live rows always occupy slots 0..B-1. When rows end, the last rows move into their slots, so a decode step
 computes only live rows. Waiting rows start when an eighth of the slots is free. Each distinct prompt is computed once
 for all of its rows. If some of these rows do not get a slot yet, a spare slot keeps the prompt's keys and values for
-them. In this module, the prompt of a continued row includes its earlier tokens. `rollout.py` uses this module.
+them. In this module, the prompt of a continued row includes its earlier tokens. Rows with an id are kept when they end,
+and only the new tokens of a kept row are computed (`kept_rows.py`). `rollout.py` uses this module.
 """
 
 import time
 from collections import deque
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +25,11 @@ from camshaft.rollout.base import Generation, OpenRows, SamplingParams
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder
 from camshaft.rollout.builtin.cuda.graphs import CUDAGraphDecoder
 from camshaft.rollout.builtin.decode_trace import Forward
-from camshaft.rollout.builtin.kv_cache import DecodeStep, KVCache, PrefillStep
+from camshaft.rollout.builtin.extend import ExtendStep
+from camshaft.rollout.builtin.kept_rows import KeptRows, Resumed
+from camshaft.rollout.builtin.kv_cache import KVCache
 from camshaft.rollout.builtin.routed_experts import RoutingRecorder
+from camshaft.rollout.builtin.steps import DecodeStep, PrefillStep
 from camshaft.rollout.sampling import draw, restrict, sample_greedy, uniform_numbers
 from camshaft.rollout.stop_strings import StopStrings
 
@@ -48,6 +53,8 @@ class GenerationRequest:
     num_slots: int
     """Maximum number of live rows."""
     stop_strings: StopStrings | None = None
+    row_ids: Sequence[Hashable] | None = None
+    """Ids of the rows, which are then kept."""
 
 
 @dataclass
@@ -70,15 +77,27 @@ class Scheduler:
         request: GenerationRequest,
         config: RolloutEngineConfig,
         recorder: RoutingRecorder | None = None,
+        kept: KeptRows | None = None,
     ):
+        """`kept` contains the rows of earlier calls, if the request has ids."""
         self.recorder = recorder
+        self.kept, self.row_ids = kept, request.row_ids
         self.hf, self.decoder, self.cache, self.sampling = decoder.hf, decoder, cache, request.sampling
         prompts, limits = request.rows.contexts, request.rows.limits
         self.forward: Forward = decoder.eager
         self.device = torch.device(config.device)
         self.max_tokens = config.max_num_batched_tokens
         self.num_slots = request.num_slots
-        self.groups = deque(_group_equal_prompts(prompts))
+        contexts = prompts.to("cpu").rows()
+        self.num_cached = torch.zeros(len(prompts), dtype=torch.int64)
+        self.resumed: deque[tuple[int, list[int], Resumed]] = deque()
+        """Rows to be resumed, each with its new tokens."""
+        for row, row_id in enumerate(request.row_ids or ()):
+            resumed = None if kept is None else kept.take(row_id, contexts[row])
+            if resumed is not None:
+                self.num_cached[row] = resumed.length
+                self.resumed.append((row, contexts[row][resumed.length :].tolist(), resumed))
+        self.groups = deque(_group_equal_prompts(contexts, {row for row, *_ in self.resumed}))
         self.num_waiting = len(prompts)
         self.lengths = prompts.lengths.to(self.device)
         self.ends = self.lengths + limits.to(self.device) - 1
@@ -120,6 +139,7 @@ class Scheduler:
         lengths = rows.bincount(minlength=len(self.finished)).cpu()
         metrics = {
             "prompt_tokens_computed": float(self.prompt_tokens),
+            "prompt_tokens_kept": float(self.num_cached.sum()),
             "response_tokens": float(len(tokens)),
             "decode_steps": float(self.steps),
             "rows_decoded": float(self.row_steps),
@@ -128,15 +148,49 @@ class Scheduler:
         }
         responses = Ragged(tokens[order], lengths)
         experts = None if self.recorder is None else self.recorder.result()
-        return Generation(responses, responses.like(log_probs[order]), self.finished.clone(), metrics, experts)
+        num_cached = None if self.row_ids is None else self.num_cached
+        log_probs = responses.like(log_probs[order])
+        return Generation(responses, log_probs, self.finished.clone(), metrics, experts, num_cached)
 
     def _fill_slots(self) -> None:
         """Admit waiting rows until no slot is free or no row is waiting."""
         while self.num_waiting and self.live.shape[1] < self.num_slots:
-            if self.groups[0].logits is None:
+            if self.resumed:
+                self._resume()
+            elif self.groups[0].logits is None:
                 self._prefill()
             else:
                 self._start_cached()
+
+    def _resume(self) -> None:
+        """Compute the new tokens of as many kept rows as fit in one model call, and start them."""
+        num_live, num_tokens = self.live.shape[1], 0
+        rows: list[int] = []
+        tokens: list[list[int]] = []
+        starts: list[int] = []
+        while self.resumed and num_live + len(rows) < self.num_slots:
+            row, new_tokens, (cached, length) = self.resumed[0]
+            num_tokens += len(new_tokens)
+            if rows and num_tokens > self.max_tokens:
+                break
+            self.resumed.popleft()
+            self.cache.reserve(self.num_slots + 1, length + len(new_tokens), num_live + len(rows))
+            self.cache.write(num_live + len(rows), cached, length)
+            rows, tokens, starts = [*rows, row], [*tokens, new_tokens], [*starts, length]
+        lengths = [len(new_tokens) for new_tokens in tokens]
+        step = ExtendStep(self.cache, lengths, starts, num_live, self.device)
+        self._start(rows, self._compute([token for new_tokens in tokens for token in new_tokens], lengths, step))
+
+    def _compute(self, tokens: list[int], lengths: list[int], step: PrefillStep | ExtendStep) -> Tensor:
+        """Compute packed tokens, and return the logits (rows, V) of the last token of each row."""
+        input_ids = torch.tensor(tokens, device=self.device)[None]
+        ends = (torch.tensor(lengths).cumsum(0) - 1).to(self.device)
+        if self.recorder is not None:
+            self.recorder.start()
+        logits = self.hf(input_ids=input_ids, **step.kwargs, slots=step, logits_to_keep=ends).logits[0]
+        self.cache.check_layers()
+        self.prompt_tokens += len(tokens)
+        return logits if len(logits) == len(lengths) else logits[ends]  # the model may ignore `logits_to_keep`
 
     def _prefill(self) -> None:
         """Compute as many waiting prompts as fit in one model call and start their rows."""
@@ -152,17 +206,9 @@ class Scheduler:
         lengths = [len(group.prompt) for group, _ in prefills]
         self.cache.reserve(self.num_slots + 1, max(lengths), num_live)
         step = PrefillStep(self.cache, lengths, sources, targets, self.device)
-        tokens = torch.tensor([token for group, _ in prefills for token in group.prompt], device=self.device)
-        ends = (torch.tensor(lengths).cumsum(0) - 1).to(self.device)
-        if self.recorder is not None:
-            self.recorder.start()
-        logits = self.hf(input_ids=tokens[None], **step.kwargs, slots=step, logits_to_keep=ends).logits[0]
+        logits = self._compute([token for group, _ in prefills for token in group.prompt], lengths, step)
         if self.recorder is not None:
             self.recorder.add_prompts([(group.rows, len(group.prompt)) for group, _ in prefills])
-        self.cache.check_layers()
-        if len(logits) != len(prefills):
-            logits = logits[ends]  # the model ignores `logits_to_keep`
-        self.prompt_tokens += len(tokens)
         if has_waiting_rows:
             self.groups.appendleft(_PrefixGroup(last_group.prompt, last_group.rows[len(last_rows) :], logits[-1:]))
         self._start(rows, logits[torch.tensor(sources[: len(rows)], device=self.device)])
@@ -261,6 +307,10 @@ class Scheduler:
         if is_stopped is not None:
             has_ended |= is_stopped
             self.finished[self.live[ROW]] = is_stopped
+        if self.kept is not None and self.row_ids is not None:
+            for slot in has_ended.nonzero()[:, 0].tolist():
+                length, row = self.live[[POSITION, ROW], slot].tolist()
+                self.kept.add(self.row_ids[row], self.cache.read(slot, length))
         live_slots = (~has_ended).nonzero()[:, 0]
         order = torch.arange(len(live_slots), device=self.device)
         sources = live_slots[live_slots >= len(live_slots)]
@@ -296,10 +346,12 @@ def fused_draw(scores: Tensor, uniforms: Tensor, temperature: float = 1.0) -> tu
     return sampling.draw(scores, uniforms, temperature)
 
 
-def _group_equal_prompts(prompts: Ragged) -> list[_PrefixGroup]:
-    """Group rows with equal prompts, in the order of first appearance."""
+def _group_equal_prompts(prompts: Sequence[Tensor], without: set[int]) -> list[_PrefixGroup]:
+    """Group rows with equal prompts, in the order of first appearance, except for some rows."""
     groups: dict[bytes, _PrefixGroup] = {}
-    for row, tokens in enumerate(prompts.to("cpu").rows()):
+    for row, tokens in enumerate(prompts):
+        if row in without:
+            continue
         key = tokens.numpy().tobytes()
         if key not in groups:
             groups[key] = _PrefixGroup(tokens.tolist(), [])

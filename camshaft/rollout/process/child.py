@@ -90,7 +90,7 @@ class RequestHandler:
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, float]]:
         row_seeds = None if seeds is None else torch.from_numpy(seeds)
         # A rollout that cannot continue rows need not have the argument `generated`.
-        continued = {} if generated is None else {"generated": _ragged(generated)}
+        continued: dict[str, Any] = {} if generated is None else {"generated": _ragged(generated)}
         out = self._rollout.generate_sequences(_ragged(prompts), sampling, row_seeds, **continued)
         tensors = out.responses.values, out.responses.lengths, out.log_probs.values, out.finished
         tokens, counts, log_probs, finished = (tensor.numpy() for tensor in tensors)

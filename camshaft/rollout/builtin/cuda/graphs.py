@@ -27,7 +27,8 @@ from camshaft.device import supports_triton
 from camshaft.models.attention import Slots
 from camshaft.rollout.builtin.cpu.traced_decoder import Decoder, has_hooks
 from camshaft.rollout.builtin.decode_trace import Forward
-from camshaft.rollout.builtin.kv_cache import DecodeStep, KVCache
+from camshaft.rollout.builtin.kv_cache import KVCache
+from camshaft.rollout.builtin.steps import DecodeStep
 from camshaft.rollout.shared_model import SharedModel
 
 if TYPE_CHECKING:

@@ -50,7 +50,7 @@ def supports_cache(cache: KVCache) -> bool:
 
 
 class TritonDecodeStep:
-    """A model call on one token per row. `kv_cache.DecodeStep` computes the same result with torch operators."""
+    """A model call on one token per row. `steps.DecodeStep` computes the same result with torch operators."""
 
     def __init__(self, cache: KVCache, positions: Tensor):
         self.cache = cache

@@ -29,8 +29,9 @@ from camshaft.rollout.builtin.cuda.graphs import (
     full_length_step,
     padded_rows,
 )
-from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE, DecodeStep, KVCache, PrefillStep
+from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE, KVCache
 from camshaft.rollout.builtin.rollout import TorchRollout
+from camshaft.rollout.builtin.steps import DecodeStep, PrefillStep
 
 SLOTS = 7
 """One less than a captured batch size, so that the next cache slot keeps a prompt."""

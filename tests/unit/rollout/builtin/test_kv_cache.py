@@ -10,15 +10,11 @@ from transformers import Gemma3TextConfig, MistralConfig, Qwen2Config
 
 from camshaft.errors import RolloutError
 from camshaft.models.blockwise import Scores
+from camshaft.rollout.builtin import extend
 from camshaft.rollout.builtin import kv_cache as slots_module
-from camshaft.rollout.builtin.kv_cache import (
-    ATTENTION_MULTIPLE,
-    LENGTH_MULTIPLE,
-    PAGE,
-    DecodeStep,
-    KVCache,
-    PrefillStep,
-)
+from camshaft.rollout.builtin.extend import ExtendStep
+from camshaft.rollout.builtin.kv_cache import LENGTH_MULTIPLE, PAGE, KVCache
+from camshaft.rollout.builtin.steps import ATTENTION_MULTIPLE, DecodeStep, PrefillStep
 
 HEADS, KEY_HEADS, DIM = 4, 2, 8
 CPU = torch.device("cpu")
@@ -97,6 +93,43 @@ def test_attention_over_slots_equals_attention_per_row(
         for i, (k, v) in enumerate(rows):
             assert_attention(result[i, 0], query[i, :, 0], k, v, how, sinks)
     assert len(steps) == (70 if window else 1 + (9 + 70) // ATTENTION_MULTIPLE)
+
+
+@pytest.mark.parametrize("limits", [(256, 2**22), (4, 2**22), (256, 60)])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("softcap", [None, 0.8])
+@pytest.mark.parametrize("window", [None, 3])
+def test_new_tokens_attend_to_the_cached_ones_of_their_row(
+    window: int | None,
+    softcap: float | None,
+    with_sinks: bool,
+    limits: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(extend, "MAX_QUERIES", limits[0])
+    monkeypatch.setattr(extend, "MAX_MASK", limits[1])
+    random = torch.Generator().manual_seed(0)
+    how, sinks = Scores(0.3, window, softcap), torch.randn(HEADS, generator=random) if with_sinks else None
+    old, new, slots = [5, 1, 9, 2], [3, 1, 2, 10], cache()
+    slots.reserve(5, 20)
+
+    def draw(heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(1, heads, tokens, DIM, generator=random)
+
+    given = draw(KEY_HEADS, sum(old)), draw(KEY_HEADS, sum(old))
+    query, key, value = draw(HEADS, sum(new)), draw(KEY_HEADS, sum(new)), draw(KEY_HEADS, sum(new))
+    PrefillStep(slots, old, range(4), range(1, 5), CPU).attend(layer(0), draw(HEADS, sum(old)), *given, how, None)
+    step = ExtendStep(slots, new, old, 1, CPU)
+    result = step.attend(layer(0), query, key, value, how, sinks)[0]
+    assert step.kwargs["position_ids"].tolist() == [[5, 6, 7, 1, 9, 10, *range(2, 12)]]
+    rows = [tensor[0].transpose(0, 1).split(new) for tensor in (query, key, value)]
+    earlier = [tensor[0].transpose(0, 1).split(old) for tensor in given]
+    outputs = result.split(new)
+    for row, count in enumerate(new):
+        keys, values = (torch.cat([before[row], after[row]]) for before, after in zip(earlier, rows[1:], strict=True))
+        for token in range(count):
+            seen = old[row] + token + 1
+            assert_attention(outputs[row][token], rows[0][row][token], keys[:seen], values[:seen], how, sinks)
 
 
 def test_attention_of_prompts_does_not_cross_their_borders() -> None:

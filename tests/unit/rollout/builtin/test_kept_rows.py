@@ -1,0 +1,121 @@
+"""Rows that are kept between calls: each token is computed once, idle rows are dropped, and nothing else changes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from camshaft.contracts.rollout.harness import Case, RolloutHarness
+from camshaft.errors import RolloutError
+from camshaft.ragged import Ragged
+from camshaft.rollout import SamplingParams
+from camshaft.rollout.builtin.kept_rows import KeptRows
+from camshaft.rollout.builtin.kv_cache import CachedRow
+from camshaft.rollout.builtin.rollout import TorchRollout
+
+SAMPLING = SamplingParams(6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return RolloutHarness(TorchRollout, tmp_path_factory.mktemp("models")).case(max_num_seqs=3)
+
+
+def converse(case: Case, turns: int, keep: bool = True) -> tuple[list[torch.Tensor], int]:
+    """Play `turns` turns of four conversations. Return their tokens, and the number of prompt tokens computed."""
+    told = RolloutHarness(TorchRollout, "").prompts(*[3, 1, 5, 2] * turns, seed=5).rows()
+    rows, computed = told[:4], 0
+    for turn in range(turns):
+        ids: dict[str, Any] = {"row_ids": ["a", "b", "c", "d"]} if keep else {}
+        out = case.rollout.generate_sequences(Ragged.from_rows(rows), SAMPLING, torch.arange(4), **ids)
+        computed += int(out.metrics["prompt_tokens_computed"])
+        rows = [torch.cat(pair) for pair in zip(rows, out.responses.rows(), strict=True)]
+        if turn + 1 < turns:
+            rows = [torch.cat(pair) for pair in zip(rows, told[4 * turn + 4 :], strict=False)]
+    return rows, computed
+
+
+def test_each_token_is_computed_once(case: Case) -> None:
+    rows, computed = converse(case, 4)
+    again, total = converse(case, 4, keep=False)
+    assert [row.tolist() for row in rows] == [row.tolist() for row in again]
+    told = 4 * (3 + 1 + 5 + 2)
+    assert computed == told + 3 * 4  # and the last token of each answer but the last one, which decoding left out
+    assert total == sum(11 + turn * (11 + 4 * 6) for turn in range(4))
+    case.rollout.close_rows("abcd")
+    assert isinstance(case.rollout, TorchRollout)
+    assert case.rollout.kept.num_bytes == 0
+
+
+def test_rows_are_dropped_when_memory_is_short(case: Case) -> None:
+    assert isinstance(case.rollout, TorchRollout)
+    kept, rows = case.rollout.kept, converse(case, 2)[0]
+    assert kept.num_bytes > 0
+    case.rollout.close_rows("abcd")
+    limit, kept.max_bytes = kept.max_bytes, kept.num_bytes + 3000
+    few, computed = converse(case, 4)
+    assert kept.num_bytes <= kept.max_bytes
+    kept.max_bytes = limit
+    assert [row.tolist() for row in few] == [row.tolist() for row in converse(case, 4, keep=False)[0]]
+    assert computed > 4 * 11 + 12
+    assert len(rows) == 4
+
+
+def row(num_bytes: int, states: bool = False) -> CachedRow:
+    block = torch.zeros(1, num_bytes // 8, 1)
+    return CachedRow({0: (block, block)}, {(0, "conv"): torch.zeros(0)} if states else {})
+
+
+def test_the_longest_idle_rows_are_dropped_first() -> None:
+    kept = KeptRows()
+    kept.max_bytes = 800
+    tokens = torch.arange(5)
+    for row_id in "abc":
+        kept.add(row_id, row(256))
+        kept.set_tokens(row_id, tokens)
+    assert kept.take("a", tokens) is not None
+    kept.add("a", row(256))
+    kept.set_tokens("a", tokens)
+    kept.add("d", row(256))
+    assert kept.num_bytes == 768
+    assert [kept.take(row_id, tokens) is not None for row_id in "abcd"] == [True, False, True, False]
+    assert kept.num_bytes == 0
+
+
+def test_a_row_counts_as_far_as_its_tokens_are_those_of_the_context() -> None:
+    def length(tokens: list[int], context: list[int], states: bool = False) -> int | None:
+        kept = KeptRows()
+        kept.add(0, row(64, states))
+        kept.set_tokens(0, torch.tensor(tokens))
+        resumed = kept.take(0, torch.tensor(context))
+        return None if resumed is None else resumed.length
+
+    assert length([1, 2, 3], [1, 2, 3, 4, 5]) == 3
+    assert length([1, 2, 3], [1, 2, 3]) == 2  # the last token is computed for its logits
+    assert length([1, 2, 3], [1, 2, 9, 3]) == 2
+    assert length([1, 2, 3], [9, 2, 3, 4]) is None
+    assert length([1, 2, 3], [1, 2, 3, 4], states=True) == 3
+    assert length([1, 2, 3], [1, 2, 9, 3], states=True) is None
+
+
+def test_a_device_reserves_memory_for_kept_rows() -> None:
+    kept = KeptRows()
+    kept.add("a", row(640))
+    assert kept.limit(None) is None
+    assert kept.limit(900) == 600
+    assert kept.num_bytes == 0
+
+
+@pytest.mark.parametrize("ids", [["a"], ["a", "a"]])
+def test_ids_must_be_different(case: Case, ids: list[str]) -> None:
+    with pytest.raises(RolloutError, match="row_ids has 1 different ids for 2 prompts"):
+        case.rollout.generate_sequences(Ragged.from_rows([[5], [6]]), SAMPLING, row_ids=ids)
+
+
+def test_ended_rows_have_no_cached_tokens(case: Case) -> None:
+    prompts, generated = Ragged.from_rows([[5, 6], [7, 8]]), Ragged.from_rows([[2], [9]], torch.int64)
+    sampling = SamplingParams(4)
+    case.rollout.generate_sequences(prompts, SamplingParams(1, ignore_eos=True), row_ids=["a", "b"])
+    out = case.rollout.generate_sequences(prompts, sampling, generated=generated, row_ids=["a", "b"])
+    assert out.num_cached is not None
+    assert out.num_cached.tolist() == [0, 2]
