@@ -20,6 +20,7 @@ from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from camshaft.agents.environment import Message
+from camshaft.config.rollout import OPTIONAL_SAMPLING
 from camshaft.data.chat import join_parts
 from camshaft.errors import RolloutError
 from camshaft.http import Reply, json_reply
@@ -28,7 +29,7 @@ from camshaft.rollout import SamplingParams
 MAX_CHOICES = 128
 """Maximum number of answers to a request."""
 
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+SAMPLING = ("temperature", "top_p", "top_k", *OPTIONAL_SAMPLING)
 """Options that change the distribution from which tokens are sampled."""
 
 READ = frozenset(
@@ -142,9 +143,9 @@ def read_options(body: Mapping[str, Any], run: SamplingParams, allow_sampling: b
     if not all(isinstance(text, str) and text for text in strings) or not all(type(token) is int for token in ids):
         raise Refused("stop must be a text or a list of texts, and stop_token_ids a list of token ids")
     changed = _changed(given, run, allow_sampling)
-    sampling = replace(
-        run, stop=_union(run.stop, strings), stop_token_ids=_union(run.stop_token_ids, ids), **_as_params(changed)
-    )
+    own = run.at_temperature(changed["temperature"]) if "temperature" in changed else run
+    ends = {"stop": _union(run.stop, strings), "stop_token_ids": _union(run.stop_token_ids, ids)}
+    sampling = replace(own, **{**changed, **ends})
     limits = [_count(given, name) for name in ("max_tokens", "max_completion_tokens") if name in given]
     number = _count(given, "n") if "n" in given else 1
     if number > MAX_CHOICES:
@@ -169,10 +170,6 @@ def _changed(given: Mapping[str, Any], run: SamplingParams, allow_sampling: bool
             )
         changed[name] = value
     return changed
-
-
-def _as_params(changed: Mapping[str, float]) -> dict[str, Any]:
-    return {**changed, "do_sample": changed["temperature"] > 0} if "temperature" in changed else dict(changed)
 
 
 def _union(first: Sequence[Any], second: Sequence[Any]) -> tuple[Any, ...]:

@@ -80,6 +80,10 @@ class SamplingParams:
     def greedy(self) -> bool:
         return not self.do_sample or self.temperature == 0
 
+    def at_temperature(self, temperature: float) -> SamplingParams:
+        """Return the same options at another temperature. 0 selects greedy decoding, and others sample."""
+        return replace(self, temperature=temperature, do_sample=temperature > 0)
+
     def optional(self) -> dict[str, float]:
         """Return the parameters that have an effect and that a rollout must declare as supported."""
         return {name: getattr(self, name) for name, off in OPTIONAL_SAMPLING.items() if getattr(self, name) != off}

@@ -41,6 +41,12 @@ def test_the_functions_of_a_step_keep_their_budget(step: dict[str, Any]) -> None
     assert sum(step["lines"].values()) <= MAX_LINES, step["lines"]
 
 
+def test_a_step_without_environments_enters_nothing_of_them(step: dict[str, Any]) -> None:
+    assert not [
+        name for name in step["lines"] if name.startswith("agents/") or name in ("rollout/stream.py", "http.py")
+    ]
+
+
 def test_the_architecture_page_lists_files_that_a_step_enters(step: dict[str, Any]) -> None:
     page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     files = files_to_read(page)

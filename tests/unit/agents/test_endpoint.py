@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from camshaft.agents.bridge import Bridge
 from camshaft.agents.endpoint import Endpoint
 from camshaft.agents.environment import Host, Start
 from camshaft.agents.play import Limits, Question, play
+from camshaft.agents.wire import Refused, read_options
 from camshaft.errors import RolloutError
 from camshaft.rollout import Answer, SamplingParams, Stream
 from camshaft.rollout.stream import RowId
@@ -528,3 +530,13 @@ def test_calls_are_sent_as_events() -> None:
     (call,) = json.loads(first)["choices"][0]["delta"]["tool_calls"]
     assert (call["index"], call["function"]["name"]) == (0, "add")
     assert json.loads(second)["choices"][0]["finish_reason"] == "tool_calls"
+
+
+def test_a_permitted_temperature_samples_in_a_greedy_run() -> None:
+    greedy = replace(SAMPLING, do_sample=False, stop=("x",))
+    options = read_options({"temperature": 0.5, "stop": ["y", "x"], "n": 2}, greedy, allow_sampling=True)
+    assert options.sampling == replace(greedy, temperature=0.5, do_sample=True, stop=("x", "y"))
+    assert (options.n, options.max_tokens, options.changed) == (2, None, {"temperature": 0.5})
+    assert read_options({"temperature": 0}, greedy, allow_sampling=False).sampling == greedy
+    with pytest.raises(Refused, match="temperature=1, but the run samples with temperature=0"):
+        read_options({"temperature": 1.0}, greedy, allow_sampling=False)
