@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 from support.run_folders import make_run, sample_rows, write_samples
 
+import camshaft
+from camshaft.models.tiny import make_tiny_model
 from camshaft.tracking.base import RunInfo
 from camshaft.tracking.jsonl import JsonlTracker
 from camshaft.tracking.run_folder import RunFolder
@@ -27,6 +29,7 @@ from camshaft.view.server import PageServer, configs
 pytestmark = pytest.mark.page
 
 EVIL = "</script><script>window.injected = 1</script><img src=x onerror='window.injected = 1'>{row}"
+TURNS = "actor_rollout_ref.rollout.multi_turn"
 VIEWS = ("Curves", "Responses", "Time", "Config")
 
 
@@ -427,3 +430,55 @@ def test_an_exported_file_opens_from_the_disk(browser: Any, folder: Path, tmp_pa
     assert page.tab.evaluate("window.injected") is None
     assert page.errors == []
     assert all(url.startswith(("file:", "data:")) for url in page.requests)
+
+
+class Echo:
+    """Repeats the beginning of each of three answers, with its number as the reward."""
+
+    def reset(self) -> str:
+        self.turn = 0
+        return "Say something."
+
+    def step(self, answer: str) -> tuple[str, float, bool]:
+        self.turn += 1
+        return f"told {self.turn}", float(self.turn), self.turn == 3
+
+
+def test_an_episode_is_shown_as_a_conversation(browser: Any, tmp_path: Path) -> None:
+    settings = {"response_length": 64, f"{TURNS}.max_turn_length": 4, f"{TURNS}.num_workers": 1}
+    camshaft.train(
+        model=make_tiny_model(tmp_path / "tiny", hidden=32),
+        data=[{"prompt": f"Play {row}. "} for row in range(4)],
+        environment=Echo,
+        algorithm="grpo",
+        n=2,
+        batch=4,
+        steps=1,
+        out=tmp_path / "runs" / "game",
+        **settings,
+    )
+    with PageServer([tmp_path / "runs"]) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+        thread.start()
+        page = Watched(browser, server.url)
+        page.open("Responses")
+        page.picture("episode")
+        episode = page.tab.locator(".conversation").first
+        assert episode.locator("strong").all_inner_texts() == ["assistant ", "user "] * 3
+        assert [line.split(" ", 1)[1] for line in episode.locator(".told").all_inner_texts()] == [
+            f"told {turn}" for turn in (1, 2, 3)
+        ]
+        assert [note.strip() for note in episode.locator(".answer .note").all_inner_texts()] == list("123")
+        tokens = page.tab.locator(".response").first
+        told = "".join(tokens.locator(".told").all_text_contents())
+        assert "told 1" in told
+        assert "told 2" in told
+        assert "told 3" not in tokens.inner_text()  # nothing follows it
+        pale, plain = (
+            float(tokens.locator(f"span{kind}").first.evaluate("(node) => getComputedStyle(node).opacity"))
+            for kind in (".told", ":not(.told)")
+        )
+        assert pale < plain == 1
+        assert page.errors == []
+        server.shutdown()
+        thread.join()

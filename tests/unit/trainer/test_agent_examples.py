@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.pages import commands, run_here, script
+from support.pages import blocks, commands, run_here, script
 
 import camshaft
 from camshaft.agents.environment import Host, Start, Turn
@@ -32,6 +32,13 @@ def test_higher_lower_answers_guesses() -> None:
         Turn("lower", 0.0, False),
         Turn(None, 1.0, True),
     ]
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/agents.md"])
+def test_pages_show_the_game(page: str) -> None:
+    code = (EXAMPLES / "higher_lower.py").read_text(encoding="utf-8")
+    (shown,) = (block.text for block in blocks(page) if block.text.startswith("# higher_lower.py"))
+    assert shown.partition("class")[2] == code.partition("class")[2]
 
 
 def test_no_single_answer_finds_the_prize_in_more_than_a_quarter_of_the_games() -> None:
