@@ -46,6 +46,7 @@ def train(
     data: Path | Sequence[Path] | Rows,
     reward: Reward | None = None,
     environment: Environment | None = None,
+    agent: str | Callable[..., Any] | None = None,
     algorithm: str | None = None,
     steps: int | None = None,
     val_data: Path | Sequence[Path] | Rows | None = None,
@@ -65,9 +66,12 @@ def train(
         data: Training prompts: a path, a list of paths, or rows, which are a sequence of dicts such as a list or a
             `datasets.Dataset`.
         reward: Reward function: a Python function, a path as on the command line, or a list of functions and
-            (function, weight) pairs. None selects a built-in function by the data, or none with an environment.
+            (function, weight) pairs. None selects a built-in function by the data, or none with an environment or an
+            agent.
         environment: Environment with which the policy plays episodes: a class with the methods `reset` and `step`, a
             path as on the command line, or several of them, of which the column `environment` of the data selects one.
+        agent: Program that plays episodes instead of an environment: a function `solve(base_url, api_key, **row)`, or a
+            path or command as on the command line.
         algorithm: ppo, grpo, rloo, dapo or another algorithm.
         steps: Number of training steps.
         val_data: Validation prompts, in the forms of `data`.
@@ -82,7 +86,7 @@ def train(
 
     given = {name: value for name, value in {"algorithm": algorithm, "steps": steps}.items() if value is not None}
     objects = Objects(model, tokenizer, data, val_data)
-    return Run(*start("ppo", objects, {**given, **keys}, config, reward, on_step, environment))
+    return Run(*start("ppo", objects, {**given, **keys}, config, reward, on_step, environment, agent))
 
 
 def sft(

@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import operator
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +25,8 @@ from camshaft.errors import ConfigError
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
+
+_FUNCTION = re.compile(r"[^\s{}]+\.py(:\w+)?|[\w.]+:[\w.]+")
 
 MAX_NAMES = 10
 """Largest number of names that an error about an unknown one lists."""
@@ -60,6 +63,17 @@ REWARDS = {
     "reasoning_gym": "camshaft.rewards.reasoning_gym:compute_score",
 }
 """Built-in scoring functions. Other packages register functions as entry points of the group `camshaft.rewards`."""
+
+
+def is_function(text: str) -> bool:
+    """Return True if a text is `file.py:function`, `file.py` or `package.module:function`, and not a command line."""
+    return _FUNCTION.fullmatch(text) is not None
+
+
+def function_file(text: str) -> str | None:
+    """Return the file of `file.py:function` or `file.py`, and None for other texts."""
+    path, suffix, _ = text.rpartition(".py")
+    return path + suffix if suffix and is_function(text) else None
 
 
 def find_target(name: str, built_in: Mapping[str, str], group: str) -> str | None:

@@ -1,7 +1,8 @@
-"""Pickle environments that were passed from Python, so that the processes of a run can create them.
+"""Pickle environments, or a program, that were passed from Python, so that the processes of a run can create them.
 
 pickle_environments(HigherLower)                    # or a list, or a mapping of names to classes
 environment_names(HigherLower)                      # ["HigherLower"]
+pickle_agent(solve)                                 # a function
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,18 @@ def pickle_environments(environment: Any) -> tuple[Source, ...]:
     Raise RolloutError for other objects, and if one captures an object that cannot be pickled.
     """
     return tuple(_pickle(name, factory) for name, factory in _named(environment).items())
+
+
+def pickle_agent(agent: Any) -> tuple[Source]:
+    """Pickle a function that plays episodes. Raise RolloutError as `pickle_environments` does."""
+    return (_pickle(agent_name(agent), agent, "program"),)
+
+
+def agent_name(agent: Any) -> str:
+    """Return the name of a program. Raise RolloutError for other objects."""
+    if not callable(agent):
+        raise RolloutError(f"agent={agent!r}; pass a function solve(base_url, api_key, **row), its path, or a command")
+    return name_of(agent, "agent")
 
 
 def environment_names(environment: Any) -> list[str]:
@@ -39,12 +52,12 @@ def _named(environment: Any) -> dict[str, Any]:
     return named
 
 
-def _pickle(name: str, factory: Any) -> Source:
+def _pickle(name: str, factory: Any, noun: str = "environment") -> Source:
     try:
         data = dumps(factory)
     except PICKLE_ERRORS as error:
         raise RolloutError(
-            f"the environment '{name}' cannot be sent to its processes: {error}. Create such objects in reset, or pass "
-            "the path of a Python file as the environment"
+            f"the {noun} '{name}' cannot be sent to its processes: {error}. Create such objects in its calls, or pass "
+            f"the path of a Python file as the {noun}"
         ) from error
     return Source(name, name, data, checksum_of(factory))

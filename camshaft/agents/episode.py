@@ -69,3 +69,7 @@ class Episode:
     def add_reward(self, reward: float) -> None:
         """Add a reward to the last token of the last answer, which nothing follows yet."""
         self.rewards[-1] += reward
+
+    def add_final_reward(self, reward: float) -> None:
+        """Add the reward of the whole episode to the last token that was sampled."""
+        self.rewards[len(self.mask) - 1 - self.mask[::-1].index(True)] += reward

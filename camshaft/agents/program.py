@@ -52,14 +52,19 @@ def make_calls(host: Host, call: Call) -> list[Turn | Fault]:
             turns.append(host.step({number: answer})[number])
     except BaseException as error:  # includes SystemExit, so that `sys.exit` fails only its episode
         host.discard(number)
-        is_ours = isinstance(error, CamshaftError)
-        text = str(error) if is_ours else "".join(traceback.format_exception_only(error)).strip()
-        turns.append(Fault("error", _printable(text[-500:]), "" if is_ours else _trace(error)))
+        turns.append(fault_of(error))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)  # an alarm of the environment must not interrupt the next call
     if not call.answers and call.start is None:
         host.end([number])
     return turns
+
+
+def fault_of(error: BaseException) -> Fault:
+    """Describe an exception of user code."""
+    is_ours = isinstance(error, CamshaftError)
+    text = str(error) if is_ours else "".join(traceback.format_exception_only(error)).strip()
+    return Fault("error", _printable(text[-500:]), "" if is_ours else _trace(error))
 
 
 def _wait(value: Any) -> Any:

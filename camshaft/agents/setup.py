@@ -12,12 +12,15 @@ from typing import Any
 import torch
 
 from camshaft.agents.bridge import Bridge
+from camshaft.agents.jobs import ProgramSpec
 from camshaft.agents.messages import Loaded, Source, Spec
 from camshaft.agents.pool import EnvironmentPool
+from camshaft.agents.programs import ProgramPool
 from camshaft.config.schema.agents import MultiTurnConfig
 from camshaft.config.schema.data import ChatTemplateConfig
 from camshaft.dataproto import DataProto
 from camshaft.errors import RolloutError
+from camshaft.plugins import function_file
 from camshaft.subprocesses import import_path
 
 ALWAYS_GIVEN = ("prompt", "ground_truth", "data_source", "extra_info")
@@ -37,8 +40,10 @@ logger = logging.getLogger(__name__)
 
 def open_environments(
     section: MultiTurnConfig, passed: Sequence[Source], output: Path | None = None
-) -> tuple[Spec, Loaded]:
-    """Load the environments in a process, and return their description. `passed` are those from Python."""
+) -> tuple[Spec | ProgramSpec, Loaded]:
+    """Load the environments or the program in a process, and return their description. `passed` are from Python."""
+    if section.agent is not None:
+        return _open_program(section, passed, output)
     sources = tuple(passed) or tuple(Source(name, target) for name, target in section.selected())
     names = [source.name for source in sources]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -55,11 +60,28 @@ def open_environments(
         pool.close()
 
 
-def data_columns(spec: Spec, loaded: Loaded) -> tuple[str, ...] | None:
+def _open_program(
+    section: MultiTurnConfig, passed: Sequence[Source], output: Path | None
+) -> tuple[ProgramSpec, Loaded]:
+    target = section.agent or ""
+    source = passed[0] if passed else Source("", target)
+    file = function_file(target)
+    path = import_path() if file is None else [str(Path(file).resolve().parent), *import_path()]
+    limits = section.timeout, section.start_timeout, section.max_concurrency
+    spec = ProgramSpec(source, *limits, list(dict.fromkeys(path)))
+    pool = ProgramPool(spec, output)
+    try:
+        return spec, pool.check()
+    finally:
+        pool.close()
+
+
+def data_columns(spec: Spec | ProgramSpec, loaded: Loaded) -> tuple[str, ...] | None:
     """Return the columns of the data file that the environments read; None for all columns."""
     if loaded.columns is None:
         return None
-    return (*loaded.columns, *([ENVIRONMENT] if len(spec.sources) > 1 else []))
+    is_selected = isinstance(spec, Spec) and len(spec.sources) > 1
+    return (*loaded.columns, *([ENVIRONMENT] if is_selected else []))
 
 
 def join_columns(*columns: tuple[str, ...] | None) -> tuple[str, ...] | None:
@@ -72,18 +94,20 @@ def join_columns(*columns: tuple[str, ...] | None) -> tuple[str, ...] | None:
     return tuple(dict.fromkeys(names))
 
 
-def check_environment_rows(spec: Spec, loaded: Loaded, rows: DataProto) -> None:
-    """Raise RolloutError if the data has no column for a parameter of `reset`, or does not select an environment."""
+def check_environment_rows(spec: Spec | ProgramSpec, loaded: Loaded, rows: DataProto) -> None:
+    """Raise RolloutError if the data has no column for a parameter, or does not select an environment."""
     if not len(rows):
         return
     columns = set(rows["data_row"][0]) if "data_row" in rows else set[str]()
+    is_program = isinstance(spec, ProgramSpec)
+    owner = f"the program {spec.source.target}" if is_program else f"reset of the environment {spec.sources[0].target}"
     for name in loaded.required:
         if name not in columns and name not in ALWAYS_GIVEN:
             raise RolloutError(
-                f"reset of the environment {spec.sources[0].target} has a parameter '{name}', but the data has no "
-                f"column '{name}'. Add the column, rename the parameter, or give it a default"
+                f"{owner} has a parameter '{name}', but the data has no column '{name}'. Add the column, rename the "
+                "parameter, or give it a default"
             )
-    if len(spec.sources) > 1:
+    if not is_program and len(spec.sources) > 1:
         names = [source.name for source in spec.sources]
         for number, row in enumerate(rows["data_row"]):
             if row.get(ENVIRONMENT) not in names:

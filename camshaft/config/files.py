@@ -13,7 +13,7 @@ from camshaft import hub
 from camshaft.config.errors import Problem
 from camshaft.config.model_settings import read_tokenizer
 from camshaft.config.run_folder import check_run_name
-from camshaft.config.schema.agents import KEY, MultiTurnConfig
+from camshaft.config.schema.agents import AGENT_KEY, KEY, MultiTurnConfig
 from camshaft.config.schema.evaluation import EvalConfig
 from camshaft.config.schema.generate import GenerateConfig
 from camshaft.config.schema.model import AnyModelConfig, CheckpointConfig, ModelSource
@@ -21,7 +21,7 @@ from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.reward import CustomRewardConfig, split_function
 from camshaft.config.schema.supervised import SupervisedConfig
 from camshaft.fetch import cache_folder
-from camshaft.plugins import install_command
+from camshaft.plugins import function_file, install_command
 from camshaft.storage import is_url
 
 DATA_SUFFIXES = (".parquet", ".arrow", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
@@ -158,10 +158,11 @@ def _check_reward_file(custom: CustomRewardConfig) -> Iterator[Problem]:
 
 
 def _check_environments(section: str, multi_turn: MultiTurnConfig) -> Iterator[Problem]:
-    """Check that the files of environments exist, and that their names differ."""
+    """Check that the files of environments or of the program exist, and that the names of environments differ."""
     key, selected = f"{section}.{KEY}", multi_turn.selected()
     paths = [target.rpartition(":")[0] or target for _, target in selected]
     yield from _check_function_files(key, paths)
+    yield from _check_function_files(f"{section}.{AGENT_KEY}", [function_file(multi_turn.agent or "")])
     names = [name for name, _ in selected]
     for name in sorted({name for name in names if names.count(name) > 1}):
         message = f"selects two environments with the name {name}. Rename one of the classes."

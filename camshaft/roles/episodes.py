@@ -1,16 +1,19 @@
-"""Role of a rollout that plays episodes with environments, instead of generating single responses.
+"""Role of a rollout that plays episodes with environments or programs, instead of generating single responses.
 
     rollout.set_environments(spec)
     rollout.generate_sequences(rows)        # one episode for each row
 
 It reads `raw_prompt`, `sampling_seed`, `environment_seed` and the columns of the data that the environments read, and
 replaces the column `prompts`, because `reset` may add to it. Beside the columns of `rollout.py`, it writes
-`stop_reason`, `turns`, `env_scores`, `env_failure` and `transcript`. Everything behind the prompt is in `responses`,
+`stop_reason`, `turns`, `env_scores`, `env_failure` and `transcript`. If the session of a program has several rows, the
+first one is that of the batch; the others are counted. Everything behind the prompt is in `responses`,
 and `response_mask` is true for sampled tokens.
 """
 
 import functools
+import logging
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,11 +24,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from camshaft.agents.bridge import Bridge
+from camshaft.agents.endpoint import Endpoint
 from camshaft.agents.environment import Start
 from camshaft.agents.episode import Episode
+from camshaft.agents.jobs import ProgramSpec
 from camshaft.agents.messages import Spec
 from camshaft.agents.play import Limits, Question, play
 from camshaft.agents.pool import EnvironmentPool
+from camshaft.agents.programs import ProgramPool
 from camshaft.agents.setup import ENVIRONMENT
 from camshaft.config import GenerateConfig, PPOConfig
 from camshaft.config.schema.agents import MultiTurnConfig
@@ -35,20 +41,22 @@ from camshaft.dataproto import DataProto, Ragged
 from camshaft.errors import RolloutError
 from camshaft.models.loader import load_tokenizer
 from camshaft.roles.rollout import RolloutWorker
-from camshaft.rollout import BaseRollout, SamplingParams, mix_seeds
+from camshaft.rollout import BaseRollout, SamplingParams, mix_seeds, open_stream
 
 SEED_BITS = 31
 """Number of bits of the seeds of environments, which any random number generator accepts."""
+
+logger = logging.getLogger(__name__)
 
 
 class EpisodesWorker(RolloutWorker):
     """A rollout that plays one episode for each row."""
 
-    environments: Spec | None = None
+    environments: Spec | ProgramSpec | None = None
     """Set by `set_environments`."""
 
-    def set_environments(self, spec: Spec) -> None:
-        """Set the environments. Their processes are started by the first episodes."""
+    def set_environments(self, spec: Spec | ProgramSpec) -> None:
+        """Set the environments or the program. Their processes are started by the first episodes."""
         self.environments = spec
 
     @functools.cached_property
@@ -66,41 +74,93 @@ class EpisodesWorker(RolloutWorker):
         return played.with_meta(metrics=played.meta_info["metrics"] | sync_metrics)
 
 
-@dataclass
-class EpisodePlayer:
+class EpisodePlayer(ABC):
     """Plays the rows of a batch."""
 
-    pool: EnvironmentPool
+    pool: EnvironmentPool | ProgramPool
     bridge: Bridge
     limits: Limits
 
-    @classmethod
-    def of(cls, config: PPOConfig | GenerateConfig, spec: Spec, output: Path | None) -> "EpisodePlayer":
-        """Return the player of a run. `output` is the file for what the environments print."""
+    @staticmethod
+    def of(config: PPOConfig | GenerateConfig, spec: Spec | ProgramSpec, output: Path | None) -> "EpisodePlayer":
+        """Return the player of a run. `output` is the file for what environments or programs print."""
         is_ppo = isinstance(config, PPOConfig)
         rollout: GeneratorConfig = config.actor_rollout_ref.rollout if is_ppo else config.rollout
         trust = config.data.trust_remote_code if is_ppo else config.model.trust_remote_code
         tokenizer: Any = load_tokenizer(config.tokenizer_path(), trust, config.data.chat_template)
-        bridge = Bridge(tokenizer, config.data.chat_template_kwargs)
-        return cls(pool_of(spec, rollout.multi_turn, output), bridge, limits_of(rollout, rollout.multi_turn))
+        bridge, section = Bridge(tokenizer, config.data.chat_template_kwargs), rollout.multi_turn
+        limits = limits_of(rollout, section)
+        if isinstance(spec, ProgramSpec):
+            return ProgramPlayer(ProgramPool(spec, output), bridge, limits, section.allow_sampling)
+        return EnvironmentPlayer(pool_of(spec, section, output), bridge, limits)
+
+    @abstractmethod
+    def episodes(self, rollout: BaseRollout, rows: Sequence[dict[str, Any]], sampling: SamplingParams) -> list[Episode]:
+        """Play one episode for each row."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return further metrics of the last episodes."""
+        return {}
 
     def play(self, rollout: BaseRollout, rows: DataProto, sampling: SamplingParams) -> DataProto:
         """Play one episode for each row that is not padding, and return the columns of all rows."""
         start, count = time.perf_counter(), self.pool.num_failures
-        names = [source.name for source in self.pool.spec.sources]
-        questions = [question(row, names) for row in each_row(rows) if not row.get("is_padding")]
-        episodes = play(rollout, self.pool, questions, self.bridge, self.limits, sampling)
+        played = [row for row in each_row(rows) if not row.get("is_padding")]
+        episodes = self.episodes(rollout, played, sampling)
         seconds = time.perf_counter() - start
         metrics = {
             "agent/tool_seconds": sum(episode.seconds for episode in episodes),
             "agent/tool_errors": float(self.pool.num_failures - count),
             "agent/prompt_tokens_recomputed": float(sum(episode.num_recomputed for episode in episodes)),
             "perf/rollout_tokens_per_second": sum(sum(episode.mask) for episode in episodes) / max(seconds, 1e-9),
-        }
+        } | self.metrics()
         episodes += [Episode([], stop_reason="prompt") for _ in range(len(rows) - len(episodes))]  # padding
         return DataProto.from_dict(
             episode_columns(episodes, rows.ragged("prompts"), self.bridge.tokenizer), {"metrics": metrics}
         )
+
+
+@dataclass
+class EnvironmentPlayer(EpisodePlayer):
+    """Plays with environments."""
+
+    pool: EnvironmentPool
+    bridge: Bridge
+    limits: Limits
+
+    def episodes(self, rollout: BaseRollout, rows: Sequence[dict[str, Any]], sampling: SamplingParams) -> list[Episode]:
+        names = [source.name for source in self.pool.spec.sources]
+        questions = [question(row, names) for row in rows]
+        return play(rollout, self.pool, questions, self.bridge, self.limits, sampling)
+
+
+@dataclass
+class ProgramPlayer(EpisodePlayer):
+    """Lets programs play."""
+
+    pool: ProgramPool
+    bridge: Bridge
+    limits: Limits
+    allow_sampling: bool = False
+    num_other_rows: int = 0
+    """Number of rows of the last sessions behind their first ones."""
+
+    def episodes(self, rollout: BaseRollout, rows: Sequence[dict[str, Any]], sampling: SamplingParams) -> list[Episode]:
+        questions = [question(row, ("",)) for row in rows]
+        arguments = self.bridge, self.limits, sampling, "policy", self.allow_sampling
+        with open_stream(rollout) as stream, Endpoint(stream, *arguments) as endpoint:
+            sessions = self.pool.play(endpoint, questions, self.limits.timeout)
+        self.num_other_rows = sum(len(session) - 1 for session in sessions)
+        if self.num_other_rows:
+            logger.warning(
+                "%d of %d sessions have several rows, because their programs have changed the history, run in parallel "
+                "or asked for several answers. The first row of each is trained on; %d other rows are not",
+                *(sum(len(session) > 1 for session in sessions), len(sessions), self.num_other_rows),
+            )
+        return [session[0] for session in sessions]
+
+    def metrics(self) -> dict[str, float]:
+        return {"agent/other_rows": float(self.num_other_rows)}
 
 
 def pool_of(spec: Spec, section: MultiTurnConfig, output: Path | None) -> EnvironmentPool:

@@ -9,6 +9,7 @@ Each rank builds a rollout. The weights are synced once, with the same checks as
 
 import time
 
+from camshaft.agents.jobs import ProgramSpec
 from camshaft.agents.messages import Spec
 from camshaft.config import GenerateConfig, generate_engine, generate_model, generate_sampling
 from camshaft.controller import Dispatch, Worker, register
@@ -39,7 +40,7 @@ class GenerateWorker(Worker):
         load_verified(stored_weights(generate_model(self.config)), self.rollout, "cpu")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def set_environments(self, spec: Spec) -> None:
+    def set_environments(self, spec: Spec | ProgramSpec) -> None:
         """Set the environments with which the rollout plays episodes."""
         self.player = EpisodePlayer.of(self.config, spec, None)
 

@@ -6,6 +6,7 @@ a different parallel layout than the actor, in which case batches are split diff
 
 from typing import ClassVar
 
+from camshaft.agents.jobs import ProgramSpec
 from camshaft.agents.messages import Spec
 from camshaft.config import PPOConfig, Topology
 from camshaft.controller import Dispatch, Worker, register
@@ -61,7 +62,7 @@ class ActorRolloutRefWorker(Worker):
         self.rollout.init_model()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def set_environments(self, spec: Spec) -> None:
+    def set_environments(self, spec: Spec | ProgramSpec) -> None:
         """Set the environments with which the rollout plays episodes."""
         if not isinstance(self.rollout, EpisodesWorker):
             raise RolloutError("this run plays no episodes; set actor_rollout_ref.rollout.multi_turn.environment")

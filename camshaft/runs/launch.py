@@ -8,7 +8,7 @@ from camshaft.errors import ConfigError
 from camshaft.tracking.base import Command
 
 PYTHON = "python:"
-"""Prefix of the name of a reward function or an environment that was passed from Python."""
+"""Prefix of the name of a reward function, an environment or a program that was passed from Python."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,8 @@ class Launch:
     on_step: tuple[Callable[..., Any], ...] = ()
     environment: Any = None
     """Python classes of environments. None if the config names them."""
+    agent: Any = None
+    """Python function that plays episodes. None if the config names it."""
 
 
 def as_hooks(on_step: Any) -> tuple[Callable[..., Any], ...]:

@@ -172,6 +172,7 @@ class Run:
         reward: Callable[..., Any] | Sequence[Any] | None = None,
         on_step: Callable[..., Any] | Sequence[Callable[..., Any]] | None = None,
         environment: Any = None,
+        agent: Any = None,
         **keys: Any,
     ) -> Run:
         """Continue the run from its newest checkpoint, and return it.
@@ -182,6 +183,7 @@ class Run:
                 object comes from `camshaft.load_run`.
             on_step: Hooks, as in `camshaft.train`. None keeps those of this object.
             environment: Environment, as in `camshaft.train`. It is required in the same case as `reward`.
+            agent: Program, as in `camshaft.train`. It is required in the same case as `reward`.
             **keys: Short names and config keys with new values.
         """
         if not self._checkpoints():
@@ -191,7 +193,7 @@ class Run:
         from camshaft.runs.start import resume
 
         values = keys if steps is None else {**keys, "steps": steps}
-        changed = Launch(self._command(), values, reward, as_hooks(on_step), environment)
+        changed = Launch(self._command(), values, reward, as_hooks(on_step), environment, agent)
         return Run(*resume(self.folder, self._launch or self._recorded_launch(changed), changed))
 
     # -- display --------------------------------------------------------------------------------------
@@ -228,14 +230,14 @@ class Run:
                 f"the reward of {self.folder} was the Python function '{name.removeprefix(PYTHON)}', which is not "
                 "stored; pass it as resume(reward=...)"
             )
-        from camshaft.config.schema.agents import KEY
+        from camshaft.config.schema.agents import AGENT_KEY, KEY
 
-        played = str(self.config.get(f"actor_rollout_ref.rollout.{KEY}") or "")
-        if PYTHON in played and changed.environment is None:
-            raise ConfigError(
-                f"the environment of {self.folder} was a Python class, which is not stored; pass it as "
-                "resume(environment=...)"
-            )
+        for key, name, passed in ((KEY, "environment", changed.environment), (AGENT_KEY, "agent", changed.agent)):
+            if PYTHON in str(self.config.get(f"actor_rollout_ref.rollout.{key}") or "") and passed is None:
+                raise ConfigError(
+                    f"the {name} of {self.folder} was a Python object, which is not stored; pass it as "
+                    f"resume({name}=...)"
+                )
         hidden = [key for key, value in self.config.items() if HIDDEN in str(value) and key not in changed.values]
         if hidden:
             raise ConfigError(

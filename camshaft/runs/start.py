@@ -59,6 +59,7 @@ def start(
     reward: Any = None,
     on_step: Callable[..., Any] | Sequence[Callable[..., Any]] = (),
     environment: Any = None,
+    agent: Any = None,
 ) -> tuple[Path, Launch]:
     """Train, and return the run folder and the launch. `keys` and `config` contain short names and config keys."""
     values = _values(command, objects, keys, config or {})
@@ -66,7 +67,10 @@ def start(
         values |= flat_values({"reward": plain(reward)}, SCHEMAS[command])
     if environment is not None and not _function(environment):
         values |= flat_values({"environment": plain(environment)}, SCHEMAS[command])
-    launch = Launch(command, values, _function(reward), as_hooks(on_step), _function(environment))
+    if isinstance(agent, str):
+        values |= flat_values({"agent": agent}, SCHEMAS[command])
+    player = None if isinstance(agent, str) else agent
+    launch = Launch(command, values, _function(reward), as_hooks(on_step), _function(environment), player)
     with _written_objects(launch, objects) as (folder, launch):
         parsed = number_run(_parse(launch))
     folder = folder or Path(parsed.trainer.default_local_dir)
@@ -86,7 +90,8 @@ def resume(folder: Path, launch: Launch, changed: Launch) -> tuple[Path, Launch]
         new_values |= {} if functions else {"reward": changed.reward}
     values |= flat_values(plain(new_values), schema) | {FOLDER: str(folder)}
     environment = launch.environment if changed.environment is None else changed.environment
-    launch = Launch(launch.command, values, functions, changed.on_step or launch.on_step, environment)
+    agent = launch.agent if changed.agent is None else changed.agent
+    launch = Launch(launch.command, values, functions, changed.on_step or launch.on_step, environment, agent)
     _train(_parse(launch), launch, folder)
     return folder, launch
 
@@ -232,13 +237,17 @@ def _parse(launch: Launch) -> Config:
 
 
 def _with_function(launch: Launch) -> dict[str, Any]:
-    """Return the values with the names of the reward function and the environments, if they are Python objects."""
+    """Return the values with the names of reward function, environments and program, if they are Python objects."""
     values = dict(launch.values)
     if launch.environment is not None:
         from camshaft.agents.callables import environment_names
 
         names = environment_names(launch.environment)
         values |= flat_values({"environment": [f"{PYTHON}{name}" for name in names]}, SCHEMAS[launch.command])
+    if launch.agent is not None:
+        from camshaft.agents.callables import agent_name
+
+        values |= flat_values({"agent": f"{PYTHON}{agent_name(launch.agent)}"}, SCHEMAS[launch.command])
     if launch.reward is None:
         return values
     set_keys = [key for key in REWARD_KEYS if launch.values.get(key)]
@@ -278,13 +287,14 @@ def _status(config: Config, launch: Launch) -> int:
 
     config = fit_micro_batches(config)
     if isinstance(config, PPOConfig):
-        from camshaft.agents.callables import pickle_environments
+        from camshaft.agents.callables import pickle_agent, pickle_environments
         from camshaft.planning.memory_error import explain_memory_errors
         from camshaft.rewards.callables import pickle_reward
         from camshaft.trainer.ppo import PPOTrainer
 
         reward = () if launch.reward is None else pickle_reward(launch.reward)
         environments = () if launch.environment is None else pickle_environments(launch.environment)
+        environments += () if launch.agent is None else pickle_agent(launch.agent)
         arguments = [as_override(key, value) for key, value in _with_function(launch).items()]
         arguments += limits_as_overrides(config)
         with explain_memory_errors(config, arguments):

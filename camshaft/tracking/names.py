@@ -144,7 +144,7 @@ rollout/slot_use | fraction | rollout/builtin/scheduler.py |
     Mean fraction of KV cache slots in use, over the decode steps.
 rollout/http_retries | requests | rollout/server/rollout.py | HTTP requests that the server rollout retried.
 rollout/sync_bytes | bytes | reshard/hybrid.py | Size of the weights that were sent in the weight sync.
-# episodes with environments
+# episodes with environments or programs
 agent/turns | answers | rewards/environments.py | Mean number of answers in an episode.
 agent/stop/{done,turns,length,prompt,timeout,error} | fraction of episodes | rewards/environments.py |
     Why episodes ended: the environment ended it, the maximum number of answers, the length limit, a prompt that is too
@@ -152,9 +152,14 @@ agent/stop/{done,turns,length,prompt,timeout,error} | fraction of episodes | rew
     are not trained on.
 agent/tokens_not_sampled | tokens | rewards/environments.py |
     Response tokens that the environment and the chat template contribute. They have no loss.
-agent/tool_seconds | seconds | roles/episodes.py | Time of the calls of environments, summed over all episodes.
+agent/tool_seconds | seconds | roles/episodes.py |
+    Time of the calls of environments, or of programs without the time in which they wait for answers, summed over all
+    episodes.
 agent/tool_errors | calls | roles/episodes.py |
-    Failed calls of environments: exceptions, timeouts and crashes, including those that were repeated with success.
+    Failed calls of environments, or failed programs: exceptions, timeouts and crashes, including those that were
+    repeated with success.
+agent/other_rows | rows | roles/episodes.py |
+    Rows of the sessions of programs that are not trained on, because they are not the first of their session.
 agent/prompt_tokens_recomputed | tokens | roles/episodes.py |
     Tokens of the history of an episode that were computed again for a later answer.
 # generator against trainer

@@ -16,6 +16,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from camshaft.agents.jobs import ProgramSpec
 from camshaft.agents.messages import Loaded, Source, Spec
 from camshaft.agents.setup import (
     check_environment_rows,
@@ -188,7 +189,7 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         """Decode token ids without special tokens."""
         return decode_rows(self.tokenizer, ids)
 
-    def _open_environments(self, passed: Sequence[Source]) -> tuple[Spec, Loaded] | None:
+    def _open_environments(self, passed: Sequence[Source]) -> tuple[Spec | ProgramSpec, Loaded] | None:
         """Load the environments of the run, and check the chat template, in a run with environments."""
         if not self.config.plays_episodes():
             return None

@@ -72,7 +72,7 @@ class GenerateRun(contextlib.AbstractContextManager["GenerateRun"]):
         self.environments = None
         """Environments, and the columns that they read; None for single responses."""
         reward_columns: tuple[str, ...] | None = None if any(function.path for function in custom.selected()) else ()
-        if config.rollout.multi_turn.environment:
+        if config.plays_episodes():
             report_template(self.tokenizer, data.chat_template_kwargs)
             self.environments = open_environments(config.rollout.multi_turn, ())
             reward_columns = join_columns(reward_columns, data_columns(*self.environments))

@@ -20,11 +20,12 @@ from camshaft.agents.messages import Source
 from camshaft.checkpoint import SavedCheckpoint
 from camshaft.checkpoint.manager import LATEST
 from camshaft.config import PPOConfig, SupervisedConfig, without_secrets
-from camshaft.config.schema.agents import KEY
+from camshaft.config.schema.agents import AGENT_KEY, KEY
 from camshaft.config.schema.trainer import TrainerConfig
 from camshaft.config.tree import flatten, format_value, leaf_fields
 from camshaft.errors import CamshaftError, CheckpointError
 from camshaft.models.loader import model_folder
+from camshaft.plugins import function_file
 from camshaft.rewards.callables import reward_checksum
 from camshaft.rewards.messages import FunctionSpec
 from camshaft.tracking.durable import Ranges
@@ -37,7 +38,7 @@ RESUME_KEYS = ("trainer.resume_mode", "trainer.resume_from_path")
 """Keys that are not recorded, because they apply only to the current start of the run."""
 
 REWARD, ENVIRONMENT = "reward", "environment"
-"""Keys of the checksums of a reward and of environments that were passed from Python."""
+"""Keys of the checksums of a reward, and of environments or a program, that were passed from Python."""
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def check_resume(
     saved_checksums = saved.state["inputs"]
     changed_inputs = [key for key, checksum in checksums.items() if saved_checksums.get(key, checksum) != checksum]
     if changed_inputs:
-        nouns = {REWARD: "the reward functions", ENVIRONMENT: "the environments"}
+        nouns = {REWARD: "the reward functions", ENVIRONMENT: "the environments or the program"}
         inputs = [nouns.get(key, f"the files of {key}") for key in changed_inputs]
         message = f"{' and '.join(inputs)} differ from those that {saved.folder} was saved with"
         if config.trainer.resume_mode == "auto":
@@ -133,6 +134,8 @@ def input_checksums(
         targets = [target for _, target in section.rollout.multi_turn.selected()]
         paths = [Path(target.rpartition(":")[0] or target) for target in targets]
         files[f"actor_rollout_ref.rollout.{KEY}"] = [path for path in paths if path.is_file()]
+        agent = function_file(section.rollout.multi_turn.agent or "")
+        files[f"actor_rollout_ref.rollout.{AGENT_KEY}"] = [] if agent is None else [Path(agent).expanduser()]
     else:
         files = {"model.path": _model_files(config.model.source())}
     checksums = {key: checksum(paths) for key, paths in files.items() if paths}

@@ -103,6 +103,12 @@ class Guard:
 
 def main(module: str, lifeline: int, arguments: list[str]) -> None:
     """Fork. Run the module in the child, and guard it in the parent, which does not return."""
+    fork_guarded(lifeline)
+    importlib.import_module(module).main(*arguments)
+
+
+def fork_guarded(lifeline: int) -> None:
+    """Fork. Return in the child, and guard it in the parent, which does not return."""
     _control(_SET_CHILD_SUBREAPER, 1)
     guard = os.getpid()
     worker = os.fork()
@@ -116,7 +122,6 @@ def main(module: str, lifeline: int, arguments: list[str]) -> None:
     _control(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != guard:  # it was killed before
         os._exit(1)
-    importlib.import_module(module).main(*arguments)
 
 
 def _do_nothing(_number: int, _frame: FrameType | None) -> None:

@@ -25,7 +25,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from io import FileIO
 from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, Literal, NamedTuple, TypeVar
@@ -63,7 +63,14 @@ Event = Ready | Answer[Key] | Failure
 class Worker(Generic[Key]):
     """A process, the calls that it has not answered, and the guard that ends all processes below it."""
 
-    def __init__(self, module: str, setup: Any, setup_timeout: float, write_output: Callable[[bytes], object]):
+    def __init__(
+        self,
+        module: str,
+        setup: Any,
+        setup_timeout: float,
+        write_output: Callable[[bytes], object],
+        environment: Mapping[str, str] = os.environ,
+    ):
         """Start the process.
 
         Args:
@@ -71,6 +78,7 @@ class Worker(Generic[Key]):
             setup: First message to the process.
             setup_timeout: Time limit for `Ready`, in seconds.
             write_output: Receives what the process writes to stdout and stderr, and b"" at the end.
+            environment: Environment variables of the process.
         """
         self._write_output = write_output
         self._reader = MessageReader()
@@ -87,7 +95,7 @@ class Worker(Generic[Key]):
         """Id of the process, once it runs."""
         self._mark = secrets.token_hex(16)
         self._stack_file = tempfile.TemporaryFile()  # noqa: SIM115 - open while the process runs
-        self._process, self._lifeline = self._start(module)
+        self._process, self._lifeline = self._start(module, environment)
         self._kill_lock = threading.Lock()
         assert self._process.stdin is not None
         assert self._process.stdout is not None
@@ -103,12 +111,12 @@ class Worker(Generic[Key]):
         self._writer = threading.Thread(target=self._write_messages, name="worker-calls", daemon=True)
         self._writer.start()
 
-    def _start(self, module: str) -> tuple[subprocess.Popen[bytes], FileIO]:
+    def _start(self, module: str, environment: Mapping[str, str]) -> tuple[subprocess.Popen[bytes], FileIO]:
         """Start the guard. Return it with its pipe."""
         stack_file, pipe = self._stack_file.fileno(), subprocess.PIPE
         lifeline, sender = os.pipe()
         args = ["-u", "-m", "camshaft.workers.guard", module, str(lifeline), str(stack_file)]
-        env = os.environ | {guard.MARK: self._mark}
+        env = {**environment, guard.MARK: self._mark}
         descriptors = [stack_file, lifeline]
         owner_end = FileIO(sender, "w")
         try:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from camshaft.config.errors import Problem
-from camshaft.config.schema.agents import KEY
+from camshaft.config.schema.agents import AGENT_KEY, KEY
 from camshaft.config.schema.ppo import PPOConfig
 from camshaft.config.schema.roles import GeneratorConfig
 
@@ -24,12 +24,13 @@ def check_episodes(config: PPOConfig) -> Iterator[Problem]:
 
 def check_turns(section: str, rollout: GeneratorConfig) -> Iterator[Problem]:
     """Check the rollout that plays episodes, in training or in `camshaft generate`."""
-    if not rollout.multi_turn.environment:
+    multi_turn = rollout.multi_turn
+    if not multi_turn.plays():
         return
-    environment = f"{section}.{KEY}"
+    environment = f"{section}.{KEY if multi_turn.environment else AGENT_KEY}"
     if rollout.tensor_model_parallel_size > 1:
         key = f"{section}.tensor_model_parallel_size"
-        message = f"must be 1 with an environment, because each rank plays its own episodes. Set {key}=1."
+        message = f"must be 1 with episodes, because each rank plays its own episodes. Set {key}=1."
         yield Problem(key, rollout.tensor_model_parallel_size, message, (environment,))
     if rollout.ignore_eos:
         key = f"{section}.ignore_eos"

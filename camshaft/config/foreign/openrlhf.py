@@ -57,7 +57,7 @@ OPENRLHF: tuple[Row, ...] = (
     NotNeeded("vllm_sync_backend", "the rollout chooses the transport of weights"),
     NotNeeded("flash_attn", "the engine chooses the attention kernel"),
     Missing("async_train", topics.ASYNC),
-    Missing("agent_func_path", topics.AGENTS),
+    Renamed("agent_func_path", "agent", "a function with `base_url` and `api_key`, as `file.py:function`"),
     Missing("zero_stage", topics.DEEPSPEED),
 )
 

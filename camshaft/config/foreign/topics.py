@@ -42,12 +42,6 @@ ASYNC = Topic(
     r"|async_train\w*|max_inflight_gen_batches",
     ("async", "async_grpo", "async_ppo", "async_rloo"),
 )
-AGENTS = Topic(
-    "Agents",
-    "Agents that own the conversation are not implemented: in an episode, an environment answers the policy.",
-    r"agents?|agent_(?:loop|func)\w*|mcp\w*|rollout_func|verifiers|openenv",
-    ("agent",),
-)
 TOOLS = Topic(
     "Tools",
     "Tool calls are not implemented: nothing executes a tool in the middle of a response.",
@@ -215,7 +209,7 @@ SYNC_REF = Topic(
 )
 
 TOPICS = (
-    ASYNC, AGENTS, TOOLS, IMAGES, VIDEO, LOW_BIT, LORA_VARIANTS, NOISE, PRETRAINING, DPO, KTO,
+    ASYNC, TOOLS, IMAGES, VIDEO, LOW_BIT, LORA_VARIANTS, NOISE, PRETRAINING, DPO, KTO,
     DISTILLATION, PF_PPO, SYNC_REF, DEEPSPEED, JAX, NPU, VEOMNI, AUTOMODEL, MEGATRON_FSDP, MEGATRON_LITE, MEGATRON_AUX,
     UNEVEN_STAGES, OTHER_REPLAY, MEGATRON_CHECKPOINTS, MEGATRON_OPTIONS, MTP, EXPERT_SERVERS, TRTLLM,
     REWARD_MANAGERS, PROCESS_REWARDS, SANDBOX, DATASETS, PROFILERS, TRACES, HUB_PUSH, SERVING, BENCHMARKS,

@@ -20,6 +20,11 @@ _ENVIRONMENT = (
     f"Episodes have an environment, a class with the methods reset and step. Set {TURNS}.environment=file.py:Class. "
     "See docs/agents.md."
 )
+_AGENT = (
+    f"A program that owns the conversation is a function or a command. Set {TURNS}.agent=file.py:function, or "
+    f"{TURNS}.environment=file.py:Class for a class with the methods reset and step. See docs/agents.md."
+)
+_ONE_TURN = "without an environment or a program, a response is one generation"
 
 CONFIG_FILES: dict[str, dict[str, Any]] = {"ppo_trainer": {}, "ppo_megatron_trainer": {STRATEGY: "megatron"}}
 """Default config files of verl, with the settings that they stand for here."""
@@ -351,7 +356,15 @@ ROLLOUT_ROWS: tuple[Row, ...] = (
         for name in ("use_inference_chat_template", "tokenization_sanity_check_mode")
     ),
     NotNeeded(f"{TURNS}.num_repeat_rollouts", "rollout.n is the number of episodes for each prompt"),
-    Missing(f"{ROLLOUT}.agent", topics.AGENTS, off=("single_turn_agent", {"path": None, "name": None})),
+    *(
+        NotNeeded(f"{ROLLOUT}.agent.{name}", "environments and programs are started as they are needed")
+        for name in ("num_workers", "agent_loop_manager_class")
+    ),
+    NotNeeded(f"{ROLLOUT}.agent.default_agent_loop", _ONE_TURN, ("single_turn_agent",), _AGENT),
+    *(
+        NotNeeded(f"{ROLLOUT}.agent.{name}", _ONE_TURN, ({}, {"path": None, "name": None}), _AGENT)
+        for name in ("agent_loop_config_path", "custom_async_server")
+    ),
     Missing(f"{ROLLOUT}.profiler", topics.PROFILERS, switch="enable"),
     Missing(f"{ROLLOUT}.trace", topics.TRACES, switch="backend"),
     NotNeeded(f"{ROLLOUT}.prometheus", "trainer.logger=prometheus exports the metrics of a run"),

@@ -27,6 +27,11 @@ WORDS: tuple[Row, ...] = (
     *(Renamed(name, f"{ACTOR}.fsdp_config.param_offload") for name in ("offload", "cpu_offload")),
     Renamed("use_lora", "lora"),
     *(Renamed(name, "environment") for name in ("env", "envs", "environments", "env_name", "env_id", "gym")),
+    *(Renamed(name, "agent") for name in ("agent_func", "agent_loop", "agents", "program", "harness")),
+    *(
+        Expanded(name, {}, "set agent=file.py:function, or environment=file.py:Class, that uses it; see docs/agents.md")
+        for name in ("verifiers", "openenv", "mcp")
+    ),
     Expanded("lora_dropout", {0: {}}, "adapters have no dropout; omit the key"),
     *(
         Expanded(name, {}, "set on_step=my_hooks.py:function, which each step calls; see docs/add-a-metric.md")

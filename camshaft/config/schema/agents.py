@@ -1,17 +1,25 @@
 """Section `multi_turn` of the rollout: environments that answer the policy."""
 
+from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
 
 from pydantic import PositiveFloat
 
-from camshaft.config.schema.fields import Count, Environments, Section, Unread, key
+from camshaft.config.errors import Problem
+from camshaft.config.schema.fields import Count, Environments, Section, Text, Unread, key
 
 KEY = "multi_turn.environment"
 """Key of the environment in the section of a rollout."""
+AGENT_KEY = "multi_turn.agent"
+"""Key of the program in the section of a rollout."""
 
 PLAYED = Unread(
+    lambda section: not section.plays(), "{environment}", "set [environment]=file.py:Class, or omit the key"
+)
+WITH_ENVIRONMENT = Unread(
     lambda section: not section.environment, "{environment}", "set [environment]=file.py:Class, or omit the key"
 )
+WITH_AGENT = Unread(lambda section: section.agent is None, "{agent}", "set [agent]=file.py:function, or omit the key")
 
 
 class NamedEnvironment(NamedTuple):
@@ -23,9 +31,10 @@ class NamedEnvironment(NamedTuple):
 
 
 class MultiTurnConfig(Section):
-    """Episodes of several turns with an environment, which is a class with the methods reset and step. See agents.md.
+    """Episodes of several turns with an environment, which is a class with the methods reset and step, or with a
+    program that sends requests for answers. See agents.md.
 
-    Without an environment, a response is one generation.
+    Without both, a response is one generation.
     """
 
     environment: Environments = key(
@@ -36,8 +45,21 @@ class MultiTurnConfig(Section):
         short=("environment", "file.py:Class of an environment"),
     )
     environment_kwargs: dict[str, Any] = key(
-        {}, "Keyword arguments of the constructor of the environment.", unread=PLAYED
+        {}, "Keyword arguments of the constructor of the environment.", unread=WITH_ENVIRONMENT
     )
+    agent: Text | None = key(
+        None,
+        "Program that owns the conversation and sends requests to a base URL, instead of an environment: "
+        "file.py:function, package.module:function, or a command line, in which {base_url} and {api_key} are replaced.",
+        short=("agent", "file.py:function or command line of a program"),
+    )
+    allow_sampling: bool = key(
+        False,
+        "Let the requests of a program set sampling options, such as temperature. Otherwise, a request with other "
+        "options than those of the run is an error.",
+        unread=WITH_AGENT,
+    )
+    max_concurrency: Count = key(64, "Number of programs that run at the same time on each rank.", unread=WITH_AGENT)
     max_assistant_turns: Count | None = key(
         None,
         "Maximum number of answers in an episode. null does not limit them.",
@@ -64,17 +86,33 @@ class MultiTurnConfig(Section):
         "history as the chat template rewrites it, is not implemented.",
         unread=PLAYED,
     )
-    num_workers: Count = key(4, "Number of processes on each rank that run environments.", unread=PLAYED)
-    timeout: PositiveFloat = key(30.0, "Time limit, in seconds, of a call of step.", unread=PLAYED)
+    num_workers: Count = key(4, "Number of processes on each rank that run environments.", unread=WITH_ENVIRONMENT)
+    timeout: PositiveFloat = key(
+        30.0,
+        "Time limit, in seconds, of a call of step, or of a program between an answer and its next request.",
+        unread=PLAYED,
+    )
     start_timeout: PositiveFloat = key(
-        120.0, "Time limit, in seconds, of loading an environment, and of its construction and reset.", unread=PLAYED
+        120.0,
+        "Time limit, in seconds, of loading an environment, and of its construction and reset; or of loading a "
+        "program, and up to its first request.",
+        unread=PLAYED,
     )
     episode_timeout: PositiveFloat | None = key(
         None,
-        "Time limit, in seconds, of all calls of the environment in an episode together, without the time of the "
-        "policy. null does not limit them.",
+        "Time limit, in seconds, of all calls of the environment in an episode together, or of a program, without the "
+        "time of the policy. null does not limit them.",
         unread=PLAYED,
     )
+
+    def plays(self) -> bool:
+        """Return True if the policy plays episodes, with an environment or a program."""
+        return bool(self.environment) or self.agent is not None
+
+    def problems(self) -> Iterator[Problem]:
+        if self.environment and self.agent is not None:
+            message = "is set, but so is [environment], which answers the policy itself. Remove one of them."
+            yield Problem("agent", self.agent, message, ("environment",))
 
     def selected(self) -> tuple[NamedEnvironment, ...]:
         """Return the environments to load."""

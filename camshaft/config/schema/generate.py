@@ -74,8 +74,8 @@ class GenerateConfig(CommandConfig):
     ray_kwargs: RayConfig = section("Settings of Ray, used with trainer.controller=ray.")
 
     def plays_episodes(self) -> bool:
-        """Return True if the model plays episodes with an environment."""
-        return bool(self.rollout.multi_turn.environment)
+        """Return True if the model plays episodes, with an environment or a program."""
+        return self.rollout.multi_turn.plays()
 
     def model_sources(self) -> Iterator[tuple[str, bool]]:
         """Yield the model and the tokenizer, and whether the command needs the weights."""

@@ -103,8 +103,8 @@ class PPOConfig(CommandConfig):
         )
 
     def plays_episodes(self) -> bool:
-        """Return True if the policy plays episodes with an environment."""
-        return bool(self.actor_rollout_ref.rollout.multi_turn.environment)
+        """Return True if the policy plays episodes, with an environment or a program."""
+        return self.actor_rollout_ref.rollout.multi_turn.plays()
 
     def needs_function(self) -> bool:
         """Return True if a scoring function is used. It is optional with a reward model or an environment."""

@@ -375,7 +375,7 @@ class GeneratorConfig(Section):
         {},
         "Options passed to the rollout backend (vllm, sglang, server or a custom one). torch and hf accept no options.",
     )
-    multi_turn: MultiTurnConfig = section("Episodes of several turns with an environment.")
+    multi_turn: MultiTurnConfig = section("Episodes of several turns with an environment or a program.")
 
     def problems(self) -> Iterator[Problem]:
         if self.n > 1 and not self.do_sample:

@@ -189,10 +189,23 @@ def test_turns_of_verl_name_the_environment(base, word):
 
 
 @pytest.mark.parametrize(
+    "word",
+    [
+        f"{R}.agent.default_agent_loop=tool_agent",
+        f"{R}.agent.agent_loop_config_path=loops.yaml",
+        "openenv=wordle",
+        "verifiers=gsm8k",
+    ],
+)
+def test_programs_of_other_libraries_name_the_agent(base, word):
+    with pytest.raises(ConfigError, match=r"agent=file\.py:function"):
+        load_ppo([*base, word])
+
+
+@pytest.mark.parametrize(
     ("word", "topic"),
     [
         (f"{R}.multi_turn.tool_config_path=tools.yaml", "Tools"),
-        (f"{R}.agent.num_workers=8", "Agents"),
         (f"{R}.data_parallel_size=4", "Expert parallelism over several vLLM engines"),
         (f"{R}.name=trtllm", "TensorRT-LLM"),
         ("data.image_key=images", "Images"),
@@ -221,7 +234,6 @@ def test_turns_of_verl_name_the_environment(base, word):
         (f"{A}@{A}=mlite_actor", "Megatron-lite"),
         # of no library, and of other ones
         ("+tools=[search]", "Tools"),
-        ("openenv=wordle", "Agents"),
         ("vlm=1", "Images"),
         ("load_in_4bit=True", "Low precision"),
         ("qlora=8", "Low precision"),

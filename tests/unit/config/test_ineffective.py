@@ -107,6 +107,8 @@ def rollout_cases(section: str) -> list[Case]:
     played = [f"{turns}.environment=my_package:Game"]
     return [
         (f"{turns}.num_workers=2", [], played),
+        (f"{turns}.num_workers=2", [f"{turns}.agent=my_package:solve"], played),
+        (f"{turns}.max_concurrency=2", played, [f"{turns}.agent=my_package:solve"]),
         (f"{turns}.tool_response_truncate_side=left", played, [*played, f"{turns}.max_tool_response_length=9"]),
         (f"{section}.tensor_model_parallel_size=2", [f"{name}=torch"], [f"{name}=sglang"]),
         (f"{section}.gpu_memory_utilization=0.4", [f"{name}=torch"], [f"{name}=torch", *ON_GPU]),
