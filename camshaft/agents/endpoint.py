@@ -135,7 +135,7 @@ class Endpoint:
         if self.num_other_histories:
             logger.warning(
                 "%d requests did not continue a conversation of their session, because its history was another one; "
-                "each trains as a row of its own",
+                "each is a row of its own",
                 self.num_other_histories,
             )
 
