@@ -63,5 +63,5 @@ def check_on_ranks(model_type: str, folder: str, head: Head, options: dict[str, 
 def test_training_on_two_ranks_equals_transformers(model_type: str, layout: str, head: Head, tmp_path: Path) -> None:
     write_model(model_type, tmp_path)
     options = LAYOUTS[layout][1]
-    for outcome in run_warm_ranks(check_on_ranks, 2, model_type, str(tmp_path), head, options):
+    for outcome in run_warm_ranks(check_on_ranks, 2, model_type, str(tmp_path), head, options, timeout=300):
         assert outcome.status == "equal", outcome.detail
