@@ -179,6 +179,21 @@ These are the settings of all runs, followed by the settings that only PPO (`gae
 The runs were executed two at a time with one thread each, and took {minutes:.0f} CPU minutes in total. Wall
 times exceed CPU times because the machine had other load.
 
+## Episodes
+
+The game of [`examples/agents/hint.py`](../examples/agents/README.md) has four boxes and one prize. A policy with one
+answer finds the prize in at most 0.25 of the games, and one that asks for the hint first in all of them; both numbers
+come from an enumeration of all policies. A tiny model with random weights learns to ask, with `turn_return` and 16
+episodes for each of 16 prompts, in one CPU minute per run:
+
+| mean score in steps | 1 to 10 | 11 to 20 | 21 to 30 | 31 to 40 |
+| --- | --- | --- | --- | --- |
+| seed 1 | 0.38 | 0.90 | 0.99 | 1.00 |
+| seed 2 | 0.26 | 0.44 | 0.85 | 0.99 |
+| seed 3 | 0.38 | 0.90 | 0.99 | 1.00 |
+
+`tests/unit/trainer/test_agent_examples.py` repeats these runs.
+
 ## Limitations
 
 - The runs do not show that a model learns a new skill. Every initial model sometimes produces correct answers, so the

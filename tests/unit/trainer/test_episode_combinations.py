@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.episodes import BY_ANSWER, BY_GAME, EPISODES, LENGTH, ROLLOUT, TURNS, game
 from support.ppo_runs import ppo_config, weights_of
 from torch import Tensor
 
@@ -14,33 +15,8 @@ from camshaft.tracking import RunInfo, Tracking
 from camshaft.trainer.ppo import PPOTrainer
 from camshaft.trainer.session import Extensions
 
-ROLLOUT, ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
-TURNS = f"{ROLLOUT}.multi_turn"
-LENGTH = 64
+ACTOR = "actor_rollout_ref.actor"
 ROUNDING = 1e-5
-GAME = """
-class Game:
-    def reset(self, seed, row_seed):
-        self.turn, self.seed = 0, seed
-        return f" {PROMPT}"
-
-    def step(self, answer):
-        self.turn += 1
-        return f"told {self.turn}", REWARD, self.turn == 3
-"""
-BY_ANSWER = "float(sum(map(ord, answer)) % 5)"
-BY_GAME = "float(self.seed % 7 + self.turn)"
-EPISODES: dict[str, Any] = {
-    f"{ROLLOUT}.n": 2,
-    f"{TURNS}.max_turn_length": 4,
-    f"{TURNS}.num_workers": 1,
-    f"{ACTOR}.ppo_mini_batch_size": 8,
-    "algorithm.adv_estimator": "grpo",
-    "custom_reward_function.path": "null",
-    "data.max_prompt_length": 48,
-    "data.max_response_length": LENGTH,
-}
-
 RUN = RunInfo(project="test", experiment="test", folder=Path(), total_steps=2)
 
 
@@ -48,10 +24,8 @@ class Run:
     """The metrics, the batches and the last weights of a run."""
 
     def __init__(self, home: Path, settings: Mapping[str, Any], steps: int, reward: str, prompt: str):
-        file = home / "game.py"
-        file.write_text(GAME.replace("REWARD", reward).replace("PROMPT", prompt))
         lengths = {"trainer.total_training_steps": steps, "trainer.total_epochs": steps}
-        keys = {**EPISODES, f"{TURNS}.environment": f"{file}:Game", **lengths, **settings}
+        keys = {**EPISODES, f"{TURNS}.environment": game(home, reward, prompt), **lengths, **settings}
         self.metrics: list[dict[str, float]] = []
         self.batches: list[DataProto] = []
         with PPOTrainer.open(ppo_config(home, keys), Extensions(on_step=(self.record,))) as trainer:
@@ -176,3 +150,11 @@ def test_an_adapter_plays_and_learns(home: Path) -> None:
     adapters = [weight for name, weight in run.actor.items() if "lora_B" in name]
     assert adapters
     assert all(weight.any() for weight in adapters)
+
+
+@pytest.mark.slow
+def test_a_rollout_in_another_process_plays_the_same_episodes(home: Path) -> None:
+    here, there = (trained(home, **{f"{ROLLOUT}.name": name}).batches[0] for name in ("torch", "process"))
+    assert list(there["transcript"]) == list(here["transcript"])
+    for name in ("prompts", "responses", "response_mask", "env_scores"):
+        assert torch.equal(there.ragged(name).values, here.ragged(name).values), name
