@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from threading import Condition, Thread
 from types import TracebackType
-from typing import Literal, NamedTuple, Protocol, Self, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 
@@ -130,6 +130,8 @@ class WaveStream(Stream):
         self._waiting: dict[RowId, _Request] = {}
         self._running: dict[RowId, _Request] = {}
         self._ended: dict[RowId, Answer] = {}
+        self._closed: list[RowId] = []
+        """Closed rows of which the rollout may keep something."""
         self._error: BaseException | None = None
         self._is_stopped = False
         # A new thread starts on device 0.
@@ -167,6 +169,7 @@ class WaveStream(Stream):
         with self._changed:
             for rows in (self._first_lengths, self._waiting, self._running, self._ended):
                 rows.pop(row_id, None)
+            self._closed.append(row_id)
             self._changed.notify_all()
 
     def stop(self) -> None:
@@ -188,13 +191,21 @@ class WaveStream(Stream):
             torch.accelerator.set_device_index(self._device)
         try:
             while wave := self._next_wave():
+                self._close_rows()
                 for answer in self._generate(wave):
                     self._end(answer)
+            self._closed += self._first_lengths
+            self._close_rows()
         except BaseException as error:  # raised by `take`
             with self._changed:
                 self._error = error
                 self._running = {}
                 self._changed.notify_all()
+
+    def _close_rows(self) -> None:
+        with self._changed:
+            closed, self._closed = self._closed, []
+        self._rollout.close_rows(closed)
 
     def _next_wave(self) -> list[_Request]:
         """Wait for requests, and return those with equal sampling options. Return none after `stop`."""
@@ -217,10 +228,13 @@ class WaveStream(Stream):
         if not self._rollout.capabilities.continues_rows:
             seeds = restart_seeds(seeds, torch.tensor([request.position for request in wave]))
         sampling = replace(wave[0].sampling, max_tokens=max(request.sampling.max_tokens for request in wave))
-        earlier = {"generated": Ragged.from_rows([request.generated for request in wave], torch.int64)}
-        has_earlier = any(request.generated for request in wave)
+        options: dict[str, Any] = {}
+        if any(request.generated for request in wave):
+            options["generated"] = Ragged.from_rows([request.generated for request in wave], torch.int64)
+        if self._rollout.capabilities.keeps_rows:
+            options["row_ids"] = [request.row_id for request in wave]
         version = self._rollout.version
-        out = self._rollout.generate_sequences(contexts, sampling, seeds, **(earlier if has_earlier else {}))
+        out = self._rollout.generate_sequences(contexts, sampling, seeds, **options)
         answers: list[Answer] = []
         rows = zip(wave, out.responses.rows(), out.log_probs.rows(), out.finished.tolist(), strict=True)
         for request, ids, log_probs, finished in rows:

@@ -5,12 +5,14 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from camshaft.config.backends import TORCH
+from camshaft.config.rollout import RolloutEngineConfig
 from camshaft.contracts.rollout.harness import Case, RolloutHarness
 from camshaft.errors import RolloutError
 from camshaft.ragged import Ragged
@@ -138,7 +140,7 @@ class Held(TorchRollout):
     """Waits before each call, counts the rows of the calls, and fails for the token 1."""
 
     gate: threading.Event
-    capabilities = replace(TORCH, continues_rows=False)
+    capabilities = replace(TORCH, continues_rows=False, keeps_rows=False)
 
     def generate_sequences(
         self, prompts: Ragged, sampling: SamplingParams, seeds: Tensor | None = None, generated: Ragged | None = None
@@ -204,3 +206,33 @@ def test_a_waiting_row_is_interrupted_without_tokens(held: Case) -> None:
         threading.Timer(0.1, rollout.gate.set).start()
         assert stream.interrupt() == [Answer(1, [], [], [], "interrupted")]
         assert take(stream, 1)[0].reason == "length"
+
+
+class Counting(TorchRollout):
+    """Records the number of cached tokens of each row and call."""
+
+    def __init__(self, config: RolloutEngineConfig):
+        super().__init__(config)
+        self.cached: list[int] = []
+
+    def generate_sequences(self, *arguments: Any, **options: Any) -> Generation:
+        out = super().generate_sequences(*arguments, **options)
+        assert out.num_cached is not None
+        self.cached += out.num_cached.tolist()
+        return out
+
+
+def test_a_rollout_keeps_the_rows_of_a_stream(tmp_path: Path) -> None:
+    rollout = RolloutHarness(Counting, tmp_path).case().rollout
+    assert isinstance(rollout, Counting)
+    with WaveStream(rollout) as stream:
+        stream.put("a", [3, 4, 5], SAMPLING, seed=1)
+        answer = take(stream, 1)["a"]
+        context = [3, 4, 5, *answer.tokens, 8]
+        stream.put("a", context, SAMPLING, seed=1)
+        take(stream, 1)
+        stream.close("a")
+        stream.put("a", context, SAMPLING, seed=1)
+        take(stream, 1)
+    assert rollout.cached == [0, 3 + 12 - 1, 0]
+    assert rollout.kept.num_bytes == 0
