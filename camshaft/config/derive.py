@@ -150,9 +150,10 @@ def reward_engine_model(config: PPOConfig) -> EngineModel:
 def rollout_engine(config: PPOConfig) -> RolloutEngineConfig:
     """Return the config of the rollout of a training run."""
     section = config.actor_rollout_ref
-    generator = _rollout_engine_config(section.model, section.rollout, config.trainer).model_copy(
-        update={"enable_return_routed_experts": config.routing_mode() is not None}
-    )
+    changes: dict[str, Any] = {"enable_return_routed_experts": config.routing_mode() is not None}
+    if not section.hybrid_engine:
+        changes["free_cache_engine"] = False  # the rollout never sleeps
+    generator = _rollout_engine_config(section.model, section.rollout, config.trainer).model_copy(update=changes)
     if section.rollout.lora_weights == "merged":
         return generator
     return generator.model_copy(update={"lora": _lora(section.model)})

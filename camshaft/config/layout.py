@@ -20,6 +20,8 @@ from camshaft.subprocesses import Limit
 
 GLOBAL_POOL = "global_pool"
 """Name of the resource pool that `trainer.nnodes` and `trainer.n_gpus_per_node` define."""
+ROLLOUT_POOL = "rollout"
+"""Default name of the resource pool of a rollout on devices of its own. On a CPU, it need not be defined."""
 
 
 class PoolConfig(Section):
@@ -127,6 +129,8 @@ class Topology:
     """Number of ranks in the pool of the critic. None: the run has no critic."""
     reward_model: int | None = None
     """Number of ranks in the pool of the reward model. None: the run has no reward model."""
+    rollout: int | None = None
+    """Number of ranks in the pool of the rollout. None: the rollout uses the ranks of the actor."""
 
     def dp_size(self, ranks_per_row: int = 1) -> int:
         """Return the data-parallel size, if groups of `ranks_per_row` ranks process the same rows."""
@@ -139,6 +143,10 @@ class Topology:
     def reward_model_topology(self) -> "Topology":
         """Return the topology of the reward model's pool."""
         return Topology(self.reward_model or self.world_size)
+
+    def rollout_topology(self) -> "Topology":
+        """Return the topology of the rollout's pool."""
+        return Topology(self.rollout or self.world_size)
 
 
 def divide_evenly(count_global: int, dp_size: int, name: str) -> int:

@@ -345,11 +345,6 @@ class NotImplementedValue(NamedTuple):
 
 NOT_IMPLEMENTED = (
     NotImplementedValue(
-        ("actor_rollout_ref.hybrid_engine",),
-        False,
-        "running actor and rollout on separate devices is not implemented. Set {key}=true.",
-    ),
-    NotImplementedValue(
         ("actor_rollout_ref.rollout.multi_turn.history", "rollout.multi_turn.history"),
         "template",
         "rewritten histories, which make one episode several rows, are not implemented. Set {key}=append.",

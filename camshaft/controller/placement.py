@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from camshaft.config import GLOBAL_POOL, PlacementConfig, PPOConfig, SupervisedConfig, pool_sizes
+from camshaft.config import GLOBAL_POOL, PlacementConfig, PPOConfig, SupervisedConfig
 from camshaft.config.layout import Phase
 from camshaft.controller.group import Options, Pool, pools
 from camshaft.controller.resources import PoolSpec
@@ -22,7 +22,7 @@ from camshaft.errors import ConfigError
 ROLE_MODULES = ("camshaft.roles",)
 """Modules that worker processes import at startup."""
 PHASES: dict[str, Phase] = {
-    **dict.fromkeys(("sync_weights", "generate_sequences"), "generate"),
+    **dict.fromkeys(("sync_weights", "publish", "receive_weights", "generate_sequences"), "generate"),
     **dict.fromkeys(("update_actor", "update_critic", "train_batch"), "update"),
     **dict.fromkeys(("save_checkpoint", "wait_for_checkpoint", "export"), "save"),
 }
@@ -35,8 +35,7 @@ def pool_specs(config: PPOConfig | SupervisedConfig) -> list[PoolSpec]:
     """Return the pools of a run that host at least one role. A PPO run starts with the pool of the actor."""
     if not isinstance(config, PPOConfig):
         return [global_pool(config.trainer, "model")]
-    trainer, pool_of = config.trainer, config.pools()
-    sizes = pool_sizes(trainer, trainer.resource_pools)
+    trainer, pool_of, sizes = config.trainer, config.pools(), config.pool_sizes()
     return [
         PoolSpec(
             name,

@@ -21,6 +21,9 @@ from camshaft.rollout.builtin.kv_cache import KVCache
 from camshaft.rollout.builtin.rollout import SAMPLING_BYTES, cache_budget
 from camshaft.rollout.weights.transport import BUFFERS
 
+UNLIMITED = 2**60
+"""Memory of a generator on a CPU, in bytes."""
+
 
 class Generator(NamedTuple):
     """Memory of the rollout on each device, in bytes."""
@@ -61,6 +64,18 @@ def forecast_generator(config: PPOConfig, memory: int, resident: int, rows: int)
     if name not in GENERATORS:
         return None
     return GENERATORS[name](engine, model_size(engine), memory, resident, rows)
+
+
+def forecast_alone(config: PPOConfig, memory: int, ranks: int) -> int | None:
+    """Return the memory of each of `ranks` ranks of a rollout on devices of its own; None if it is unknown.
+
+    The KV cache has no limit on a CPU.
+    """
+    policy, on_cpu = config.actor_rollout_ref, config.trainer.device == "cpu"
+    rows = -(-config.data.train_batch_size * policy.rollout.n // ranks)
+    weights = model_size(rollout_engine(config)).weights if keeps_tensors(policy.rollout.name) else 0
+    generator = forecast_generator(config, UNLIMITED if on_cpu else memory, weights, rows)
+    return None if generator is None else weights + generator.gen
 
 
 def model_size(config: RolloutEngineConfig) -> ModelSize:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from camshaft.config import GLOBAL_POOL, PPOConfig, RMConfig, SFTConfig, SupervisedConfig, compose
+from camshaft.config import GLOBAL_POOL, PPOConfig, RMConfig, SFTConfig, SupervisedConfig, compose, rollout_engine
 from camshaft.config.backends import ENGINES, engine_capabilities
 from camshaft.config.schema.model import AnyModelConfig
 from camshaft.config.tree import get
@@ -18,7 +18,7 @@ from camshaft.errors import ConfigError
 from camshaft.planning.devices import GIB, device_memory
 from camshaft.planning.doctor.machine import memory_limit
 from camshaft.planning.engines import SIMULATED
-from camshaft.planning.generator import Generator, forecast_generator
+from camshaft.planning.generator import Generator, forecast_alone, forecast_generator, model_size
 from camshaft.planning.layers import Phase
 from camshaft.planning.prompts import ASSUMED, fit_to_data
 from camshaft.planning.trace import (
@@ -26,6 +26,7 @@ from camshaft.planning.trace import (
     MODEL,
     POLICY,
     REWARD,
+    ROLLOUT,
     TRACED_ROLLOUT,
     UPDATES,
     Config,
@@ -102,6 +103,10 @@ def make_plan(config: Config, memory: int | None) -> Plan:
         in_pool = {group: phases for group, phases in traces.items() if pools[group] == pool}
         generator = _generator(config, in_pool, limit) if isinstance(config, PPOConfig) else Generator(0, 0, 0)
         rows += _pool_rows(pool, in_pool, generator)
+    if isinstance(config, PPOConfig) and not config.actor_rollout_ref.hybrid_engine:
+        peak = forecast_alone(config, limit, group_topology(config, ROLLOUT).world_size)
+        if peak is not None:
+            rows.append(Row(pools[ROLLOUT], ROLLOUT, "gen", peak, 0))
     return Plan(rows, limit, list(_notes(config)))
 
 
@@ -128,7 +133,7 @@ def _pool_rows(pool: str, traces: dict[str, list[Phase]], generator: Generator) 
 
 def _generator(config: PPOConfig, traces: dict[str, list[Phase]], memory: int) -> Generator:
     """Return the memory of the generator that the traces of a pool leave out."""
-    if config.trainer.device == "cpu" or POLICY not in traces:
+    if config.trainer.device == "cpu" or POLICY not in traces or not config.actor_rollout_ref.hybrid_engine:
         return Generator(0, 0, 0)
     syncs = [phase for phase in traces[POLICY] if phase.name == "sync"]
     others = sum(phases[-1].rest for group, phases in traces.items() if group != POLICY)
@@ -195,6 +200,9 @@ def _notes(config: Config) -> Iterator[str]:
             "the figures are live tensors on each device; the CUDA context, communication buffers and fragmentation "
             "need more (docs/plan.md)"
         )
+    if isinstance(config, PPOConfig) and not config.actor_rollout_ref.hybrid_engine:
+        size = _size(model_size(rollout_engine(config)).weights)
+        yield f"sync: the weights for the rollout need {size} more in host memory on each machine of the actor"
     if isinstance(config, PPOConfig) and not _forecasts_generator(config):
         yield f"gen: the memory of rollout.name={config.actor_rollout_ref.rollout.name} is not forecast"
     if (length := next((choice for choice in config.choices() if choice.reason == ASSUMED), None)) is not None:
@@ -206,8 +214,9 @@ def _notes(config: Config) -> Iterator[str]:
 
 
 def _forecasts_generator(config: PPOConfig) -> bool:
-    if config.trainer.device == "cpu":
-        return config.actor_rollout_ref.rollout.name == TRACED_ROLLOUT
+    policy = config.actor_rollout_ref
+    if config.trainer.device == "cpu" and policy.hybrid_engine:
+        return policy.rollout.name == TRACED_ROLLOUT
     return forecast_generator(config, GIB, 0, 1) is not None
 
 

@@ -43,6 +43,8 @@ from camshaft.trainer.build import role_classes
 
 POLICY, CRITIC, REWARD, MODEL = "actor_rollout_ref", "critic", "reward_model", "model"
 """Groups of roles. A supervised run has only the model that it trains."""
+ROLLOUT = "rollout"
+"""A rollout on devices of its own, which has no engine."""
 TRACED_ROLLOUT = "torch"
 """Rollout that generates with the weights of the engine. Others reserve their memory themselves."""
 LAYER_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types")
@@ -144,7 +146,11 @@ def group_topology(config: Config, group: str) -> Topology:
     if isinstance(config, SupervisedConfig):
         return Topology(config.trainer.world_size)
     topology = config.topology()
-    return {CRITIC: topology.critic_topology(), REWARD: topology.reward_model_topology()}.get(group, topology)
+    others = {
+        CRITIC: topology.critic_topology(), REWARD: topology.reward_model_topology(),
+        ROLLOUT: topology.rollout_topology(),
+    }  # fmt: skip
+    return others.get(group, topology)
 
 
 @contextmanager
@@ -288,7 +294,9 @@ class _PPOTracer(Tracer):
 
     def _policy_actions(self, dp_size: int) -> Iterator[Action]:
         config, worker = self.config, self.worker
-        if self.on_device:
+        if not config.actor_rollout_ref.hybrid_engine:
+            pass  # it generates on other devices
+        elif self.on_device:
             yield "actor", "sync", self._sync
             yield "actor", "gen", self.generation.close
         elif self._generates():
@@ -306,8 +314,9 @@ class _PPOTracer(Tracer):
         yield "actor", "update_actor", lambda: worker.update_actor(update, old_log_probs=source)
 
     def _generates(self) -> bool:
-        name = self.config.actor_rollout_ref.rollout.name
-        return self.group == POLICY and name == TRACED_ROLLOUT and not self.on_device
+        policy = self.config.actor_rollout_ref
+        is_traced = policy.hybrid_engine and policy.rollout.name == TRACED_ROLLOUT
+        return self.group == POLICY and is_traced and not self.on_device
 
     def _sync(self) -> None:
         """Gather the weights for the rollout, and keep what is on the device while it generates (`generator.py`)."""

@@ -1,4 +1,4 @@
-"""Weight sync between an engine and a rollout that share devices, including the release of memory on both sides.
+"""Weight sync between an engine and a rollout, including the release of memory on devices that both share.
 
     from camshaft.reshard import rollout_mode
     with rollout_mode(engine, rollout) as sync:
@@ -10,6 +10,7 @@
 without an engine.
 
     hybrid.py    syncs and verifies weights, and switches between training and generation
+    snapshot.py  publishes weights in host memory for rollouts in other processes
 
 The specification calls this the sharding manager. It depends on the interfaces `BaseEngine` and `BaseRollout` and on no
 backend: any engine yields names and tensors, and any rollout loads them.
@@ -25,14 +26,18 @@ from camshaft.reshard.hybrid import (
     rollout_mode,
     sync_weights,
 )
+from camshaft.reshard.snapshot import Publisher, Snapshot, receive
 
 __all__ = [
+    "Publisher",
+    "Snapshot",
     "Sync",
     "asleep_after_error",
     "enter",
     "is_entered",
     "leave",
     "load_verified",
+    "receive",
     "rollout_mode",
     "sync_weights",
 ]

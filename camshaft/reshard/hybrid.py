@@ -213,7 +213,7 @@ def sync_weights(engine: BaseEngine, rollout: BaseRollout) -> Sync:
 
 def load_verified(weights: Weights, rollout: BaseRollout, device: str) -> Sync:
     """Wake `rollout`, load `weights` from a sender on `device`, and verify them."""
-    with _verified_sync(rollout, device) as sync:
+    with verified_sync(rollout, device) as sync:
         load_with_version(rollout, rollout.load_weights, sync.record(sync.cast(weights, rollout)), sync.version)
     return sync
 
@@ -230,7 +230,7 @@ def _sync(engine: BaseEngine, rollout: BaseRollout, copy: bool) -> Sync:
             weights = ((name, tensor.clone()) for name, tensor in weights)
         load_with_version(rollout, load, weights, sync.version)
 
-    with _verified_sync(rollout, engine.config.device) as sync:
+    with verified_sync(rollout, engine.config.device) as sync:
         dtype_of = functools.partial(sync.dtype_of, rollout)
         if lora is None:
             if rollout.casts_weights and engine.yields_live_weights:
@@ -252,13 +252,13 @@ def _sync(engine: BaseEngine, rollout: BaseRollout, copy: bool) -> Sync:
 
 
 @contextlib.contextmanager
-def _verified_sync(rollout: BaseRollout, device: str) -> Iterator[Sync]:
-    """Wake `rollout` on entry and verify its digests on exit; the caller loads the weights inside the context."""
+def verified_sync(rollout: BaseRollout, device: str, version: int | None = None) -> Iterator[Sync]:
+    """Wake `rollout` on entry, and verify its digests on exit. The caller loads `version`, by default the next one."""
     start, state = time.perf_counter(), SyncState.of(rollout)
     if not rollout.keeps_tensors:
         release_cache(torch.device(device))  # the rollout has another allocator, which cannot reuse cached memory
     rollout.wake_up()
-    state.version += 1
+    state.version = state.version + 1 if version is None else version
     sync = Sync(state.version)
     yield sync
     load_end = time.perf_counter()

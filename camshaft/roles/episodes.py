@@ -55,6 +55,7 @@ class EpisodesWorker(RolloutWorker):
     environments: Spec | ProgramSpec | None = None
     """Set by `set_environments`."""
 
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_environments(self, spec: Spec | ProgramSpec) -> None:
         """Set the environments or the program. Their processes are started by the first episodes."""
         self.environments = spec

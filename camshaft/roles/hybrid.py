@@ -1,10 +1,14 @@
 """Role that combines actor, rollout and reference in one worker.
 
 The reference is optional: its weights are loaded only if the reward or the loss has a KL penalty. The reference may use
-a different parallel layout than the actor, in which case batches are split differently for its calls.
+a different parallel layout than the actor, in which case batches are split differently for its calls. With
+`hybrid_engine=false`, the rollout is a role of its own, for which this one publishes its weights.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
+
+import torch
 
 from camshaft.agents.jobs import ProgramSpec
 from camshaft.agents.messages import Spec
@@ -12,6 +16,7 @@ from camshaft.config import PPOConfig, Topology
 from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.errors import EngineError, RolloutError
+from camshaft.reshard import Publisher, Snapshot
 from camshaft.roles.actor import ActorWorker, AdapterlessRef, OldLogProbs, RefWorker
 from camshaft.roles.base import SkippedSteps
 from camshaft.roles.episodes import EpisodesWorker
@@ -31,6 +36,8 @@ class ActorRolloutRefWorker(Worker):
     rollout_class: ClassVar[type[RolloutWorker]] = RolloutWorker
     episodes_class: ClassVar[type[EpisodesWorker]] = EpisodesWorker
     """Class of the rollout in runs with environments."""
+    rollout: RolloutWorker
+    """The rollout, unless it is on devices of its own (`hybrid_engine=false`)."""
 
     def __init__(self, config: PPOConfig, topology: Topology, total_steps: int):
         super().__init__()
@@ -42,8 +49,15 @@ class ActorRolloutRefWorker(Worker):
         elif self.kl.is_used:
             self.ref = AdapterlessRef(config, self.actor.engine)
         self.actor.reference = self.ref
-        rollout_class = self.episodes_class if config.plays_episodes() else self.rollout_class
-        self.rollout = rollout_class(config, self.actor.engine)
+        self.publisher = Publisher(self.actor.engine, writes=self.rank_info.local_rank == 0)
+        self.generates = config.actor_rollout_ref.hybrid_engine
+        if self.generates:
+            self.rollout = self.rollout_role(config)(config, self.actor.engine)
+
+    @classmethod
+    def rollout_role(cls, config: PPOConfig) -> type[RolloutWorker]:
+        """Return the class of the rollout, which may run in this worker or on devices of its own."""
+        return cls.episodes_class if config.plays_episodes() else cls.rollout_class
 
     @property
     def seat(self) -> Seat:
@@ -59,7 +73,8 @@ class ActorRolloutRefWorker(Worker):
         self.actor.init_model()
         if self.ref is not None:
             self.ref.init_model()
-        self.rollout.init_model()
+        if self.generates:
+            self.rollout.init_model()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_environments(self, spec: Spec | ProgramSpec) -> None:
@@ -76,6 +91,21 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def sleep_rollout(self) -> None:
         self.rollout.sleep_rollout()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def weight_dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype in which the engine stores each weight."""
+        return self.publisher.source_dtypes()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_published_dtypes(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Set the dtypes in which `publish` writes the weights: those in which the rollout receives them."""
+        self.publisher.dtypes = dtypes
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def publish(self, version: int) -> Snapshot | None:
+        """Write the weights to host memory, once per machine. Return the snapshot, or None on other ranks."""
+        return self.publisher.publish(version)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(

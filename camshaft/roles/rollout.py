@@ -4,6 +4,9 @@
     rollout.generate_sequences(prompts)     # any number of calls
     rollout.sleep_rollout()
 
+    rollout.receive_weights(snapshots)      # instead, on devices of its own: what the actor has published
+    rollout.generate_sequences(prompts)
+
 Without `sync_weights`, `generate_sequences` syncs the weights itself and then puts the rollout to sleep. It reads the
 columns `prompts` and, if it exists, `sampling_seed`. It writes `responses`, `response_mask`, `rollout_log_probs` and
 `finished`, and with `enable_return_routed_experts` also `routed_experts`.
@@ -11,7 +14,7 @@ columns `prompts` and, if it exists, `sampling_seed`. It writes `responses`, `re
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -23,13 +26,13 @@ from camshaft.controller import Dispatch, Worker, register
 from camshaft.dataproto import DataProto
 from camshaft.engine import BaseEngine
 from camshaft.errors import RolloutError
-from camshaft.reshard import asleep_after_error, enter, is_entered, leave, rollout_mode
+from camshaft.reshard import Snapshot, asleep_after_error, enter, is_entered, leave, receive, rollout_mode
 from camshaft.rollout import BaseRollout, Generation, SamplingParams, build_rollout
 from camshaft.seat import Seat
 
 
 class RolloutWorker(Worker):
-    """A rollout that syncs its weights from `engine`, or one without an engine in its process."""
+    """A rollout that syncs its weights from `engine`, or one without an engine, on devices of its own."""
 
     rollout: BaseRollout
     """The rollout engine, created by `init_model`. With an engine, it sleeps outside of `sync_weights` and
@@ -68,6 +71,16 @@ class RolloutWorker(Worker):
         """Free the memory of the rollout. This has no effect without `sync_weights` before."""
         if is_entered(self.rollout):
             leave(self.rollout)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sync_dtypes(self, sources: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+        """Return the dtype in which the rollout receives each weight, given that in which the engine stores it."""
+        return {name: self.rollout.sync_dtype(name, torch.empty(0, dtype=dtype)) for name, dtype in sources.items()}
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def receive_weights(self, snapshots: Sequence[Snapshot]) -> dict[str, float]:
+        """Load and verify the weights that the actor has published. Return the metrics of the sync."""
+        return receive(snapshots, self.rollout).metrics() | {"rollout/weights_version": float(self.rollout.version)}
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def generate_sequences(self, prompts: DataProto, validate: bool = False, greedy: bool = False) -> DataProto:

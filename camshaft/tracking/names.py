@@ -144,6 +144,8 @@ rollout/slot_use | fraction | rollout/builtin/scheduler.py |
     Mean fraction of KV cache slots in use, over the decode steps.
 rollout/http_retries | requests | rollout/server/rollout.py | HTTP requests that the server rollout retried.
 rollout/sync_bytes | bytes | reshard/hybrid.py | Size of the weights that were sent in the weight sync.
+rollout/weights_version | steps | roles/rollout.py |
+    Number of training steps of the weights that a rollout on devices of its own holds.
 # episodes with environments or programs
 agent/turns | answers | rewards/environments.py | Mean number of answers in an episode.
 agent/stop/{done,turns,length,prompt,timeout,error} | fraction of episodes | rewards/environments.py |

@@ -10,7 +10,7 @@ block exits, all worker processes are ended.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +33,27 @@ from camshaft.config.checks import check_critic_warmup
 from camshaft.config.errors import format_problems
 from camshaft.controller import spawn, submit
 from camshaft.controller.placement import pool_specs, run_pools
+from camshaft.controller.worker import registered_methods
 from camshaft.data import PromptOptions, StatefulLoader, data_files, load_prompts
 from camshaft.dataproto import DataProto
 from camshaft.errors import CamshaftError, ConfigError, RewardError, RolloutError
 from camshaft.fetch import fetch_models
 from camshaft.rewards.manager import PendingScores
 from camshaft.rewards.messages import FunctionSpec
-from camshaft.roles import REWARD_METHODS, ActorRolloutRefWorker, CriticWorker, RewardModelWorker, load_worker_class
+from camshaft.roles import (
+    REWARD_METHODS,
+    ActorRolloutRefWorker,
+    CriticWorker,
+    RewardModelWorker,
+    RolloutWorker,
+    load_worker_class,
+)
 from camshaft.stop import Stop
 from camshaft.tracking.record import RunStatus
 from camshaft.tracking.samples import SampleWriter
 from camshaft.trainer.advantages import load_estimator
 from camshaft.trainer.metrics import merge_ranks
+from camshaft.trainer.publication import Publication
 from camshaft.trainer.scoring import build_run_rewards, check_scorable
 from camshaft.trainer.session import fit_prompts, run_length, run_tokenizer
 
@@ -53,6 +62,10 @@ REWARD_MODEL_COLUMNS = (
     *("uid", "prompt_id", "data_source", "ground_truth", "extra_info"),
 )
 """Columns that the reward model receives if they exist. The built-in one reads the first five."""
+
+
+PUBLISHING_METHODS = ("weight_dtypes", "set_published_dtypes", "publish")
+"""Methods of the policy that only a run with a rollout on devices of its own calls."""
 
 
 class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
@@ -77,6 +90,8 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         topology = config.topology()
         self.actor_dp_size = config.actor_dp_size(topology)
         """Number of shards into which batches for the actor are split."""
+        self.rollout_dp_size = config.rollout_dp_size(topology)
+        """Number of shards into which the rows of a generation are split."""
         self.critic_dp_size = config.critic_dp_size(topology)
         with self._exit as stack:  # closes what was already started if a later line raises
             self.stop = Stop()
@@ -100,8 +115,20 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             policy_class, critic_class, reward_class = role_classes(config)
             arguments, name = (self.config, topology, self.total_steps), "actor_rollout_ref"
             self.actor = spawn(policy_class, *arguments, pool=pool_of[name], name=name)
+            self.rollout: RolloutWorker | None = None
+            """The rollout, if it has devices of its own."""
+            self.publication: Publication | None = None
+            """Sends weights to a rollout on devices of its own."""
+            self._generate: Callable[..., DataProto] = self.actor.generate_sequences
+            self._options = {"recompute_log_prob": False}
+            if "rollout" in pool_of:
+                rollout_class = getattr(policy_class, "rollout_role", ActorRolloutRefWorker.rollout_role)(config)
+                self.rollout = spawn(rollout_class, self.config, pool=pool_of["rollout"], name="rollout")
+                self.publication = Publication(self.actor, self.rollout, topology)
+                self._generate, self._options = self.rollout.generate_sequences, {}
             if self.environments is not None:
-                self.actor.set_environments(self.environments[0])
+                player: Any = self.actor if self.rollout is None else self.rollout
+                player.set_environments(self.environments[0])
             self.critic: CriticWorker | None = None
             self.trained: dict[str, ActorRolloutRefWorker | CriticWorker] = {"actor": self.actor}
             """Trained roles by the name of their checkpoint."""
@@ -122,8 +149,9 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
-    def roles(self) -> list[ActorRolloutRefWorker | CriticWorker | RewardModelWorker]:
-        return [*self.trained.values(), *([] if self.reward_model is None else [self.reward_model])]
+    def roles(self) -> list[ActorRolloutRefWorker | CriticWorker | RewardModelWorker | RolloutWorker]:
+        others = (self.rollout, self.reward_model)
+        return [*self.trained.values(), *(role for role in others if role is not None)]
 
     # -- generation and scoring -------------------------------------------------------------------
 
@@ -138,17 +166,20 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
             raise
         self.sleep_rollout()
 
-    def sync_weights(self) -> dict[str, float]:
-        """Send the weights of the actor to the rollout, which stays awake. Return the metrics of the sync."""
+    def sync_weights(self, version: int) -> dict[str, float]:
+        """Send the weights after `version` steps to the rollout, which stays awake. Return the metrics of the sync."""
         self.is_rollout_awake = True  # on some ranks, even if the call fails
+        if self.publication is not None:
+            return self.publication.send(version)
         ranks: Any = self.actor.sync_weights()
         return merge_ranks(ranks)
 
     def sleep_rollout(self) -> None:
-        """Free the memory of the rollout if it is awake."""
+        """Free the memory of the rollout if it is awake. One on devices of its own waits for the next weights."""
         if self.is_rollout_awake:
             self.is_rollout_awake = False
-            self.actor.sleep_rollout()
+            if self.publication is None:
+                self.actor.sleep_rollout()
 
     def generate(
         self, batch: DataProto, *, validate: bool = False, greedy: bool = False
@@ -159,11 +190,10 @@ class PPOParts(contextlib.AbstractContextManager["PPOParts"]):
         """
         if self.environments is None:
             inputs = batch.select(*(name for name in ("prompts", "sampling_seed") if name in batch))
-            padded, num_padding_rows = inputs.pad_to_divisor(self.actor_dp_size)
+            padded, num_padding_rows = inputs.pad_to_divisor(self.rollout_dp_size)
         else:
-            padded, num_padding_rows = episode_inputs(batch, self.actor_dp_size)
-        options = {"validate": validate, "recompute_log_prob": False, "greedy": greedy}
-        pending = submit(self.actor.generate_sequences, padded, **options)
+            padded, num_padding_rows = episode_inputs(batch, self.rollout_dp_size)
+        pending = submit(self._generate, padded, validate=validate, greedy=greedy, **self._options)
         scoring = self.rewards.begin(batch)
         if scoring is not None:
             for dp_rank, shard in pending.parts():
@@ -235,8 +265,10 @@ def role_classes(config: PPOConfig) -> tuple[type[ActorRolloutRefWorker], type[C
     """Return the role classes: the built-in ones or those that `worker_cls` names."""
     policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
     group = "camshaft.reward_models"
+    unused = PUBLISHING_METHODS if policy.hybrid_engine else ()
+    methods = tuple(name for name in registered_methods(ActorRolloutRefWorker) if name not in unused)
     return (
-        load_worker_class("actor_rollout_ref.worker_cls", policy.worker_cls, ActorRolloutRefWorker),
+        load_worker_class("actor_rollout_ref.worker_cls", policy.worker_cls, ActorRolloutRefWorker, methods=methods),
         load_worker_class("critic.worker_cls", critic.worker_cls, CriticWorker),
         load_worker_class("reward_model.worker_cls", reward.worker_cls, RewardModelWorker, group, REWARD_METHODS),
     )

@@ -231,7 +231,7 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         if self.parts.is_rollout_awake:
             return
         with metrics.phase("sync"):
-            measured = self.parts.sync_weights()
+            measured = self.parts.sync_weights(self.global_step - 1)
         measured.pop("timing_s/sync", None)  # of the slowest rank; the phase has the time that the step waits
         metrics.add(measured)
 
@@ -325,7 +325,7 @@ class PPOTrainer(TrainingLoop[PPOConfig, DataProto, Responses]):
         """Score and write responses to the validation prompts, and log the first `log_val_generations` of them."""
         trainer = self.config.trainer
         with self.parts.rollout_phase():
-            metrics, samples = validate(self.parts, self.config)
+            metrics, samples = validate(self.parts, self.config, self.global_step)
         logged_samples = samples[: trainer.log_val_generations]
         if logged_samples:
             tracking.log_generations([asdict(sample) for sample in logged_samples], step=self.global_step)

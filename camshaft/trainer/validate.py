@@ -54,8 +54,11 @@ COUNTED = tuple(f"reward/{name}" for name in (*COUNTS.values(), "slow", "model/t
 """Counters of the reward function and the reward model that are summed over batches, if they exist."""
 
 
-def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list[Sample]]:
-    """Generate and score responses to the validation prompts, and return the metrics and samples."""
+def validate(parts: PPOParts, config: PPOConfig, version: int) -> tuple[dict[str, float], list[Sample]]:
+    """Generate and score responses to the validation prompts, and return the metrics and samples.
+
+    `version` is the number of training steps of the weights.
+    """
     rows: list[ScoredResponse] = []
     counts: dict[str, float] = defaultdict(float)
     lengths: list[int] = []
@@ -66,7 +69,7 @@ def validate(parts: PPOParts, config: PPOConfig) -> tuple[dict[str, float], list
     seeds = sampling_seeds(config.trainer.seed, VALIDATION, len(prompts))
     for batch in prompts.with_columns(sampling_seed=seeds).split(config.data.val_batch_size * n):
         if not parts.is_rollout_awake:
-            parts.sync_weights()
+            parts.sync_weights(version)
         generated, pending = parts.generate(batch, validate=True)
         batch = parts.add_model_scores(batch.with_columns(**generated.columns))
         result = parts.rewards.score(batch, parts.decode, pending)

@@ -83,7 +83,10 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
     ),
     "no such reward file": ({REWARD: "/nowhere/reward.py"}, [f"{REWARD} = /nowhere/reward.py", "file not found"]),
     "no such engine": ({"actor_rollout_ref.actor.strategy": "referense"}, ["strategy", "Did you mean reference?"]),
-    "a value that is not implemented": ({"actor_rollout_ref.hybrid_engine": False}, ["not implemented", "=true"]),
+    "a rollout in the pool of the actor": (
+        {"actor_rollout_ref.hybrid_engine": False, "actor_rollout_ref.rollout.resource_pool": "global_pool"},
+        ["rollout.resource_pool = global_pool", "Set actor_rollout_ref.hybrid_engine=true"],
+    ),
     "two ranks of one process": ({"trainer.n_gpus_per_node": 2}, ["trainer.n_gpus_per_node = 2", "strategy=fsdp"]),
     "no such tracker": ({"trainer.logger": "[consol]"}, ["trainer.logger", "Did you mean console?"]),
     "resume from nothing": (

@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "agents"
 
 OTHER_MODELS = ("/padding", "/moe/z_loss")
 """Ends of the names of metrics of models on right-padded rows, and of mixtures of experts on Megatron."""
-OTHER_GENERATORS = {"rollout/prompt_tokens_cached", "rollout/http_retries"}
+OTHER_GENERATORS = {"rollout/prompt_tokens_cached", "rollout/http_retries", "rollout/weights_version"}
 """Logged by generators with separate processes or servers, which other tests cover. The tracker of the PPO runs here
 records metrics in memory, and `timing/at` is part of the file only."""
 

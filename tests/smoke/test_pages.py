@@ -19,6 +19,7 @@ HERE = (
     "docs/add-a-metric.md",
     "docs/check-model.md",
     "docs/checkpoints.md",
+    "docs/cluster.md",
     "docs/data.md",
     "docs/doctor.md",
     "docs/endpoint.md",

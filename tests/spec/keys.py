@@ -61,9 +61,6 @@ PROOFS: dict[str, tuple[str, ...]] = {
     "data.trust_remote_code": (f"{_DATA}::test_tokenizer_code_runs_only_if_trusted",),
     "data.val_batch_size": (f"{_RUN}::test_val_batch_size_is_the_size_of_validation_batches",),
     # -- actor, rollout, reference
-    "actor_rollout_ref.hybrid_engine": (
-        "tests/unit/config/test_unimplemented.py::test_unimplemented_value_is_rejected_with_a_fix",
-    ),
     **_each(_NOTICE, f"{MODEL}.use_remove_padding", f"{CRITIC}.model.use_remove_padding"),
     **_each(
         f"{_RUN}::test_key_changes_the_run",
@@ -184,9 +181,13 @@ PROOFS: dict[str, tuple[str, ...]] = {
         f"{_CORRECTION}::test_bypass_mode_uses_the_rollout_log_probs",
     ),
     # -- trainer
+    f"{ROLLOUT}.resource_pool": (
+        "tests/unit/config/test_layout.py::test_a_rollout_on_devices_of_its_own_has_a_pool",
+    ),
     **_each(
         f"{_PLACE}::test_key_changes_the_requested_processes",
         "trainer.nnodes", "trainer.n_gpus_per_node", "trainer.cpus_per_rank", "trainer.resource_pools",
+        "actor_rollout_ref.hybrid_engine",
         "actor_rollout_ref.resource_pool", f"{CRITIC}.resource_pool", f"{REWARD}.resource_pool",
     ),
     **_each(

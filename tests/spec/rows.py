@@ -336,7 +336,6 @@ KEYS = (
 
 DEVIATES = {
     "data.max_prompt_length": "Prompts are not padded to it.",
-    "actor_rollout_ref.hybrid_engine": "`false` is rejected.",
     f"{MODEL}.use_remove_padding": "`false` logs a warning and has no effect: batches are never padded.",
     f"{CRITIC}.model.use_remove_padding": "`false` logs a warning and has no effect: batches are never padded.",
     f"{ACTOR}.strategy": (

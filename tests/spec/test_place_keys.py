@@ -38,6 +38,7 @@ PLACED: dict[str, tuple[Any, Mapping[str, Any], Callable[[PPOConfig], Any], Any,
         "apart", POOL | {"critic.resource_pool": "apart", f"{ROLLOUT}.tensor_model_parallel_size": 1}, pools,
         SHARED | {"critic": (1, 1)}, SHARED | {"critic": (1, 1), "actor_rollout_ref": (1, 1)},
     ),
+    "actor_rollout_ref.hybrid_engine": (False, {}, pools, SHARED, SHARED | {"rollout": (1, 1)}),
     "critic.resource_pool": (
         "apart", POOL | {"reward_model.resource_pool": "apart"}, pools,
         SHARED | {"reward_model": (1, 1)}, SHARED | {"critic": (1, 1), "reward_model": (1, 1)},

@@ -510,6 +510,10 @@ def check_rollout_adapter(config: PPOConfig) -> Iterator[Problem]:
     model, rollout, key = config.actor_rollout_ref.model, config.actor_rollout_ref.rollout, f"{ROLLOUT}.lora_weights"
     if rollout.lora_weights == "merged":
         return
+    if not config.actor_rollout_ref.hybrid_engine:
+        hybrid = "actor_rollout_ref.hybrid_engine"
+        message = f"requires {hybrid}=true, because separate devices receive complete weights. Set {key}=merged."
+        yield Problem(key, rollout.lora_weights, message, (hybrid,))
     if not model.lora_rank:
         message = f"has no effect with {MODEL}.lora_rank=0, because there is no adapter. Set {key}=merged."
         yield Problem(key, rollout.lora_weights, message, (f"{MODEL}.lora_rank",))

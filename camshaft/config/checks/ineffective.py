@@ -318,6 +318,15 @@ PPO_RULES = (
     # reference
     *_sharding_rules(f"{REF}.fsdp_config", trained=False),
     # rollout
+    Rule(
+        (f"{ROLLOUT}.resource_pool",), _equals("actor_rollout_ref.hybrid_engine", True),
+        "{actor_rollout_ref.hybrid_engine}, because the rollout is on the devices of the actor",
+        "set actor_rollout_ref.hybrid_engine=false, or omit the key",
+    ),
+    Rule(
+        (f"{ROLLOUT}.free_cache_engine",), _equals("actor_rollout_ref.hybrid_engine", False),
+        "{actor_rollout_ref.hybrid_engine}, because the rollout does not share its devices", harmless=(False,),
+    ),
     *_rollout_rules(ROLLOUT),
     Rule(
         tuple(f"{ROLLOUT}.{name}" for name in ("log_prob_micro_batch_size", *_LOG_PROB_KEYS)),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from camshaft.config.backends import ranks_per_row
-from camshaft.config.layout import RayConfig, Topology, divide_evenly, pool_sizes
+from camshaft.config.layout import ROLLOUT_POOL, PoolConfig, RayConfig, Topology, divide_evenly, pool_sizes
 from camshaft.config.model_settings import read_settings
 from camshaft.config.schema.algorithm import AlgorithmConfig, estimator_inputs
 from camshaft.config.schema.data import DataConfig
@@ -157,17 +157,31 @@ class PPOConfig(CommandConfig):
             pools["critic"] = self.critic.resource_pool
         if self.reward_model.enable:
             pools["reward_model"] = self.reward_model.resource_pool
+        if not self.actor_rollout_ref.hybrid_engine:
+            pools["rollout"] = self.actor_rollout_ref.rollout.resource_pool
         return pools
+
+    def pool_sizes(self) -> dict[str, PoolConfig]:
+        """Map the name of each resource pool to its size. On a CPU, the pool of the rollout has one rank by default."""
+        sizes = pool_sizes(self.trainer, self.trainer.resource_pools)
+        if self.pools().get("rollout") == ROLLOUT_POOL and self.trainer.device.partition(":")[0] == "cpu":
+            sizes.setdefault(ROLLOUT_POOL, PoolConfig(n_gpus_per_node=1))
+        return sizes
 
     def topology(self) -> Topology:
         """Return the number of ranks of each role."""
-        sizes = pool_sizes(self.trainer, self.trainer.resource_pools)
+        sizes = self.pool_sizes()
         num_ranks = {role: sizes.get(name, self.trainer).world_size for role, name in self.pools().items()}
-        return Topology(num_ranks["actor_rollout_ref"], num_ranks.get("critic"), num_ranks.get("reward_model"))
+        others = map(num_ranks.get, ("critic", "reward_model", "rollout"))
+        return Topology(num_ranks["actor_rollout_ref"], *others)
 
     def actor_dp_size(self, topology: Topology) -> int:
         """Return the data-parallel size of the actor."""
         return topology.dp_size(self.actor_rollout_ref.actor.ranks_per_row())
+
+    def rollout_dp_size(self, topology: Topology) -> int:
+        """Return the number of shards into which the rows of a generation are split."""
+        return self.actor_dp_size(topology) if topology.rollout is None else topology.rollout
 
     def ref_dp_size(self, topology: Topology) -> int:
         """Return the data-parallel size of the reference model."""

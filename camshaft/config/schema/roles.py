@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import NonNegativeFloat, PositiveFloat
 
 from camshaft.config.errors import Problem
+from camshaft.config.layout import ROLLOUT_POOL
 from camshaft.config.schema.agents import MultiTurnConfig
 from camshaft.config.schema.engine import (
     UPDATES,
@@ -388,6 +389,11 @@ class GeneratorConfig(Section):
 class RolloutConfig(GeneratorConfig):
     """Rollout: generation of the responses in training."""
 
+    resource_pool: Text = key(
+        ROLLOUT_POOL,
+        "Resource pool of the rollout with hybrid_engine=false: a name defined in trainer.resource_pools, and selected "
+        "by no other role. On a CPU, the pool rollout has one process unless it is defined.",
+    )
     enable_return_routed_experts: bool = key(
         False,
         "Return the experts that a mixture of experts chose for each token, and log how many of them the actor "
@@ -417,7 +423,11 @@ class ActorRolloutRefConfig(PooledSection):
         "Import path package.module:Class of the worker that runs actor, rollout and reference. null uses "
         "ActorRolloutRefWorker.",
     )
-    hybrid_engine: bool = key(True, "Run actor and rollout on the same devices. Only true is implemented.")
+    hybrid_engine: bool = key(
+        True,
+        "Generate on the devices of the actor. false generates on devices of its own, those of rollout.resource_pool, "
+        "and sends the weights through host memory.",
+    )
     model: PolicyModelConfig = section(
         "Model of actor, rollout and reference.",
     )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from camshaft import hub
-from camshaft.config import PPOConfig
+from camshaft.config import PPOConfig, rollout_engine
 from camshaft.config.checks.backends import check_libraries
 from camshaft.config.composition import as_override
 from camshaft.config.model_settings import local_model
@@ -40,6 +40,7 @@ from camshaft.planning.doctor.machine import (
     memory_limit,
 )
 from camshaft.planning.doctor.weights import read_shapes
+from camshaft.planning.generator import model_size
 from camshaft.planning.plan_process import PlanUnavailable, plan_in_process
 from camshaft.storage import is_url
 from camshaft.trainer.build import prompt_files, prompt_options
@@ -73,6 +74,7 @@ def run_checks(config: PPOConfig, overrides: Sequence[str] | None = None) -> dic
         "ports": partial(check_ports, config),
         "checkpoints": partial(check_checkpoint_space, config),
         "machines": partial(check_machines, config),
+        "snapshot": partial(check_snapshot, config),
         "forecast": partial(check_forecast, config, overrides),
     }
 
@@ -288,6 +290,22 @@ def check_checkpoint_space(config: PPOConfig) -> Iterator[Finding]:
         yield warn("checkpoints", message, fix)
     else:
         yield ok("checkpoints", message)
+
+
+def check_snapshot(config: PPOConfig) -> Iterator[Finding]:
+    """Compare the size of the weights for a rollout on devices of its own with the free memory of this machine."""
+    policy = config.actor_rollout_ref
+    if policy.hybrid_engine:
+        yield ok("snapshot", "the rollout is on the devices of the actor")
+        return
+    folder = local_model(policy.model.path)
+    if folder is None:
+        yield ok("snapshot", f"{policy.model.path} is not on this machine yet, so its size is unknown")
+        return
+    size, free = model_size(rollout_engine(config)).weights, available_memory()
+    message = f"the weights for the rollout need {_gib(size)} of host memory on each machine, and {_gib(free)} are free"
+    fix = "set actor_rollout_ref.hybrid_engine=true, or use a machine with more memory"
+    yield ok("snapshot", message) if size < free else fail("snapshot", message, fix)
 
 
 def check_forecast(config: PPOConfig, overrides: Sequence[str] | None) -> Iterator[Finding]:

@@ -80,34 +80,56 @@ class Receiver:
         return self._buffers[number][:num_bytes]
 
 
-class SharedMemory(Sender):
-    """Anonymous memory (memfd) that a receiver opens through the sender's directory in /proc.
+class HostMemory:
+    """Anonymous memory (memfd) that another process opens through this process's directory in /proc.
 
     The kernel frees the memory when no process maps it any more.
     """
 
-    def __init__(self, size: int):
+    def __init__(self) -> None:
         if not hasattr(os, "memfd_create"):
             raise RolloutError(
-                "anonymous shared memory requires Linux; set rollout.name=torch to generate in the trainer's process"
+                "anonymous shared memory requires Linux; set rollout.name=torch and hybrid_engine=true to generate in "
+                "the trainer's process"
             )
-        self._file = os.memfd_create("camshaft-weights")
-        os.ftruncate(self._file, BUFFERS * size)
-        self.buffers = _map_file(self._file, BUFFERS * size).chunk(BUFFERS)
+        self._file, self._size = os.memfd_create("camshaft-weights"), 0
+
+    def extend(self, size: int) -> Tensor:
+        """Append `size` bytes, which are allocated when they are written, and return them as a uint8 tensor.
+
+        Unless it is the last one, `size` must be a multiple of `mmap.ALLOCATIONGRANULARITY`.
+        """
+        start, self._size = self._size, self._size + size
+        os.ftruncate(self._file, self._size)
+        return torch.frombuffer(mmap.mmap(self._file, size, offset=start), dtype=torch.uint8)
 
     def handle(self) -> dict[str, Any]:
-        inode = os.fstat(self._file).st_ino
-        return {"means": "shared_memory", "process": os.getpid(), "file": self._file, "inode": inode}
+        """Return the argument of `open_memory` as a JSON-serializable dict."""
+        return {"process": os.getpid(), "file": self._file, "inode": os.fstat(self._file).st_ino}
 
     def close(self) -> None:
-        self.buffers = ()  # releases this process's mapping of the memory
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
 
 
-def _open_shared_memory(handle: Mapping[str, Any]) -> Receiver:
-    """Map the memory of a `SharedMemory` sender into this process."""
+class SharedMemory(Sender):
+    """Host memory that a receiver on this machine maps."""
+
+    def __init__(self, size: int):
+        self._memory = HostMemory()
+        self.buffers = self._memory.extend(BUFFERS * size).chunk(BUFFERS)
+
+    def handle(self) -> dict[str, Any]:
+        return {"means": "shared_memory", **self._memory.handle()}
+
+    def close(self) -> None:
+        self.buffers = ()  # releases this process's mapping of the memory
+        self._memory.close()
+
+
+def open_memory(handle: Mapping[str, Any]) -> Tensor:
+    """Map all `HostMemory` of another process into this process, as a uint8 tensor."""
     path = f"/proc/{handle['process']}/fd/{handle['file']}"
     try:
         file = os.open(path, os.O_RDWR)
@@ -123,13 +145,9 @@ def _open_shared_memory(handle: Mapping[str, Any]) -> Receiver:
                 f"{path} is not the memory that the sender announced, because the sender has ended; send the weights "
                 "again"
             )
-        return Receiver(torch.device("cpu"), _map_file(file, status.st_size))
+        return torch.frombuffer(mmap.mmap(file, status.st_size), dtype=torch.uint8)
     finally:
         os.close(file)
-
-
-def _map_file(file: int, size: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
 
 
 class DeviceMemory(Sender):
@@ -318,7 +336,7 @@ def open_receiver(handle: Mapping[str, Any], rank: int = 1, device: torch.device
     """
     means = handle["means"]
     if means == "shared_memory":
-        return _open_shared_memory(handle)
+        return Receiver(torch.device("cpu"), open_memory(handle))
     if means == "device_memory":
         return _open_device_memory(handle, torch.device(device))
     if means == "broadcast":

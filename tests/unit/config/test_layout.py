@@ -2,7 +2,7 @@
 
 import pytest
 
-from camshaft.config import Topology, load_ppo, load_sft
+from camshaft.config import Topology, load_ppo, load_sft, rollout_engine
 from camshaft.errors import ConfigError
 
 FSDP = ("actor_rollout_ref.actor.strategy=fsdp", "critic.strategy=fsdp")
@@ -58,3 +58,64 @@ def test_supervised_runs_have_the_same_placement_keys(sft_words: list[str]) -> N
     assert load_sft([*sft_words, "trainer.controller=ray"]).trainer.backend() == "ray"
     with pytest.raises(ConfigError, match="this machine only"):
         load_sft([*sft_words, "trainer.nnodes=2", "trainer.controller=local"])
+
+
+OWN = "actor_rollout_ref.hybrid_engine=false"
+POOL = "+trainer.resource_pools.rollout.n_gpus_per_node"
+
+
+def test_a_rollout_on_devices_of_its_own_has_a_pool(words: list[str]) -> None:
+    config = load_ppo([*words, *FSDP, "trainer.n_gpus_per_node=4", OWN])
+    assert config.pools()["rollout"] == "rollout"
+    assert config.topology() == Topology(4, 4, rollout=1)
+    assert load_ppo([*words, *FSDP, "trainer.n_gpus_per_node=4"]).topology().rollout_topology() == Topology(4)
+    config = load_ppo([*words, *FSDP, "trainer.n_gpus_per_node=4", OWN, f"{POOL}=2"])
+    assert config.rollout_dp_size(config.topology()) == 2
+    named = ["+trainer.resource_pools.fast.n_gpus_per_node=3", "actor_rollout_ref.rollout.resource_pool=fast"]
+    assert load_ppo([*words, OWN, *named]).topology().rollout == 3
+    assert not rollout_engine(config).free_cache_engine
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["trainer.device=cuda"],
+            r"(?s)rollout.resource_pool = rollout.*add the pool with trainer.resource_pools.rollout.n_gpus_per_node=1",
+        ),
+        (["actor_rollout_ref.rollout.resource_pool=fast"], "unknown resource pool; the pools are global_pool"),
+        (
+            ["critic.resource_pool=rollout", f"{POOL}=1"],
+            r"(?s)rollout.resource_pool = rollout.*but critic.resource_pool selects the same pool. Set actor_rollout",
+        ),
+        (["actor_rollout_ref.rollout.resource_pool=global_pool"], "Set actor_rollout_ref.hybrid_engine=true, or"),
+        (
+            ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.rollout.tensor_model_parallel_size=2"],
+            r"(?s)rollout.tensor_model_parallel_size = 2.*world_size=1 is not divisible by the 2 ranks",
+        ),
+        (
+            [
+                *("actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.model.lora_rank=4"),
+                "actor_rollout_ref.rollout.lora_weights=adapter",
+            ],
+            "requires actor_rollout_ref.hybrid_engine=true",
+        ),
+    ],
+)
+def test_invalid_pools_of_the_rollout_are_rejected(words: list[str], overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_ppo([*words, OWN, *overrides])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "notice"),
+    [
+        (["actor_rollout_ref.rollout.resource_pool=fast"], "on the devices of the actor; set actor_rollout_ref.hybrid"),
+        ([OWN, "actor_rollout_ref.rollout.free_cache_engine=true"], "the rollout does not share its devices"),
+    ],
+)
+def test_keys_without_an_effect_are_reported(
+    words: list[str], overrides: list[str], notice: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    load_ppo([*words, *overrides])
+    assert notice in caplog.text

@@ -255,7 +255,7 @@ def test_all_errors_are_reported_at_once(words):
             "trainer.total_epochs=none",  # wrong type
             "data.max_prompt_length=${nope}",  # unresolved
             "data.prompt_key=???",  # no value
-            "actor_rollout_ref.hybrid_engine=false",  # not implemented
+            "trainer.default_local_dir=s3://bucket/run",  # a URL
             "data.train_batch_size=300",  # 300 = 256 + 44
             "custom_reward_function.path=/nowhere/reward.py",  # missing file
         ]
@@ -266,7 +266,7 @@ def test_all_errors_are_reported_at_once(words):
         "total_epochs",
         "max_prompt_length",
         "prompt_key",
-        "actor_rollout_ref.hybrid_engine",
+        "trainer.default_local_dir",
     ):
         assert key in text
     assert "300 = 1 x 256 + 44" in text

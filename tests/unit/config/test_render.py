@@ -40,7 +40,7 @@ def test_explain_resolves_an_alias():
 
 def test_explain_notes_unimplemented_values():
     assert "not implemented" not in explain("trainer.seed")
-    assert "some values are not implemented" in explain("actor_rollout_ref.hybrid_engine")
+    assert "some values are not implemented" in explain("actor_rollout_ref.rollout.multi_turn.history")
 
 
 def test_an_unknown_key_is_reported_with_the_nearest_keys():

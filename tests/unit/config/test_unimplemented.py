@@ -13,7 +13,7 @@ ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 @pytest.mark.parametrize(
     ("word", "instead"),
     [
-        ("actor_rollout_ref.hybrid_engine=false", "hybrid_engine=true"),
+        (f"{ROLLOUT}.multi_turn.history=template", "history=append"),
         ("trainer.default_local_dir=s3://bucket/run", "accept URLs"),
         ("custom_reward_function.path=s3://bucket/reward.py", "accept URLs"),
     ],

@@ -1,0 +1,132 @@
+"""Weights of an engine in host memory, from which rollouts in other processes of the machine load them.
+
+    publisher = Publisher(engine, writes=rank == 0)
+    publisher.dtypes = rollout.sync_dtypes(publisher.source_dtypes())     # once
+    snapshot = publisher.publish(version)                                 # on all ranks of the engine
+    sync = receive([snapshot], rollout)                                   # in any number of processes
+
+`publish` writes all weights once, in the dtypes of the rollout, and returns. The engine can then train: a snapshot does
+not change until the next `publish`. The sender computes digests of the weights while it writes them, and `receive`
+compares them with those that the rollout computes after it has loaded the weights. A snapshot that was overwritten
+while it was read, or that holds weights of another version, is thereby an error.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from camshaft.engine import BaseEngine
+from camshaft.errors import RolloutError
+from camshaft.reshard.hybrid import Sync, verified_sync
+from camshaft.rollout import BaseRollout
+from camshaft.rollout.base import load_with_version
+from camshaft.rollout.weights.buckets import Assembler, Bucket, pack_buckets
+from camshaft.rollout.weights.transport import HostMemory, open_memory
+
+SEGMENT = 2**26
+"""Bytes by which the memory of a snapshot grows."""
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Description of published weights, which is sent to their readers."""
+
+    version: int
+    machine: str
+    """Identifier of the machine whose memory contains the weights."""
+    memory: dict[str, Any]
+    """Handle of the memory."""
+    buckets: list[Bucket]
+    """Position of each weight. Bucket i is segment i of the memory."""
+    digests: dict[str, int]
+    """Digests of the weights, by name, computed while they were written."""
+    num_bytes: int
+    check_seconds: float
+    """Time that the sender has spent on digests."""
+
+    def weights(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """Yield a copy of each weight on `device`."""
+        segments, assembler = open_memory(self.memory).split(SEGMENT), Assembler(device)
+        for bucket in self.buckets:
+            yield from assembler.unpack(bucket.pieces, segments[bucket.buffer][: bucket.num_bytes])
+        assembler.finish()
+
+
+class Publisher:
+    """Writes the weights of an engine to host memory. Every rank of the engine has one."""
+
+    def __init__(self, engine: BaseEngine, writes: bool):
+        """Set `writes` on one rank of each machine."""
+        self.engine, self.writes = engine, writes
+        self.dtypes: Mapping[str, torch.dtype] = {}
+        """Dtype in which each weight is written, by name."""
+        self._memory: HostMemory | None = None
+        self._segments: list[Tensor] = []
+
+    def source_dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype in which the engine stores each weight, by name. All ranks of the engine must call it."""
+        dtypes: dict[str, torch.dtype] = {}
+
+        def record(name: str, tensor: Tensor) -> torch.dtype:
+            return dtypes.setdefault(name, tensor.dtype)
+
+        with self.engine.share_weights():
+            for _ in self.engine.named_weights(dtype_of=record):
+                pass
+        return dtypes
+
+    def publish(self, version: int) -> Snapshot | None:
+        """Write all weights, and return the snapshot; None on a rank that does not write. All ranks must call it."""
+        with self.engine.share_weights():
+            weights = self.engine.named_weights(dtype_of=lambda name, _: self.dtypes[name])
+            if not self.writes:
+                for _ in weights:
+                    pass
+                return None
+            sync = Sync(version)
+            buckets = list(self._write(sync.record(weights)))
+        assert self._memory is not None
+        return Snapshot(
+            version, machine_id(), self._memory.handle(), buckets, sync.digests, sync.bytes, sync.check_seconds
+        )
+
+    def _write(self, weights: Iterator[tuple[str, Tensor]]) -> Iterator[Bucket]:
+        """Write one bucket after the other, each to a segment of its own."""
+        if self._memory is None:
+            self._memory = HostMemory()
+            self._segments.append(self._memory.extend(SEGMENT))
+        for number, bucket in enumerate(pack_buckets(weights, self._segments)):
+            yield bucket
+            if number + 1 == len(self._segments):  # before the packer selects the next segment
+                self._segments.append(self._memory.extend(SEGMENT))
+
+
+def receive(snapshots: Sequence[Snapshot], rollout: BaseRollout) -> Sync:
+    """Load the snapshot that is on this machine into `rollout`, which stays awake, and verify its weights."""
+    start, here = time.perf_counter(), machine_id()
+    snapshot = next((snapshot for snapshot in snapshots if snapshot.machine == here), None)
+    if snapshot is None:
+        raise RolloutError(
+            "no rank of the actor is on the machine of this rollout, so it cannot read the weights; place both pools "
+            "on the same machines"
+        )
+    device = rollout.config.device
+    with verified_sync(rollout, device, snapshot.version) as sync:
+        load_with_version(
+            rollout, rollout.load_weights, snapshot.weights(torch.device(device)), version=snapshot.version
+        )
+        sync.digests.update(snapshot.digests)
+    sync.bytes, sync.check_seconds = snapshot.num_bytes, sync.check_seconds + snapshot.check_seconds
+    sync.seconds = time.perf_counter() - start
+    return sync
+
+
+def machine_id() -> str:
+    """Return an identifier of this machine, or of this container, whose processes can open each other's memory."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot} {Path('/proc/self/ns/pid').readlink()}"

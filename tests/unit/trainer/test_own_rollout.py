@@ -1,0 +1,118 @@
+"""A rollout on devices of its own: the run equals that of the hybrid engine to the bit."""
+
+import math
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.ppo_runs import Step, ppo_config, run_ppo
+from support.same_run import ACTOR, RANKS
+
+from camshaft.controller import WorkerGroup
+from camshaft.controller.process_pool import ProcessPool
+from camshaft.errors import WorkerError
+from camshaft.tracking import Tracking
+from camshaft.tracking.base import RunInfo
+from camshaft.trainer.ppo import PPOTrainer
+
+ROLLOUT = "actor_rollout_ref.rollout"
+OWN: dict[str, Any] = {"actor_rollout_ref.hybrid_engine": False}
+PPO: dict[str, Any] = {
+    "algorithm.adv_estimator": "gae",
+    "algorithm.use_kl_in_reward": True,
+    f"{ACTOR}.ppo_epochs": 2,
+    "trainer.test_freq": 2,
+}
+GRPO: dict[str, Any] = {"algorithm.adv_estimator": "grpo", f"{ROLLOUT}.n": 2, f"{ACTOR}.ppo_mini_batch_size": 8}
+ALGORITHMS = {"ppo": PPO, "grpo": GRPO}
+ROLLOUTS = {"torch": {f"{ROLLOUT}.name": "torch"}, "process": {f"{ROLLOUT}.name": "process"}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "reference": {},
+    "fsdp": {**RANKS, "+trainer.resource_pools.rollout.n_gpus_per_node": 2},
+}
+CASES = [(algorithm, rollout, layout) for algorithm in ALGORITHMS for rollout in ROLLOUTS for layout in LAYOUTS]
+FAST = (("ppo", "torch", "reference"), ("grpo", "process", "fsdp"))
+MEASURED = ("timing_s/", "perf/")
+VERSION = "rollout/weights_version"
+
+
+def both(folder: Path, overrides: dict[str, Any], steps: int) -> tuple[list[Step], list[Step]]:
+    """Return the steps of the hybrid run, and of the run with a rollout on devices of its own."""
+    hybrid = {key: value for key, value in overrides.items() if "resource_pools" not in key}
+    return run_ppo(folder, hybrid, steps), run_ppo(folder, {**overrides, **OWN}, steps)
+
+
+def assert_equal(hybrid: list[Step], own: list[Step]) -> None:
+    for number, (expected, step) in enumerate(zip(hybrid, own, strict=True), start=1):
+        assert step.metrics.keys() - {VERSION} == expected.metrics.keys()
+        for name, value in expected.metrics.items():
+            is_equal = step.metrics[name] == value or (math.isnan(value) and math.isnan(step.metrics[name]))
+            assert is_equal or name.startswith(MEASURED), f"step {number}: {name}"
+        assert step.metrics.get(VERSION, number - 1) == number - 1
+        for weights, reference in ((step.actor, expected.actor), (step.critic, expected.critic)):
+            assert weights.keys() == reference.keys()
+            assert all(torch.equal(weights[name], reference[name]) for name in reference), f"step {number}"
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=" ".join(case), marks=() if case in FAST else pytest.mark.slow) for case in CASES]
+)
+def test_the_run_equals_that_of_the_hybrid_engine(case: tuple[str, str, str], tmp_path: Path) -> None:
+    algorithm, rollout, layout = case
+    overrides = {**ALGORITHMS[algorithm], **ROLLOUTS[rollout], **LAYOUTS[layout]}
+    hybrid, own = both(tmp_path, overrides, steps=4 if case in FAST else 10)
+    assert_equal(hybrid, own)
+    assert all(VERSION in step.metrics for step in own)
+    assert own[-1].metrics["actor/grad_norm"] > 0
+
+
+FEATURES: dict[str, dict[str, Any]] = {
+    "remax": {"algorithm.adv_estimator": "remax"},
+    "dynamic sampling": {
+        **GRPO,
+        "algorithm.filter_groups.enable": True,
+        f"{ACTOR}.ppo_mini_batch_size": 3,
+        "data.train_batch_size": 3,
+        "data.gen_batch_size": 4,
+    },
+    "merged adapter": {**GRPO, "actor_rollout_ref.model.lora_rank": 4, f"{ACTOR}.use_kl_loss": True},
+    "validation first": {**PPO, "trainer.val_before_train": True, "trainer.test_freq": 1, "data.val_batch_size": 4},
+    "mixed precision": {**GRPO, f"{ROLLOUT}.dtype": "bfloat16"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("feature", FEATURES)
+def test_features_of_a_run_do_not_depend_on_the_place_of_the_rollout(feature: str, tmp_path: Path) -> None:
+    hybrid, own = both(tmp_path, FEATURES[feature], steps=3)
+    if feature == "validation first":
+        assert hybrid.pop(0).metrics == own.pop(0).metrics
+    assert_equal(hybrid, own)
+
+
+@pytest.mark.slow
+def test_the_size_of_the_pool_changes_no_token(tmp_path: Path) -> None:
+    steps = [
+        run_ppo(tmp_path, {**GRPO, **OWN, "+trainer.resource_pools.rollout.n_gpus_per_node": ranks}, steps=2)
+        for ranks in (1, 3)
+    ]
+    for one, three in zip(*steps, strict=True):
+        assert torch.equal(one.batch["responses"].values, three.batch["responses"].values)
+
+
+def test_a_killed_rollout_is_named(tmp_path: Path) -> None:
+    config = ppo_config(tmp_path, {**GRPO, **OWN, "trainer.total_training_steps": 2})
+    with PPOTrainer.open(config) as trainer, Tracking([], RunInfo("p", "e", tmp_path, 2)) as tracking:
+        trainer.prepare()
+        group: Any = trainer.parts.rollout
+        assert isinstance(group, WorkerGroup)
+        pool = group.spawned.pool
+        assert isinstance(pool, ProcessPool)
+        pid = pool.processes[0].pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(WorkerError, match=rf"rollout.*rank 0.*{pid}.*died in sync_dtypes.*SIGKILL"):
+            trainer.fit(tracking)
